@@ -1,0 +1,287 @@
+"""Every knob of titan_grpo, validated. torchtitan merges these sections into its own JobConfig.
+
+A job names this module with ``[job] custom_config_module = "titan_grpo.config"``; torchtitan then finds
+``JobConfig`` here and adds the sections ``[grpo]``, ``[rollout]`` and ``[weight_sync]`` to TOML and command line.
+
+No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as objects.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from titan_grpo.errors import ConfigError
+
+LAUNCH = "launch"
+"""The one value of ``rollout.servers`` that is not a URL."""
+
+
+@dataclass
+class GRPO:
+    """The algorithm. Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476), GSPO (2507.18071), Dr.GRPO (2503.20783)."""
+
+    async_weight_update: bool = False
+    """Sync weights in the background while training goes on; false waits for every healthy server after each step."""
+
+    policy_ratio_type: Literal["token", "sequence"] = "token"
+    """Importance ratio per token (GRPO) or one per sequence, the exponential of its mean log-ratio (GSPO)."""
+
+    clip_ratio_lower_bound: float = 0.2
+    """A ratio below 1 - this gives no gradient where the advantage is negative."""
+
+    clip_ratio_upper_bound: float = 0.28
+    """A ratio above 1 + this gives no gradient where the advantage is positive (DAPO's clip-higher)."""
+
+    kl_beta: float = 0.0
+    """Weight of the KL term to the reference model; 0 builds no reference model."""
+
+    kl_estimator_type: Literal["k1", "k2", "k3"] = "k3"
+    """KL estimator per token: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r, with r = p_ref / p."""
+
+    reference_model: str = ""
+    """Directory of HF safetensors for the reference model; empty: model.hf_assets_path. Used if kl_beta > 0."""
+
+    normalize_advantage_std: bool = True
+    """Divide a group's centred rewards by their standard deviation (GRPO); false leaves it out (Dr.GRPO)."""
+
+    loss_normalization: Literal["token", "sequence", "constant"] = "token"
+    """Mean over all tokens (DAPO), mean over sequences of their token means (GRPO), or sum over a constant (Dr.GRPO)."""
+
+    rollout_is_level: Literal["token", "sequence"] = "token"
+    """Importance correction for trainer/engine mismatch: one weight per token, or one per sequence."""
+
+    rollout_is_threshold: float = 2.0
+    """Truncation of that weight (truncated importance sampling); 0 turns the correction off."""
+
+    token_budget: int = 0
+    """Rows times padded length of one microbatch on one rank; 0: training.local_batch_size * training.seq_len."""
+
+
+@dataclass
+class Rollout:
+    """Where and how completions are sampled."""
+
+    engine: Literal["vllm", "sglang"] = "vllm"
+    """Which server software answers at the URLs."""
+
+    servers: list[str] = field(default_factory=list)
+    """Base URLs of the servers, or the single word "launch" to start them on this host."""
+
+    launch_count: int = 1
+    """How many servers to start when servers = "launch"."""
+
+    launch_python: str = ""
+    """Interpreter of the engine's own environment, for servers = "launch" (its environment differs from the trainer's)."""
+
+    launch_args: list[str] = field(default_factory=list)
+    """Arguments added to a launched server's command line."""
+
+    api_key_env: str = ""
+    """Name of the environment variable that holds the servers' API key; empty: no key is sent."""
+
+    task: str = "digits"
+    """A built-in task (digits, gsm8k) or a dotted path "package.module:Class" to your own."""
+
+    task_path: str = ""
+    """Data file of the task (gsm8k: a JSONL file with "question" and "answer")."""
+
+    seed: int = 0
+    """Seed of prompt order and of sampling; request seeds derive from it and from prompt and sample index."""
+
+    prompts_per_step: int = 8
+    """Groups that one training step consumes."""
+
+    group_size: int = 8
+    """Completions per prompt."""
+
+    max_completion_tokens: int = 256
+    """Longest completion."""
+
+    temperature: float = 1.0
+    """Sampling temperature; the trainer divides its logits by the same."""
+
+    max_staleness: int = 1
+    """Greatest trainer version minus the version that made a token; 0 is on-policy. Checked at admission and again at use."""
+
+    max_concurrent_requests: int = 64
+    """Requests in flight on one server."""
+
+    request_timeout_s: float = 300.0
+    """Deadline of one generation request, in seconds."""
+
+    batch_timeout_s: float = 1800.0
+    """How long the trainer waits for one step's groups before it stops the run, in seconds."""
+
+    record_path: str = ""
+    """Write every consumed group to this JSONL file."""
+
+    replay_path: str = ""
+    """Train on the groups of a recorded file instead of sampling; servers still get every version."""
+
+
+@dataclass
+class WeightSync:
+    """How versions travel from the trainer's memory to the servers'."""
+
+    transport: Literal["auto", "gloo", "nccl"] = "auto"
+    """Data plane of the lanes; auto is nccl on CUDA and gloo elsewhere."""
+
+    wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Floating-point type of the image; masters are cast once, on the trainer."""
+
+    block_bytes: int = 4 << 20
+    """Bytes under one digest; a multiple of 4096."""
+
+    bucket_bytes: int = 64 << 20
+    """Bytes of one broadcast; a multiple of block_bytes. A lane's device memory is one bucket."""
+
+    slots: int = 2
+    """Version images kept in host memory (slots x model bytes). Two let one be written while another is sent."""
+
+    apply: Literal["staged", "streamed"] = "staged"
+    """staged: receive whole, then pause only for the local load. streamed: pause for the whole transfer."""
+
+    digest: Literal["xxh3", "blake3"] = "xxh3"
+    """Hash of the blocks: xxh3 is the fastest, blake3 is cryptographic."""
+
+    bind_host: str = ""
+    """Address that the lanes' sockets bind to; empty: loopback if every server is local, else this host's address."""
+
+    connect_deadline_s: float = 60.0
+    """Deadline for a server's receiver to join its lane, in seconds."""
+
+    lane_deadline_s: float = 120.0
+    """Deadline of one transfer, from its first byte to the receiver's digests, in seconds."""
+
+    commit_deadline_s: float = 60.0
+    """Deadline of each commit call (pause, load, version, resume), in seconds."""
+
+    startup_deadline_s: float = 600.0
+    """How long the start waits for the first version to be committed by at least one server, in seconds."""
+
+    shutdown_deadline_s: float = 60.0
+    """How long the end waits for the newest version to be flushed to the servers, in seconds."""
+
+    backoff_s: float = 0.5
+    """First pause after a lane failed, in seconds; doubles up to backoff_max_s."""
+
+    backoff_max_s: float = 15.0
+    """Longest pause between two attempts of a lane, in seconds."""
+
+    on_sync_error: Literal["continue", "stop"] = "continue"
+    """What a latched background error does at the next step boundary: log it and go on, or stop the run."""
+
+
+@dataclass
+class JobConfig:
+    """What torchtitan's ConfigManager merges into its own JobConfig; the name is torchtitan's rule."""
+
+    grpo: GRPO = field(default_factory=GRPO)
+    rollout: Rollout = field(default_factory=Rollout)
+    weight_sync: WeightSync = field(default_factory=WeightSync)
+
+
+def _rule(broken: bool, key: str, rule: str, value: Any) -> list[str]:
+    return [f"{key} must be {rule}, got {value!r}"] if broken else []
+
+
+def _positive(section: str, obj: Any, names: tuple[str, ...]) -> list[str]:
+    out: list[str] = []
+    for name in names:
+        value = getattr(obj, name)
+        out += _rule(value <= 0, f"{section}.{name}", "greater than 0", value)
+    return out
+
+
+def _grpo_violations(g: GRPO) -> list[str]:
+    out = _rule(not 0 < g.clip_ratio_lower_bound < 1, "grpo.clip_ratio_lower_bound", "in (0, 1)", g.clip_ratio_lower_bound)
+    out += _rule(g.clip_ratio_upper_bound <= 0, "grpo.clip_ratio_upper_bound", "greater than 0", g.clip_ratio_upper_bound)
+    out += _rule(g.kl_beta < 0, "grpo.kl_beta", "0 or greater", g.kl_beta)
+    out += _rule(g.token_budget < 0, "grpo.token_budget", "0 (derived) or greater", g.token_budget)
+    out += _rule(
+        g.rollout_is_threshold != 0 and g.rollout_is_threshold < 1,
+        "grpo.rollout_is_threshold",
+        "0 (off) or at least 1 (a smaller one would cut on-policy tokens)",
+        g.rollout_is_threshold,
+    )
+    out += _rule(
+        bool(g.reference_model) and g.kl_beta == 0,
+        "grpo.reference_model",
+        "empty while grpo.kl_beta is 0 (it would be loaded and never used)",
+        g.reference_model,
+    )
+    return out
+
+
+def _server_violations(r: Rollout) -> list[str]:
+    if r.servers == [LAUNCH]:
+        return _rule(not r.launch_python, "rollout.launch_python", 'set when rollout.servers = ["launch"]', r.launch_python)
+    out = _rule(not r.servers, "rollout.servers", 'a list of URLs, or ["launch"]', r.servers)
+    for url in r.servers:
+        parts = urlsplit(url)
+        bad = parts.scheme not in ("http", "https") or not parts.hostname
+        out += _rule(bad, "rollout.servers", "URLs such as http://host:8000", url)
+    out += _rule(len(set(r.servers)) != len(r.servers), "rollout.servers", "without repetition", r.servers)
+    return out
+
+
+def _rollout_violations(r: Rollout) -> list[str]:
+    out = _server_violations(r)
+    out += _rule(r.engine == "sglang", "rollout.engine", '"vllm": the SGLang adapter is not there yet', r.engine)
+    out += _rule(r.group_size < 2, "rollout.group_size", "2 or more (an advantage needs a group to compare with)", r.group_size)
+    out += _rule(r.max_staleness < 0, "rollout.max_staleness", "0 or greater", r.max_staleness)
+    counts = ("prompts_per_step", "max_completion_tokens", "max_concurrent_requests", "launch_count")
+    out += _positive("rollout", r, (*counts, "temperature", "request_timeout_s", "batch_timeout_s"))
+    out += _rule(
+        bool(r.record_path) and r.record_path == r.replay_path,
+        "rollout.record_path",
+        "another file than rollout.replay_path",
+        r.record_path,
+    )
+    out += _rule(r.task == "gsm8k" and not r.task_path, "rollout.task_path", 'set for task = "gsm8k"', r.task_path)
+    return out
+
+
+def _weight_sync_violations(w: WeightSync) -> list[str]:
+    seconds = tuple(n for n in vars(w) if n.endswith("_s"))
+    out = _positive("weight_sync", w, seconds)
+    out += _rule(
+        w.block_bytes <= 0 or w.block_bytes % 4096 != 0, "weight_sync.block_bytes", "a positive multiple of 4096", w.block_bytes
+    )
+    out += _rule(
+        w.block_bytes > 0 and (w.bucket_bytes <= 0 or w.bucket_bytes % w.block_bytes != 0),
+        "weight_sync.bucket_bytes",
+        f"a positive multiple of weight_sync.block_bytes ({w.block_bytes})",
+        w.bucket_bytes,
+    )
+    out += _rule(w.slots < 2, "weight_sync.slots", "2 or more (one is written while another is sent)", w.slots)
+    out += _rule(w.backoff_max_s < w.backoff_s, "weight_sync.backoff_max_s", "at least weight_sync.backoff_s", w.backoff_max_s)
+    return out
+
+
+def violations(config: Any) -> list[str]:
+    """All broken rules of the three sections, each as "key must be rule, got value". Pure; empty if none."""
+    grpo, rollout = config.grpo, config.rollout
+    out = _grpo_violations(grpo) + _rollout_violations(rollout) + _weight_sync_violations(config.weight_sync)
+    out += _rule(
+        grpo.async_weight_update and rollout.max_staleness == 0,
+        "rollout.max_staleness",
+        "1 or more with grpo.async_weight_update (0 would wait for every server at every step)",
+        rollout.max_staleness,
+    )
+    off_policy = rollout.max_staleness > 1 and grpo.rollout_is_threshold == 0
+    out += _rule(
+        off_policy,
+        "grpo.rollout_is_threshold",
+        "1 or more when rollout.max_staleness > 1 (off-policy data without a correction biases the gradient)",
+        grpo.rollout_is_threshold,
+    )
+    return out
+
+
+def check(config: Any) -> None:
+    """Raise ConfigError with the first broken rule and the number of further ones."""
+    broken = violations(config)
+    if broken:
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        raise ConfigError(broken[0] + more)

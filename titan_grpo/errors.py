@@ -1,0 +1,58 @@
+"""The exception tree. The type says who is wrong; the message says rule, value, consequence and remedy.
+
+::
+
+    TitanGrpoError
+    |-- ConfigError            the user's TOML, command line or environment; the process exits with 2
+    |-- UpstreamError          an upstream package has a version that this code was not written for
+    |-- ProtocolError          we are wrong: a state machine got an event that its state does not list
+    |-- DataError              a rollout or a data file is not what it says it is
+    |-- SyncError              a weight sync failed in the background (latched, shown at a step boundary)
+    `-- PeerError              a server is wrong, or gone
+        |-- ServerUnreachable  no answer: refused, reset, timed out
+        |-- ServerRefused      it answered, and the answer was no
+        `-- TransferFailed     bytes were lost, late, or not the ones that were sent
+"""
+
+
+class TitanGrpoError(Exception):
+    """Root of every exception that titan_grpo raises on purpose."""
+
+
+class ConfigError(TitanGrpoError):
+    """The user's configuration breaks a rule. One line, exit code 2."""
+
+
+class UpstreamError(TitanGrpoError):
+    """An upstream package has a version for which a patch or an adapter was not written."""
+
+
+class ProtocolError(TitanGrpoError):
+    """An event reached a state that does not list it: a bug of ours, never of a peer."""
+
+
+class DataError(TitanGrpoError):
+    """A rollout, a prompt or a data file breaks its own declaration."""
+
+
+class SyncError(TitanGrpoError):
+    """A background weight sync failed.
+
+    Latched by the thread that met it and raised, or logged, at the next step boundary.
+    """
+
+
+class PeerError(TitanGrpoError):
+    """A server is wrong or gone. Never our own bug, and never a reason to stop the trainer by itself."""
+
+
+class ServerUnreachable(PeerError):
+    """No answer from a server: connection refused, reset, or past its deadline."""
+
+
+class ServerRefused(PeerError):
+    """A server answered, and its answer was a refusal."""
+
+
+class TransferFailed(PeerError):
+    """A transfer ended without the announced bytes: lost, late, or different."""

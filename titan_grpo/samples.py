@@ -1,0 +1,54 @@
+"""Records that cross rooms. Standard library only: the rollout process and the servers load no torch for them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a task.
+
+    ``index`` is its place in the task's endless, seeded sequence: the same index gives the same prompt
+    in every run with that seed, which is what makes a resumed run exact.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    payload: dict[str, Any] = field(default_factory=dict)
+    """What the reward needs besides the tokens (a reference answer, say)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled continuation, token in and token out.
+
+    ``logprobs[i]`` is the engine's log-probability (natural logarithm) of ``token_ids[i]`` under the
+    distribution it was sampled from. ``version_first`` and ``version_last`` bound the policy versions
+    that made its tokens: equal unless weights were committed while it ran.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    version_first: int
+    version_last: int
+    server: str
+    reward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All completions of one prompt; the unit of advantages, of admission and of the data cursor."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+
+    @property
+    def version(self) -> int:
+        """Oldest policy version in the group: what its staleness is counted from."""
+        return min(c.version_first for c in self.completions)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sum over completions of prompt plus completion tokens."""
+        return sum(len(self.prompt.token_ids) + len(c.token_ids) for c in self.completions)
