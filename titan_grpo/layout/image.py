@@ -1,0 +1,119 @@
+"""The bytes of one version in memory that several processes of one host share.
+
+A memfd and not a file in /dev/shm: it is not limited by that mount's size (64 MB in many containers), it has no name
+that could collide, and it vanishes with the last process that holds it, so that a killed run leaks nothing.
+"""
+
+import fcntl
+import mmap
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from titan_grpo.errors import ProtocolError, SyncError
+from titan_grpo.layout.memory import available_memory, require_memory
+
+__all__ = ["ImageAddress", "SharedImage", "available_memory", "require_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageAddress:
+    """Where another process of this host finds an image: file descriptor ``fd`` of process ``pid``.
+
+    ``inode`` tells a reused pid or descriptor from the image that was meant.
+    """
+
+    pid: int
+    fd: int
+    nbytes: int
+    inode: int
+
+    def to_json(self) -> dict[str, int]:
+        """As a dict of numbers, for a JSON message."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "ImageAddress":
+        """Read to_json() back; TypeError for missing or unknown keys."""
+        return cls(**{key: int(value) for key, value in record.items()})
+
+
+class SharedImage:
+    """One image: mapped, shared, of fixed size. Made by ``create`` in one process, opened by ``attach`` in others."""
+
+    def __init__(self, fd: int, address: ImageAddress, owner: bool) -> None:
+        """Map an open memfd; use ``create`` or ``attach`` instead. Takes the descriptor over."""
+        self.address = address
+        self._map: mmap.mmap | None = mmap.mmap(fd, address.nbytes)
+        self._fd: int | None = fd if owner else None
+        if not owner:
+            os.close(fd)  # the mapping keeps the memory; only the owner's descriptor is opened by others
+
+    @classmethod
+    def create(cls, nbytes: int, label: str) -> "SharedImage":
+        """Allocate a zeroed image. ``label`` is what /proc shows. Raises ConfigError if the memory is not there.
+
+        The pages are reserved at once: without that a full machine shows as a SIGBUS in the middle of a step.
+        """
+        if nbytes < 1:
+            raise ValueError(f"an image must have 1 byte or more, got {nbytes}")
+        require_memory(nbytes, f"the weight image {label}")
+        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            # nobody who attaches can shrink the file under the others' mappings
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            return cls(fd, ImageAddress(os.getpid(), fd, nbytes, os.fstat(fd).st_ino), owner=True)
+        except OSError:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, address: ImageAddress) -> "SharedImage":
+        """Map another process's image. Raises SyncError if that process or that image is gone, or may not be read."""
+        path = f"/proc/{address.pid}/fd/{address.fd}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise SyncError(
+                f"the weight image of process {address.pid} could not be opened ({error}): its process ended, or runs as "
+                "another user or in another pid namespace; run both as one user in one container"
+            ) from error
+        found = os.fstat(fd)
+        if (found.st_ino, found.st_size) != (address.inode, address.nbytes):
+            os.close(fd)
+            raise SyncError(
+                f"the weight image of process {address.pid} must be inode {address.inode} with {address.nbytes} bytes, "
+                f"got inode {found.st_ino} with {found.st_size}: it was replaced; ask its owner for the new address"
+            )
+        return cls(fd, address, owner=False)
+
+    @property
+    def _open_map(self) -> mmap.mmap:
+        if self._map is None:
+            raise ProtocolError("a closed weight image was used")
+        return self._map
+
+    @property
+    def buffer(self) -> memoryview:
+        """The image as writable bytes, uint8[nbytes]. Each call gives a new view of the same memory."""
+        return memoryview(self._open_map)
+
+    def tensor(self) -> torch.Tensor:
+        """The image as torch.uint8[nbytes] on the CPU, sharing the memory."""
+        return torch.frombuffer(self.buffer, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Let go of the image; idempotent. Views and tensors that are still held stay valid: the last one unmaps it."""
+        self._map = None  # not mmap.close(): torch does not hold a buffer export, so that would pull the pages from a tensor
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> "SharedImage":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

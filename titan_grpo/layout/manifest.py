@@ -1,0 +1,166 @@
+"""What lies where in a version image: HF names, dtypes, shapes, byte offsets. Standard library only.
+
+A manifest is made once at the start of a run, is identical on every rank and is sent to every receiver, so that an
+extent of bytes means the same tensor rows everywhere.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from titan_grpo.errors import ConfigError, DataError
+
+ALIGNMENT = 256
+"""Bytes to which every tensor's offset and the total are rounded: enough for any device's vector loads and copies."""
+
+ITEM_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "bool": 1,
+}
+"""Bytes per element of the dtypes an image can hold; names are torch's without the "torch." in front."""
+
+FORMAT = 1
+"""Number of this JSON layout; a receiver with another one refuses the manifest."""
+
+
+def align(nbytes: int) -> int:
+    """Round up to a multiple of ALIGNMENT: ``align(1) == 256``, ``align(256) == 256``."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One HF tensor: row-major, contiguous, ``offset`` bytes from the start of the image."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor itself, without the padding behind it."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Ordered tensors of an image, and the size of the blocks that are hashed and sent.
+
+    Worked example: ``build([("a", "bfloat16", (3, 5)), ("b", "float32", (2,))], 4096)`` puts ``a`` (30 bytes) at 0 and
+    ``b`` (8 bytes) at 256; ``total_bytes`` is 512 and there is one block, ``block(0) == (0, 512)``.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    block_bytes: int
+
+    @classmethod
+    def build(cls, entries: Iterable[tuple[str, str, Sequence[int]]], block_bytes: int) -> "Manifest":
+        """Lay out ``(name, dtype, shape)`` one after the other, each aligned to ALIGNMENT.
+
+        Raises ConfigError for no tensors, a name twice, an unknown dtype, an empty shape or a block size below 1.
+        """
+        if block_bytes < 1:
+            raise ConfigError(f"weight_sync.block_bytes must be 1 or greater, got {block_bytes}")
+        specs: list[TensorSpec] = []
+        seen: set[str] = set()
+        offset = 0
+        for name, dtype, shape in entries:
+            _check_entry(name, dtype, tuple(shape), seen)
+            specs.append(TensorSpec(name, dtype, tuple(shape), offset))
+            seen.add(name)
+            offset += align(specs[-1].nbytes)
+        if not specs:
+            raise ConfigError(
+                "a manifest needs at least one tensor, got none: nothing would be synced; check the model's adapter"
+            )
+        return cls(tuple(specs), block_bytes)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of the whole image, a multiple of ALIGNMENT."""
+        last = self.tensors[-1]
+        return last.offset + align(last.nbytes)
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks cover the image; the last one may be shorter."""
+        return -(-self.total_bytes // self.block_bytes)
+
+    def block(self, index: int) -> tuple[int, int]:
+        """Byte range ``[start, stop)`` of block ``index``; IndexError outside ``0 <= index < num_blocks``."""
+        if not 0 <= index < self.num_blocks:
+            raise IndexError(f"block must be in [0, {self.num_blocks}), got {index}")
+        start = index * self.block_bytes
+        return start, min(start + self.block_bytes, self.total_bytes)
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex characters over the canonical JSON: equal digests mean the same names, dtypes, shapes and offsets."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def _by_name(self) -> dict[str, TensorSpec]:
+        return {spec.name: spec for spec in self.tensors}
+
+    def spec(self, name: str) -> TensorSpec:
+        """The tensor of that HF name; KeyError if the manifest has none."""
+        return self._by_name[name]
+
+    def to_json(self) -> str:
+        """Canonical JSON: the same manifest gives the same characters on every machine."""
+        tensors = [[s.name, s.dtype, list(s.shape), s.offset] for s in self.tensors]
+        record = {"format": FORMAT, "block_bytes": self.block_bytes, "tensors": tensors}
+        return json.dumps(record, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Manifest":
+        """Read to_json() back. Raises DataError if it is not one, or if its offsets are not the ones build() gives."""
+        record = _parse(text)
+        try:
+            offsets = [int(offset) for _, _, _, offset in record["tensors"]]
+            entries = [(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape, _ in record["tensors"]]
+            manifest = cls.build(entries, int(record["block_bytes"]))
+        except (TypeError, ValueError, ConfigError) as error:
+            raise DataError(f"a manifest must list [name, dtype, shape, offset] rows: {error}; refused") from error
+        for spec, offset in zip(manifest.tensors, offsets, strict=True):
+            if spec.offset != offset:
+                raise DataError(
+                    f"manifest offset of {spec.name} must be {spec.offset}, got {offset}: bytes would land in other rows"
+                )
+        return manifest
+
+
+def _check_entry(name: str, dtype: str, shape: tuple[int, ...], seen: set[str]) -> None:
+    if name in seen:
+        raise ConfigError(f"tensor names must be unique in a manifest, got {name!r} twice: one would overwrite the other")
+    if dtype not in ITEM_BYTES:
+        raise ConfigError(f"dtype of {name} must be one of {', '.join(ITEM_BYTES)}, got {dtype!r}")
+    if any(size < 1 for size in shape):
+        raise ConfigError(f"every dimension of {name} must be 1 or greater, got {shape}")
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"a manifest must be JSON: {error}; refused") from error
+    if not isinstance(record, dict) or set(record) != {"format", "block_bytes", "tensors"}:
+        raise DataError("a manifest must have exactly the keys format, block_bytes and tensors; refused")
+    if record["format"] != FORMAT:
+        raise DataError(f"manifest format must be {FORMAT}, got {record['format']!r}: install the same titan_grpo on both ends")
+    return record
