@@ -1,0 +1,84 @@
+"""Every metric, span and counter name in one place, with its unit and meaning.
+
+Blocked time and work time never share a name: ``time/blocked_s`` is what the main thread lost, the other
+``*_s`` names are work done elsewhere (a lane, a server, the device), or the step as a whole.
+"""
+
+# Learning, one value per step.
+REWARD = "reward/mean"
+REWARD_STD = "reward/std"
+LOSS = "loss/policy"
+GRAD_NORM = "optim/grad_norm"
+KL = "loss/kl"
+RATIO_MEAN = "ratio/mean"
+CLIP_FRACTION = "ratio/clip_fraction"
+COMPLETION_TOKENS = "rollout/completion_tokens_mean"
+LOGPROB_GAP = "logprob_gap/mean"
+LOGPROB_GAP_MAX = "logprob_gap/max"
+STALENESS = "staleness/mean"
+STALENESS_MAX = "staleness/max"
+
+# Time on the main thread, one value per step.
+STEP_S = "time/step_s"
+BLOCKED_S = "time/blocked_s"
+ROLLOUT_WAIT_S = "time/rollout_wait_s"
+TRAIN_S = "time/train_s"
+
+# Work of a version on its way to the servers.
+COPY_S = "sync/copy_s"
+DIGEST_S = "sync/digest_s"
+CONNECT_S = "sync/connect_s"
+SEND_S = "sync/send_s"
+VERIFY_S = "sync/verify_s"
+COMMIT_S = "sync/commit_s"
+PAUSE_S = "sync/pause_s"
+SYNC_S = "sync/publish_to_commit_s"
+
+# Totals, counted up over the run.
+SYNC_COUNT = "sync/count"
+SYNC_BYTES = "sync/bytes"
+SYNC_FAILURES = "sync/failures"
+SKIPPED_VERSIONS = "sync/skipped_versions"
+DIGEST_MISMATCHES = "sync/digest_mismatches"
+QUARANTINES = "sync/quarantines"
+DROPPED = "dropped"
+"""Prefix of one counter per reason: ``dropped/nan_logprobs`` and so on (see :func:`dropped`)."""
+
+MEANING: dict[str, str] = {
+    REWARD: "mean reward of the completions of a step",
+    REWARD_STD: "standard deviation of those rewards",
+    LOSS: "policy loss of a step, globally normalised",
+    GRAD_NORM: "norm of the gradient before clipping",
+    KL: "mean KL estimate to the reference model, nats per token",
+    RATIO_MEAN: "mean importance ratio",
+    CLIP_FRACTION: "share of tokens whose ratio was clipped",
+    COMPLETION_TOKENS: "mean length of a completion, tokens",
+    LOGPROB_GAP: "mean absolute difference of trainer and engine log-probability, nats",
+    LOGPROB_GAP_MAX: "largest absolute difference of a step, nats",
+    STALENESS: "mean of trainer version minus the version that made a group, versions",
+    STALENESS_MAX: "largest staleness of a step, versions",
+    STEP_S: "a whole step on the main thread, seconds",
+    BLOCKED_S: "main thread lost to weight sync, seconds per step",
+    ROLLOUT_WAIT_S: "main thread waited for rollouts, seconds per step",
+    TRAIN_S: "forward, backward and optimizer, seconds per step",
+    COPY_S: "copy of a rank's shard into the version image, seconds per version",
+    DIGEST_S: "hash of all blocks of a version, seconds",
+    CONNECT_S: "opening a lane to a server, seconds",
+    SEND_S: "bytes of a version on their way to one server, seconds",
+    VERIFY_S: "the server's check of the digests, seconds",
+    COMMIT_S: "from pause to resume on one server, as the lane sees it, seconds",
+    PAUSE_S: "generation stood still on one server, seconds",
+    SYNC_S: "publish to verified commit on one server, seconds",
+    SYNC_COUNT: "commits on all servers",
+    SYNC_BYTES: "bytes sent to all servers",
+    SYNC_FAILURES: "transfers or commits that failed",
+    SKIPPED_VERSIONS: "versions that were not published because no slot was free",
+    DIGEST_MISMATCHES: "received blocks whose digest was wrong",
+    QUARANTINES: "times a server was taken out of the rollouts",
+}
+"""Unit and meaning of each name: the legend of metrics.jsonl and of the trace."""
+
+
+def dropped(reason: str) -> str:
+    """Counter name of groups dropped for one reason: ``dropped("stale") == "dropped/stale"``."""
+    return f"{DROPPED}/{reason}"
