@@ -1,0 +1,68 @@
+"""What a lane asks of a server, in the order in which it asks. One small seam; one implementation per engine."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from titan_grpo.engines import vllm
+from titan_grpo.engines.drivers import SyncDriver
+
+
+class ServerControl(Protocol):
+    """Control plane of one server, used by one lane thread. Every method raises PeerError by its own deadline.
+
+    A commit is ``pause, load, finish, resume`` and then ``label`` as the read-back.
+    """
+
+    url: str
+
+    def label(self) -> str:
+        """The label of the weights that the server serves now, as the server says it."""
+
+    def greet(self, hello: Mapping[str, Any]) -> None:
+        """Tell the server's receiver where its lane is; returns at once, the receiver joins in the background."""
+
+    def pause(self) -> None:
+        """Freeze generation; running requests keep their state and go on after ``resume``."""
+
+    def load(self, info: Mapping[str, Any]) -> None:
+        """Load the staged version ``info`` names. The answer proves nothing: the receiver's Applied message does."""
+
+    def finish(self, label: str) -> None:
+        """Close the update and set the label."""
+
+    def resume(self) -> None:
+        """Go on generating."""
+
+    def close(self) -> None:
+        """Close the connections."""
+
+
+class VllmControl:
+    """vLLM >= 0.32 with our plugin, over its RL routes."""
+
+    def __init__(self, url: str, api_key: str, deadline_s: float) -> None:
+        self._driver = SyncDriver(url, api_key)
+        self._deadline_s = deadline_s
+        self.url = url
+
+    def label(self) -> str:
+        return self._driver.run(vllm.weight_info(min(10.0, self._deadline_s)))
+
+    def greet(self, hello: Mapping[str, Any]) -> None:
+        self._driver.run(vllm.init_weight_transfer(hello, self._deadline_s))
+
+    def pause(self) -> None:
+        self._driver.run(vllm.pause(self._deadline_s))
+
+    def load(self, info: Mapping[str, Any]) -> None:
+        self._driver.run(vllm.start_weight_update(self._deadline_s))
+        self._driver.run(vllm.update_weights(info, self._deadline_s))
+
+    def finish(self, label: str) -> None:
+        self._driver.run(vllm.finish_weight_update(label, self._deadline_s))
+
+    def resume(self) -> None:
+        self._driver.run(vllm.resume(self._deadline_s))
+
+    def close(self) -> None:
+        self._driver.close()

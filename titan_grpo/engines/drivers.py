@@ -1,0 +1,111 @@
+"""Executing Calls over httpx, blocking and in asyncio. The only place where HTTP errors become ours."""
+
+import asyncio
+import json
+from types import TracebackType
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+
+from titan_grpo.engines.calls import Call
+from titan_grpo.errors import ServerRefused, ServerUnreachable
+
+T = TypeVar("T")
+BODY_CHARS = 300
+
+
+class HttpRefused(ServerRefused):
+    """A non-2xx answer. ``status`` is its HTTP status code."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def public_url(url: str) -> str:
+    """The URL without user, password, query and fragment, for messages and logs."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
+
+
+def _headers(api_key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def _finish(call: Call[T], url: str, response: httpx.Response) -> T:
+    if not response.is_success:
+        body = response.text[:BODY_CHARS]
+        raise HttpRefused(
+            f"{url}: {call.method} {call.path} was refused with {response.status_code}: {body}", response.status_code
+        )
+    return call.parse(_decode(response))
+
+
+def _decode(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None
+
+
+def _unreachable(call: Call[Any], url: str, error: Exception) -> ServerUnreachable:
+    cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return ServerUnreachable(f"{url}: {call.method} {call.path} got no answer within {call.timeout_s:g} s ({cause})")
+
+
+class SyncDriver:
+    """Calls to one server from a thread that may block. Not for sharing between threads.
+
+    The deadline is per network operation (connect, send, wait for bytes), which for one-piece answers is the whole call.
+    Proxy settings of the environment are not used: servers are addressed directly.
+    """
+
+    def __init__(self, base_url: str, api_key: str = "") -> None:
+        self.url = public_url(base_url)
+        self._client = httpx.Client(base_url=base_url, headers=_headers(api_key), trust_env=False)
+
+    def run(self, call: Call[T]) -> T:
+        """Execute. Raises ServerUnreachable (no answer), HttpRefused (not 2xx), ServerRefused (unreadable answer)."""
+        try:
+            response = self._client.request(
+                call.method, call.path, params=dict(call.params), json=call.json, timeout=call.timeout_s
+            )
+        except httpx.HTTPError as error:
+            raise _unreachable(call, self.url, error) from error
+        return _finish(call, self.url, response)
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        self._client.close()
+
+    def __enter__(self) -> "SyncDriver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class AsyncDriver:
+    """Calls to one server from an asyncio loop, many at once (at most ``max_connections`` in flight, the others wait)."""
+
+    def __init__(self, base_url: str, api_key: str = "", max_connections: int = 64) -> None:
+        self.url = public_url(base_url)
+        limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
+        self._client = httpx.AsyncClient(base_url=base_url, headers=_headers(api_key), limits=limits, trust_env=False)
+
+    async def run(self, call: Call[T]) -> T:
+        """Execute within ``call.timeout_s`` in all. Raises as SyncDriver.run does; cancelling it drops the connection,
+        which makes vLLM abort the request."""
+        try:
+            async with asyncio.timeout(call.timeout_s):
+                response = await self._client.request(
+                    call.method, call.path, params=dict(call.params), json=call.json, timeout=None
+                )
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise _unreachable(call, self.url, error) from error
+        return _finish(call, self.url, response)
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
+        await self._client.aclose()

@@ -1,0 +1,170 @@
+"""vLLM's HTTP interface (written for and run against 0.32) as pure functions: arguments in, Call out.
+
+The routes for weight transfer and pausing exist only where the server runs with ``VLLM_SERVER_DEV_MODE=1``.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_grpo.engines.calls import Call, ignore, want
+from titan_grpo.errors import ServerRefused
+
+COMPLETIONS = "/v1/completions"
+LOGPROB_FLOOR = -9999.0
+"""What vLLM sends in place of a log-probability of minus infinity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One sampled continuation: token ids, their natural-log probabilities (NaN where the server sent null), why it ended."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling of one request. Truncation (top-k, top-p, penalties) is always off: the trainer recomputes plain softmax."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int | None = None
+    cache_salt: str = ""
+    """Version label the request is admitted under: pause(keep) does not clear the prefix cache, so KV blocks of older
+    weights would be reused; a salt per version keeps them apart."""
+
+
+def health(timeout_s: float = 5.0) -> Call[None]:
+    """200 while the engine lives."""
+    return Call("GET", "/health", timeout_s, ignore)
+
+
+def weight_info(timeout_s: float = 10.0) -> Call[str]:
+    """Label of the weights that the server holds, as its last finish_weight_update set it."""
+    return Call("GET", "/weight_info", timeout_s, lambda a: str(want(a, "weight_version", (str, int), "/weight_info")))
+
+
+def is_paused(timeout_s: float = 10.0) -> Call[bool]:
+    """Whether generation is paused."""
+    return Call("GET", "/is_paused", timeout_s, lambda a: bool(want(a, "is_paused", bool, "/is_paused")))
+
+
+def world_size(timeout_s: float = 10.0) -> Call[int]:
+    """Workers of the server: tensor x pipeline x data parallel."""
+    return Call("GET", "/get_world_size", timeout_s, lambda a: int(want(a, "world_size", int, "/get_world_size")))
+
+
+def models(timeout_s: float = 10.0) -> Call[list[str]]:
+    """Names of the served models."""
+    return Call("GET", "/v1/models", timeout_s, lambda a: [str(m["id"]) for m in want(a, "data", list, "/v1/models")])
+
+
+def init_weight_transfer(hello: Mapping[str, Any], timeout_s: float) -> Call[None]:
+    """Hand a lane's greeting to the server's weight-transfer plugin."""
+    return Call("POST", "/init_weight_transfer_engine", timeout_s, ignore, json={"init_info": dict(hello)})
+
+
+def pause(timeout_s: float, mode: str = "keep") -> Call[None]:
+    """Stop scheduling. ``keep`` freezes the running requests with their KV cache and accepts new ones."""
+    return Call("POST", "/pause", timeout_s, ignore, params={"mode": mode})
+
+
+def resume(timeout_s: float) -> Call[None]:
+    """Go on after pause."""
+    return Call("POST", "/resume", timeout_s, ignore)
+
+
+def start_weight_update(timeout_s: float) -> Call[None]:
+    """Open an update; an error while one is open."""
+    return Call("POST", "/start_weight_update", timeout_s, ignore)
+
+
+def update_weights(info: Mapping[str, Any], timeout_s: float) -> Call[None]:
+    """Run the plugin's receive step (our commit) in every worker; returns when all of them are through."""
+    return Call("POST", "/update_weights", timeout_s, ignore, json={"update_info": dict(info)})
+
+
+def finish_weight_update(label: str, timeout_s: float) -> Call[None]:
+    """Close the update and set the label that weight_info answers with."""
+    return Call("POST", "/finish_weight_update", timeout_s, ignore, json={"weight_version": label})
+
+
+def abort_requests(request_ids: Sequence[str] = (), timeout_s: float = 10.0) -> Call[None]:
+    """Abort these requests, or all requests in flight if none is named."""
+    return Call("POST", "/abort_requests", timeout_s, ignore, json={"request_ids": list(request_ids)})
+
+
+def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> Call[Sampled]:
+    """Sample one continuation of a token-id prompt, with the log-probability of each sampled token.
+
+    top_k, top_p, min_p and the repetition penalty are sent explicitly: left out, vLLM takes them from the model's
+    generation_config.json, and the tokens would come from another distribution than the trainer's.
+    """
+    body: dict[str, Any] = {
+        "prompt": list(prompt_ids),
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    if sampling.seed is not None:
+        body["seed"] = sampling.seed
+    if sampling.cache_salt:
+        body["cache_salt"] = sampling.cache_salt
+    return Call("POST", COMPLETIONS, timeout_s, parse_sampled, json=body)
+
+
+def score(token_ids: Sequence[int], timeout_s: float) -> Call[tuple[float, ...]]:
+    """Log-probabilities of a given sequence under the server's weights, at temperature 1.
+
+    Returns ``len(token_ids) - 1`` values: value i belongs to ``token_ids[i + 1]`` given ``token_ids[: i + 1]``
+    (the first token has no context, so no value).
+    """
+    count = len(token_ids)
+    body = {
+        "prompt": list(token_ids),
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "echo": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    return Call("POST", COMPLETIONS, timeout_s, lambda answer: _parse_scores(answer, count), json=body)
+
+
+def parse_sampled(answer: Any) -> Sampled:
+    """Read one choice of /v1/completions. Comparing lengths is the caller's: a mismatch is a sample to drop, not an outage."""
+    choice = _only_choice(answer)
+    ids = want(choice, "token_ids", list, COMPLETIONS)
+    logprobs = want(want(choice, "logprobs", dict, COMPLETIONS), "token_logprobs", list, COMPLETIONS)
+    reason = choice.get("finish_reason")
+    return Sampled(tuple(int(t) for t in ids), tuple(_number(x) for x in logprobs), str(reason))
+
+
+def _parse_scores(answer: Any, count: int) -> tuple[float, ...]:
+    choice = _only_choice(answer)
+    logprobs = want(want(choice, "logprobs", dict, COMPLETIONS), "token_logprobs", list, COMPLETIONS)
+    if len(logprobs) < count:
+        raise ServerRefused(f"{COMPLETIONS} must echo {count} log-probabilities, got {len(logprobs)}")
+    return tuple(_number(x) for x in logprobs[1:count])
+
+
+def _only_choice(answer: Any) -> Any:
+    choices = want(answer, "choices", list, COMPLETIONS)
+    if len(choices) != 1:
+        raise ServerRefused(f"{COMPLETIONS} must answer one choice to one request, got {len(choices)}")
+    return choices[0]
+
+
+def _number(value: Any) -> float:
+    """A log-probability; NaN for null, minus infinity for vLLM's floor."""
+    if not isinstance(value, (int, float)):
+        return math.nan
+    return -math.inf if value <= LOGPROB_FLOOR else float(value)
