@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Every check of the project: set-up if needed, formatting, lint, types, then the whole test suite with real servers.
+#
+#   scripts/test.sh [arguments for pytest]      e.g. scripts/test.sh -m "not e2e" tests/observe
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+case "${1:-}" in -h | --help) sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+
+step() { printf '\n== %s\n' "$*"; }
+
+step "set-up"
+scripts/setup.sh
+
+step "ruff format --check"
+.venv/bin/ruff format --check .
+step "ruff check"
+.venv/bin/ruff check .
+step "mypy"
+.venv/bin/mypy
+step "pytest"
+# The longest tests are named, because the whole has to stay within what a person waits for.
+exec .venv/bin/python -m pytest --durations=10 --durations-min=5 "$@"
