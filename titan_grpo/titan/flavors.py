@@ -1,0 +1,104 @@
+"""The tiny models of ``titan.tiny`` as torchtitan flavors, and model arguments that weight sync needs changed."""
+
+from typing import Any
+
+from titan_grpo.titan.tiny import EOS, SHAPE, Kind
+
+FLAVORS: dict[Kind, tuple[str, str]] = {
+    "qwen3": ("qwen3", "grpo_tiny"),
+    "qwen3_untied": ("qwen3", "grpo_tiny_untied"),
+    "qwen3_moe": ("qwen3", "grpo_tiny_moe"),
+    "llama3": ("llama3", "grpo_tiny"),
+}
+"""kind of ``write_tiny_model`` -> (model.name, model.flavor)."""
+
+
+def _qwen3_args(kind: Kind) -> Any:
+    from torchtitan.models.moe import MoEArgs
+    from torchtitan.models.qwen3 import Qwen3ModelArgs
+
+    s = SHAPE
+    # Experts in a loop and not in one grouped product: that one computes in bf16, and on CPU it gains nothing.
+    moe = MoEArgs(
+        num_experts=s.experts,
+        num_shared_experts=0,
+        top_k=s.experts_per_token,
+        score_func="softmax",
+        route_norm=True,
+        score_before_experts=False,
+        use_grouped_mm=False,
+        load_balance_coeff=None,
+    )
+    return Qwen3ModelArgs(
+        vocab_size=s.vocab,
+        max_seq_len=s.max_positions,
+        head_dim=s.head_dim,
+        dim=s.hidden,
+        n_layers=s.layers,
+        n_heads=s.heads,
+        n_kv_heads=s.kv_heads,
+        qk_norm=True,
+        hidden_dim=s.ffn,
+        rope_theta=1000000,
+        eos_id=EOS,
+        enable_weight_tying=kind == "qwen3",
+        moe_enabled=kind == "qwen3_moe",
+        moe_inter_dim=s.expert_ffn,
+        moe_args=moe,
+    )
+
+
+def _llama3_args() -> Any:
+    from torchtitan.models.llama3 import TransformerModelArgs
+
+    s = SHAPE
+    # torchtitan derives the FFN: int(2 * 4 * 128 / 3) = 341, rounded up to a multiple of 512 = 512 = SHAPE.ffn.
+    return TransformerModelArgs(
+        dim=s.hidden,
+        n_layers=s.layers,
+        n_heads=s.heads,
+        n_kv_heads=s.kv_heads,
+        vocab_size=s.vocab,
+        multiple_of=s.ffn,
+        rope_theta=500000,
+        max_seq_len=s.max_positions,
+        eos_id=EOS,
+    )
+
+
+def register_tiny_flavors() -> None:
+    """Add the four tiny flavors to torchtitan's own tables of qwen3 and llama3. Idempotent.
+
+    Imports torchtitan, so ``titan.compat.prepare()`` comes first.
+    """
+    from torchtitan.models.llama3 import llama3_args
+    from torchtitan.models.qwen3 import qwen3_args
+
+    for kind, (name, flavor) in FLAVORS.items():
+        if name == "llama3":
+            llama3_args[flavor] = _llama3_args()
+        else:
+            qwen3_args[flavor] = _qwen3_args(kind)
+
+
+def disable_unexported_buffers(model_args: Any, adapter: Any = None) -> bool:
+    """Turn off an MoE's load balancing bias if the model's state dict adapter can not export it.
+
+    The bias changes routing during training; an engine that never receives it would sample from another model
+    than the one that is trained, and no digest would show it. With it off the router trains without that bias.
+
+    Args:
+        model_args: torchtitan model arguments of any model; changed in place.
+        adapter: the model's ``StateDictAdapter``; without one the bias counts as not exported.
+
+    Returns:
+        Whether something was turned off. Dense models and exporting adapters are left alone.
+    """
+    moe = getattr(model_args, "moe_args", None)
+    if moe is None or getattr(moe, "load_balance_coeff", None) is None or not getattr(model_args, "moe_enabled", True):
+        return False
+    table = getattr(adapter, "from_hf_map", {})
+    if any(hf_name is not None and str(name).endswith("expert_bias") for hf_name, name in table.items()):
+        return False
+    moe.load_balance_coeff = None
+    return True
