@@ -1,0 +1,80 @@
+"""What all rooms' tests share: the parsed sources, the servers' interpreter, and a check that nothing outlives the run."""
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file of the project. ``path`` is relative to the root; the package's patches appear as ``patches/...``."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """Root of the checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def tracked() -> list[Path]:
+    """Files that are committed or would be: everything that git does not ignore, without links."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    paths = [ROOT / name for name in listing.stdout.split("\0") if name]
+    return sorted(p for p in paths if p.is_file() and not p.is_symlink())
+
+
+@pytest.fixture(scope="session")
+def sources(tracked: list[Path]) -> list[Source]:
+    """All Python files, parsed."""
+    out = []
+    for path in tracked:
+        if path.suffix == ".py":
+            text = path.read_text()
+            out.append(Source(path.relative_to(ROOT).as_posix(), text, ast.parse(text, str(path))))
+    return out
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """Interpreter of the vLLM environment. Its absence is a failure, not a skip: the real server is the point."""
+    python = ROOT / ".venv-vllm" / "bin" / "python"
+    if not python.exists():
+        pytest.fail("the vLLM environment is missing, so no real server can be tested; run scripts/setup.sh")
+    return str(python)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_outlives_the_tests() -> Iterator[None]:
+    """Fail the run if a process that a test started is still there at its end."""
+    yield
+    left = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(_command(p))]
+    _, alive = psutil.wait_procs(left, timeout=5)
+    names = [" ".join(_command(p))[:200] for p in alive]
+    for process in alive:
+        process.kill()
+    assert not names, f"processes left behind by tests (now killed): {names}"
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.NoSuchProcess:
+        return []

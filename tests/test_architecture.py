@@ -1,0 +1,167 @@
+"""Which room may import which: the table of docs/design.md, read from the sources."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+BASE = {"errors", "samples", "config"}
+TABLES = BASE | {"protocol", "observe"}
+PARTS = TABLES | {"layout", "algorithm", "engines"}
+MOVERS = PARTS | {"sync.transports"}
+RUNTIME = MOVERS | {"sync", "receive", "rollout", "patches"}
+TOP = RUNTIME | {"titan", "commands"}
+
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "samples": {"errors"},
+    "config": {"errors"},
+    "protocol": BASE,
+    "observe": BASE,
+    "layout": TABLES,
+    "algorithm": TABLES,
+    "engines": TABLES,
+    "patches": {"errors"},
+    "sync.transports": PARTS,
+    "sync": MOVERS,
+    "receive": MOVERS | {"patches"},
+    "rollout": MOVERS,
+    "testing": RUNTIME,
+    "titan": RUNTIME,
+    "commands": RUNTIME | {"titan"},
+    "train": RUNTIME | {"titan"},
+    "cli": TOP,
+}
+"""Room -> rooms that it may import besides itself. Rooms of one level do not see each other."""
+
+NO_TORCH = ("errors", "samples", "config", "protocol", "observe", "engines", "rollout")
+"""Rooms that run without torch: the rollout process, the tools, and everything that must start fast."""
+
+ONLY_HERE = {
+    "torchtitan": ("titan_grpo/titan/", "titan_grpo/train.py", "patches/", "tests/"),
+    "vllm": ("titan_grpo/receive/vllm_plugin.py", "patches/vllm_", "tests/"),
+    "httpx": ("titan_grpo/engines/", "tests/"),
+    "matplotlib": ("titan_grpo/observe/report.py", "tests/"),
+}
+"""Third-party package -> the only files that may import it."""
+
+
+def module_of(path: str) -> str:
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return f"titan_grpo.{name}" if name.startswith("patches") else name
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")[1:]
+    return ".".join(parts[:2]) if parts[:2] == ["sync", "transports"] else (parts[0] if parts else "")
+
+
+def imports(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[str, int]]:
+    """Absolute names of everything that a file imports, also inside functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = module.split(".")[: None if is_package and node.level == 1 else -(node.level - is_package)]
+                base = ".".join([*parent, *base.split(".")]).rstrip(".")
+            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+
+
+@pytest.fixture(scope="module")
+def edges(sources) -> list[tuple[str, str, str, int]]:
+    """(importing path, importing module, imported name, line) of the package's own files."""
+    out = []
+    for source in sources:
+        if source.path.startswith(("titan_grpo/", "patches/")):
+            module = module_of(source.path)
+            for name, line in imports(source.tree, module, source.path.endswith("__init__.py")):
+                out.append((source.path, module, name, line))
+    return out
+
+
+def wrong_arrows(edges: list[tuple[str, str, str, int]]) -> list[str]:
+    wrong = []
+    for path, module, name, line in edges:
+        here, there = room_of(module), room_of(name)
+        if name.split(".")[0] != "titan_grpo" or here in ("", there) or there == "" or there.startswith("__"):
+            continue
+        if there not in ALLOWED.get(here, set()):
+            wrong.append(f"{path}:{line} ({here}) imports {name} ({there})")
+    return wrong
+
+
+def test_imports_point_downwards_only(edges) -> None:
+    assert wrong_arrows(edges) == []
+
+
+def test_the_arrow_check_catches_an_upward_and_a_sideways_import() -> None:
+    edges = [
+        ("titan_grpo/protocol/x.py", "titan_grpo.protocol.x", "titan_grpo.sync.lane.Lane", 1),
+        ("titan_grpo/layout/x.py", "titan_grpo.layout.x", "titan_grpo.engines.vllm", 2),
+        ("titan_grpo/sync/x.py", "titan_grpo.sync.x", "titan_grpo.sync.transports.base", 3),
+    ]
+    assert len(wrong_arrows(edges)) == 2
+
+
+def test_every_room_is_in_the_table(edges) -> None:
+    rooms = {room_of(module) for _, module, _, _ in edges} - {""}
+    assert rooms <= set(ALLOWED), "a new room needs its line in ALLOWED and in docs/design.md"
+
+
+def test_modules_do_not_import_each_other_in_a_circle(edges, sources) -> None:
+    modules = {module_of(s.path) for s in sources if s.path.startswith(("titan_grpo/", "patches/"))}
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    for _, module, name, _ in edges:
+        target = name if name in modules else name.rpartition(".")[0]
+        if target in modules and target != module:
+            graph[module].add(target)
+    done: set[str] = set()
+
+    def walk(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, f"circle: {' -> '.join([*trail[trail.index(module) :], module])}"
+        if module not in done:
+            for target in sorted(graph[module]):
+                walk(target, (*trail, module))
+            done.add(module)
+
+    for module in sorted(modules):
+        walk(module, ())
+
+
+@pytest.mark.parametrize("package", ONLY_HERE)
+def test_an_upstream_package_is_imported_in_its_own_place_only(package: str, sources) -> None:
+    wrong = [
+        f"{source.path}:{line}"
+        for source in sources
+        for name, line in imports(source.tree, module_of(source.path), source.path.endswith("__init__.py"))
+        if name.split(".")[0] == package and not source.path.startswith(ONLY_HERE[package])
+    ]
+    assert wrong == []
+
+
+def loaded_by(modules: list[str], suspect: str) -> str:
+    """Which of ``modules`` first pulls in ``suspect``; empty if none does. A fresh interpreter, since this one has it."""
+    code = (
+        "import importlib, sys\n"
+        f"for m in {modules!r}:\n    importlib.import_module(m)\n"
+        f"    if {suspect!r} in sys.modules: print(m); break\n"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+
+
+def modules_of(rooms: tuple[str, ...], sources) -> list[str]:
+    names = [module_of(s.path) for s in sources if s.path.startswith(("titan_grpo/", "patches/"))]
+    return [n for n in names if room_of(n) in rooms or n == "titan_grpo"]
+
+
+def test_rooms_that_must_start_fast_load_no_torch(sources) -> None:
+    assert loaded_by(modules_of(NO_TORCH, sources), "torch") == ""
+
+
+def test_the_receiver_loads_no_torchtitan(sources) -> None:
+    modules = [m for m in modules_of(("receive",), sources) if not m.endswith("vllm_plugin")]
+    assert loaded_by(modules, "torchtitan") == ""

@@ -1,0 +1,151 @@
+"""The house rules that a machine can check: sizes, docstrings, broad handlers, texts, and that the README is true."""
+
+import ast
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_FILE = 400
+MAX_FUNCTION = 80
+USUAL_FUNCTION = 35
+MAX_ARGUMENTS = 6
+
+FORBIDDEN = {
+    "a path of one machine": r"(?<![\w.])/(work|root|home|opt)/",
+    "a path of one machine (tests have tmp_path)": r"(?<![\w.])/tmp/",
+    "a package mirror": r"(pypi|pythonhosted|artifactory|nexus)[\w.-]*\.(org|com|io|net|internal)|file:///",
+    "a note to oneself": r"\b(TODO|FIXME|XXX)\b",
+}
+"""What no file of the project contains -> its pattern."""
+
+FORBIDDEN_IN_TESTS = {
+    "a sleep as synchronisation": r"\b(time|asyncio|anyio)\.sleep\((?!0\))",
+    "a mock of our own code": r"\bunittest\.mock\b|\bmonkeypatch\.setattr\(\s*[\"']?titan_grpo",
+}
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    yield from (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def length(node: ast.AST) -> int:
+    return node.end_lineno - node.lineno + 1
+
+
+def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    a = node.args
+    names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+    return len([n for n in names if n not in ("self", "cls")]) + (a.vararg is not None)
+
+
+def ours(sources) -> list:
+    return [s for s in sources if s.path.startswith(("titan_grpo/", "patches/", "scripts/"))]
+
+
+def test_files_are_short(sources) -> None:
+    lengths = {s.path: s.text.count("\n") for s in sources}
+    assert {path: n for path, n in lengths.items() if n > MAX_FILE} == {}
+    assert statistics.median(lengths[s.path] for s in ours(sources)) <= 150
+
+
+def test_functions_are_short_and_take_few_arguments(sources) -> None:
+    long = [
+        f"{s.path}:{f.lineno} {f.name}: {length(f)} lines"
+        for s in sources
+        for f in functions(s.tree)
+        if length(f) > MAX_FUNCTION
+    ]
+    wide = [
+        f"{s.path}:{f.lineno} {f.name}: {arguments(f)} arguments"
+        for s in sources
+        for f in functions(s.tree)
+        if arguments(f) > MAX_ARGUMENTS
+    ]
+    assert long + wide == []
+    lengths = [length(f) for s in ours(sources) for f in functions(s.tree)]
+    assert sum(n <= USUAL_FUNCTION for n in lengths) >= 0.9 * len(lengths)
+
+
+def public(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield node
+
+
+def test_public_modules_classes_and_functions_have_docstrings(sources) -> None:
+    package = [s for s in sources if s.path.startswith(("titan_grpo/", "patches/"))]
+    missing = [s.path for s in package if s.text.strip() and ast.get_docstring(s.tree) is None]
+    missing += [f"{s.path}:{n.lineno} {n.name}" for s in package for n in public(s.tree) if ast.get_docstring(n) is None]
+    assert missing == []
+
+
+def handlers_without_reason(text: str, tree: ast.Module) -> list[int]:
+    """Lines of ``except:``, ``except Exception`` and ``except BaseException`` without a "noqa: BLE001" and its reason."""
+    lines = text.splitlines()
+    out = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"BaseException"}
+            excused = re.search(r"# noqa: BLE001\W+\w+", lines[node.lineno - 1])
+            if names & {"Exception", "BaseException"} and not excused:
+                out.append(node.lineno)
+    return out
+
+
+def test_broad_handlers_give_their_reason(sources) -> None:
+    assert [f"{s.path}:{line}" for s in ours(sources) for line in handlers_without_reason(s.text, s.tree)] == []
+
+
+def test_the_handler_check_catches_a_broad_handler() -> None:
+    text = "try:\n    f()\nexcept Exception:  # noqa: BLE001\n    pass\n"
+    assert handlers_without_reason(text, ast.parse(text)) == [3]
+
+
+def found(pattern: str, paths: list[Path], root: Path) -> list[str]:
+    out = []
+    for path in paths:
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        out += [
+            f"{path.relative_to(root)}:{number}: {line.strip()[:120]}"
+            for number, line in enumerate(text.splitlines(), 1)
+            if re.search(pattern, line)
+        ]
+    return out
+
+
+def test_files_speak_of_the_project_only(tracked, root) -> None:
+    paths = [p for p in tracked if p.name != Path(__file__).name]
+    assert {what: hits for what, pattern in FORBIDDEN.items() if (hits := found(pattern, paths, root))} == {}
+
+
+def test_tests_use_neither_sleeps_nor_mocks_of_our_own_code(tracked, root) -> None:
+    paths = [p for p in tracked if p.suffix == ".py" and "tests" in p.parts and p.name != Path(__file__).name]
+    assert {what: hits for what, pattern in FORBIDDEN_IN_TESTS.items() if (hits := found(pattern, paths, root))} == {}
+
+
+def test_the_argument_and_length_counts_are_what_they_say() -> None:
+    tree = ast.parse("def f(self, a, b=1, *args, c, **kw):\n    x = 1\n    return x\n")
+    (f,) = functions(tree)
+    assert (arguments(f), length(f)) == (4, 3)
+
+
+def test_commands_and_files_that_the_readme_names_exist(root) -> None:
+    text = (root / "README.md").read_text()
+    paths = set(re.findall(r"(?<![\w/])((?:scripts|train_configs|docs|patches)/[\w./-]*\w)", text))
+    assert {p for p in paths if not (root / p).exists()} == set()
+    from titan_grpo.cli import COMMANDS
+
+    named = set(re.findall(r"titan-grpo ([a-z]\w+)", text))
+    assert named <= set(COMMANDS), f"the README names commands that titan-grpo does not have: {named - set(COMMANDS)}"
+
+
+def test_scripts_are_executable_and_strict(root) -> None:
+    scripts = sorted((root / "scripts").glob("*.sh"))
+    assert scripts
+    for script in scripts:
+        assert script.stat().st_mode & 0o111, f"{script.name} is not executable"
+        assert "set -euo pipefail" in script.read_text(), f"{script.name} goes on after an error"
