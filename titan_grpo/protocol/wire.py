@@ -1,0 +1,265 @@
+"""What a trainer's lane and a server's receiver say to each other. Standard library only; no I/O.
+
+All keys live under ``PrefixStore(f"{run_id}/{epoch}", ...)`` in a store that the lane hosts::
+
+    receiver                                lane
+    joined/<rank>   <- Joined
+                                            manifest       <- the manifest's JSON, once
+                                            order/0        <- Order(op="manifest")
+    staged/0        <- Staged
+                                            digests/<n>    <- raw block digests, concatenated
+                                            order/<n>      <- Order(op="receive")        n = 1, 2, ...
+                 (both broadcast the image, bucket by bucket, straight between the two images)
+    staged/<n>      <- Staged
+                    (the lane commits over HTTP: POST /update_weights {"update_info": Commit})
+    applied/<n>     <- Applied
+
+A lost store connection means that the lane is gone: the receiver forgets the epoch and the engine keeps its
+version. A higher epoch of the same run, or any epoch of a later run, replaces the one in force; nothing else does.
+"""
+
+import json
+import secrets
+from dataclasses import asdict, dataclass, fields
+from types import UnionType
+from typing import Any, Self, get_args, get_type_hints
+
+from titan_grpo.errors import PeerError
+
+RECEIVER_RANK = 1
+"""Rank of a server's receiver in its lane's communicator; the lane itself is rank 0."""
+
+ABORTED = b"!aborted"
+"""Value that an aborted lane sets on the key one of its own threads waits for."""
+
+PROBE = "probe"
+"""``Hello.transport`` of a doctor: answer with Joined, touch nothing, fence nothing."""
+
+OPS = ("manifest", "receive", "release", "bye")
+
+
+def new_run_id(unix_s: float) -> str:
+    """Identity of one trainer process group: start time in milliseconds as 12 hex digits, then 8 random ones.
+
+    Lexicographic order is age. ``unix_s`` is seconds since 1970.
+
+    >>> new_run_id(1.0)[:13]
+    '0000000003e8-'
+    """
+    return f"{int(unix_s * 1000):012x}-{secrets.token_hex(4)}"
+
+
+def key_prefix(run_id: str, epoch: int) -> str:
+    """Prefix of every key of one epoch."""
+    return f"{run_id}/{epoch}"
+
+
+def _accepts(hint: Any, value: Any) -> bool:
+    """Whether a decoded JSON value fits a field's type; True and False are no numbers."""
+    if isinstance(hint, UnionType):
+        return any(_accepts(option, value) for option in get_args(hint))
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, getattr(hint, "__origin__", hint))
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A record that travels as JSON. Decoding refuses missing keys, unknown keys and wrong types with PeerError."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-able data."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """As JSON text on one line."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Decode and validate; PeerError names the key, the rule and the value."""
+        name = cls.__name__
+        if not isinstance(data, dict):
+            raise PeerError(f"{name} must be a JSON object, got {type(data).__name__}: the two ends run different versions?")
+        hints = get_type_hints(cls)
+        known = {f.name for f in fields(cls)}
+        if missing := sorted(known - data.keys()):
+            raise PeerError(f"{name} lacks {', '.join(missing)}; both ends must run the same titan_grpo")
+        if unknown := sorted(data.keys() - known):
+            raise PeerError(f"{name} has unknown keys {', '.join(unknown)}; both ends must run the same titan_grpo")
+        for key in known:
+            if not _accepts(hints[key], data[key]):
+                raise PeerError(f"{name}.{key} must be {hints[key]}, got {data[key]!r}")
+        message = cls(**data)
+        message.check()
+        return message
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Decode one JSON text; PeerError if it is none."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise PeerError(f"{cls.__name__} is not JSON ({error}): {text[:80]!r}") from error
+        return cls.from_dict(data)
+
+    def check(self) -> None:
+        """Raise PeerError if a value breaks a rule that its type cannot express."""
+
+    def _require(self, ok: bool, rule: str) -> None:
+        if not ok:
+            raise PeerError(f"{type(self).__name__} breaks a rule: {rule}; got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """Opens an epoch: body ``init_info`` of POST /init_weight_transfer_engine.
+
+    ``manifest_digest`` and the byte counts let a receiver refuse before a byte moves; ``timeout_s`` is the deadline
+    of one transfer, in seconds.
+    """
+
+    run_id: str
+    epoch: int
+    store_host: str
+    store_port: int
+    transport: str
+    rank: int
+    size: int
+    manifest_digest: str
+    digest_algorithm: str
+    block_bytes: int
+    bucket_bytes: int
+    timeout_s: float
+
+    @property
+    def order(self) -> tuple[str, int]:
+        """What fences compare: a later run, then a higher epoch, is newer."""
+        return (self.run_id, self.epoch)
+
+    def check(self) -> None:
+        self._require(self.epoch >= 1, "epoch >= 1")
+        self._require(0 < self.store_port < 65536, "0 < store_port < 65536")
+        self._require(0 < self.rank < self.size, "0 < rank < size (rank 0 is the lane)")
+        self._require(self.timeout_s > 0, "timeout_s > 0")
+        whole = self.block_bytes > 0 and self.bucket_bytes > 0 and self.bucket_bytes % self.block_bytes == 0
+        self._require(whole, "bucket_bytes is a positive multiple of block_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Joined(Message):
+    """The receiver's answer to Hello, with what its engine holds: the read-back that settles an unknown server.
+
+    ``held_run`` is empty and ``held_version`` -1 while the engine runs on what it was started with. ``intact`` is false
+    if a load broke off half-way and no whole one followed.
+    """
+
+    rank: int
+    ok: bool
+    error: str
+    package: str
+    pid: int
+    held_run: str
+    held_version: int
+    held_fingerprint: str
+    intact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Order(Message):
+    """What the lane wants next. ``version`` and ``fingerprint`` are meaningful for "receive" only."""
+
+    number: int
+    op: str
+    version: int
+    digests_key: str
+    fingerprint: str
+
+    def check(self) -> None:
+        self._require(self.op in OPS, f"op is one of {', '.join(OPS)}")
+        self._require(self.number >= 0, "number >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Staged(Message):
+    """How an order ended at the receiver.
+
+    ``ok`` after "receive" says that every block digest and the fingerprint match; otherwise ``error`` says why and
+    ``bad_block`` is the first block that differs (-1: not a matter of blocks). ``image`` is where the staged bytes
+    lie on the server's host, empty if nowhere. Times are work at the receiver, in seconds.
+    """
+
+    number: int
+    version: int
+    ok: bool
+    fingerprint: str
+    receive_s: float
+    verify_s: float
+    error: str
+    bad_block: int
+    image: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit(Message):
+    """Body ``update_info`` of POST /update_weights: load this staged image."""
+
+    run_id: str
+    epoch: int
+    number: int
+    version: int
+    fingerprint: str
+    manifest_digest: str
+    image: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Applied(Message):
+    """How a commit ended in the engine.
+
+    ``intact`` says that the engine holds one whole version: the new one if ``ok``, otherwise the old one. Not intact
+    means that a load broke off half-way: keep the server paused until a commit succeeds. ``loaded`` counts tensors.
+    """
+
+    number: int
+    version: int
+    ok: bool
+    fingerprint: str
+    loaded: int
+    apply_s: float
+    error: str
+    intact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What an engine has loaded: the part of the fence that outlives a receiver. Pure.
+
+    ``order`` is the newest (run, epoch) that was admitted; ``run`` and ``version`` what was committed last.
+    """
+
+    order: tuple[str, int] = ("", 0)
+    run: str = ""
+    version: int = -1
+    fingerprint: str = ""
+    intact: bool = True
+
+    def refuses_hello(self, hello: Hello) -> str:
+        """Why this Hello must be turned away; empty if it is newer than every one before it."""
+        if hello.order > self.order:
+            return ""
+        return (
+            f"epoch {hello.epoch} of run {hello.run_id} is not newer than epoch {self.order[1]} of run {self.order[0]}, "
+            "which is in force: a trainer that was replaced, or two trainers with the same server"
+        )
+
+    def refuses_commit(self, commit: Commit) -> str:
+        """Why this Commit must be turned away; empty if it may be loaded. The same version again is allowed."""
+        if (commit.run_id, commit.epoch) != self.order:
+            run, epoch = self.order
+            return f"commit for epoch {commit.epoch} of run {commit.run_id}, but epoch {epoch} of run {run} is in force"
+        if commit.run_id == self.run and commit.version < self.version:
+            return f"version {commit.version} is older than version {self.version}, which the engine holds"
+        return ""

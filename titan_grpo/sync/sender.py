@@ -1,0 +1,208 @@
+"""The trainer's end of one epoch with one server: store, communicator, transfers. Knows no HTTP."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from titan_grpo.errors import TransferFailed
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.wire import ABORTED, RECEIVER_RANK, Applied, Commit, Hello, Joined, Order, Staged, key_prefix
+from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image, open_transport
+from titan_grpo.sync.transports.store import host_store, join_store, store_errors
+
+MANIFEST_NUMBER = 0
+"""Number of the order that hands over the manifest; transfers count from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """What every epoch of a lane has in common. ``timeout_s`` is the deadline of one transfer, in seconds."""
+
+    transport: str
+    bind_host: str
+    digest_algorithm: str
+    bucket_bytes: int
+    timeout_s: float
+    device: str = "cpu"
+
+
+class LaneLink:
+    """One epoch: open, wait_joined, send_manifest, then send + wait_applied as often as wanted, close.
+
+    Used by one thread, except ``abort``, which any thread may call and which makes the blocked call, and every later
+    one, raise TransferFailed at once. After a TransferFailed the epoch is over: close it and open the next one.
+    """
+
+    def __init__(self, run_id: str, epoch: int, manifest: Manifest, options: LinkOptions) -> None:
+        """Nothing is opened yet. ``epoch`` must be higher than that of every earlier link to the same server."""
+        self._run_id, self._epoch, self._manifest, self._options = run_id, epoch, manifest, options
+        self._lock = threading.Lock()
+        self._aborted = False
+        self._waiting = ""
+        self._host: dist.TCPStore | None = None
+        self._store: dist.Store | None = None
+        self._alarm: dist.Store | None = None
+        self._transport: Transport | None = None
+
+    def open(self) -> Hello:
+        """Host the store; what to send as ``init_info`` to the server. Raises ConfigError if bind_host is not ours."""
+        o = self._options
+        self._host = host_store(o.bind_host)
+        prefix = key_prefix(self._run_id, self._epoch)
+        self._store = dist.PrefixStore(prefix, self._host)
+        # abort() must be able to set a key while another thread waits on the first connection, which is then locked
+        self._alarm = dist.PrefixStore(prefix, join_store(o.bind_host, self._host.port, o.timeout_s))
+        return Hello(
+            run_id=self._run_id,
+            epoch=self._epoch,
+            store_host=o.bind_host,
+            store_port=self._host.port,
+            transport=o.transport,
+            rank=RECEIVER_RANK,
+            size=RECEIVER_RANK + 1,
+            manifest_digest=self._manifest.digest,
+            digest_algorithm=o.digest_algorithm,
+            block_bytes=self._manifest.block_bytes,
+            bucket_bytes=o.bucket_bytes,
+            timeout_s=o.timeout_s,
+        )
+
+    def wait_joined(self, timeout_s: float) -> Joined:
+        """The receiver's answer, with what its engine holds; then the communicator is open.
+
+        TransferFailed if none comes in time or the receiver refuses (its reason is in the message).
+        """
+        joined = Joined.from_json(self._await(f"joined/{RECEIVER_RANK}", timeout_s, "waiting for the server's receiver"))
+        if not joined.ok:
+            raise TransferFailed(f"the server's receiver refused epoch {self._epoch}: {joined.error}")
+        o = self._options
+        options = TransportOptions(min(timeout_s, o.timeout_s), o.bind_host, o.bucket_bytes, o.device)
+        transport = open_transport(o.transport, self._opened(), 0, RECEIVER_RANK + 1, options)
+        with self._lock:
+            self._transport = transport
+            aborted = self._aborted
+        if aborted:
+            transport.abort()
+        return joined
+
+    def send_manifest(self, timeout_s: float) -> Staged:
+        """Hand the manifest over and wait until the receiver has memory for an image of that size."""
+        self._set("manifest", self._manifest.to_json())
+        return self._order(Order(MANIFEST_NUMBER, "manifest", 0, "", ""), timeout_s)
+
+    def send(self, number: int, version: int, image: torch.Tensor, digests: Sequence[bytes], fingerprint: str) -> Staged:
+        """Send a whole image (uint8[total_bytes], host) and wait for its verification. ``number`` counts from 1.
+
+        Raises TransferFailed when bytes are lost or late. A Staged that is not ok (digests differ) is returned, not
+        raised: the epoch is still good and the image may be sent again under the next number.
+        """
+        start = time.monotonic()
+        if image.numel() != self._manifest.total_bytes:
+            raise ValueError(f"the image must have {self._manifest.total_bytes} bytes, got {image.numel()}")
+        key = f"digests/{number}"
+        self._set(key, b"".join(digests))
+        self._set(f"order/{number}", Order(number, "receive", version, key, fingerprint).to_json())
+        broadcast_image(self._connected(), image, self._options.bucket_bytes, self._options.timeout_s)
+        left = max(0.0, start + self._options.timeout_s - time.monotonic())
+        return self._staged(number, left)
+
+    def commit(self, staged: Staged) -> Commit:
+        """The ``update_info`` for a staged transfer."""
+        return Commit(
+            run_id=self._run_id,
+            epoch=self._epoch,
+            number=staged.number,
+            version=staged.version,
+            fingerprint=staged.fingerprint,
+            manifest_digest=self._manifest.digest,
+            image=staged.image,
+        )
+
+    def wait_applied(self, number: int, timeout_s: float) -> Applied:
+        """How the commit of that transfer ended in the engine.
+
+        The plugin delivers it before /update_weights answers, so a few seconds after that answer are enough; none
+        within them means that the engine's version is unknown (TransferFailed).
+        """
+        return Applied.from_json(
+            self._await(f"applied/{number}", timeout_s, f"waiting for the engine to apply transfer {number}")
+        )
+
+    def release(self, number: int, timeout_s: float) -> Staged:
+        """Let the receiver free its image; the next send makes it anew."""
+        return self._order(Order(number, "release", 0, "", ""), timeout_s)
+
+    def bye(self, number: int) -> None:
+        """Tell the receiver that no more comes; it ends. Then close."""
+        self._set(f"order/{number}", Order(number, "bye", 0, "", "").to_json())
+
+    def abort(self) -> None:
+        """Make the blocked call and every later one raise TransferFailed at once. Any thread; idempotent."""
+        with self._lock:
+            self._aborted = True
+            waiting, transport, alarm = self._waiting, self._transport, self._alarm
+        if transport is not None:
+            transport.abort()
+        if waiting and alarm is not None:
+            with store_errors(f"aborting epoch {self._epoch}"):
+                alarm.set(waiting, ABORTED)
+
+    def close(self) -> None:
+        """Close communicator and store; the receiver notices the lost connection and ends. Idempotent."""
+        with self._lock:
+            transport, self._transport = self._transport, None
+            self._store = self._alarm = self._host = None
+        if transport is not None:
+            transport.close()
+
+    def _order(self, order: Order, timeout_s: float) -> Staged:
+        self._set(f"order/{order.number}", order.to_json())
+        return self._staged(order.number, timeout_s)
+
+    def _staged(self, number: int, timeout_s: float) -> Staged:
+        return Staged.from_json(
+            self._await(f"staged/{number}", timeout_s, f"waiting for the receiver's digests of transfer {number}")
+        )
+
+    def _await(self, key: str, timeout_s: float, what: str) -> bytes:
+        """Block until ``key`` is there, the deadline passes or the link is aborted; its value."""
+        store = self._opened()
+        with self._lock:  # an abort either finds the key to set here, or is seen here
+            self._check_aborted()
+            self._waiting = key
+        try:
+            with store_errors(f"{what} (epoch {self._epoch}, {timeout_s:.1f} s)"):
+                store.wait([key], timedelta(seconds=timeout_s))
+                value = store.get(key)
+        finally:
+            with self._lock:
+                self._waiting = ""
+        if value == ABORTED:
+            raise TransferFailed(f"{what}: the link was aborted")
+        return bytes(value)
+
+    def _set(self, key: str, value: str | bytes) -> None:
+        store = self._opened()
+        with self._lock:
+            self._check_aborted()
+        with store_errors(f"setting {key} (epoch {self._epoch})"):
+            store.set(key, value)
+
+    def _check_aborted(self) -> None:
+        if self._aborted:
+            raise TransferFailed(f"epoch {self._epoch} was aborted")
+
+    def _opened(self) -> dist.Store:
+        if self._store is None:
+            raise TransferFailed(f"the link of epoch {self._epoch} is not open")
+        return self._store
+
+    def _connected(self) -> Transport:
+        if self._transport is None:
+            raise TransferFailed(f"the receiver of epoch {self._epoch} has not joined")
+        return self._transport
