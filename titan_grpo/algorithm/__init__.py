@@ -1,0 +1,1 @@
+"""The algorithm: advantages, batches, log-probabilities, loss. Tensors in, tensors out; no I/O, no training framework."""

@@ -1,0 +1,199 @@
+"""From groups of completions to one list of micro-batches per data-parallel rank."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from titan_grpo.algorithm.advantages import group_advantages
+from titan_grpo.algorithm.balance import deal, padded_length, plan_waves
+from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.samples import Completion, Group, Prompt
+
+IGNORE_INDEX = -100
+"""Label of positions that are not a completion token; torchtitan's and torch's own value."""
+
+MicroBatch = dict[str, torch.Tensor]
+"""R rows of padded length L; see ``assemble`` for the tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """How rows are limited, padded and weighted. Checked on construction: raises ConfigError."""
+
+    token_budget: int
+    """Rows times padded length of one micro-batch on one rank."""
+
+    max_len: int
+    """Most tokens of prompt plus completion, and the greatest padded length (the model's sequence length)."""
+
+    pad_id: int = 0
+    """Input token at padded positions; any valid one, attention is causal and padding is on the right."""
+
+    normalization: Literal["token", "sequence", "constant"] = "token"
+    """Which weights the loss gets; see ``_row_weight``."""
+
+    normalize_std: bool = True
+    """Divide advantages by their group's standard deviation."""
+
+    constant: int = 0
+    """Tokens that every sequence is divided by when normalization = "constant" (rollout.max_completion_tokens)."""
+
+    pad_multiple: int = 8
+    """Padded lengths are multiples of this (fewer shapes, and divisible by the tensor-parallel degree)."""
+
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "max_len", "pad_multiple"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be greater than 0, got {getattr(self, name)}")
+        if self.max_len > self.token_budget:
+            raise ConfigError(
+                f"grpo.token_budget must hold one row of the greatest length, {self.max_len} tokens, got {self.token_budget}: "
+                "such a row would fit no micro-batch; raise the budget or lower training.seq_len"
+            )
+        if self.normalization not in ("token", "sequence", "constant"):
+            raise ConfigError(f"grpo.loss_normalization must be token, sequence or constant, got {self.normalization!r}")
+        if self.normalization == "constant" and self.constant < 1:
+            raise ConfigError(f'the divisor of loss_normalization = "constant" must be greater than 0, got {self.constant}')
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's work: ``ranks[rank][k]`` is that rank's k-th micro-batch; every rank has the same number."""
+
+    ranks: list[list[MicroBatch]]
+    sequences: int
+    """Rows that are trained on."""
+    tokens: int
+    """Completion tokens in them."""
+    loads: tuple[int, ...]
+    """Input tokens of each rank, without padding."""
+    padded_tokens: int
+    """Rows times padded length, over all micro-batches and ranks."""
+    dropped: dict[str, int]
+    """Completions left out, by reason (too_long, empty_completion, empty_prompt, length_mismatch, bad_logprob, bad_reward)."""
+
+    @property
+    def fill(self) -> float:
+        """Share of the padded tokens that are real."""
+        return sum(self.loads) / self.padded_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    prompt: Prompt
+    completion: Completion
+    advantage: float
+
+    @property
+    def length(self) -> int:
+        """Input length: the last token of a sequence is only ever a label."""
+        return len(self.prompt.token_ids) + len(self.completion.token_ids) - 1
+
+
+def defect(prompt: Prompt, completion: Completion) -> str:
+    """Why this completion must not be trained on, or "" if it may."""
+    if not prompt.token_ids:
+        return "empty_prompt"
+    if not completion.token_ids:
+        return "empty_completion"
+    if len(completion.logprobs) != len(completion.token_ids):
+        return "length_mismatch"
+    if not all(map(math.isfinite, completion.logprobs)):
+        return "bad_logprob"
+    return "" if math.isfinite(completion.reward) else "bad_reward"
+
+
+def assemble(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batch:
+    """Rows, advantages and weights of one step, balanced over ``num_ranks`` data-parallel ranks. Deterministic.
+
+    Tensors of a micro-batch with R rows of padded length L, on the CPU:
+
+    * ``inputs`` int64 [R, L]: prompt and completion without the last token, then ``pad_id``;
+    * ``labels`` int64 [R, L]: the next token where that is a completion token, else ``IGNORE_INDEX``;
+    * ``rollout_logprobs`` float32 [R, L]: the engine's log-probability of the label, 0 where ignored;
+    * ``weights`` float32 [R, L]: the normalisation over the whole step, 0 where ignored;
+    * ``advantages`` float32 [R]; ``versions`` int64 [R]: the oldest policy version in the row.
+
+    Example: prompt (5, 6), completion (7, 8) -> inputs 5 6 7, labels -100 7 8.
+
+    A defective completion is left out, also of its group's mean; one with more than ``max_len`` tokens is
+    left out but its reward counts in that mean. Both are counted in ``Batch.dropped``. Ranks that run out
+    of rows get an all-masked micro-batch, because every rank must run every collective.
+
+    Raises DataError if no row is left.
+    """
+    rows, dropped = _rows(groups, options)
+    if not rows:
+        raise DataError(f"no completion of this step can be trained on: {len(groups)} groups, dropped {dropped}")
+    tokens = sum(len(row.completion.token_ids) for row in rows)
+    padded = [padded_length(row.length, options.pad_multiple, options.max_len) for row in rows]
+    shares = deal(plan_waves(padded, num_ranks, options.token_budget), [row.length for row in rows], num_ranks)
+    ranks = []
+    for share in shares:
+        wave_rows = [[rows[i] for i in wave] for wave in share]
+        ranks.append([_micro_batch(wave, len(rows), tokens, options) for wave in wave_rows])
+    return Batch(
+        ranks=ranks,
+        sequences=len(rows),
+        tokens=tokens,
+        loads=tuple(sum(rows[i].length for wave in share for i in wave) for share in shares),
+        padded_tokens=sum(mb["inputs"].numel() for rank in ranks for mb in rank),
+        dropped=dropped,
+    )
+
+
+def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[_Row], dict[str, int]]:
+    """Rows in the order of groups and completions, and what was left out, by reason."""
+    rows: list[_Row] = []
+    dropped: Counter[str] = Counter()
+    for group in groups:
+        reasons = [defect(group.prompt, completion) for completion in group.completions]
+        dropped.update(reason for reason in reasons if reason)
+        sound = [c for c, reason in zip(group.completions, reasons, strict=True) if not reason]
+        advantages = group_advantages([c.reward for c in sound], options.normalize_std)
+        for completion, advantage in zip(sound, advantages, strict=True):
+            if len(group.prompt.token_ids) + len(completion.token_ids) > options.max_len:
+                dropped["too_long"] += 1
+            else:
+                rows.append(_Row(group.prompt, completion, advantage))
+    return rows, dict(dropped)
+
+
+def _row_weight(length: int, sequences: int, tokens: int, options: BatchOptions) -> float:
+    """Weight of each of a row's ``length`` completion tokens, in a step of ``sequences`` rows and ``tokens`` tokens.
+
+    token: 1 / tokens (DAPO). sequence: 1 / (sequences * length) (GRPO). constant: 1 / (sequences * constant) (Dr.GRPO).
+    Example, rows of 1 and 3 tokens: token 1/4 each; sequence 1/2 and 1/6; constant 10: 1/20 each.
+    """
+    if options.normalization == "token":
+        return 1 / tokens
+    return 1 / (sequences * (length if options.normalization == "sequence" else options.constant))
+
+
+def _micro_batch(rows: Sequence[_Row], sequences: int, tokens: int, options: BatchOptions) -> MicroBatch:
+    """Tensors of one micro-batch; no rows give one all-masked row of the least length."""
+    longest = max((row.length for row in rows), default=1)
+    shape = (max(len(rows), 1), padded_length(longest, options.pad_multiple, options.max_len))
+    out = {
+        "inputs": torch.full(shape, options.pad_id, dtype=torch.int64),
+        "labels": torch.full(shape, IGNORE_INDEX, dtype=torch.int64),
+        "rollout_logprobs": torch.zeros(shape),
+        "weights": torch.zeros(shape),
+        "advantages": torch.zeros(shape[0]),
+        "versions": torch.zeros(shape[0], dtype=torch.int64),
+    }
+    for r, row in enumerate(rows):
+        completion = row.completion
+        first, stop = len(row.prompt.token_ids) - 1, row.length
+        ids = torch.tensor(row.prompt.token_ids + completion.token_ids)
+        out["inputs"][r, :stop] = ids[:-1]
+        out["labels"][r, first:stop] = ids[first + 1 :]
+        out["rollout_logprobs"][r, first:stop] = torch.tensor(completion.logprobs)
+        out["weights"][r, first:stop] = _row_weight(stop - first, sequences, tokens, options)
+        out["advantages"][r] = row.advantage
+        out["versions"][r] = completion.version_first
+    return out
