@@ -1,0 +1,52 @@
+"""Block hashes and fingerprints."""
+
+import pytest
+
+from titan_grpo.errors import ConfigError
+from titan_grpo.layout.digest import BLOCK_HASHES, block_digests, digest_block, fingerprint, first_difference
+from titan_grpo.layout.manifest import Manifest
+
+MANIFEST = Manifest.build([("a", "uint8", (1000,))], 256)
+
+KNOWN = {
+    "xxh3": "99aa06d3014798d86001c324468d497f",
+    "blake3": "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262",
+}
+"""Published hashes of the empty input: both ends may have other versions of the hash libraries."""
+
+
+@pytest.mark.parametrize("algorithm", sorted(BLOCK_HASHES))
+def test_hashes_are_the_published_ones(algorithm: str) -> None:
+    assert digest_block(memoryview(b""), algorithm).hex() == KNOWN[algorithm]
+
+
+@pytest.mark.parametrize("algorithm", sorted(BLOCK_HASHES))
+def test_a_flipped_bit_changes_its_own_block_only(algorithm: str) -> None:
+    image = bytearray(range(256)) * 4
+    before = block_digests(memoryview(image), MANIFEST, algorithm)
+    image[700] ^= 1
+    after = block_digests(memoryview(image), MANIFEST, algorithm)
+    assert [a == b for a, b in zip(before, after, strict=True)] == [True, True, False, True]
+    assert first_difference(before, after) == 2
+    assert fingerprint(MANIFEST.digest, before) != fingerprint(MANIFEST.digest, after)
+
+
+def test_equal_lists_have_no_difference_and_a_missing_block_is_one() -> None:
+    digests = block_digests(memoryview(bytes(1024)), MANIFEST, "xxh3")
+    assert first_difference(digests, digests) is None
+    assert first_difference(digests, digests[:3]) == 3
+
+
+def test_a_fingerprint_names_layout_and_content() -> None:
+    digests = [b"aa", b"b"]
+    assert len(fingerprint("m", digests)) == 32
+    assert fingerprint("m", digests) == fingerprint("m", tuple(digests))
+    assert fingerprint("m", digests) != fingerprint("n", digests)
+    assert fingerprint("m", digests) != fingerprint("m", [b"a", b"ab"])
+
+
+def test_an_unknown_algorithm_and_a_wrong_size_are_refused() -> None:
+    with pytest.raises(ConfigError, match="xxh3 or blake3, got 'md5'"):
+        digest_block(memoryview(b""), "md5")
+    with pytest.raises(ValueError, match="1024 bytes, got 3"):
+        block_digests(memoryview(b"abc"), MANIFEST, "xxh3")

@@ -1,0 +1,114 @@
+"""Shared images: between processes, without /dev/shm, without leaks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_grpo.errors import ConfigError, ProtocolError, SyncError
+from titan_grpo.layout.image import ImageAddress, SharedImage, available_memory
+
+
+def run(code: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120, check=False)
+
+
+WRITER = """
+import json, sys
+from titan_grpo.layout.image import ImageAddress, SharedImage
+with SharedImage.attach(ImageAddress.from_json(json.loads(sys.argv[1]))) as image:
+    image.tensor()[7:9] = 5
+    print(image.tensor()[0].item())
+"""
+
+
+def test_two_processes_see_the_same_bytes() -> None:
+    with SharedImage.create(4096, "test") as image:
+        assert not image.tensor().any()
+        image.buffer[0] = 42
+        other = run(WRITER, json.dumps(image.address.to_json()))
+        assert other.stdout == "42\n", other.stderr
+        assert image.tensor()[:9].tolist() == [42, 0, 0, 0, 0, 0, 0, 5, 5]
+
+
+def test_a_tensor_outlives_the_image_that_made_it() -> None:
+    image = SharedImage.create(1 << 20, "test")
+    tensor, view = image.tensor(), image.buffer
+    image.close()
+    image.close()
+    tensor.fill_(3)
+    assert view[-1] == 3
+    with pytest.raises(ProtocolError, match="closed"):
+        _ = image.buffer
+
+
+def test_closing_and_dropping_the_views_gives_the_memory_back() -> None:
+    image = SharedImage.create(1 << 20, "titan_grpo-leak")
+    tensor = image.tensor()
+    assert "titan_grpo-leak" in Path("/proc/self/maps").read_text()
+    image.close()
+    del tensor
+    assert "titan_grpo-leak" not in Path("/proc/self/maps").read_text()
+    assert not any("titan_grpo-leak" in os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
+
+
+def test_an_image_can_not_be_shrunk_under_the_others() -> None:
+    with SharedImage.create(8192, "test") as image, pytest.raises(PermissionError):
+        os.ftruncate(image.address.fd, 4096)
+
+
+def test_the_image_of_a_dead_process_is_a_sync_error() -> None:
+    made = run(
+        "from titan_grpo.layout.image import *; import json; print(json.dumps(SharedImage.create(4096, 'x').address.to_json()))"
+    )
+    address = ImageAddress.from_json(json.loads(made.stdout))
+    with pytest.raises(SyncError, match=f"process {address.pid} could not be opened"):
+        SharedImage.attach(address)
+
+
+def test_a_descriptor_that_became_another_file_is_refused() -> None:
+    with SharedImage.create(4096, "old") as old, SharedImage.create(4096, "new") as new:
+        wrong = ImageAddress(new.address.pid, new.address.fd, 4096, old.address.inode)
+        with pytest.raises(SyncError, match="it was replaced"):
+            SharedImage.attach(wrong)
+
+
+def test_an_image_that_the_machine_can_not_hold_is_refused_before_it_is_made() -> None:
+    with pytest.raises(ConfigError, match="the weight image huge needs"):
+        SharedImage.create(available_memory() * 2, "huge")
+
+
+SMALL_SHM = """
+import os
+from titan_grpo.layout.image import SharedImage
+shm = os.statvfs("/dev/shm")
+assert shm.f_blocks * shm.f_frsize == 64 << 20, shm
+with SharedImage.create(256 << 20, "big") as image, SharedImage.attach(image.address) as other:
+    image.tensor().fill_(9)
+    print(int((other.tensor() == 9).sum()))
+"""
+
+
+def in_a_small_shm(*command: str) -> list[str]:
+    script = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", script, "sh", *command]
+
+
+def test_an_image_of_256_mib_works_where_dev_shm_has_64_mb() -> None:
+    probe = subprocess.run(in_a_small_shm("true"), capture_output=True, text=True, timeout=30, check=False)
+    if probe.returncode != 0:
+        pytest.skip(f"no mount namespace with its own /dev/shm can be made here: {probe.stderr.strip()}")
+    command = in_a_small_shm(sys.executable, "-c", SMALL_SHM)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == f"{256 << 20}\n", done.stderr
+
+
+def test_the_tensor_is_a_view_for_every_dtype_of_the_wire() -> None:
+    with SharedImage.create(512, "test") as image:
+        image.tensor()[:8].view(torch.bfloat16).fill_(1.5)
+        assert image.tensor()[:8].view(torch.bfloat16).tolist() == [1.5] * 4
+        assert bytes(image.buffer[:2]) == b"\xc0\x3f"
