@@ -1,0 +1,167 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_grpo.algorithm.batch import IGNORE_INDEX, BatchOptions, assemble
+from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.samples import Completion, Group, Prompt
+
+OPTIONS = BatchOptions(token_budget=64, max_len=32, pad_id=1)
+
+
+def completion(tokens=(7, 8), logprobs=None, reward=0.0, version=3):
+    logprobs = tuple(-0.5 * (i + 1) for i in range(len(tokens))) if logprobs is None else logprobs
+    return Completion(tuple(tokens), logprobs, "stop", version, version + 1, "http://s", reward)
+
+
+def group(*completions, prompt=(5, 6), index=0):
+    return Group(Prompt(index, tuple(prompt)), completions)
+
+
+def only_micro_batch(groups, options=OPTIONS):
+    [[micro_batch]] = assemble(groups, 1, options).ranks
+    return micro_batch
+
+
+def test_tokens_labels_and_logprobs_are_aligned_by_the_next_token():
+    mb = only_micro_batch([group(completion((7, 8), reward=1.0), completion((9,), reward=0.0))])
+    x = IGNORE_INDEX
+    assert mb["inputs"].tolist() == [[5, 6, 7, 1, 1, 1, 1, 1], [5, 6, 1, 1, 1, 1, 1, 1]]
+    assert mb["labels"].tolist() == [[x, 7, 8, x, x, x, x, x], [x, 9, x, x, x, x, x, x]]
+    assert mb["rollout_logprobs"].tolist() == [[0, -0.5, -1.0, 0, 0, 0, 0, 0], [0, -0.5, 0, 0, 0, 0, 0, 0]]
+    assert mb["advantages"].tolist() == pytest.approx([1, -1], abs=1e-5)
+    assert mb["versions"].tolist() == [3, 3]
+    assert {name: t.dtype for name, t in mb.items()} == {
+        "inputs": torch.int64,
+        "labels": torch.int64,
+        "rollout_logprobs": torch.float32,
+        "weights": torch.float32,
+        "advantages": torch.float32,
+        "versions": torch.int64,
+    }
+
+
+@pytest.mark.parametrize(
+    ("normalization", "one_token", "three_tokens"),
+    [("token", 1 / 4, 1 / 4), ("sequence", 1 / 2, 1 / 6), ("constant", 1 / 20, 1 / 20)],
+)
+def test_the_weights_of_the_docstring_example(normalization, one_token, three_tokens):
+    options = replace(OPTIONS, normalization=normalization, constant=10)
+    weights = only_micro_batch([group(completion((7,)), completion((7, 8, 9)))], options)["weights"]
+    by_count = {int((row != 0).sum()): row[row != 0] for row in weights}
+    assert by_count[1].tolist() == pytest.approx([one_token])
+    assert by_count[3].tolist() == pytest.approx([three_tokens] * 3)
+
+
+@pytest.mark.parametrize(
+    ("reason", "bad"),
+    [
+        ("empty_completion", completion(())),
+        ("length_mismatch", completion((7, 8), logprobs=(-1.0,))),
+        ("bad_logprob", completion((7, 8), logprobs=(-1.0, math.nan))),
+        ("bad_logprob", completion((7, 8), logprobs=(-math.inf, -1.0))),
+        ("bad_reward", completion((7, 8), reward=math.nan)),
+    ],
+)
+def test_a_defective_completion_is_counted_and_leaves_its_group_as_if_it_never_was(reason, bad):
+    good = (completion(reward=1.0), completion(reward=0.25))
+    batch = assemble([group(*good, bad)], 1, OPTIONS)
+    assert batch.dropped == {reason: 1}
+    assert batch.sequences == 2
+    without = only_micro_batch([group(*good)])
+    for name, tensor in batch.ranks[0][0].items():
+        assert torch.equal(tensor, without[name]), name
+
+
+def test_an_overlong_completion_is_left_out_but_its_reward_counts_in_the_mean():
+    batch = assemble([group(completion(reward=1.0), completion((7,) * 31, reward=0.0))], 1, OPTIONS)
+    assert batch.dropped == {"too_long": 1}
+    assert batch.ranks[0][0]["advantages"].tolist() == pytest.approx([1.0], abs=1e-5)
+    assert batch.tokens == 2
+
+
+def test_a_prompt_without_tokens_is_dropped_because_nothing_predicts_its_first_token():
+    batch = assemble([group(completion(), completion(), prompt=()), group(completion())], 1, OPTIONS)
+    assert batch.dropped == {"empty_prompt": 2}
+
+
+def test_a_row_of_exactly_the_greatest_length_fits():
+    assert only_micro_batch([group(completion((7,) * 30))])["inputs"].shape == (1, 32)
+    odd = replace(OPTIONS, max_len=30)
+    assert only_micro_batch([group(completion((7,) * 28))], odd)["inputs"].shape == (1, 30)
+
+
+def test_a_step_without_a_trainable_row_is_an_error_that_names_the_reasons():
+    with pytest.raises(DataError, match="empty_completion"):
+        assemble([group(completion(()))], 1, OPTIONS)
+
+
+def test_ranks_without_rows_get_an_all_masked_micro_batch():
+    batch = assemble([group(completion())], 3, OPTIONS)
+    assert [len(rank) for rank in batch.ranks] == [1, 1, 1]
+    for rank in batch.ranks[1:]:
+        assert rank[0]["inputs"].tolist() == [[1] * 8]
+        assert (rank[0]["labels"] == IGNORE_INDEX).all()
+        assert not rank[0]["weights"].any()
+    assert batch.loads == (3, 0, 0)
+    assert batch.fill == 3 / 24
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_budget": 16}, "32 tokens, got 16"),
+        ({"max_len": 0}, "max_len must be greater than 0"),
+        ({"pad_multiple": 0}, "pad_multiple must be greater than 0"),
+        ({"normalization": "constant"}, "divisor"),
+        ({"normalization": "mean"}, "token, sequence or constant"),
+    ],
+)
+def test_impossible_options_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(OPTIONS, **change)
+
+
+a_completion = st.builds(
+    lambda n, reward: completion(tuple(range(10, 10 + n)), reward=reward), st.integers(1, 34), st.floats(0, 1)
+)
+a_group = st.builds(
+    lambda n, cs: group(*cs, prompt=range(50, 50 + n)), st.integers(1, 6), st.lists(a_completion, min_size=2, max_size=6)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(a_group, min_size=1, max_size=6), st.integers(1, 5), st.sampled_from(["token", "sequence", "constant"]))
+def test_a_batch_holds_every_short_enough_completion_once_within_the_budget(groups, num_ranks, normalization):
+    fits = [(g, c) for g in groups for c in g.completions if len(g.prompt.token_ids) + len(c.token_ids) <= 32]
+    options = replace(OPTIONS, normalization=normalization, constant=34)
+    if not fits:
+        with pytest.raises(DataError):
+            assemble(groups, num_ranks, options)
+        return
+    batch = assemble(groups, num_ranks, options)
+    micro_batches = [mb for rank in batch.ranks for mb in rank]
+    seen, weight = [], 0.0
+    for mb in micro_batches:
+        assert mb["inputs"].numel() <= options.token_budget
+        assert mb["inputs"].shape[1] <= options.max_len
+        assert mb["inputs"].shape[1] % 8 == 0
+        mask = mb["labels"] != IGNORE_INDEX
+        assert torch.equal(mb["weights"] > 0, mask)
+        assert not mb["rollout_logprobs"][~mask].any()
+        weight += mb["weights"].double().sum().item()
+        for row in range(len(mask)):
+            if mask[row].any():
+                at = int(mask[row].nonzero()[0]) + 1
+                seen.append((tuple(mb["inputs"][row, :at].tolist()), tuple(mb["labels"][row][mask[row]].tolist())))
+    assert sorted(seen) == sorted((g.prompt.token_ids, c.token_ids) for g, c in fits)
+    assert len({len(rank) for rank in batch.ranks}) == 1
+    expected = sum(len(c.token_ids) for _, c in fits) / (34 * len(fits)) if normalization == "constant" else 1
+    assert weight == pytest.approx(expected, rel=1e-5)
+    again = assemble(groups, num_ranks, options)
+    for one, two in zip(micro_batches, (mb for rank in again.ranks for mb in rank), strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)

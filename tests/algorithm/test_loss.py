@@ -1,0 +1,126 @@
+"""Single rules of the loss, by hand; test_reference.py has the whole of it."""
+
+import math
+
+import pytest
+import torch
+
+from titan_grpo.algorithm.kl import kl_estimate
+from titan_grpo.algorithm.loss import grpo_loss
+from titan_grpo.algorithm.metrics import accumulate, pack, summarize, unpack
+from titan_grpo.algorithm.ratios import clipped_objective, policy_ratio, rollout_weight
+from titan_grpo.config import GRPO
+from titan_grpo.errors import ConfigError, ProtocolError
+
+MASK = torch.tensor([[False, True, True], [True, True, True]])
+
+
+def micro_batch(advantages=(1.0, -1.0), mask=MASK, rollout=-1.0):
+    return {
+        "labels": torch.where(mask, 3, -100),
+        "weights": mask / mask.sum().clamp(min=1),
+        "advantages": torch.tensor(advantages),
+        "rollout_logprobs": torch.full(mask.shape, rollout) * mask,
+    }
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "value", "gradient"),
+    [(1, 1.5, 1.28, 0), (1, 0.5, 0.5, 1), (-1, 1.5, -1.5, -1), (-1, 0.5, -0.8, 0), (0, 1.5, 0, 0)],
+)
+def test_the_clip_stops_the_gradient_only_where_the_step_would_go_further(advantage, ratio, value, gradient):
+    ratio = torch.tensor([[float(ratio)]], requires_grad=True)
+    objective = clipped_objective(ratio, torch.tensor([[float(advantage)]]), 0.2, 0.28)
+    objective.sum().backward()
+    assert objective.item() == pytest.approx(value)
+    assert ratio.grad.item() == gradient
+
+
+def test_the_sequence_ratio_is_the_length_th_root_of_the_product_and_shares_its_gradient():
+    logprobs = torch.tensor([[9.0, -1.0, -2.0]], requires_grad=True)
+    old = torch.tensor([[0.0, -1.5, -2.3]])
+    ratio = policy_ratio(logprobs, old, MASK[:1], "sequence")
+    assert ratio.item() == pytest.approx(math.sqrt(math.exp(0.5) * math.exp(0.3)))
+    ratio.sum().backward()
+    assert logprobs.grad[0].tolist() == pytest.approx([0, ratio.item() / 2, ratio.item() / 2])
+
+
+def test_the_rollout_weight_is_truncated_detached_and_one_when_off():
+    old = torch.tensor([[0.0, -1.0, -1.0]], requires_grad=True)
+    rollout = torch.tensor([[0.0, -1.5, -2.5]])
+    token = rollout_weight(old, rollout, MASK[:1], "token", 2.0)
+    assert token[0].tolist() == pytest.approx([1, math.exp(0.5), 2.0])
+    assert rollout_weight(old, rollout, MASK[:1], "sequence", 9.0).item() == pytest.approx(math.exp(2.0))
+    assert rollout_weight(old, rollout, MASK[:1], "sequence", 2.0).item() == 2.0
+    assert (rollout_weight(old, rollout, MASK[:1], "token", 0) == 1).all()
+    assert not token.requires_grad
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_kl_estimate_is_zero_at_the_reference_and_has_the_divergence_as_its_mean(estimator):
+    policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    near = torch.tensor([0.48, 0.31, 0.21], dtype=torch.float64).log()
+    assert not kl_estimate(policy, policy, estimator).any()
+    exact = (policy.exp() * (policy - near)).sum()
+    assert (policy.exp() * kl_estimate(policy, near, estimator)).sum().item() == pytest.approx(exact.item(), rel=0.02)
+
+
+def test_extreme_differences_stay_finite_in_loss_and_gradient():
+    logprobs = torch.full((2, 3), -200.0, requires_grad=True)
+    ref = torch.zeros(2, 3)
+    grpo = GRPO(kl_beta=0.1, rollout_is_level="sequence", rollout_is_threshold=5.0)
+    loss, metrics = grpo_loss(logprobs, micro_batch(rollout=-400.0), grpo, ref, old_logprobs=torch.full((2, 3), -1.0))
+    loss.backward()
+    assert loss.isfinite()
+    assert logprobs.grad.isfinite().all()
+    assert all(value.isfinite() for value in metrics.values())
+
+
+def test_an_all_masked_micro_batch_is_a_zero_with_a_graph():
+    logprobs = torch.zeros(2, 3, requires_grad=True)
+    empty = micro_batch((0.0, 0.0), torch.zeros_like(MASK))
+    for level in ("token", "sequence"):
+        loss, metrics = grpo_loss(logprobs, empty, GRPO(policy_ratio_type=level, kl_beta=0.1), torch.zeros(2, 3))
+        loss.backward()
+        assert loss.item() == 0
+        assert not logprobs.grad.any()
+        assert all(value == 0 for value in metrics.values())
+
+
+def test_without_advantage_and_kl_there_is_no_gradient():
+    logprobs = torch.full((2, 3), -1.0, requires_grad=True)
+    grpo_loss(logprobs, micro_batch((0.0, 0.0)), GRPO())[0].backward()
+    assert not logprobs.grad.any()
+
+
+def test_a_positive_advantage_pushes_its_tokens_up_and_nothing_else():
+    logprobs = torch.full((2, 3), -1.0, requires_grad=True)
+    grpo_loss(logprobs, micro_batch((1.0, 0.0)), GRPO())[0].backward()
+    assert (logprobs.grad[0, 1:] < 0).all()
+    assert not logprobs.grad[1].any()
+    assert logprobs.grad[0, 0] == 0
+
+
+def test_a_kl_weight_without_reference_is_refused():
+    with pytest.raises(ConfigError, match="kl_beta"):
+        grpo_loss(torch.zeros(2, 3), micro_batch(), GRPO(kl_beta=0.1))
+
+
+def test_metrics_of_micro_batches_add_up_and_maxima_are_maxima():
+    logprobs = torch.full((2, 3), -1.5)
+    parts = [grpo_loss(logprobs, micro_batch(rollout=r), GRPO())[1] for r in (-1.0, -3.0)]
+    metrics = accumulate(parts)
+    summary = summarize(metrics)
+    assert summary["tokens"] == 10
+    assert summary["logprob_gap"] == pytest.approx(1.0)
+    assert summary["logprob_gap_max"] == pytest.approx(1.5)
+    assert summary["entropy_estimate"] == pytest.approx(1.5)
+    assert unpack(list(metrics), *pack(metrics)) == metrics
+
+
+def test_no_micro_batches_give_no_metrics_and_different_names_are_refused():
+    assert accumulate([]) == {}
+    assert summarize({}) == {}
+    assert [len(vector) for vector in pack({})] == [0, 0]
+    with pytest.raises(ProtocolError, match="kl_tokens_sum"):
+        accumulate([{"kl_tokens_sum": torch.tensor(0.0)}, {}])
