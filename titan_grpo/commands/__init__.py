@@ -1,0 +1,1 @@
+"""One module per command of ``titan-grpo``; each has ``run(argv, env) -> exit code``."""

