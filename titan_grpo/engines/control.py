@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from titan_grpo.engines import vllm
 from titan_grpo.engines.drivers import SyncDriver
+from titan_grpo.errors import ServerRefused
 
 
 class ServerControl(Protocol):
@@ -20,6 +21,9 @@ class ServerControl(Protocol):
 
     def greet(self, hello: Mapping[str, Any]) -> None:
         """Tell the server's receiver where its lane is; returns at once, the receiver joins in the background."""
+
+    def paused(self) -> bool:
+        """Whether generation is frozen, by us or by anybody."""
 
     def pause(self) -> None:
         """Freeze generation; running requests keep their state and go on after ``resume``."""
@@ -51,11 +55,19 @@ class VllmControl:
     def greet(self, hello: Mapping[str, Any]) -> None:
         self._driver.run(vllm.init_weight_transfer(hello, self._deadline_s))
 
+    def paused(self) -> bool:
+        return self._driver.run(vllm.is_paused(min(10.0, self._deadline_s)))
+
     def pause(self) -> None:
         self._driver.run(vllm.pause(self._deadline_s))
 
     def load(self, info: Mapping[str, Any]) -> None:
-        self._driver.run(vllm.start_weight_update(self._deadline_s))
+        try:
+            self._driver.run(vllm.start_weight_update(self._deadline_s))
+        except ServerRefused:
+            # A lane that died between start and finish left its session open, and vLLM has no route to abort one.
+            self._driver.run(vllm.finish_weight_update(None, self._deadline_s))
+            self._driver.run(vllm.start_weight_update(self._deadline_s))
         self._driver.run(vllm.update_weights(info, self._deadline_s))
 
     def finish(self, label: str) -> None:

@@ -87,9 +87,10 @@ def update_weights(info: Mapping[str, Any], timeout_s: float) -> Call[None]:
     return Call("POST", "/update_weights", timeout_s, ignore, json={"update_info": dict(info)})
 
 
-def finish_weight_update(label: str, timeout_s: float) -> Call[None]:
-    """Close the update and set the label that weight_info answers with."""
-    return Call("POST", "/finish_weight_update", timeout_s, ignore, json={"weight_version": label})
+def finish_weight_update(label: str | None, timeout_s: float) -> Call[None]:
+    """Close the update and set the label that weight_info answers with; None leaves the label as it is."""
+    body = {} if label is None else {"weight_version": label}
+    return Call("POST", "/finish_weight_update", timeout_s, ignore, json=body)
 
 
 def abort_requests(request_ids: Sequence[str] = (), timeout_s: float = 10.0) -> Call[None]:

@@ -32,12 +32,3 @@ class Label:
         if len(parts) != 3 or not parts[1].isdigit():
             return None
         return cls(parts[0], int(parts[1]), parts[2])
-
-
-def new_run_id(unix_ms: int, nonce: int) -> str:
-    """A run id whose lexicographic order is the order of start times: 11 hex digits of milliseconds, then a nonce.
-
-    >>> new_run_id(1_700_000_000_000, 255) < new_run_id(1_700_000_000_001, 0)
-    True
-    """
-    return f"{unix_ms:011x}-{nonce & 0xFFFFFFFF:08x}"

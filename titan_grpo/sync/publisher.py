@@ -1,0 +1,78 @@
+"""One rank's part of publishing a version: start the copy, fence it, say when the bytes are there."""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from titan_grpo.errors import SyncError
+from titan_grpo.sync.snapshot import Copy, Snapshotter
+
+Announce = Callable[[int, Copy], None]
+"""Called on the announcer thread with (version, copy); waits for the copy and passes the news on."""
+
+
+class Publisher:
+    """Used by a trainer rank's main thread, which waits for nothing here but its own device copy.
+
+    ::
+
+        optimizer.step  publish(v) .. forward and backward over the copy .. fence()  optimizer.step
+    """
+
+    def __init__(self, snapshotter: Snapshotter, announce: Announce) -> None:
+        self._snapshotter = snapshotter
+        self._announce = announce
+        self._copy: Copy | None = None
+        self._error: SyncError | None = None
+        self._jobs: queue.SimpleQueue[tuple[int, Copy] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
+        self._thread.start()
+
+    def publish(self, version: int, slot: int, shards: Mapping[str, torch.Tensor]) -> None:
+        """Start the copy of this rank's ``shards`` (parameter name -> local tensor) into ``slot``.
+
+        Returns when the copy is enqueued on a CUDA device, or done on the CPU: that is the whole price of a version.
+        """
+        self._copy = self._snapshotter.start(shards, slot)
+        self._jobs.put((version, self._copy))
+
+    def fence(self) -> None:
+        """Before the parameters change: the current stream waits for the last copy, the host does not."""
+        if self._copy is not None:
+            self._copy.fence()
+            self._copy = None
+
+    def take_error(self) -> SyncError | None:
+        """The first error of the announcer thread, once."""
+        error, self._error = self._error, None
+        return error
+
+    def close(self, timeout_s: float) -> None:
+        """End the announcer thread and let go of pinned memory."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        self._snapshotter.close()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._announce(*job)
+            except (SyncError, RuntimeError, OSError) as error:
+                self._error = self._error or SyncError(f"version {job[0]} could not be announced: {error}")
+
+
+def copied_key(version: int, rank: int) -> str:
+    """Store key that a rank sets when its part of ``version`` is in the image."""
+    return f"copied/{version}/{rank}"
+
+
+def local_shards(named: Sequence[tuple[str, torch.Tensor]], wanted: set[str]) -> dict[str, torch.Tensor]:
+    """This rank's local tensors of the wanted parameters, detached. Taken at the boundary, while FSDP2 has them sharded."""
+    out: dict[str, torch.Tensor] = {}
+    for fqn, tensor in named:
+        if fqn in wanted:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            out[fqn] = local.detach()
+    return out

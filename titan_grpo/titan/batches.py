@@ -1,0 +1,120 @@
+"""The data loader that torchtitan iterates: rank 0 takes groups, assembles all ranks' micro-batches, and scatters them.
+
+The scatter carries everything that all ranks must agree on: the micro-batches, the slot of the next version image, the
+resume state, and an error that stops the run. It runs on a gloo group of its own, with a deadline of its own, because the
+wait for rollouts may be longer than torchtitan's training timeout.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.dataloader import BaseDataLoader
+
+from titan_grpo.algorithm.batch import MicroBatch
+from titan_grpo.errors import ProtocolError, TitanGrpoError
+
+SCATTER_MARGIN_S = 120.0
+"""How much longer than rank 0's own deadline the others wait for it, in seconds."""
+
+
+@dataclass(slots=True)
+class Share:
+    """What one rank gets for one step."""
+
+    microbatches: list[MicroBatch] = field(default_factory=list)
+    slot: int | None = None
+    """Slot for the version that this step makes; None: it is skipped."""
+    state: str = ""
+    """Rollout state after this step, for the checkpoint."""
+    error: str = ""
+    """Why the run must stop now, on every rank alike."""
+
+
+@dataclass(slots=True)
+class StepWork:
+    """What rank 0 prepared for all ranks: ``ranks[dp_rank]`` micro-batches."""
+
+    ranks: list[list[MicroBatch]]
+    slot: int | None
+    state: str
+
+
+class RunStopped(TitanGrpoError):
+    """Rank 0 met an error that ends the run; raised on every rank with the same words."""
+
+
+class BatchLoader(BaseDataLoader):
+    """One rank's loader. ``fetch`` is collective; iterating yields the fetched micro-batches in torchtitan's form."""
+
+    def __init__(self, dp_rank: int) -> None:
+        self.dp_rank = dp_rank
+        self.state = ""
+        self._queue: list[MicroBatch] = []
+        self._group: dist.ProcessGroup | None = None
+        self._dp_ranks: list[int] = []
+
+    def connect(self, timeout_s: float) -> None:
+        """Open the scatter's own group. Collective over all ranks, once."""
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s + SCATTER_MARGIN_S))
+        dp_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(dp_ranks, self.dp_rank, group=self._group)
+        self._dp_ranks = dp_ranks
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The gloo group of all ranks, for control messages on the main thread."""
+        if self._group is None:
+            raise ProtocolError("the batch loader must be connected before it is used")
+        return self._group
+
+    @property
+    def num_shares(self) -> int:
+        """Data-parallel ranks, each of which gets a share of its own."""
+        return max(self._dp_ranks) + 1
+
+    def fetch(self, prepare: Callable[[], StepWork] | None) -> Share:
+        """One step's share of this rank. Rank 0 passes ``prepare``; if it raises, every rank raises RunStopped.
+
+        Collective over all ranks; the ranks other than 0 wait here for the rollouts.
+        """
+        shares: list[Share] | None = None
+        if prepare is not None:
+            shares = self._prepare(prepare)
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, shares, src=0, group=self.group)
+        share: Share = received[0]
+        if share.error:
+            raise RunStopped(share.error)
+        self.state = share.state
+        self._queue = list(share.microbatches)
+        return share
+
+    def _prepare(self, prepare: Callable[[], StepWork]) -> list[Share]:
+        try:
+            work = prepare()
+        except TitanGrpoError as error:
+            # Without telling them, the other ranks would wait in the scatter until its deadline.
+            return [Share(error=f"{type(error).__name__}: {error}") for _ in self._dp_ranks]
+        return [Share(work.ranks[dp], work.slot, work.state) for dp in self._dp_ranks]
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        while True:
+            if not self._queue:
+                raise ProtocolError("the trainer asked for more micro-batches than the step has")
+            batch = dict(self._queue.pop(0))
+            labels = batch.pop("labels")
+            yield {"input": batch.pop("inputs"), **batch}, labels
+
+    # What torchtitan's checkpointer calls.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rollout state as text: cursor and counters, equal on every rank."""
+        return {"rollout": self.state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what a checkpoint holds; used when the rollouts start."""
+        self.state = state_dict["rollout"]
