@@ -1,0 +1,47 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("rank_of_two.py")
+DEADLINE_S = 120
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory):
+    store = tmp_path_factory.mktemp("two_ranks") / "store"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(rank), str(store)], stdout=subprocess.PIPE, env=environment, text=True
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        return [json.loads(rank.communicate(timeout=DEADLINE_S)[0].splitlines()[-1]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(DEADLINE_S)
+
+
+@pytest.mark.e2e
+def test_logits_sharded_over_the_vocabulary_give_the_same_values_and_gradients(figures):
+    for rank in figures:
+        assert max(rank["vocabulary"]) < 1e-6
+
+
+@pytest.mark.e2e
+def test_logits_sharded_over_the_sequence_are_refused_with_the_remedy(figures):
+    for rank in figures:
+        assert "disable_loss_parallel" in rank["refusal"]
+
+
+@pytest.mark.e2e
+def test_two_ranks_and_one_give_the_same_loss_gradient_and_metrics(figures):
+    for rank in figures:
+        assert rank["scale"] > 1e-3
+        assert max(rank["loss"], rank["gradient"], rank["metrics"]) < 1e-9
