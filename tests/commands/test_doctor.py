@@ -1,0 +1,147 @@
+import json
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from titan_grpo import cli
+from titan_grpo.commands import facts
+
+
+@contextmanager
+def http_server(answers: dict[str, object]) -> Iterator[tuple[str, list[str]]]:
+    """A server that knows these GET paths and answers 404 to the rest; yields its URL and the requests it got."""
+    seen: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            path = self.path.split("?")[0]
+            seen.append(f"{self.command} {path}")
+            body = json.dumps(answers.get(path, "no such route")).encode()
+            self.send_response(200 if path in answers else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", seen
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_the_doctor_passes_this_environment(capsys) -> None:
+    assert cli.main(["doctor"]) == 0
+    assert "problem " not in capsys.readouterr().out
+
+
+def test_a_server_that_is_not_there_is_named_with_its_url_and_the_exit_code_is_1(capsys) -> None:
+    url = f"http://127.0.0.1:{closed_port()}"
+    assert cli.main(["doctor", "--server", url]) == 1
+    out = capsys.readouterr().out
+    assert f"{url}: GET /health" in out
+    assert "1 problems" in out
+
+
+def test_a_server_with_another_backend_is_never_greeted() -> None:
+    # The greeting would raise in its worker, and that ends a vLLM engine.
+    answers = {
+        "/health": None,
+        "/version": {"version": "0.32.0"},
+        "/weight_info": {"weight_version": "default"},
+        "/is_paused": {"is_paused": False},
+        "/server_info": {"vllm_config": {"weight_transfer_config": {"backend": "nccl"}}},
+    }
+    with http_server(answers) as (url, seen):
+        found = facts.server_facts(url, "", "", timeout_s=5)
+    assert (found.backend, found.joined) == ("nccl", None)
+    assert [request for request in seen if request.startswith("POST")] == []
+
+
+def test_a_server_without_its_rl_routes_is_told_to_open_them(capsys) -> None:
+    with http_server({"/health": None, "/version": {"version": "0.32.0"}}) as (url, _):
+        assert cli.main(["doctor", "--server", url]) == 1
+    assert "VLLM_SERVER_DEV_MODE=1" in capsys.readouterr().out
+
+
+def test_a_receiver_that_never_calls_back_is_reported_by_the_deadline() -> None:
+    answers = {
+        "/health": None,
+        "/weight_info": {"weight_version": "1"},
+        "/server_info": {"vllm_config": {"weight_transfer_config": {"backend": "titan_grpo"}}},
+        "/init_weight_transfer_engine": {},
+    }
+    with http_server(answers) as (url, seen):
+        found = facts.server_facts(url, "", "", timeout_s=1)
+    assert "POST /init_weight_transfer_engine" in seen
+    assert found.joined is None
+    assert "the deadline passed" in found.errors["joined"]
+
+
+def test_a_missing_api_key_variable_exits_with_2_and_one_line(monkeypatch, capsys) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    assert cli.main(["doctor", "--api-key-env", "NO_SUCH_KEY"]) == 2
+    err = capsys.readouterr().err
+    assert "NO_SUCH_KEY" in err
+    assert err.count("\n") == 1
+
+
+def test_left_over_torchrun_variables_are_a_problem(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(["doctor"]) == 1
+    assert "WORLD_SIZE" in capsys.readouterr().out
+
+
+def test_the_engine_interpreter_is_asked_for_its_plugin() -> None:
+    answer, error = facts.engine_answer(sys.executable)
+    assert (answer["plugin"], error) == ("yes", "")
+    assert facts.engine_answer("/no/such/python")[0] is None
+
+
+def test_model_elements_are_read_from_the_headers_of_all_files(tmp_path) -> None:
+    for number, shape in enumerate([(4, 8), (3,)]):
+        header = json.dumps(
+            {"__metadata__": {"a": "b"}, f"w{number}": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}}
+        )
+        (tmp_path / f"model-{number}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    assert facts.model_elements(tmp_path) == 35
+    assert facts.model_elements(tmp_path / "nothing") is None
+
+
+def test_the_way_to_a_local_server_is_the_loopback_address() -> None:
+    assert facts.address_towards("http://127.0.0.1:8000") == "127.0.0.1"
+    assert facts.listen_error("127.0.0.1") == ""
+    assert facts.listen_error("203.0.113.1") != ""
+
+
+@pytest.mark.parametrize(("argv", "code"), [([], 2), (["--help"], 0), (["no-such-command"], 2)])
+def test_the_command_line_without_a_command_says_what_there_is(argv: list[str], code: int, capsys) -> None:
+    assert cli.main(argv) == code
+    captured = capsys.readouterr()
+    assert "doctor" in captured.out + captured.err
+
+
+def test_the_installed_command_starts_without_loading_torch() -> None:
+    code = "import sys, titan_grpo.cli as c; c.main(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0
