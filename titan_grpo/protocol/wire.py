@@ -20,7 +20,7 @@ version. A higher epoch of the same run, or any epoch of a later run, replaces t
 
 import json
 import secrets
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from types import UnionType
 from typing import Any, Self, get_args, get_type_hints
 
@@ -254,6 +254,16 @@ class Holding:
             f"epoch {hello.epoch} of run {hello.run_id} is not newer than epoch {self.order[1]} of run {self.order[0]}, "
             "which is in force: a trainer that was replaced, or two trainers with the same server"
         )
+
+    def admitted(self, hello: Hello) -> "Holding":
+        """The same weights under a newer epoch."""
+        return replace(self, order=hello.order)
+
+    def after(self, commit: Commit, report: "Applied") -> "Holding":
+        """What the engine holds once the commit ended as reported."""
+        if report.ok:
+            return replace(self, run=commit.run_id, version=commit.version, fingerprint=commit.fingerprint, intact=True)
+        return replace(self, intact=report.intact)
 
     def refuses_commit(self, commit: Commit) -> str:
         """Why this Commit must be turned away; empty if it may be loaded. The same version again is allowed."""

@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from titan_grpo.errors import TransferFailed
+from titan_grpo.errors import ProtocolError, TransferFailed
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.wire import ABORTED, RECEIVER_RANK, Applied, Commit, Hello, Joined, Order, Staged, key_prefix
+from titan_grpo.protocol.wire import ABORTED, PROBE, RECEIVER_RANK, Applied, Commit, Hello, Joined, Order, Staged, key_prefix
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image, open_transport
 from titan_grpo.sync.transports.store import host_store, join_store, store_errors
 
@@ -44,6 +44,7 @@ class LaneLink:
         self._lock = threading.Lock()
         self._aborted = False
         self._waiting = ""
+        self._next = MANIFEST_NUMBER
         self._host: dist.TCPStore | None = None
         self._store: dist.Store | None = None
         self._alarm: dist.Store | None = None
@@ -106,7 +107,7 @@ class LaneLink:
             raise ValueError(f"the image must have {self._manifest.total_bytes} bytes, got {image.numel()}")
         key = f"digests/{number}"
         self._set(key, b"".join(digests))
-        self._set(f"order/{number}", Order(number, "receive", version, key, fingerprint).to_json())
+        self._post(Order(number, "receive", version, key, fingerprint))
         broadcast_image(self._connected(), image, self._options.bucket_bytes, self._options.timeout_s)
         left = max(0.0, start + self._options.timeout_s - time.monotonic())
         return self._staged(number, left)
@@ -139,7 +140,7 @@ class LaneLink:
 
     def bye(self, number: int) -> None:
         """Tell the receiver that no more comes; it ends. Then close."""
-        self._set(f"order/{number}", Order(number, "bye", 0, "", "").to_json())
+        self._post(Order(number, "bye", 0, "", ""))
 
     def abort(self) -> None:
         """Make the blocked call and every later one raise TransferFailed at once. Any thread; idempotent."""
@@ -160,8 +161,14 @@ class LaneLink:
         if transport is not None:
             transport.close()
 
-    def _order(self, order: Order, timeout_s: float) -> Staged:
+    def _post(self, order: Order) -> None:
+        if order.number != self._next:
+            raise ProtocolError(f"orders count up by one within an epoch: the next is {self._next}, got {order.number}")
         self._set(f"order/{order.number}", order.to_json())
+        self._next += 1
+
+    def _order(self, order: Order, timeout_s: float) -> Staged:
+        self._post(order)
         return self._staged(order.number, timeout_s)
 
     def _staged(self, number: int, timeout_s: float) -> Staged:
@@ -206,3 +213,23 @@ class LaneLink:
         if self._transport is None:
             raise TransferFailed(f"the receiver of epoch {self._epoch} has not joined")
         return self._transport
+
+
+class Probe:
+    """Ask a server's plugin for its Joined answer without opening an epoch: what a doctor and a start-up check need."""
+
+    def __init__(self, bind_host: str, timeout_s: float) -> None:
+        """Host the store that the answer comes to. ``hello`` is what to send as ``init_info``."""
+        self._timeout_s = timeout_s
+        self._host = host_store(bind_host)
+        run_id = "probe"
+        self._store = dist.PrefixStore(key_prefix(run_id, 1), self._host)
+        size = RECEIVER_RANK + 1
+        self.hello = Hello(run_id, 1, bind_host, self._host.port, PROBE, RECEIVER_RANK, size, "", "xxh3", 1, 1, timeout_s)
+
+    def wait(self) -> Joined:
+        """The plugin's answer; TransferFailed if none comes: no plugin, or no route from the server to this host."""
+        key = f"joined/{RECEIVER_RANK}"
+        with store_errors("waiting for the server's titan_grpo plugin"):
+            self._store.wait([key], timedelta(seconds=self._timeout_s))
+            return Joined.from_json(bytes(self._store.get(key)))

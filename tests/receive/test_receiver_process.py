@@ -1,0 +1,219 @@
+"""The receiver process with real senders: what arrives is committed, what goes wrong leaves the engine as it was."""
+
+import os
+import signal
+
+import pytest
+
+from titan_grpo.errors import TransferFailed
+from titan_grpo.protocol.wire import Staged
+
+pytestmark = pytest.mark.e2e
+
+
+def test_a_good_transfer_reaches_the_engine_and_is_read_back(site, weights):
+    w = weights(1.0)
+    report = site.deliver(site.connect(w), 1, 7, w)
+    assert report.ok
+    assert report.intact
+    assert (report.version, report.fingerprint, report.loaded) == (7, w.fingerprint, 2)
+    assert site.engine.value() == 1.0
+
+
+def test_several_versions_go_through_one_epoch(site, weights):
+    link = site.connect(weights(0.0))
+    for number, value in enumerate((1.0, 2.0, 3.0), start=1):
+        assert site.deliver(link, number, number, weights(value)).ok
+        assert site.engine.value() == value
+
+
+def test_a_killed_sender_leaves_the_old_version_and_the_next_one_works(site, weights, rogue):
+    site.deliver(site.connect(weights(1.0)), 1, 1, weights(1.0))
+    process = rogue(site, "half")
+    assert process.stdout.readline().strip() == "half"
+    receiver = site.side.client.pid
+    process.kill()
+    process.wait(10)
+    assert site.engine.value() == 1.0
+    assert site.side.client.holding.version == 1
+    assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
+    assert site.engine.value() == 2.0
+    assert site.side.client.pid != receiver
+
+
+def test_a_stalled_sender_costs_the_receiver_its_deadline_and_the_engine_nothing(site, weights, rogue):
+    process = rogue(site, "stall")
+    assert process.stdout.readline().strip() == "stall"
+    _, status = os.waitpid(site.side.client.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 3  # ended the epoch by its own deadline of 3 s
+    assert site.engine.value() == 0.0
+    assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
+
+
+def test_a_stalled_sender_does_not_delay_its_successor(site, weights, rogue):
+    process = rogue(site, "stall")
+    assert process.stdout.readline().strip() == "stall"
+    os.kill(process.pid, signal.SIGSTOP)
+    assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
+
+
+def test_bytes_that_differ_from_their_digests_are_named_and_never_lent(site, weights, rogue):
+    process = rogue(site, "garbage")
+    staged = Staged.from_json(process.stdout.readline())
+    assert not staged.ok
+    assert staged.bad_block == 1  # byte 5000 lies in the second block of 4096
+    assert "block 1" in staged.error
+    assert site.engine.loads == 0
+
+
+def test_wrong_digests_do_not_end_the_epoch(site, weights):
+    good, other = weights(1.0), weights(2.0)
+    link = site.connect(good)
+    staged = link.send(1, 1, good.image, other.digests, other.fingerprint)
+    assert not staged.ok
+    report = site.side.commit(link.commit(staged).to_dict())
+    assert not report.ok
+    assert report.intact
+    assert site.engine.value() == 0.0
+    assert site.deliver(link, 2, 1, good).ok
+
+
+def test_a_sender_with_other_byte_counts_aborts_the_receiver_and_not_the_engine(site, weights, rogue):
+    rogue(site, "longer")
+    _, status = os.waitpid(site.side.client.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGABRT
+    assert site.engine.value() == 0.0
+    assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
+
+
+def test_an_older_epoch_is_told_no_and_the_one_in_force_goes_on(site, weights):
+    w = weights(1.0)
+    site.epoch = 4
+    link = site.connect(w)
+    zombie = site.link(w, epoch=4)
+    site.side.hello(zombie.open().to_dict())
+    with pytest.raises(TransferFailed, match="not newer than epoch 5"):
+        zombie.wait_joined(60.0)
+    assert site.deliver(link, 1, 1, w).ok
+
+
+def test_an_older_run_is_told_no_whatever_its_epoch(site, weights):
+    w = weights(1.0)
+    link = site.connect(w)
+    zombie = site.link(w, run_id="000000000001-00000000", epoch=99)
+    site.side.hello(zombie.open().to_dict())
+    with pytest.raises(TransferFailed, match="is not newer"):
+        zombie.wait_joined(60.0)
+    assert site.deliver(link, 1, 1, w).ok
+
+
+def test_a_later_run_takes_over_and_may_go_back_in_versions(site, weights):
+    site.deliver(site.connect(weights(1.0)), 1, 9, weights(1.0))
+    w = weights(2.0)
+    link = site.link(w, run_id="ffffffffffff-00000000", epoch=1)
+    site.side.hello(link.open().to_dict())
+    joined = link.wait_joined(60.0)
+    assert (joined.held_run, joined.held_version) == (site.run_id, 9)
+    assert joined.held_fingerprint == weights(1.0).fingerprint
+    link.send_manifest(20.0)
+    assert site.deliver(link, 1, 3, w).ok
+
+
+def test_an_older_version_of_the_same_run_is_refused_with_the_weights_whole(site, weights):
+    link = site.connect(weights(1.0))
+    site.deliver(link, 1, 5, weights(1.0))
+    report = site.deliver(link, 2, 4, weights(2.0))
+    assert not report.ok
+    assert report.intact
+    assert "older than version 5" in report.error
+    assert site.engine.value() == 1.0
+
+
+def test_unknown_names_are_refused_before_a_weight_is_touched(site, weights):
+    w = weights(1.0, names=("a",))
+    report = site.deliver(site.connect(w), 1, 1, w)
+    assert not report.ok
+    assert report.intact
+    assert "'b'" in report.error
+    assert site.engine.loads == 0
+
+
+def test_a_load_that_breaks_off_is_reported_as_not_intact_until_a_whole_one(site, weights):
+    link = site.connect(weights(1.0))
+    site.engine.breaks_at = "b"
+    report = site.deliver(link, 1, 1, weights(1.0))
+    assert not report.ok
+    assert not report.intact
+    assert "planted failure" in report.error
+    site.engine.breaks_at = ""
+    report = site.deliver(link, 2, 1, weights(1.0))
+    assert report.ok
+    assert report.intact
+
+
+def test_a_commit_for_an_epoch_that_was_replaced_is_refused(site, weights):
+    w = weights(1.0)
+    old = site.connect(w)
+    staged = old.send(1, 1, w.image, w.digests, w.fingerprint)
+    site.connect(w)
+    report = site.side.commit(old.commit(staged).to_dict())
+    assert not report.ok
+    assert report.intact
+    assert site.engine.value() == 0.0
+
+
+def test_a_commit_that_is_no_commit_is_refused_without_an_exception(site):
+    assert site.side.commit({"version": 3}) is None
+    site.side.hello({"nonsense": True})
+    assert site.engine.value() == 0.0
+
+
+def test_a_receiver_killed_between_staging_and_commit_leaves_the_old_version(site, weights):
+    w = weights(1.0)
+    link = site.connect(w)
+    staged = link.send(1, 1, w.image, w.digests, w.fingerprint)
+    os.kill(site.side.client.pid, signal.SIGKILL)
+    report = site.side.commit(link.commit(staged).to_dict())
+    assert not report.ok
+    assert report.intact
+    assert site.engine.value() == 0.0
+    with pytest.raises(TransferFailed):
+        link.wait_applied(1, 0.5)
+
+
+def test_release_frees_the_image_and_the_next_transfer_makes_it_anew(site, weights):
+    w = weights(1.0)
+    link = site.connect(w)
+    assert site.deliver(link, 1, 1, w).ok
+    assert link.release(2, 10.0).ok
+    assert site.deliver(link, 3, 2, weights(2.0)).ok
+    assert site.engine.value() == 2.0
+
+
+def test_bye_ends_the_receiver_process(site, weights):
+    link = site.connect(weights(1.0))
+    link.bye(1)
+    _, status = os.waitpid(site.side.client.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_trainer_that_closes_its_store_ends_the_receiver_process(site, weights):
+    link = site.connect(weights(1.0))
+    link.close()
+    site.links.clear()
+    del link
+    _, status = os.waitpid(site.side.client.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 3
+
+
+def test_a_probe_is_answered_and_changes_nothing(site, weights):
+    w = weights(1.0)
+    link = site.connect(w)
+    site.deliver(link, 1, 1, w)
+    serving = site.side.client.pid
+    joined = site.probe()
+    assert joined.ok
+    assert joined.held_version == 1
+    assert joined.package.startswith("titan_grpo")
+    assert site.side.client.pid == serving
+    assert site.deliver(link, 2, 2, w).ok

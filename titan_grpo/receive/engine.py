@@ -1,0 +1,187 @@
+"""What every engine's plugin does, whatever the engine: answer a hello, commit a staged image, and never raise."""
+
+import logging
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+import torch
+
+from titan_grpo.errors import PeerError, SyncError, TitanGrpoError
+from titan_grpo.layout.image import ImageAddress, SharedImage
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.wire import Applied, Commit, Hello
+from titan_grpo.receive.client import ReceiverClient
+
+log = logging.getLogger("titan_grpo.receive")
+
+
+class Engine(Protocol):
+    """The part that differs: names and loading."""
+
+    def refuses(self, manifest: Manifest) -> str:
+        """Why these tensors are not the ones this model is made of; empty if they are. Touches no weight."""
+        ...
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+        """Load (HF name, tensor on the host, valid during the call only); how many. Raises if it went wrong half-way."""
+        ...
+
+
+class Workers(Protocol):
+    """The processes that hold one model together. All make the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        ...
+
+    def gather(self, value: str) -> list[str]:
+        """Every rank's value, on every rank."""
+        ...
+
+
+class OneWorker:
+    """A model in one process."""
+
+    rank = 0
+    size = 1
+
+    def share(self, value: Any) -> Any:
+        """See Workers."""
+        return value
+
+    def gather(self, value: str) -> list[str]:
+        """See Workers."""
+        return [value]
+
+
+def package_version() -> str:
+    """Name and version of this package, as a lane is told on joining."""
+    try:
+        return f"titan_grpo {version('titan_grpo')}"
+    except PackageNotFoundError:
+        return "titan_grpo (not installed, on the path)"
+
+
+def tensor_views(image: torch.Tensor, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, view of the image with the manifest's dtype and shape), in order; ``image`` is uint8[total_bytes]."""
+    for spec in manifest.tensors:
+        flat = image[spec.offset : spec.offset + spec.nbytes]
+        yield spec.name, flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+class EngineSide:
+    """Held by an engine's plugin, one per worker. ``hello`` and ``commit`` never raise: an exception in a worker's call
+    ends the engine, and with it every request.
+    """
+
+    def __init__(self, engine: Engine, workers: Workers, problem: str) -> None:
+        """``problem``: why commits could not work in this engine, told to every lane on joining; empty if they can."""
+        self._engine, self._workers, self._problem = engine, workers, problem
+        self._client = ReceiverClient(package_version()) if workers.rank == 0 else None
+
+    @property
+    def client(self) -> ReceiverClient | None:
+        """The receiver's handle; rank 0 only."""
+        return self._client
+
+    def hello(self, data: dict[str, Any]) -> None:
+        """Body of POST /init_weight_transfer_engine. Returns at once; the answer goes over the lane's store."""
+        if self._client is None:
+            return
+        try:
+            refusal = self._client.hello(Hello.from_dict(data), self._problem)
+            log.log(logging.WARNING if refusal else logging.INFO, "hello from a trainer: %s", refusal or "accepted")
+        except Exception:  # top of an engine's call: raising would end the engine
+            log.exception("a hello could not be served; the engine keeps its version")
+
+    def commit(self, data: dict[str, Any]) -> Applied | None:
+        """Body of POST /update_weights: load the staged image if all of it is right. None if ``data`` is no Commit."""
+        try:
+            commit = Commit.from_dict(data)
+        except TitanGrpoError as refusal:
+            log.warning("update_weights was refused, the engine keeps its version: %s", refusal)
+            return None
+        start = time.monotonic()
+        loaded, error, touched = self._guarded(commit)
+        intact = self._intact() if not touched else not error
+        report = Applied(
+            number=commit.number,
+            version=commit.version,
+            ok=not error,
+            fingerprint=commit.fingerprint if not error else "",
+            loaded=loaded,
+            apply_s=time.monotonic() - start,
+            error=error,
+            intact=intact,
+        )
+        self._report(commit, report)
+        return report
+
+    def close(self) -> None:
+        """End the receiver."""
+        if self._client is not None:
+            self._client.close()
+
+    def _guarded(self, commit: Commit) -> tuple[int, str, bool]:
+        """(tensors loaded, why it failed or empty, whether weights were touched)."""
+        ready = self._prepare(commit)
+        broken = [why for why in self._workers.gather(ready if isinstance(ready, str) else "") if why]
+        if isinstance(ready, str):
+            return 0, broken[0], False
+        if broken:
+            ready[0].close()
+            return 0, broken[0], False
+        image, manifest = ready
+        loaded, error = 0, ""
+        try:
+            loaded = self._engine.load(tensor_views(image.tensor(), manifest))
+            if loaded != len(manifest.tensors):
+                error = f"the engine loaded {loaded} of {len(manifest.tensors)} tensors"
+        except Exception as failure:  # top of an engine's call: raising would end the engine, the report says it is not whole
+            log.exception("loading version %d broke off", commit.version)
+            error = f"loading broke off: {type(failure).__name__}: {failure}"
+        finally:
+            image.close()
+        broken = [why for why in self._workers.gather(error) if why]
+        return loaded, broken[0] if broken else "", True
+
+    def _prepare(self, commit: Commit) -> tuple[SharedImage, Manifest] | str:
+        """Everything that can be refused without touching a weight; on each worker."""
+        try:
+            lent = self._workers.share(self._lend(commit))
+            if "error" in lent:
+                return str(lent["error"])
+            manifest = Manifest.from_json(lent["manifest"])
+            if refusal := self._engine.refuses(manifest):
+                return refusal
+            return SharedImage.attach(ImageAddress.from_json(lent["image"])), manifest
+        except (TitanGrpoError, OSError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    def _lend(self, commit: Commit) -> dict[str, Any]:
+        if self._client is None:
+            return {}
+        if self._problem:
+            return {"error": self._problem}
+        try:
+            return self._client.lend(commit)
+        except (PeerError, SyncError) as error:
+            return {"error": str(error)}
+
+    def _intact(self) -> bool:
+        return self._client is None or self._client.holding.intact
+
+    def _report(self, commit: Commit, report: Applied) -> None:
+        if self._client is None:
+            return
+        self._client.holding = self._client.holding.after(commit, report)
+        log.info("commit of version %d: %s", report.version, report.error or f"{report.loaded} tensors, {report.apply_s:.3f} s")
+        try:
+            self._client.applied(report)
+        except PeerError as error:
+            log.warning("the trainer could not be told how version %d ended: %s", report.version, error)
