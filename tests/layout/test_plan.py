@@ -1,0 +1,120 @@
+"""Boxes to copies, and who writes what."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_grpo.errors import ConfigError
+from titan_grpo.layout.plan import Chunk, CopyOp, Layout, assign_writers, chunk_of, copy_ops, learn
+
+
+def permuted(shape: tuple[int, ...], order: list[int]) -> Layout:
+    """A model of one parameter whose rows an adapter reorders."""
+
+    def to_hf(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        value = state["w"]
+        return {"hf": value.reshape(len(order), -1)[torch.tensor(order)].reshape(value.shape)}
+
+    return learn(to_hf, {"w": shape})
+
+
+def test_the_docstrings_example_holds() -> None:
+    layout = learn(
+        lambda s: {f"hf.{k}": v if k == "pad" else v[[0, 2, 1, 3]] for k, v in s.items()}, {"pad": (8,), "w": (4, 8)}
+    )
+    ops = copy_ops(layout, layout.manifest("bfloat16", 4096), "w", (0, 0), (2, 8))
+    assert ops == [
+        CopyOp("w", slice(0, 1, 1), 256, 16, 1, 8, "bfloat16"),
+        CopyOp("w", slice(1, 2, 1), 256 + 2 * 16, 16, 1, 8, "bfloat16"),
+    ]
+
+
+def test_a_whole_parameter_is_one_copy() -> None:
+    layout = learn(lambda s: s, {"w": (4, 8)})
+    (op,) = copy_ops(layout, layout.manifest("float32", 4096), "w", (0, 0), (4, 8))
+    assert (op.rows, op.dest_offset, op.dest_row_stride, op.num_rows, op.num_cols) == (slice(0, 4, 1), 0, 32, 4, 8)
+
+
+def test_columns_of_a_tensor_parallel_shard_keep_the_full_row_stride() -> None:
+    layout = learn(lambda s: s, {"w": (4, 8)})
+    (op,) = copy_ops(layout, layout.manifest("float32", 4096), "w", (0, 6), (4, 2))
+    assert (op.dest_offset, op.dest_row_stride, op.num_cols) == (24, 32, 2)
+
+
+def test_an_empty_shard_copies_nothing() -> None:
+    layout = learn(lambda s: s, {"w": (4, 8)})
+    assert copy_ops(layout, layout.manifest("float32", 4096), "w", (4, 0), (0, 8)) == []
+
+
+def test_a_plain_tensor_is_one_whole_chunk() -> None:
+    assert chunk_of(torch.empty(3, 4)) == ((0, 0), (3, 4))
+    assert chunk_of(torch.empty(())) == ((), ())
+
+
+def execute(op: CopyOp, shard: torch.Tensor, image: bytearray) -> None:
+    """Element by element, independent of the snapshot code."""
+    matrix = shard.reshape(-1, shard.shape[-1] if shard.dim() > 1 else 1)
+    for i, row in enumerate(matrix[op.rows].tolist()):
+        for j, value in enumerate(row):
+            at = op.dest_offset + i * op.dest_row_stride + 4 * j
+            assert image[at : at + 4] == b"\xff" * 4, "written twice"
+            image[at : at + 4] = int(value).to_bytes(4, "little")
+
+
+def split(size: int, cuts: list[int]) -> list[tuple[int, int]]:
+    edges = [0, *sorted(min(cut, size) for cut in cuts), size]
+    return [(a, b - a) for a, b in itertools.pairwise(edges)]
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[Chunk]]:
+    """A shape, an order of its rows, and a grid of boxes (empty ones too) that tile it."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    rows = 1
+    for size in shape[:-1] if len(shape) > 1 else shape:
+        rows *= size
+    order = draw(st.permutations(range(rows)))
+    spans = [split(size, draw(st.lists(st.integers(0, 6), max_size=2))) for size in shape]
+    boxes = [tuple(zip(*box, strict=True)) for box in itertools.product(*spans)]
+    return shape, list(order), boxes  # type: ignore[return-value]
+
+
+@given(tilings())
+@settings(deadline=None)
+def test_any_tiling_of_any_permutation_writes_every_element_once(case: tuple[tuple[int, ...], list[int], list[Chunk]]) -> None:
+    shape, order, boxes = case
+    full = torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.int32).view(shape)
+    layout = permuted(shape, order)
+    manifest = layout.manifest("int32", 4096)
+    image = bytearray(b"\xff" * manifest.total_bytes)
+    writers = assign_writers([{"w": box} for box in boxes], {"w": shape})
+    for box, written in zip(boxes, writers, strict=True):
+        if "w" in written:
+            shard = full[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
+            for op in copy_ops(layout, manifest, "w", *box):
+                execute(op, shard, image)
+    expected = full.reshape(len(order), -1)[torch.tensor(order)].contiguous()
+    assert image[: full.numel() * 4] == bytes(expected.view(-1).view(torch.uint8).tolist())
+
+
+def test_a_replica_is_written_by_the_lowest_rank() -> None:
+    half = [((0, 0), (2, 8)), ((2, 0), (2, 8))]
+    ranks = [{"w": half[1], "n": ((0,), (8,))}, {"w": half[0], "n": ((0,), (8,))}] * 2
+    assert assign_writers(ranks, {"w": (4, 8), "n": (8,)}) == [{"w", "n"}, {"w"}, set(), set()]
+
+
+def test_weights_spread_over_several_hosts_are_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"of w \(4, 8\), they hold 16 of 32: .*data_parallel_replicate_degree"):
+        assign_writers([{"w": ((0, 0), (2, 8))}], {"w": (4, 8)})
+    with pytest.raises(ConfigError, match="they hold 0 of 32"):
+        assign_writers([{}], {"w": (4, 8)})
+
+
+def test_shards_that_overlap_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"shards of w \(4, 8\) must not overlap"):
+        assign_writers([{"w": ((0, 0), (3, 8))}, {"w": ((2, 0), (2, 8))}], {"w": (4, 8)})
+    with pytest.raises(ConfigError, match="must not overlap"):
+        assign_writers([{"w": ((0, 0), (2, 8))}, {"w": ((0, 4), (2, 8))}], {"w": (4, 8)})

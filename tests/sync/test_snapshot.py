@@ -1,0 +1,219 @@
+"""Snapshots: the image holds the bytes of to_hf(full tensors) cast to the wire dtype, however the weights are sharded."""
+
+import itertools
+import runpy
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titan_grpo.errors import ProtocolError, SyncError
+from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.layout.plan import Chunk, CopyOp, Layout, assign_writers, copy_ops, learn
+from titan_grpo.sync.cuda_copy import loaded_library
+from titan_grpo.sync.snapshot import Snapshotter
+
+RANKS = Path(__file__).with_name("snapshot_ranks.py")
+CPU = torch.device("cpu")
+KINDS = ["llama3", "qwen3", "qwen3_untied", "qwen3_moe"]
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+
+
+def spans(size: int, parts: int) -> list[tuple[int, int]]:
+    """(offset, size) of each part as FSDP2 cuts a dimension: equal ones first, then a short one, then empty ones."""
+    each = -(-size // parts)
+    return [(min(i * each, size), min(each, max(0, size - i * each))) for i in range(parts)]
+
+
+def rows_of(shape: tuple[int, ...]) -> list[Chunk]:
+    """Three ranks with row shards: 131 rows become 44, 44, 43, and 2 become 1, 1, 0."""
+    return [((o,) + (0,) * (len(shape) - 1), (n,) + shape[1:]) for o, n in spans(shape[0], 3)]
+
+
+def columns_of(shape: tuple[int, ...]) -> list[Chunk]:
+    """Two ranks of tensor parallelism: columns cut, vectors replicated."""
+    if len(shape) == 1:
+        return [((0,), shape)] * 2
+    return [((0,) * (len(shape) - 1) + (o,), shape[:-1] + (n,)) for o, n in spans(shape[-1], 2)]
+
+
+def grid_of(shape: tuple[int, ...]) -> list[Chunk]:
+    """Four ranks: rows over two, columns over two."""
+    if len(shape) == 1:
+        return [((o,), (n,)) for o, n in spans(shape[0], 2)] * 2
+    cuts = itertools.product(spans(shape[0], 2), spans(shape[-1], 2))
+    middle = shape[1:-1]
+    return [((r, *(0,) * len(middle), c), (m, *middle, n)) for (r, m), (c, n) in cuts]
+
+
+def cut(full: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    return full[tuple(slice(o, o + n) for o, n in zip(*chunk, strict=True))].clone()
+
+
+@pytest.fixture(scope="module")
+def build() -> Callable[[str], tuple[torch.nn.Module, Any]]:
+    return runpy.run_path(str(RANKS))["build"]
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shard", [rows_of, columns_of, grid_of])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_of_every_model_make_the_bytes_of_its_hf_export(
+    build: Callable[[str], Any], kind: str, shard: Callable[[tuple[int, ...]], list[Chunk]], wire: str
+) -> None:
+    torch.manual_seed(3)
+    model, adapter = build(kind)
+    names = {fqn: p for fqn, p in model.named_parameters() if not (kind == "qwen3" and fqn == "output.weight")}
+    full = {fqn: torch.randn(p.shape) for fqn, p in names.items()}
+    layout = learn(adapter.to_hf, {fqn: tuple(t.shape) for fqn, t in full.items()})
+    manifest = layout.manifest(wire, 4096)
+    per_rank = [
+        dict(zip(full, chunks, strict=True)) for chunks in zip(*(shard(tuple(t.shape)) for t in full.values()), strict=True)
+    ]
+    image = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+    for chunks, written in zip(per_rank, assign_writers(per_rank, layout.shapes), strict=True):
+        ops = {fqn: copy_ops(layout, manifest, fqn, *chunks[fqn]) for fqn in written}
+        shards = {fqn: cut(full[fqn], chunks[fqn]) for fqn in written}
+        Snapshotter(ops, [image], CPU, 1 << 12).start(shards, 0).wait(1.0)
+    assert image.numpy().tobytes() == exported(adapter.to_hf(full), manifest, getattr(torch, wire))
+
+
+def exported(tensors: Mapping[str, torch.Tensor], manifest: Manifest, wire: torch.dtype) -> bytes:
+    """The whole image, padding included, from full tensors: written with numpy, not with the plan."""
+    image = bytearray(manifest.total_bytes)
+    assert [t.name for t in manifest.tensors] == list(tensors)
+    for name, value in tensors.items():
+        spec = manifest.spec(name)
+        assert spec.shape == tuple(value.shape)
+        image[spec.offset : spec.offset + spec.nbytes] = (
+            value.to(wire).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
+    return bytes(image)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("kind", "world"), [("llama3", 2), ("qwen3", 2), ("qwen3_moe", 2), ("llama3", 4)])
+def test_real_dtensors_on_gloo_ranks_make_the_bytes_of_the_hf_export(kind: str, world: int, tmp_path: Path) -> None:
+    ranks = []
+    try:
+        for rank in range(world):
+            command = [sys.executable, str(RANKS), kind, str(rank), str(world), str(tmp_path)]
+            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        outputs = [process.communicate(timeout=240)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in ranks] == [0] * world, "\n".join(outputs)
+    assert outputs[0].count("wrong []") == 2
+
+
+def one_parameter(shape: tuple[int, int], order: list[int]) -> tuple[Layout, Manifest, list[CopyOp]]:
+    layout = learn(lambda s: {"hf": s["w"][torch.tensor(order)]}, {"w": shape})
+    manifest = layout.manifest("bfloat16", 4096)
+    return layout, manifest, copy_ops(layout, manifest, "w", (0, 0), shape)
+
+
+def test_slots_hold_their_own_versions() -> None:
+    _, manifest, ops = one_parameter((4, 8), [0, 1, 2, 3])
+    images = [torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(2)]
+    snapshotter = Snapshotter({"w": ops}, images, CPU, 1 << 20)
+    for slot, value in ((0, 1.0), (1, 2.0)):
+        copy = snapshotter.start({"w": torch.full((4, 8), value), "other": torch.zeros(1)}, slot)
+        copy.fence()
+        assert copy.wait(1.0) >= 0
+    assert [image[:64].view(torch.bfloat16).unique().tolist() for image in images] == [[1.0], [2.0]]
+    snapshotter.close()
+    snapshotter.close()
+
+
+def test_a_copy_can_be_waited_for_in_another_thread() -> None:
+    _, manifest, ops = one_parameter((4, 8), [3, 0, 2, 1])
+    copy = Snapshotter({"w": ops}, [torch.zeros(manifest.total_bytes, dtype=torch.uint8)], CPU, 64).start(
+        {"w": torch.ones(4, 8)}, 0
+    )
+    seconds: list[float] = []
+    thread = threading.Thread(target=lambda: seconds.append(copy.wait(1.0)))
+    thread.start()
+    thread.join(5.0)
+    assert len(seconds) == 1
+
+
+def test_a_missing_or_changed_shard_is_a_protocol_error() -> None:
+    _, manifest, ops = one_parameter((4, 8), [0, 1, 2, 3])
+    snapshotter = Snapshotter({"w": ops}, [torch.zeros(manifest.total_bytes, dtype=torch.uint8)], CPU, 1 << 20)
+    with pytest.raises(ProtocolError, match=r"missing are \['w'\] of 1"):
+        snapshotter.start({}, 0)
+    with pytest.raises(ProtocolError, match=r"rows \(4, 8\) as planned, got \(1, 8\)"):
+        snapshotter.start({"w": torch.ones(1, 8)}, 0)
+
+
+def test_a_rank_that_writes_nothing_makes_an_empty_copy() -> None:
+    image = torch.zeros(256, dtype=torch.uint8)
+    Snapshotter({"w": []}, [image], CPU, 1 << 20).start({}, 0).wait(1.0)
+    assert not image.any()
+
+
+def test_the_runtime_library_is_found_where_torch_loaded_it(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f01 r-xp 00000000 08:01 12    /lib/a b/libcudart.so.12\n7f02-7f03 rw-p 0 00:00 0\n")
+    assert loaded_library("libcudart", maps) == "/lib/a b/libcudart.so.12"
+    assert loaded_library("libnone", maps) is None
+
+
+@pytest.fixture
+def cuda_copy() -> Iterator[tuple[Snapshotter, SharedImage, Layout, Manifest]]:
+    """A whole rank's plan on the device: a cast, a gather, a column shard and rows that go as they are."""
+    layout = learn(lambda s: {k: v[torch.randperm(64)] if k == "gather" else v for k, v in s.items()}, CUDA_SHAPES)
+    manifest = layout.manifest("bfloat16", 4096)
+    ops = {fqn: copy_ops(layout, manifest, fqn, (0,) * len(s), s) for fqn, s in CUDA_SHAPES.items() if fqn != "columns"}
+    ops["columns"] = copy_ops(layout, manifest, "columns", (0, 24), (64, 40))
+    with SharedImage.create(manifest.total_bytes, "titan_grpo-test") as image:
+        snapshotter = Snapshotter(ops, [image.tensor()], torch.device("cuda", 0), 1 << 12)
+        yield snapshotter, image, layout, manifest
+        snapshotter.close()
+
+
+CUDA_SHAPES = {"cast": (64, 96), "gather": (64, 96), "columns": (64, 64), "same": (64, 96), "vector": (77,)}
+
+
+def cuda_shards() -> dict[str, torch.Tensor]:
+    shards = {fqn: torch.randn(shape, device="cuda") for fqn, shape in CUDA_SHAPES.items()}
+    return shards | {"columns": torch.randn(64, 40, device="cuda"), "same": shards["same"].bfloat16()}
+
+
+@cuda
+def test_on_a_gpu_the_fence_keeps_later_changes_out_of_the_image(cuda_copy: Any) -> None:
+    snapshotter, image, layout, manifest = cuda_copy
+    for _ in range(3):
+        shards = cuda_shards()
+        wanted = {fqn: t.bfloat16().cpu() for fqn, t in shards.items()}
+        torch.cuda._sleep(10_000_000)
+        copy = snapshotter.start(shards, 0)
+        copy.fence()
+        for shard in shards.values():
+            shard.zero_()
+        assert copy.wait(10.0) > 0
+        for tensor in layout.tensors:
+            spec = manifest.spec(tensor.name)
+            held = image.tensor()[spec.offset : spec.offset + spec.nbytes].view(torch.bfloat16).view(spec.shape)
+            held = held[:, 24:] if tensor.fqn == "columns" else held
+            expected = wanted[tensor.fqn]
+            assert torch.equal(held, expected[tensor.row_ids()] if tensor.fqn == "gather" else expected), tensor.name
+
+
+@cuda
+def test_on_a_gpu_a_copy_that_is_late_is_a_sync_error_and_the_host_did_not_wait(cuda_copy: Any) -> None:
+    snapshotter = cuda_copy[0]
+    torch.cuda._sleep(2_000_000_000)
+    copy = snapshotter.start(cuda_shards(), 0)
+    with pytest.raises(SyncError, match=r"must end within 0\.05 s"):
+        copy.wait(0.05)
+    assert copy.wait(30.0) > 0
