@@ -2,6 +2,7 @@
 
 import logging
 import time
+import traceback
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
@@ -96,8 +97,8 @@ class EngineSide:
         try:
             refusal = self._client.hello(Hello.from_dict(data), self._problem)
             log.log(logging.WARNING if refusal else logging.INFO, "hello from a trainer: %s", refusal or "accepted")
-        except Exception:  # top of an engine's call: raising would end the engine
-            log.exception("a hello could not be served; the engine keeps its version")
+        except Exception:  # noqa: BLE001 - top of an engine's call: raising would end the engine
+            log.error("a hello could not be served; the engine keeps its version\n%s", traceback.format_exc())
 
     def commit(self, data: dict[str, Any]) -> Applied | None:
         """Body of POST /update_weights: load the staged image if all of it is right. None if ``data`` is no Commit."""
@@ -142,8 +143,8 @@ class EngineSide:
             loaded = self._engine.load(tensor_views(image.tensor(), manifest))
             if loaded != len(manifest.tensors):
                 error = f"the engine loaded {loaded} of {len(manifest.tensors)} tensors"
-        except Exception as failure:  # top of an engine's call: raising would end the engine, the report says it is not whole
-            log.exception("loading version %d broke off", commit.version)
+        except Exception as failure:  # noqa: BLE001 - top of an engine's call: raising would end the engine
+            log.error("loading version %d broke off\n%s", commit.version, traceback.format_exc())
             error = f"loading broke off: {type(failure).__name__}: {failure}"
         finally:
             image.close()

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import threading
+import traceback
 from typing import Any
 
 from titan_grpo.errors import TitanGrpoError
@@ -56,8 +57,8 @@ def converse(receiver: Receiver) -> None:
     except TitanGrpoError as error:
         log.warning("epoch ended: %s; the engine keeps its version", error)
         code = 3
-    except Exception:  # top of a thread: a silent death would leave the lane waiting for its deadline
-        log.exception("epoch ended by a bug; the engine keeps its version")
+    except Exception:  # noqa: BLE001 - top of a thread: a silent death would leave the lane waiting for its deadline
+        log.error("epoch ended by a bug; the engine keeps its version\n%s", traceback.format_exc())
         code = 4
     leave(code)
 

@@ -1,0 +1,207 @@
+"""A real vLLM server, started with other weights, computes what the trainer's weights say after a sync.
+
+Bytes that arrive whole prove nothing about what an engine computes, so log-probabilities are compared with
+transformers in fp32 on the same (bf16-rounded) weights.
+"""
+
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from titan_grpo.engines import vllm
+from titan_grpo.engines.control import VllmControl
+from titan_grpo.engines.drivers import SyncDriver
+from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.layout.digest import block_digests, fingerprint
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.wire import Applied, Hello, new_run_id
+from titan_grpo.sync.sender import LaneLink, LinkOptions, Probe
+from titan_grpo.titan.tiny import KINDS, tiny_weights, write_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+BLOCK, BUCKET = 64 << 10, 256 << 10
+STD = 0.08
+"""Weights large enough that two seeds differ by whole units of log-probability, small enough for bf16."""
+
+MAX_DIFFERENCE = 0.05
+SENDER = Path(__file__).parent.parent / "receive" / "sender_process.py"
+
+
+class Version:
+    """The weights of one seed as an image, and what they compute."""
+
+    def __init__(self, kind: str, seed: int, folder: Path) -> None:
+        tensors = {n: t.bfloat16() for n, t in tiny_weights(kind, seed, STD).items()}
+        self.manifest = Manifest.build([(n, "bfloat16", tuple(t.shape)) for n, t in tensors.items()], BLOCK)
+        self.image = torch.zeros(self.manifest.total_bytes, dtype=torch.uint8)
+        for spec in self.manifest.tensors:
+            self.image[spec.offset : spec.offset + spec.nbytes] = tensors[spec.name].flatten().view(torch.uint8)
+        self.digests = block_digests(memoryview(self.image.numpy()), self.manifest, "xxh3")
+        self.fingerprint = fingerprint(self.manifest.digest, self.digests)
+        self.path = write_tiny_model(kind, folder / f"{kind}-{seed}", seed, std=STD, dtype="bfloat16")
+
+    def logprobs(self, ids: list[int]) -> list[float]:
+        """Log-probability of every token but the first, in fp32."""
+        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0]
+        return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
+@dataclass
+class Site:
+    """One running server and the lanes to it."""
+
+    kind: str
+    server: Server
+    driver: SyncDriver
+    control: VllmControl
+    run_id: str
+    epoch: int = 0
+
+    def link(self, manifest: Manifest) -> LaneLink:
+        """A lane of the next epoch that has joined."""
+        self.epoch += 1
+        link = LaneLink(self.run_id, self.epoch, manifest, LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, 60.0))
+        self.control.greet(link.open().to_dict())
+        link.wait_joined(60.0)
+        assert link.send_manifest(30.0).ok
+        return link
+
+    def sync(self, link: LaneLink, number: int, version: int, weights: Version) -> Applied:
+        """One transfer and its commit, as a lane does it."""
+        staged = link.send(number, version, weights.image, weights.digests, weights.fingerprint)
+        assert staged.ok, staged.error
+        return self.commit(link, link.commit(staged).to_dict())
+
+    def commit(self, link: LaneLink, info: dict) -> Applied:
+        """Pause, load, report, finish if it went well, resume."""
+        self.control.pause()
+        self.control.load(info)
+        applied = link.wait_applied(info["number"], 10.0)
+        self.driver.run(vllm.finish_weight_update(str(applied.version) if applied.ok else None, 30.0))
+        self.control.resume()
+        return applied
+
+    def difference(self, weights: Version) -> float:
+        """Largest absolute log-probability difference between server and reference over three sequences."""
+        worst = 0.0
+        for start in (5, 31, 64):
+            ids = [1] + [5 + (start + 7 * i * i) % 120 for i in range(40)]
+            served = self.driver.run(vllm.score(ids, 60.0))
+            worst = max(worst, *(abs(a - b) for a, b in zip(served, weights.logprobs(ids), strict=True)))
+        return worst
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def site(request, vllm_python, tmp_path_factory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp(request.param)
+    first = write_tiny_model(request.param, folder / "start", 100, std=STD)
+    spec = ServerSpec(vllm_python, str(first), str(folder / "server.log"), cpu_threads=2)
+    with Server(spec) as server:
+        server.wait_healthy(300.0)
+        driver = SyncDriver(server.url)
+        yield Site(request.param, server, driver, VllmControl(server.url, "", 60.0), new_run_id(time.time()))
+        driver.close()
+
+
+@pytest.fixture
+def versions(site, tmp_path):
+    return lambda seed: Version(site.kind, seed, tmp_path)
+
+
+def test_the_server_computes_the_synced_weights_also_after_a_second_update(site, versions, record_property):
+    first, second = versions(1), versions(2)
+    assert site.difference(first) > 1.0, "the server must start with other weights for this to prove anything"
+    link = site.link(first.manifest)
+    for number, weights in enumerate((first, second), start=1):
+        applied = site.sync(link, number, number, weights)
+        assert applied.ok, applied.error
+        assert applied.loaded == len(weights.manifest.tensors)
+        assert site.control.label() == str(number)
+        difference = site.difference(weights)
+        record_property(f"{site.kind}_update_{number}", difference)
+        print(f"{site.kind} update {number}: max abs log-probability difference {difference:.4f}, {applied.apply_s:.3f} s")
+        assert difference <= MAX_DIFFERENCE
+    link.close()
+
+
+def test_a_model_of_other_tensors_is_refused_and_the_old_weights_stay(site, versions):
+    good = versions(3)
+    link = site.link(good.manifest)
+    assert site.sync(link, 1, 10, good).ok
+    link.close()
+    entries = [(s.name + ("x" if "q_proj" in s.name else ""), s.dtype, s.shape) for s in good.manifest.tensors]
+    other = versions(4)
+    other.manifest = Manifest.build(entries, BLOCK)
+    other.fingerprint = fingerprint(other.manifest.digest, other.digests)
+    link = site.link(other.manifest)
+    applied = site.sync(link, 1, 11, other)
+    assert not applied.ok
+    assert applied.intact
+    assert "q_proj" in applied.error
+    assert site.control.label() == "10"
+    assert site.difference(good) <= MAX_DIFFERENCE
+    link.close()
+
+
+def test_a_sender_killed_in_mid_transfer_leaves_the_old_version_and_the_next_one_syncs(site, versions):
+    before, after = versions(5), versions(6)
+    link = site.link(before.manifest)
+    assert site.sync(link, 1, 20, before).ok
+    link.close()
+    site.epoch += 1
+    command = [sys.executable, str(SENDER), site.run_id, str(site.epoch), "half"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
+        site.control.greet(Hello.from_json(sender.stdout.readline()).to_dict())
+        assert sender.stdout.readline().strip() == "half"
+        sender.kill()
+    site.driver.run(vllm.health())
+    assert site.control.label() == "20"
+    assert site.difference(before) <= MAX_DIFFERENCE
+    sampled = site.driver.run(vllm.generate([1, 40, 41], vllm.Sampling(max_tokens=5), 60.0))
+    assert all(math.isfinite(x) for x in sampled.logprobs)
+    link = site.link(after.manifest)
+    assert site.sync(link, 1, 21, after).ok
+    assert site.difference(after) <= MAX_DIFFERENCE
+    link.close()
+
+
+def test_garbage_bodies_do_not_end_the_engine(site, versions):
+    site.control.greet({"nonsense": 1})
+    site.control.load({"nonsense": 1})
+    site.driver.run(vllm.finish_weight_update(None, 30.0))
+    site.driver.run(vllm.health())
+    weights = versions(7)
+    link = site.link(weights.manifest)
+    applied = site.commit(link, {**_unstaged(link, weights), "number": 1})
+    assert not applied.ok
+    assert applied.intact
+    assert "not staged" in applied.error
+    link.close()
+
+
+def test_a_probe_says_that_the_plugin_is_there_and_what_it_holds(site, versions):
+    weights = versions(8)
+    link = site.link(weights.manifest)
+    assert site.sync(link, 1, 30, weights).ok
+    probe = Probe("127.0.0.1", 60.0)
+    site.control.greet(probe.hello.to_dict())
+    joined = probe.wait()
+    assert (joined.held_run, joined.held_version, joined.held_fingerprint) == (site.run_id, 30, weights.fingerprint)
+    link.close()
+
+
+def _unstaged(link: LaneLink, weights: Version) -> dict:
+    from titan_grpo.protocol.wire import Staged
+
+    return link.commit(Staged(1, 40, True, weights.fingerprint, 0.0, 0.0, "", -1, {})).to_dict()

