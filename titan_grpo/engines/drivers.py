@@ -14,6 +14,10 @@ from titan_grpo.errors import ServerRefused, ServerUnreachable
 T = TypeVar("T")
 BODY_CHARS = 300
 
+KEEPALIVE_S = 1.0
+"""Idle connections are dropped after this. uvicorn (so vLLM) closes them after 5 s, which is httpx's default too: a request
+that meets the closing connection fails with a read error although nothing is wrong (met in practice on a busy host)."""
+
 
 class HttpRefused(ServerRefused):
     """A non-2xx answer. ``status`` is its HTTP status code."""
@@ -31,6 +35,10 @@ def public_url(url: str) -> str:
 
 def _headers(api_key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def _limits(connections: int) -> httpx.Limits:
+    return httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=KEEPALIVE_S)
 
 
 def _finish(call: Call[T], url: str, response: httpx.Response) -> T:
@@ -63,7 +71,7 @@ class SyncDriver:
 
     def __init__(self, base_url: str, api_key: str = "") -> None:
         self.url = public_url(base_url)
-        self._client = httpx.Client(base_url=base_url, headers=_headers(api_key), trust_env=False)
+        self._client = httpx.Client(base_url=base_url, headers=_headers(api_key), limits=_limits(4), trust_env=False)
 
     def run(self, call: Call[T]) -> T:
         """Execute. Raises ServerUnreachable (no answer), HttpRefused (not 2xx), ServerRefused (unreadable answer)."""
@@ -91,7 +99,7 @@ class AsyncDriver:
 
     def __init__(self, base_url: str, api_key: str = "", max_connections: int = 64) -> None:
         self.url = public_url(base_url)
-        limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
+        limits = _limits(max_connections)
         self._client = httpx.AsyncClient(base_url=base_url, headers=_headers(api_key), limits=limits, trust_env=False)
 
     async def run(self, call: Call[T]) -> T:

@@ -79,6 +79,7 @@ def environment(base: Mapping[str, str], spec: ServerSpec) -> dict[str, str]:
     out = {k: v for k, v in base.items() if k not in TORCHRUN_NAMES and not k.startswith(TORCHRUN_PREFIXES)}
     # Dev mode exposes the pause and weight-transfer routes.
     out |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    out["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "60"
     if spec.cpu:
         out["VLLM_CPU_KVCACHE_SPACE"] = "1"
     if spec.cpu and spec.cpu_threads:

@@ -1,0 +1,222 @@
+"""The trainer's handle of the rollout process. Owned by rank 0; only next_batch, start and close wait, with deadlines."""
+
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from titan_grpo.errors import ConfigError, DataError, TitanGrpoError
+from titan_grpo.protocol.admission import too_stale
+from titan_grpo.rollout import messages
+from titan_grpo.rollout.cursor import Cursor
+from titan_grpo.rollout.records import GroupRecorder
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.samples import Group
+
+logger = logging.getLogger(__name__)
+
+DISTRIBUTED_PREFIXES = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
+DISTRIBUTED_NAMES = frozenset({"RANK", "WORLD_SIZE"})
+
+
+class RolloutStopped(TitanGrpoError):
+    """The rollout process ended, or stopped delivering: no further batch can come."""
+
+
+class RolloutClient:
+    """Starts the rollout process, tells it versions, takes finished groups from it."""
+
+    def __init__(self, spec: RolloutSpec, record_path: str = "") -> None:
+        self._spec = spec
+        self._cursor = Cursor.from_state(spec.state.get("cursor", {}))
+        self._own: dict[str, int] = {k: int(v) for k, v in spec.state.get("counters", {}).items()}
+        self._theirs: dict[str, int] = {}
+        self._record = GroupRecorder(record_path, spec.base_version) if record_path else None
+        self._ready: dict[int, messages.GroupDone] = {}
+        self._error: TitanGrpoError | None = None
+        self._started = self._closing = False
+        self._changed = threading.Condition()
+        self._out: queue.SimpleQueue[messages.ToWorker | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, timeout_s: float = 120.0) -> None:
+        """Start the process and wait until its task and tokenizer are loaded.
+
+        Raises ConfigError or DataError as the task or the tokenizer does, RolloutStopped past the deadline.
+        """
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        command = [sys.executable, "-m", "titan_grpo.rollout.worker", "--fd", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command, env=_environment(os.environ), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
+        theirs.close()
+        # A second descriptor: the socket can then be shut down while threads sit in the connection.
+        self._connection: Connection[Any, Any] = Connection(os.dup(ours.fileno()))
+        self._connection.send(self._spec)
+        for target in (self._send_loop, self._receive_loop):
+            thread = threading.Thread(target=target, name=f"rollout-{target.__name__.strip('_')}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        with self._changed:
+            self._changed.wait_for(lambda: self._started or self._error is not None, timeout_s)
+            self._raise_latched()
+            if not self._started:
+                raise RolloutStopped(f"the rollout process was not ready after {timeout_s:g} s")
+
+    def set_server(self, url: str, version: int | None, accepting: bool, label: str) -> None:
+        """Tell what one server holds (None: unknown) and whether it takes new groups. Any thread; never blocks.
+
+        ``label`` is the version label as the server knows it, used as the cache salt of its requests.
+        """
+        self._out.put(messages.ServerState(url, version, accepting, label))
+
+    def set_trainer_version(self, version: int) -> None:
+        """Tell the version the trainer is at: groups in flight that can no longer be used are aborted. Never blocks."""
+        self._out.put(messages.TrainerVersion(version))
+
+    def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
+        """The groups for the trainer at ``version``: ``count`` of them, by prompt index, none staler than the bound.
+
+        Over-stale groups are dropped, counted (``dropped.stale``) and made again. Raises RolloutStopped past the deadline
+        or when the process died, ConfigError or DataError as its task failed.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.set_trainer_version(version)
+        with self._changed:
+            while True:
+                self._raise_latched()
+                self._drop_stale(version)
+                if len(self._ready) >= count:
+                    break
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise self._late(version, count, timeout_s)
+            done = [self._ready.pop(index) for index in sorted(self._ready)[:count]]
+            for item in done:
+                self._cursor.use(item.ticket.index)
+            self._count("consumed_groups", count)
+        groups = [item.group for item in done]
+        if self._record is not None:
+            self._record.write(version, groups)
+        return groups
+
+    def counters(self) -> dict[str, int]:
+        """Counts so far, resumed ones included: ``consumed_groups``, ``requests``, ``tokens``, ``outages``, ``skipped``,
+        ``dropped.<reason>``; and ``ready``, the finished groups that wait."""
+        with self._changed:
+            names = {**self._own, **self._theirs}
+            return {k: self._own.get(k, 0) + self._theirs.get(k, 0) for k in names} | {"ready": len(self._ready)}
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able state for an exact resume: give it back as ``RolloutSpec.state``. Call it at a step boundary."""
+        counts = self.counters()
+        del counts["ready"]
+        with self._changed:
+            return {"cursor": self._cursor.state(), "counters": counts}
+
+    def close(self, deadline_s: float = 10.0) -> None:
+        """Stop the process (killed past the deadline) and the threads. Idempotent; raises nothing."""
+        self._closing = True
+        self._out.put(messages.Stop())
+        self._out.put(None)
+        if self._process is not None:
+            try:
+                self._process.wait(deadline_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(5.0)
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            for thread in self._threads:
+                thread.join(5.0)
+            self._connection.close()
+            self._socket.close()
+            self._process = None
+        if self._record is not None:
+            self._record.close()
+
+    def _send_loop(self) -> None:
+        while (message := self._out.get()) is not None:
+            try:
+                self._connection.send(message)
+            except OSError:
+                return  # The process is gone; the receiving thread reports it.
+
+    def _receive_loop(self) -> None:
+        try:
+            while True:
+                self._take(self._connection.recv())
+        except (EOFError, OSError):
+            self._latch(RolloutStopped(f"the rollout process ended with {self._exit_status()}; its last output is above"))
+        except Exception as error:  # noqa: BLE001 - top of a thread: latched, and raised by next_batch
+            self._latch(RolloutStopped(f"the rollout process sent something unreadable: {error!r}"))
+
+    def _take(self, message: messages.FromWorker) -> None:
+        if isinstance(message, messages.Failed):
+            kinds = {"config": ConfigError, "data": DataError}
+            self._latch(kinds.get(message.kind, RolloutStopped)(message.text))
+            return
+        with self._changed:
+            if isinstance(message, messages.Ready):
+                self._started = True
+            else:
+                self._theirs = message.counters
+            if isinstance(message, messages.GroupDone):
+                self._ready[message.ticket.index] = message
+            if isinstance(message, messages.Event) and message.skipped is not None:
+                self._cursor.use(message.skipped)
+            self._changed.notify_all()
+        if isinstance(message, messages.Event):
+            logger.warning("rollout: %s", message.text)
+
+    def _drop_stale(self, version: int) -> None:
+        bound = self._spec.max_staleness
+        stale = [i for i, item in self._ready.items() if too_stale(item.group.version, version, bound)]
+        for index in stale:
+            self._count("dropped.stale", 1)
+            self._out.put(messages.GiveBack(self._ready.pop(index).ticket))
+
+    def _late(self, version: int, count: int, timeout_s: float) -> RolloutStopped:
+        return RolloutStopped(
+            f"{len(self._ready)} of {count} groups for version {version} were ready after {timeout_s:g} s "
+            f"(rollout.batch_timeout_s); counts so far: { ({**self._own, **self._theirs}) }. Check that the servers take "
+            "requests and hold a recent version"
+        )
+
+    def _count(self, name: str, number: int) -> None:
+        self._own[name] = self._own.get(name, 0) + number
+
+    def _latch(self, error: TitanGrpoError) -> None:
+        with self._changed:
+            if self._error is None and not self._closing:
+                self._error = error
+            self._changed.notify_all()
+
+    def _raise_latched(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._process is None:
+            raise RolloutStopped("the rollout client is not running: start it first, and do not use it after close")
+
+    def _exit_status(self) -> str:
+        process = self._process
+        if process is None:
+            return "its client"
+        with suppress(subprocess.TimeoutExpired):
+            return f"exit code {process.wait(5.0)}"
+        return "its connection closed while it still runs"
+
+
+def _environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The process is no rank of torchrun's and has no business on a GPU."""
+    kept = {k: v for k, v in base.items() if k not in DISTRIBUTED_NAMES and not k.startswith(DISTRIBUTED_PREFIXES)}
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}

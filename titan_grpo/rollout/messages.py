@@ -1,0 +1,92 @@
+"""Frames between the trainer's rank 0 and its rollout process. Pickled: both ends are ours, over a socketpair."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from titan_grpo.samples import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One prompt on its way: its index, and what has happened to it so far.
+
+    ``attempt`` counts starts and goes into the request seeds. ``drops`` (unusable or over-stale groups) and ``outages``
+    (servers that failed) have separate budgets: a bad prompt must not be tried forever, a bad server must not cost prompts.
+    """
+
+    index: int
+    attempt: int = 0
+    drops: int = 0
+    outages: int = 0
+
+    def dropped(self) -> "Ticket":
+        """The same prompt after its group was dropped."""
+        return replace(self, attempt=self.attempt + 1, drops=self.drops + 1)
+
+    def failed(self) -> "Ticket":
+        """The same prompt after a server failed under it."""
+        return replace(self, attempt=self.attempt + 1, outages=self.outages + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """To the rollout process: what the ledger says of one server. ``version`` None: unknown."""
+
+    url: str
+    version: int | None
+    accepting: bool
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerVersion:
+    """To the rollout process: the version the trainer is at."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """To the rollout process: this finished group was too stale at use; make the prompt's group again."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """To the rollout process: abort everything and exit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From the rollout process: task and tokenizer are loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDone:
+    """From the rollout process: a checked, rewarded group, with the counters at that moment."""
+
+    ticket: Ticket
+    group: Group
+    counters: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """From the rollout process: something was dropped, or a server failed. ``skipped`` names a prompt given up for good."""
+
+    text: str
+    counters: dict[str, int]
+    skipped: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """From the rollout process: its last words. ``kind`` says whose fault it is (config, data, bug)."""
+
+    kind: Literal["config", "data", "bug"]
+    text: str
+
+
+ToWorker = ServerState | TrainerVersion | GiveBack | Stop
+FromWorker = Ready | GroupDone | Event | Failed

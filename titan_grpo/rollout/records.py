@@ -1,0 +1,112 @@
+"""Recorded groups as JSON lines, and a client that trains on them: the same data for two runs that must agree."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from titan_grpo.errors import DataError
+from titan_grpo.samples import Completion, Group, Prompt
+
+
+def group_to_json(group: Group) -> dict[str, Any]:
+    """A JSON-able dict; floats keep all their bits (Python writes the shortest text that reads back the same)."""
+    return asdict(group)
+
+
+def group_from_json(data: Mapping[str, Any]) -> Group:
+    """Inverse of group_to_json. Raises DataError on missing or unknown fields."""
+    try:
+        prompt = {**data["prompt"], "token_ids": tuple(data["prompt"]["token_ids"])}
+        completions = tuple(
+            Completion(**{**c, "token_ids": tuple(c["token_ids"]), "logprobs": tuple(c["logprobs"])})
+            for c in data["completions"]
+        )
+        return Group(Prompt(**prompt), completions)
+    except (KeyError, TypeError) as error:
+        raise DataError(f"a recorded group must have the fields of samples.Group, got {str(data)[:200]!r} ({error})") from error
+
+
+class GroupRecorder:
+    """Appends one line per batch: ``{"version": v, "groups": [...]}``.
+
+    A resumed run appends to the same file; lines of versions at or past its base are cut first, since the resumed run makes
+    them again.
+    """
+
+    def __init__(self, path: str, base_version: int) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for version, line in _lines(self._path) if version < base_version] if self._path.exists() else []
+        self._file = self._path.open("w", encoding="utf-8")
+        self._file.writelines(f"{line}\n" for line in kept)
+
+    def write(self, version: int, groups: Iterable[Group]) -> None:
+        """Write one batch and flush it. Raises DataError where a prompt's payload has no JSON form."""
+        try:
+            line = json.dumps({"version": version, "groups": [group_to_json(g) for g in groups]}, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"rollout.record_path needs prompts with a JSON payload and finite numbers: {error}") from error
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+
+class ReplayClient:
+    """RolloutClient's interface over a recorded file. Samples nothing; servers still get every version."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._batches = {version: json.loads(line)["groups"] for version, line in _lines(Path(path))}
+        self._consumed = 0
+
+    def start(self, timeout_s: float = 0.0) -> None:
+        """Nothing to start."""
+
+    def set_server(self, url: str, version: int | None, accepting: bool, label: str) -> None:
+        """Ignored: nothing is sampled."""
+
+    def set_trainer_version(self, version: int) -> None:
+        """Ignored."""
+
+    def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
+        """The batch recorded for ``version``. Raises DataError if there is none, or one of another size."""
+        groups = self._batches.get(version)
+        if groups is None:
+            known = f"{min(self._batches)} to {max(self._batches)}" if self._batches else "none"
+            raise DataError(f"{self._path} has no batch for version {version} (recorded: {known}): train fewer steps")
+        if len(groups) != count:
+            raise DataError(f"{self._path}: version {version} has {len(groups)} groups, rollout.prompts_per_step is {count}")
+        self._consumed += count
+        return [group_from_json(g) for g in groups]
+
+    def counters(self) -> dict[str, int]:
+        """``consumed_groups``."""
+        return {"consumed_groups": self._consumed}
+
+    def state(self) -> dict[str, Any]:
+        """Nothing to keep: a batch is found by its version."""
+        return {}
+
+    def close(self, deadline_s: float = 0.0) -> None:
+        """Nothing to close."""
+
+
+def _lines(path: Path) -> list[tuple[int, str]]:
+    """(version, line) of every whole line; a torn last line (a killed run) is left out, any other bad one is a DataError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"the recorded rollouts {path} can not be read: {error}") from error
+    out = []
+    for number, line in enumerate(lines, 1):
+        try:
+            out.append((int(json.loads(line)["version"]), line))
+        except (ValueError, KeyError, TypeError) as error:
+            if number < len(lines):
+                raise DataError(f"{path}:{number} is not a recorded batch: {error}") from error
+    return out

@@ -1,0 +1,48 @@
+"""What the rollout process is told once, at its start."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from titan_grpo.config import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    """Everything the rollout process needs to know. Small, picklable, without secrets (the key is named, not held).
+
+    ``base_version`` is the trainer's version at the start or at the resume; ``state`` what ``RolloutClient.state``
+    returned when the checkpoint was written (empty: from the first prompt).
+    """
+
+    model_dir: str
+    base_version: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+    task: str = "digits"
+    task_path: str = ""
+    seed: int = 0
+    prompts_per_step: int = 8
+    group_size: int = 8
+    max_completion_tokens: int = 256
+    temperature: float = 1.0
+    max_staleness: int = 1
+    max_concurrent_requests: int = 64
+    request_timeout_s: float = 300.0
+    api_key_env: str = ""
+
+    @classmethod
+    def from_config(
+        cls, rollout: Rollout, model_dir: str, base_version: int = 0, state: dict[str, Any] | None = None
+    ) -> "RolloutSpec":
+        """The spec of a validated ``[rollout]`` section; ``model_dir`` is where tokenizer.json lies."""
+        names: tuple[str, ...] = (
+            "task",
+            "task_path",
+            "seed",
+            "prompts_per_step",
+            "group_size",
+            "max_completion_tokens",
+            "temperature",
+        )
+        names += ("max_staleness", "max_concurrent_requests", "request_timeout_s", "api_key_env")
+        values = {name: getattr(rollout, name) for name in names}
+        return cls(model_dir=model_dir, base_version=base_version, state=dict(state or {}), **values)
