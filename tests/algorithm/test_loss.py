@@ -101,6 +101,28 @@ def test_a_positive_advantage_pushes_its_tokens_up_and_nothing_else():
     assert logprobs.grad[0, 0] == 0
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_values_at_ignored_positions_do_not_matter(level):
+    grpo = GRPO(policy_ratio_type=level, rollout_is_level=level, kl_beta=0.3)
+    clean, dirty = (torch.full((2, 3), -0.5), torch.where(MASK, -0.5, 7.0))
+    results = []
+    for values in (clean, dirty):
+        logprobs = values.clone().requires_grad_()
+        batch = micro_batch() | {"rollout_logprobs": 2 * values}
+        loss, metrics = grpo_loss(logprobs, batch, grpo, 3 * values, 1.5 * values)
+        loss.backward()
+        results.append((loss.item(), logprobs.grad.tolist(), {name: v.item() for name, v in metrics.items()}))
+    assert results[0] == results[1]
+
+
+def test_only_the_policy_gets_a_gradient():
+    logprobs, ref, old = (torch.full((2, 3), -x, requires_grad=True) for x in (1.0, 1.2, 1.1))
+    grpo_loss(logprobs, micro_batch(), GRPO(kl_beta=0.1), ref, old)[0].backward()
+    assert logprobs.grad.any()
+    assert ref.grad is None
+    assert old.grad is None
+
+
 def test_a_kl_weight_without_reference_is_refused():
     with pytest.raises(ConfigError, match="kl_beta"):
         grpo_loss(torch.zeros(2, 3), micro_batch(), GRPO(kl_beta=0.1))

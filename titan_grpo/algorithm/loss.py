@@ -46,7 +46,7 @@ def grpo_loss(
     weights = batch["weights"]
     advantages = batch["advantages"].unsqueeze(-1)
     rollout = batch["rollout_logprobs"]
-    old = logprobs.detach() if old_logprobs is None else old_logprobs.detach()
+    old = logprobs if old_logprobs is None else old_logprobs
 
     ratio = policy_ratio(logprobs, old, mask, options.policy_ratio_type)
     objective = clipped_objective(ratio, advantages, options.clip_ratio_lower_bound, options.clip_ratio_upper_bound)
