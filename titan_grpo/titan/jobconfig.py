@@ -1,0 +1,179 @@
+"""From the command line to one checked JobConfig: torchtitan's sections and ours, TOML and arguments."""
+
+import contextlib
+import difflib
+import io
+import math
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_grpo import config as our_config
+from titan_grpo.errors import ConfigError
+from titan_grpo.titan import compat, flavors, rules, toml_types
+
+CONFIG_MODULE = "titan_grpo.config"
+"""What ``job.custom_config_module`` is when nobody names one."""
+
+TIMEOUT_MARGIN_S = 60
+"""Added to derived collective timeouts, in seconds: rank 0's own deadline must fire first, with its better message."""
+
+
+def parse(argv: Sequence[str], world_size: int | None = None) -> Any:
+    """The merged, checked JobConfig. Argument beats TOML beats default.
+
+    Derived where neither TOML nor argument gives them: ``job.custom_config_module``,
+    ``checkpoint.last_save_model_only`` (false: the last checkpoint can be resumed) and the two ``comm`` timeouts
+    (longer than what rank 0 may wait for rollouts).
+
+    Args:
+        argv: arguments without the program's name, such as ``["--job.config_file", "x.toml", "--training.steps", "3"]``.
+        world_size: number of trainer ranks, if known; checks the parallelism degrees against it.
+
+    Raises:
+        ConfigError: a broken rule, in one line. (``--help`` raises SystemExit(0) after printing.)
+        UpstreamError: an unsupported torchtitan.
+    """
+    machine = rules.Machine(on_cpu=compat.prepare(), world_size=world_size)
+    args, table = list(argv), load_toml(argv)
+    given = given_keys(args) | table_keys(table)
+    if not {"job.custom_config_module", "experimental.custom_args_module"} & given:
+        args += ["--job.custom_config_module", CONFIG_MODULE]
+    config = _merge(args, table)
+    _derive(config, given)
+    broken = our_config.violations(config) + rules.violations(config, machine) + _model_violations(config, machine)
+    _refuse(broken)
+    return config
+
+
+def load_toml(argv: Sequence[str]) -> dict[str, Any]:
+    """Content of the file that ``--job.config_file`` names; empty without one.
+
+    Raises:
+        ConfigError: the file is missing, unreadable or not TOML.
+    """
+    path = ""
+    for position, arg in enumerate(argv):
+        key, equals, value = arg.partition("=")
+        if key.replace("-", "_") == "__job.config_file":
+            path = value if equals else "".join(argv[position + 1 : position + 2])
+    if not path:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"job.config_file must be a readable file, got {path!r}: {reason}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"job.config_file must be valid TOML, got {path!r}: {error}") from error
+
+
+def given_keys(argv: Sequence[str]) -> set[str]:
+    """Dotted keys that arguments set: ``["--a.no-b", "--c.d=1"]`` -> {"a.b", "c.d"}. Pure."""
+    keys = (arg[2:].partition("=")[0].replace("-", "_") for arg in argv if arg.startswith("--"))
+    return {key.replace(".no_", ".", 1) for key in keys}
+
+
+def table_keys(table: dict[str, Any]) -> set[str]:
+    """Dotted keys of the first two levels of a TOML table. Pure."""
+    return {f"{section}.{key}" for section, keys in table.items() if isinstance(keys, dict) for key in keys}
+
+
+def _refuse(broken: list[str]) -> None:
+    if broken:
+        raise ConfigError(broken[0] + (f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""))
+
+
+def _merge(args: list[str], table: dict[str, Any]) -> Any:
+    from torchtitan.config import ConfigManager
+
+    manager = ConfigManager()
+    try:
+        merged = manager._maybe_add_custom_config(args, table)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"job.custom_config_module must be an importable module with a JobConfig: {error}") from error
+    missing = {"grpo", "rollout", "weight_sync"} - set(merged.__dataclass_fields__)
+    if missing:
+        raise ConfigError(
+            f"job.custom_config_module must keep the sections of {CONFIG_MODULE} (subclass its JobConfig), got one without "
+            + ", ".join(sorted(missing))
+        )
+    # Types come before torchtitan's own reading, which takes any type and stops with a traceback at an unknown key.
+    _refuse(toml_types.mismatches(merged, table))
+    return _read_arguments(manager, args)
+
+
+def _read_arguments(manager: Any, args: list[str]) -> Any:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return manager.parse_args(args)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ConfigError("command line: " + one_line(said.getvalue())) from stop
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"configuration: {one_line(str(error))}") from error
+
+
+def one_line(text: str) -> str:
+    """The argument parser's framed, wrapped message as one line without frame, colours and pages of help. Pure."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    words = " ".join(re.sub(r"[\u2500-\u257f]+", " ", plain).split())
+    words = re.sub(r"^(Parsing error|Value error|Invalid choice|Unrecognized options)\s+", "", words)
+    words = re.split(r" Argument helptext| For full helptext", words, maxsplit=1)[0]
+    # Of the suggestions the first is kept, without the pages of help that follow it.
+    return re.sub(r" Perhaps you meant: (--\S+).*", r"; did you mean \1?", words)
+
+
+def _derive(config: Any, given: set[str]) -> None:
+    if "checkpoint.last_save_model_only" not in given:
+        # torchtitan's default drops optimizer, version and data cursor from the last checkpoint. Its HF export needs that.
+        config.checkpoint.last_save_model_only = config.checkpoint.last_save_in_hf
+    waits = rules.rank0_waits_s(config)
+    for name, wait in zip(("init_timeout_seconds", "train_timeout_seconds"), waits, strict=True):
+        if f"comm.{name}" not in given:
+            setattr(config.comm, name, max(getattr(config.comm, name), math.ceil(wait) + TIMEOUT_MARGIN_S))
+
+
+def _model_violations(config: Any, machine: rules.Machine) -> list[str]:
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    flavors.register_tiny_flavors()
+    name, flavor = config.model.name, config.model.flavor
+    try:
+        spec = get_train_spec(name)
+    except ValueError:
+        return [f"model.name must be a model that torchtitan knows (llama3, qwen3, ...), got {name!r}"]
+    if spec.state_dict_adapter is None:
+        return [
+            f"model.name must be a model with a Hugging Face state dict adapter (the servers' names come from it), got {name!r}"
+        ]
+    if flavor not in spec.model_args:
+        close = difflib.get_close_matches(flavor, list(spec.model_args), n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        return [f"model.flavor must be one of {', '.join(sorted(spec.model_args))} for {name}, got {flavor!r}{hint}"]
+    found = rules.attention_violation(flavor, spec.model_args[flavor], machine)
+    return [found] if found else []
+
+
+def check_files(config: Any) -> None:
+    """Files that the run will open: tokenizer and weights in ``model.hf_assets_path``, the task's data, a replayed record.
+
+    Raises:
+        ConfigError: the first that is missing, with the key that names it.
+    """
+    folder = Path(config.model.hf_assets_path)
+    if not folder.is_dir():
+        raise ConfigError(f"model.hf_assets_path must be a directory with the model's Hugging Face files, got {str(folder)!r}")
+    for name in ("tokenizer.json", "config.json"):
+        if not (folder / name).is_file():
+            raise ConfigError(f"model.hf_assets_path must contain {name}, got {str(folder)!r}")
+    weights = config.checkpoint.initial_load_path or str(folder)
+    if config.checkpoint.initial_load_in_hf and not any(Path(weights).glob("*.safetensors")):
+        raise ConfigError(f"checkpoint.initial_load_in_hf needs *.safetensors files in the directory, got {weights!r}")
+    for key, path in (("rollout.task_path", config.rollout.task_path), ("rollout.replay_path", config.rollout.replay_path)):
+        if path and not Path(path).is_file():
+            raise ConfigError(f"{key} must be an existing file, got {path!r}")
