@@ -1,0 +1,120 @@
+"""The patches that act at import. Each case is a fresh interpreter, because an import can not be undone."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env, check=False)
+
+
+@pytest.fixture
+def without_triton() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("triton") is not None:
+        pytest.skip("triton is installed here, so torchtitan imports as released")
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_without_triton_torchtitan_can_not_be_imported() -> None:
+    run = python("import torchtitan.models.qwen3")
+    assert run.returncode != 0
+    assert "No module named 'triton'" in run.stderr
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_with_the_patch_torchtitan_imports_and_triton_stays_absent() -> None:
+    run = python(
+        "from titan_grpo.patches import torchtitan_triton as patch\n"
+        "assert patch.apply() and patch.apply()\n"
+        "import importlib.util, torchtitan.models.qwen3\n"
+        "assert importlib.util.find_spec('triton') is None\n"
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_tokens_are_grouped_by_expert_with_upstreams_own_reference() -> None:
+    run = python(
+        "from titan_grpo.patches import torchtitan_triton\n"
+        "torchtitan_triton.apply()\n"
+        "import torch\n"
+        "from torchtitan.models.moe.kernels import generate_permute_indices as group\n"
+        "counts = torch.tensor([4, 2, 1, 3, 1, 2, 3, 4])\n"
+        "ours, reference = group(counts, 4, 2, 64, 8), group(counts, 4, 2, 64, 8, use_cpu=True)\n"
+        "assert all(torch.equal(a, b) for a, b in zip(ours, reference))\n"
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_without_the_device_patch_torchtitan_looks_for_cuda() -> None:
+    run = python(
+        "from titan_grpo.patches import torchtitan_triton\n"
+        "torchtitan_triton.apply()\n"
+        "from torchtitan.tools.utils import device_module\n"
+        "device_module.set_device(0)\n"
+    )
+    assert run.returncode != 0
+
+
+def test_with_the_device_patch_torchtitan_sees_a_cpu_with_an_index_and_a_memory_monitor() -> None:
+    run = python(
+        "from titan_grpo.titan import cpu\n"
+        "assert cpu.install() and cpu.install()\n"
+        "from torchtitan.tools.utils import device_type\n"
+        "from torchtitan.distributed import utils\n"
+        "from torchtitan.components.metrics import build_device_memory_monitor\n"
+        "assert device_type == 'cpu'\n"
+        "assert utils.device_module.current_device() == 0\n"
+        "assert build_device_memory_monitor().get_peak_stats().num_ooms == 0\n"
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_patch_that_comes_after_torchtitan_says_so() -> None:
+    run = python(
+        "from titan_grpo.patches import torchtitan_triton\n"
+        "torchtitan_triton.apply()\n"
+        "import torchtitan.tools.utils\n"
+        "from titan_grpo.titan import compat\n"
+        "compat.prepare()\n"
+    )
+    assert run.returncode != 0
+    assert "came after `import torchtitan`" in run.stderr
+
+
+def test_integer_histograms_count_like_bincount_and_the_rest_goes_to_torch() -> None:
+    run = python(
+        "import torch\n"
+        "before = torch.histc(torch.tensor([0.5, 1.5, 1.6]), bins=3, min=0, max=3)\n"
+        "from titan_grpo.patches import torchtitan_moe_histc as patch\n"
+        "assert patch.apply() and patch.apply()\n"
+        "x = torch.randint(0, 8, (5, 7))\n"
+        "assert torch.equal(torch.histc(x, bins=8, min=0, max=8), torch.bincount(x.flatten(), minlength=8))\n"
+        "assert torch.equal(torch.histc(torch.tensor([0.5, 1.5, 1.6]), bins=3, min=0, max=3), before)\n"
+        "try:\n"
+        "    torch.histc(x, bins=4, min=0, max=8)\n"
+        "except NotImplementedError:\n"
+        "    print('original')\n"
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "original"
+
+
+def test_no_integer_histogram_without_the_patch() -> None:
+    run = python("import torch; torch.histc(torch.arange(4), bins=4, min=0, max=4)")
+    assert "not implemented for 'Long'" in run.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_machine_the_cpu_patches_do_nothing() -> None:
+    from titan_grpo.patches import torchtitan_cpu_device, torchtitan_moe_histc
+
+    assert torchtitan_cpu_device.apply() is False
+    assert torchtitan_moe_histc.apply() is False

@@ -1,0 +1,56 @@
+"""The version gate, and what each patch declares."""
+
+import importlib
+import re
+
+import pytest
+
+from titan_grpo.errors import UpstreamError
+from titan_grpo.patches import versions
+
+TORCHTITAN_PATCHES = [
+    "torchtitan_cpu_device",
+    "torchtitan_gloo_premul",
+    "torchtitan_moe_histc",
+    "torchtitan_tied_embeddings",
+    "torchtitan_triton",
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("2.13.0+cpu", (2, 13, 0)), ("0.3.0rc1", (0, 3, 0)), ("0.2.2.dev5", (0, 2, 2)), ("2.11", (2, 11))]
+)
+def test_a_release_is_its_leading_numbers(text, expected) -> None:
+    assert versions.release(text) == expected
+
+
+def test_a_version_without_numbers_is_refused() -> None:
+    with pytest.raises(UpstreamError, match="no numeric release"):
+        versions.release("nightly")
+
+
+@pytest.mark.parametrize(("text", "expected"), [("2.10.9", False), ("2.11", True), ("2.15.3", True), ("2.16.0", False)])
+def test_a_range_holds_its_first_version_and_not_its_last(text, expected) -> None:
+    assert versions.inside(text, ("torch", "2.11", "2.16")) is expected
+
+
+def test_an_installed_version_outside_the_range_is_refused_with_the_remedy() -> None:
+    with pytest.raises(UpstreamError, match=r"patch p is written for pytest >=0\.1,<0\.2, found .*widen its range"):
+        versions.require(("pytest", "0.1", "0.2"), "p")
+
+
+@pytest.mark.parametrize("name", TORCHTITAN_PATCHES)
+def test_a_patch_says_why_for_which_versions_and_until_when(name, root) -> None:
+    patch = importlib.import_module(f"titan_grpo.patches.{name}")
+    assert len(patch.WHY) > 40
+    assert len(patch.DELETE_WHEN) > 20
+    package, first, beyond = patch.APPLIES_TO
+    assert package in {"torch", "torchtitan"}
+    assert versions.release(first) < versions.release(beyond)
+
+
+def test_the_table_of_patches_is_complete(root) -> None:
+    table = (root / "patches" / "README.md").read_text()
+    named = set(re.findall(r"^\| `(\w+)\.py`", table, re.MULTILINE))
+    present = {p.stem for p in (root / "patches").glob("*.py")} - {"__init__", "versions"}
+    assert present <= named

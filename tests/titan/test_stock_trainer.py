@@ -1,0 +1,72 @@
+"""torchtitan's own trainer with our patches, on CPU ranks over gloo."""
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+LEARNS_BELOW = 4.2
+"""Random tokens of 16 out of 128 words: the loss starts near ln 128 = 4.85 and falls towards ln 16 = 2.77."""
+
+
+@pytest.mark.parametrize("kind", ["llama3", "qwen3", "qwen3_untied", "qwen3_moe"])
+def test_the_stock_trainer_learns_on_two_ranks(stock, kind) -> None:
+    run = stock(kind, 2)
+    assert run.returncode == 0, run.log[-3000:]
+    assert len(run.losses) == 3
+    assert run.losses[0] == pytest.approx(4.85, abs=0.15)
+    assert run.losses[-1] < LEARNS_BELOW
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments"),
+    [
+        (1, ()),
+        (2, ("--activation_checkpoint.mode=full",)),
+        (2, ("--compile.enable", "--compile.components=model")),
+        (4, ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2")),
+    ],
+    ids=["one rank", "activation checkpointing", "compile", "HSDP"],
+)
+def test_losses_and_gradients_do_not_depend_on_how_the_model_is_split(stock, ranks, arguments) -> None:
+    run = stock("qwen3", ranks, *arguments)
+    assert run.returncode == 0, run.log[-3000:]
+    # Made by two FSDP ranks on the same rows and weights.
+    assert run.losses == pytest.approx((4.787126, 4.421617, 3.832816), abs=2e-3)
+    assert run.norms == pytest.approx((4.638714, 4.278379, 2.132652), rel=5e-3)
+
+
+def test_expert_parallel_ranks_train_like_sharded_ones(stock) -> None:
+    sharded = stock("qwen3_moe", 2)
+    parallel = stock("qwen3_moe", 2, "--parallelism.expert_parallel_degree=2")
+    assert (sharded.returncode, parallel.returncode) == (0, 0), parallel.log[-3000:]
+    assert parallel.losses == pytest.approx(sharded.losses, abs=1e-3)
+    assert parallel.norms == pytest.approx(sharded.norms, rel=5e-3)
+
+
+def test_tensor_parallel_llama3_trains(stock) -> None:
+    run = stock("llama3", 2, "--parallelism.tensor_parallel_degree=2")
+    assert run.returncode == 0, run.log[-3000:]
+    assert run.losses[-1] < LEARNS_BELOW
+
+
+def test_plain_replication_shrinks_gradients_which_is_why_the_rules_refuse_it(stock) -> None:
+    sharded = stock("qwen3", 2)
+    replicated = stock(
+        "qwen3", 2, "--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"
+    )
+    assert replicated.returncode == 0, replicated.log[-3000:]
+    assert replicated.norms[0] == pytest.approx(sharded.norms[0] / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("skip", "kind", "ranks", "complaint"),
+    [
+        ("premul", "qwen3", 2, "Cannot use ReduceOp.PREMUL_SUM with Gloo"),
+        ("tied", "qwen3", 2, "is shared with a parameter already managed by another FSDP group"),
+        ("histc", "qwen3_moe", 1, '"histogram_cpu" not implemented for'),
+    ],
+)
+def test_without_the_patch_torchtitan_fails_as_the_patch_says(stock, skip, kind, ranks, complaint) -> None:
+    run = stock(kind, ranks, skip=skip)
+    assert run.returncode != 0
+    assert complaint in run.log
