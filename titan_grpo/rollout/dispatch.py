@@ -1,0 +1,156 @@
+"""The rollout process's one decision loop: start groups where admission allows, and settle what becomes of them."""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from titan_grpo.engines.drivers import AsyncDriver, HttpRefused
+from titan_grpo.errors import PeerError
+from titan_grpo.protocol.admission import Admission, too_stale
+from titan_grpo.rollout import messages
+from titan_grpo.rollout.cursor import Cursor
+from titan_grpo.rollout.messages import Ticket
+from titan_grpo.rollout.pool import Pool, Server
+from titan_grpo.rollout.sampler import GroupDropped, Sampler
+from titan_grpo.rollout.spec import RolloutSpec
+
+MAX_DROPS = 3
+MAX_OUTAGES = 20
+BAD_REQUEST = frozenset({400, 413, 422})
+"""Status codes that blame the request (a prompt too long, say), not the server."""
+
+
+@dataclass(slots=True)
+class Running:
+    """A group being made: its prompt, where, under which version it started."""
+
+    ticket: Ticket
+    server: Server
+    version: int
+
+
+class Dispatcher:
+    """Starts groups, retries, drops, skips. ``send`` carries results to the trainer and must not block.
+
+    All methods run in the loop's thread. An exception that is neither a server's nor a drop (a task's bug) goes to
+    ``fail`` and ends the process.
+    """
+
+    def __init__(
+        self,
+        spec: RolloutSpec,
+        sampler: Sampler,
+        send: Callable[[messages.FromWorker], None],
+        fail: Callable[[BaseException], None],
+        api_key: str = "",
+    ) -> None:
+        self._spec, self._sampler, self._send, self._fail, self._api_key = spec, sampler, send, fail, api_key
+        self._pool = Pool(spec.max_concurrent_requests)
+        self._admission = Admission(spec.base_version, spec.prompts_per_step, spec.max_staleness)
+        self._fresh = Cursor.from_state(spec.state.get("cursor", {})).unused()
+        self._again: deque[tuple[Ticket, str]] = deque()
+        self._running: dict[asyncio.Task[None], Running] = {}
+        self._drivers: dict[str, AsyncDriver] = {}
+        self._counts: Counter[str] = Counter()
+        self._closing = False
+
+    def on(self, message: messages.ToWorker) -> None:
+        """Take one message of the trainer."""
+        if isinstance(message, messages.ServerState):
+            self._pool.set(message.url, message.version, message.accepting, message.label)
+        elif isinstance(message, messages.TrainerVersion):
+            self._abort_useless(message.version)
+        elif isinstance(message, messages.GiveBack):
+            self._settle(message.ticket.dropped(), "")
+        self._pump()
+
+    async def close(self) -> None:
+        """Abort everything in flight and close the connections."""
+        self._closing = True
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for driver in self._drivers.values():
+            await driver.close()
+
+    def _pump(self) -> None:
+        if self._closing:
+            return
+        now = asyncio.get_running_loop().time()
+        while True:
+            avoid = self._again[0][1] if self._again else ""
+            server = self._pool.pick(self._spec.group_size, now, self._admission.may_start, avoid)
+            if server is None or server.version is None:
+                return
+            ticket = self._again.popleft()[0] if self._again else Ticket(next(self._fresh))
+            self._admission.start(server.version)
+            self._start(Running(ticket, server, server.version))
+
+    def _start(self, run: Running) -> None:
+        run.server.in_flight += self._spec.group_size
+        task = asyncio.get_running_loop().create_task(self._make(run))
+        self._running[task] = run
+        task.add_done_callback(self._ended)
+
+    async def _make(self, run: Running) -> None:
+        self._counts["requests"] += self._spec.group_size
+        group = await self._sampler.group(run.ticket, run.server, self._driver(run.server.url))
+        self._counts["tokens"] += sum(len(c.token_ids) for c in group.completions)
+        self._send(messages.GroupDone(run.ticket, group, dict(self._counts)))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        run = self._running.pop(task)
+        run.server.in_flight -= self._spec.group_size
+        if self._closing:
+            return
+        if task.cancelled():
+            self._drop(run, "stale_in_flight")
+        elif (error := task.exception()) is None:
+            self._pool.succeeded(run.server)
+        elif isinstance(error, GroupDropped):
+            self._drop(run, error.reason)
+        elif isinstance(error, HttpRefused) and error.status in BAD_REQUEST:
+            self._drop(run, "refused", str(error))
+        elif isinstance(error, PeerError):
+            self._outage(run, error)
+        else:
+            self._fail(error)
+            return
+        self._pump()
+
+    def _drop(self, run: Running, reason: str, detail: str = "") -> None:
+        self._counts[f"dropped.{reason}"] += 1
+        self._say(f"group of prompt {run.ticket.index} from {run.server.url} dropped: {detail or reason}")
+        self._settle(run.ticket.dropped(), "")
+
+    def _outage(self, run: Running, error: PeerError) -> None:
+        self._counts["outages"] += 1
+        loop = asyncio.get_running_loop()
+        loop.call_at(self._pool.failed(run.server, loop.time()), self._pump)
+        self._say(f"prompt {run.ticket.index} will be retried: {error}")
+        self._settle(run.ticket.failed(), run.server.url)
+
+    def _settle(self, ticket: Ticket, avoid: str) -> None:
+        """Give the place back; make the group again, or give the prompt up when its budget is spent."""
+        self._admission.give_back()
+        if ticket.drops >= MAX_DROPS or ticket.outages >= MAX_OUTAGES:
+            self._counts["skipped"] += 1
+            text = f"prompt {ticket.index} skipped after {ticket.drops} drops and {ticket.outages} outages"
+            self._send(messages.Event(text, dict(self._counts), skipped=ticket.index))
+        else:
+            self._again.append((ticket, avoid))
+
+    def _abort_useless(self, version: int) -> None:
+        for task, run in self._running.items():
+            if too_stale(run.version, version, self._spec.max_staleness):
+                task.cancel()
+
+    def _driver(self, url: str) -> AsyncDriver:
+        if url not in self._drivers:
+            self._drivers[url] = AsyncDriver(url, self._api_key, self._spec.max_concurrent_requests)
+        return self._drivers[url]
+
+    def _say(self, text: str) -> None:
+        self._send(messages.Event(text, dict(self._counts)))

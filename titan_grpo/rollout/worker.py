@@ -1,0 +1,116 @@
+"""Entry of the rollout process: ``python -m titan_grpo.rollout.worker --fd N``. One asyncio loop, no torch, no GPU."""
+
+import argparse
+import asyncio
+import os
+import queue
+import signal
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.rollout import messages
+from titan_grpo.rollout.dispatch import Dispatcher
+from titan_grpo.rollout.sampler import Sampler
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.tasks.base import TaskOptions, load_task
+from titan_grpo.rollout.text import TextCodec
+
+EXIT_GRACE_S = 5.0
+
+
+class Worker:
+    """The process: a reading and a writing thread around the loop."""
+
+    def __init__(self, connection: "Connection[Any, Any]") -> None:
+        self._connection = connection
+        self._out: queue.SimpleQueue[messages.FromWorker | None] = queue.SimpleQueue()
+        self._stop = asyncio.Event()
+        self._error: BaseException | None = None
+        self._writer = threading.Thread(target=self._write_loop, name="write", daemon=True)
+
+    async def run(self) -> int:
+        """Serve until Stop, a closed connection (the trainer is gone) or an error; returns the exit code."""
+        spec: RolloutSpec = self._connection.recv()
+        self._writer.start()
+        try:
+            await self._serve(spec)
+        except Exception as error:  # noqa: BLE001 - top of the process: sent to the trainer, which raises it
+            self._error = error
+        if self._error is not None:
+            self._out.put(_last_words(self._error))
+        self._out.put(None)
+        self._writer.join(EXIT_GRACE_S)
+        return 1 if self._error is not None else 0
+
+    async def _serve(self, spec: RolloutSpec) -> None:
+        task = load_task(spec.task, TaskOptions(spec.seed, spec.task_path))
+        sampler = Sampler(spec, task, TextCodec(spec.model_dir))
+        key = os.environ.get(spec.api_key_env, "") if spec.api_key_env else ""
+        dispatcher = Dispatcher(spec, sampler, self._out.put, self._fail, key)
+        loop = asyncio.get_running_loop()
+        # A bug in a callback would otherwise only be logged, and the trainer would wait for its deadline.
+        loop.set_exception_handler(
+            lambda _loop, context: self._fail(context.get("exception") or RuntimeError(context["message"]))
+        )
+        reader = threading.Thread(target=self._read_loop, args=(loop, dispatcher), name="read", daemon=True)
+        self._out.put(messages.Ready())
+        reader.start()
+        await self._stop.wait()
+        await dispatcher.close()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._stop.set()
+
+    def _take(self, dispatcher: Dispatcher, message: messages.ToWorker) -> None:
+        if isinstance(message, messages.Stop):
+            self._stop.set()
+        elif not self._stop.is_set():
+            dispatcher.on(message)
+
+    def _read_loop(self, loop: asyncio.AbstractEventLoop, dispatcher: Dispatcher) -> None:
+        message: messages.ToWorker = messages.Stop()
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                message = messages.Stop()
+            loop.call_soon_threadsafe(self._take, dispatcher, message)
+            if isinstance(message, messages.Stop):
+                break
+        # A user's reward that never returns to the loop must not keep this process alive after its trainer.
+        timer = threading.Timer(EXIT_GRACE_S, os._exit, args=(1,))
+        timer.daemon = True
+        timer.start()
+
+    def _write_loop(self) -> None:
+        while (message := self._out.get()) is not None:
+            try:
+                self._connection.send(message)
+            except OSError:
+                return  # The trainer is gone; the reading thread ends the loop.
+
+
+def _last_words(error: BaseException) -> messages.Failed:
+    if isinstance(error, ConfigError):
+        return messages.Failed("config", str(error))
+    if isinstance(error, DataError):
+        return messages.Failed("data", str(error))
+    text = "".join(traceback.format_exception(error))
+    return messages.Failed("bug", f"the rollout process failed, in the task or in our own code:\n{text}")
+
+
+def main() -> int:
+    """Read the descriptor's number and serve."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    # Ctrl-C reaches the whole foreground group; the trainer decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return asyncio.run(Worker(Connection(parser.parse_args().fd)).run())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
