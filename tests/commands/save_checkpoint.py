@@ -1,0 +1,31 @@
+"""Write torchtitan's checkpoint of a model directory, in one process. Arguments: version, folder, then a job's."""
+
+import sys
+from pathlib import Path
+
+from titan_grpo.titan import jobconfig
+
+
+def main() -> None:
+    config = jobconfig.parse(sys.argv[3:])
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torchtitan.components.checkpoint import ModelWrapper
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    spec = get_train_spec(config.model.name)
+    args = spec.model_args[config.model.flavor]
+    args.update_from_config(config)
+    model = spec.model_cls(args)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+    adapter = spec.state_dict_adapter(args, config.model.hf_assets_path)
+    wrapper = ModelWrapper(model)
+    hf_state = adapter.to_hf(wrapper.state_dict())
+    dcp.load(hf_state, storage_reader=adapter.get_hf_storage_reader(config.model.hf_assets_path, False), no_dist=True)
+    wrapper.load_state_dict(adapter.from_hf(hf_state))
+    dcp.save(wrapper.state_dict(), checkpoint_id=str(Path(sys.argv[2]) / f"step-{sys.argv[1]}"), no_dist=True)
+
+
+if __name__ == "__main__":
+    main()

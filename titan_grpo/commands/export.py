@@ -1,0 +1,36 @@
+"""``titan-grpo export``: any checkpointed version as Hugging Face safetensors."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of the command; the others are a job's, which say what model it is."""
+    out = argparse.ArgumentParser(
+        prog="titan-grpo export",
+        description="Write a checkpointed version as a Hugging Face directory: safetensors, configuration, tokenizer.",
+        epilog="Every other argument is read as a job's, at least: --job.config_file X.toml (the job that was trained).",
+    )
+    out.add_argument("--version", type=int, required=True, help="policy version: the number of optimizer steps")
+    out.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory to write")
+    out.add_argument("--checkpoint", type=Path, metavar="DIR", help="folder with step-N (default: where the job puts it)")
+    out.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="type (default: weight_sync.wire_dtype)")
+    return out
+
+
+def run(argv: list[str], env: Mapping[str, str]) -> int:
+    """Export; 0 on success. Mistakes are ConfigErrors. ``env`` is not used."""
+    args, rest = parser().parse_known_args(argv)
+    from titan_grpo.titan import jobconfig
+
+    config = jobconfig.parse(rest)
+    # After the parsing, which prepares torchtitan for this machine.
+    from titan_grpo.titan import export
+
+    folder = args.checkpoint or Path(config.job.dump_folder) / config.checkpoint.folder
+    dtype = args.dtype or config.weight_sync.wire_dtype
+    written = export.export_version(config, export.checkpoint_of(folder, args.version), args.out, dtype)
+    size = f"{written.tensors} tensors, {written.nbytes} bytes in {written.shards} file(s), {dtype}"
+    print(f"version {args.version}: {size} -> {args.out}")
+    return 0

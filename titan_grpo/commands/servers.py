@@ -1,0 +1,51 @@
+"""Several vLLM servers for a command: started together, waited for with progress, stopped together."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from titan_grpo.engines.launch import Server, ServerSpec
+
+STARTUP_S = 300.0
+
+
+class ServerGroup:
+    """A context manager; ``urls`` are valid once ``wait_healthy`` returned."""
+
+    def __init__(self, python: str, model: str, log_dir: Path, count: int, max_model_len: int = 256) -> None:
+        self._specs = [
+            ServerSpec(python=python, model=model, log_path=str(log_dir / f"vllm{index}.log"), max_model_len=max_model_len)
+            for index in range(count)
+        ]
+        self.servers: list[Server] = []
+
+    @property
+    def urls(self) -> list[str]:
+        """Base URLs, in order."""
+        return [server.url for server in self.servers]
+
+    def __enter__(self) -> "ServerGroup":
+        try:
+            for spec in self._specs:
+                self.servers.append(Server(spec))
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def wait_healthy(self, say: Callable[[str], None]) -> None:
+        """Until every server answers. Raises ServerUnreachable with the end of the log of one that does not."""
+        began = time.monotonic()
+        say(f"starting {len(self.servers)} vLLM server(s), about a minute on two cores; logs in {self._specs[0].log_path}")
+        for server in self.servers:
+            server.wait_healthy(STARTUP_S * len(self.servers))
+            say(f"{server.url} is healthy after {time.monotonic() - began:.0f} s")
+
+    def stop(self) -> None:
+        """Stop all. Idempotent."""
+        for server in self.servers:
+            server.stop()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
