@@ -46,7 +46,8 @@ class SharedImage:
     def __init__(self, fd: int, address: ImageAddress, owner: bool) -> None:
         """Map an open memfd; use ``create`` or ``attach`` instead. Takes the descriptor over."""
         self.address = address
-        self._map: mmap.mmap | None = mmap.mmap(fd, address.nbytes)
+        # populated at once: page by page, the faults would make the first copy several times as long as the later ones
+        self._map: mmap.mmap | None = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._fd: int | None = fd if owner else None
         if not owner:
             os.close(fd)  # the mapping keeps the memory; only the owner's descriptor is opened by others

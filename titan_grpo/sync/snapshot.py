@@ -87,7 +87,8 @@ class CudaCopy(Copy):
                 )
             pause.wait(POLL_S)
         self._shards = None
-        return self._started.elapsed_time(self._ended) / 1000.0
+        milliseconds: float = self._started.elapsed_time(self._ended)
+        return milliseconds / 1000.0
 
 
 @dataclass(frozen=True, slots=True)
