@@ -97,6 +97,8 @@ class EngineSide:
         try:
             refusal = self._client.hello(Hello.from_dict(data), self._problem)
             log.log(logging.WARNING if refusal else logging.INFO, "hello from a trainer: %s", refusal or "accepted")
+        except TitanGrpoError as error:
+            log.warning("a hello was refused, the engine keeps its version: %s", error)
         except Exception:  # noqa: BLE001 - top of an engine's call: raising would end the engine
             log.error("a hello could not be served; the engine keeps its version\n%s", traceback.format_exc())
 

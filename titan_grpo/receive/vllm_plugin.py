@@ -104,10 +104,11 @@ class VllmModel:
         """See Engine. Layer by layer: never a raw load_weights, which corrupts quantised experts."""
         model, config = self._owner.model, self._owner.model_config
         counted = Counted(tensors)
+        # before the reload begins: it gives a tied head a parameter of its own until its end
+        expected = {name for name, _ in model.named_parameters()}
         with torch.no_grad():
             initialize_layerwise_reload(model)
             try:
-                expected = {name for name, _ in model.named_parameters()}
                 loaded = model.load_weights(counted)
             finally:
                 # also after a failure: it puts back the tensors of every layer that was not reached
