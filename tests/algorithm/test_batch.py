@@ -64,6 +64,8 @@ def test_the_weights_of_the_docstring_example(normalization, one_token, three_to
         ("length_mismatch", completion((7, 8), logprobs=(-1.0,))),
         ("bad_logprob", completion((7, 8), logprobs=(-1.0, math.nan))),
         ("bad_logprob", completion((7, 8), logprobs=(-math.inf, -1.0))),
+        ("bad_logprob", completion((7, 8), logprobs=(-1.0, 1.0))),
+        ("bad_logprob", completion((7, 8), logprobs=(-1e39, -1.0))),
         ("bad_reward", completion((7, 8), reward=math.nan)),
     ],
 )

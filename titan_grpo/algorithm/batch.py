@@ -1,6 +1,7 @@
 """From groups of completions to one list of micro-batches per data-parallel rank."""
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from titan_grpo.samples import Completion, Group, Prompt
 
 IGNORE_INDEX = -100
 """Label of positions that are not a completion token; torchtitan's and torch's own value."""
+
+LOGPROB_RANGE = (-1e30, 1e-3)
+"""A log-probability outside this is not one: NaN, infinite, past float32, or positive by more than rounding."""
 
 MicroBatch = dict[str, torch.Tensor]
 """R rows of padded length L; see ``assemble`` for the tensors."""
@@ -102,7 +106,9 @@ def defect(prompt: Prompt, completion: Completion) -> str:
         return "empty_completion"
     if len(completion.logprobs) != len(completion.token_ids):
         return "length_mismatch"
-    if not all(map(math.isfinite, completion.logprobs)):
+    # The sum finds NaN, which min and max may step over; three passes in C, where a generator would take 5 times as long.
+    least, most = min(completion.logprobs), max(completion.logprobs)
+    if not (math.isfinite(sum(completion.logprobs)) and LOGPROB_RANGE[0] < least and most < LOGPROB_RANGE[1]):
         return "bad_logprob"
     return "" if math.isfinite(completion.reward) else "bad_reward"
 
@@ -189,10 +195,11 @@ def _micro_batch(rows: Sequence[_Row], sequences: int, tokens: int, options: Bat
     for r, row in enumerate(rows):
         completion = row.completion
         first, stop = len(row.prompt.token_ids) - 1, row.length
-        ids = torch.tensor(row.prompt.token_ids + completion.token_ids)
+        # Through array: torch.tensor takes six times as long on a tuple.
+        ids = torch.frombuffer(array("q", row.prompt.token_ids + completion.token_ids), dtype=torch.int64)
         out["inputs"][r, :stop] = ids[:-1]
         out["labels"][r, first:stop] = ids[first + 1 :]
-        out["rollout_logprobs"][r, first:stop] = torch.tensor(completion.logprobs)
+        out["rollout_logprobs"][r, first:stop] = torch.frombuffer(array("f", completion.logprobs), dtype=torch.float32)
         out["weights"][r, first:stop] = _row_weight(stop - first, sequences, tokens, options)
         out["advantages"][r] = row.advantage
         out["versions"][r] = completion.version_first
