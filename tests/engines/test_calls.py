@@ -1,0 +1,59 @@
+"""vLLM's interface as data: what is asked, what is read, what is refused."""
+
+import math
+
+import pytest
+
+from titan_grpo.engines import vllm
+from titan_grpo.engines.drivers import public_url
+from titan_grpo.errors import ServerRefused
+
+ANSWER = {
+    "choices": [
+        {"index": 0, "text": "ab", "finish_reason": "length", "token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, -1.5]}}
+    ]
+}
+
+
+def test_a_generation_request_leaves_no_sampling_default_to_the_model_directory():
+    body = vllm.generate([1, 2], vllm.Sampling(4, 0.7, 9, "3"), 1.0).json
+    assert {k: body[k] for k in ("top_k", "top_p", "min_p", "repetition_penalty")} == {
+        "top_k": -1,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    assert (body["seed"], body["cache_salt"], body["temperature"]) == (9, "3", 0.7)
+
+
+def test_an_answer_gives_tokens_and_their_log_probabilities():
+    assert vllm.parse_sampled(ANSWER) == vllm.Sampled((7, 8), (-0.5, -1.5), "length")
+
+
+def test_null_and_floored_log_probabilities_become_nan_and_minus_infinity():
+    answer = {"choices": [ANSWER["choices"][0] | {"logprobs": {"token_logprobs": [None, -9999.0]}}]}
+    first, second = vllm.parse_sampled(answer).logprobs
+    assert math.isnan(first)
+    assert second == -math.inf
+
+
+@pytest.mark.parametrize("answer", [None, {}, {"choices": []}, {"choices": [{"token_ids": [1]}]}, [], {"choices": "x"}])
+def test_an_answer_of_another_form_is_refused(answer):
+    with pytest.raises(ServerRefused, match="/v1/completions must"):
+        vllm.parse_sampled(answer)
+
+
+def test_scores_are_of_all_tokens_but_the_first():
+    call = vllm.score([5, 6, 7], 1.0)
+    answer = {"choices": [{"logprobs": {"token_logprobs": [None, -1.0, -2.0, -3.0]}}]}
+    assert call.parse(answer) == (-1.0, -2.0)
+
+
+def test_weight_info_reads_the_label():
+    assert vllm.weight_info().parse({"weight_version": "7"}) == "7"
+    with pytest.raises(ServerRefused, match="weight_version"):
+        vllm.weight_info().parse({"detail": "Not Found"})
+
+
+def test_messages_show_no_credentials():
+    assert public_url("http://user:secret@host:8000/base/?key=1") == "http://host:8000/base"

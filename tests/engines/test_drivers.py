@@ -1,0 +1,94 @@
+"""Drivers against real sockets: every HTTP failure becomes one of ours, with the URL and what was tried."""
+
+import asyncio
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from titan_grpo.engines import vllm
+from titan_grpo.engines.drivers import AsyncDriver, HttpRefused, SyncDriver
+from titan_grpo.engines.launch import free_port
+from titan_grpo.errors import ServerUnreachable
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """/health echoes the key it saw, /weight_info is a refusal, /is_paused never answers."""
+
+    protocol_version = "HTTP/1.1"
+    released = threading.Event()
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/is_paused"):
+            self.released.wait(20)
+            return
+        code = 503 if self.path.startswith("/weight_info") else 200
+        body = json.dumps({"data": [{"id": self.headers.get("Authorization", "none")}], "why": "x" * 1000}).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Handler.released.clear()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    Handler.released.set()
+    server.shutdown()
+    server.server_close()
+
+
+def both(url: str, call, api_key: str = ""):
+    """Outcome of a call through each driver: the value, or the error."""
+
+    async def run():
+        driver = AsyncDriver(url, api_key)
+        try:
+            return await driver.run(call)
+        finally:
+            await driver.close()
+
+    outcomes = []
+    for attempt in (lambda: SyncDriver(url, api_key).run(call), lambda: asyncio.run(run())):
+        try:
+            outcomes.append(attempt())
+        except (ServerUnreachable, HttpRefused) as error:
+            outcomes.append(error)
+    return outcomes
+
+
+def test_the_key_is_sent_as_a_bearer_token(url):
+    assert both(url, vllm.models(), "s3cret") == [["Bearer s3cret"], ["Bearer s3cret"]]
+
+
+def test_a_refusal_carries_status_and_the_start_of_the_body(url):
+    for error in both(url, vllm.weight_info(), "s3cret"):
+        assert isinstance(error, HttpRefused)
+        assert error.status == 503
+        assert url in str(error)
+        assert "GET /weight_info was refused with 503" in str(error)
+        assert len(str(error)) < 500
+
+
+def test_nobody_listening_is_unreachable_and_named():
+    dead = f"http://127.0.0.1:{free_port()}"
+    for error in both(dead, vllm.health()):
+        assert isinstance(error, ServerUnreachable)
+        assert dead in str(error)
+        assert "GET /health" in str(error)
+
+
+def test_a_server_that_never_answers_is_unreachable_within_the_deadline(url):
+    for error in both(url, vllm.is_paused(timeout_s=0.3)):
+        assert isinstance(error, ServerUnreachable)
+        assert "0.3 s" in str(error)
