@@ -1,0 +1,224 @@
+"""What every transport must do, on every transport that this host can open; and the store that lanes meet at."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_grpo.errors import ConfigError, ProtocolError, TransferFailed
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.sync.sender import LaneLink, LinkOptions, Probe
+from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image, open_transport
+from titan_grpo.sync.transports.store import host_store, join_store
+
+LOOPBACK = "127.0.0.1"
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no CUDA: NCCL needs a device per rank")
+KINDS = ["gloo", pytest.param("nccl", marks=needs_two_gpus)]
+MUCH = 64 << 20
+"""More bytes than two sockets buffer, so that a sender without a receiver blocks."""
+
+
+def options(rank: int, timeout_s: float = 20.0) -> TransportOptions:
+    return TransportOptions(timeout_s, LOOPBACK, 1 << 20, f"cuda:{rank}")
+
+
+@pytest.fixture(params=KINDS)
+def pair(request) -> Iterator[tuple[Transport, Transport]]:
+    """Rank 0 and rank 1, connected."""
+    host = host_store(LOOPBACK)
+    other = join_store(LOOPBACK, host.port, 10.0)
+    with ThreadPoolExecutor(2) as pool:
+        opening = [pool.submit(open_transport, request.param, s, r, 2, options(r)) for r, s in enumerate((host, other))]
+        both = tuple(future.result(60) for future in opening)
+    yield both
+    for transport in both:
+        transport.close()
+
+
+def together(*calls: Callable[[], object]) -> list[object]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(60) for future in [pool.submit(call) for call in calls]]
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 3 * (1 << 20) + 17])
+def test_an_image_arrives_byte_for_byte_in_buckets(pair, nbytes):
+    sent = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    got = torch.zeros(nbytes, dtype=torch.uint8)
+    together(*(lambda t=t, x=x: broadcast_image(t, x, 1 << 20, 20.0) for t, x in zip(pair, (sent, got), strict=True)))
+    assert torch.equal(sent, got)
+
+
+def test_a_transport_serves_many_transfers(pair):
+    for value in range(5):
+        sent, got = torch.full((5000,), value, dtype=torch.uint8), torch.zeros(5000, dtype=torch.uint8)
+        together(lambda s=sent: pair[0].broadcast(s, 20.0), lambda g=got: pair[1].broadcast(g, 20.0))
+        assert torch.equal(sent, got)
+
+
+def test_a_receiver_whose_sender_stalls_fails_at_its_deadline(pair):
+    start = time.monotonic()
+    with pytest.raises(TransferFailed):
+        pair[1].broadcast(torch.zeros(MUCH, dtype=torch.uint8), 1.0)
+    assert 0.9 < time.monotonic() - start < 5.0
+
+
+def test_a_sender_whose_receiver_stalls_fails_at_its_deadline(pair):
+    start = time.monotonic()
+    with pytest.raises(TransferFailed):
+        broadcast_image(pair[0], torch.zeros(MUCH, dtype=torch.uint8), MUCH, 1.0)
+    assert 0.9 < time.monotonic() - start < 5.0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_abort_from_another_thread_ends_a_broadcast_at_once(pair, rank):
+    timer = threading.Timer(0.3, pair[rank].abort)
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(TransferFailed, match="abort"):
+        pair[rank].broadcast(torch.zeros(MUCH, dtype=torch.uint8), 30.0)
+    assert time.monotonic() - start < 5.0
+    timer.join()
+
+
+def test_closing_after_an_abort_does_not_wait_for_the_peer(pair):
+    timer = threading.Timer(0.2, pair[0].abort)
+    timer.start()
+    with pytest.raises(TransferFailed):
+        pair[0].broadcast(torch.zeros(MUCH, dtype=torch.uint8), 30.0)
+    start = time.monotonic()
+    pair[0].close()
+    assert time.monotonic() - start < 1.0
+
+
+def test_an_aborted_transport_refuses_further_broadcasts(pair):
+    pair[0].abort()
+    with pytest.raises(TransferFailed, match="abort"):
+        pair[0].broadcast(torch.zeros(10, dtype=torch.uint8), 5.0)
+
+
+def test_a_peer_that_closed_is_noticed_before_the_deadline(pair):
+    pair[0].close()
+    start = time.monotonic()
+    with pytest.raises(TransferFailed):
+        pair[1].broadcast(torch.zeros(MUCH, dtype=torch.uint8), 20.0)
+    assert time.monotonic() - start < 10.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_rank_fails_the_opening_at_its_deadline(kind):
+    host = host_store(LOOPBACK)
+    start = time.monotonic()
+    with pytest.raises(TransferFailed):
+        open_transport(kind, host, 0, 2, options(0, timeout_s=1.0))
+    assert time.monotonic() - start < 10.0
+
+
+def test_an_unknown_kind_is_a_config_error():
+    with pytest.raises(ConfigError, match="carrier_pigeon"):
+        open_transport("carrier_pigeon", host_store(LOOPBACK), 0, 2, options(0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
+def test_nccl_without_a_gpu_is_a_config_error_that_names_gloo():
+    with pytest.raises(ConfigError, match="use gloo"):
+        open_transport("nccl", host_store(LOOPBACK), 0, 2, options(0))
+
+
+def test_a_store_listens_on_the_interface_it_was_bound_to_and_on_no_other():
+    port = host_store(LOOPBACK).port
+    with open("/proc/net/tcp") as table:
+        listening = [line.split()[1] for line in table if line.split()[3] == "0A"]
+    addresses = {a.split(":")[0] for a in listening if int(a.split(":")[1], 16) == port}
+    assert addresses <= {"0100007F"}
+
+
+def test_stores_never_collide():
+    stores = [host_store(LOOPBACK) for _ in range(20)]
+    assert len({s.port for s in stores}) == 20
+
+
+def test_an_address_that_is_not_ours_is_a_config_error():
+    with pytest.raises(ConfigError, match="bind_host"):
+        host_store("203.0.113.1")
+
+
+def test_joining_a_store_that_is_gone_names_its_address():
+    host = host_store(LOOPBACK)
+    port = host.port
+    del host
+    with pytest.raises(TransferFailed, match=f"{LOOPBACK}:{port}"):
+        join_store(LOOPBACK, port, 0.5)
+
+
+def test_a_store_can_be_hosted_under_torchrun():
+    code = (
+        "from titan_grpo.sync.transports.store import host_store, join_store\n"
+        "h = host_store('127.0.0.1'); j = join_store('127.0.0.1', h.port, 5.0); j.set('k', 'v'); print(h.get('k').decode())"
+    )
+    env = dict(
+        os.environ, TORCHELASTIC_USE_AGENT_STORE="True", RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "v"
+
+
+@pytest.fixture
+def link() -> Iterator[LaneLink]:
+    manifest = Manifest.build([("a", "bfloat16", (10,))], 4096)
+    made = LaneLink("run", 1, manifest, LinkOptions("gloo", LOOPBACK, "xxh3", 4096, 10.0))
+    yield made
+    made.close()
+
+
+def test_a_receiver_that_does_not_come_is_a_failed_transfer_at_the_deadline(link):
+    link.open()
+    with pytest.raises(TransferFailed, match="receiver"):
+        link.wait_joined(0.3)
+
+
+def test_an_abort_ends_the_wait_for_a_receiver_at_once(link):
+    link.open()
+    timer = threading.Timer(0.3, link.abort)
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(TransferFailed, match="abort"):
+        link.wait_joined(30.0)
+    assert time.monotonic() - start < 5.0
+    timer.join()
+
+
+def test_an_aborted_link_refuses_every_further_call(link):
+    link.open()
+    link.abort()
+    with pytest.raises(TransferFailed, match="abort"):
+        link.wait_joined(30.0)
+
+
+def test_a_link_that_is_not_open_says_so(link):
+    with pytest.raises(TransferFailed, match="not open"):
+        link.wait_joined(1.0)
+
+
+def test_orders_must_count_up_by_one(link):
+    link.open()
+    with pytest.raises(ProtocolError, match="the next is 0"):
+        link.bye(1)
+
+
+def test_a_hello_carries_what_the_receiver_needs(link):
+    hello = link.open()
+    assert (hello.rank, hello.size, hello.block_bytes, hello.bucket_bytes) == (1, 2, 4096, 4096)
+    store = dist.PrefixStore("run/1", join_store(hello.store_host, hello.store_port, 5.0))
+    store.set("seen", "yes")
+
+
+def test_a_server_without_the_plugin_leaves_a_probe_unanswered():
+    with pytest.raises(TransferFailed, match="plugin"):
+        Probe(LOOPBACK, 0.3).wait()
