@@ -36,12 +36,15 @@ find_python() {
 }
 
 # The hash of everything an environment is made from; another place on disk is another environment (paths are baked in).
+# Of pyproject.toml only what pip reads, so that a change of a linter's setting does not cost minutes.
 recipe() {
     "$1" - "$root" "$2" "$torch" "$vllm" <<'PY'
-import hashlib, pathlib, sys
+import hashlib, json, pathlib, sys, tomllib
 root = pathlib.Path(sys.argv[1])
-parts = [(root / "pyproject.toml").read_bytes(), (root / "scripts" / "setup.sh").read_bytes(), *(a.encode() for a in sys.argv[1:])]
-print(hashlib.sha256(b"\0".join(parts)).hexdigest())
+table = tomllib.loads((root / "pyproject.toml").read_text())
+packaging = json.dumps([table["project"], table["build-system"]], sort_keys=True)
+parts = [packaging, (root / "scripts" / "setup.sh").read_text(), *sys.argv[1:], sys.version]
+print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 PY
 }
 
