@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,16 +104,21 @@ class Site:
         return worst
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def site(request, vllm_python, tmp_path_factory) -> Iterator[Site]:
-    folder = tmp_path_factory.mktemp(request.param)
-    first = write_tiny_model(request.param, folder / "start", 100, std=STD)
-    spec = ServerSpec(vllm_python, str(first), str(folder / "server.log"), cpu_threads=2)
+@contextmanager
+def served(kind: str, python: str, folder: Path, **settings: Any) -> Iterator[Site]:
+    """A server that starts with weights of its own; ``settings`` go to ServerSpec."""
+    first = write_tiny_model(kind, folder / "start", 100, std=STD)
+    spec = ServerSpec(python, str(first), str(folder / "server.log"), cpu_threads=2, **settings)
     with Server(spec) as server:
         server.wait_healthy(300.0)
-        driver = SyncDriver(server.url)
-        yield Site(request.param, server, driver, VllmControl(server.url, "", 60.0), new_run_id(time.time()))
-        driver.close()
+        with SyncDriver(server.url) as driver:
+            yield Site(kind, server, driver, VllmControl(server.url, "", 60.0), new_run_id(time.time()))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def site(request, vllm_python, tmp_path_factory) -> Iterator[Site]:
+    with served(request.param, vllm_python, tmp_path_factory.mktemp(request.param)) as running:
+        yield running
 
 
 @pytest.fixture
@@ -199,6 +206,45 @@ def test_a_probe_says_that_the_plugin_is_there_and_what_it_holds(site, versions)
     joined = probe.wait()
     assert (joined.held_run, joined.held_version, joined.held_fingerprint) == (site.run_id, 30, weights.fingerprint)
     link.close()
+
+
+UNREPAIRED = """
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from titan_grpo.receive.engine import EngineSide, OneWorker
+from titan_grpo.receive.vllm_plugin import TitanWeightTransferEngine, VllmModel
+
+
+class Unrepaired(TitanWeightTransferEngine):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._side = EngineSide(VllmModel(self, repair=False), OneWorker(), "")
+
+
+def register():
+    if "unrepaired" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("unrepaired", Unrepaired)
+"""
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_without_the_cpu_patch_the_server_computes_other_weights_and_says_nothing(kind, vllm_python, tmp_path):
+    info = tmp_path / "plugins" / "unrepaired-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: unrepaired\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nunrepaired = unrepaired:register\n")
+    (tmp_path / "plugins" / "unrepaired.py").write_text(UNREPAIRED)
+    args = ("--weight-transfer-config", '{"backend": "unrepaired"}')
+    env = {"PYTHONPATH": str(tmp_path / "plugins")}
+    with served(kind, vllm_python, tmp_path, weight_transfer=False, args=args, env=env) as site:
+        weights = Version(kind, 1, tmp_path)
+        link = site.link(weights.manifest)
+        applied = site.sync(link, 1, 1, weights)
+        link.close()
+        assert applied.ok
+        assert site.control.label() == "1"
+        difference = site.difference(weights)
+        print(f"{kind} without the patch: {difference:.4f}")
+        assert difference > 2 * MAX_DIFFERENCE, "upstream may be right now: read DELETE_WHEN of patches/vllm_cpu_reload.py"
 
 
 def _unstaged(link: LaneLink, weights: Version) -> dict:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.wire import Hello, Order, key_prefix
-from titan_grpo.sync.transports.base import TransportOptions, open_transport
+from titan_grpo.sync.transports.base import TransportOptions
+from titan_grpo.sync.transports.opening import open_transport
 from titan_grpo.sync.transports.store import host_store
 
 BLOCK, BUCKET, TIMEOUT_S = 4096, 16384, 3.0

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from titan_grpo.errors import ConfigError, ProtocolError, TransferFailed
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.sync.sender import LaneLink, LinkOptions, Probe
-from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image, open_transport
+from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
+from titan_grpo.sync.transports.opening import open_transport
 from titan_grpo.sync.transports.store import host_store, join_store
 
 LOOPBACK = "127.0.0.1"

@@ -17,7 +17,8 @@ from titan_grpo.layout.digest import block_digests, digest_block, fingerprint, f
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.wire import Applied, Commit, Hello, Joined, Order, Staged, key_prefix
-from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image, open_transport, transport_problem
+from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
+from titan_grpo.sync.transports.opening import open_transport, transport_problem
 from titan_grpo.sync.transports.store import join_store, store_errors
 
 IDLE_S = 60.0

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from titan_grpo.errors import ProtocolError, TransferFailed
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.wire import ABORTED, PROBE, RECEIVER_RANK, Applied, Commit, Hello, Joined, Order, Staged, key_prefix
-from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image, open_transport
+from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
+from titan_grpo.sync.transports.opening import open_transport
 from titan_grpo.sync.transports.store import host_store, join_store, store_errors
 
 MANIFEST_NUMBER = 0
