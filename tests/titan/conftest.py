@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ def stock(tmp_path: Path) -> Callable[..., StockRun]:
             "model.name": name,
             "model.flavor": flavor,
             "model.hf_assets_path": model,
-            "job.dump_folder": tmp_path / "out",
+            "job.dump_folder": tempfile.mkdtemp(dir=tmp_path),
             "training.local_batch_size": 8 // ranks,
         }
         options = [f"--{key}={value}" for key, value in settings.items()]

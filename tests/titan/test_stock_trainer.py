@@ -8,7 +8,7 @@ LEARNS_BELOW = 4.2
 """Random tokens of 16 out of 128 words: the loss starts near ln 128 = 4.85 and falls towards ln 16 = 2.77."""
 
 
-@pytest.mark.parametrize("kind", ["llama3", "qwen3", "qwen3_untied", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama3", "qwen3_untied", "qwen3_moe"])
 def test_the_stock_trainer_learns_on_two_ranks(stock, kind) -> None:
     run = stock(kind, 2)
     assert run.returncode == 0, run.log[-3000:]
@@ -21,11 +21,10 @@ def test_the_stock_trainer_learns_on_two_ranks(stock, kind) -> None:
     ("ranks", "arguments"),
     [
         (1, ()),
-        (2, ("--activation_checkpoint.mode=full",)),
-        (2, ("--compile.enable", "--compile.components=model")),
+        (2, ("--activation_checkpoint.mode=full", "--compile.enable", "--compile.components=model")),
         (4, ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2")),
     ],
-    ids=["one rank", "activation checkpointing", "compile", "HSDP"],
+    ids=["one rank", "activation checkpointing and compile", "HSDP"],
 )
 def test_losses_and_gradients_do_not_depend_on_how_the_model_is_split(stock, ranks, arguments) -> None:
     run = stock("qwen3", ranks, *arguments)
@@ -36,26 +35,17 @@ def test_losses_and_gradients_do_not_depend_on_how_the_model_is_split(stock, ran
 
 
 def test_expert_parallel_ranks_train_like_sharded_ones(stock) -> None:
-    sharded = stock("qwen3_moe", 2)
-    parallel = stock("qwen3_moe", 2, "--parallelism.expert_parallel_degree=2")
-    assert (sharded.returncode, parallel.returncode) == (0, 0), parallel.log[-3000:]
-    assert parallel.losses == pytest.approx(sharded.losses, abs=1e-3)
-    assert parallel.norms == pytest.approx(sharded.norms, rel=5e-3)
+    run = stock("qwen3_moe", 2, "--parallelism.expert_parallel_degree=2")
+    assert run.returncode == 0, run.log[-3000:]
+    # Made by two FSDP ranks without expert parallelism.
+    assert run.losses == pytest.approx((4.866627, 4.398954, 3.846181), abs=2e-3)
+    assert run.norms == pytest.approx((4.424476, 4.027486, 2.263861), rel=5e-3)
 
 
 def test_tensor_parallel_llama3_trains(stock) -> None:
     run = stock("llama3", 2, "--parallelism.tensor_parallel_degree=2")
     assert run.returncode == 0, run.log[-3000:]
     assert run.losses[-1] < LEARNS_BELOW
-
-
-def test_plain_replication_shrinks_gradients_which_is_why_the_rules_refuse_it(stock) -> None:
-    sharded = stock("qwen3", 2)
-    replicated = stock(
-        "qwen3", 2, "--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"
-    )
-    assert replicated.returncode == 0, replicated.log[-3000:]
-    assert replicated.norms[0] == pytest.approx(sharded.norms[0] / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,155 @@
+"""From arguments and TOML to one checked configuration: what is derived, and what is refused in one line."""
+
+import pytest
+
+from titan_grpo.errors import ConfigError, UpstreamError
+from titan_grpo.titan import compat, jobconfig, tiny
+
+MINIMAL = """
+[model]
+name = "qwen3"
+flavor = "grpo_tiny"
+[rollout]
+servers = ["http://127.0.0.1:8000"]
+max_completion_tokens = 16
+batch_timeout_s = 300.0
+[training]
+seq_len = 64
+"""
+
+
+@pytest.fixture
+def parse(tmp_path):
+    """``parse(extra TOML, *arguments, world_size=None)`` on top of a minimal file."""
+
+    def run(extra="", *arguments, world_size=None):
+        path = tmp_path / "job.toml"
+        path.write_text(MINIMAL + extra)
+        return jobconfig.parse(["--job.config_file", str(path), *arguments], world_size)
+
+    return run
+
+
+def test_a_minimal_file_gets_our_sections_and_the_derived_values(parse) -> None:
+    config = parse()
+    assert config.job.custom_config_module == "titan_grpo.config"
+    assert config.rollout.servers == ["http://127.0.0.1:8000"]
+    assert config.checkpoint.last_save_model_only is False
+    # Sync mode: 300 + (60 + 120 + 60) + margin 60; at the start 600 more.
+    assert (config.comm.train_timeout_seconds, config.comm.init_timeout_seconds) == (600, 1200)
+
+
+def test_arguments_beat_the_file_and_flags_have_a_negative(parse) -> None:
+    extra = "[grpo]\nasync_weight_update = true\n"
+    assert parse(extra).grpo.async_weight_update is True
+    config = parse(extra, "--grpo.no-async-weight-update", "--training.steps=3", "--rollout.servers", "http://a:1,http://b:2")
+    assert config.grpo.async_weight_update is False
+    assert config.training.steps == 3
+    assert config.rollout.servers == ["http://a:1", "http://b:2"]
+
+
+def test_what_the_user_gives_is_not_derived(parse) -> None:
+    config = parse("[checkpoint]\nlast_save_model_only = true\n[comm]\ntrain_timeout_seconds = 7000\n")
+    assert config.checkpoint.last_save_model_only is True
+    assert config.comm.train_timeout_seconds == 7000
+    assert parse("", "--checkpoint.last-save-model-only").checkpoint.last_save_model_only is True
+
+
+@pytest.mark.parametrize(
+    ("extra", "arguments", "message"),
+    [
+        ('[grpo]\nkl_beta = "x"\n', (), "grpo.kl_beta must be a number, got 'x'"),
+        ("[grpo]\nkl_betta = 1.0\n", (), "did you mean grpo.kl_beta"),
+        ("[optimizer]\nlr = true\n", (), "optimizer.lr must be a number, got True"),
+        ("[optimizer]\nlr = 0\n", (), "optimizer.lr must be greater than 0"),
+        ("", ("--training.stepz", "3"), "command line: .*--training.stepz.*did you mean --training.steps"),
+        ("", ("--rollout.engine", "trt"), "command line: invalid choice 'trt'"),
+        ("", ("--grpo.clip_ratio_lower_bound", "2.0"), r"grpo.clip_ratio_lower_bound must be in \(0, 1\), got 2.0"),
+        ("", ("--parallelism.pipeline_parallel_degree=2",), "pipeline_parallel_degree must be 1"),
+        ("", ("--parallelism.context_parallel_degree=2",), "context_parallel_degree must be 1"),
+        ("", ("--parallelism.tensor_parallel_degree=3",), "seq_len must be a multiple of parallelism.tensor_parallel_degree"),
+        ("", ("--optimizer.early_step_in_backward", "--grpo.async_weight_update"), "early_step_in_backward must be false"),
+        ("", ("--training.seq_len=16",), r"training.seq_len must be greater than rollout.max_completion_tokens \(16;"),
+        ("", ("--grpo.token_budget=32",), "grpo.token_budget must be 0"),
+        ("[comm]\ntrain_timeout_seconds = 100\n", (), "comm.train_timeout_seconds must be greater than 540"),
+        ("[checkpoint]\ninitial_load_in_hf = true\n", (), "checkpoint.enable must be true with checkpoint.initial_load_in_hf"),
+        ("[validation]\nenable = true\n", (), "validation.enable must be false"),
+        ("[comm]\nmode = 'fake_backend'\n", (), 'comm.mode must be "default"'),
+        ("", ("--model.flavor=grpo_tinny",), "model.flavor must be one of .*did you mean 'grpo_tiny'"),
+        ("", ("--model.name=nope",), "model.name must be a model that torchtitan knows"),
+        ("", ("--model.name=llama3", "--model.flavor=8B_varlen"), "model.flavor must be one with plain causal attention"),
+        ("", ("--job.custom_config_module=titan_grpo.nope",), "job.custom_config_module must be an importable module"),
+        ("", ("--job.custom_config_module=torchtitan.config",), "must keep the sections of titan_grpo.config"),
+        ("", ("--job.config_file=missing.toml",), "job.config_file must be a readable file, got 'missing.toml'"),
+        ("not toml", (), "job.config_file must be valid TOML"),
+    ],
+)
+def test_a_broken_rule_is_refused_in_one_line(parse, extra, arguments, message) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse(extra, *arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "message"),
+    [
+        (("--parallelism.data_parallel_replicate_degree=2",), 2, "they come out 2 times too small"),
+        (("--parallelism.data_parallel_replicate_degree=2",), 3, "number of ranks"),
+        (("--parallelism.data_parallel_shard_degree=2",), 4, "number of ranks"),
+        (("--parallelism.data_parallel_replicate_degree=2",), 4, ""),
+        ((), 1, ""),
+    ],
+)
+def test_parallel_degrees_are_checked_against_the_number_of_ranks(parse, arguments, ranks, message) -> None:
+    if not message:
+        assert parse("", *arguments, world_size=ranks)
+        return
+    with pytest.raises(ConfigError, match=message):
+        parse("", *arguments, world_size=ranks)
+
+
+def test_several_broken_rules_are_counted(parse) -> None:
+    with pytest.raises(ConfigError, match=r"\(and 2 more\)$"):
+        parse("[validation]\nenable = true\n", "--optimizer.lr=0", "--rollout.group_size=1")
+
+
+def test_files_that_the_run_needs_are_named_when_missing(parse, tmp_path) -> None:
+    model = tiny.write_tiny_model("qwen3", tmp_path / "model")
+    hf = "[checkpoint]\nenable = true\ninitial_load_in_hf = true\n"
+    good = parse(hf, f"--model.hf_assets_path={model}")
+    jobconfig.check_files(good)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"checkpoint.initial_load_in_hf needs \*\.safetensors"):
+        jobconfig.check_files(good)
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"must contain tokenizer\.json"):
+        jobconfig.check_files(good)
+    with pytest.raises(ConfigError, match=r"model\.hf_assets_path must be a directory"):
+        jobconfig.check_files(parse(hf, f"--model.hf_assets_path={tmp_path}/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("0.2.2", ""),
+        ("0.2.7+local", ""),
+        ("0.3.0", "0.3 removed TOML"),
+        ("1.0", "0.3 removed TOML"),
+        ("0.2.1", "too old"),
+        (None, "not installed"),
+    ],
+)
+def test_the_torchtitan_gate_says_why(version, reason) -> None:
+    refusal = compat.refusal(version)
+    assert (refusal == "") == (reason == "")
+    assert reason in refusal
+
+
+def test_the_installed_torchtitan_passes_the_gate() -> None:
+    assert compat.require_torchtitan().startswith("0.2.")
+    assert issubclass(UpstreamError, Exception)
+
+
+def test_keys_given_by_arguments_are_found_in_every_spelling() -> None:
+    argv = ["--a.b-c", "1", "--a.no-d", "--e.f_g=2", "value"]
+    assert jobconfig.given_keys(argv) == {"a.b_c", "a.d", "e.f_g"}

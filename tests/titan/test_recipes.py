@@ -1,0 +1,48 @@
+"""Every recipe in train_configs parses, and is what its header says."""
+
+from pathlib import Path
+
+import pytest
+
+from titan_grpo.titan import jobconfig
+
+RECIPES = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
+RANKS = {"quickstart_cpu": 2, "verify_2gpu": 2, "qwen3_0.6b_gsm8k": 8, "llama3_8b_gsm8k": 8}
+
+
+def recipe(name: str, *arguments: str):
+    (path,) = [p for p in RECIPES if p.stem == name]
+    return jobconfig.parse(["--job.config_file", str(path), *arguments], RANKS[name])
+
+
+def test_the_recipes_of_the_readme_are_all_there() -> None:
+    assert {path.stem for path in RECIPES} == set(RANKS)
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_a_recipe_keeps_every_rule(name) -> None:
+    config = recipe(name)
+    assert config.grpo.async_weight_update
+    assert config.checkpoint.enable
+    assert config.checkpoint.initial_load_in_hf
+    assert config.checkpoint.last_save_model_only is False
+    assert config.lr_scheduler.decay_ratio == 0.0
+    assert (config.rollout.prompts_per_step * config.rollout.group_size) % RANKS[name] == 0
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_a_recipe_also_runs_in_sync_mode(name) -> None:
+    config = recipe(name, "--grpo.no-async-weight-update", "--rollout.max_staleness=0")
+    assert not config.grpo.async_weight_update
+
+
+def test_the_quickstart_takes_what_its_script_adds() -> None:
+    config = recipe(
+        "quickstart_cpu",
+        "--rollout.servers=http://127.0.0.1:1,http://127.0.0.1:2",
+        "--model.hf_assets_path=elsewhere",
+        "--job.dump_folder=out",
+        "--training.steps=4",
+    )
+    assert len(config.rollout.servers) == 2
+    assert (config.model.hf_assets_path, config.job.dump_folder, config.training.steps) == ("elsewhere", "out", 4)

@@ -1,0 +1,103 @@
+"""Tiny models: what transformers, torchtitan and the tokenizer read from the same directory."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from titan_grpo.titan import compat, flavors, tiny
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prepared() -> None:
+    compat.prepare()
+    flavors.register_tiny_flavors()
+
+
+def torchtitan_model(kind, folder):
+    from safetensors.torch import load_file
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    name, flavor = flavors.FLAVORS[kind]
+    spec = get_train_spec(name)
+    args = spec.model_args[flavor]
+    model = spec.model_cls(args)
+    with torch.no_grad():
+        model.init_weights()
+    state = spec.state_dict_adapter(args, str(folder)).from_hf(load_file(folder / "model.safetensors"))
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_torchtitan_and_transformers_compute_the_same_logits(kind, tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny.write_tiny_model(kind, tmp_path, seed=3, std=0.1, dtype="float32")
+    hf, ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), torchtitan_model(kind, folder)
+    ids = torch.randint(4, tiny.SHAPE.vocab, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, got = hf(ids).logits, ours(ids)
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(got, expected, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_the_written_names_and_shapes_are_those_that_torchtitan_exports(kind) -> None:
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    name, flavor = flavors.FLAVORS[kind]
+    spec = get_train_spec(name)
+    args = spec.model_args[flavor]
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    exported = spec.state_dict_adapter(args, None).to_hf(model.state_dict())
+    assert {key: tuple(value.shape) for key, value in exported.items()} == tiny.hf_shapes(kind)
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others() -> None:
+    a, b, c = (tiny.tiny_weights("qwen3", seed)["model.embed_tokens.weight"] for seed in (1, 1, 2))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+def test_a_text_has_as_many_tokens_as_characters_and_comes_back(tmp_path) -> None:
+    from tokenizers import Tokenizer
+
+    tiny.write_tiny_model("qwen3", tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "Count: 1 2  3\n{~}" + tiny.vocabulary()[-1]
+    assert tokenizer.get_vocab_size() == len(set(tiny.vocabulary())) == tiny.SHAPE.vocab
+    assert len(tokenizer.encode(text).ids) == len(text)
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.decode([tiny.BOS, *tokenizer.encode("7").ids, tiny.EOS]) == "7"
+
+
+def test_transformers_and_torchtitan_agree_on_the_special_tokens(tmp_path) -> None:
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+    from transformers import AutoTokenizer
+
+    tiny.write_tiny_model("llama3", tmp_path)
+    hf, ours = AutoTokenizer.from_pretrained(tmp_path), HuggingFaceTokenizer(str(tmp_path))
+    assert (hf.eos_token_id, hf.bos_token_id, hf.pad_token_id) == (tiny.EOS, tiny.BOS, tiny.PAD)
+    assert (ours.eos_id, ours.bos_id) == (tiny.EOS, tiny.BOS)
+    assert json.loads((tmp_path / "config.json").read_text())["rope_scaling"]["rope_type"] == "llama3"
+
+
+def test_an_expert_bias_that_can_not_be_exported_is_turned_off() -> None:
+    from torchtitan.models.moe import MoEArgs
+    from torchtitan.models.qwen3 import Qwen3ModelArgs
+
+    exporting = SimpleNamespace(from_hf_map={"model.layers.{}.mlp.gate.bias": "layers.{}.moe.expert_bias"})
+
+    def args(moe_enabled: bool) -> Qwen3ModelArgs:
+        return Qwen3ModelArgs(moe_enabled=moe_enabled, moe_args=MoEArgs(load_balance_coeff=1e-3))
+
+    dense, exported, bare = args(False), args(True), args(True)
+    assert not flavors.disable_unexported_buffers(dense)
+    assert not flavors.disable_unexported_buffers(exported, exporting)
+    assert exported.moe_args.load_balance_coeff == 1e-3
+    assert flavors.disable_unexported_buffers(bare)
+    assert bare.moe_args.load_balance_coeff is None
+    assert not flavors.disable_unexported_buffers(bare)
