@@ -5,9 +5,13 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+
+if TYPE_CHECKING:
+    from titan_grpo.engines.launch import Server
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,6 +63,19 @@ def vllm_python() -> str:
     if not python.exists():
         pytest.fail("the vLLM environment is missing, so no real server can be tested; run scripts/setup.sh")
     return str(python)
+
+
+@pytest.fixture(scope="session")
+def tiny_server(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator["Server"]:
+    """A real vLLM server with our plugin and a tiny qwen3, shared by tests that leave it as they found it."""
+    from titan_grpo.engines.launch import Server, ServerSpec
+    from titan_grpo.titan.tiny import write_tiny_model
+
+    folder = tmp_path_factory.mktemp("tiny_server")
+    model = str(write_tiny_model("qwen3", folder / "model", seed=1))
+    with Server(ServerSpec(python=vllm_python, model=model, log_path=str(folder / "server.log"))) as server:
+        server.wait_healthy(280)
+        yield server
 
 
 @pytest.fixture(scope="session", autouse=True)

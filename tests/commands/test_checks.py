@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from titan_grpo.commands import checks
 from titan_grpo.commands.checks import RANGES, ServerFacts, server
+from titan_grpo.protocol.wire import Joined
 
 TORCHRUN_ENV = {
     "RANK": "1",
@@ -12,6 +15,8 @@ TORCHRUN_ENV = {
     "MASTER_PORT": "29500",
 }
 
+JOINED = Joined(1, True, "", "0.1.0", 4242, "0000000003e8-00000000", 7, "f" * 32, True)
+
 
 def facts(**changes) -> ServerFacts:
     good = {
@@ -21,7 +26,7 @@ def facts(**changes) -> ServerFacts:
         "label": "7",
         "paused": False,
         "backend": "titan_grpo",
-        "joined": "0.1.0",
+        "joined": JOINED,
         "errors": {},
     }
     return ServerFacts(**{**good, **changes})
@@ -118,6 +123,12 @@ def test_another_backend_and_a_receiver_that_does_not_call_back_are_told_apart()
     assert (other.status, silent.status) == ("problem", "problem")
     assert "--weight-transfer-config" in other.remedy
     assert "bind_host" in silent.remedy
+
+
+def test_half_loaded_weights_are_a_problem() -> None:
+    finding = server(facts(joined=replace(JOINED, intact=False)))[-1]
+    assert finding.status == "problem"
+    assert "half-loaded" in finding.text
 
 
 def test_a_paused_server_and_an_old_one_are_found() -> None:

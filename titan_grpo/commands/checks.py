@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from titan_grpo.protocol.wire import Joined
+
 Status = Literal["ok", "warning", "problem"]
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -173,8 +175,8 @@ class ServerFacts:
     label: str | None
     paused: bool | None
     backend: str | None
-    joined: str | None
-    """Package that the receiver reports, of a server whose backend is ours."""
+    joined: Joined | None
+    """The receiver's answer to a probe, asked of a server whose backend is ours only."""
     errors: Mapping[str, str]
 
 
@@ -217,7 +219,15 @@ def _plugin(facts: ServerFacts) -> Finding:
             f"{facts.url}: the receiver did not call back ({errors_of(facts, 'joined')})",
             "open the way from the server to this host (firewall, container network), or set weight_sync.bind_host",
         )
-    return Finding("ok", "server plugin", f"{facts.url}: receiver {facts.joined} called back")
+    if not facts.joined.intact:
+        return Finding(
+            "problem",
+            "server plugin",
+            f"{facts.url} holds half-loaded weights: a load broke off and no whole one followed, so what it generates is noise",
+            "start a run (its first sync loads every tensor), or restart the server",
+        )
+    held = f"version {facts.joined.held_version} of run {facts.joined.held_run}" if facts.joined.held_run else "its own weights"
+    return Finding("ok", "server plugin", f"{facts.url}: receiver {facts.joined.package} called back, holding {held}")
 
 
 def errors_of(facts: ServerFacts, question: str) -> str:

@@ -5,9 +5,7 @@ import os
 import socket
 import struct
 import subprocess
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +16,7 @@ from titan_grpo.engines import vllm
 from titan_grpo.engines.calls import Call, want
 from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.errors import ConfigError, PeerError
+from titan_grpo.protocol.wire import Joined
 
 T = TypeVar("T")
 
@@ -141,37 +140,15 @@ def server_facts(url: str, api_key: str, bind_host: str, timeout_s: float) -> Se
     return ServerFacts(url, True, version, label, paused, backend, joined, errors)
 
 
-def call_back(driver: SyncDriver, bind_host: str, timeout_s: float) -> str:
-    """Greet the server's receiver as a probe and wait for its answer over a store of ours; the package it reports.
+def call_back(driver: SyncDriver, bind_host: str, timeout_s: float) -> Joined:
+    """Greet the server's receiver as a probe and wait for its answer over a store of ours.
 
     It goes the way of a real lane (HTTP to the server, TCP back to this host) and changes nothing there.
     Raises PeerError if the receiver does not answer in time.
     """
-    from torch.distributed import PrefixStore
+    # Imported here: it loads torch, whose absence the doctor has to be able to report.
+    from titan_grpo.sync.sender import Probe
 
-    from titan_grpo.protocol import wire
-    from titan_grpo.sync.transports.store import host_store, store_errors
-
-    store = host_store(bind_host)
-    run_id = wire.new_run_id(time.time())
-    hello = wire.Hello(
-        run_id=run_id,
-        epoch=1,
-        store_host=bind_host,
-        store_port=store.port,
-        transport=wire.PROBE,
-        rank=wire.RECEIVER_RANK,
-        size=wire.RECEIVER_RANK + 1,
-        manifest_digest="",
-        digest_algorithm="xxh3",
-        block_bytes=4096,
-        bucket_bytes=4096,
-        timeout_s=timeout_s,
-    )
-    driver.run(vllm.init_weight_transfer(hello.to_dict(), timeout_s))
-    own = PrefixStore(wire.key_prefix(run_id, 1), store)
-    key = f"joined/{wire.RECEIVER_RANK}"
-    with store_errors(f"waiting for the receiver at {bind_host}:{store.port}"):
-        own.wait([key], timedelta(seconds=timeout_s))
-        joined = wire.Joined.from_json(own.get(key))
-    return joined.package
+    probe = Probe(bind_host, timeout_s)
+    driver.run(vllm.init_weight_transfer(probe.hello.to_dict(), timeout_s))
+    return probe.wait()
