@@ -16,14 +16,21 @@ ANSWER = {
 
 
 def test_a_generation_request_leaves_no_sampling_default_to_the_model_directory():
-    body = vllm.generate([1, 2], vllm.Sampling(4, 0.7, 9, "3"), 1.0).json
+    body = vllm.generate([1, 2], vllm.Sampling(4, 0.7, 9, "run/@3"), 1.0).json
     assert {k: body[k] for k in ("top_k", "top_p", "min_p", "repetition_penalty")} == {
         "top_k": -1,
         "top_p": 1.0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
     }
-    assert (body["seed"], body["cache_salt"], body["temperature"]) == (9, "3", 0.7)
+    assert (body["seed"], body["cache_salt"], body["temperature"]) == (9, vllm.salt("run/@3"), 0.7)
+
+
+def test_a_salt_has_only_characters_that_vllm_takes():
+    salt = vllm.salt("run/@3\\" * 100)
+    assert len(salt) == 32
+    assert salt.isalnum()
+    assert salt != vllm.salt("run/@4")
 
 
 def test_an_answer_gives_tokens_and_their_log_probabilities():

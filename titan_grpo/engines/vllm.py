@@ -3,6 +3,7 @@
 The routes for weight transfer and pausing exist only where the server runs with ``VLLM_SERVER_DEV_MODE=1``.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
     if sampling.seed is not None:
         body["seed"] = sampling.seed
     if sampling.cache_salt:
-        body["cache_salt"] = sampling.cache_salt
+        body["cache_salt"] = salt(sampling.cache_salt)
     return Call("POST", COMPLETIONS, timeout_s, parse_sampled, json=body)
 
 
@@ -138,6 +139,11 @@ def score(token_ids: Sequence[int], timeout_s: float) -> Call[tuple[float, ...]]
         "return_token_ids": True,
     }
     return Call("POST", COMPLETIONS, timeout_s, lambda answer: _parse_scores(answer, count), json=body)
+
+
+def salt(label: str) -> str:
+    """A cache salt for any label: hashed, since vLLM refuses salts over 128 characters or with "/", "@" or a backslash."""
+    return hashlib.blake2b(label.encode(), digest_size=16).hexdigest()
 
 
 def parse_sampled(answer: Any) -> Sampled:

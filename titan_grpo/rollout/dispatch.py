@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_grpo.engines.drivers import AsyncDriver, HttpRefused
-from titan_grpo.errors import PeerError
+from titan_grpo.errors import DataError, PeerError
 from titan_grpo.protocol.admission import Admission, too_stale
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.cursor import Cursor
@@ -17,6 +17,10 @@ from titan_grpo.rollout.spec import RolloutSpec
 
 MAX_DROPS = 3
 MAX_OUTAGES = 20
+MAX_SKIPS_IN_A_ROW = 16
+"""Prompts given up for their drops with no usable group in between: then it is not the prompts, and going on would burn
+through the whole sequence."""
+
 BAD_REQUEST = frozenset({400, 413, 422})
 """Status codes that blame the request (a prompt too long, say), not the server."""
 
@@ -53,6 +57,7 @@ class Dispatcher:
         self._running: dict[asyncio.Task[None], Running] = {}
         self._drivers: dict[str, AsyncDriver] = {}
         self._counts: Counter[str] = Counter()
+        self._skips_in_a_row = 0
         self._closing = False
 
     def on(self, message: messages.ToWorker) -> None:
@@ -97,6 +102,7 @@ class Dispatcher:
     async def _make(self, run: Running) -> None:
         self._counts["requests"] += self._spec.group_size
         group = await self._sampler.group(run.ticket, run.server, self._driver(run.server.url))
+        self._skips_in_a_row = 0
         self._counts["tokens"] += sum(len(c.token_ids) for c in group.completions)
         self._send(messages.GroupDone(run.ticket, group, dict(self._counts)))
 
@@ -122,8 +128,13 @@ class Dispatcher:
 
     def _drop(self, run: Running, reason: str, detail: str = "") -> None:
         self._counts[f"dropped.{reason}"] += 1
-        self._say(f"group of prompt {run.ticket.index} from {run.server.url} dropped: {detail or reason}")
-        self._settle(run.ticket.dropped(), "")
+        text = f"group of prompt {run.ticket.index} from {run.server.url} dropped: {detail or reason}"
+        self._say(text)
+        ticket = run.ticket.dropped()
+        self._settle(ticket, "")
+        self._skips_in_a_row += ticket.drops >= MAX_DROPS and reason != "stale_in_flight"
+        if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
+            self._fail(DataError(f"{MAX_SKIPS_IN_A_ROW} prompts in a row gave no usable group; the last one: {text}"))
 
     def _outage(self, run: Running, error: PeerError) -> None:
         self._counts["outages"] += 1

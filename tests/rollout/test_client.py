@@ -1,0 +1,238 @@
+"""The rollout process as the trainer sees it: a real child, real HTTP, servers that misbehave in every listed way."""
+
+import dataclasses
+import signal
+import time
+
+import psutil
+import pytest
+
+from titan_grpo.engines.vllm import salt
+from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.rollout.client import RolloutClient, RolloutStopped
+from titan_grpo.rollout.records import ReplayClient
+from titan_grpo.rollout.spec import RolloutSpec
+
+PER_STEP, GROUP = 2, 3
+
+
+@pytest.fixture
+def spec(model_dir):
+    sizes = {"prompts_per_step": PER_STEP, "group_size": GROUP, "max_completion_tokens": 4, "request_timeout_s": 20.0}
+    return RolloutSpec(model_dir=model_dir, seed=5, max_staleness=1, **sizes)
+
+
+@pytest.fixture
+def start(spec):
+    """A factory of started clients; changes of the spec as keywords."""
+    clients = []
+
+    def make(record_path="", **changes):
+        client = RolloutClient(dataclasses.replace(spec, **changes), record_path)
+        clients.append(client)
+        client.start(60)
+        return client
+
+    yield make
+    for client in clients:
+        client.close(5)
+
+
+def test_a_batch_has_checked_groups_with_versions_and_rewards(start, completion_server):
+    server, client = completion_server(), start(max_staleness=0)
+    client.set_server(server.url, 0, True, "run/0")
+    batch = client.next_batch(0, PER_STEP, 20)
+    assert [g.prompt.index for g in batch] == [0, 1]
+    for group in batch:
+        assert len(group.completions) == GROUP
+        for completion in group.completions:
+            assert (completion.version_first, completion.version_last, completion.server) == (0, 0, server.url)
+            assert len(completion.token_ids) == len(completion.logprobs) == 4
+            assert 0 <= completion.reward <= 1
+    assert {b["cache_salt"] for b in server.bodies} == {salt("run/0")}
+    seeds = [b["seed"] for b in server.bodies]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_generation_runs_ahead_of_the_trainer_by_the_bound_and_no_further(start, completion_server):
+    server, client = completion_server(), start()
+    client.set_server(server.url, 0, True, "0")
+    client.next_batch(0, PER_STEP, 20)
+    client.next_batch(1, PER_STEP, 20)
+    with pytest.raises(RolloutStopped, match="0 of 2 groups for version 2"):
+        client.next_batch(2, PER_STEP, 0.5)
+    assert len(server.bodies) == 2 * PER_STEP * GROUP
+    client.set_server(server.url, 1, True, "1")
+    assert {g.version for g in client.next_batch(2, PER_STEP, 20)} == {1}
+
+
+def test_over_stale_groups_are_dropped_counted_and_made_again(start, completion_server):
+    server, client = completion_server(), start()
+    client.set_server(server.url, 0, True, "0")
+    client.next_batch(0, PER_STEP, 20)
+    server.wait_for_requests(2 * PER_STEP * GROUP)
+    client.set_server(server.url, 5, True, "5")
+    batch = client.next_batch(5, PER_STEP, 20)
+    assert {g.version for g in batch} == {5}
+    counters = client.counters()
+    assert counters.get("dropped.stale", 0) + counters.get("dropped.stale_in_flight", 0) == PER_STEP
+
+
+@pytest.mark.parametrize(
+    ("reason", "broken"),
+    [
+        ("bad_logprob", ([5, 6], [-1.0, None])),
+        ("empty", ([], [])),
+        ("wrong_length", ([5, 6], [-1.0])),
+        ("unfinished", ([5, 6], [-1.0, -1.0], "abort")),
+    ],
+)
+def test_a_broken_completion_drops_its_group_and_is_counted(start, completion_server, reason, broken):
+    server, client = completion_server(), start(max_staleness=0)
+
+    def behaviour(body):
+        return server.answer(*broken) if body["seed"] == server.bodies[0]["seed"] else server.good(body)
+
+    server.behaviour = behaviour
+    client.set_server(server.url, 0, True, "0")
+    batch = client.next_batch(0, PER_STEP, 20)
+    assert client.counters()[f"dropped.{reason}"] == 1
+    assert all(len(c.token_ids) == 4 for g in batch for c in g.completions)
+
+
+def test_a_prompt_that_always_fails_is_skipped_and_the_run_goes_on(start, completion_server):
+    server, client = completion_server(), start(max_staleness=0)
+
+    def behaviour(body):
+        too_long = body["prompt"] == server.bodies[0]["prompt"]
+        return (400, {"message": "too long"}) if too_long else server.good(body)
+
+    server.behaviour = behaviour
+    client.set_server(server.url, 0, True, "0")
+    batch = client.next_batch(0, PER_STEP, 20)
+    assert len(batch) == PER_STEP
+    counters = client.counters()
+    assert (counters["skipped"], counters["dropped.refused"]) == (1, 3)
+    assert client.state()["cursor"] == {"low": 3, "above": []}  # Two used, one skipped.
+
+
+def test_a_server_that_refuses_every_prompt_stops_the_run_with_its_reason(start, completion_server):
+    server, client = completion_server(), start()
+    server.behaviour = lambda body: (400, {"message": "no such parameter"})
+    client.set_server(server.url, 0, True, "0")
+    with pytest.raises(DataError, match="no such parameter"):
+        client.next_batch(0, PER_STEP, 20)
+
+
+def test_groups_of_a_failing_server_go_to_another_one(start, completion_server):
+    bad, fine, client = completion_server(), completion_server(), start()
+    bad.behaviour = lambda body: (500, {"error": "engine is dead"})
+    client.set_server(bad.url, 0, True, "0")
+    client.set_server(fine.url, 0, True, "0")
+    for version in (0, 1):
+        batch = client.next_batch(version, PER_STEP, 20)
+        assert {c.server for g in batch for c in g.completions} == {fine.url}
+        client.set_server(fine.url, version + 1, True, "x")
+    assert client.counters()["outages"] >= 1
+
+
+def test_a_group_whose_server_became_unknown_meanwhile_is_dropped(start, completion_server):
+    server, other, client = completion_server(), completion_server(), start()
+    server.behaviour = server.hang
+    client.set_server(server.url, 0, True, "0")
+    server.wait_for_requests(GROUP)
+    client.set_server(server.url, None, False, "")
+    client.set_server(other.url, 0, True, "0")
+    server.released.set()
+    batch = client.next_batch(0, PER_STEP, 20)
+    assert {c.server for g in batch for c in g.completions} == {other.url}
+
+
+def test_groups_in_flight_that_came_too_late_are_aborted(start, completion_server):
+    slow, client = completion_server(), start()
+    slow.behaviour = slow.hang
+    client.set_server(slow.url, 0, True, "0")
+    slow.wait_for_requests(GROUP)
+    fast = completion_server()
+    client.set_server(slow.url, 0, False, "0")
+    client.set_server(fast.url, 7, True, "7")
+    batch = client.next_batch(7, PER_STEP, 20)
+    assert {c.server for g in batch for c in g.completions} == {fast.url}
+    assert client.counters()["dropped.stale_in_flight"] == 2 * PER_STEP
+
+
+def test_a_resumed_run_goes_on_with_the_unused_prompts(start, completion_server):
+    server, client = completion_server(), start(max_staleness=0)
+    client.set_server(server.url, 0, True, "0")
+    before = client.next_batch(0, PER_STEP, 20)
+    state = client.state()
+    client.close()
+    resumed = start(state=state, base_version=1, max_staleness=0)
+    resumed.set_server(server.url, 1, True, "1")
+    after = resumed.next_batch(1, PER_STEP, 20)
+    assert [g.prompt.index for g in before + after] == [0, 1, 2, 3]
+    assert resumed.counters()["consumed_groups"] == 4
+
+
+def test_the_same_seed_gives_the_same_data(start, completion_server):
+    server = completion_server()
+    runs = []
+    for _ in range(2):
+        client = start(max_staleness=0)
+        client.set_server(server.url, 0, True, "0")
+        runs.append(client.next_batch(0, PER_STEP, 20))
+        client.close()
+    assert runs[0] == runs[1]
+
+
+def test_a_recorded_run_replays_bit_for_bit(start, completion_server, tmp_path):
+    server, path = completion_server(), str(tmp_path / "record.jsonl")
+    client = start(record_path=path)
+    client.set_server(server.url, 0, True, "0")
+    batches = [client.next_batch(v, PER_STEP, 20) for v in (0, 1)]
+    client.close()
+    replay = ReplayClient(path)
+    assert [replay.next_batch(v, PER_STEP, 1) for v in (0, 1)] == batches
+
+
+def test_a_killed_process_surfaces_in_next_batch(start):
+    client = start()
+    psutil.Process(client._process.pid).send_signal(signal.SIGKILL)
+    with pytest.raises(RolloutStopped, match="ended with exit code -9"):
+        client.next_batch(0, PER_STEP, 20)
+
+
+def test_a_tasks_exception_surfaces_with_its_traceback(start, completion_server, tmp_path, monkeypatch):
+    (tmp_path / "broken_task.py").write_text(
+        "from titan_grpo.rollout.tasks.digits import Digits\n"
+        "class Broken(Digits):\n"
+        "    async def reward(self, prompt, text, token_ids):\n"
+        "        raise KeyError('no such rubric')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server, client = completion_server(), start(task="broken_task:Broken")
+    client.set_server(server.url, 0, True, "0")
+    with pytest.raises(RolloutStopped, match="no such rubric"):
+        client.next_batch(0, PER_STEP, 20)
+
+
+def test_an_unknown_task_is_a_config_error(start):
+    with pytest.raises(ConfigError, match=r"rollout\.task"):
+        start(task="nonsense")
+
+
+def test_a_model_directory_without_a_tokenizer_is_a_config_error(start, tmp_path):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        start(model_dir=str(tmp_path / "empty"))
+
+
+def test_close_ends_a_process_with_requests_in_flight(start, completion_server):
+    server, client = completion_server(), start()
+    server.behaviour = server.hang
+    client.set_server(server.url, 0, True, "0")
+    server.wait_for_requests(GROUP)
+    child = psutil.Process(client._process.pid)
+    begin = time.monotonic()
+    client.close(10)
+    assert time.monotonic() - begin < 5
+    assert not child.is_running()

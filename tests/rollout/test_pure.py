@@ -1,0 +1,177 @@
+"""The room's bookkeeping: cursor, pool, group checks, seeds, tasks, records."""
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.rollout.cursor import Cursor
+from titan_grpo.rollout.groups import completion_fault, group_fault, request_seed
+from titan_grpo.rollout.pool import Pool
+from titan_grpo.rollout.records import GroupRecorder, ReplayClient, group_from_json, group_to_json
+from titan_grpo.rollout.tasks.base import TaskOptions, load_task
+from titan_grpo.samples import Completion, Group, Prompt
+
+GOOD = Completion((5, 6), (-0.5, -1.25), "stop", 3, 4, "http://a", 0.5)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+class Letters:
+    """A codec with one token per character."""
+
+    def encode(self, text):
+        return tuple(map(ord, text))
+
+    def decode(self, token_ids):
+        return "".join(map(chr, token_ids))
+
+
+@given(st.permutations(range(12)), st.integers(0, 12))
+def test_a_cursor_resumes_with_exactly_the_unused_indices(order, used):
+    cursor = Cursor()
+    for index in order[:used]:
+        cursor.use(index)
+    restored = Cursor.from_state(json.loads(json.dumps(cursor.state())))
+    rest = restored.unused()
+    expected = sorted(order[used:]) + [12, 13]
+    assert [next(rest) for _ in expected] == expected
+
+
+def test_an_index_used_twice_is_refused():
+    cursor = Cursor(low=2, above=(4,))
+    for index in (1, 4):
+        with pytest.raises(DataError, match="came twice"):
+            cursor.use(index)
+
+
+@pytest.mark.parametrize("state", [{"low": -1}, {"low": 3, "above": [1]}, {"low": "0"}, {"low": 0, "above": None}])
+def test_a_broken_cursor_state_is_refused(state):
+    with pytest.raises(DataError, match="rollout state"):
+        Cursor.from_state(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, None),
+        ({"token_ids": (), "logprobs": ()}, "empty"),
+        ({"logprobs": (-1.0,)}, "wrong_length"),
+        ({"token_ids": (1, 2, 3), "logprobs": (-1.0,) * 3}, "wrong_length"),
+        ({"logprobs": (-1.0, math.nan)}, "bad_logprob"),
+        ({"logprobs": (-1.0, -math.inf)}, "bad_logprob"),
+        ({"logprobs": (-1.0, 0.1)}, "positive_logprob"),
+        ({"finish_reason": "abort"}, "unfinished"),
+        ({"reward": math.nan}, "bad_reward"),
+    ],
+)
+def test_each_fault_has_a_name(change, fault):
+    assert completion_fault(replace(GOOD, **change), 2) == fault
+
+
+def test_a_group_short_of_members_is_refused():
+    assert group_fault(Group(Prompt(0, (1,)), (GOOD,)), 2, 8) == "wrong_size"
+
+
+def test_request_seeds_are_stable_and_fit_int64():
+    seeds = {request_seed(s, i, k, a) for s in range(3) for i in range(9) for k in range(5) for a in range(2)}
+    assert len(seeds) == 3 * 9 * 5 * 2
+    assert all(0 <= s < 2**63 for s in seeds)
+    assert request_seed(0, 0, 0, 0) == request_seed(0, 0, 0, 0)
+
+
+def always(_version):
+    return True
+
+
+def test_the_least_loaded_accepting_server_is_picked():
+    pool = Pool(8)
+    pool.set("a", 1, True, "1").in_flight = 4
+    pool.set("b", 1, True, "1")
+    pool.set("c", 1, False, "1")
+    pool.set("d", None, True, "")
+    assert pool.pick(4, 0.0, always).url == "b"
+    assert pool.pick(4, 0.0, always, avoid="b").url == "a"
+    assert pool.pick(4, 0.0, lambda v: v > 1) is None
+
+
+def test_a_full_server_takes_nothing_but_an_idle_one_takes_a_group_of_any_size():
+    pool = Pool(8)
+    server = pool.set("a", 1, True, "1")
+    assert pool.pick(20, 0.0, always) is server
+    server.in_flight = 5
+    assert pool.pick(4, 0.0, always) is None
+
+
+def test_a_failing_server_is_paused_for_longer_and_longer():
+    pool = Pool(8)
+    server = pool.set("a", 1, True, "1")
+    assert [pool.failed(server, 100.0) for _ in range(7)] == [100.5, 101.0, 102.0, 104.0, 108.0, 115.0, 115.0]
+    assert pool.pick(1, 114.0, always) is None
+    assert pool.pick(1, 115.0, always) is server
+    pool.succeeded(server)
+    assert pool.failed(server, 0.0) == 0.5
+
+
+def test_digits_rewards_the_share_of_digits():
+    task, codec = load_task("digits", TaskOptions(seed=1)), Letters()
+    prompt = task.prompt(3, codec)
+    assert prompt == load_task("digits", TaskOptions(seed=1)).prompt(3, codec)
+    assert prompt != load_task("digits", TaskOptions(seed=2)).prompt(3, codec)
+    assert asyncio.run(task.reward(prompt, "1a2b", (1, 2, 3, 4))) == 0.5
+    assert asyncio.run(task.reward(prompt, "12", (1, 2, 3))) == pytest.approx(2 / 3)
+    assert asyncio.run(task.reward(prompt, "", (2,))) == 0
+
+
+def test_gsm8k_visits_every_row_once_per_epoch_and_checks_answers(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"question": f"q{i}", "answer": f"so #### {i * 1000:,}"} for i in range(5)]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    task, codec = load_task("gsm8k", TaskOptions(seed=1, path=str(path))), Letters()
+    prompts = [task.prompt(i, codec) for i in range(10)]
+    answers = [p.payload["answer"] for p in prompts]
+    assert sorted(answers[:5]) == sorted(answers[5:]) == sorted(str(i * 1000) for i in range(5))
+    prompt = next(p for p in prompts if p.payload["answer"] == "3000")
+    assert asyncio.run(task.reward(prompt, "thus \\boxed{3000}", ())) == 1
+    assert asyncio.run(task.reward(prompt, "thus \\boxed{3001}", ())) == 0
+    assert asyncio.run(task.reward(prompt, "no idea", ())) == 0
+
+
+def test_gsm8k_refuses_a_missing_or_broken_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"rollout\.task_path"):
+        load_task("gsm8k", TaskOptions(path=str(tmp_path / "none")))
+    (tmp_path / "bad").write_text('{"question": "x"}\n')
+    with pytest.raises(DataError, match=r"bad:1 must be"):
+        load_task("gsm8k", TaskOptions(path=str(tmp_path / "bad")))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**31), finite), min_size=1), finite)
+def test_a_group_survives_json_with_all_its_bits(tokens, reward):
+    ids, logprobs = zip(*tokens, strict=True)
+    group = Group(Prompt(7, (1, 2), {"answer": "4"}), (replace(GOOD, token_ids=ids, logprobs=logprobs, reward=reward),))
+    assert group_from_json(json.loads(json.dumps(group_to_json(group)))) == group
+
+
+def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_path):
+    path = tmp_path / "r.jsonl"
+    group = Group(Prompt(0, (1,)), (GOOD, GOOD))
+    first = GroupRecorder(str(path), 0)
+    first.write(0, [group])
+    first.write(1, [group])
+    first.close()
+    with path.open("a") as file:
+        file.write('{"version": 2, "gro')
+    resumed = GroupRecorder(str(path), 1)
+    resumed.write(1, [group, group])
+    resumed.close()
+    replay = ReplayClient(str(path))
+    assert len(replay.next_batch(0, 1, 1)) == 1
+    assert len(replay.next_batch(1, 2, 1)) == 2
+    with pytest.raises(DataError, match="no batch for version 2"):
+        replay.next_batch(2, 1, 1)
+    with pytest.raises(DataError, match="prompts_per_step is 5"):
+        replay.next_batch(1, 5, 1)
