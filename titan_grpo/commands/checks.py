@@ -127,7 +127,9 @@ def memory(available: int, model_bytes: int | None, slots: int) -> Finding:
     """Host memory for the version images: ``slots`` times the model in its wire type."""
     if model_bytes is None:
         return Finding(
-            "ok", "memory", f"{mib(available)} available (name a job with --job.config_file to compare it with the model)"
+            "ok",
+            "memory",
+            f"{mib(available)} available (a job whose model.hf_assets_path holds safetensors would be compared with it)",
         )
     wanted = slots * model_bytes
     text = f"{mib(available)} available, {slots} version images need {mib(wanted)}"
