@@ -74,6 +74,8 @@ def test_what_the_user_gives_is_not_derived(parse) -> None:
         ("[comm]\ntrain_timeout_seconds = 100\n", (), "comm.train_timeout_seconds must be greater than 540"),
         ("[checkpoint]\ninitial_load_in_hf = true\n", (), "checkpoint.enable must be true with checkpoint.initial_load_in_hf"),
         ("[validation]\nenable = true\n", (), "validation.enable must be false"),
+        ("[model.x]\n", (), "model.x is not a key"),
+        ("", ("--model.converters=quantize.linear.float8",), "model.converters must be empty"),
         ("[comm]\nmode = 'fake_backend'\n", (), 'comm.mode must be "default"'),
         ("", ("--model.flavor=grpo_tinny",), "model.flavor must be one of .*did you mean 'grpo_tiny'"),
         ("", ("--model.name=nope",), "model.name must be a model that torchtitan knows"),

@@ -131,6 +131,11 @@ def _unsupported(config: Any, machine: Machine) -> Violations:
     ):
         if value:
             yield f"{key} must be false ({why}), got {value!r}"
+    if config.model.converters:
+        yield (
+            "model.converters must be empty (the trainer would compute in another precision than the servers sample in, and "
+            f"converted parameters are not the ones that an engine loads), got {config.model.converters!r}"
+        )
     if config.comm.mode != "default":
         yield f'comm.mode must be "default" (the others move no data), got {config.comm.mode!r}'
 
