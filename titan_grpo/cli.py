@@ -17,6 +17,7 @@ class Command:
 
 
 COMMANDS = {
+    "quickstart": Command("titan_grpo.commands.quickstart", "train a tiny model on this machine beside real vLLM servers"),
     "doctor": Command("titan_grpo.commands.doctor", "check versions, memory, ports, environment and servers before a run"),
     "export": Command("titan_grpo.commands.export", "write a checkpointed version as HF safetensors"),
 }

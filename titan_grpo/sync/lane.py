@@ -82,7 +82,7 @@ class LaneThread(threading.Thread):
                 if isinstance(action, table.Leave):
                     break
                 event = self._perform(action)
-        except Exception as error:  # noqa: BLE001 - top of a thread: latched, and raised at the next step boundary
+        except Exception as error:
             logger.exception("lane %s ended", self.url)
             self._c.fleet.mark(self.url, ledger.unknown)
             self._c.fleet.latch(SyncError(f"{self.url}: the lane ended with {error!r}; this server gets no more versions"))

@@ -5,62 +5,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
-from titan_grpo.errors import SyncError
+from titan_grpo.errors import PeerError, SyncError
 from titan_grpo.sync.snapshot import Copy, Snapshotter
+from titan_grpo.sync.transports.store import join_store, store_errors
 
-Announce = Callable[[int, Copy], None]
-"""Called on the announcer thread with (version, copy); waits for the copy and passes the news on."""
-
-
-class Publisher:
-    """Used by a trainer rank's main thread, which waits for nothing here but its own device copy.
-
-    ::
-
-        optimizer.step  publish(v) .. forward and backward over the copy .. fence()  optimizer.step
-    """
-
-    def __init__(self, snapshotter: Snapshotter, announce: Announce) -> None:
-        self._snapshotter = snapshotter
-        self._announce = announce
-        self._copy: Copy | None = None
-        self._error: SyncError | None = None
-        self._jobs: queue.SimpleQueue[tuple[int, Copy] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
-        self._thread.start()
-
-    def publish(self, version: int, slot: int, shards: Mapping[str, torch.Tensor]) -> None:
-        """Start the copy of this rank's ``shards`` (parameter name -> local tensor) into ``slot``.
-
-        Returns when the copy is enqueued on a CUDA device, or done on the CPU: that is the whole price of a version.
-        """
-        self._copy = self._snapshotter.start(shards, slot)
-        self._jobs.put((version, self._copy))
-
-    def fence(self) -> None:
-        """Before the parameters change: the current stream waits for the last copy, the host does not."""
-        if self._copy is not None:
-            self._copy.fence()
-            self._copy = None
-
-    def take_error(self) -> SyncError | None:
-        """The first error of the announcer thread, once."""
-        error, self._error = self._error, None
-        return error
-
-    def close(self, timeout_s: float) -> None:
-        """End the announcer thread and let go of pinned memory."""
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
-        self._snapshotter.close()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                self._announce(*job)
-            except (SyncError, RuntimeError, OSError) as error:
-                self._error = self._error or SyncError(f"version {job[0]} could not be announced: {error}")
+Announce = Callable[[int, int, Copy], None]
+"""Called by the main thread with (version, slot, copy); passes the news on without waiting for anything."""
 
 
 def copied_key(version: int, rank: int) -> str:
@@ -76,3 +28,72 @@ def local_shards(named: Sequence[tuple[str, torch.Tensor]], wanted: set[str]) ->
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             out[fqn] = local.detach()
     return out
+
+
+class Publisher:
+    """Used by a trainer rank's main thread, which waits for nothing here but its own device copy.
+
+    ::
+
+        optimizer.step  publish(v) .. forward and backward over the copy .. fence()  optimizer.step
+    """
+
+    def __init__(self, snapshotter: Snapshotter, announce: Announce) -> None:
+        self._snapshotter = snapshotter
+        self._announce = announce
+        self._copy: Copy | None = None
+
+    def publish(self, version: int, slot: int, shards: Mapping[str, torch.Tensor]) -> None:
+        """Start the copy of this rank's ``shards`` (parameter name -> local tensor) into ``slot``.
+
+        Returns when the copy is enqueued on a CUDA device, or done on the CPU: that is the whole price of a version.
+        """
+        self._copy = self._snapshotter.start(shards, slot)
+        self._announce(version, slot, self._copy)
+
+    def fence(self) -> None:
+        """Before the parameters change: the current stream waits for the last copy, the host does not."""
+        if self._copy is not None:
+            self._copy.fence()
+            self._copy = None
+
+    def close(self) -> None:
+        """Let go of pinned memory."""
+        self._snapshotter.close()
+
+
+class Announcer:
+    """How a rank other than 0 says that its bytes are there: a thread waits for the copy and sets a key in rank 0's store."""
+
+    def __init__(self, rank: int, host: str, port: int, timeout_s: float) -> None:
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._store: dist.Store = join_store(host, port, timeout_s)
+        self._error: SyncError | None = None
+        self._jobs: queue.SimpleQueue[tuple[int, Copy] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
+        self._thread.start()
+
+    def __call__(self, version: int, slot: int, copy: Copy) -> None:
+        """Hand over; never waits."""
+        self._jobs.put((version, copy))
+
+    def take_error(self) -> SyncError | None:
+        """The first error since the last call."""
+        error, self._error = self._error, None
+        return error
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            version, copy = job
+            try:
+                copy_s = copy.wait(self._timeout_s)
+                with store_errors(f"announcing version {version}"):
+                    self._store.set(copied_key(version, self._rank), repr(copy_s))
+            except (SyncError, PeerError) as error:
+                self._error = self._error or SyncError(f"rank {self._rank}: {error}")

@@ -90,6 +90,10 @@ class SyncWorker:
         """See Fleet.wait_held."""
         return self._c.fleet.wait_held(version, timeout_s, everyone)
 
+    def newest(self) -> Published | None:
+        """The newest complete version."""
+        return self._c.shelf.newest()
+
     def flush(self, version: int, timeout_s: float) -> list[str]:
         """Seal the shelf and wait until the servers that answer hold ``version``; returns who does."""
         deadline = time.monotonic() + timeout_s
@@ -119,7 +123,7 @@ class SyncWorker:
                 except TitanGrpoError as error:
                     self._c.shelf.discard(job.version)
                     self._c.fleet.latch(SyncError(f"version {job.version} could not be published: {error}"))
-        except Exception as error:  # noqa: BLE001 - top of a thread: latched, and raised at the next step boundary
+        except Exception as error:
             logger.exception("the sealer ended")
             self._c.fleet.latch(SyncError(f"the sealer ended with {error!r}: no further version is published"))
 

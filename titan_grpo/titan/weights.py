@@ -31,21 +31,24 @@ class WritePlan:
     """Global ranks that write a part of each image."""
 
 
-def named_weights(model: torch.nn.Module, to_hf: ToHF) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and exported persistent buffers, prefixes stripped, in the model's order.
-
-    A buffer that the adapter does not export is left out here: titan.flavors.disable_unexported_buffers has switched
-    off those that training would change.
-    """
-    out = [(strip_prefixes(name), parameter) for name, parameter in model.named_parameters()]
+def named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers, wrapper prefixes stripped, in the model's order."""
+    out: list[tuple[str, torch.Tensor]] = [(strip_prefixes(name), p) for name, p in model.named_parameters()]
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name in module._non_persistent_buffers_set or buffer is None:
-                continue
-            fqn = strip_prefixes(f"{prefix}.{name}" if prefix else name)
-            if _exported(to_hf, fqn, buffer):
-                out.append((fqn, buffer))
+            if name not in module._non_persistent_buffers_set:
+                out.append((strip_prefixes(f"{prefix}.{name}" if prefix else name), buffer))
     return out
+
+
+def exported_tensors(model: torch.nn.Module, to_hf: ToHF) -> list[tuple[str, torch.Tensor]]:
+    """``named_tensors`` without the buffers that the adapter does not export.
+
+    Those are tables that the engine computes itself; titan.flavors.disable_unexported_buffers has switched off the one
+    that training would change (an MoE's load balancing bias).
+    """
+    parameters = {strip_prefixes(name) for name, _ in model.named_parameters()}
+    return [(fqn, t) for fqn, t in named_tensors(model) if fqn in parameters or _exported(to_hf, fqn, t)]
 
 
 def _exported(to_hf: ToHF, fqn: str, buffer: torch.Tensor) -> bool:
@@ -68,7 +71,7 @@ def plan_writes(model: torch.nn.Module, to_hf: ToHF, wire_dtype: str, block_byte
 
     Raises ConfigError on every rank if that host does not hold a whole copy of the weights.
     """
-    weights = named_weights(model, to_hf)
+    weights = exported_tensors(model, to_hf)
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in weights}
     tied = {"output.weight"} if getattr(model, "enable_weight_tying", False) else set()
     layout = learn(to_hf, shapes, tied)

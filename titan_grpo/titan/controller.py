@@ -1,0 +1,193 @@
+"""What only rank 0 has: servers, rollout process, sync worker, records. The trainer calls it at step boundaries."""
+
+import json
+import logging
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_grpo.algorithm.batch import Batch, BatchOptions, assemble
+from titan_grpo.errors import ProtocolError, ServerUnreachable, SyncError
+from titan_grpo.observe import names, report
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.records import ReplayClient
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.samples import Group
+from titan_grpo.sync.worker import SyncWorker
+from titan_grpo.titan.batches import StepWork
+from titan_grpo.titan.launching import Launcher
+from titan_grpo.titan.savehf import save_image
+from titan_grpo.titan.syncing import TrainerSync
+
+logger = logging.getLogger(__name__)
+
+
+def batch_options(job_config: Any) -> BatchOptions:
+    """How rows are padded and weighted, from the job's sections. Raises ConfigError."""
+    training, grpo = job_config.training, job_config.grpo
+    return BatchOptions(
+        token_budget=grpo.token_budget or training.local_batch_size * training.seq_len,
+        max_len=training.seq_len,
+        normalization=grpo.loss_normalization,
+        normalize_std=grpo.normalize_advantage_std,
+        constant=job_config.rollout.max_completion_tokens,
+    )
+
+
+class Controller:
+    """Rank 0's side of a run. Built early and cheap; ``start`` starts processes and threads, ``close`` ends them."""
+
+    def __init__(self, job_config: Any, model_dir: str, cpu: bool) -> None:
+        self._job = job_config
+        self._model_dir = model_dir
+        self._run_dir = Path(job_config.job.dump_folder)
+        self._options = batch_options(job_config)
+        self.recorder = Recorder(self._run_dir)
+        self._launcher = Launcher(job_config.rollout, model_dir, self._run_dir, cpu, job_config.training.seq_len)
+        self._rollouts: RolloutClient | ReplayClient | None = None
+        self._sync: TrainerSync | None = None
+        self._versions: dict[str, int | None] = {}
+        self._step_values: dict[str, float] = {}
+        self._finished = False
+        self.urls: list[str] = []
+
+    def start(self, version: int, state: str) -> None:
+        """Start servers and rollouts for training that continues from ``version``; ``state`` is a checkpoint's."""
+        rollout = self._job.rollout
+        self.urls = list(self._launcher.start(self._job.weight_sync.startup_deadline_s))
+        self._versions = dict.fromkeys(self.urls)
+        if rollout.replay_path:
+            self._rollouts = ReplayClient(rollout.replay_path)
+        else:
+            spec = RolloutSpec.from_config(rollout, self._model_dir, version, json.loads(state) if state else {})
+            self._rollouts = RolloutClient(spec, rollout.record_path)
+        self._rollouts.start()
+
+    def on_server(self, url: str, version: int | None, accepting: bool, label: str) -> None:
+        """A lane's news about its server. Called by lanes; never waits."""
+        self._versions[url] = version
+        self._running().set_server(url, version, accepting, label)
+
+    def adopt(self, sync: TrainerSync) -> None:
+        """Take over the started sync."""
+        self._sync = sync
+
+    def wait_slot(self) -> int | None:
+        """A slot for a version that must not be skipped (the first, the last)."""
+        return self._worker().wait_slot(self._job.weight_sync.shutdown_deadline_s)
+
+    def wait_first_commit(self, version: int) -> None:
+        """Until one server holds the version that training starts from. Raises ServerUnreachable naming every server."""
+        deadline_s = self._job.weight_sync.startup_deadline_s
+        if not self._worker().wait_held(version, deadline_s, everyone=False):
+            reason = self._worker().take_error()
+            raise ServerUnreachable(
+                f"no server committed version {version} within {deadline_s:g} s (weight_sync.startup_deadline_s); "
+                f"tried {', '.join(self.urls)}; first error: {reason or 'none'}; titan-grpo doctor says more"
+            )
+
+    def prepare(self, version: int, num_ranks: int, sync_error: str) -> StepWork:
+        """One step's work for all ranks: groups for the trainer at ``version``, and the slot for the version it makes.
+
+        Raises SyncError for a latched background error when weight_sync.on_sync_error is "stop".
+        """
+        if sync_error:
+            self.recorder.error(sync_error)
+            logger.warning("weight sync: %s", sync_error)
+            if self._job.weight_sync.on_sync_error == "stop":
+                raise SyncError(sync_error)
+        rollout, rollouts = self._job.rollout, self._running()
+        groups = rollouts.next_batch(version, rollout.prompts_per_step, rollout.batch_timeout_s)
+        batch = assemble(groups, num_ranks, self._options)
+        self._step_values = _group_values(groups, batch, version)
+        return StepWork(batch.ranks, self._worker().take_slot(), json.dumps(rollouts.state()))
+
+    def skipped(self, version: int) -> None:
+        """No slot was free for ``version``."""
+        self.recorder.count(names.SKIPPED_VERSIONS)
+        self.recorder.instant("version skipped", version=version)
+
+    def wait_committed(self, version: int) -> None:
+        """Synchronous mode: until every server about which anything is known holds ``version``."""
+        sync = self._job.weight_sync
+        timeout_s = sync.lane_deadline_s + sync.commit_deadline_s
+        if not self._worker().wait_held(version, timeout_s, everyone=True):
+            logger.warning("no server held version %d after %g s; going on without", version, timeout_s)
+
+    def record(self, step: int, metrics: Mapping[str, float], times: Mapping[str, float]) -> dict[str, float]:
+        """End of a step: metrics.jsonl, the progress line; returns the values for TensorBoard."""
+        values = {
+            **self._step_values,
+            **times,
+            names.LOSS: metrics["loss"],
+            names.LOGPROB_GAP: metrics["logprob_gap"],
+            names.LOGPROB_GAP_MAX: metrics["logprob_gap_max"],
+            names.RATIO_MEAN: metrics["ratio"],
+            names.CLIP_FRACTION: metrics["clipped_low"] + metrics["clipped_high"],
+        }
+        if "kl" in metrics:
+            values[names.KL] = metrics["kl"]
+        self.recorder.step(step, values)
+        line = report.progress_line(step, self._job.training.steps, values, self._versions)
+        print(line, file=sys.stderr, flush=True)
+        return values
+
+    def finish(self, version: int) -> None:
+        """Flush the newest version to the servers, save it in HF layout, and write the report."""
+        sync = self._sync
+        assert sync is not None
+        deadline_s = self._job.weight_sync.shutdown_deadline_s
+        holding = self._worker().flush(version, deadline_s)
+        for url in sorted(set(self.urls) - set(holding)):
+            self.recorder.error(f"{url} did not hold version {version} at the end, after {deadline_s:g} s")
+        published = sync.newest()
+        if published is not None:
+            folder = self._run_dir / "hf"
+            save_image(sync.images[published.slot].tensor(), sync.plan.manifest, folder, Path(self._model_dir))
+        self._finished = True
+
+    def close(self) -> None:
+        """End rollouts, lanes and servers, then write the report. Also after an error; idempotent."""
+        rollouts, self._rollouts = self._rollouts, None
+        if rollouts is not None:
+            self._count_dropped(rollouts.counters())
+            rollouts.close()
+        if self._sync is not None:
+            self._sync.close()
+        self._launcher.stop()
+        if rollouts is not None:
+            mode = "async" if self._job.grpo.async_weight_update else "sync"
+            summary = report.write_report(self.recorder, self._run_dir.name, mode)
+            print(report.final_table(summary), file=sys.stderr, flush=True)
+        self.recorder.close()
+
+    def _count_dropped(self, counters: Mapping[str, int]) -> None:
+        for name, count in counters.items():
+            if name.startswith("dropped."):
+                self.recorder.count(names.dropped(name.removeprefix("dropped.")), count)
+
+    def _running(self) -> RolloutClient | ReplayClient:
+        if self._rollouts is None:
+            raise ProtocolError("the rollouts are not running")
+        return self._rollouts
+
+    def _worker(self) -> SyncWorker:
+        if self._sync is None or self._sync.worker is None:
+            raise ProtocolError("the weight sync is not running")
+        return self._sync.worker
+
+
+def _group_values(groups: Sequence[Group], batch: Batch, version: int) -> dict[str, float]:
+    """A step's rollout figures: rewards over completions, staleness over groups, in versions."""
+    rewards = [c.reward for g in groups for c in g.completions]
+    staleness = [version - g.version for g in groups]
+    return {
+        names.REWARD: statistics.fmean(rewards),
+        names.REWARD_STD: statistics.pstdev(rewards),
+        names.STALENESS: statistics.fmean(staleness),
+        names.STALENESS_MAX: float(max(staleness)),
+        names.COMPLETION_TOKENS: batch.tokens / batch.sequences,
+    }

@@ -1,0 +1,44 @@
+"""The frozen reference model of the KL term: the same architecture and parallelism, weights from HF safetensors."""
+
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpoint import ModelWrapper
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.tools import utils
+
+from titan_grpo.errors import ConfigError
+from titan_grpo.titan import cpu
+
+
+def reference_path(job_config: Any) -> str:
+    """Where the reference weights lie. Raises ConfigError if the configuration names no directory."""
+    path = job_config.grpo.reference_model or job_config.model.hf_assets_path
+    if not path:
+        raise ConfigError("grpo.kl_beta > 0 needs grpo.reference_model or model.hf_assets_path, got neither")
+    return str(path)
+
+
+def build_reference(trainer: Any, job_config: JobConfig) -> torch.nn.Module:
+    """Build, shard and load the reference model. Collective over all ranks.
+
+    Its weights come from disk and not from the policy, so a resumed run has the same reference as the one it continues.
+    """
+    spec = trainer.train_spec
+    dtype = TORCH_DTYPE_MAP[job_config.training.dtype]
+    with torch.device("meta"), utils.set_default_dtype(dtype):
+        model: torch.nn.Module = spec.model_cls(trainer.model_args)
+    model = spec.parallelize_fn(model, trainer.parallel_dims, job_config)
+    model.to_empty(device=trainer.device.type)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)  # type: ignore[operator]
+    cpu.after_parallelize([model])
+    path = reference_path(job_config)
+    adapter = spec.state_dict_adapter(trainer.model_args, path)
+    wrapper = ModelWrapper(model)
+    hf_state = adapter.to_hf(wrapper.state_dict())
+    dcp.load(hf_state, storage_reader=adapter.get_hf_storage_reader(path, False))
+    wrapper.load_state_dict(adapter.from_hf(hf_state))
+    model.requires_grad_(False)
+    return model.eval()

@@ -1,0 +1,181 @@
+"""Setting up the weight sync on all ranks, and one rank's handle of it."""
+
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from titan_grpo.config import Rollout, WeightSync
+from titan_grpo.engines.control import ServerControl, VllmControl
+from titan_grpo.layout.image import ImageAddress, SharedImage
+from titan_grpo.layout.memory import require_memory
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol.wire import new_run_id
+from titan_grpo.sync.fleet import Fleet, OnServer
+from titan_grpo.sync.lane import LaneContext
+from titan_grpo.sync.publisher import Announce, Announcer, Publisher, local_shards
+from titan_grpo.sync.sender import LinkOptions
+from titan_grpo.sync.shelf import Published, Shelf
+from titan_grpo.sync.snapshot import Snapshotter
+from titan_grpo.sync.transports.store import host_store
+from titan_grpo.sync.worker import SyncWorker
+from titan_grpo.titan.weights import ToHF, WritePlan, named_tensors, plan_writes
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What rank 0 tells the other ranks once."""
+
+    run_id: str
+    images: tuple[ImageAddress, ...]
+    store_port: int
+
+
+def is_local(url: str) -> bool:
+    """Whether a server's URL names this host's loopback."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def resolve_bind_host(configured: str, urls: list[str]) -> str:
+    """The address for the lanes' sockets: as configured, loopback if every server is local, else the address towards the first.
+
+    The kernel's routing answers without sending a packet (a connected UDP socket).
+    """
+    remote = [url for url in urls if not is_local(url)]
+    if configured:
+        return configured
+    if not remote:
+        return LOOPBACK
+    parts = urlsplit(remote[0])
+    family = socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname, parts.port or 80))
+        return str(probe.getsockname()[0])
+
+
+class TrainerSync:
+    """One rank's weight sync. Built collectively; afterwards no collective of the trainer is involved any more."""
+
+    def __init__(
+        self, model: torch.nn.Module, to_hf: ToHF, config: WeightSync, device: torch.device, group: dist.ProcessGroup
+    ) -> None:
+        self._model, self._config, self._device = model, config, device
+        self.plan: WritePlan = plan_writes(model, to_hf, config.wire_dtype, config.block_bytes)
+        self._store: dist.TCPStore | None = None
+        self.images: tuple[SharedImage, ...] = ()
+        self.meeting = self._meet(group)
+        self.worker: SyncWorker | None = None
+        self.publisher: Publisher | None = None
+        self._announcer: Announcer | None = None
+
+    def _meet(self, group: dist.ProcessGroup) -> Meeting:
+        rank = dist.get_rank()
+        told: list[Any] = [None]
+        if rank == 0:
+            nbytes, slots = self.plan.manifest.total_bytes, self._config.slots
+            require_memory(nbytes * slots, f"weight_sync.slots = {slots} version images of {nbytes:,} bytes")
+            self.images = tuple(SharedImage.create(nbytes, f"titan_grpo slot {i}") for i in range(slots))
+            self._store = host_store(LOOPBACK)
+            told = [Meeting(new_run_id(time.time()), tuple(i.address for i in self.images), self._store.port)]
+        dist.broadcast_object_list(told, src=0, group=group)
+        meeting: Meeting = told[0]
+        if rank != 0 and self.plan.ops:
+            self.images = tuple(SharedImage.attach(address) for address in meeting.images)
+        return meeting
+
+    def start(self, rollout: Rollout, urls: list[str], on_server: OnServer, recorder: Recorder | None) -> None:
+        """Open this rank's publisher; on rank 0 also start one lane per server. Not collective."""
+        announce: Announce
+        if recorder is not None:
+            self.worker = self._start_worker(rollout, urls, on_server, recorder)
+            announce = self.worker.publish
+        elif self.plan.ops:
+            announce = self._announcer = Announcer(
+                dist.get_rank(), LOOPBACK, self.meeting.store_port, self._config.connect_deadline_s
+            )
+        else:
+            return
+        tensors = [image.tensor() for image in self.images]
+        chunk_bytes = self._config.bucket_bytes
+        self.publisher = Publisher(Snapshotter(self.plan.ops, tensors, self._device, chunk_bytes), announce)
+
+    def _start_worker(self, rollout: Rollout, urls: list[str], on_server: OnServer, recorder: Recorder) -> SyncWorker:
+        config = self._config
+        transport = config.transport
+        if transport == "auto":
+            transport = "nccl" if self._device.type == "cuda" else "gloo"
+        link = LinkOptions(
+            transport=transport,
+            bind_host=resolve_bind_host(config.bind_host, urls),
+            digest_algorithm=config.digest,
+            bucket_bytes=config.bucket_bytes,
+            timeout_s=config.lane_deadline_s,
+            device=str(self._device) if transport == "nccl" else "cpu",
+        )
+        context = LaneContext(
+            run_id=self.meeting.run_id,
+            manifest=self.plan.manifest,
+            images=tuple(image.tensor() for image in self.images),
+            config=config,
+            link=link,
+            shelf=Shelf(config.slots),
+            fleet=Fleet(urls, on_server),
+            recorder=recorder,
+        )
+        assert self._store is not None
+        worker = SyncWorker(context, self.images, self._store, [r for r in self.plan.writers if r != 0])
+        worker.start([self._control(rollout, url) for url in urls])
+        return worker
+
+    def _control(self, rollout: Rollout, url: str) -> ServerControl:
+        key = os.environ.get(rollout.api_key_env, "") if rollout.api_key_env else ""
+        return VllmControl(url, key, self._config.commit_deadline_s)
+
+    def newest(self) -> Published | None:
+        """Rank 0: the newest complete version."""
+        return self.worker.newest() if self.worker is not None else None
+
+    def publish(self, version: int, slot: int) -> None:
+        """Start the copy of this rank's shards into ``slot``. Nothing on a rank that writes no part."""
+        if self.publisher is not None:
+            shards = local_shards(named_tensors(self._model), set(self.plan.ops))
+            self.publisher.publish(version, slot, shards)
+
+    def fence(self) -> None:
+        """Before the optimizer changes the weights."""
+        if self.publisher is not None:
+            self.publisher.fence()
+
+    def take_error(self) -> str:
+        """The latched background error of this rank, as text; empty if there is none."""
+        sources: list[Callable[[], Exception | None]] = []
+        if self.worker is not None:
+            sources.append(self.worker.take_error)
+        if self._announcer is not None:
+            sources.append(self._announcer.take_error)
+        return "; ".join(str(error) for take in sources if (error := take()) is not None)
+
+    def close(self) -> None:
+        """Stop lanes and threads and let go of the images. Bounded; idempotent."""
+        if self.worker is not None:
+            self.worker.close()
+        if self._announcer is not None:
+            self._announcer.close(timeout_s=5.0)
+        if self.publisher is not None:
+            self.publisher.close()
+        for image in self.images:
+            image.close()
+        self.images = ()
