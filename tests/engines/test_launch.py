@@ -37,6 +37,14 @@ def test_the_backend_of_our_plugin_is_asked_for_unless_switched_off():
     assert "--weight-transfer-config" not in command(ServerSpec("py", "m", "log", port=1, weight_transfer=False))
 
 
+def test_a_server_that_shares_cores_has_no_spinning_worker_process():
+    shared, own = ServerSpec("py", "m", "log", port=1), ServerSpec("py", "m", "log", port=1, cpu_threads=0)
+    assert "uni" in command(shared)
+    assert environment({}, shared)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert "uni" not in command(own)
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment({}, own)
+
+
 def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path):
     dying = "import sys; print('no such model', flush=True); sys.exit(3)"
     with Server(spec(tmp_path, dying)) as server, pytest.raises(ServerUnreachable, match=r"exit code 3(.|\n)*no such model"):
