@@ -51,7 +51,7 @@ class GRPO:
     """Importance correction for trainer/engine mismatch: one weight per token, or one per sequence."""
 
     rollout_is_threshold: float = 2.0
-    """Truncation of that weight (truncated importance sampling); 0 turns the correction off."""
+    """Truncation of that weight (truncated importance sampling). 0: no weight; the clip bounds act on policy against engine."""
 
     token_budget: int = 0
     """Rows times padded length of one microbatch on one rank; 0: training.local_batch_size * training.seq_len."""
@@ -253,6 +253,9 @@ def _weight_sync_violations(w: WeightSync) -> list[str]:
         "weight_sync.bucket_bytes",
         f"a positive multiple of weight_sync.block_bytes ({w.block_bytes})",
         w.bucket_bytes,
+    )
+    out += _rule(
+        w.apply == "streamed", "weight_sync.apply", '"staged": streaming into a paused engine is not there yet', w.apply
     )
     out += _rule(w.slots < 2, "weight_sync.slots", "2 or more (one is written while another is sent)", w.slots)
     out += _rule(w.backoff_max_s < w.backoff_s, "weight_sync.backoff_max_s", "at least weight_sync.backoff_s", w.backoff_max_s)

@@ -70,6 +70,10 @@ class Recorder:
     def record_span(self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any) -> None:
         """A span whose ends were read elsewhere, on the same clock as the recorder's."""
         self.observe(name, stop_s - start_s)
+        self.draw(name, start_s, stop_s, track, **args)
+
+    def draw(self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any) -> None:
+        """A bar in the trace and nothing else."""
         self._put_event(trace.complete(name, self.rank, self._track(track), start_s, stop_s - start_s, **args))
 
     def instant(self, name: str, track: str | None = None, **args: Any) -> None:

@@ -102,6 +102,9 @@ class Controller:
         rollout, rollouts = self._job.rollout, self._running()
         groups = rollouts.next_batch(version, rollout.prompts_per_step, rollout.batch_timeout_s)
         batch = assemble(groups, num_ranks, self._options)
+        for reason, count in batch.dropped.items():
+            self.recorder.count(names.dropped(f"completion_{reason}"), count)
+            logger.warning("step after version %d: %d completions are not trained on (%s)", version, count, reason)
         self._step_values = _group_values(groups, batch, version)
         return StepWork(batch.ranks, self._worker().take_slot(), json.dumps(rollouts.state()))
 
@@ -116,6 +119,11 @@ class Controller:
         timeout_s = sync.lane_deadline_s + sync.commit_deadline_s
         if not self._worker().wait_held(version, timeout_s, everyone=True):
             logger.warning("no server held version %d after %g s; going on without", version, timeout_s)
+
+    def draw(self, step: int, phases: Mapping[str, tuple[float, float]]) -> None:
+        """Bars of the main thread in the trace: phase -> (start, stop) on the recorder's clock."""
+        for name, (start, stop) in phases.items():
+            self.recorder.draw(name, start, stop, "main thread", step=step)
 
     def record(self, step: int, metrics: Mapping[str, float], times: Mapping[str, float]) -> dict[str, float]:
         """End of a step: metrics.jsonl, the progress line; returns the values for TensorBoard."""

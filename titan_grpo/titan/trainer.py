@@ -46,7 +46,8 @@ def _register(job_config: Any) -> None:
     spec = get_train_spec(job_config.model.name)
     if spec.state_dict_adapter is None:
         raise ConfigError(
-            f"model.name must be a model with a state dict adapter, {job_config.model.name!r} has none: no server could be synced"
+            f"model.name must be a model with a state dict adapter, {job_config.model.name!r} has none: "
+            "its weights have no HF names, so no server could be synced"
         )
     name = f"grpo_{job_config.model.name}"
     args = spec.model_args.get(job_config.model.flavor)
@@ -118,7 +119,7 @@ class GRPOTrainer(Trainer):
         self._finish()
 
     def _start(self) -> None:
-        """After the checkpoint was loaded, before the first rollout: every server gets the version that training starts from."""
+        """After the checkpoint was loaded, before the first rollout: the servers get the version that training starts from."""
         self._started = True
         controller = self.controller
         if controller is not None:
@@ -177,6 +178,8 @@ class GRPOTrainer(Trainer):
             names.STEP_S: time.perf_counter() - begin,
             names.GRAD_NORM: self._grad_norm,
         }
+        phases = {"rollout wait": (begin, fetched), "train": (fetched, trained), "publish": (trained, time.perf_counter())}
+        self.controller.draw(self.step, phases)
         tensorboard = self.controller.record(self.step, metrics, times)
         self.metrics_processor.logger.log(tensorboard, self.step)
 
@@ -201,7 +204,9 @@ class GRPOTrainer(Trainer):
         with self.train_context(), self.maybe_enable_amp:
             logits = self.model_parts[0](inputs, **extra_inputs, **extra_kwargs)
             logprobs = token_logprobs(logits, labels, temperature, LOGPROB_CHUNK_TOKENS)
-            loss, metrics = grpo_loss(logprobs, batch, self._grpo, reference)
+            # Without the importance correction the clip bounds act on policy against engine (see algorithm/loss.py).
+            old = batch["rollout_logprobs"] if self._grpo.rollout_is_threshold == 0 else None
+            loss, metrics = grpo_loss(logprobs, batch, self._grpo, reference, old)
             del logits
             loss.backward()
         self._parts.append(metrics)
