@@ -1,0 +1,19 @@
+from dataclasses import fields
+from pathlib import Path
+
+from titan_grpo import config
+from titan_grpo.commands import config as command
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_key_is_documented_once():
+    for section in (config.GRPO, config.Rollout, config.WeightSync):
+        keys = [key.name for key in command.keys(section)]
+        assert keys == [field.name for field in fields(section)]
+        assert all(key.meaning for key in command.keys(section))
+
+
+def test_the_configuration_page_is_what_the_command_prints():
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == command.page(), "run: titan-grpo config > docs/configuration.md"

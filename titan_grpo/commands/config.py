@@ -1,0 +1,62 @@
+"""``titan-grpo config``: every key of titan_grpo's TOML sections, with type, default and meaning, as Markdown."""
+
+import ast
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from titan_grpo import config
+
+HEADER = """# Configuration
+
+The keys that titan_grpo adds to a torchtitan TOML file. A job names them with
+`[job] custom_config_module = "titan_grpo.config"` (the default of `titan_grpo.train`); the command line overrides the file:
+`--grpo.async-weight-update`, `--rollout.servers http://a:8000,http://b:8000`, `--weight_sync.slots 3`.
+A wrong type, an unknown key or an impossible combination ends the start with one line and exit code 2.
+
+This page is what `titan-grpo config` prints.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of a section, as written in the source."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def keys(section: type) -> Iterator[Key]:
+    """The keys of one section in the order of the source, with the docstring that follows each."""
+    body = ast.parse(inspect.getsource(section)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    instance = section()
+    for field, doc in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, ast.Expr):
+            meaning = " ".join(str(ast.literal_eval(doc.value)).split())
+            yield Key(
+                field.target.id,
+                ast.unparse(field.annotation).removeprefix("Literal"),
+                repr(getattr(instance, field.target.id)),
+                meaning,
+            )
+
+
+def page() -> str:
+    """The whole page."""
+    out = [HEADER]
+    for name, section in (("grpo", config.GRPO), ("rollout", config.Rollout), ("weight_sync", config.WeightSync)):
+        out.append(f"## [{name}]\n\n{inspect.getdoc(section)}\n\n| key | type | default | meaning |\n|---|---|---|---|")
+        for key in keys(section):
+            cells = (f"`{key.name}`", f"`{key.type}`", f"`{key.default}`", key.meaning)
+            out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        out.append("")
+    return "\n".join(out).rstrip() + "\n"
+
+
+def run(argv: list[str], env: Mapping[str, str]) -> int:
+    """Print the page."""
+    print(page(), end="")
+    return 0
