@@ -218,6 +218,24 @@ def test_a_probe_says_that_the_plugin_is_there_and_what_it_holds(site, versions)
     link.close()
 
 
+def test_two_tensor_parallel_workers_load_their_halves_and_refuse_together(vllm_python, tmp_path):
+    args = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
+    with served("qwen3", vllm_python, tmp_path, args=args) as site:
+        weights, other = Version("qwen3", 1, tmp_path), Version("qwen3", 2, tmp_path)
+        link = site.link(weights.manifest)
+        assert site.sync(link, 1, 1, weights).ok
+        link.close()
+        assert site.difference(weights) <= MAX_DIFFERENCE
+        other.manifest = Manifest.build([(s.name + "x", s.dtype, s.shape) for s in other.manifest.tensors], BLOCK)
+        other.fingerprint = fingerprint(other.manifest.digest, other.digests)
+        link = site.link(other.manifest)
+        applied = site.sync(link, 1, 2, other)
+        link.close()
+        assert not applied.ok
+        assert applied.intact
+        assert site.difference(weights) <= MAX_DIFFERENCE
+
+
 UNREPAIRED = """
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from titan_grpo.receive.engine import EngineSide, OneWorker
