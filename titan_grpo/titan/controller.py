@@ -12,14 +12,15 @@ from titan_grpo.algorithm.batch import Batch, BatchOptions, assemble
 from titan_grpo.errors import ProtocolError, ServerUnreachable, SyncError
 from titan_grpo.observe import names, report
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.receive.engine import tensor_views
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.records import ReplayClient
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Group
 from titan_grpo.sync.worker import SyncWorker
 from titan_grpo.titan.batches import StepWork
+from titan_grpo.titan.hf_files import copy_assets, write_weights
 from titan_grpo.titan.launching import Launcher
-from titan_grpo.titan.savehf import save_image
 from titan_grpo.titan.syncing import TrainerSync
 
 logger = logging.getLogger(__name__)
@@ -153,8 +154,11 @@ class Controller:
             self.recorder.error(f"{url} did not hold version {version} at the end, after {deadline_s:g} s")
         published = sync.newest()
         if published is not None:
+            # The image already has the names, the layout and the type of HF files.
             folder = self._run_dir / "hf"
-            save_image(sync.images[published.slot].tensor(), sync.plan.manifest, folder, Path(self._model_dir))
+            folder.mkdir(parents=True, exist_ok=True)
+            write_weights(tensor_views(sync.images[published.slot].tensor(), sync.plan.manifest), folder)
+            copy_assets(Path(self._model_dir), folder, self._job.weight_sync.wire_dtype)
         self._finished = True
 
     def close(self) -> None:
