@@ -1,6 +1,7 @@
 """Setting up the weight sync on all ranks, and one rank's handle of it."""
 
 import ipaddress
+import logging
 import os
 import socket
 import time
@@ -27,6 +28,8 @@ from titan_grpo.sync.snapshot import Snapshotter
 from titan_grpo.sync.transports.store import host_store
 from titan_grpo.sync.worker import SyncWorker
 from titan_grpo.titan.weights import ToHF, WritePlan, named_tensors, plan_writes
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
@@ -87,6 +90,14 @@ class TrainerSync:
         if rank == 0:
             nbytes, slots = self.plan.manifest.total_bytes, self._config.slots
             require_memory(nbytes * slots, f"weight_sync.slots = {slots} version images of {nbytes:,} bytes")
+            logger.info(
+                "weight sync: %d slots x %s bytes = %.3f GiB of host memory; device memory: one copy buffer per rank and one "
+                "bucket per NCCL lane of %s bytes each",
+                slots,
+                f"{nbytes:,}",
+                slots * nbytes / 2**30,
+                f"{self._config.bucket_bytes:,}",
+            )
             self.images = tuple(SharedImage.create(nbytes, f"titan_grpo slot {i}") for i in range(slots))
             self._store = host_store(LOOPBACK)
             told = [Meeting(new_run_id(time.time()), tuple(i.address for i in self.images), self._store.port)]

@@ -170,7 +170,9 @@ class GRPOTrainer(Trainer):
         if share.slot is None:
             self.controller.skipped(self.step)
         elif not self._grpo.async_weight_update:
+            waiting = time.perf_counter()
             self.controller.wait_committed(self.step)
+            self._blocked_s += time.perf_counter() - waiting
         times = {
             names.ROLLOUT_WAIT_S: fetched - begin,
             names.TRAIN_S: trained - fetched,
