@@ -146,3 +146,18 @@ def test_no_micro_batches_give_no_metrics_and_different_names_are_refused():
     assert [len(vector) for vector in pack({})] == [0, 0]
     with pytest.raises(ProtocolError, match="kl_tokens_sum"):
         accumulate([{"kl_tokens_sum": torch.tensor(0.0)}, {}])
+
+
+def test_the_on_policy_gap_leaves_out_rows_of_older_versions():
+    batch = {
+        "labels": torch.tensor([[1, IGNORE_INDEX], [1, 1]]),
+        "weights": torch.full((2, 2), 0.25),
+        "advantages": torch.zeros(2),
+        "rollout_logprobs": torch.tensor([[-1.0, 0.0], [-1.0, -1.0]]),
+        "on_policy": torch.tensor([True, False]),
+    }
+    logprobs = torch.tensor([[-1.5, 0.0], [-9.0, -9.0]])
+    metrics = grpo_loss(logprobs, batch, GRPO())[1]
+    assert float(metrics["on_policy_count_sum"]) == 1
+    assert float(metrics["on_policy_gap_sum"]) == pytest.approx(0.5)
+    assert float(metrics["on_policy_gap_max"]) == pytest.approx(0.5)

@@ -62,6 +62,7 @@ def grpo_loss(
         metrics = _policy_metrics(logprobs, rollout, mask)
         metrics |= _ratio_metrics(ratio, importance, advantages, mask, options)
         metrics |= {"loss_sum": loss.detach().double(), "policy_loss_sum": policy_loss.detach().double()}
+        metrics |= _on_policy_metrics(logprobs, batch, mask)
         if kl is not None:
             metrics["kl_tokens_sum"] = kl.sum().double()
     return loss, metrics
@@ -78,6 +79,23 @@ def _policy_metrics(logprobs: torch.Tensor, rollout: torch.Tensor, mask: torch.T
         "logprob_difference_tokens_sum": difference.sum().double(),
         "logprob_gap_tokens_sum": gap.sum().double(),
         "logprob_gap_max": gap.max().double(),
+    }
+
+
+def _on_policy_metrics(logprobs: torch.Tensor, batch: MicroBatch, mask: torch.Tensor) -> Metrics:
+    """Trainer against engine on the rows that the trainer's own version made (``batch["on_policy"]``, bool [R], optional).
+
+    There the gap is arithmetic alone (types, kernels, a wrong sync); elsewhere it is also what the policy learnt since.
+    """
+    rows = batch.get("on_policy")
+    if rows is None:
+        return {}
+    chosen = mask & rows.unsqueeze(-1)
+    gap = (logprobs - batch["rollout_logprobs"]).abs() * chosen
+    return {
+        "on_policy_count_sum": chosen.sum().double(),
+        "on_policy_gap_sum": gap.sum().double(),
+        "on_policy_gap_max": gap.max().double(),
     }
 
 

@@ -15,6 +15,8 @@ CLIP_FRACTION = "ratio/clip_fraction"
 COMPLETION_TOKENS = "rollout/completion_tokens_mean"
 LOGPROB_GAP = "logprob_gap/mean"
 LOGPROB_GAP_MAX = "logprob_gap/max"
+ON_POLICY_GAP = "logprob_gap/on_policy_mean"
+ON_POLICY_GAP_MAX = "logprob_gap/on_policy_max"
 STALENESS = "staleness/mean"
 STALENESS_MAX = "staleness/max"
 
@@ -55,6 +57,8 @@ MEANING: dict[str, str] = {
     COMPLETION_TOKENS: "mean length of a completion, tokens",
     LOGPROB_GAP: "mean absolute difference of trainer and engine log-probability, nats",
     LOGPROB_GAP_MAX: "largest absolute difference of a step, nats",
+    ON_POLICY_GAP: "that mean over tokens that the trainer's own version made: arithmetic, not learning; nats",
+    ON_POLICY_GAP_MAX: "largest of those, nats",
     STALENESS: "mean of trainer version minus the version that made a group, versions",
     STALENESS_MAX: "largest staleness of a step, versions",
     STEP_S: "a whole step on the main thread, seconds",

@@ -50,6 +50,7 @@ def summarize(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
         "steps_per_s": (len(times) - 1) / elapsed if elapsed > 0 else None,
         "staleness": _mean_and_max(recorder, names.STALENESS, names.STALENESS_MAX),
         "logprob_gap": _mean_and_max(recorder, names.LOGPROB_GAP, names.LOGPROB_GAP_MAX),
+        "logprob_gap_on_policy": _mean_and_max(recorder, names.ON_POLICY_GAP, names.ON_POLICY_GAP_MAX),
         "dropped": {name.removeprefix(prefix): int(n) for name, n in totals.items() if name.startswith(prefix)},
         "errors": recorder.errors(),
     }
@@ -144,7 +145,7 @@ def final_table(summary: Mapping[str, Any]) -> str:
     ]
     rows += [
         (key.replace("_", " "), f"mean {number(s[key]['mean'])}, max {number(s[key]['max'])}")
-        for key in ("staleness", "logprob_gap")
+        for key in ("staleness", "logprob_gap", "logprob_gap_on_policy")
     ]
     rows += [("dropped groups", ", ".join(f"{n} {reason}" for reason, n in s["dropped"].items()) or "none")]
     rows += [("error", text) for text in s["errors"]] or [("errors", "none")]

@@ -64,6 +64,7 @@ SUMMARY: dict[str, Rule] = {
     "steps_per_s": NUMBER,
     "staleness": _figures("mean", "max"),
     "logprob_gap": _figures("mean", "max"),
+    "logprob_gap_on_policy": _figures("mean", "max"),
     "dropped": COUNTS,
     "errors": TEXTS,
 }

@@ -3,14 +3,13 @@
 import json
 import logging
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from titan_grpo.algorithm.batch import Batch, BatchOptions, assemble
 from titan_grpo.errors import ProtocolError, ServerUnreachable, SyncError
-from titan_grpo.observe import names, report
+from titan_grpo.observe import names, report, terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.receive.engine import tensor_views
 from titan_grpo.rollout.client import RolloutClient
@@ -97,7 +96,7 @@ class Controller:
         """
         if sync_error:
             self.recorder.error(sync_error)
-            logger.warning("weight sync: %s", sync_error)
+            terminal.say(f"weight sync: {sync_error}")
             if self._job.weight_sync.on_sync_error == "stop":
                 raise SyncError(sync_error)
         rollout, rollouts = self._job.rollout, self._running()
@@ -119,7 +118,7 @@ class Controller:
         sync = self._job.weight_sync
         timeout_s = sync.lane_deadline_s + sync.commit_deadline_s
         if not self._worker().wait_held(version, timeout_s, everyone=True):
-            logger.warning("no server held version %d after %g s; going on without", version, timeout_s)
+            terminal.say(f"no server held version {version} after {timeout_s:g} s; going on without")
 
     def draw(self, step: int, phases: Mapping[str, tuple[float, float]]) -> None:
         """Bars of the main thread in the trace: phase -> (start, stop) on the recorder's clock."""
@@ -137,11 +136,14 @@ class Controller:
             names.RATIO_MEAN: metrics["ratio"],
             names.CLIP_FRACTION: metrics["clipped_low"] + metrics["clipped_high"],
         }
+        if metrics["on_policy_count"] > 0:
+            values[names.ON_POLICY_GAP] = metrics["on_policy_gap"] / metrics["on_policy_count"]
+            values[names.ON_POLICY_GAP_MAX] = metrics["on_policy_gap_max"]
         if "kl" in metrics:
             values[names.KL] = metrics["kl"]
         self.recorder.step(step, values)
         line = report.progress_line(step, self._job.training.steps, values, self._versions)
-        print(line, file=sys.stderr, flush=True)
+        terminal.say(line)
         return values
 
     def finish(self, version: int) -> None:
@@ -173,7 +175,7 @@ class Controller:
         if rollouts is not None:
             mode = "async" if self._job.grpo.async_weight_update else "sync"
             summary = report.write_report(self.recorder, self._run_dir.name, mode)
-            print(report.final_table(summary), file=sys.stderr, flush=True)
+            terminal.say(report.final_table(summary))
         self.recorder.close()
 
     def _count_dropped(self, counters: Mapping[str, int]) -> None:

@@ -199,7 +199,7 @@ class GRPOTrainer(Trainer):
         self, *, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: torch.Tensor
     ) -> torch.Tensor:
         """GRPO loss of one micro-batch and its gradients. The weights in the batch normalise over the whole step already."""
-        batch = {**input_dict, "labels": labels}
+        batch = {**input_dict, "labels": labels, "on_policy": input_dict["versions"] == self.step - 1}
         inputs, _, extra_inputs, extra_kwargs = self.post_dataloading_process({"input": batch.pop("input")}, labels)
         temperature = self.job_config.rollout.temperature
         reference = self._reference_logprobs(inputs, labels, temperature)
