@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from titan_grpo.algorithm.batch import IGNORE_INDEX
 from titan_grpo.algorithm.kl import kl_estimate
 from titan_grpo.algorithm.loss import grpo_loss
 from titan_grpo.algorithm.metrics import accumulate, pack, summarize, unpack
