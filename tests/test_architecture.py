@@ -12,7 +12,7 @@ TABLES = BASE | {"protocol", "observe"}
 PARTS = TABLES | {"layout", "algorithm", "engines"}
 MOVERS = PARTS | {"sync.transports"}
 RUNTIME = MOVERS | {"sync", "receive", "rollout", "patches"}
-TOP = RUNTIME | {"titan", "commands"}
+TOP = RUNTIME | {"titan", "verify", "commands"}
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": MOVERS,
     "testing": RUNTIME,
     "titan": RUNTIME,
-    "commands": RUNTIME | {"titan"},
+    "verify": RUNTIME,
+    "commands": RUNTIME | {"titan", "verify"},
     "train": RUNTIME | {"titan"},
     "cli": TOP,
 }

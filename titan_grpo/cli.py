@@ -18,6 +18,7 @@ class Command:
 
 COMMANDS = {
     "quickstart": Command("titan_grpo.commands.quickstart", "train a tiny model on this machine beside real vLLM servers"),
+    "verify": Command("titan_grpo.commands.verify", "prove that a real server serves exactly the trainer's weights"),
     "doctor": Command("titan_grpo.commands.doctor", "check versions, memory, ports, environment and servers before a run"),
     "config": Command("titan_grpo.commands.config", "print every configuration key with its meaning"),
     "export": Command("titan_grpo.commands.export", "write a checkpointed version as HF safetensors"),

@@ -1,5 +1,6 @@
 """One rank's life: build the trainer, train, close whatever happens."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -8,12 +9,12 @@ from torchtitan.tools.logging import init_logger
 from titan_grpo.titan.trainer import GRPOTrainer
 
 
-def run(job_config: Any) -> None:
-    """Train as configured. Raises what stopped it, after everything that was started has ended."""
+def run(job_config: Any, build: Callable[[Any], GRPOTrainer] = GRPOTrainer) -> None:
+    """Train as configured, with what ``build`` makes. Raises what stopped it, after everything that was started has ended."""
     init_logger()
     trainer: GRPOTrainer | None = None
     try:
-        trainer = GRPOTrainer(job_config)
+        trainer = build(job_config)
         trainer.train()
     finally:
         if trainer is not None:

@@ -1,0 +1,131 @@
+"""For ``titan-grpo verify`` only: a GRPOTrainer that proves which weights it had after every step.
+
+It gathers every parameter whole (``full_tensor``), sends them through the adapter and casts them: nothing of the sync's own
+path (learnt layout, shard copies, images, sealer) is used, so a mistake there can not hide itself.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from titan_grpo.errors import SyncError
+from titan_grpo.layout.content import content_digest, tensor_digest
+from titan_grpo.layout.digest import block_digests, fingerprint
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.titan.trainer import GRPOTrainer
+from titan_grpo.titan.weights import exported_tensors
+
+TRAINER_EVIDENCE = "trainer.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """A violation to plant: the self-test. ``bytes``: version ``at`` is published with one sign flipped, and trained on
+    without; ``modes``: one weight changes its sign behind the trainer's back before the step that makes version ``at``.
+    """
+
+    kind: str = ""
+    at: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Plant":
+        """``"bytes:2"``; an empty text plants nothing."""
+        kind, _, at = text.partition(":")
+        return cls(kind, int(at)) if text else cls()
+
+
+def version_file(folder: Path, version: int) -> Path:
+    """Where the weights of one version are kept for the reference computation."""
+    return folder / f"version_{version:06d}.safetensors"
+
+
+class VerifyTrainer(GRPOTrainer):
+    """See the module's docstring. Rank 0 writes TRAINER_EVIDENCE and one safetensors file per version into ``evidence``."""
+
+    def __init__(self, job_config: Any, evidence: Path, plant: Plant) -> None:
+        super().__init__(job_config)
+        self._evidence, self._plant = evidence, plant
+        self._adapter = self.train_spec.state_dict_adapter(self.model_args, job_config.model.hf_assets_path)
+        if dist.get_rank() == 0:
+            evidence.mkdir(parents=True, exist_ok=True)
+
+    def _start(self) -> None:
+        super()._start()
+        self._witness(self.step - 1)
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+        """GRPOTrainer's step, then the version it made is written down."""
+        if self._plant == Plant("modes", self.step):
+            self.sync.fence()
+            self._flip()
+        super().train_step(data_iterator)
+        self._witness(self.step)
+
+    def _publish(self, version: int, slot: int) -> None:
+        planted = self._plant == Plant("bytes", version)
+        if planted:
+            self._flip()
+        super()._publish(version, slot)
+        if planted:
+            # On a device the copy is only enqueued: it must have read the wrong value before that is taken back.
+            self.sync.fence()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            self._flip()
+
+    def _flip(self) -> None:
+        """Change the sign of rank 0's first weight."""
+        if dist.get_rank() == 0:
+            name = next(iter(self.sync.plan.ops))
+            weights = dict(exported_tensors(self.model_parts[0], self._adapter.to_hf))
+            local = weights[name].to_local() if hasattr(weights[name], "to_local") else weights[name]
+            with torch.no_grad():
+                local.view(-1)[:1].neg_()
+
+    def _witness(self, version: int) -> None:
+        """Collective: gather, export, cast; rank 0 digests and saves."""
+        began = time.perf_counter()
+        with torch.no_grad():
+            named = exported_tensors(self.model_parts[0], self._adapter.to_hf)
+            parameters = {id(p) for p in self.model_parts[0].parameters()}
+            wire = getattr(torch, self.job_config.weight_sync.wire_dtype)
+            full: dict[str, torch.Tensor] = {}
+            for fqn, tensor in named:
+                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                cast = id(tensor) in parameters and whole.is_floating_point()
+                full[fqn] = (whole.to(wire) if cast else whole).cpu()
+            if dist.get_rank() != 0:
+                return
+            exported = {name: t.contiguous() for name, t in self._adapter.to_hf(full).items()}
+        digests = {name: tensor_digest(t) for name, t in exported.items()}
+        line = {
+            "version": version,
+            "digest": content_digest(digests),
+            "fingerprint": image_fingerprint(exported, self.sync.plan.manifest, self.job_config.weight_sync.digest),
+            "image_bytes": self.sync.plan.manifest.total_bytes,
+            "tensors": digests,
+        }
+        save_file({name: t.clone() for name, t in exported.items()}, version_file(self._evidence, version))
+        line["gather_s"] = time.perf_counter() - began
+        with (self._evidence / TRAINER_EVIDENCE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def image_fingerprint(tensors: dict[str, torch.Tensor], manifest: Manifest, algorithm: str) -> str:
+    """Fingerprint that the image of these tensors must have. Raises SyncError on other names."""
+    names = {spec.name for spec in manifest.tensors}
+    if names != set(tensors):
+        different = sorted(names ^ set(tensors))
+        raise SyncError(f"the manifest must name the tensors that the adapter exports, different are {different[:3]}")
+    image = bytearray(manifest.total_bytes)
+    for spec in manifest.tensors:
+        flat = tensors[spec.name].flatten().view(torch.uint8)
+        image[spec.offset : spec.offset + spec.nbytes] = flat.numpy().tobytes()
+    return fingerprint(manifest.digest, block_digests(memoryview(image), manifest, algorithm))

@@ -1,0 +1,59 @@
+"""The self-test's foreign sender: puts other weights on a server behind the trainer's back, over the real lane.
+
+What it plants is what a zombie trainer or a torn load would leave: the server itself is healthy and sure of itself.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from titan_grpo.engines import vllm
+from titan_grpo.engines.control import VllmControl
+from titan_grpo.engines.drivers import SyncDriver
+from titan_grpo.errors import TransferFailed
+from titan_grpo.layout.digest import block_digests, fingerprint
+from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.wire import new_run_id
+from titan_grpo.sync.sender import LaneLink, LinkOptions
+
+DEADLINE_S = 60.0
+BLOCK_BYTES = 256 << 10
+
+
+def torn(old: Path, new: Path) -> dict[str, torch.Tensor]:
+    """The state of a load from ``old`` to ``new`` that stopped half-way: every second tensor is still the old one."""
+    before, after = load_file(old), load_file(new)
+    return {name: (before if index % 2 else after)[name] for index, name in enumerate(after)}
+
+
+def commit_foreign(url: str, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+    """Send and commit ``tensors`` as ``version`` of a newer run, and leave the server's label as it was."""
+    entries = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
+    manifest = Manifest.build(entries, BLOCK_BYTES)
+    link = LaneLink(new_run_id(time.time()), 1, manifest, LinkOptions("gloo", "127.0.0.1", "xxh3", 4 << 20, DEADLINE_S))
+    control = VllmControl(url, "", DEADLINE_S)
+    with SharedImage.create(manifest.total_bytes, "titan_grpo plant") as image, SyncDriver(url) as driver:
+        bytes_ = image.tensor()
+        for spec in manifest.tensors:
+            bytes_[spec.offset : spec.offset + spec.nbytes] = tensors[spec.name].contiguous().flatten().view(torch.uint8)
+        digests = block_digests(image.buffer, manifest, "xxh3")
+        try:
+            control.greet(link.open().to_dict())
+            link.wait_joined(DEADLINE_S)
+            link.send_manifest(DEADLINE_S)
+            staged = link.send(1, version, bytes_, digests, fingerprint(manifest.digest, digests))
+            control.pause()
+            control.load(link.commit(staged).to_dict())
+            applied = link.wait_applied(1, DEADLINE_S)
+            driver.run(vllm.finish_weight_update(None, DEADLINE_S))
+            control.resume()
+            link.bye(2)
+        finally:
+            link.close()
+            control.close()
+    if not applied.ok:
+        raise TransferFailed(f"the planted version {version} was refused: {applied.error}")

@@ -1,0 +1,100 @@
+"""One client that keeps asking a server for the log-probabilities of fixed prompts while it is being synced."""
+
+import random
+import threading
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+
+from titan_grpo.engines import vllm
+from titan_grpo.engines.drivers import SyncDriver
+from titan_grpo.errors import ServerRefused, ServerUnreachable
+from titan_grpo.verify.evidence import Probe
+
+REQUEST_S = 60.0
+"""Deadline of one request: it may have to wait until a commit is over."""
+
+JOIN_S = 5.0
+"""How long the end waits for the request in flight."""
+
+PACE_S = 0.02
+"""Between two requests: the server's cores belong to the trainer's ranks too."""
+
+MAX_ERRORS = 3
+PROMPTS, TOKENS = 3, 32
+FIRST_ID, LAST_ID = 4, 124
+"""Ids of ordinary tokens of the tiny models."""
+
+
+def fixed_prompts(seed: int = 0) -> list[list[int]]:
+    """PROMPTS sequences of TOKENS random token ids."""
+    draw = random.Random(seed)
+    return [[draw.randrange(FIRST_ID, LAST_ID) for _ in range(TOKENS)] for _ in range(PROMPTS)]
+
+
+class Prober:
+    """A thread with one request in flight at a time, so that the order of the answers is the order of the requests.
+
+    Each prompt is short enough for one forward pass, and each request has a cache salt of its own: no answer may contain
+    what other weights have left in the prefix cache.
+    """
+
+    def __init__(self, url: str, prompts: Sequence[Sequence[int]]) -> None:
+        self._url, self._prompts = url, prompts
+        self._changed = threading.Condition()
+        self._probes: list[Probe] = []
+        self._errors: list[str] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="prober", daemon=True)
+
+    def __enter__(self) -> "Prober":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stopping.set()
+        # No longer: a request to a server that was left paused ends when its owner stops the server.
+        self._thread.join(JOIN_S)
+
+    @property
+    def probes(self) -> tuple[Probe, ...]:
+        """Answers so far, in order."""
+        with self._changed:
+            return tuple(self._probes)
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """Requests that failed; after MAX_ERRORS the prober gives up."""
+        with self._changed:
+            return tuple(self._errors)
+
+    def wait_more(self, count: int, timeout_s: float) -> bool:
+        """Whether ``count`` further answers to requests that start from now on came within ``timeout_s`` seconds."""
+        with self._changed:
+            # One more: the request in flight may have been computed before the caller's moment.
+            goal = len(self._probes) + count + 1
+            return self._changed.wait_for(lambda: len(self._probes) >= goal or len(self._errors) >= MAX_ERRORS, timeout_s)
+
+    def _run(self) -> None:
+        with SyncDriver(self._url) as driver:
+            number = 0
+            while not self._stopping.is_set() and len(self._errors) < MAX_ERRORS:
+                try:
+                    probe = self._ask(driver, number % len(self._prompts))
+                except (ServerUnreachable, ServerRefused) as error:
+                    with self._changed:
+                        self._errors.append(str(error))
+                        self._changed.notify_all()
+                    continue
+                number += 1
+                self._stopping.wait(PACE_S)
+                with self._changed:
+                    self._probes.append(probe)
+                    self._changed.notify_all()
+
+    def _ask(self, driver: SyncDriver, prompt: int) -> Probe:
+        before = driver.run(vllm.weight_info())
+        call = vllm.score(self._prompts[prompt], REQUEST_S)
+        salted = replace(call, json={**(call.json or {}), "cache_salt": vllm.salt(uuid.uuid4().hex)})
+        logprobs = driver.run(salted)
+        return Probe(prompt, logprobs, before, driver.run(vllm.weight_info()))

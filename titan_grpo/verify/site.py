@@ -1,0 +1,77 @@
+"""Where a verification runs: which devices, the real vLLM server with the recorder in it, and the trainer's environment."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_grpo.engines.launch import ServerSpec
+from titan_grpo.errors import ConfigError
+from titan_grpo.receive import recording
+
+STARTUP_S = 300.0
+GPU_SHARE = "0.3"
+"""Part of a GPU's memory that the server takes: on two GPUs it shares the second one with a trainer rank."""
+
+MAX_MODEL_LEN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What trainer and server run on. On CUDA the server gets ``server_gpu``, never rank 0's: NCCL refuses two on one GPU."""
+
+    kind: str
+    server_gpu: int = 0
+
+    @property
+    def transport(self) -> str:
+        """The lane's transport."""
+        return "nccl" if self.kind == "cuda" else "gloo"
+
+    def trainer_environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """``env`` for torchrun."""
+        out = {**env, "OMP_NUM_THREADS": "1"}
+        return out | ({"CUDA_VISIBLE_DEVICES": ""} if self.kind == "cpu" else {})
+
+
+def choose_devices(wanted: str, gpus: int, ranks: int) -> Devices:
+    """``wanted`` auto, cpu or cuda, on a host with ``gpus`` GPUs. Pure. Raises ConfigError where CUDA can not be used.
+
+    >>> choose_devices("auto", 1, 2), choose_devices("auto", 2, 2), choose_devices("cuda", 4, 2)
+    (Devices(kind='cpu', server_gpu=0), Devices(kind='cuda', server_gpu=1), Devices(kind='cuda', server_gpu=2))
+    """
+    if wanted == "cpu" or (wanted == "auto" and gpus < 2):
+        return Devices("cpu")
+    if gpus < max(2, ranks):
+        raise ConfigError(
+            f"--device cuda needs a GPU per rank ({ranks}) and one for the server other than rank 0's, this host has {gpus}: "
+            "use --device cpu"
+        )
+    return Devices("cuda", min(ranks, gpus - 1))
+
+
+def server_spec(python: str, model: Path, out: Path, devices: Devices) -> ServerSpec:
+    """A server whose plugin records every commit to ``recorded(out)``. Writes the recorder's plugin into ``out``."""
+    plugin = out / "server_plugin"
+    recording.install(plugin.resolve(), recorded(out).resolve())
+    backend = json.dumps({"backend": recording.BACKEND})
+    env = {"PYTHONPATH": str(plugin.resolve())}
+    args = ["--weight-transfer-config", backend]
+    if devices.kind == "cuda":
+        env["CUDA_VISIBLE_DEVICES"] = str(devices.server_gpu)
+        args += ["--gpu-memory-utilization", GPU_SHARE, "--enforce-eager"]
+    return ServerSpec(
+        python=python,
+        model=str(model),
+        log_path=str(out / "vllm.log"),
+        max_model_len=MAX_MODEL_LEN,
+        weight_transfer=False,
+        cpu=devices.kind == "cpu",
+        args=tuple(args),
+        env=env,
+    )
+
+
+def recorded(out: Path) -> Path:
+    """The file that the server's recorder writes."""
+    return out / "server_commits.jsonl"
