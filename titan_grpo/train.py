@@ -1,35 +1,77 @@
 """``torchrun ... -m titan_grpo.train --job.config_file X.toml``: the trainer's entry point on every rank."""
 
+import ctypes
 import os
+import signal
 import sys
+import traceback
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
 
 
-def _fail(error: Exception) -> int:
-    # Every rank meets the same configuration error; one of them says it.
-    if os.environ.get("RANK", "0") == "0":
-        print(f"titan-grpo: {error}", file=sys.stderr, flush=True)
-    return 2
+def _stop_on_signals() -> None:
+    """Let the first SIGTERM or SIGINT end this rank the ordinary way: lanes, rollouts and servers are closed.
+
+    The later ones are ignored: torchrun repeats its signals, and would cut the closing short. It kills after its grace.
+    If torchrun itself is killed, its ranks (each in a session of its own) would train on alone: the kernel sends SIGTERM.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+    def stop(number: int, frame: Any) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, stop)
+
+
+def _check_environment() -> None:
+    from titan_grpo.errors import ConfigError
+
+    missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"titan_grpo.train must be started by torchrun, which sets {', '.join(missing)}: "
+            "torchrun --nproc_per_node N -m titan_grpo.train --job.config_file X.toml"
+        )
+
+
+def _run(argv: list[str]) -> None:
+    # First: it patches what must be patched before torchtitan is imported.
+    from titan_grpo.titan.compat import prepare
+
+    prepare()
+    from titan_grpo.titan.jobconfig import check_files, parse
+
+    world = os.environ.get("WORLD_SIZE", "")
+    job_config = parse(argv, int(world) if world.isdigit() else None)
+    check_files(job_config)
+    _check_environment()
+    from titan_grpo.titan.run import run
+
+    _stop_on_signals()
+    run(job_config)
 
 
 def main(argv: list[str]) -> int:
-    """Run one rank. 0: trained; 2: the configuration is refused, in one line. Other errors propagate to torchrun."""
-    from titan_grpo.errors import ConfigError, DataError, UpstreamError
+    """Run one rank. 0: trained; 2: the configuration is refused; 1: another error of ours. Both are said in one line."""
+    from titan_grpo.errors import ConfigError, DataError, TitanGrpoError, UpstreamError
+    from titan_grpo.observe.terminal import complain
 
+    rank = os.environ.get("RANK", "0")
     try:
-        # First: it patches what must be patched before torchtitan is imported.
-        from titan_grpo.titan.compat import prepare
-
-        prepare()
-        from titan_grpo.titan.jobconfig import parse
-        from titan_grpo.titan.run import run
-
-        job_config = parse(argv)
-    except (ConfigError, UpstreamError) as error:
-        return _fail(error)
-    try:
-        run(job_config)
-    except (ConfigError, DataError) as error:
-        return _fail(error)
+        _run(argv)
+    except (ConfigError, DataError, UpstreamError) as error:
+        # Every rank meets the same error; one of them says it.
+        if rank == "0":
+            complain(str(error))
+        return 2
+    except TitanGrpoError as error:
+        traceback.print_exc()
+        complain(f"rank {rank}: {type(error).__name__}: {error}")
+        return 1
     return 0
 
 

@@ -49,30 +49,9 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     options = _arguments(argv)
     out = Path(options.out)
     _fresh(out)
-    # Imported here: --help and mistakes are answered before torch is loaded.
-    from titan_grpo.titan.flavors import FLAVORS
-    from titan_grpo.titan.tiny import write_tiny_model
-
     began = time.monotonic()
-    model, server_model = out / "model", out / "server_model"
-    write_tiny_model(options.model, model, seed=1)
-    # The servers start from other weights on purpose: what they serve later can only have come from the trainer.
-    write_tiny_model(options.model, server_model, seed=2)
-    name, flavor = FLAVORS[options.model]
     try:
-        with ServerGroup(options.vllm_python, str(server_model), out, options.servers) as servers:
-            servers.wait_healthy(lambda text: print(text, file=sys.stderr, flush=True))
-            arguments = ["--rollout.servers", ",".join(servers.urls), "--job.dump_folder", str(out)]
-            arguments += ["--model.hf_assets_path", str(model), "--model.name", name, "--model.flavor", flavor]
-            arguments += ["--training.steps", str(options.steps)]
-            arguments += ["--grpo.no-async-weight-update" if options.sync else "--grpo.async-weight-update", *options.rest]
-            print(f"training: {options.nproc} ranks, {options.steps} steps; log in {out / 'train.log'}", file=sys.stderr)
-            run_logged(
-                torchrun(options.nproc, options.config, arguments),
-                out / "train.log",
-                {**env, "OMP_NUM_THREADS": "1"},
-                lambda line: print(line, file=sys.stderr, flush=True),
-            )
+        _train(options, out, env)
     except KeyboardInterrupt:
         print("\nstopped; every process that was started has ended", file=sys.stderr)
         return 130
@@ -80,3 +59,28 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     print(f"done in {time.monotonic() - began:.0f} s: reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}")
     print(f"in {out}: summary.json metrics.jsonl reward.png trace.json (open in ui.perfetto.dev) tb/ hf/ (trained weights)")
     return 0
+
+
+def _train(options: argparse.Namespace, out: Path, env: Mapping[str, str]) -> None:
+    # Imported here: --help and mistakes are answered before torch is loaded.
+    from titan_grpo.titan.flavors import FLAVORS
+    from titan_grpo.titan.tiny import write_tiny_model
+
+    model, server_model = out / "model", out / "server_model"
+    write_tiny_model(options.model, model, seed=1)
+    # The servers start from other weights on purpose: what they serve later can only have come from the trainer.
+    write_tiny_model(options.model, server_model, seed=2)
+    name, flavor = FLAVORS[options.model]
+    with ServerGroup(options.vllm_python, str(server_model), out, options.servers) as servers:
+        servers.wait_healthy(lambda text: print(text, file=sys.stderr, flush=True))
+        arguments = ["--rollout.servers", ",".join(servers.urls), "--job.dump_folder", str(out)]
+        arguments += ["--model.hf_assets_path", str(model), "--model.name", name, "--model.flavor", flavor]
+        arguments += ["--training.steps", str(options.steps)]
+        arguments += ["--grpo.no-async-weight-update" if options.sync else "--grpo.async-weight-update", *options.rest]
+        print(f"training: {options.nproc} ranks, {options.steps} steps; log in {out / 'train.log'}", file=sys.stderr)
+        run_logged(
+            torchrun(options.nproc, options.config, arguments),
+            out / "train.log",
+            {**env, "OMP_NUM_THREADS": "1"},
+            lambda line: print(line, file=sys.stderr, flush=True),
+        )

@@ -65,9 +65,17 @@ class LaneThread(threading.Thread):
         return f"<LaneThread {self.url} {self._state!r}>"
 
     def stop(self) -> None:
-        """End the lane now: whatever it waits for is aborted. Any thread; does not wait."""
+        """End the lane now. Any thread; does not wait.
+
+        What it waits for is aborted, but not a commit: that is short, and its server would stay paused.
+        """
         self._stopping.set()
         self._c.shelf.stop(self.url)
+        if self._state.phase is not table.Phase.COMMITTING:
+            self.abort()
+
+    def abort(self) -> None:
+        """Abort whatever the lane waits for, a commit too. Any thread."""
         link = self._link
         if link is not None:
             with suppress(PeerError):

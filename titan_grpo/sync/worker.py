@@ -111,6 +111,7 @@ class SyncWorker:
             lane.join(JOIN_S)
             if lane.is_alive():
                 logger.warning("%r did not end within %s s", lane, JOIN_S)
+                lane.abort()
         if self._sealer.is_alive():
             self._sealer.join(JOIN_S)
 

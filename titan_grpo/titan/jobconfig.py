@@ -177,3 +177,14 @@ def check_files(config: Any) -> None:
     for key, path in (("rollout.task_path", config.rollout.task_path), ("rollout.replay_path", config.rollout.replay_path)):
         if path and not Path(path).is_file():
             raise ConfigError(f"{key} must be an existing file, got {path!r}")
+    _check_checkpoint(config)
+
+
+def _check_checkpoint(config: Any) -> None:
+    """A folder that a run killed in its first save left behind: torchtitan would load nothing, not even the HF weights."""
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    if config.checkpoint.enable and folder.is_dir() and not any(folder.glob("step-*/.metadata")):
+        raise ConfigError(
+            f"the checkpoint folder must hold a complete checkpoint or not exist, {str(folder)!r} has none (a run was killed "
+            "while it saved the first one?), and training would start from random weights: remove the folder"
+        )
