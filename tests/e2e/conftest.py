@@ -1,0 +1,251 @@
+"""Real runs for the end-to-end tests: torchrun with a watched output, one shared server, synthetic recorded rollouts."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from titan_grpo.commands.processes import end_group, torchrun
+from titan_grpo.engines import vllm
+from titan_grpo.engines.drivers import SyncDriver
+from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.observe import schema
+from titan_grpo.observe.terminal import Cause, shown
+from titan_grpo.protocol.version import Label
+from titan_grpo.rollout.records import GroupRecorder
+from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.titan.tiny import write_tiny_model
+
+RECIPE = "train_configs/quickstart_cpu.toml"
+STEP = re.compile(r"^step +(\d+)/")
+
+
+class Training:
+    """A torchrun in a process group of its own, its output read line by line. A context manager: nothing stays."""
+
+    def __init__(self, command: list[str], cwd: Path) -> None:
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._ended = False
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            cwd=cwd,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip())
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    @property
+    def shown(self) -> list[str]:
+        """What a person sees."""
+        return [text for line in list(self.lines) if (text := shown(line)) is not None]
+
+    @property
+    def step(self) -> int:
+        """The last finished step; 0 before the first."""
+        return max((int(found.group(1)) for text in self.shown if (found := STEP.match(text))), default=0)
+
+    @property
+    def log(self) -> str:
+        """The end of everything it said."""
+        return "\n".join(self.lines[-60:])
+
+    @property
+    def cause(self) -> str:
+        """The one line that says why it failed."""
+        cause = Cause()
+        for line in self.lines:
+            cause.see(line)
+        return cause.text
+
+    def wait_until(self, holds: Callable[[], bool], timeout_s: float = 90.0) -> bool:
+        """Look again after every line of output; False past the deadline."""
+        with self._changed:
+            return self._changed.wait_for(lambda: holds() or self._ended, timeout_s) and holds()
+
+    def wait_step(self, step: int, timeout_s: float = 90.0) -> None:
+        """Until a step is finished; fails the test with the log otherwise."""
+        assert self.wait_until(lambda: self.step >= step, timeout_s), f"step {step} was not reached:\n{self.log}"
+
+    def run_on(self, seconds: float) -> None:
+        """Let it train that long."""
+        end = time.monotonic() + seconds
+        self.wait_until(lambda: time.monotonic() >= end, seconds)
+
+    def finish(self, timeout_s: float = 120.0) -> int:
+        """Its exit code."""
+        code = self.process.wait(timeout_s)
+        self._reader.join(10)
+        return code
+
+    def stop(self) -> int:
+        """SIGTERM to torchrun, which tells its ranks; its exit code."""
+        self.process.terminate()
+        return self.finish(60)
+
+    def kill(self) -> None:
+        """SIGKILL to torchrun and everything below it, ranks first: torchrun would tell the others."""
+        for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+            process.kill()
+        self.finish(30)
+
+    def __enter__(self) -> "Training":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        end_group(self.process)
+        self._reader.join(10)
+
+
+@dataclass
+class Site:
+    """The shared server as the tests look at it."""
+
+    server: Server
+    driver: SyncDriver
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def label(self) -> Label:
+        """What it says that it serves."""
+        label = Label.parse(self.driver.run(vllm.weight_info()))
+        assert label is not None, "it serves weights of its own"
+        return label
+
+    def assert_serves(self) -> None:
+        """Healthy, not paused, and a request is answered."""
+        self.driver.run(vllm.health())
+        assert not self.driver.run(vllm.is_paused())
+        assert self.driver.run(vllm.generate([1, 40, 41], vllm.Sampling(max_tokens=4), 30.0)).token_ids
+
+
+@dataclass
+class Runs:
+    """Starts training runs of the tiny model against given servers."""
+
+    root: Path
+    model: Path
+
+    def start(self, out: Path, servers: list[str], *arguments: str, nproc: int = 1, inside: tuple[str, ...] = ()) -> Training:
+        """``inside``: a command line that runs torchrun as its arguments (in a namespace, say)."""
+        settings = {
+            "job.dump_folder": out,
+            "model.hf_assets_path": self.model,
+            "rollout.servers": ",".join(servers),
+            "weight_sync.backoff_max_s": 1.0,
+        }
+        options = [f"--{key}={value}" for key, value in settings.items()]
+        return Training([*inside, *torchrun(nproc, RECIPE, [*options, *arguments])], self.root)
+
+    def complete(self, out: Path, servers: list[str], *arguments: str, nproc: int = 1, inside: tuple[str, ...] = ()) -> dict:
+        """Run to the end; its summary."""
+        with self.start(out, servers, *arguments, nproc=nproc, inside=inside) as training:
+            assert training.finish() == 0, training.log
+        return self.summary(out)
+
+    @staticmethod
+    def summary(out: Path) -> dict:
+        """summary.json, checked against its schema."""
+        summary = json.loads((out / "summary.json").read_text())
+        schema.check(summary)
+        return summary
+
+    @staticmethod
+    def weights(folder: Path) -> dict[str, torch.Tensor]:
+        """Tensors of a Hugging Face directory."""
+        return load_file(folder / "model.safetensors")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Recorded rollouts that nobody sampled: random tokens, rewarded for digits."""
+
+    path: Path
+    prompts: int
+    group: int
+    tokens: int
+
+    @property
+    def arguments(self) -> list[str]:
+        """What a run needs to train on them."""
+        settings = {
+            "rollout.replay_path": self.path,
+            "rollout.prompts_per_step": self.prompts,
+            "rollout.group_size": self.group,
+            "rollout.max_completion_tokens": self.tokens,
+        }
+        return [f"--{key}={value}" for key, value in settings.items()]
+
+    def write(self, versions: int) -> "Replay":
+        """One batch for each of the versions 0, 1, ..."""
+        rng = random.Random(0)
+        recorder = GroupRecorder(str(self.path), 0)
+        for version in range(versions):
+            recorder.write(version, [self._group(rng, version, index) for index in range(self.prompts)])
+        recorder.close()
+        return self
+
+    def _group(self, rng: random.Random, version: int, index: int) -> Group:
+        prompt = Prompt(version * self.prompts + index, tuple(rng.randrange(4, 100) for _ in range(8)))
+        return Group(prompt, tuple(self._completion(rng, version) for _ in range(self.group)))
+
+    def _completion(self, rng: random.Random, version: int) -> Completion:
+        ids = tuple(rng.randrange(4, 100) for _ in range(rng.randrange(self.tokens // 2, self.tokens + 1)))
+        # Ids 21 to 30 are the digits of the tiny vocabulary; ln 128 is what a random model gives to any token.
+        reward = sum(21 <= i <= 30 for i in ids) / len(ids)
+        return Completion(ids, (-4.85,) * len(ids), "length", version, version, "", reward)
+
+
+@pytest.fixture(scope="session")
+def runs(root, tmp_path_factory) -> Runs:
+    return Runs(root, write_tiny_model("qwen3", tmp_path_factory.mktemp("model"), seed=1))
+
+
+@pytest.fixture(scope="session")
+def site(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator[Site]:
+    """A real server that starts with other weights than the trainers'."""
+    folder = tmp_path_factory.mktemp("site")
+    model = str(write_tiny_model("qwen3", folder / "model", seed=2))
+    with Server(ServerSpec(python=vllm_python, model=model, log_path=str(folder / "server.log"))) as server:
+        server.wait_healthy(280)
+        with SyncDriver(server.url) as driver:
+            yield Site(server, driver)
+
+
+@pytest.fixture(scope="session")
+def small_replay(tmp_path_factory) -> Replay:
+    """Six versions of 4 x 4 short completions."""
+    return Replay(tmp_path_factory.mktemp("replay") / "small.jsonl", 4, 4, 16).write(6)
+
+
+@pytest.fixture(scope="session")
+def make_replay() -> type[Replay]:
+    return Replay
