@@ -27,8 +27,11 @@ TRAINER_EVIDENCE = "trainer.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A violation to plant: the self-test. ``bytes``: version ``at`` is published with one sign flipped, and trained on
-    without; ``modes``: one weight changes its sign behind the trainer's back before the step that makes version ``at``.
+    """A violation to plant: the self-test.
+
+    ``bytes``: every version from ``at`` on is published with one sign flipped, and trained on without (every one, since any
+    of them may be skipped); ``modes``: one weight changes its sign behind the trainer's back before the step that makes
+    version ``at``.
     """
 
     kind: str = ""
@@ -69,7 +72,7 @@ class VerifyTrainer(GRPOTrainer):
         self._witness(self.step)
 
     def _publish(self, version: int, slot: int) -> None:
-        planted = self._plant == Plant("bytes", version)
+        planted = self._plant.kind == "bytes" and version >= self._plant.at
         if planted:
             self._flip()
         super()._publish(version, slot)

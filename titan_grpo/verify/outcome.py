@@ -1,6 +1,6 @@
 """What a verification found, as a table for people and as JSON for programs. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from titan_grpo.verify.evidence import Run
 
 MIB = 1 << 20
 SHOWN = 12
-"""Violations that the table lists; the JSON has all."""
+"""Violations that the table lists at least; the JSON has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,16 @@ def table(result: Mapping[str, Any]) -> str:
                 f"{speed['commit_s']:>10.3f}{speed['blocked_s']:>11.4f}{speed['gather_s']:>10.3f}"
             )
     lines.append("(steps include the gather, which only a verification does)")
-    found = [f"VIOLATION {v['kind']} in run {v['run']}: {v['message']}" for v in result["violations"]]
-    if len(found) > SHOWN:
-        # Some of every kind, so that a flood of one does not hide another.
-        kinds = dict.fromkeys(v["kind"] for v in result["violations"])
-        first = [next(line for line in found if line.startswith(f"VIOLATION {kind} ")) for kind in kinds]
-        rest = [line for line in found if line not in first][: max(0, SHOWN - len(first))]
-        found = [*first, *rest, f"... {len(found)} violations in all"]
+    found = list(_shown(result["violations"]))
     return "\n".join([*lines, "", *found, "FAILED" if found else "PASSED: no violation"])
+
+
+def _shown(violations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """One line per violation; where there are many, at least one of every kind and run, and how many there are."""
+    lines = [(v["kind"], v["run"], f"VIOLATION {v['kind']} in run {v['run']}: {v['message']}") for v in violations]
+    firsts = {(kind, run): line for kind, run, line in reversed(lines)}
+    order = [line for _, _, line in lines if line in firsts.values()] + [x for _, _, x in lines if x not in firsts.values()]
+    shown = max(SHOWN, len(firsts))
+    yield from order[:shown]
+    if len(lines) > shown:
+        yield f"... {len(lines)} violations in all"

@@ -1,0 +1,38 @@
+"""The recorder notes what the loader took, as it was once the loader had taken it."""
+
+from collections.abc import Iterator
+
+import torch
+
+from titan_grpo.layout.content import tensor_digest
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.receive.recording import PLUGIN, RecordedEngine, install
+
+
+class Loader:
+    """An engine whose load changes the second tensor under its own hands."""
+
+    def refuses(self, manifest: Manifest) -> str:
+        return "no" if manifest.num_blocks else ""
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+        count = 0
+        for name, tensor in tensors:
+            count += 1
+            if name == "b":
+                tensor.neg_()
+        return count
+
+
+def test_it_passes_tensors_on_and_digests_them_as_they_ended_up() -> None:
+    engine = RecordedEngine(Loader())
+    a, b = torch.ones(2), torch.ones(3)
+    assert engine.load(iter([("a", a), ("b", b)])) == 2
+    assert engine.seen == {"a": tensor_digest(torch.ones(2)), "b": tensor_digest(-torch.ones(3))}
+    assert engine.refuses(Manifest.build([("a", "float32", (2,))], 1024)) == "no"
+
+
+def test_what_is_installed_for_the_server_is_valid_python_and_names_its_entry_point(tmp_path) -> None:
+    install(tmp_path, tmp_path / "it's \\ here.jsonl")
+    compile((tmp_path / f"{PLUGIN}.py").read_text(), PLUGIN, "exec")
+    assert f"{PLUGIN}:start" in (tmp_path / f"{PLUGIN}-0.dist-info" / "entry_points.txt").read_text()
