@@ -79,10 +79,18 @@ class Training:
     @property
     def cause(self) -> str:
         """The one line that says why it failed."""
+        return self._cause().text
+
+    @property
+    def exitcode(self) -> int | None:
+        """Exit code of the rank that failed first."""
+        return self._cause().exitcode
+
+    def _cause(self) -> Cause:
         cause = Cause()
         for line in self.lines:
             cause.see(line)
-        return cause.text
+        return cause
 
     def wait_until(self, holds: Callable[[], bool], timeout_s: float = 90.0) -> bool:
         """Look again after every line of output; False past the deadline."""
@@ -153,6 +161,11 @@ class Runs:
 
     root: Path
     model: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The TOML file that every run starts from."""
+        return self.root / RECIPE
 
     def start(self, out: Path, servers: list[str], *arguments: str, nproc: int = 1, inside: tuple[str, ...] = ()) -> Training:
         """``inside``: a command line that runs torchrun as its arguments (in a namespace, say)."""

@@ -1,0 +1,57 @@
+"""What a run says, and with which exit code, when it can not start."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from titan_grpo.engines.launch import free_port
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def train(runs, *arguments: str) -> tuple[int, list[str]]:
+    """Exit code and complaints of one rank without torchrun: the configuration is read before any rank meets another."""
+    command = [sys.executable, "-m", "titan_grpo.train", "--job.config_file", str(runs.recipe), *arguments]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=runs.root, timeout=120, check=False, env=env)
+    return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("titan-grpo: ")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rollout.max_staleness=0.5"], ["max-staleness", "0.5"]),
+        (["--rollout.group_sice=8"], ["group_sice", "did you mean --rollout.group-size?"]),
+        (["--model.hf_assets_path=nowhere"], ["model.hf_assets_path", "nowhere"]),
+        (["--model.hf_assets_path={model}"], ["must be started by torchrun"]),
+    ],
+    ids=["wrong type", "unknown key", "no model", "no torchrun"],
+)
+def test_a_mistake_in_the_configuration_is_one_line_and_exit_code_2(runs, arguments, words):
+    code, complaints = train(runs, *(text.format(model=runs.model) for text in arguments))
+    assert code == 2
+    assert len(complaints) == 1, complaints
+    assert all(word in complaints[0] for word in words), complaints
+
+
+def test_under_torchrun_one_rank_says_it(runs, tmp_path):
+    arguments = ["--parallelism.pipeline_parallel_degree=2"]
+    with runs.start(tmp_path, ["http://127.0.0.1:9"], *arguments, nproc=2) as training:
+        assert training.finish() != 0
+    complaints = [line for line in training.lines if line.startswith("titan-grpo: ")]
+    assert len(complaints) == 1, training.log
+    assert "parallelism.pipeline_parallel_degree must be 1" in complaints[0]
+    assert training.cause == complaints[0].removeprefix("titan-grpo: ")
+    assert training.exitcode == 2
+
+
+def test_a_server_that_is_not_there_is_named_with_what_was_tried(runs, small_replay, tmp_path):
+    url = f"http://127.0.0.1:{free_port()}"
+    arguments = [*small_replay.arguments, "--weight_sync.startup_deadline_s=3", "--weight_sync.backoff_s=0.2"]
+    with runs.start(tmp_path, [url], *arguments, "--training.steps=2", nproc=2) as training:
+        assert training.finish() != 0
+    assert "ServerUnreachable: no server committed version 0 within 3 s" in training.cause, training.log
+    assert f"tried {url}" in training.cause
+    assert "/init_weight_transfer_engine" in training.cause

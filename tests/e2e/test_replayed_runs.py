@@ -1,0 +1,76 @@
+"""Runs on the same recorded rollouts end in the same weights: resumed, split over ranks, accumulated."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_grpo.observe import names
+from titan_grpo.observe.recorder import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+# With Adam's usual eps an element's first steps are the sign of its gradient, rounding included.
+SMOOTH = ["--optimizer.eps=1e-2", "--weight_sync.wire_dtype=float32"]
+
+
+@pytest.fixture(scope="module")
+def whole(runs, site, small_replay, tmp_path_factory) -> Path:
+    """Six steps on two ranks in one go."""
+    out = tmp_path_factory.mktemp("whole")
+    summary = runs.complete(out, [site.url], *small_replay.arguments, *SMOOTH, "--training.steps=6", nproc=2)
+    assert summary["versions_committed"][site.url]["last"] == 6
+    return out
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(runs, site, small_replay, whole, tmp_path):
+    arguments = [*small_replay.arguments, *SMOOTH, "--checkpoint.interval=3"]
+    runs.complete(tmp_path, [site.url], *arguments, "--training.steps=3", nproc=2)
+    halfway = site.label()
+    assert halfway.version == 3
+    summary = runs.complete(tmp_path, [site.url], *arguments, "--training.steps=6", nproc=2)
+    assert summary["steps"] == 3
+    committed = summary["versions_committed"][site.url]["committed"]
+    assert (committed[0], committed[-1]) == (3, 6), "the resumed version is published first, and again: it is another run's"
+    assert site.label().run_id > halfway.run_id
+    expected, resumed = runs.weights(whole / "hf"), runs.weights(tmp_path / "hf")
+    assert largest_difference(expected, runs.weights(runs.model)) > 1e-3, "training must have changed the weights"
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    export(runs, tmp_path, 6, tmp_path / "exported")
+    assert (tmp_path / "exported/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
+    export(runs, tmp_path, 3, tmp_path / "earlier")
+    assert largest_difference(runs.weights(tmp_path / "earlier"), resumed) > 1e-3
+
+
+def export(runs, dump: Path, version: int, out: Path) -> None:
+    job = ["--job.config_file", str(runs.recipe), f"--job.dump_folder={dump}", f"--model.hf_assets_path={runs.model}"]
+    command = [sys.executable, "-m", "titan_grpo.cli", "export", "--version", str(version), "--out", str(out), *job]
+    done = subprocess.run([*command, "--dtype", "float32"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_rank_with_many_micro_batches_trains_like_two_ranks_with_one_each(runs, site, small_replay, whole, tmp_path):
+    arguments = [*small_replay.arguments, *SMOOTH, "--training.steps=6", "--grpo.token_budget=64"]
+    runs.complete(tmp_path, [site.url], *arguments)
+    one, two = runs.weights(tmp_path / "hf"), runs.weights(whole / "hf")
+    difference, moved = largest_difference(one, two), largest_difference(two, runs.weights(runs.model))
+    print(f"largest difference {difference:.2e}, largest movement {moved:.2e}")
+    assert difference < 1e-3 * moved
+    for a, b in zip(read_metrics(tmp_path / "metrics.jsonl"), read_metrics(whole / "metrics.jsonl"), strict=True):
+        for name in (names.LOSS, names.GRAD_NORM, names.LOGPROB_GAP, names.REWARD):
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), (a["step"], name)
+
+
+def test_kl_to_a_reference_starts_at_zero_and_grows_as_the_policy_moves(runs, site, small_replay, tmp_path):
+    runs.complete(tmp_path, [site.url], *small_replay.arguments, "--training.steps=4", "--grpo.kl_beta=0.1", nproc=2)
+    kl = [row[names.KL] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert kl[-1] > 1e-4
