@@ -1,7 +1,9 @@
 """Hashes of an image's blocks, and the fingerprint of a whole version. No torch."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import xxhash
 from blake3 import blake3
@@ -15,6 +17,8 @@ BLOCK_HASHES: dict[str, Callable[[memoryview], bytes]] = {
 }
 """Algorithm name to hash of one block: xxh3 is 16 bytes and the fastest, blake3 is 32 bytes and cryptographic."""
 
+HASH_THREADS = min(4, os.cpu_count() or 1)
+
 
 def digest_block(block: memoryview, algorithm: str) -> bytes:
     """Hash of one block of bytes. Raises ConfigError for an unknown algorithm."""
@@ -26,12 +30,45 @@ def digest_block(block: memoryview, algorithm: str) -> bytes:
     return hash_block(block)
 
 
+class BlockHasher:
+    """Hashes an image's blocks on threads of its own, which release the GIL: while later blocks still arrive, if wanted.
+
+    A context manager; leaving it waits for the hashes that were begun. ``HASH_THREADS`` bounds what it takes from the
+    host: a hash is limited by the memory's bandwidth, which few cores use up.
+    """
+
+    def __init__(self, buffer: memoryview, manifest: Manifest, algorithm: str) -> None:
+        """``buffer`` is the image, uint8, ``manifest.total_bytes`` long."""
+        if buffer.nbytes != manifest.total_bytes:
+            raise ValueError(f"the buffer must have the manifest's {manifest.total_bytes} bytes, got {buffer.nbytes}")
+        self._buffer, self._manifest, self._algorithm = buffer, manifest, algorithm
+        self._pool = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash")
+        self._begun: list[Future[bytes]] = []
+
+    def arrived(self, stop: int) -> None:
+        """The image's first ``stop`` bytes are there: begin the hashes of all blocks that end by then. Does not wait."""
+        while len(self._begun) < self._manifest.num_blocks:
+            first, last = self._manifest.block(len(self._begun))
+            if last > stop:
+                break
+            self._begun.append(self._pool.submit(digest_block, self._buffer[first:last], self._algorithm))
+
+    def digests(self) -> tuple[bytes, ...]:
+        """Hashes of all blocks, in order; begins and waits for what is left."""
+        self.arrived(self._manifest.total_bytes)
+        return tuple(future.result() for future in self._begun)
+
+    def __enter__(self) -> "BlockHasher":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
 def block_digests(buffer: memoryview, manifest: Manifest, algorithm: str) -> tuple[bytes, ...]:
     """Hash of every block of an image, in order. ``buffer`` is the image, uint8, ``manifest.total_bytes`` long."""
-    if buffer.nbytes != manifest.total_bytes:
-        raise ValueError(f"the buffer must have the manifest's {manifest.total_bytes} bytes, got {buffer.nbytes}")
-    spans = (manifest.block(i) for i in range(manifest.num_blocks))
-    return tuple(digest_block(buffer[start:stop], algorithm) for start, stop in spans)
+    with BlockHasher(buffer, manifest, algorithm) as hasher:
+        return hasher.digests()
 
 
 def fingerprint(manifest_digest: str, digests: Iterable[bytes]) -> str:

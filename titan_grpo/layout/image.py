@@ -7,6 +7,7 @@ that could collide, and it vanishes with the last process that holds it, so that
 import fcntl
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ from titan_grpo.errors import ProtocolError, SyncError
 from titan_grpo.layout.memory import available_memory, require_memory
 
 __all__ = ["ImageAddress", "SharedImage", "available_memory", "require_memory"]
+
+MADV_POPULATE_READ = 22
+"""Advice number of Linux 5.14 and later that the mmap module does not name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,11 @@ class SharedImage:
     def __init__(self, fd: int, address: ImageAddress, owner: bool) -> None:
         """Map an open memfd; use ``create`` or ``attach`` instead. Takes the descriptor over."""
         self.address = address
-        # populated at once: page by page, the faults would make the first copy several times as long as the later ones
-        self._map: mmap.mmap | None = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._map: mmap.mmap | None = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED)
+        # populated at once: page by page, the faults would make the first copy several times as long as the later ones;
+        # for reading, which is enough (the pages exist, so no write fault follows) and half as long as MAP_POPULATE
+        with suppress(OSError):  # a kernel before 5.14, which faults page by page
+            self._map.madvise(MADV_POPULATE_READ)
         self._fd: int | None = fd if owner else None
         if not owner:
             os.close(fd)  # the mapping keeps the memory; only the owner's descriptor is opened by others

@@ -69,7 +69,7 @@ MEANING: dict[str, str] = {
     DIGEST_S: "hash of all blocks of a version, seconds",
     CONNECT_S: "opening a lane to a server, seconds",
     SEND_S: "bytes of a version on their way to one server, seconds",
-    VERIFY_S: "the server's check of the digests, seconds",
+    VERIFY_S: "the server's check of the digests that was left after the last byte, seconds",
     COMMIT_S: "from pause to resume on one server, as the lane sees it, seconds",
     PAUSE_S: "generation stood still on one server, seconds",
     SYNC_S: "publish to verified commit on one server, seconds",

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from titan_grpo.errors import PeerError, TitanGrpoError, TransferFailed
-from titan_grpo.layout.digest import block_digests, digest_block, fingerprint, first_difference
+from titan_grpo.layout.digest import BlockHasher, digest_block, fingerprint, first_difference
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.wire import Applied, Commit, Hello, Joined, Order, Staged, key_prefix
@@ -154,10 +154,12 @@ class Receiver:
     def _receive(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
         hello = self._hello
         image, manifest = self._reserve()
-        receive_s = broadcast_image(transport, image.tensor(), hello.bucket_bytes, hello.timeout_s)
-        start = time.monotonic()
-        expected = _split(bytes(store.get(order.digests_key)), manifest, hello.digest_algorithm)
-        found = block_digests(image.buffer, manifest, hello.digest_algorithm)
+        with BlockHasher(image.buffer, manifest, hello.digest_algorithm) as hasher:
+            # each bucket is hashed while the next one arrives, and while its bytes are still in the cache
+            receive_s = broadcast_image(transport, image.tensor(), hello.bucket_bytes, hello.timeout_s, hasher.arrived)
+            start = time.monotonic()
+            expected = _split(bytes(store.get(order.digests_key)), manifest, hello.digest_algorithm)
+            found = hasher.digests()
         bad = first_difference(expected, found)
         print_ = fingerprint(manifest.digest, found)
         verify_s = time.monotonic() - start

@@ -3,6 +3,7 @@
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,10 +41,17 @@ class Transport(ABC):
         """Let go of sockets and buffers without blocking on the peer. Idempotent."""
 
 
-def broadcast_image(transport: Transport, image: torch.Tensor, bucket_bytes: int, timeout_s: float) -> float:
+def broadcast_image(
+    transport: Transport,
+    image: torch.Tensor,
+    bucket_bytes: int,
+    timeout_s: float,
+    moved: Callable[[int], object] | None = None,
+) -> float:
     """Broadcast a whole image (uint8[nbytes]) in buckets under one deadline; the seconds it took.
 
-    ``image`` of 10 bytes with 4-byte buckets goes as [0:4], [4:8], [8:10] on every rank.
+    ``image`` of 10 bytes with 4-byte buckets goes as [0:4], [4:8], [8:10] on every rank. ``moved`` is called after
+    each of them with the number of bytes that are through; it must not block.
     """
     start = time.monotonic()
     for offset in range(0, image.numel(), bucket_bytes):
@@ -54,6 +62,8 @@ def broadcast_image(transport: Transport, image: torch.Tensor, bucket_bytes: int
                 "raise weight_sync.lane_deadline_s if the network is that slow"
             )
         transport.broadcast(image[offset : offset + bucket_bytes], left)
+        if moved is not None:
+            moved(min(offset + bucket_bytes, image.numel()))
     return time.monotonic() - start
 
 

@@ -1,0 +1,345 @@
+#!/usr/bin/env python
+"""Seconds from publish to verified commit on one host, and its goodput as a share of a raw socket and of a memcpy.
+
+    python scripts/bench_sync.py [--mib 256] [--rounds 5] [--json PATH]
+
+Two ranks hold float32 masters sharded by FSDP2. Everything between them and the server is the real thing: layout,
+shared images, snapshot, sealer, lane, receiver process. The server has no engine: its commit lends the image, attaches
+it and visits every tensor. In each round, one after the other: a memcpy by one thread, the same bytes through one
+TCP socket from rank 0 to rank 1, and one version. Before the figures count, one version is compared byte for byte.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from titan_grpo.config import Rollout, WeightSync
+from titan_grpo.engines.control import ServerControl
+from titan_grpo.layout.image import SharedImage
+from titan_grpo.observe import names
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.testing.receiver_server import DirectControl, ReceiverServer
+from titan_grpo.titan.syncing import TrainerSync
+
+RANKS = 2
+COLUMNS = 4096
+WAIT_S = 120.0
+WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+REFERENCES = {
+    "torchstore_put_and_get_s": 0.24,
+    "gloo_alone_share_of_raw_socket": 0.93,
+}
+"""The field's own figures for 256 MiB, taken on another machine: for orientation, nothing here is compared with them."""
+
+MEANING = {
+    "total_s": "publish to verified commit, on rank 0's clock",
+    "copy_s": "float32 shards cast into the image, the slower rank (inside publish: what the trainer pays)",
+    "digest_s": "the trainer's hash of all blocks",
+    "send_s": "the lane: bytes, and what of the receiver's check was left after the last one",
+    "verify_s": "the receiver's check after the last byte (part of send_s)",
+    "commit_s": "pause, lend, attach, visit, label, resume, read back",
+    "rest_s": "total less copy, digest, send and commit: hand-overs between threads and ranks",
+    "memcpy_s": "as many bytes, one thread, memory that is mapped already",
+    "socket_s": "as many bytes, rank 0 to rank 1, one TCP stream over loopback, the same bucket size",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    mib: int
+    layers: int
+    rounds: int
+    wire_dtype: str
+    bucket_mib: int
+    block_mib: int
+    digest: str
+    json: str
+
+
+def parse(argv: list[str]) -> Options:
+    defaults = WeightSync()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=256, help="bytes of one version on the wire, in MiB")
+    parser.add_argument("--layers", type=int, default=16, help="number of parameters that make it up")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds after one warm-up round")
+    parser.add_argument("--wire-dtype", choices=sorted(WIRE_BYTES), default=defaults.wire_dtype)
+    parser.add_argument("--bucket-mib", type=int, default=defaults.bucket_bytes >> 20, help="bytes of one broadcast, in MiB")
+    parser.add_argument("--block-mib", type=int, default=defaults.block_bytes >> 20, help="bytes under one digest, in MiB")
+    parser.add_argument("--digest", choices=("xxh3", "blake3"), default=defaults.digest)
+    parser.add_argument("--json", default="", metavar="PATH", help="write every figure of every round there")
+    return Options(**vars(parser.parse_args(argv)))
+
+
+class Weights(torch.nn.Module):
+    """Matrices of ``COLUMNS`` columns that make up ``options.mib`` MiB on the wire; masters are float32."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        rows = (options.mib << 20) // (options.layers * COLUMNS * WIRE_BYTES[options.wire_dtype])
+        if rows < RANKS:
+            raise SystemExit(f"--mib {options.mib} must leave {RANKS} or more rows for each of --layers {options.layers}")
+        generator = torch.Generator().manual_seed(7)
+        self.layers = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.randn(rows, COLUMNS, generator=generator)) for _ in range(options.layers)
+        )
+
+    def change(self) -> None:
+        """Other values, as an optimizer step makes them; nothing of it is measured."""
+        with torch.no_grad():
+            for p in self.layers:
+                p.to_local().mul_(1.01)
+
+
+class BenchSync(TrainerSync):
+    """A rank's weight sync as the trainer builds it, with calls instead of HTTP to the server."""
+
+    server: ReceiverServer
+
+    def _control(self, rollout: Rollout, url: str) -> ServerControl:
+        return DirectControl(self.server)
+
+
+class RawSocket:
+    """One TCP stream over loopback between two ranks: rank 0 sends, rank 1 receives and answers with one byte."""
+
+    def __init__(self, rank: int, nbytes: int, bucket_bytes: int) -> None:
+        self._rank, self._bucket_bytes = rank, bucket_bytes
+        self._image = SharedImage.create(nbytes, "bench raw socket")
+        listener = socket.create_server(("127.0.0.1", 0)) if rank == 0 else None
+        port: list[Any] = [listener.getsockname()[1] if listener else None]
+        dist.broadcast_object_list(port, src=0)
+        if listener:
+            listener.settimeout(WAIT_S)
+            self._peer = listener.accept()[0]
+            listener.close()
+        else:
+            self._peer = socket.create_connection(("127.0.0.1", port[0]), WAIT_S)
+        self._peer.settimeout(WAIT_S)
+        self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def run(self) -> float:
+        """Seconds until the receiver has everything (rank 0); the other rank's return value means nothing."""
+        view, step = self._image.buffer, self._bucket_bytes
+        start = time.perf_counter()
+        for offset in range(0, len(view), step):
+            bucket = view[offset : offset + step]
+            if self._rank == 0:
+                self._peer.sendall(bucket)
+            else:
+                self._fill(bucket)
+        if self._rank == 0:
+            self._peer.recv(1)
+        else:
+            self._peer.sendall(b"!")
+        return time.perf_counter() - start
+
+    def _fill(self, bucket: memoryview) -> None:
+        done = 0
+        while done < len(bucket):
+            got = self._peer.recv_into(bucket[done:])
+            if got == 0:
+                raise SystemExit("rank 0 ended in the middle of the raw socket's round")
+            done += got
+
+    def close(self) -> None:
+        self._peer.close()
+        self._image.close()
+
+
+class Comparison:
+    """Collects what the server sees of one version, tensor by tensor, and compares it with the trainer's image."""
+
+    def __init__(self) -> None:
+        self.wanted = threading.Event()
+        self.seen: dict[str, str] = {}
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> None:
+        if self.wanted.is_set():
+            self.seen[name] = hashlib.blake2b(memoryview(tensor.view(torch.uint8).view(-1).numpy())).hexdigest()
+
+    def check(self, sync: TrainerSync, slot: int) -> None:
+        """Raise SystemExit unless the server saw the bytes that the trainer published."""
+        buffer = sync.images[slot].buffer
+        tensors = sync.plan.manifest.tensors
+        held = {t.name: hashlib.blake2b(buffer[t.offset : t.offset + t.nbytes]).hexdigest() for t in tensors}
+        if held != self.seen:
+            wrong = [name for name in held if held[name] != self.seen.get(name)]
+            raise SystemExit(
+                f"the server must hold the trainer's bytes, {len(wrong)} of {len(held)} tensors differ: {wrong[:3]}"
+            )
+
+
+def memcpy(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Seconds of one copy; torch uses one thread here (set in ``rank_main``)."""
+    start = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - start
+
+
+def one_version(sync: BenchSync, recorder: Recorder | None, version: int) -> tuple[dict[str, float], int]:
+    """Publish ``version`` and, on rank 0, wait for its commit: (figures of rank 0, the slot that was used)."""
+    worker = sync.worker
+    box: list[Any] = [worker.wait_slot(WAIT_S) if worker is not None else None]
+    dist.broadcast_object_list(box, src=0)
+    dist.barrier()
+    start = time.perf_counter()
+    sync.publish(version, box[0])
+    copied = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    figures: dict[str, float] = {}
+    if worker is not None and recorder is not None:
+        if not worker.wait_held(version, WAIT_S, everyone=True):
+            raise SystemExit(f"version {version} must be committed within {WAIT_S} s, it was not: {worker.take_error()}")
+        series = {"digest_s": names.DIGEST_S, "send_s": names.SEND_S, "verify_s": names.VERIFY_S, "commit_s": names.COMMIT_S}
+        figures = {"total_s": time.perf_counter() - start} | {k: recorder.series(v)[-1] for k, v in series.items()}
+    dist.all_reduce(copied, dist.ReduceOp.MAX)
+    sync.fence()
+    if figures:
+        figures["copy_s"] = copied.item()
+        figures["rest_s"] = figures["total_s"] - sum(figures[k] for k in ("copy_s", "digest_s", "send_s", "commit_s"))
+    return figures, box[0]
+
+
+def rounds(options: Options, rank: int, folder: str) -> list[dict[str, float]]:
+    """All measured rounds; empty on rank 1."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    model = Weights(options)
+    fully_shard(model, mesh=mesh)
+    config = WeightSync(
+        wire_dtype=options.wire_dtype,  # type: ignore[arg-type]
+        block_bytes=options.block_mib << 20,
+        bucket_bytes=options.bucket_mib << 20,
+        digest=options.digest,  # type: ignore[arg-type]
+    )
+    sync = BenchSync(model, dict, config, torch.device("cpu"), dist.group.WORLD)
+    nbytes = sync.plan.manifest.total_bytes
+    comparison = Comparison()
+    recorder = Recorder(folder) if rank == 0 else None
+    raw = RawSocket(rank, nbytes, config.bucket_bytes)
+    out = []
+    with ReceiverServer("http://127.0.0.1/bench", comparison) as server:
+        sync.server = server
+        sync.start(Rollout(), [server.url], lambda *_: None, recorder)
+        source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+        for version in range(options.rounds + 2):
+            model.change()
+            if version == 0:
+                comparison.wanted.set()
+            else:
+                comparison.wanted.clear()
+            figures = {"memcpy_s": memcpy(source, target) if rank == 0 else 0.0}
+            dist.barrier()
+            figures["socket_s"] = raw.run()
+            more, slot = one_version(sync, recorder, version)
+            if rank == 0 and version == 0:
+                comparison.check(sync, slot)
+            out.append(figures | more)
+        sync.close()
+    raw.close()
+    if recorder is not None:
+        recorder.close()
+    return out[2:] if rank == 0 else []  # the compared version, and one warm-up with both slots used
+
+
+def rank_main(options: Options, rank: int, folder: str) -> None:
+    """One rank: measure, and on rank 0 write rounds.json."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    measured = rounds(options, rank, folder)
+    dist.destroy_process_group()
+    if rank == 0:
+        Path(folder, "rounds.json").write_text(json.dumps(measured))
+
+
+def machine() -> str:
+    """What matters about this machine, without its name."""
+    gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "no GPU"
+    return f"{os.cpu_count()} {platform.machine()} cores, {gpu}, torch {torch.__version__}"
+
+
+def result(options: Options, measured: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians, shares and everything they were made of, as JSON."""
+    median = {key: statistics.median(r[key] for r in measured) for key in MEANING}
+    shares = {
+        "goodput_share_of_socket": median["socket_s"] / median["total_s"],
+        "goodput_share_of_memcpy": median["memcpy_s"] / median["total_s"],
+        "send_share_of_socket": median["socket_s"] / median["send_s"],
+        "total_over_copy_plus_socket": median["total_s"] / (median["copy_s"] + median["socket_s"]),
+    }
+    return {
+        "options": asdict(options) | {"ranks": RANKS},
+        "machine": machine(),
+        "median": median,
+        "goodput_gib_s": options.mib / 1024 / median["total_s"],
+        **shares,
+        "reference_only": REFERENCES,
+        "rounds": measured,
+    }
+
+
+def table(record: dict[str, Any]) -> str:
+    """The result for a terminal."""
+    o = record["options"]
+    lines = [f"{o['mib']} MiB ({o['wire_dtype']}) from {RANKS} ranks to one server; median of {o['rounds']} rounds", ""]
+    for key, meaning in MEANING.items():
+        values = [r[key] for r in record["rounds"]]
+        lines.append(f"{key:9} {record['median'][key]:8.4f}  [{min(values):.4f} .. {max(values):.4f}]  {meaning}")
+    lines += [
+        "",
+        f"goodput {record['goodput_gib_s']:.2f} GiB/s: {record['goodput_share_of_socket']:.2f} of the raw socket, "
+        f"{record['goodput_share_of_memcpy']:.2f} of the memcpy; send over socket {record['send_share_of_socket']:.2f}",
+        f"total is {record['total_over_copy_plus_socket']:.2f} x (copy + raw socket)",
+        f"machine: {record['machine']}",
+        "reference only, measured elsewhere: TorchStore put + get of 256 MiB 0.24 s; gloo alone 0.93 of a raw socket",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    """Start the ranks, wait, report."""
+    options = parse(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, *argv]
+        ranks = [
+            subprocess.Popen(command, env=os.environ | {"TITAN_GRPO_BENCH": f"{rank}:{folder}", "TORCH_CPP_LOG_LEVEL": "ERROR"})
+            for rank in range(RANKS)
+        ]
+        try:
+            codes = [rank.wait(WAIT_S * 5) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            print(f"ranks ended with {codes}", file=sys.stderr)
+            return 1
+        record = result(options, json.loads(Path(folder, "rounds.json").read_text()))
+    if options.json:
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+    print(table(record))
+    return 0
+
+
+if __name__ == "__main__":
+    role = os.environ.get("TITAN_GRPO_BENCH", "")
+    if role:
+        rank_main(parse(sys.argv[1:]), int(role.partition(":")[0]), role.partition(":")[2])
+    else:
+        raise SystemExit(main(sys.argv[1:]))
