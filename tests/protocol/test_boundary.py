@@ -30,7 +30,7 @@ def test_a_pinned_slot_is_never_reserved():
     b, version = B.pin(b, "a", None)
     assert version == 2
     b, slot = B.reserve(b, False)
-    assert repr(b) == "[reserved | complete v2 <a>]"
+    assert repr(b) == "[reserved v1 | complete v2 <a>]"
     b = B.complete(B.write(b, slot, 3), 3)
     b, version = B.pin(b, "b", 2)
     assert version == 3
@@ -108,3 +108,14 @@ def test_in_any_order_a_pinned_image_never_changes(events):
             slot = b.slots[b.slot_of(v)]
             assert slot.phase is B.Phase.COMPLETE
             assert lane_name in slot.pins
+
+
+def test_a_revoked_reservation_is_what_it_was_before():
+    b, slot = B.reserve(published(B.Boundary.of(2), 1), False)
+    assert B.revoke(b, slot) == published(B.Boundary.of(2), 1)
+    b = published(published(B.Boundary.of(2), 1), 2)
+    promised, slot = B.reserve(b, False)
+    assert not B.revocable(promised, None)  # version 2 is complete and newer than what the reserved slot holds
+    assert B.revoke(promised, slot) == b
+    with pytest.raises(ProtocolError, match="only a reservation is revoked"):
+        B.revoke(b, slot)

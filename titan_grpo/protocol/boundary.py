@@ -3,7 +3,8 @@
 One slot's life::
 
     FREE --reserve--> RESERVED --write(v)--> WRITING v --complete--> COMPLETE v --reserve--> RESERVED
-                                                 `----discard----> FREE
+                 |                               `----discard----> FREE
+                 `--revoke--> COMPLETE u (what it held before, if anything) or FREE
 
 Rules: a pinned slot is never reserved; versions only grow; the newest complete image is not taken while an idle lane
 still wants it; after ``seal`` nothing is reserved any more, so the last image stays for the flush at shutdown. Nobody
@@ -28,7 +29,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One image in host memory; ``pins`` are the lanes that read it now."""
+    """One image in host memory; ``pins`` are the lanes that read it now.
+
+    A reserved slot keeps the version that it held: until the trainer has taken the reservation, the bytes are there.
+    """
 
     phase: Phase = Phase.FREE
     version: int | None = None
@@ -94,7 +98,21 @@ def reserve(b: Boundary, newest_wanted: bool) -> tuple[Boundary, int | None]:
     if not candidates:
         return b, None
     index = min(candidates)[1]
-    return _put(b, index, Slot(Phase.RESERVED)), index
+    return _put(b, index, Slot(Phase.RESERVED, b.slots[index].version)), index
+
+
+def revocable(b: Boundary, newer_than: int | None) -> bool:
+    """Whether the reserved slot still holds what a lane with ``newer_than`` waits for, and no complete slot does."""
+    known = max(-1 if newer_than is None else newer_than, -1 if b.newest is None else b.newest)
+    return any(s.phase is Phase.RESERVED and s.version is not None and s.version > known for s in b.slots)
+
+
+def revoke(b: Boundary, index: int) -> Boundary:
+    """Take back a reservation that the trainer has not seen: the slot is what it was before."""
+    slot = b.slots[index]
+    if slot.phase is not Phase.RESERVED:
+        raise ProtocolError(f"only a reservation is revoked, slot {index} is {slot!r}")
+    return _put(b, index, Slot() if slot.version is None else replace(slot, phase=Phase.COMPLETE))
 
 
 def write(b: Boundary, index: int, version: int) -> Boundary:

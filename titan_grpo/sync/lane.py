@@ -90,7 +90,7 @@ class LaneThread(threading.Thread):
                 if isinstance(action, table.Leave):
                     break
                 event = self._perform(action)
-        except Exception as error:
+        except Exception as error:  # top of a thread: a silent death would leave the server on its version
             logger.exception("lane %s ended", self.url)
             self._c.fleet.mark(self.url, ledger.unknown)
             self._c.fleet.latch(SyncError(f"{self.url}: the lane ended with {error!r}; this server gets no more versions"))

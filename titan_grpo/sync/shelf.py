@@ -88,6 +88,7 @@ class Shelf:
     def seal(self) -> None:
         """No more versions follow; the newest image stays for the lanes that still need it."""
         with self._changed:
+            self._revoke()
             self._boundary = boundary.seal(self._boundary)
             self._changed.notify_all()
 
@@ -100,6 +101,8 @@ class Shelf:
             self._waiting[lane] = held
             try:
                 while lane not in self._stopping:
+                    if boundary.revocable(self._boundary, held):
+                        self._revoke()
                     self._boundary, version = boundary.pin(self._boundary, lane, held)
                     if version is not None:
                         return self._published[version]
@@ -135,5 +138,14 @@ class Shelf:
         wanted = newest is not None and any(held is None or held < newest for held in self._waiting.values())
         self._boundary, slot = boundary.reserve(self._boundary, wanted)
         if slot is not None:
-            self._published = {v: p for v, p in self._published.items() if p.slot != slot}
             self._reservations.put(slot)
+
+    def _revoke(self) -> None:
+        """Take the reservation back if it still lies in the queue: a lane came for what the slot holds.
+
+        While a lane was stuck, the newest version was nobody's, so its slot was promised to the next one. But the next
+        one may need rollouts from that very lane's server, and would never come.
+        """
+        slot = self.take_reserved()
+        if slot is not None:
+            self._boundary = boundary.revoke(self._boundary, slot)

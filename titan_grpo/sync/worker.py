@@ -124,7 +124,7 @@ class SyncWorker:
                 except TitanGrpoError as error:
                     self._c.shelf.discard(job.version)
                     self._c.fleet.latch(SyncError(f"version {job.version} could not be published: {error}"))
-        except Exception as error:
+        except Exception as error:  # top of a thread: a silent death would end all syncs unseen
             logger.exception("the sealer ended")
             self._c.fleet.latch(SyncError(f"the sealer ended with {error!r}: no further version is published"))
 

@@ -1,0 +1,146 @@
+"""Rank 0's half of the sync as the trainer builds it, two small matrices to send, and servers without an engine."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titan_grpo.config import WeightSync
+from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.plan import copy_ops, learn
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol.wire import new_run_id
+from titan_grpo.sync.fleet import Fleet
+from titan_grpo.sync.lane import LaneContext
+from titan_grpo.sync.publisher import Publisher
+from titan_grpo.sync.sender import LinkOptions
+from titan_grpo.sync.shelf import Shelf
+from titan_grpo.sync.snapshot import Snapshotter
+from titan_grpo.sync.transports.store import host_store
+from titan_grpo.sync.worker import SyncWorker
+from titan_grpo.testing.receiver_server import DirectControl, ReceiverServer
+
+SHAPES = {"up": (2048, 1024), "down": (1024, 2048)}
+"""4 MiB each in bfloat16: more than the sockets' buffers, so that a frozen receiver stops a transfer in the middle."""
+
+WAIT_S = 60.0
+"""Deadline of what must happen; nothing takes nearly as long."""
+
+SHORT = {"backoff_s": 0.05, "backoff_max_s": 0.2, "block_bytes": 1 << 20, "bucket_bytes": 1 << 20}
+
+
+class Weights:
+    """What one server has loaded: each load must show one value in all tensors."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, set[float]] = {}
+        self.breaks = threading.Event()
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> None:
+        self.values[name] = {float(tensor.min()), float(tensor.max())}
+        if self.breaks.is_set():
+            self.breaks.clear()
+            raise RuntimeError("planted failure in the middle of a load")
+
+    def value(self) -> float:
+        (value,) = set().union(*self.values.values())
+        return value
+
+
+class Rig:
+    """Servers, shelf, fleet, worker and the publisher of the only rank; ``publish`` sends ``version`` as every element."""
+
+    def __init__(self, folder: Path, urls: tuple[str, ...], remote_writers: tuple[int, ...] = (), **config: Any) -> None:
+        self.loaded = {url: Weights() for url in urls}
+        self.servers = {url: ReceiverServer(url, self.loaded[url]) for url in urls}
+        self.config = WeightSync(**(SHORT | config))
+        self._changed = threading.Condition()
+        self.recorder = Recorder(folder)
+        self.fleet = Fleet(list(urls), self._on_server)
+        layout = learn(dict, SHAPES)
+        self.manifest = layout.manifest("bfloat16", self.config.block_bytes)
+        self.images = [SharedImage.create(self.manifest.total_bytes, "test") for _ in range(self.config.slots)]
+        self.store = host_store("127.0.0.1")
+        tensors = tuple(image.tensor() for image in self.images)
+        link = LinkOptions(
+            "gloo", "127.0.0.1", self.config.digest, self.config.bucket_bytes, timeout_s=self.config.lane_deadline_s
+        )
+        self.shelf = Shelf(self.config.slots)
+        context = LaneContext(
+            run_id=new_run_id(time.time()),
+            manifest=self.manifest,
+            images=tensors,
+            config=self.config,
+            link=link,
+            shelf=self.shelf,
+            fleet=self.fleet,
+            recorder=self.recorder,
+        )
+        self.run_id = context.run_id
+        self.worker = SyncWorker(context, self.images, self.store, remote_writers)
+        ops = {fqn: copy_ops(layout, self.manifest, fqn, (0,) * len(shape), shape) for fqn, shape in SHAPES.items()}
+        self.publisher = Publisher(Snapshotter(ops, tensors, torch.device("cpu"), 1 << 20), self.worker.publish)
+
+    def start(self) -> None:
+        """Sealer and lanes."""
+        self.worker.start([DirectControl(server) for server in self.servers.values()])
+
+    def publish(self, version: int) -> int:
+        """Publish as the trainer does; the slot."""
+        slot = self.worker.wait_slot(WAIT_S)
+        assert slot is not None, f"no slot became free for version {version}: {self.shelf!r}"
+        shards = {fqn: torch.full(shape, float(version)) for fqn, shape in SHAPES.items()}
+        self.publisher.publish(version, slot, shards)
+        self.publisher.fence()
+        return slot
+
+    def _on_server(self, *_: object) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def until(self, fact: Callable[[], bool]) -> None:
+        """Wait until a change of the fleet makes ``fact`` true."""
+        with self._changed:
+            assert self._changed.wait_for(fact, WAIT_S), f"not within {WAIT_S} s: {self.fleet!r} {self.shelf!r}"
+
+    def everyone(self, version: int) -> None:
+        """Wait until every server was read back with ``version``."""
+        self.until(lambda: all(entry.held == version for entry in self.fleet.entries().values()))
+
+    def complete(self, version: int) -> None:
+        """Wait until ``version`` can be pinned."""
+        published = self.shelf.pin_newer("test", version - 1, WAIT_S)
+        assert published is not None
+        self.shelf.unpin("test")
+
+    def close(self) -> None:
+        self.worker.close()
+        for server in self.servers.values():
+            server.close()
+        self.publisher.close()
+        self.recorder.close()
+        for image in self.images:
+            image.close()
+
+
+MakeRig = Callable[..., Rig]
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[MakeRig]:
+    """``rig("a", "b", started=True, lane_deadline_s=5.0)``: servers by name, any key of [weight_sync]."""
+    made: list[Rig] = []
+
+    def make(*urls: str, started: bool = True, remote_writers: tuple[int, ...] = (), **config: Any) -> Rig:
+        made.append(Rig(tmp_path, urls, remote_writers, **config))
+        if started:
+            made[-1].start()
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

@@ -1,0 +1,77 @@
+"""The fleet: what servers hold, who is told, and what waits for it."""
+
+import threading
+import time
+from functools import partial
+
+from titan_grpo.errors import SyncError
+from titan_grpo.protocol import ledger
+from titan_grpo.protocol.version import Label
+from titan_grpo.sync.fleet import Fleet, fresh_label
+
+WAIT_S = 30.0
+
+
+def fleet(*urls: str) -> tuple[Fleet, list[tuple[str, int | None, bool, str]]]:
+    told: list[tuple[str, int | None, bool, str]] = []
+    return Fleet(list(urls), lambda *news: told.append(news)), told
+
+
+def commit(f: Fleet, url: str, version: int) -> None:
+    f.mark(url, partial(ledger.receiving, version=version))
+    f.mark(url, ledger.committing)
+    f.mark(url, partial(ledger.holds, version=version), Label("run", version, "f"))
+
+
+def test_rollouts_are_told_each_change_and_stop_during_a_commit_only():
+    f, told = fleet("a")
+    commit(f, "a", 1)
+    commit(f, "a", 2)
+    assert told == [
+        ("a", None, False, ""),
+        ("a", None, False, ""),
+        ("a", 1, True, "run:1:f"),
+        ("a", 1, True, "run:1:f"),
+        ("a", 1, False, "run:1:f"),
+        ("a", 2, True, "run:2:f"),
+    ]
+
+
+def test_a_wait_for_one_server_ends_with_the_first_that_holds_the_version():
+    f, _ = fleet("a", "b")
+    got: list[list[str]] = []
+    waiting = threading.Thread(target=lambda: got.append(f.wait_held(1, WAIT_S, everyone=False)))
+    waiting.start()
+    commit(f, "b", 2)
+    waiting.join(WAIT_S)
+    assert got == [["b"]]
+
+
+def test_a_wait_for_everyone_waits_for_the_known_and_not_for_the_unknown():
+    f, _ = fleet("a", "b", "dead")
+    commit(f, "a", 1)
+    commit(f, "b", 1)
+    commit(f, "a", 2)
+    assert f.wait_held(2, 0.05, everyone=True) == ["a"]  # b is behind: waited for, in vain
+    got: list[list[str]] = []
+    waiting = threading.Thread(target=lambda: got.append(f.wait_held(2, WAIT_S, everyone=True)))
+    waiting.start()
+    start = time.monotonic()
+    commit(f, "b", 2)
+    waiting.join(WAIT_S)
+    assert got == [["a", "b"]]
+    assert time.monotonic() - start < 5.0  # "dead" is waited for by nobody
+
+
+def test_the_first_error_is_kept_and_given_once():
+    f, _ = fleet("a")
+    assert f.take_error() is None
+    f.latch(SyncError("first"))
+    f.latch(SyncError("second"))
+    assert str(f.take_error()) == "first"
+    assert f.take_error() is None
+
+
+def test_a_label_of_another_run_or_of_the_engine_says_nothing_about_this_run():
+    assert fresh_label("run", "run:3:f") == Label("run", 3, "f")
+    assert [fresh_label("run", text) for text in ("other:3:f", "default", "", None)] == [None] * 4

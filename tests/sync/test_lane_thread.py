@@ -1,0 +1,139 @@
+"""Lanes with real receiver processes: what a bad server costs is its own version, never the others' and never a mix."""
+
+import time
+
+import pytest
+
+from titan_grpo.observe import names
+from titan_grpo.protocol.ledger import Standing
+
+pytestmark = pytest.mark.e2e
+
+WAIT_S = 60.0
+
+
+def test_a_version_reaches_every_server_and_is_read_back(rig):
+    r = rig("a", "b")
+    r.publish(1)
+    r.everyone(1)
+    for url, server in r.servers.items():
+        assert server.label == str(r.worker.newest().label)
+        assert not server.paused
+        assert r.loaded[url].value() == 1.0
+        assert r.fleet.entry(url).accepting
+    assert r.recorder.commits() == {"a": [1], "b": [1]}
+    assert r.worker.take_error() is None
+
+
+def test_versions_follow_each_other_through_one_epoch(rig):
+    r = rig("a")
+    for version in (1, 2, 3, 4):
+        r.publish(version)
+        assert r.worker.wait_held(version, WAIT_S, everyone=True) == ["a"]
+        assert r.loaded["a"].value() == version
+    assert r.servers["a"].versions == [1, 2, 3, 4]
+    assert len(r.recorder.series(names.CONNECT_S)) == 1
+
+
+def test_a_frozen_receiver_does_not_delay_the_other_server_and_gets_the_newest_in_a_new_epoch(rig):
+    r = rig("a", "b", lane_deadline_s=8.0)
+    r.publish(1)
+    r.everyone(1)
+    r.servers["a"].freeze_receiver()
+    for version in (2, 3, 4, 5):
+        r.publish(version)
+        assert r.servers["b"].wait_version(version, WAIT_S)
+    assert r.servers["b"].versions == [1, 2, 3, 4, 5]
+    assert r.servers["a"].versions == [1]  # its lane was still inside version 2, so b waited for none of it
+    assert r.servers["a"].wait_version(5, WAIT_S)
+    assert r.servers["a"].versions == [1, 5]
+    assert r.loaded["a"].value() == 5.0
+    assert r.recorder.totals()[names.SYNC_FAILURES] == 1
+
+
+def test_a_receiver_that_thaws_in_time_goes_on_and_then_takes_the_newest(rig):
+    r = rig("a", "b")
+    r.publish(1)
+    r.everyone(1)
+    r.servers["a"].freeze_receiver()
+    r.publish(2)
+    r.until(lambda: r.fleet.entry("a").incoming == 2)
+    for version in (3, 4):
+        r.publish(version)
+        assert r.servers["b"].wait_version(version, WAIT_S)
+    r.servers["a"].thaw_receiver()
+    assert r.servers["a"].wait_version(4, WAIT_S)
+    assert r.servers["a"].versions == [1, 2, 4]
+    assert names.SYNC_FAILURES not in r.recorder.totals()
+
+
+def test_a_killed_receiver_is_replaced_and_gets_the_newest(rig):
+    r = rig("a")
+    r.publish(1)
+    r.everyone(1)
+    before = r.servers["a"].receiver_pid
+    r.servers["a"].kill_receiver()
+    r.publish(2)
+    assert r.servers["a"].wait_version(2, WAIT_S)
+    assert r.servers["a"].receiver_pid != before
+    assert r.loaded["a"].value() == 2.0
+
+
+def test_a_server_that_went_away_takes_no_rollouts_and_gets_the_newest_when_it_is_back(rig):
+    r = rig("a", "b")
+    r.publish(1)
+    r.everyone(1)
+    r.servers["a"].go_away()
+    for version in (2, 3):
+        r.publish(version)
+        assert r.servers["b"].wait_version(version, WAIT_S)
+    r.until(lambda: r.fleet.entry("a").standing is Standing.UNKNOWN)
+    assert not r.fleet.entry("a").accepting
+    r.servers["a"].come_back()
+    assert r.servers["a"].wait_version(3, WAIT_S)
+    assert r.servers["a"].versions == [1, 3]
+
+
+def test_bytes_that_changed_after_their_digest_are_counted_retried_and_never_loaded(rig):
+    r = rig("a", started=False)
+    r.servers["a"].go_away()
+    r.start()
+    slot = r.publish(1)
+    r.complete(1)
+    r.images[slot].buffer[5_000_000] ^= 1
+    r.servers["a"].come_back()
+    r.until(lambda: r.recorder.totals().get(names.DIGEST_MISMATCHES, 0) >= 1)
+    assert r.servers["a"].versions == []
+    assert r.loaded["a"].values == {}
+    r.images[slot].buffer[5_000_000] ^= 1
+    assert r.servers["a"].wait_version(1, WAIT_S)
+    assert r.loaded["a"].value() == 1.0
+
+
+def test_a_half_loaded_server_stays_paused_until_a_whole_load(rig):
+    r = rig("a")
+    r.publish(1)
+    r.everyone(1)
+    seen = []
+    r.loaded["a"].breaks.set()
+    r.publish(2)
+    r.until(lambda: bool(r.recorder.totals().get(names.QUARANTINES)))
+    seen.append(r.servers["a"].versions)
+    assert r.servers["a"].wait_version(2, WAIT_S)
+    r.until(lambda: r.fleet.entry("a").held == 2)
+    assert seen == [[1]]
+    assert not r.servers["a"].paused
+    assert r.loaded["a"].value() == 2.0
+    assert "half loaded" in str(r.worker.take_error())
+
+
+def test_stopping_a_lane_inside_a_frozen_transfer_is_quick(rig):
+    r = rig("a", lane_deadline_s=120.0)
+    r.publish(1)
+    r.everyone(1)
+    r.servers["a"].freeze_receiver()
+    r.publish(2)
+    r.until(lambda: r.fleet.entry("a").incoming == 2)
+    start = time.monotonic()
+    r.worker.close()
+    assert time.monotonic() - start < 5.0

@@ -1,0 +1,136 @@
+"""The sealer and the shelf between a trainer and its lanes: skipping, flushing, other ranks' parts, and memory."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from titan_grpo.errors import SyncError
+from titan_grpo.sync.publisher import Announcer
+from titan_grpo.sync.snapshot import Copy, FinishedCopy
+
+pytestmark = pytest.mark.e2e
+
+WAIT_S = 60.0
+
+
+def test_a_version_is_skipped_when_every_slot_is_being_read_and_the_next_one_is_not(rig):
+    r = rig("a", "b")
+    r.publish(1)
+    r.everyone(1)
+    r.servers["a"].freeze_receiver()
+    r.publish(2)
+    r.until(lambda: r.fleet.entry("a").incoming == 2 and r.fleet.entry("b").held == 2)
+    r.servers["b"].freeze_receiver()
+    r.publish(3)
+    r.until(lambda: r.fleet.entry("b").incoming == 3)
+    assert r.worker.take_slot() is None
+    for server in r.servers.values():
+        server.thaw_receiver()
+    r.publish(5)
+    r.everyone(5)
+    assert [r.loaded[url].value() for url in "ab"] == [5.0, 5.0]
+
+
+def test_a_flush_returns_the_live_servers_and_does_not_wait_for_a_dead_one(rig):
+    r = rig("live", "dead")
+    r.servers["dead"].go_away()
+    r.publish(1)
+    r.worker.wait_held(1, WAIT_S, everyone=False)
+    r.publish(2)
+    start = time.monotonic()
+    assert r.worker.flush(2, timeout_s=30.0) == ["live"]
+    assert time.monotonic() - start < 10.0
+    assert r.servers["live"].versions == [1, 2]
+
+
+def test_a_flush_gives_a_frozen_server_its_deadline_and_no_more(rig):
+    r = rig("live", "frozen")
+    r.publish(1)
+    r.everyone(1)
+    r.servers["frozen"].freeze_receiver()
+    r.publish(2)
+    start = time.monotonic()
+    assert r.worker.flush(2, timeout_s=2.0) == ["live"]
+    assert 1.0 < time.monotonic() - start < 4.0
+
+
+def test_a_flush_with_nobody_there_ends_by_its_deadline(rig):
+    r = rig("dead", started=False)
+    r.servers["dead"].go_away()
+    r.start()
+    r.publish(1)
+    start = time.monotonic()
+    assert r.worker.flush(1, timeout_s=1.0) == []
+    assert time.monotonic() - start < 3.0
+
+
+def test_a_version_is_sealed_only_when_the_other_ranks_have_written_their_part(rig):
+    r = rig("a", remote_writers=(1,))
+    announcer = Announcer(1, "127.0.0.1", r.store.port, WAIT_S)
+    slot = r.publish(1)
+    assert r.servers["a"].receiver_pid is None or r.worker.newest() is None
+    announcer(1, slot, FinishedCopy(0.0))
+    assert r.worker.wait_held(1, WAIT_S, everyone=True) == ["a"]
+    assert announcer.take_error() is None
+    announcer.close(WAIT_S)
+
+
+def test_a_part_that_never_arrives_discards_the_version_latches_an_error_and_frees_the_slot(rig):
+    r = rig("a", remote_writers=(1,), lane_deadline_s=1.0)
+    slot = r.publish(1)
+    assert {r.worker.wait_slot(WAIT_S), r.worker.wait_slot(0.0)} == {1 - slot, None}  # one reservation at a time
+    announcer = Announcer(1, "127.0.0.1", r.store.port, WAIT_S)
+    announcer(2, 1 - slot, FinishedCopy(0.0))
+    r.worker.publish(2, 1 - slot, FinishedCopy(0.0))
+    assert r.servers["a"].wait_version(2, WAIT_S)
+    assert "version 1 could not be published" in str(r.worker.take_error())
+    assert r.worker.take_error() is None
+    assert r.servers["a"].versions == [2]
+    announcer.close(WAIT_S)
+
+
+class LateCopy(Copy):
+    """A device that did not finish."""
+
+    def fence(self) -> None:
+        """Nothing."""
+
+    def wait(self, timeout_s: float) -> float:
+        raise SyncError("planted: the copy did not end")
+
+
+def test_a_copy_that_fails_is_never_published(rig):
+    r = rig("a")
+    r.worker.publish(1, r.worker.wait_slot(WAIT_S), LateCopy())
+    r.publish(2)
+    assert r.servers["a"].wait_version(2, WAIT_S)
+    assert r.servers["a"].versions == [2]
+    assert "planted" in str(r.worker.take_error())
+
+
+def memory(pid: int | str, key: str) -> int:
+    """Bytes of one line of /proc/<pid>/status."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(lines[key].split()[0]) * 1024
+
+
+def test_host_memory_is_the_slots_here_and_one_image_at_the_receiver(rig):
+    """slots x model bytes on the trainer's host, model bytes at the server; nothing of a model's size besides."""
+    before = memory("self", "RssShmem")
+    r = rig("a", "b", slots=2)
+    model = r.manifest.total_bytes
+    r.publish(1)
+    r.everyone(1)
+    Path("/proc/self/clear_refs").write_text("5")  # restarts VmHWM, the peak
+    resident = memory("self", "VmRSS")
+    for version in range(2, 8):
+        r.publish(version)
+        r.everyone(version)
+    slack = r.config.bucket_bytes + (1 << 20)
+    assert memory("self", "RssShmem") - before <= 2 * model + slack
+    # the servers live in this process: each one attaches its receiver's image while it loads; and the test's own shards
+    shards = 2 * model
+    assert memory("self", "VmHWM") - resident <= 2 * model + shards + slack
+    for server in r.servers.values():
+        assert memory(server.receiver_pid, "RssShmem") <= model + slack
