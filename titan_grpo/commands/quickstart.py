@@ -63,6 +63,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
 def _train(options: argparse.Namespace, out: Path, env: Mapping[str, str]) -> None:
     # Imported here: --help and mistakes are answered before torch is loaded.
+    from titan_grpo.titan import jobconfig
     from titan_grpo.titan.flavors import FLAVORS
     from titan_grpo.titan.tiny import write_tiny_model
 
@@ -72,11 +73,13 @@ def _train(options: argparse.Namespace, out: Path, env: Mapping[str, str]) -> No
     write_tiny_model(options.model, server_model, seed=2)
     name, flavor = FLAVORS[options.model]
     with ServerGroup(options.vllm_python, str(server_model), out, options.servers) as servers:
-        servers.wait_healthy(lambda text: print(text, file=sys.stderr, flush=True))
         arguments = ["--rollout.servers", ",".join(servers.urls), "--job.dump_folder", str(out)]
         arguments += ["--model.hf_assets_path", str(model), "--model.name", name, "--model.flavor", flavor]
         arguments += ["--training.steps", str(options.steps)]
         arguments += ["--grpo.no-async-weight-update" if options.sync else "--grpo.async-weight-update", *options.rest]
+        # While the servers start: a mistake in the arguments is said now, and not after the minute they take.
+        jobconfig.check_files(jobconfig.parse(["--job.config_file", options.config, *arguments], options.nproc))
+        servers.wait_healthy(lambda text: print(text, file=sys.stderr, flush=True))
         print(f"training: {options.nproc} ranks, {options.steps} steps; log in {out / 'train.log'}", file=sys.stderr)
         run_logged(
             torchrun(options.nproc, options.config, arguments),

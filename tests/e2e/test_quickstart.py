@@ -1,0 +1,106 @@
+"""scripts/quickstart.sh: the main job on two cores, and that nothing of it stays behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+STEPS = 12
+STOP_S = 30.0
+MARK = "TITAN_GRPO_TEST_MARK"
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of all processes that inherited our mark, wherever they hang in the tree of processes."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline())[:150])
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    mark = uuid.uuid4().hex
+    yield mark
+    assert marked(mark) == [], "the quickstart left processes behind"
+
+
+def start(root: Path, mark: str, *arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        ["scripts/quickstart.sh", *arguments],
+        cwd=root,
+        env={**os.environ, MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def test_the_reward_rises_and_every_promised_file_is_there(runs, mark, tmp_path):
+    out = tmp_path / "run"
+    with start(runs.root, mark, "--steps", str(STEPS), "--out", str(out)) as process:
+        said, _ = process.communicate(timeout=350)
+    assert process.returncode == 0, said
+    assert marked(mark) == []
+    summary = runs.summary(out)
+    assert (summary["steps"], summary["mode"], summary["digest_mismatches"]) == (STEPS, "async", 0)
+    assert summary["reward_last"] > summary["reward_first"]
+    assert summary["staleness"]["max"] <= 1
+    assert summary["blocked_s"]["median"] < 0.05
+    (server,) = summary["versions_committed"].values()
+    assert (server["committed"][0], server["last"]) == (0, STEPS)
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == STEPS
+    trace = json.loads((out / "trace.json").read_text())
+    assert {"X", "M"} <= {event["ph"] for event in trace}
+    assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert list((out / "tb").rglob("events.out.tfevents.*"))
+    model = AutoModelForCausalLM.from_pretrained(out / "hf")
+    tokens = AutoTokenizer.from_pretrained(out / "hf")("say 123", return_tensors="pt")["input_ids"]
+    assert bool(torch.isfinite(model(tokens).logits).all())
+    # The terminal shows our own lines: progress, table, where the files are.
+    assert len(re.findall(rf"^step +\d+/{STEPS}  reward", said, re.MULTILINE)) == STEPS
+    assert not [line for line in said.splitlines() if "[titan]" in line or "Warning" in line or line.startswith("  ")]
+
+
+@pytest.mark.parametrize("moment", ["starting", "step"], ids=["servers start", "training"])
+def test_ctrl_c_ends_everything_soon(moment, runs, mark, tmp_path):
+    with start(runs.root, mark, "--steps", "1000", "--out", str(tmp_path / "run")) as process:
+        for line in process.stdout:
+            if line.startswith(moment):
+                break
+        assert len(marked(mark)) >= (3 if moment == "starting" else 5), "quickstart, guard, server; torchrun, two ranks"
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=STOP_S)
+        print(f"ended {time.monotonic() - began:.1f} s after Ctrl-C")
+    assert process.returncode == 130, said
+    assert marked(mark) == []
+    assert "every process that was started has ended" in said
+    if moment == "step":
+        assert runs.summary(tmp_path / "run")["steps"] >= 1, "a stopped run leaves its report"
+
+
+def test_a_mistake_is_said_in_one_line_before_the_servers_are_up(runs, mark, tmp_path):
+    with start(runs.root, mark, "--out", str(tmp_path / "run"), "--rollout.group_size=1") as process:
+        said, _ = process.communicate(timeout=100)
+    assert process.returncode == 2, said
+    assert said.splitlines()[-1].startswith("titan-grpo quickstart: rollout.group_size must be 2 or more"), said
+    assert "healthy" not in said
+    assert marked(mark) == []
