@@ -1,0 +1,45 @@
+"""What a watcher of a run sees, and which line is the cause of its failure."""
+
+from titan_grpo.observe.terminal import Cause, complain, say, shown
+
+TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in f', "    g()"]
+TORCHRUN = [
+    "E0101 failed (exitcode: 1) local_rank: 0 (pid: 5) of binary: python",
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+    "titan_grpo.train FAILED",
+    "  exitcode  : 1 (pid: 5)",
+]
+
+
+def cause(*lines: str) -> Cause:
+    found = Cause()
+    for line in lines:
+        found.see(line)
+    return found
+
+
+def test_only_marked_lines_are_shown(capsys):
+    say("a table\nof two lines")
+    complain("no such key")
+    lines = [*capsys.readouterr().err.splitlines(), "[titan] 2026 - root - INFO - step 1", ""]
+    assert [shown(line) for line in lines] == ["a table", "of two lines", None, None, None]
+
+
+def test_the_first_complaint_is_the_cause_whatever_the_other_ranks_say():
+    lost = "[rank1]: RuntimeError: gloo/transport/tcp/pair.cc: Connection closed by peer"
+    found = cause(*TRACEBACK, lost, "titan-grpo: rank 0: SyncError: slots", "titan-grpo: rank 1: RunStopped: x", *TORCHRUN)
+    assert found.text == "rank 0: SyncError: slots"
+    assert found.exitcode == 1
+
+
+def test_an_exception_counts_more_than_the_connections_it_cut():
+    lost = "[rank1]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:5"
+    found = cause(*TRACEBACK, "[rank0]: ValueError: shape (2, 3)", lost, *TORCHRUN)
+    assert found.text == "ValueError: shape (2, 3)"
+    assert cause(lost, *TORCHRUN).text.startswith("RuntimeError: [pair.cc:553]")
+
+
+def test_a_rank_that_was_killed_without_a_word_is_said_to_be():
+    found = cause("E0101 failed (exitcode: -9) local_rank: 1 (pid: 5) of binary: python", *TORCHRUN[1:])
+    assert found.text == "a rank was ended by signal 9 (out of memory, maybe)"
+    assert cause("nothing").text == "no rank said why"
