@@ -1,5 +1,6 @@
 """Runs on the same recorded rollouts end in the same weights: resumed, split over ranks, accumulated."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,19 @@ def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(runs, site, s
     assert (tmp_path / "exported/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
     export(runs, tmp_path, 3, tmp_path / "earlier")
     assert largest_difference(runs.weights(tmp_path / "earlier"), resumed) > 1e-3
+
+
+def test_a_resumed_run_goes_on_with_the_prompts_where_it_stopped(runs, site, tmp_path):
+    record = tmp_path / "record.jsonl"
+    arguments = [f"--rollout.record_path={record}", "--rollout.max_completion_tokens=8", "--rollout.prompts_per_step=4"]
+    for steps in (2, 4):
+        runs.complete(tmp_path, [site.url], *arguments, f"--training.steps={steps}")
+    batches = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [batch["version"] for batch in batches] == [0, 1, 2, 3]
+    prompts = [group["prompt"]["index"] for batch in batches for group in batch["groups"]]
+    # Finished in any order, yet none twice and none left behind for good: only the last ones may still be on their way.
+    assert len(set(prompts)) == len(prompts) == 16
+    assert max(prompts) < 16 + 2 * 4
 
 
 def export(runs, dump: Path, version: int, out: Path) -> None:

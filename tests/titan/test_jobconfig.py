@@ -130,6 +130,17 @@ def test_files_that_the_run_needs_are_named_when_missing(parse, tmp_path) -> Non
         jobconfig.check_files(parse(hf, f"--model.hf_assets_path={tmp_path}/nowhere"))
 
 
+def test_a_checkpoint_folder_without_a_complete_checkpoint_is_refused(parse, tmp_path) -> None:
+    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
+    config = parse("", "--checkpoint.enable", f"--job.dump_folder={tmp_path}", f"--model.hf_assets_path={model}")
+    jobconfig.check_files(config)
+    (tmp_path / "checkpoint/step-2").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="random weights: remove the folder"):
+        jobconfig.check_files(config)
+    (tmp_path / "checkpoint/step-2/.metadata").touch()
+    jobconfig.check_files(config)
+
+
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
