@@ -139,7 +139,8 @@ class WeightSync:
     """Version images kept in host memory (slots x model bytes). Two let one be written while another is sent."""
 
     apply: Literal["staged", "streamed"] = "staged"
-    """staged: receive whole, then pause only for the local load. streamed: pause for the whole transfer."""
+    """staged: receive whole, then pause only for the local load. streamed: no image on the server, a window of four buckets
+    instead; the engine stands still for the whole transfer, and one that breaks off half-way leaves it paused until the next."""
 
     digest: Literal["xxh3", "blake3"] = "xxh3"
     """Hash of the blocks: xxh3 is the fastest, blake3 is cryptographic."""
@@ -253,9 +254,6 @@ def _weight_sync_violations(w: WeightSync) -> list[str]:
         "weight_sync.bucket_bytes",
         f"a positive multiple of weight_sync.block_bytes ({w.block_bytes})",
         w.bucket_bytes,
-    )
-    out += _rule(
-        w.apply == "streamed", "weight_sync.apply", '"staged": streaming into a paused engine is not there yet', w.apply
     )
     out += _rule(w.slots < 2, "weight_sync.slots", "2 or more (one is written while another is sent)", w.slots)
     out += _rule(w.backoff_max_s < w.backoff_s, "weight_sync.backoff_max_s", "at least weight_sync.backoff_s", w.backoff_max_s)

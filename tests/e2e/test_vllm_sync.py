@@ -238,8 +238,9 @@ def test_two_tensor_parallel_workers_load_their_halves_and_refuse_together(vllm_
 
 UNREPAIRED = """
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from titan_grpo.receive.engine import EngineSide, OneWorker
+from titan_grpo.receive.engine import EngineSide
 from titan_grpo.receive.vllm_plugin import TitanWeightTransferEngine, VllmModel
+from titan_grpo.receive.workers import OneWorker
 
 
 class Unrepaired(TitanWeightTransferEngine):

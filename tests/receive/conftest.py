@@ -12,7 +12,8 @@ import torch
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.wire import Applied, Joined, new_run_id
-from titan_grpo.receive.engine import EngineSide, OneWorker
+from titan_grpo.receive.engine import EngineSide
+from titan_grpo.receive.workers import OneWorker
 from titan_grpo.sync.sender import LaneLink, LinkOptions, Probe
 
 BLOCK, BUCKET = 4096, 16384
@@ -26,6 +27,7 @@ class DictEngine:
         self.tensors = {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in SHAPES.items()}
         self.breaks_at = ""
         self.loads = 0
+        self.kept: list[torch.Tensor] = []
 
     def refuses(self, manifest: Manifest) -> str:
         unknown = {spec.name for spec in manifest.tensors} ^ set(self.tensors)
@@ -37,6 +39,7 @@ class DictEngine:
             if name == self.breaks_at:
                 raise RuntimeError("planted failure in the middle of a load")
             self.tensors[name].copy_(tensor)
+            self.kept.append(tensor)
             count += 1
         self.loads += 1
         return count
@@ -65,7 +68,8 @@ class Weights:
 class Site:
     """One engine with its plugin half, and the lanes that a test opens to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, apply: str = "staged") -> None:
+        self.apply = apply
         self.engine = DictEngine()
         self.side = EngineSide(self.engine, OneWorker(), "")
         self.run_id = new_run_id(1_700_000_000.0)
@@ -75,7 +79,7 @@ class Site:
     def link(self, weights: Weights, run_id: str | None = None, epoch: int | None = None) -> LaneLink:
         """A lane of the next epoch, not opened."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
-        options = LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, timeout_s=20.0)
+        options = LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, timeout_s=20.0, apply=self.apply)
         link = LaneLink(run_id or self.run_id, self.epoch, weights.manifest, options)
         self.links.append(link)
         return link

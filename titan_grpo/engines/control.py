@@ -29,7 +29,7 @@ class ServerControl(Protocol):
         """Freeze generation; running requests keep their state and go on after ``resume``."""
 
     def load(self, info: Mapping[str, Any]) -> None:
-        """Load the staged version ``info`` names. The answer proves nothing: the receiver's Applied message does."""
+        """Load the version ``info`` names: staged already, or on its way through a window. The answer proves nothing: the receiver's Applied message does."""
 
     def finish(self, label: str) -> None:
         """Close the update and set the label."""
@@ -44,9 +44,11 @@ class ServerControl(Protocol):
 class VllmControl:
     """vLLM >= 0.32 with our plugin, over its RL routes."""
 
-    def __init__(self, url: str, api_key: str, deadline_s: float) -> None:
+    def __init__(self, url: str, api_key: str, deadline_s: float, load_deadline_s: float | None = None) -> None:
+        """``deadline_s``: of each call; ``load_deadline_s``: of ``load``, where that waits for a transfer too."""
         self._driver = SyncDriver(url, api_key)
         self._deadline_s = deadline_s
+        self._load_deadline_s = load_deadline_s or deadline_s
         self.url = url
 
     def label(self) -> str:
@@ -68,7 +70,7 @@ class VllmControl:
             # A lane that died between start and finish left its session open, and vLLM has no route to abort one.
             self._driver.run(vllm.finish_weight_update(None, self._deadline_s))
             self._driver.run(vllm.start_weight_update(self._deadline_s))
-        self._driver.run(vllm.update_weights(info, self._deadline_s))
+        self._driver.run(vllm.update_weights(info, self._load_deadline_s))
 
     def finish(self, label: str) -> None:
         self._driver.run(vllm.finish_weight_update(label, self._deadline_s))

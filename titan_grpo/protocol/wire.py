@@ -14,6 +14,16 @@ All keys live under ``PrefixStore(f"{run_id}/{epoch}", ...)`` in a store that th
                     (the lane commits over HTTP: POST /update_weights {"update_info": Commit})
     applied/<n>     <- Applied
 
+With ``Hello.apply == "streamed"`` the receiver has a window (a ring of buckets) instead of a whole image::
+
+                                            digests/<n>    <- raw block digests, concatenated
+                                            order/<n>      <- Order(op="stream")
+    staged/<n>      <- Staged, at once: the window is ready, nothing has moved
+                    (POST /update_weights {"update_info": Commit}; while it runs, both broadcast the image through
+                     the window, and the engine loads every tensor as soon as its blocks are checked)
+    applied/<n>     <- Applied
+                                            cancel         <- the lane gives the transfer up: the engine is let go
+
 A lost store connection means that the lane is gone: the receiver forgets the epoch and the engine keeps its
 version. A higher epoch of the same run, or any epoch of a later run, replaces the one in force; nothing else does.
 """
@@ -35,7 +45,13 @@ ABORTED = b"!aborted"
 PROBE = "probe"
 """``Hello.transport`` of a doctor: answer with Joined, touch nothing, fence nothing."""
 
-OPS = ("manifest", "receive", "release", "bye")
+OPS = ("manifest", "receive", "stream", "release", "bye")
+
+APPLY = ("staged", "streamed")
+"""How an epoch's versions reach the engine: out of a whole staged image, or through a window while it stands still."""
+
+CANCEL_KEY = "cancel"
+"""Set by a lane that gives a streamed transfer up."""
 
 
 def new_run_id(unix_s: float) -> str:
@@ -118,7 +134,7 @@ class Hello(Message):
     """Opens an epoch: body ``init_info`` of POST /init_weight_transfer_engine.
 
     ``manifest_digest`` and the byte counts let a receiver refuse before a byte moves; ``timeout_s`` is the deadline
-    of one transfer, in seconds.
+    of one transfer, in seconds; ``apply`` is one of APPLY.
     """
 
     run_id: str
@@ -133,6 +149,7 @@ class Hello(Message):
     block_bytes: int
     bucket_bytes: int
     timeout_s: float
+    apply: str = "staged"
 
     @property
     def order(self) -> tuple[str, int]:
@@ -144,6 +161,7 @@ class Hello(Message):
         self._require(0 < self.store_port < 65536, "0 < store_port < 65536")
         self._require(0 < self.rank < self.size, "0 < rank < size (rank 0 is the lane)")
         self._require(self.timeout_s > 0, "timeout_s > 0")
+        self._require(self.apply in APPLY, f"apply is one of {', '.join(APPLY)}")
         whole = self.block_bytes > 0 and self.bucket_bytes > 0 and self.bucket_bytes % self.block_bytes == 0
         self._require(whole, "bucket_bytes is a positive multiple of block_bytes")
 
@@ -169,7 +187,7 @@ class Joined(Message):
 
 @dataclass(frozen=True, slots=True)
 class Order(Message):
-    """What the lane wants next. ``version`` and ``fingerprint`` are meaningful for "receive" only."""
+    """What the lane wants next. ``version`` and ``fingerprint`` are meaningful for "receive" and "stream" only."""
 
     number: int
     op: str
@@ -186,6 +204,7 @@ class Order(Message):
 class Staged(Message):
     """How an order ended at the receiver.
 
+    ``ok`` after "stream" says that the window is ready and that digests and fingerprint belong together.
     ``ok`` after "receive" says that every block digest and the fingerprint match; otherwise ``error`` says why and
     ``bad_block`` is the first block that differs (-1: not a matter of blocks). ``image`` is where the staged bytes
     lie on the server's host, empty if nowhere. Times are work at the receiver, in seconds.
@@ -221,6 +240,7 @@ class Applied(Message):
 
     ``intact`` says that the engine holds one whole version: the new one if ``ok``, otherwise the old one. Not intact
     means that a load broke off half-way: keep the server paused until a commit succeeds. ``loaded`` counts tensors.
+    A receiver that streamed adds the last three: its work in seconds, and the first block that differed (-1: none did).
     """
 
     number: int
@@ -231,6 +251,9 @@ class Applied(Message):
     apply_s: float
     error: str
     intact: bool
+    receive_s: float = 0.0
+    verify_s: float = 0.0
+    bad_block: int = -1
 
 
 @dataclass(frozen=True, slots=True)

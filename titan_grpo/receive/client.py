@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -58,11 +59,11 @@ class ReceiverProcess:
         """Its exit status, None while it runs."""
         return self._process.poll()
 
-    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """One request; PeerError if it is gone, does not answer within ANSWER_S, or refuses."""
+    def ask(self, message: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        """One request; PeerError if it is gone, does not answer within ``timeout_s``, or refuses."""
         self._sent += 1
         self._channel.send({"id": self._sent, **message}, ANSWER_S)
-        while (answer := self._channel.receive(ANSWER_S)) is not None:
+        while (answer := self._channel.receive(timeout_s)) is not None:
             if answer["id"] != self._sent:
                 continue  # the late answer to a request that was given up
             if not answer["ok"]:
@@ -92,6 +93,7 @@ class ReceiverClient:
         self._package = package
         self._serving: ReceiverProcess | None = None
         self._answering: ReceiverProcess | None = None
+        self._deadline = 0.0
         self.holding = Holding()
 
     def hello(self, hello: Hello, problem: str) -> str:
@@ -110,13 +112,26 @@ class ReceiverClient:
         return ""
 
     def lend(self, commit: Commit) -> dict[str, Any]:
-        """``{"image": address, "manifest": JSON}`` of the staged version; PeerError if it is not staged, whole and wanted."""
+        """``{"image": address, "manifest": JSON, "streamed": bool}``; PeerError if that version is not here and wanted.
+
+        Streamed: the image is the window, and ``take`` follows.
+        """
         if refusal := self.holding.refuses_commit(commit):
             raise PeerError(refusal)
         if self._serving is None:
             raise PeerError("no receiver serves this engine: send a hello first")
         answer = self._serving.ask({"op": "lend", "commit": commit.to_dict()})
-        return {"image": answer["image"], "manifest": answer["manifest"]}
+        self._deadline = time.monotonic() + float(answer["timeout_s"])
+        return {key: answer[key] for key in ("image", "manifest", "streamed")}
+
+    def take(self, consumed: int) -> int:
+        """See Window.take; waits until the deadline of the whole transfer, which began with ``lend``."""
+        if self._serving is None:
+            raise PeerError("no receiver serves this engine")
+        left = max(0.0, self._deadline - time.monotonic())
+        # the receiver answers by the deadline, unless it hangs
+        answer = self._serving.ask({"op": "take", "consumed": consumed, "wait_s": left}, left + ANSWER_S)
+        return int(answer["filled"])
 
     def applied(self, report: Applied) -> None:
         """Tell the lane how a commit ended; returns when the lane's store has it. PeerError if it can not be told."""

@@ -1,9 +1,10 @@
-"""What every engine's plugin does, whatever the engine: answer a hello, commit a staged image, and never raise."""
+"""What every engine's plugin does, whatever the engine: answer a hello, commit a version, and never raise."""
 
 import logging
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.wire import Applied, Commit, Hello
 from titan_grpo.receive.client import ReceiverClient
+from titan_grpo.receive.feed import Feed, begun
+from titan_grpo.receive.workers import Workers
 
 log = logging.getLogger("titan_grpo.receive")
 
@@ -30,36 +33,6 @@ class Engine(Protocol):
         ...
 
 
-class Workers(Protocol):
-    """The processes that hold one model together. All make the same calls in the same order."""
-
-    rank: int
-    size: int
-
-    def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
-        ...
-
-    def gather(self, value: str) -> list[str]:
-        """Every rank's value, on every rank."""
-        ...
-
-
-class OneWorker:
-    """A model in one process."""
-
-    rank = 0
-    size = 1
-
-    def share(self, value: Any) -> Any:
-        """See Workers."""
-        return value
-
-    def gather(self, value: str) -> list[str]:
-        """See Workers."""
-        return [value]
-
-
 def package_version() -> str:
     """Name and version of this package, as a lane is told on joining."""
     try:
@@ -73,6 +46,21 @@ def tensor_views(image: torch.Tensor, manifest: Manifest) -> Iterator[tuple[str,
     for spec in manifest.tensors:
         flat = image[spec.offset : spec.offset + spec.nbytes]
         yield spec.name, flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Everything that a commit needs and that could be refused: ``image`` is a whole version, or the window of ``feed``."""
+
+    image: SharedImage
+    manifest: Manifest
+    feed: Feed | None
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them in order; returns when the first one is there. TransferFailed if it does not come."""
+        if self.feed is not None:
+            return begun(self.feed.tensors())
+        return tensor_views(self.image.tensor(), self.manifest)
 
 
 class EngineSide:
@@ -103,7 +91,7 @@ class EngineSide:
             log.error("a hello could not be served; the engine keeps its version\n%s", traceback.format_exc())
 
     def commit(self, data: dict[str, Any]) -> Applied | None:
-        """Body of POST /update_weights: load the staged image if all of it is right. None if ``data`` is no Commit."""
+        """Body of POST /update_weights: load the version if all of it is right. None if ``data`` is no Commit."""
         try:
             commit = Commit.from_dict(data)
         except TitanGrpoError as refusal:
@@ -137,23 +125,33 @@ class EngineSide:
         if isinstance(ready, str):
             return 0, broken[0], False
         if broken:
-            ready[0].close()
+            ready.image.close()
             return 0, broken[0], False
-        image, manifest = ready
-        loaded, error = 0, ""
+        loaded, error, touched = self._load(commit, ready)
+        if ready.feed is not None and ready.feed.broken:
+            return loaded, error, touched  # every worker has met the same end in the feed already
+        broken = [why for why in self._workers.gather(error) if why]
+        return loaded, broken[0] if broken else "", touched
+
+    def _load(self, commit: Commit, ready: Ready) -> tuple[int, str, bool]:
+        """See _guarded; this worker's part."""
+        loaded, error, touched = 0, "", False
         try:
-            loaded = self._engine.load(tensor_views(image.tensor(), manifest))
-            if loaded != len(manifest.tensors):
-                error = f"the engine loaded {loaded} of {len(manifest.tensors)} tensors"
+            tensors = ready.tensors()
+            touched = True
+            loaded = self._engine.load(tensors)
+            if loaded != len(ready.manifest.tensors):
+                error = f"the engine loaded {loaded} of {len(ready.manifest.tensors)} tensors"
         except Exception as failure:  # noqa: BLE001 - top of an engine's call: raising would end the engine
             log.error("loading version %d broke off\n%s", commit.version, traceback.format_exc())
             error = f"loading broke off: {type(failure).__name__}: {failure}"
+            # an error of one worker alone says nothing about how far the others are
+            touched = touched or ready.feed is None or not ready.feed.broken
         finally:
-            image.close()
-        broken = [why for why in self._workers.gather(error) if why]
-        return loaded, broken[0] if broken else "", True
+            ready.image.close()
+        return loaded, error, touched
 
-    def _prepare(self, commit: Commit) -> tuple[SharedImage, Manifest] | str:
+    def _prepare(self, commit: Commit) -> Ready | str:
         """Everything that can be refused without touching a weight; on each worker."""
         try:
             lent = self._workers.share(self._lend(commit))
@@ -162,7 +160,10 @@ class EngineSide:
             manifest = Manifest.from_json(lent["manifest"])
             if refusal := self._engine.refuses(manifest):
                 return refusal
-            return SharedImage.attach(ImageAddress.from_json(lent["image"])), manifest
+            image = SharedImage.attach(ImageAddress.from_json(lent["image"]))
+            if not lent["streamed"]:
+                return Ready(image, manifest, None)
+            return Ready(image, manifest, Feed(image.tensor(), manifest, self._workers, self._take))
         except (TitanGrpoError, OSError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
 
@@ -175,6 +176,11 @@ class EngineSide:
             return self._client.lend(commit)
         except (PeerError, SyncError) as error:
             return {"error": str(error)}
+
+    def _take(self, consumed: int) -> int:
+        if self._client is None:
+            raise SyncError("only worker 0 talks to the receiver")
+        return self._client.take(consumed)
 
     def _intact(self) -> bool:
         return self._client is None or self._client.holding.intact

@@ -68,7 +68,10 @@ def respond(receiver: Receiver, message: dict[str, Any]) -> dict[str, Any]:
     try:
         if message["op"] == "lend":
             image, manifest = receiver.lend(Commit.from_dict(message["commit"]))
-            return {"ok": True, "image": image.address.to_json(), "manifest": manifest.to_json()}
+            lent = {"image": image.address.to_json(), "manifest": manifest.to_json()}
+            return {"ok": True, **lent, "streamed": receiver.streamed, "timeout_s": receiver.timeout_s}
+        if message["op"] == "take":
+            return {"ok": True, "filled": receiver.take(int(message["consumed"]), float(message["wait_s"]))}
         receiver.applied(Applied.from_dict(message["applied"]))
         return {"ok": True}
     except TitanGrpoError as error:

@@ -1,13 +1,14 @@
 """The receiving half of one epoch, free of any engine: joins the lane, fills the image, checks it, lends it.
 
-Two threads: ``run`` holds the conversation with the lane; ``lend`` and ``applied`` come from the engine's side.
+Two threads: ``run`` holds the conversation with the lane; ``lend``, ``take`` and ``applied`` come from the engine's side.
+A third one of a streamed epoch only waits for the lane to give up.
 """
 
 import os
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,7 +17,8 @@ from titan_grpo.errors import PeerError, TitanGrpoError, TransferFailed
 from titan_grpo.layout.digest import BlockHasher, digest_block, fingerprint, first_difference
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.wire import Applied, Commit, Hello, Joined, Order, Staged, key_prefix
+from titan_grpo.protocol.wire import CANCEL_KEY, Applied, Commit, Hello, Joined, Order, Staged, key_prefix
+from titan_grpo.receive.window import Window, window_bytes
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
 from titan_grpo.sync.transports.opening import open_transport, transport_problem
 from titan_grpo.sync.transports.store import join_store, store_errors
@@ -64,7 +66,11 @@ class Receiver:
         self._lent = False
         self._manifest: Manifest | None = None
         self._image: SharedImage | None = None
+        self._window: Window | None = None
+        self._expected: list[bytes] = []
         self._replies: dist.Store | None = None
+        self.streamed = hello.apply == "streamed"
+        self.timeout_s = hello.timeout_s
 
     def answer(self) -> None:
         """Only answer the Hello (a probe, a refusal) and leave."""
@@ -82,12 +88,14 @@ class Receiver:
         here = address_towards(hello.store_host, hello.store_port)
         options = TransportOptions(hello.timeout_s, here, hello.bucket_bytes)
         transport = open_transport(hello.transport, orders, hello.rank, hello.size, options)
+        if self.streamed:
+            threading.Thread(target=self._watch, args=(self._join(), transport), name="watch", daemon=True).start()
         number = 0
         while self._serve(orders, transport, number):
             number += 1
 
     def lend(self, commit: Commit) -> tuple[SharedImage, Manifest]:
-        """The staged image for the engine; no transfer touches it until ``applied``. PeerError if it is not what is asked."""
+        """The staged image, or the window, for the engine until ``applied``. PeerError if it is not what is asked."""
         with self._turn:
             staged, image, manifest = self._staged, self._image, self._manifest
             if staged is None or image is None or manifest is None:
@@ -97,10 +105,23 @@ class Receiver:
             if asked != here:
                 raise PeerError(f"commit asks for (number, version, fingerprint, manifest) {asked}, staged is {here}")
             self._lent = True
+            if self._window is not None:
+                self._window.open()
             return image, manifest
+
+    def take(self, consumed: int, wait_s: float) -> int:
+        """See Window.take."""
+        window = self._window
+        if window is None:
+            raise PeerError("no streamed transfer is under way")
+        return window.take(consumed, wait_s)
 
     def applied(self, report: Applied) -> None:
         """Forward the engine's report to the lane, and take the image back."""
+        if (window := self._window) is not None:
+            window.fail(f"the engine gave up: {report.error}")
+            times = {"receive_s": window.receive_s, "verify_s": window.verify_s}
+            report = replace(report, **times, bad_block=window.bad_block)
         with self._turn:
             self._lent = False
             self._turn.notify_all()
@@ -121,7 +142,7 @@ class Receiver:
             raise PeerError(f"order {number} calls itself {order.number}: lane and receiver lost step")
         if order.op == "bye":
             return False
-        handler = {"manifest": self._take_manifest, "receive": self._receive, "release": self._release}[order.op]
+        handler = {"manifest": self._take_manifest, "receive": self._receive, "stream": self._offer, "release": self._release}[order.op]
         try:
             staged = handler(order, store, transport)
         except TransferFailed:
@@ -130,6 +151,8 @@ class Receiver:
             staged = _refused(order, str(error))
         with store_errors(f"reporting order {number}"):
             store.set(f"staged/{number}", staged.to_json())
+        if order.op == "stream" and staged.ok:
+            self._fill(transport)
         return True
 
     def _next(self, store: dist.Store, key: str) -> bytes:
@@ -146,12 +169,60 @@ class Receiver:
         manifest = Manifest.from_json(bytes(store.get("manifest")).decode())
         if manifest.digest != self._hello.manifest_digest:
             raise PeerError(f"the manifest must have digest {self._hello.manifest_digest}, got {manifest.digest}")
-        image = SharedImage.create(manifest.total_bytes, "titan_grpo staging")
+        image = self._create(manifest)
         with self._turn:
             self._manifest, self._image = manifest, image
         return Staged(order.number, 0, True, "", 0.0, 0.0, "", -1, image.address.to_json())
 
+    def _create(self, manifest: Manifest) -> SharedImage:
+        if self.streamed:
+            return SharedImage.create(window_bytes(manifest.total_bytes, self._hello.bucket_bytes), "titan_grpo window")
+        return SharedImage.create(manifest.total_bytes, "titan_grpo staging")
+
+    def _offer(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
+        """A streamed transfer: everything but the bytes. The fingerprint covers the digests that every block must have."""
+        self._require_apply(True)
+        image, manifest = self._reserve()
+        expected = _split(bytes(store.get(order.digests_key)), manifest, self._hello.digest_algorithm)
+        found = fingerprint(manifest.digest, expected)
+        if found != order.fingerprint:
+            raise PeerError(f"the fingerprint must be {order.fingerprint}, got {found}")
+        staged = Staged(order.number, order.version, True, found, 0.0, 0.0, "", -1, image.address.to_json())
+        with self._turn:
+            self._expected = expected
+            self._window = Window(image, manifest, self._hello.bucket_bytes)
+            self._staged = staged
+        return staged
+
+    def _fill(self, transport: Transport) -> None:
+        """The bytes of a streamed transfer. A failure reaches the lane as the engine's report; then the lane ends the epoch."""
+        window = self._window
+        assert window is not None
+        try:
+            window.fill(transport, self._expected, self._hello.digest_algorithm, self.timeout_s)
+        except TransferFailed as error:
+            window.fail(str(error))
+            transport.close()  # the lane's broadcast ends too
+        with self._turn:
+            self._staged = None
+
+    def _watch(self, store: dist.Store, transport: Transport) -> None:
+        """Thread: let the engine go as soon as the lane gives up, also while a broadcast stalls."""
+        try:
+            self._next(store, CANCEL_KEY)
+            why = "the trainer gave the transfer up"
+        except TransferFailed as error:
+            why = str(error)
+        if (window := self._window) is not None:
+            window.fail(why)
+        transport.abort()
+
+    def _require_apply(self, streamed: bool) -> None:
+        if streamed != self.streamed:
+            raise PeerError(f"this epoch is {self._hello.apply}: the order does not belong to it")
+
     def _receive(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
+        self._require_apply(False)
         hello = self._hello
         image, manifest = self._reserve()
         with BlockHasher(image.buffer, manifest, hello.digest_algorithm) as hasher:
@@ -182,7 +253,7 @@ class Receiver:
                 raise PeerError("the manifest must be handed over before the first transfer")
             self._staged = None
             if self._image is None:
-                self._image = SharedImage.create(self._manifest.total_bytes, "titan_grpo staging")
+                self._image = self._create(self._manifest)
             return self._image, self._manifest
 
     def _release(self, order: Order, store: dist.Store, transport: Transport) -> Staged:

@@ -22,7 +22,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.coverage import checkpoint_shapes, coverage_problem
-from titan_grpo.receive.engine import EngineSide, OneWorker, Workers
+from titan_grpo.receive.engine import EngineSide
+from titan_grpo.receive.workers import OneWorker, Workers
 
 BACKEND = "titan_grpo"
 

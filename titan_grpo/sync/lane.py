@@ -21,10 +21,11 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane as table
 from titan_grpo.protocol import ledger
 from titan_grpo.protocol.version import UNUSABLE, Label
-from titan_grpo.protocol.wire import Staged
+from titan_grpo.protocol.wire import Applied, Staged
 from titan_grpo.sync.fleet import Fleet, fresh_label
 from titan_grpo.sync.sender import LaneLink, LinkOptions
 from titan_grpo.sync.shelf import Published, Shelf
+from titan_grpo.sync.streaming import load_while_sending
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class LaneThread(threading.Thread):
         self._staged: Staged | None = None
         self._number = 0
         self._state = table.Lane()
+        self._streamed = context.config.apply == "streamed"
 
     def __repr__(self) -> str:
         return f"<LaneThread {self.url} {self._state!r}>"
@@ -79,7 +81,9 @@ class LaneThread(threading.Thread):
         link = self._link
         if link is not None:
             with suppress(PeerError):
-                link.abort()
+                # a streamed commit is ended such that the engine can still be resumed
+                if not (self._streamed and link.cancel()):
+                    link.abort()
 
     def run(self) -> None:
         """The lane's loop: table, action, event, table."""
@@ -139,6 +143,10 @@ class LaneThread(threading.Thread):
         self._c.fleet.mark(self.url, ledger.unknown)
         if not joined.intact:
             self._c.fleet.mark(self.url, ledger.quarantined)
+            # the lane before this one may have died before it could say so; if it could, its update is closed
+            if self._control.label() != UNUSABLE:
+                with suppress(ServerRefused):
+                    self._control.finish(UNUSABLE)
             return table.Connected()
         if self._control.paused():
             # A lane, or a trainer, that died during a commit left it so; its engine holds one whole version.
@@ -165,20 +173,26 @@ class LaneThread(threading.Thread):
         link, published, recorder = self._open_link(), self._pinned(), self._c.recorder
         self._number += 1
         self._c.fleet.mark(self.url, partial(ledger.receiving, version=version))
+        self._label, self._published_s = published.label, published.published_s
+        if self._streamed:
+            staged = link.offer(self._number, version, published.digests, published.label.fingerprint)
+            if not staged.ok:
+                raise TransferFailed(f"version {version} was refused by the receiver: {staged.error}")
+            self._staged = staged
+            return table.Staged(version)
         image = self._c.images[published.slot]
         try:
             with recorder.span(names.SEND_S, self.url, version=version):
                 staged = link.send(self._number, version, image, published.digests, published.label.fingerprint)
         finally:
-            self._published = None
-            self._c.shelf.unpin(self.url)
+            self._unpin()
         recorder.observe(names.VERIFY_S, staged.verify_s)
         recorder.count(names.SYNC_BYTES, image.numel())
         if not staged.ok:
             if staged.bad_block >= 0:
                 recorder.count(names.DIGEST_MISMATCHES)
             raise TransferFailed(f"version {version}, block {staged.bad_block}: {staged.error}")
-        self._staged, self._label, self._published_s = staged, published.label, published.published_s
+        self._staged = staged
         return table.Staged(version)
 
     def _commit(self, version: int) -> table.Event:
@@ -197,13 +211,11 @@ class LaneThread(threading.Thread):
         return table.Committed(version)
 
     def _pause_load_resume(self, before: str, label: Label) -> None:
-        link, staged, recorder = self._open_link(), self._staged, self._c.recorder
-        assert staged is not None
+        recorder = self._c.recorder
         start = recorder.now()
         try:
             self._control.pause()
-            self._control.load(link.commit(staged).to_dict())
-            applied = link.wait_applied(staged.number, self._c.config.commit_deadline_s)
+            applied = self._load()
         except PeerError:
             # Nothing is known: the load may still run. The next epoch reads back what the engine holds, and resumes it.
             self._c.fleet.mark(self.url, ledger.unknown)
@@ -226,6 +238,24 @@ class LaneThread(threading.Thread):
                 f"version {label.version} must have fingerprint {label.fingerprint}, got {applied.fingerprint}"
             )
 
+    def _load(self) -> Applied:
+        link, staged, recorder = self._open_link(), self._staged, self._c.recorder
+        assert staged is not None
+        if not self._streamed:
+            self._control.load(link.commit(staged).to_dict())
+            return link.wait_applied(staged.number, self._c.config.commit_deadline_s)
+        image = self._c.images[self._pinned().slot]
+        try:
+            with recorder.span(names.SEND_S, self.url, version=staged.version):
+                applied = load_while_sending(link, self._control, staged, image, self._c.config)
+        finally:
+            self._unpin()
+        recorder.observe(names.VERIFY_S, applied.verify_s)
+        recorder.count(names.SYNC_BYTES, image.numel())
+        if applied.bad_block >= 0:
+            recorder.count(names.DIGEST_MISMATCHES)
+        return applied
+
     def _rest(self, failures: int) -> table.Event:
         self._close_link()
         config = self._c.config
@@ -241,12 +271,15 @@ class LaneThread(threading.Thread):
         self._control.close()
 
     def _close_link(self) -> None:
-        if self._published is not None:
-            self._published = None
-            self._c.shelf.unpin(self.url)
+        self._unpin()
         link, self._link = self._link, None
         if link is not None:
             link.close()
+
+    def _unpin(self) -> None:
+        if self._published is not None:
+            self._published = None
+            self._c.shelf.unpin(self.url)
 
     def _open_link(self) -> LaneLink:
         if self._link is None:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -11,7 +12,19 @@ import torch.distributed as dist
 
 from titan_grpo.errors import ProtocolError, TransferFailed
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.wire import ABORTED, PROBE, RECEIVER_RANK, Applied, Commit, Hello, Joined, Order, Staged, key_prefix
+from titan_grpo.protocol.wire import (
+    ABORTED,
+    CANCEL_KEY,
+    PROBE,
+    RECEIVER_RANK,
+    Applied,
+    Commit,
+    Hello,
+    Joined,
+    Order,
+    Staged,
+    key_prefix,
+)
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
 from titan_grpo.sync.transports.opening import open_transport
 from titan_grpo.sync.transports.store import host_store, join_store, store_errors
@@ -30,12 +43,15 @@ class LinkOptions:
     bucket_bytes: int
     timeout_s: float
     device: str = "cpu"
+    apply: str = "staged"
 
 
 class LaneLink:
     """One epoch: open, wait_joined, send_manifest, then send + wait_applied as often as wanted, close.
 
-    Used by one thread, except ``abort``, which any thread may call and which makes the blocked call, and every later
+    With ``apply`` "streamed", offer + stream take the place of send, and wait_applied may run in a second thread meanwhile.
+
+    Used by one thread, except ``cancel`` and ``abort``, which any thread may call; ``abort`` makes the blocked call, and every later
     one, raise TransferFailed at once. After a TransferFailed the epoch is over: close it and open the next one.
     """
 
@@ -44,6 +60,7 @@ class LaneLink:
         self._run_id, self._epoch, self._manifest, self._options = run_id, epoch, manifest, options
         self._lock = threading.Lock()
         self._aborted = False
+        self._streaming = False
         self._waiting = ""
         self._next = MANIFEST_NUMBER
         self._host: dist.TCPStore | None = None
@@ -72,6 +89,7 @@ class LaneLink:
             block_bytes=self._manifest.block_bytes,
             bucket_bytes=o.bucket_bytes,
             timeout_s=o.timeout_s,
+            apply=o.apply,
         )
 
     def wait_joined(self, timeout_s: float) -> Joined:
@@ -104,17 +122,50 @@ class LaneLink:
         raised: the epoch is still good and the image may be sent again under the next number.
         """
         start = time.monotonic()
-        if image.numel() != self._manifest.total_bytes:
-            raise ValueError(f"the image must have {self._manifest.total_bytes} bytes, got {image.numel()}")
-        key = f"digests/{number}"
-        self._set(key, b"".join(digests))
-        self._post(Order(number, "receive", version, key, fingerprint))
+        self._check_size(image)
+        self._announce("receive", number, version, digests, fingerprint)
         broadcast_image(self._connected(), image, self._options.bucket_bytes, self._options.timeout_s)
         left = max(0.0, start + self._options.timeout_s - time.monotonic())
         return self._staged(number, left)
 
+    def offer(self, number: int, version: int, digests: Sequence[bytes], fingerprint: str) -> Staged:
+        """Prepare a streamed transfer: nothing moves until ``stream``. ``number`` counts from 1."""
+        self._announce("stream", number, version, digests, fingerprint)
+        return self._staged(number, self._options.timeout_s)
+
+    def stream(self, image: torch.Tensor) -> None:
+        """Send a whole image (uint8[total_bytes], host) through the window that was offered; the engine must be loading.
+
+        Raises TransferFailed when bytes are lost or late, a block differs or the engine gives up: the epoch is over, but
+        the engine's report can still be awaited.
+        """
+        self._check_size(image)
+        transport = self._connected()
+        with self._lock:
+            self._check_aborted()
+            self._streaming = True
+        try:
+            broadcast_image(transport, image, self._options.bucket_bytes, self._options.timeout_s)
+        finally:
+            with self._lock:
+                self._streaming = False
+
+    def cancel(self) -> bool:
+        """Give a streamed transfer up and have the receiver let the engine go, at once; whether one was under way.
+
+        Unlike after ``abort``, the engine's report can still be awaited. Any thread; idempotent.
+        """
+        with self._lock:
+            streaming, transport, alarm = self._streaming, self._transport, self._alarm
+        if transport is not None:
+            transport.abort()
+        if alarm is not None:
+            with suppress(TransferFailed), store_errors(f"giving epoch {self._epoch} up"):
+                alarm.set(CANCEL_KEY, b"1")
+        return streaming
+
     def commit(self, staged: Staged) -> Commit:
-        """The ``update_info`` for a staged transfer."""
+        """The ``update_info`` for a staged or offered transfer."""
         return Commit(
             run_id=self._run_id,
             epoch=self._epoch,
@@ -161,6 +212,15 @@ class LaneLink:
             self._store = self._alarm = self._host = None
         if transport is not None:
             transport.close()
+
+    def _check_size(self, image: torch.Tensor) -> None:
+        if image.numel() != self._manifest.total_bytes:
+            raise ValueError(f"the image must have {self._manifest.total_bytes} bytes, got {image.numel()}")
+
+    def _announce(self, op: str, number: int, version: int, digests: Sequence[bytes], fingerprint: str) -> None:
+        key = f"digests/{number}"
+        self._set(key, b"".join(digests))
+        self._post(Order(number, op, version, key, fingerprint))
 
     def _post(self, order: Order) -> None:
         if order.number != self._next:

@@ -135,6 +135,7 @@ class TrainerSync:
             bucket_bytes=config.bucket_bytes,
             timeout_s=config.lane_deadline_s,
             device=str(self._device) if transport == "nccl" else "cpu",
+            apply=config.apply,
         )
         context = LaneContext(
             run_id=self.meeting.run_id,
@@ -153,7 +154,9 @@ class TrainerSync:
 
     def _control(self, rollout: Rollout, url: str) -> ServerControl:
         key = os.environ.get(rollout.api_key_env, "") if rollout.api_key_env else ""
-        return VllmControl(url, key, self._config.commit_deadline_s)
+        config = self._config
+        load_s = config.commit_deadline_s + (config.lane_deadline_s if config.apply == "streamed" else 0.0)
+        return VllmControl(url, key, config.commit_deadline_s, load_s)
 
     def newest(self) -> Published | None:
         """Rank 0: the newest complete version."""

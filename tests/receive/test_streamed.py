@@ -1,0 +1,301 @@
+"""Versions that pass through a window into an engine that stands still: a real receiver process, real senders, no vLLM."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_grpo.errors import TransferFailed
+from titan_grpo.layout.digest import block_digests, fingerprint
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.wire import Applied, Joined, new_run_id
+from titan_grpo.receive.engine import EngineSide
+from titan_grpo.receive.window import WINDOW_BUCKETS
+from titan_grpo.receive.workers import OneWorker
+from titan_grpo.sync.sender import LaneLink, LinkOptions
+
+pytestmark = pytest.mark.e2e
+
+BLOCK, BUCKET, DEADLINE_S = 4096, 16384, 20.0
+WINDOW = WINDOW_BUCKETS * BUCKET
+SHAPES = {
+    "larger_than_the_window": (torch.float32, (5, 4099)),
+    "scalar": (torch.bfloat16, ()),
+    "larger_than_a_bucket": (torch.bfloat16, (3, 3333)),
+    "small": (torch.float32, (7,)),
+    "last": (torch.bfloat16, (9, 1001)),
+}
+FIRST_BUCKETS = -(-5 * 4099 * 4 // BUCKET)
+"""Buckets until the first tensor is whole."""
+
+SENDER = Path(__file__).with_name("streaming_sender.py")
+
+
+class Version:
+    """Random weights, different in every element, as an image."""
+
+    def __init__(self, seed: int) -> None:
+        entries = [(n, str(dtype).removeprefix("torch."), shape) for n, (dtype, shape) in SHAPES.items()]
+        self.manifest = Manifest.build(entries, BLOCK)
+        self.image = torch.zeros(self.manifest.total_bytes, dtype=torch.uint8)
+        random = torch.Generator().manual_seed(seed)
+        self.tensors = {n: torch.randn(shape, generator=random).to(dtype) for n, (dtype, shape) in SHAPES.items()}
+        for spec in self.manifest.tensors:
+            self.image[spec.offset : spec.offset + spec.nbytes] = self.tensors[spec.name].flatten().view(torch.uint8)
+        self.digests = block_digests(memoryview(self.image.numpy()), self.manifest, "xxh3")
+        self.fingerprint = fingerprint(self.manifest.digest, self.digests)
+
+
+class LayerEngine:
+    """Keeps what it is given until the load ends, as engines keep the tensors of an unfinished layer."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.begun = threading.Event()
+        self.loads = 0
+
+    def refuses(self, manifest: Manifest) -> str:
+        unknown = {spec.name for spec in manifest.tensors} ^ set(SHAPES)
+        return f"unknown or missing tensors: {sorted(unknown)}" if unknown else ""
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+        self.loads += 1
+        kept = {}
+        for name, tensor in tensors:
+            kept[name] = tensor
+            self.begun.set()
+        self.tensors = kept
+        return len(kept)
+
+    def holds(self, version: Version) -> bool:
+        return self.tensors.keys() == version.tensors.keys() and all(
+            torch.equal(tensor, self.tensors[name]) for name, tensor in version.tensors.items()
+        )
+
+
+class Loading(threading.Thread):
+    """The engine's update call, during which it stands still."""
+
+    def __init__(self, side: EngineSide, commit: dict) -> None:
+        super().__init__(daemon=True)
+        self._side, self._commit = side, commit
+        self._report: Applied | None = None
+        self.start()
+
+    def run(self) -> None:
+        self._report = self._side.commit(self._commit)
+
+    def report(self, within_s: float) -> Applied:
+        self.join(within_s)
+        assert not self.is_alive(), f"the engine was not let go within {within_s} s"
+        assert self._report is not None
+        return self._report
+
+
+class Site:
+    """One engine with its plugin half, and the lanes and stray senders that a test opens to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine = LayerEngine()
+        self.side = EngineSide(self.engine, OneWorker(), "")
+        self.run_id, self.epoch, self._folder = new_run_id(1_700_000_000.0), 0, folder
+        self._links: list[LaneLink] = []
+        self._senders: list[subprocess.Popen[str]] = []
+        self.joined: Joined | None = None
+
+    def connect(self, manifest: Manifest, timeout_s: float = DEADLINE_S) -> LaneLink:
+        """A lane of the next epoch that has joined and handed its manifest over."""
+        self.epoch += 1
+        options = LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, timeout_s, apply="streamed")
+        link = LaneLink(self.run_id, self.epoch, manifest, options)
+        self._links.append(link)
+        self.side.hello(link.open().to_dict())
+        self.joined = link.wait_joined(60.0)
+        assert link.send_manifest(20.0).ok
+        return link
+
+    def deliver(self, link: LaneLink, number: int, number_of_version: int, version: Version) -> Applied:
+        """One transfer, through the engine's update call."""
+        staged = link.offer(number, number_of_version, version.digests, version.fingerprint)
+        assert staged.ok, staged
+        loading = Loading(self.side, link.commit(staged).to_dict())
+        link.stream(version.image)
+        loading.report(DEADLINE_S)
+        return link.wait_applied(number, 10.0)
+
+    def stray(self, version: Version, number: int, buckets: int, bad_byte: int = -1, timeout_s: float = DEADLINE_S):
+        """A sender process that sends ``buckets`` buckets and stops, and the engine's call that waits for the rest."""
+        self.epoch += 1
+        told = {"run_id": self.run_id, "epoch": self.epoch, "bucket_bytes": BUCKET, "timeout_s": timeout_s}
+        (self._folder / "told.json").write_text(json.dumps(told | {"version": number, "bad_byte": bad_byte}))
+        (self._folder / "manifest.json").write_text(version.manifest.to_json())
+        (self._folder / "image").write_bytes(version.image.numpy().tobytes())
+        command = [sys.executable, str(SENDER), str(self._folder), str(buckets)]
+        sender = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._senders.append(sender)
+        self.side.hello(json.loads(sender.stdout.readline()))
+        return sender, Loading(self.side, json.loads(sender.stdout.readline()))
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        for sender in self._senders:
+            sender.kill()
+            sender.communicate()
+        self.side.close()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_version_passes_bit_for_bit_through_a_window_smaller_than_its_largest_tensor(site):
+    one, two = Version(1), Version(2)
+    link = site.connect(one.manifest)
+    assert one.manifest.spec("larger_than_the_window").nbytes > WINDOW
+    for number, version in enumerate((one, two), start=1):
+        report = site.deliver(link, number, number, version)
+        assert report.ok, report.error
+        assert report.intact
+        assert (report.loaded, report.fingerprint, report.bad_block) == (len(SHAPES), version.fingerprint, -1)
+        assert site.engine.holds(version)
+
+
+def test_the_server_holds_a_window_and_no_whole_image(site):
+    version = Version(1)
+    staged = site.connect(version.manifest).offer(1, 1, version.digests, version.fingerprint)
+    assert staged.image["nbytes"] == WINDOW < version.manifest.total_bytes
+
+
+def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(site):
+    old, new = Version(1), Version(2)
+    site.deliver(site.connect(old.manifest), 1, 1, old)
+    sender, loading = site.stray(new, 2, buckets=FIRST_BUCKETS - 1)
+    assert sender.stdout.readline().strip() == "sent"
+    sender.kill()
+    report = loading.report(10.0)
+    assert not report.ok
+    assert report.intact
+    assert site.engine.loads == 1
+    assert site.engine.holds(old)
+    assert site.deliver(site.connect(new.manifest), 1, 2, new).ok
+    assert site.joined.intact
+    assert site.joined.held_version == 1
+    assert site.engine.holds(new)
+
+
+def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_until_a_whole_version(site):
+    old, new = Version(1), Version(2)
+    site.deliver(site.connect(old.manifest), 1, 1, old)
+    site.engine.begun.clear()
+    sender, loading = site.stray(new, 2, buckets=FIRST_BUCKETS)
+    assert site.engine.begun.wait(30.0)
+    sender.kill()
+    report = loading.report(10.0)
+    assert not report.ok
+    assert not report.intact
+    link = site.connect(new.manifest)
+    assert not site.joined.intact
+    report = site.deliver(link, 1, 2, new)
+    assert report.ok
+    assert report.intact
+    assert site.engine.holds(new)
+    site.connect(new.manifest)
+    assert site.joined.intact
+    assert site.joined.held_version == 2
+
+
+@pytest.mark.parametrize("buckets", [1, FIRST_BUCKETS])
+def test_a_stalled_sender_frees_the_engine_by_the_deadline(site, buckets):
+    start = time.monotonic()
+    sender, loading = site.stray(Version(1), 1, buckets, timeout_s=2.0)
+    os.kill(sender.pid, signal.SIGSTOP) if sender.stdout.readline().strip() == "sent" else None
+    report = loading.report(10.0)
+    assert time.monotonic() - start < 15.0
+    assert 1.5 < report.apply_s < 4.0
+    assert not report.ok
+    assert report.intact == (buckets == 1)
+    version = Version(2)
+    assert site.deliver(site.connect(version.manifest), 1, 2, version).ok
+
+
+@pytest.mark.parametrize(("bad_byte", "intact"), [(5000, True), (FIRST_BUCKETS * BUCKET + 9000, False)])
+def test_a_corrupted_block_is_named_and_no_byte_of_its_bucket_reaches_the_engine(site, bad_byte, intact):
+    version = Version(1)
+    _, loading = site.stray(version, 1, -(-version.manifest.total_bytes // BUCKET), bad_byte)
+    report = loading.report(10.0)
+    assert not report.ok
+    assert report.intact == intact
+    assert f"block {bad_byte // BLOCK} of" in report.error
+    assert site.engine.tensors == {}
+
+
+def test_the_lane_reads_which_block_differed_although_its_own_sending_broke(site):
+    version = Version(1)
+    link = site.connect(version.manifest)
+    staged = link.offer(1, 1, version.digests, version.fingerprint)
+    loading = Loading(site.side, link.commit(staged).to_dict())
+    bad = version.image.clone()
+    bad[5000] ^= 1
+    with pytest.raises(TransferFailed):
+        link.stream(bad)
+    loading.report(10.0)
+    report = link.wait_applied(1, 10.0)
+    assert (report.ok, report.intact, report.bad_block) == (False, True, 1)
+
+
+def test_digests_that_do_not_make_the_fingerprint_are_refused_before_the_engine_is_paused(site):
+    good, other = Version(1), Version(2)
+    link = site.connect(good.manifest)
+    staged = link.offer(1, 1, good.digests, other.fingerprint)
+    assert not staged.ok
+    assert "fingerprint" in staged.error
+    assert site.deliver(link, 2, 1, good).ok
+
+
+def test_a_lane_that_gives_up_frees_the_engine_at_once_and_reads_its_report(site):
+    version = Version(1)
+    link = site.connect(version.manifest, timeout_s=60.0)
+    staged = link.offer(1, 1, version.digests, version.fingerprint)
+    loading = Loading(site.side, link.commit(staged).to_dict())
+    link.cancel()
+    report = loading.report(10.0)
+    assert not report.ok
+    assert report.intact
+    assert link.wait_applied(1, 10.0) == report
+
+
+def test_an_engine_that_refuses_ends_the_sending(site):
+    version = Version(1)
+    link = site.connect(version.manifest)
+    staged = link.offer(1, 1, version.digests, version.fingerprint)
+    wrong = link.commit(staged).to_dict() | {"fingerprint": "0" * 32}
+    report = Loading(site.side, wrong).report(10.0)
+    assert not report.ok
+    assert report.intact
+    assert not link.wait_applied(1, 10.0).ok
+    with pytest.raises(TransferFailed):
+        link.stream(version.image)
+
+
+def test_a_killed_receiver_frees_the_engine(site):
+    version = Version(1)
+    _, loading = site.stray(version, 1, buckets=FIRST_BUCKETS)
+    assert site.engine.begun.wait(30.0)
+    os.kill(site.side.client.pid, signal.SIGKILL)
+    report = loading.report(10.0)
+    assert not report.ok
+    assert not report.intact
+    assert site.deliver(site.connect(version.manifest), 1, 2, version).ok
+    assert site.engine.holds(version)
