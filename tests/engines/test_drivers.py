@@ -19,8 +19,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     released = threading.Event()
+    ports: list[int] = []
 
     def do_GET(self) -> None:
+        self.ports.append(self.client_address[1])
         if self.path.startswith("/is_paused"):
             self.released.wait(20)
             return
@@ -92,3 +94,15 @@ def test_a_server_that_never_answers_is_unreachable_within_the_deadline(url):
     for error in both(url, vllm.is_paused(timeout_s=0.3)):
         assert isinstance(error, ServerUnreachable)
         assert "0.3 s" in str(error)
+
+
+def test_a_connection_on_which_a_server_failed_is_not_used_again(url):
+    Handler.ports.clear()
+    with SyncDriver(url) as driver:
+        driver.run(vllm.health())
+        with pytest.raises(HttpRefused):
+            driver.run(vllm.weight_info())
+        driver.run(vllm.health())
+    first, failed, after = Handler.ports
+    assert first == failed
+    assert after != failed

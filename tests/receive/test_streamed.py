@@ -220,7 +220,8 @@ def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_unt
 def test_a_stalled_sender_frees_the_engine_by_the_deadline(site, buckets):
     start = time.monotonic()
     sender, loading = site.stray(Version(1), 1, buckets, timeout_s=2.0)
-    os.kill(sender.pid, signal.SIGSTOP) if sender.stdout.readline().strip() == "sent" else None
+    assert sender.stdout.readline().strip() == "sent"
+    os.kill(sender.pid, signal.SIGSTOP)
     report = loading.report(10.0)
     assert time.monotonic() - start < 15.0
     assert 1.5 < report.apply_s < 4.0

@@ -29,7 +29,7 @@ class ServerControl(Protocol):
         """Freeze generation; running requests keep their state and go on after ``resume``."""
 
     def load(self, info: Mapping[str, Any]) -> None:
-        """Load the version ``info`` names: staged already, or on its way through a window. The answer proves nothing: the receiver's Applied message does."""
+        """Load the version ``info`` names, staged or on its way. The answer proves nothing: the receiver's Applied does."""
 
     def finish(self, label: str) -> None:
         """Close the update and set the label."""

@@ -71,7 +71,11 @@ class SyncDriver:
 
     def __init__(self, base_url: str, api_key: str = "") -> None:
         self.url = public_url(base_url)
-        self._client = httpx.Client(base_url=base_url, headers=_headers(api_key), limits=_limits(4), trust_env=False)
+        self._base_url, self._headers = base_url, _headers(api_key)
+        self._client = self._connect()
+
+    def _connect(self) -> httpx.Client:
+        return httpx.Client(base_url=self._base_url, headers=self._headers, limits=_limits(4), trust_env=False)
 
     def run(self, call: Call[T]) -> T:
         """Execute. Raises ServerUnreachable (no answer), HttpRefused (not 2xx), ServerRefused (unreadable answer)."""
@@ -81,6 +85,11 @@ class SyncDriver:
             )
         except httpx.HTTPError as error:
             raise _unreachable(call, self.url, error) from error
+        if response.is_server_error:
+            # uvicorn closes a connection on which a handler raised, without saying so in its answer: the next request on
+            # it would fail with a read error although the server is there
+            self._client.close()
+            self._client = self._connect()
         return _finish(call, self.url, response)
 
     def close(self) -> None:

@@ -142,7 +142,9 @@ class Receiver:
             raise PeerError(f"order {number} calls itself {order.number}: lane and receiver lost step")
         if order.op == "bye":
             return False
-        handler = {"manifest": self._take_manifest, "receive": self._receive, "stream": self._offer, "release": self._release}[order.op]
+        handler = {"manifest": self._take_manifest, "receive": self._receive, "stream": self._offer, "release": self._release}[
+            order.op
+        ]
         try:
             staged = handler(order, store, transport)
         except TransferFailed:

@@ -142,11 +142,11 @@ class LaneThread(threading.Thread):
             raise TransferFailed(f"the server's receiver refused the manifest: {accepted.error}")
         self._c.fleet.mark(self.url, ledger.unknown)
         if not joined.intact:
-            self._c.fleet.mark(self.url, ledger.quarantined)
             # the lane before this one may have died before it could say so; if it could, its update is closed
             if self._control.label() != UNUSABLE:
                 with suppress(ServerRefused):
                     self._control.finish(UNUSABLE)
+            self._c.fleet.mark(self.url, ledger.quarantined)
             return table.Connected()
         if self._control.paused():
             # A lane, or a trainer, that died during a commit left it so; its engine holds one whole version.

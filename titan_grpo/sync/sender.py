@@ -51,8 +51,8 @@ class LaneLink:
 
     With ``apply`` "streamed", offer + stream take the place of send, and wait_applied may run in a second thread meanwhile.
 
-    Used by one thread, except ``cancel`` and ``abort``, which any thread may call; ``abort`` makes the blocked call, and every later
-    one, raise TransferFailed at once. After a TransferFailed the epoch is over: close it and open the next one.
+    Used by one thread, except ``cancel`` and ``abort``, which any thread may call; ``abort`` makes the blocked call, and
+    every later one, raise TransferFailed at once. After a TransferFailed the epoch is over: close it and open the next one.
     """
 
     def __init__(self, run_id: str, epoch: int, manifest: Manifest, options: LinkOptions) -> None:
