@@ -139,8 +139,8 @@ class WeightSync:
     """Version images kept in host memory (slots x model bytes). Two let one be written while another is sent."""
 
     apply: Literal["staged", "streamed"] = "staged"
-    """staged: receive whole, then pause only for the local load. streamed: no image on the server but a window of four buckets; the
-    server stands still for the whole transfer, and after one that broke off half-way until the next whole one."""
+    """staged: receive whole, then pause only for the local load. streamed: no image on the server but a window of four buckets;
+    the server stands still for the whole transfer, and after one that broke off half-way until the next whole one."""
 
     digest: Literal["xxh3", "blake3"] = "xxh3"
     """Hash of the blocks: xxh3 is the fastest, blake3 is cryptographic."""

@@ -211,12 +211,15 @@ def test_a_block_that_differs_quarantines_the_server_until_a_newer_version(site,
         assert f"block {last} of" in str(trainer.fleet.take_error())
 
 
-def test_a_lane_that_is_stopped_while_the_server_waits_for_its_first_byte_leaves_it_running(site, tmp_path):
+def test_an_aborted_commit_leaves_a_whole_version_running_or_the_server_paused_and_marked(site, tmp_path):
     weights = Version(8, tmp_path)
     with site.trainer(weights.manifest) as trainer:
         trainer.publish(1, weights)
-        assert trainer.fleet.wait_held(1, 60.0, everyone=True)
+        trainer.wait(Standing.HOLDS)
         trainer.publish(2, weights)
         trainer.wait(Standing.COMMITTING)
-    assert not site.control.paused()
-    assert site.control.label().startswith(f"{trainer.run_id}:")
+        trainer.lane.stop()
+        trainer.lane.abort()
+    label = site.control.label()
+    assert site.control.paused() == (label == UNUSABLE)
+    assert label == UNUSABLE or label.startswith(f"{trainer.run_id}:")

@@ -5,6 +5,7 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 
@@ -19,7 +20,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     released = threading.Event()
-    ports: list[int] = []
+    ports: ClassVar[list[int]] = []
 
     def do_GET(self) -> None:
         self.ports.append(self.client_address[1])

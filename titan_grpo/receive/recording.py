@@ -15,7 +15,8 @@ import torch
 from titan_grpo.layout.content import tensor_digest
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.wire import Applied
-from titan_grpo.receive.engine import Engine, EngineSide, Workers
+from titan_grpo.receive.engine import Engine, EngineSide
+from titan_grpo.receive.workers import Workers
 
 BACKEND = "titan_grpo_recording"
 PLUGIN = "titan_grpo_recorder"

@@ -69,7 +69,7 @@ class LaneThread(threading.Thread):
     def stop(self) -> None:
         """End the lane now. Any thread; does not wait.
 
-        What it waits for is aborted, but not a commit: that is short, and its server would stay paused.
+        What it waits for is aborted, but not a commit: that has a deadline, and its server would stay paused.
         """
         self._stopping.set()
         self._c.shelf.stop(self.url)
@@ -81,8 +81,9 @@ class LaneThread(threading.Thread):
         link = self._link
         if link is not None:
             with suppress(PeerError):
-                # a streamed commit is ended such that the engine can still be resumed
-                if not (self._streamed and link.cancel()):
+                if self._streamed and self._state.phase is table.Phase.COMMITTING:
+                    link.cancel()  # the engine's report can still be read, and the server be resumed
+                else:
                     link.abort()
 
     def run(self) -> None:

@@ -60,7 +60,6 @@ class LaneLink:
         self._run_id, self._epoch, self._manifest, self._options = run_id, epoch, manifest, options
         self._lock = threading.Lock()
         self._aborted = False
-        self._streaming = False
         self._waiting = ""
         self._next = MANIFEST_NUMBER
         self._host: dist.TCPStore | None = None
@@ -140,29 +139,20 @@ class LaneLink:
         the engine's report can still be awaited.
         """
         self._check_size(image)
-        transport = self._connected()
-        with self._lock:
-            self._check_aborted()
-            self._streaming = True
-        try:
-            broadcast_image(transport, image, self._options.bucket_bytes, self._options.timeout_s)
-        finally:
-            with self._lock:
-                self._streaming = False
+        broadcast_image(self._connected(), image, self._options.bucket_bytes, self._options.timeout_s)
 
-    def cancel(self) -> bool:
-        """Give a streamed transfer up and have the receiver let the engine go, at once; whether one was under way.
+    def cancel(self) -> None:
+        """Give a streamed transfer up and have the receiver let the engine go, at once.
 
         Unlike after ``abort``, the engine's report can still be awaited. Any thread; idempotent.
         """
         with self._lock:
-            streaming, transport, alarm = self._streaming, self._transport, self._alarm
+            transport, alarm = self._transport, self._alarm
         if transport is not None:
             transport.abort()
         if alarm is not None:
             with suppress(TransferFailed), store_errors(f"giving epoch {self._epoch} up"):
                 alarm.set(CANCEL_KEY, b"1")
-        return streaming
 
     def commit(self, staged: Staged) -> Commit:
         """The ``update_info`` for a staged or offered transfer."""

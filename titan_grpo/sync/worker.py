@@ -112,6 +112,7 @@ class SyncWorker:
             if lane.is_alive():
                 logger.warning("%r did not end within %s s", lane, JOIN_S)
                 lane.abort()
+                lane.join(JOIN_S)  # an aborted commit resumes its server
         if self._sealer.is_alive():
             self._sealer.join(JOIN_S)
 
