@@ -207,7 +207,8 @@ class Staged(Message):
     ``ok`` after "stream" says that the window is ready and that digests and fingerprint belong together.
     ``ok`` after "receive" says that every block digest and the fingerprint match; otherwise ``error`` says why and
     ``bad_block`` is the first block that differs (-1: not a matter of blocks). ``image`` is where the staged bytes
-    lie on the server's host, empty if nowhere. Times are work at the receiver, in seconds.
+    lie on the server's host, empty if nowhere. ``verify_s`` is the check that was left after the last byte, in seconds:
+    blocks are hashed while later ones arrive.
     """
 
     number: int
