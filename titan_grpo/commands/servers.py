@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -19,6 +20,7 @@ class ServerGroup:
             for index in range(count)
         ]
         self.servers: list[Server] = []
+        self._stack = ExitStack()
 
     @property
     def urls(self) -> list[str]:
@@ -26,12 +28,11 @@ class ServerGroup:
         return [server.url for server in self.servers]
 
     def __enter__(self) -> "ServerGroup":
-        try:
+        # A server that does not start must not leave the earlier ones running.
+        with ExitStack() as stack:
             for spec in self._specs:
-                self.servers.append(Server(spec))
-        except BaseException:
-            self.stop()
-            raise
+                self.servers.append(stack.enter_context(Server(spec)))
+            self._stack = stack.pop_all()
         return self
 
     def wait_healthy(self, say: Callable[[str], None]) -> None:
@@ -42,10 +43,5 @@ class ServerGroup:
             server.wait_healthy(STARTUP_S * len(self.servers))
             say(f"{server.url} is healthy after {time.monotonic() - began:.0f} s")
 
-    def stop(self) -> None:
-        """Stop all. Idempotent."""
-        for server in self.servers:
-            server.stop()
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop()
+        self._stack.close()
