@@ -148,10 +148,13 @@ class Site:
         assert label is not None, "it serves weights of its own"
         return label
 
+    def paused(self) -> bool:
+        return self.driver.run(vllm.is_paused())
+
     def assert_serves(self) -> None:
         """Healthy, not paused, and a request is answered."""
         self.driver.run(vllm.health())
-        assert not self.driver.run(vllm.is_paused())
+        assert not self.paused()
         assert self.driver.run(vllm.generate([1, 40, 41], vllm.Sampling(max_tokens=4), 30.0)).token_ids
 
 

@@ -3,6 +3,7 @@
 import signal
 import statistics
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -61,6 +62,13 @@ def newest_held(lines: list[str]) -> int:
     return int(held[-1]) if held and held[-1].isdigit() else -1
 
 
+def wait_idle(site, training) -> None:
+    """Until the server holds what the last finished step made, so that nothing is on its way for a whole step."""
+    end = time.monotonic() + 60
+    while site.label().version < training.step or site.paused():
+        assert time.monotonic() < end, training.log
+
+
 def receiver_of(server: Server) -> psutil.Process:
     children = psutil.Process(server.group).children(recursive=True)
     (receiver,) = [p for p in children if "titan_grpo.receive.process" in p.cmdline()]
@@ -74,9 +82,8 @@ def test_a_trainer_killed_in_mid_transfer_leaves_the_old_version_and_the_next_on
     with runs.start(tmp_path, [site.url], *replay.arguments, *settings, "--training.steps=40") as training:
         training.wait_step(2)
         run = site.label().run_id
-        training.wait_step(3)
-        assert training.wait_until(lambda: newest_held(training.shown) >= 2)
         receiver = receiver_of(site.server)
+        wait_idle(site, training)
         # With the receiver frozen, the next transfer can not end, while the engine goes on.
         receiver.suspend()
         held = site.label()

@@ -69,7 +69,10 @@ class Controller:
     def on_server(self, url: str, version: int | None, accepting: bool, label: str) -> None:
         """A lane's news about its server. Called by lanes; never waits."""
         self._versions[url] = version
-        self._running().set_server(url, version, accepting, label)
+        rollouts = self._rollouts
+        # Lanes end after the rollouts, and what they say then is for nobody.
+        if rollouts is not None:
+            rollouts.set_server(url, version, accepting, label)
 
     def adopt(self, sync: TrainerSync) -> None:
         """Take over the started sync."""
