@@ -17,7 +17,8 @@ import torch
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.version import Label
-from titan_grpo.receive.engine import EngineSide, OneWorker
+from titan_grpo.receive.engine import EngineSide
+from titan_grpo.receive.workers import OneWorker
 
 OWN_LABEL = "default"
 """What the server shows before the first commit, as vLLM does."""
