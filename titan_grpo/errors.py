@@ -36,10 +36,24 @@ class DataError(TitanGrpoError):
 
 
 class SyncError(TitanGrpoError):
-    """A background weight sync failed.
+    """A background weight sync failed: which server, version and block (where there is one), and why.
 
     Latched by the thread that met it and raised, or logged, at the next step boundary.
     """
+
+    def __init__(self, cause: str, *, url: str = "", version: int | None = None, block: int | None = None) -> None:
+        where = [url] if url else []
+        where += [f"version {version}"] if version is not None else []
+        where += [f"block {block}"] if block is not None else []
+        super().__init__(f"{', '.join(where)}: {cause}" if where else cause)
+        self.cause, self.url, self.version, self.block = cause, url, version, block
+
+    def followed_by(self, count: int) -> "SyncError":
+        """The same error, telling that ``count`` others came after it."""
+        if count == 0:
+            return self
+        cause = f"{self.cause} (and {count} more since the last step)"
+        return SyncError(cause, url=self.url, version=self.version, block=self.block)
 
 
 class PeerError(TitanGrpoError):
@@ -55,4 +69,8 @@ class ServerRefused(PeerError):
 
 
 class TransferFailed(PeerError):
-    """A transfer ended without the announced bytes: lost, late, or different."""
+    """A transfer ended without the announced bytes: lost, late, or different. ``block``: the first one that differed."""
+
+    def __init__(self, message: str, block: int | None = None) -> None:
+        super().__init__(message)
+        self.block = block

@@ -45,6 +45,22 @@ def test_a_fingerprint_names_layout_and_content() -> None:
     assert fingerprint("m", digests) != fingerprint("m", [b"a", b"ab"])
 
 
+def test_a_key_changes_every_hash_and_the_published_vector_says_how() -> None:
+    key = b"whats the Elvish word for friend"  # the key of BLAKE3's published test vectors
+    assert digest_block(memoryview(b""), "blake3", key).hex() == (
+        "92b2b75604ed3c761f9d6f62392c8a9227ad0ea3f09573e783f1498a4ed60d26"
+    )
+    image = memoryview(bytes(1024))
+    plain, keyed = block_digests(image, MANIFEST, "blake3"), block_digests(image, MANIFEST, "blake3", key)
+    assert all(a != b for a, b in zip(plain, keyed, strict=True))
+    assert fingerprint("m", plain) != fingerprint("m", keyed)
+
+
+def test_a_hash_that_takes_no_key_is_refused_with_one() -> None:
+    with pytest.raises(ConfigError, match=r"with a run key .* must be blake3, got 'xxh3'"):
+        digest_block(memoryview(b""), "xxh3", bytes(32))
+
+
 def test_an_unknown_algorithm_and_a_wrong_size_are_refused() -> None:
     with pytest.raises(ConfigError, match="xxh3 or blake3, got 'md5'"):
         digest_block(memoryview(b""), "md5")

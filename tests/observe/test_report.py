@@ -27,6 +27,8 @@ def recorder(tmp_path):
             recorder.count(names.SYNC_COUNT)
             recorder.observe(names.SEND_S, 0.1)
     recorder.count(names.SKIPPED_VERSIONS, 5)
+    recorder.joined(SERVERS[1], 3)
+    recorder.left(SERVERS[1], 7)
     recorder.count(names.dropped("nan_logprobs"), 2)
     yield recorder
     recorder.close()
@@ -42,6 +44,10 @@ def test_the_summary_of_a_run_keeps_its_schema_and_says_what_happened(recorder) 
         SERVERS[0]: {"committed": [2, 4, 6, 8, 10], "last": 10},
         SERVERS[1]: {"committed": [], "last": None},
     }
+    assert summary["membership"] == [
+        {"server": SERVERS[1], "event": "joined", "version": 3},
+        {"server": SERVERS[1], "event": "left", "version": 7},
+    ]
     assert (summary["sync_count"], summary["skipped_versions"], summary["digest_mismatches"]) == (5, 5, 0)
     assert summary["blocked_s"]["median"] == pytest.approx(0.0055)
     assert summary["staleness"] == {"mean": 0.5, "max": 1.0}
@@ -72,6 +78,7 @@ def test_the_report_writes_a_summary_that_reads_back_and_a_picture(recorder) -> 
         ("steps", True, "steps must be an integer"),
         ("reward_last", float("nan"), "reward_last must be a number"),
         ("blocked_s", {"median": 1.0}, "median, p95"),
+        ("membership", [{"server": "u", "event": "came", "version": 1}], "membership must be"),
         ("versions_committed", {"u": {"committed": [1, 2], "last": 1}}, "versions_committed must be"),
         ("dropped", {"stale": 1.5}, "dropped must be"),
         ("surprise", 1, "not a key"),

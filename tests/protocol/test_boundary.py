@@ -1,121 +1,189 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from titan_grpo.errors import ProtocolError
 from titan_grpo.protocol import boundary as B
 
+ONE = frozenset({0})
+
+
+def do(b: B.Boundary, *events: B.Event) -> B.Boundary:
+    for event in events:
+        b, _ = B.step(b, event)
+    return b
+
+
+def promised(b: B.Boundary, newest_wanted: bool = False) -> tuple[B.Boundary, int | None]:
+    b, actions = B.step(b, B.Reserve(newest_wanted))
+    return b, actions[0].slot if actions else None
+
 
 def published(b: B.Boundary, version: int) -> B.Boundary:
-    b, slot = B.reserve(b, newest_wanted=False)
+    b, slot = promised(b)
     assert slot is not None
-    return B.complete(B.write(b, slot, version), version)
+    return do(b, B.Write(slot, version, ONE), B.Copied(version, 0), B.Complete(version))
 
 
 def test_a_version_goes_from_reserved_to_complete():
-    b, slot = B.reserve(B.Boundary.of(2), False)
+    b, slot = promised(B.Boundary.of(2))
     assert (slot, repr(b)) == (0, "[reserved | free]")
-    b = B.write(b, slot, 1)
-    assert (b.newest, repr(b)) == (None, "[writing v1 | free]")
-    assert repr(B.complete(b, 1)) == "[complete v1 | free]"
+    b = do(b, B.Write(slot, 1, ONE))
+    assert (b.newest, repr(b)) == (None, "[writing v1 without 0 | free]")
+    b, actions = B.step(b, B.Copied(1, 0))
+    assert actions == (B.Hash(1),)
+    assert repr(do(b, B.Complete(1))) == "[complete v1 | free]"
+
+
+def test_a_version_is_whole_only_when_every_rank_has_copied_its_part():
+    b, slot = promised(B.Boundary.of(2))
+    b = do(b, B.Write(slot, 1, frozenset({0, 3})))
+    b, actions = B.step(b, B.Copied(1, 3))
+    assert (actions, repr(b)) == ((), "[writing v1 without 0 | free]")
+    with pytest.raises(ProtocolError, match="not whole"):
+        B.step(b, B.Complete(1))
+    with pytest.raises(ProtocolError, match="rank 3 owes no part"):
+        B.step(b, B.Copied(1, 3))
+    assert B.step(b, B.Copied(1, 0))[1] == (B.Hash(1),)
 
 
 def test_the_oldest_unpinned_image_is_overwritten_first():
     b = published(published(B.Boundary.of(2), 1), 2)
-    assert B.reserve(b, False)[1] == b.slot_of(1)
+    assert promised(b)[1] == b.slot_of(1)
 
 
 def test_a_pinned_slot_is_never_reserved():
     b = published(published(B.Boundary.of(2), 1), 2)
-    b, version = B.pin(b, "a", None)
-    assert version == 2
-    b, slot = B.reserve(b, False)
+    b, actions = B.step(b, B.Pin("a", None))
+    assert actions == (B.Read(2, 1),)
+    b, slot = promised(b)
     assert repr(b) == "[reserved v1 | complete v2 <a>]"
-    b = B.complete(B.write(b, slot, 3), 3)
-    b, version = B.pin(b, "b", 2)
-    assert version == 3
-    assert B.reserve(b, False) == (b, None)
+    b = do(b, B.Write(slot, 3, ONE), B.Copied(3, 0), B.Complete(3))
+    b, actions = B.step(b, B.Pin("b", 2))
+    assert actions == (B.Read(3, 0),)
+    assert promised(b) == (b, None)
 
 
 def test_the_newest_image_stays_while_an_idle_lane_wants_it():
-    b, _ = B.pin(published(B.Boundary.of(2), 1), "slow", None)
+    b = do(published(B.Boundary.of(2), 1), B.Pin("slow", None))
     b = published(b, 2)
-    assert B.reserve(b, newest_wanted=True) == (b, None)
-    assert B.reserve(b, newest_wanted=False)[1] == b.slot_of(2)
+    assert promised(b, newest_wanted=True) == (b, None)
+    assert promised(b, newest_wanted=False)[1] == b.slot_of(2)
 
 
 def test_only_one_slot_is_reserved_at_a_time():
-    b, _ = B.reserve(B.Boundary.of(3), False)
-    assert B.reserve(b, False) == (b, None)
+    b, _ = promised(B.Boundary.of(3))
+    assert promised(b) == (b, None)
 
 
 def test_a_sealed_boundary_keeps_the_newest_image():
-    b, _ = B.reserve(published(B.Boundary.of(2), 1), False)
-    b = B.seal(b)
+    b, _ = promised(published(B.Boundary.of(2), 1))
+    b = do(b, B.Seal())
     assert repr(b) == "[complete v1 | free] sealed"
-    assert B.reserve(b, False) == (b, None)
+    assert promised(b) == (b, None)
 
 
 def test_versions_only_grow():
-    b, slot = B.reserve(published(B.Boundary.of(2), 5), False)
+    b, slot = promised(published(B.Boundary.of(2), 5))
     with pytest.raises(ProtocolError, match="only grow"):
-        B.write(b, slot, 5)
+        B.step(b, B.Write(slot, 5, ONE))
 
 
 def test_a_lane_pins_only_what_is_newer():
     b = published(B.Boundary.of(2), 4)
-    assert B.pin(b, "a", 4) == (b, None)
-    b, version = B.pin(b, "a", 3)
-    assert version == 4
+    assert B.step(b, B.Pin("a", 4)) == (b, ())
+    b, actions = B.step(b, B.Pin("a", 3))
+    assert actions == (B.Read(4, 0),)
     with pytest.raises(ProtocolError, match="holds a pin"):
-        B.pin(b, "a", None)
-    assert B.unpin(b, "a").slots[0].pins == frozenset()
+        B.step(b, B.Pin("a", None))
+    assert do(b, B.Unpin("a")).slots[0].pins == frozenset()
     with pytest.raises(ProtocolError, match="no pin"):
-        B.unpin(b, "b")
+        B.step(b, B.Unpin("b"))
 
 
 def test_a_failed_copy_frees_its_slot():
-    b, slot = B.reserve(B.Boundary.of(2), False)
-    assert repr(B.discard(B.write(b, slot, 1), 1)) == "[free | free]"
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(["reserve", "write", "complete", "pin a", "pin b", "unpin a", "unpin b"]), max_size=60))
-def test_in_any_order_a_pinned_image_never_changes(events):
-    b, version, reserved, held = B.Boundary.of(2), 0, None, {"a": None, "b": None}
-    pinned: dict[str, int] = {}
-    for event in events:
-        verb, _, lane = event.partition(" ")
-        if verb == "reserve":
-            b, slot = B.reserve(b, newest_wanted=False)
-            reserved = slot if slot is not None else reserved
-        elif verb == "write" and reserved is not None:
-            version += 1
-            b, reserved = B.write(b, reserved, version), None
-        elif verb == "complete":
-            for slot in b.slots:
-                if slot.phase is B.Phase.WRITING:
-                    b = B.complete(b, slot.version)
-        elif verb == "pin" and lane not in pinned:
-            b, got = B.pin(b, lane, held[lane])
-            if got is not None:
-                assert held[lane] is None or got > held[lane]
-                pinned[lane] = got
-        elif verb == "unpin" and lane in pinned:
-            b = B.unpin(b, lane)
-            held[lane] = pinned.pop(lane)
-        for lane_name, v in pinned.items():
-            slot = b.slots[b.slot_of(v)]
-            assert slot.phase is B.Phase.COMPLETE
-            assert lane_name in slot.pins
+    b, slot = promised(B.Boundary.of(2))
+    assert repr(do(b, B.Write(slot, 1, ONE), B.Discard(1))) == "[free | free]"
 
 
 def test_a_revoked_reservation_is_what_it_was_before():
-    b, slot = B.reserve(published(B.Boundary.of(2), 1), False)
-    assert B.revoke(b, slot) == published(B.Boundary.of(2), 1)
+    b, slot = promised(published(B.Boundary.of(2), 1))
+    assert do(b, B.Revoke(slot)) == published(B.Boundary.of(2), 1)
     b = published(published(B.Boundary.of(2), 1), 2)
-    promised, slot = B.reserve(b, False)
-    assert not B.revocable(promised, None)  # version 2 is complete and newer than what the reserved slot holds
-    assert B.revoke(promised, slot) == b
+    reserved, slot = promised(b)
+    assert not reserved.revocable(None), "version 2 is complete and newer than what the reserved slot holds"
+    assert do(reserved, B.Revoke(slot)) == b
     with pytest.raises(ProtocolError, match="only a reservation is revoked"):
-        B.revoke(b, slot)
+        B.step(b, B.Revoke(slot))
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Two writing ranks, three lanes, three slots, any order: what a lane reads never changes under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = B.Boundary.of(3)
+        self.version = 0
+        self.slot: int | None = None
+        self.held: dict[str, int | None] = dict.fromkeys("abc")
+        self.reading: dict[str, tuple[int, int]] = {}
+
+    @rule(wanted=st.booleans())
+    def reserve(self, wanted: bool) -> None:
+        self.b, actions = B.step(self.b, B.Reserve(wanted))
+        self.slot = actions[0].slot if actions else self.slot
+
+    @precondition(lambda self: self.slot is not None)
+    @rule()
+    def revoke(self) -> None:
+        self.b, self.slot = do(self.b, B.Revoke(self.slot)), None
+
+    @precondition(lambda self: self.slot is not None)
+    @rule()
+    def write(self) -> None:
+        self.version += 1
+        self.b, self.slot = do(self.b, B.Write(self.slot, self.version, frozenset({0, 1}))), None
+
+    @rule(rank=st.sampled_from((0, 1)))
+    def copy(self, rank: int) -> None:
+        for slot in self.b.slots:
+            if rank in slot.missing:
+                self.b = do(self.b, B.Copied(slot.version, rank))
+
+    @rule(good=st.booleans())
+    def settle(self, good: bool) -> None:
+        for slot in self.b.slots:
+            if slot.phase is B.Phase.WRITING and not slot.missing:
+                self.b = do(self.b, B.Complete(slot.version) if good else B.Discard(slot.version))
+
+    @rule(lane=st.sampled_from("abc"))
+    def pin(self, lane: str) -> None:
+        if lane in self.reading:
+            return
+        self.b, actions = B.step(self.b, B.Pin(lane, self.held[lane]))
+        for read in actions:
+            assert self.held[lane] is None or read.version > self.held[lane]
+            assert read.version == self.b.newest
+            self.reading[lane] = (read.version, read.slot)
+
+    @rule(lane=st.sampled_from("abc"))
+    def unpin(self, lane: str) -> None:
+        if lane in self.reading:
+            self.b = do(self.b, B.Unpin(lane))
+            self.held[lane] = self.reading.pop(lane)[0]
+
+    @invariant()
+    def what_is_read_stays(self) -> None:
+        for lane, (version, index) in self.reading.items():
+            slot = self.b.slots[index]
+            assert (slot.phase, slot.version) == (B.Phase.COMPLETE, version)
+            assert lane in slot.pins
+
+    @invariant()
+    def one_promise_at_a_time(self) -> None:
+        assert sum(s.phase is B.Phase.RESERVED for s in self.b.slots) == (self.slot is not None)
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

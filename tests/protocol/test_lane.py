@@ -2,81 +2,109 @@ import pytest
 
 from titan_grpo.errors import ProtocolError
 from titan_grpo.protocol import lane as L
+from titan_grpo.protocol import ledger
+
+JOINED = L.Connected(held=None, intact=True)
+GOOD = (L.Started(), JOINED, L.Newer(3), L.Staged(3), L.Paused(), L.Loaded(3, True, True), L.Labelled(), L.Resumed())
+LOADING = GOOD[:5]
 
 
-def drive(*events: L.Event) -> tuple[L.Lane, list[L.Action]]:
-    state, actions = L.Lane(), []
+def drive(*events: L.Event, streamed: bool = False) -> tuple[L.Lane, list[L.Action]]:
+    state, done = L.Lane(streamed=streamed), []
     for event in events:
-        state, action = L.step(state, event)
-        actions.append(action)
-    return state, actions
+        state, actions = L.step(state, event)
+        done += actions
+    return state, done
 
 
-def test_a_good_sync_connects_sends_commits_and_waits_again():
-    state, actions = drive(L.Started(), L.Connected(), L.Newer(3), L.Staged(3), L.Committed(3))
-    assert actions == [L.Connect(1), L.AwaitNewer(), L.Send(3), L.Commit(3), L.AwaitNewer()]
+def work(actions: list[L.Action]) -> list[L.Action]:
+    return [a for a in actions if not isinstance(a, (L.Note, L.Release))]
+
+
+def notes(actions: list[L.Action]) -> list[ledger.Event]:
+    return [a.event for a in actions if isinstance(a, L.Note)]
+
+
+def test_a_good_sync_sends_pauses_loads_labels_resumes_and_reads_back():
+    state, actions = drive(*GOOD, L.ReadBack(3))
+    begin = [L.Connect(1), L.AwaitNewer(), L.Send(3), L.Pause(), L.Load(3)]
+    assert work(actions) == [*begin, L.SetLabel(L.Outcome.NEW, 3), L.Resume(), L.ReadLabel(), L.AwaitNewer()]
+    assert notes(actions) == [ledger.Forgotten(), ledger.Receiving(3), ledger.Committing(), ledger.Holds(3)]
     assert repr(state) == "<ready epoch 1>"
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        (L.Started(),),
-        (L.Started(), L.Connected()),
-        (L.Started(), L.Connected(), L.Newer(3)),
-        (L.Started(), L.Connected(), L.Newer(3), L.Staged(3)),
-    ],
-)
-def test_a_failure_anywhere_rests_and_connects_again_in_a_new_epoch(before):
-    state, actions = drive(*before, L.Failed("gone"), L.Rested())
-    assert actions[-2:] == [L.Rest(1), L.Connect(2)]
-    assert repr(state) == "<connecting epoch 2 failures 1>"
+@pytest.mark.parametrize("so_far", range(1, 9))
+def test_a_failure_anywhere_rests_and_connects_again_in_a_new_epoch(so_far):
+    state, actions = drive(*GOOD[:so_far], L.Failed(), L.Rested())
+    assert work(actions)[-2:] == [L.Rest(), L.Connect(2)]
+    assert repr(state) == "<connecting epoch 2>"
+    sending = so_far == 3
+    assert notes(actions)[-1] == (ledger.TransferFailed() if sending else ledger.Forgotten())
 
 
-def test_a_commit_resets_the_count_of_failures():
-    state, _ = drive(
-        L.Started(),
-        L.Failed("a"),
-        L.Rested(),
-        L.Failed("b"),
-        L.Rested(),
-        L.Connected(),
-        L.Newer(1),
-        L.Staged(1),
-        L.Committed(1),
-    )
-    assert state.failures == 0
-    assert state.epoch == 3
+def test_holds_is_said_after_the_read_back_only():
+    _, actions = drive(*GOOD)
+    assert ledger.Holds(3) not in notes(actions)
+    state, actions = drive(*GOOD, L.ReadBack(None))
+    assert notes(actions)[-1] == ledger.Forgotten()
+    assert repr(state) == "<backoff epoch 1>"
 
 
-def test_every_phase_but_stopped_can_stop():
+def test_a_refused_load_shows_the_old_label_and_resumes_before_the_lane_rests():
+    state, actions = drive(*LOADING, L.Loaded(3, False, True), L.Labelled(), L.Resumed())
+    assert work(actions)[-3:] == [L.SetLabel(L.Outcome.OLD, 3), L.Resume(), L.Rest()]
+    assert (repr(state), notes(actions)[-1]) == ("<backoff epoch 1>", ledger.Forgotten())
+
+
+@pytest.mark.parametrize("labelled", [L.Labelled(), L.Failed()])
+def test_a_half_loaded_server_is_never_resumed(labelled):
+    _, actions = drive(*LOADING, L.Loaded(3, False, False), labelled)
+    assert work(actions)[-2:] == [L.SetLabel(L.Outcome.BROKEN, 3), L.Rest()]
+    assert L.Resume() not in actions
+    assert notes(actions)[-1] == ledger.Quarantined()
+
+
+def test_a_server_that_is_not_intact_on_joining_is_quarantined_and_one_that_holds_a_version_is_believed():
+    assert notes(drive(L.Started(), L.Connected(5, False))[1]) == [ledger.Quarantined()]
+    assert notes(drive(L.Started(), L.Connected(5, True))[1]) == [ledger.Forgotten(), ledger.Holds(5)]
+
+
+@pytest.mark.parametrize(("streamed", "released_by"), [(False, L.Staged), (True, L.Loaded)])
+def test_the_image_is_released_as_soon_as_its_bytes_are_through(streamed, released_by):
+    state = L.Lane(streamed=streamed)
+    for event in GOOD:
+        state, actions = L.step(state, event)
+        assert (L.Release() in actions) == isinstance(event, released_by)
+    for so_far in (3, 4, 5):
+        state, actions = drive(*GOOD[:so_far], streamed=streamed)
+        assert (L.Release() in L.step(state, L.Failed())[1]) == state.pinned
+
+
+def test_a_lane_can_stop_unless_a_commit_runs_and_then_as_soon_as_that_has_ended():
     for phase in L.Phase:
-        state = L.Lane(phase=phase)
-        if phase is L.Phase.STOPPED:
-            with pytest.raises(ProtocolError):
-                L.step(state, L.Stopped())
+        state = L.Lane(phase=phase, version=1)
+        if state.stoppable:
+            assert L.step(state, L.Stopped())[1][-1] == L.Leave()
         else:
-            assert L.step(state, L.Stopped())[1] == L.Leave()
+            with pytest.raises(ProtocolError, match="not listed"):
+                L.step(state, L.Stopped())
+    assert {p for p in L.Phase if not L.Lane(phase=p).stoppable} == L.COMMITTING | {L.Phase.STOPPED}
 
 
 def test_an_event_that_a_state_does_not_list_raises_and_changes_nothing():
-    events = [L.Started(), L.Connected(), L.Newer(1), L.Staged(1), L.Committed(1), L.Failed("x"), L.Rested(), L.Stopped()]
+    events = [*GOOD, L.ReadBack(1), L.Failed(), L.Rested(), L.Stopped()]
+    events = [type(e)(1) if isinstance(e, (L.Newer, L.Staged)) else e for e in events]
     for phase in L.Phase:
         for event in events:
-            state = L.Lane(phase=phase, version=1)
+            state = L.Lane(phase=phase, version=3 if isinstance(event, L.Loaded) else 1)
             if type(event) in L.TRANSITIONS[phase]:
                 L.step(state, event)
                 continue
             with pytest.raises(ProtocolError, match="not listed"):
                 L.step(state, event)
-            assert state == L.Lane(phase=phase, version=1)
 
 
 def test_an_answer_for_another_version_is_refused():
-    state, _ = drive(L.Started(), L.Connected(), L.Newer(3))
+    state, _ = drive(*GOOD[:3])
     with pytest.raises(ProtocolError, match="version 2"):
         L.step(state, L.Staged(2))
-
-
-def test_backoff_doubles_up_to_its_bound():
-    assert [L.backoff_s(n, 0.5, 15.0) for n in (1, 2, 5, 6, 1000)] == [0.5, 1.0, 8.0, 15.0, 15.0]

@@ -1,48 +1,80 @@
 import pytest
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol import ledger
+from titan_grpo.protocol import ledger as L
 from titan_grpo.protocol.ledger import Entry, Standing
 from titan_grpo.protocol.version import Label
 
 
+def do(*events: L.Event) -> Entry:
+    entry = Entry()
+    for event in events:
+        entry, _ = L.step(entry, event)
+    return entry
+
+
 def test_a_server_holds_a_version_only_after_its_read_back():
-    e = ledger.committing(ledger.receiving(Entry(), 3))
+    e = do(L.Receiving(3), L.Committing())
     assert (repr(e), e.accepting) == ("committing(? <- v3)", False)
-    e = ledger.holds(e, 3)
-    assert (repr(e), e.accepting) == ("holds(v3)", True)
+    e, actions = L.step(e, L.Holds(3))
+    assert (repr(e), e.accepting, actions) == ("holds(v3)", True, (L.Admit(3),))
 
 
 def test_a_receiving_server_goes_on_serving_what_it_holds():
-    e = ledger.receiving(ledger.holds(Entry(), 3), 4)
-    assert (repr(e), e.accepting) == ("receiving(v3 <- v4)", True)
-    assert repr(ledger.transfer_failed(e)) == "holds(v3)"
+    e, actions = L.step(do(L.Holds(3)), L.Receiving(4))
+    assert (repr(e), e.accepting, actions) == ("receiving(v3 <- v4)", True, ())
+    assert repr(L.step(e, L.TransferFailed())[0]) == "holds(v3)"
 
 
 def test_a_commit_in_doubt_makes_the_server_unknown():
-    e = ledger.unknown(ledger.committing(ledger.receiving(ledger.holds(Entry(), 3), 4)))
+    e = do(L.Holds(3), L.Receiving(4), L.Committing(), L.Forgotten())
     assert (repr(e), e.accepting) == ("unknown(?)", False)
 
 
+def test_rollouts_are_withheld_when_the_commit_begins():
+    assert L.step(do(L.Holds(3), L.Receiving(4)), L.Committing())[1] == (L.Withhold(),)
+
+
 def test_a_half_loaded_server_takes_nothing_until_a_full_sync():
-    e = ledger.receiving(ledger.quarantined(ledger.holds(Entry(), 3)), 4)
+    e = do(L.Holds(3), L.Quarantined(), L.Receiving(4))
     assert (e.standing, e.accepting) == (Standing.QUARANTINED, False)
-    assert repr(ledger.holds(ledger.committing(e), 4)) == "holds(v4)"
+    assert repr(do(L.Quarantined(), L.Receiving(4), L.Committing(), L.Holds(4))) == "holds(v4)"
 
 
 def test_a_servers_version_never_goes_back():
-    e = ledger.holds(Entry(), 3)
     with pytest.raises(ProtocolError, match="never goes back"):
-        ledger.receiving(e, 3)
+        L.step(do(L.Holds(3)), L.Receiving(3))
     with pytest.raises(ProtocolError, match="never goes back"):
-        ledger.holds(e, 2)
+        L.step(do(L.Holds(3)), L.Holds(2))
 
 
-def test_events_out_of_order_are_refused():
-    with pytest.raises(ProtocolError, match="not listed"):
-        ledger.committing(Entry())
-    with pytest.raises(ProtocolError, match="not listed"):
-        ledger.receiving(ledger.gone(Entry()), 1)
+def test_a_server_that_left_stays_gone_whatever_its_lane_still_says_until_it_comes_again():
+    gone = do(L.Holds(3), L.Receiving(4), L.Left())
+    for late in (L.Receiving(5), L.Committing(), L.Holds(5), L.Forgotten(), L.TransferFailed(), L.Quarantined(), L.Left()):
+        assert L.step(gone, late) == (gone, ())
+    assert repr(L.step(gone, L.Came())[0]) == "unknown(?)"
+
+
+def test_an_event_that_a_standing_does_not_list_raises_and_changes_nothing():
+    events = [
+        L.Receiving(9),
+        L.Committing(),
+        L.Holds(9),
+        L.TransferFailed(),
+        L.Forgotten(),
+        L.Quarantined(),
+        L.Left(),
+        L.Came(),
+    ]
+    for standing in Standing:
+        for event in events:
+            entry = Entry(standing, incoming=9)
+            if type(event) in L.TRANSITIONS[standing]:
+                L.step(entry, event)
+                continue
+            with pytest.raises(ProtocolError, match="not listed"):
+                L.step(entry, event)
+            assert entry == Entry(standing, incoming=9)
 
 
 def test_labels_round_trip_and_foreign_ones_are_not_ours():

@@ -8,7 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.errors import PeerError
-from titan_grpo.protocol.wire import Applied, Commit, Hello, Holding, Joined, Order, Staged, key_prefix, new_run_id
+from titan_grpo.protocol.wire import (
+    PROBE,
+    Applied,
+    Commit,
+    Hello,
+    Joined,
+    Order,
+    Staged,
+    key_prefix,
+    new_run_id,
+    reply_address,
+)
+from titan_grpo.runkey import Key
 
 HELLO = Hello("0000000003e8-aa", 3, "127.0.0.1", 4000, "gloo", 1, 2, "d" * 32, "xxh3", 4096, 16384, 30.0)
 MESSAGES = [
@@ -98,47 +110,52 @@ def test_the_prefix_holds_run_and_epoch():
     assert key_prefix("r", 3) == "r/3"
 
 
-def hello(run: str, epoch: int) -> Hello:
-    return dataclasses.replace(HELLO, run_id=run, epoch=epoch)
+KEY = Key(bytes(32))
 
 
-ORDERS = st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(1, 4))
+@pytest.mark.parametrize("message", MESSAGES, ids=names)
+def test_a_proof_survives_the_journey_and_a_changed_value_does_not(message):
+    arrived = type(message).from_json(message.proven(KEY).to_json())
+    arrived.require_proof(KEY)
+    for field in dataclasses.fields(message):
+        value = getattr(message, field.name)
+        if field.name != "proof" and isinstance(value, int | float | str) and not isinstance(value, bool):
+            other = value + 1 if isinstance(value, int | float) else f"{value}x"
+            with pytest.raises(PeerError, match="another run key, or changed on its way"):
+                dataclasses.replace(arrived, **{field.name: other}).require_proof(KEY)
 
 
-@given(st.lists(ORDERS, max_size=12))
-def test_admitted_epochs_only_ever_get_newer(orders):
-    holding, admitted = Holding(), []
-    for run, epoch in orders:
-        if not holding.refuses_hello(hello(run, epoch)):
-            holding = holding.admitted(hello(run, epoch))
-            admitted.append((run, epoch))
-    assert admitted == sorted(set(admitted))
+@pytest.mark.parametrize("message", MESSAGES, ids=names)
+def test_both_ends_have_the_same_key_or_neither_has_one(message):
+    message.require_proof(None)
+    with pytest.raises(PeerError, match="carries no proof of the run key"):
+        message.require_proof(KEY)
+    with pytest.raises(PeerError, match="this end has none"):
+        message.proven(KEY).require_proof(None)
+    with pytest.raises(PeerError, match="another run key") as caught:
+        message.proven(KEY).require_proof(Key.generate())
+    assert KEY.hex() not in str(caught.value)
 
 
-def commit(run: str, epoch: int, version: int) -> Commit:
-    return Commit(run, epoch, 1, version, "f", "d", {})
+def test_a_proof_of_one_message_proves_no_other():
+    proofs = {message.proven(KEY).proof for message in MESSAGES}
+    assert len(proofs) == len(MESSAGES)
 
 
-def applied(version: int, ok: bool, intact: bool) -> Applied:
-    return Applied(1, version, ok, "f" if ok else "", 1, 0.0, "" if ok else "no", intact)
+def test_a_hello_of_another_version_can_be_answered():
+    data = HELLO.to_dict() | {"invented_later": 1}
+    del data["apply"], data["proof"]
+    address = reply_address(data)
+    assert address is not None
+    assert (address.run_id, address.epoch, address.rank) == (HELLO.run_id, HELLO.epoch, HELLO.rank)
+    assert (address.store_host, address.store_port, address.transport) == ("127.0.0.1", 4000, PROBE)
 
 
-def test_versions_go_forward_within_a_run_and_may_repeat():
-    holding = Holding(order=("r", 1)).after(commit("r", 1, 5), applied(5, True, True))
-    assert holding.refuses_commit(commit("r", 1, 5)) == ""
-    assert "older than version 5" in holding.refuses_commit(commit("r", 1, 4))
+@pytest.mark.parametrize("data", [None, [], {}, {"rank": "1"}, HELLO.to_dict() | {"store_port": -1}])
+def test_what_has_no_address_gets_no_answer(data):
+    assert reply_address(data) is None
 
 
-def test_a_new_run_may_start_at_a_lower_version():
-    holding = Holding(order=("r", 1)).after(commit("r", 1, 5), applied(5, True, True)).admitted(hello("s", 1))
-    assert holding.refuses_commit(commit("s", 1, 0)) == ""
-    assert "in force" in holding.refuses_commit(commit("r", 1, 6))
-
-
-def test_a_failed_commit_keeps_the_version_and_says_whether_it_is_whole():
-    held = Holding(order=("r", 1)).after(commit("r", 1, 5), applied(5, True, True))
-    refused = held.after(commit("r", 1, 6), applied(6, False, True))
-    assert (refused.version, refused.intact) == (5, True)
-    broken = held.after(commit("r", 1, 6), applied(6, False, False))
-    assert (broken.version, broken.intact) == (5, False)
-    assert broken.after(commit("r", 1, 6), applied(6, True, True)).intact
+@given(st.dictionaries(st.sampled_from([f.name for f in dataclasses.fields(Hello)]), st.integers() | st.text() | st.none()))
+def test_no_body_makes_the_address_crash(data):
+    reply_address(HELLO.to_dict() | data)

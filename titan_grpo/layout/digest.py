@@ -17,11 +17,21 @@ BLOCK_HASHES: dict[str, Callable[[memoryview], bytes]] = {
 }
 """Algorithm name to hash of one block: xxh3 is 16 bytes and the fastest, blake3 is 32 bytes and cryptographic."""
 
+KEYED = "blake3"
+"""The algorithm that takes a key. Without that key nobody can make a block and a digest that fit each other."""
+
 HASH_THREADS = min(4, os.cpu_count() or 1)
 
 
-def digest_block(block: memoryview, algorithm: str) -> bytes:
-    """Hash of one block of bytes. Raises ConfigError for an unknown algorithm."""
+def digest_block(block: memoryview, algorithm: str, key: bytes | None = None) -> bytes:
+    """Hash of one block of bytes, keyed with 32 bytes if ``key`` is given.
+
+    Raises ConfigError for an unknown algorithm, or a key with one that takes none.
+    """
+    if key is not None:
+        if algorithm != KEYED:
+            raise ConfigError(f"with a run key the blocks' digests must be {KEYED}, got {algorithm!r}: others take no key")
+        return blake3(block, key=key).digest()
     try:
         hash_block = BLOCK_HASHES[algorithm]
     except KeyError:
@@ -37,11 +47,11 @@ class BlockHasher:
     host: a hash is limited by the memory's bandwidth, which few cores use up.
     """
 
-    def __init__(self, buffer: memoryview, manifest: Manifest, algorithm: str) -> None:
-        """``buffer`` is the image, uint8, ``manifest.total_bytes`` long."""
+    def __init__(self, buffer: memoryview, manifest: Manifest, algorithm: str, key: bytes | None = None) -> None:
+        """``buffer`` is the image, uint8, ``manifest.total_bytes`` long; ``key`` as in digest_block."""
         if buffer.nbytes != manifest.total_bytes:
             raise ValueError(f"the buffer must have the manifest's {manifest.total_bytes} bytes, got {buffer.nbytes}")
-        self._buffer, self._manifest, self._algorithm = buffer, manifest, algorithm
+        self._buffer, self._manifest, self._algorithm, self._key = buffer, manifest, algorithm, key
         self._pool = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash")
         self._begun: list[Future[bytes]] = []
 
@@ -51,7 +61,7 @@ class BlockHasher:
             first, last = self._manifest.block(len(self._begun))
             if last > stop:
                 break
-            self._begun.append(self._pool.submit(digest_block, self._buffer[first:last], self._algorithm))
+            self._begun.append(self._pool.submit(digest_block, self._buffer[first:last], self._algorithm, self._key))
 
     def digests(self) -> tuple[bytes, ...]:
         """Hashes of all blocks, in order; begins and waits for what is left."""
@@ -65,14 +75,17 @@ class BlockHasher:
         self._pool.shutdown(cancel_futures=True)
 
 
-def block_digests(buffer: memoryview, manifest: Manifest, algorithm: str) -> tuple[bytes, ...]:
+def block_digests(buffer: memoryview, manifest: Manifest, algorithm: str, key: bytes | None = None) -> tuple[bytes, ...]:
     """Hash of every block of an image, in order. ``buffer`` is the image, uint8, ``manifest.total_bytes`` long."""
-    with BlockHasher(buffer, manifest, algorithm) as hasher:
+    with BlockHasher(buffer, manifest, algorithm, key) as hasher:
         return hasher.digests()
 
 
 def fingerprint(manifest_digest: str, digests: Iterable[bytes]) -> str:
-    """32 hex characters that name the content of a version: the layout and every block's hash, in order."""
+    """32 hex characters that name the content of a version: the layout and every block's hash, in order.
+
+    Over keyed hashes it is keyed by them: nobody else can make blocks that fit a fingerprint, or a fingerprint that fits.
+    """
     state = hashlib.blake2b(manifest_digest.encode(), digest_size=16)
     for digest in digests:
         # the length first, so that two lists with the same concatenation differ

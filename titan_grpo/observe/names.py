@@ -43,6 +43,8 @@ SYNC_FAILURES = "sync/failures"
 SKIPPED_VERSIONS = "sync/skipped_versions"
 DIGEST_MISMATCHES = "sync/digest_mismatches"
 QUARANTINES = "sync/quarantines"
+SERVERS_JOINED = "sync/servers_joined"
+SERVERS_LEFT = "sync/servers_left"
 DROPPED = "dropped"
 """Prefix of one counter per reason: ``dropped/nan_logprobs`` and so on (see :func:`dropped`)."""
 
@@ -79,6 +81,8 @@ MEANING: dict[str, str] = {
     SKIPPED_VERSIONS: "versions that were not published because no slot was free",
     DIGEST_MISMATCHES: "received blocks whose digest was wrong",
     QUARANTINES: "times a server was taken out of the rollouts",
+    SERVERS_JOINED: "servers added while training ran",
+    SERVERS_LEFT: "servers removed while training ran",
 }
 """Unit and meaning of each name: the legend of metrics.jsonl and of the trace."""
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from titan_grpo.observe import trace
+from titan_grpo.observe import names, trace
 from titan_grpo.observe.statistics import Statistics, describe
 
 PENDING_LIMIT = 100_000
@@ -44,6 +44,7 @@ class Recorder:
         self._series: dict[str, list[float]] = defaultdict(list)
         self._totals: dict[str, float] = defaultdict(float)
         self._commits: dict[str, list[int]] = {}
+        self._membership: list[tuple[str, str, int]] = []
         self._errors: list[str] = []
         self._tracks: dict[str, int] = {}
         self._step_times: list[float] = []
@@ -104,6 +105,20 @@ class Recorder:
         with self._lock:
             self._commits.setdefault(server, [])
 
+    def joined(self, server: str, version: int) -> None:
+        """A server was added to the run while the trainer was at ``version``."""
+        self._changed_members(server, "joined", version, names.SERVERS_JOINED)
+
+    def left(self, server: str, version: int) -> None:
+        """A server was removed from the run while the trainer was at ``version``."""
+        self._changed_members(server, "left", version, names.SERVERS_LEFT)
+
+    def _changed_members(self, server: str, event: str, version: int, counter: str) -> None:
+        with self._lock:
+            self._membership.append((server, event, version))
+        self.count(counter)
+        self.instant(f"server {event}", server, version=version)
+
     def error(self, message: str) -> None:
         """Latch an error that did not stop the run; the summary lists it."""
         with self._lock:
@@ -145,6 +160,11 @@ class Recorder:
         """Copy of the versions that each server committed, in order."""
         with self._lock:
             return {server: list(versions) for server, versions in self._commits.items()}
+
+    def membership(self) -> list[tuple[str, str, int]]:
+        """Copy of the changes of the fleet, in order: (server, "joined" or "left", trainer version)."""
+        with self._lock:
+            return list(self._membership)
 
     def errors(self) -> list[str]:
         """Copy of the latched errors."""

@@ -43,6 +43,9 @@ def summarize(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
             server: {"committed": versions, "last": versions[-1] if versions else None}
             for server, versions in recorder.commits().items()
         },
+        "membership": [
+            {"server": server, "event": event, "version": version} for server, event, version in recorder.membership()
+        ],
         "sync_count": int(totals.get(names.SYNC_COUNT, 0)),
         "skipped_versions": int(totals.get(names.SKIPPED_VERSIONS, 0)),
         "digest_mismatches": int(totals.get(names.DIGEST_MISMATCHES, 0)),
@@ -139,6 +142,7 @@ def final_table(summary: Mapping[str, Any]) -> str:
         (server, f"{len(v['committed'])} versions, last {'-' if v['last'] is None else v['last']}")
         for server, v in s["versions_committed"].items()
     ]
+    rows += [(m["server"], f"{m['event']} at version {m['version']}") for m in s["membership"]]
     rows += [
         (f"{key.removesuffix('_s')} time", f"median {seconds(s[key]['median'])}, p95 {seconds(s[key]['p95'])}")
         for key in _TIMES

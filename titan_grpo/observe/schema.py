@@ -33,6 +33,12 @@ def _server(value: Any) -> bool:
     return isinstance(committed, list) and all(_count(v) for v in committed) and last == (committed[-1] if committed else None)
 
 
+def _change(value: Any) -> bool:
+    if not isinstance(value, dict) or set(value) != {"server", "event", "version"}:
+        return False
+    return isinstance(value["server"], str) and value["event"] in ("joined", "left") and isinstance(value["version"], int)
+
+
 TEXT: Rule = ("a string", lambda v: isinstance(v, str))
 NUMBER: Rule = ("a number or null", _optional)
 COUNT: Rule = ("an integer, 0 or greater", _count)
@@ -43,6 +49,11 @@ SERVERS: Rule = (
     lambda v: isinstance(v, dict) and all(_server(x) for x in v.values()),
 )
 
+CHANGES: Rule = (
+    'a list of {"server": URL, "event": "joined" or "left", "version": the trainer\'s at that moment}, in order',
+    lambda v: isinstance(v, list) and all(_change(x) for x in v),
+)
+
 SUMMARY: dict[str, Rule] = {
     "run": TEXT,
     "mode": TEXT,
@@ -51,6 +62,7 @@ SUMMARY: dict[str, Rule] = {
     "reward_last": NUMBER,
     "reward_window": COUNT,
     "versions_committed": SERVERS,
+    "membership": CHANGES,
     "sync_count": COUNT,
     "skipped_versions": COUNT,
     "digest_mismatches": COUNT,

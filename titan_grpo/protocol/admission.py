@@ -18,7 +18,7 @@ Groups may finish out of order and overtake each other, so the bound is checked 
 that fails there gives its place back.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_grpo.errors import ProtocolError
 
@@ -28,7 +28,7 @@ def too_stale(made_by: int, used_at: int, max_staleness: int) -> bool:
     return used_at - made_by > max_staleness
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Admission:
     """Counter of the groups started and not given back; used ones stay counted."""
 
@@ -36,6 +36,9 @@ class Admission:
     per_step: int
     max_staleness: int
     started: int = 0
+
+    def __repr__(self) -> str:
+        return f"<{self.started} started, the next needs v{self.needed_version()}>"
 
     def needed_version(self) -> int:
         """Oldest version whose server may start the next group."""
@@ -45,17 +48,40 @@ class Admission:
         """Whether a server that holds ``version`` may start the next group."""
         return version >= self.needed_version()
 
-    def start(self, version: int) -> int:
-        """Take the next place; returns its number. Raises ProtocolError if a server with ``version`` may not."""
-        if not self.may_start(version):
-            raise ProtocolError(
-                f"group {self.started} needs a server at version {self.needed_version()} or later, got {version}"
-            )
-        self.started += 1
-        return self.started - 1
 
-    def give_back(self) -> None:
-        """Return the place of a group that will not be used."""
-        if self.started == 0:
-            raise ProtocolError("a group was given back that was never started")
-        self.started -= 1
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A server that holds ``version`` takes the next place."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """A group that was started will not be used."""
+
+
+Event = Start | GiveBack
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Make group number ``place``."""
+
+    place: int
+
+
+def step(a: Admission, event: Event) -> tuple[Admission, tuple[Generate, ...]]:
+    """The next counter and the place that was taken.
+
+    Raises ProtocolError for a start on a server that may not, and for a group given back that was never started.
+    """
+    if isinstance(event, Start):
+        if not a.may_start(event.version):
+            raise ProtocolError(
+                f"group {a.started} needs a server at version {a.needed_version()} or later, got {event.version}"
+            )
+        return replace(a, started=a.started + 1), (Generate(a.started),)
+    if a.started == 0:
+        raise ProtocolError("a group was given back that was never started")
+    return replace(a, started=a.started - 1), ()

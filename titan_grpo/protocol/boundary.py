@@ -2,18 +2,21 @@
 
 One slot's life::
 
-    FREE --reserve--> RESERVED --write(v)--> WRITING v --complete--> COMPLETE v --reserve--> RESERVED
-                 |                               `----discard----> FREE
-                 `--revoke--> COMPLETE u (what it held before, if anything) or FREE
+    FREE --Reserve--> RESERVED --Write v--> WRITING v --Copied by all, Complete--> COMPLETE v --Reserve--> RESERVED
+                 |                               `----Discard----> FREE
+                 `--Revoke--> COMPLETE u (what it held before, if anything) or FREE
 
-Rules: a pinned slot is never reserved; versions only grow; the newest complete image is not taken while an idle lane
-still wants it; after ``seal`` nothing is reserved any more, so the last image stays for the flush at shutdown. Nobody
-waits: without a reservation at the step boundary that version is skipped, on every rank alike, because rank 0's
-reservation is the only one and travels with the batch.
+Rules: a pinned slot is never reserved; a version is complete when every rank that writes a part of it has copied its part;
+versions only grow; the newest complete image is not taken while an idle lane still wants it; after ``Seal`` nothing is
+reserved any more, so the last image stays for the flush at shutdown. Nobody waits: without a reservation at the step
+boundary that version is skipped, on every rank alike, because rank 0's reservation is the only one and travels with the
+batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from titan_grpo.errors import ProtocolError
 
@@ -29,7 +32,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One image in host memory; ``pins`` are the lanes that read it now.
+    """One image in host memory. ``pins``: the lanes that read it now; ``missing``: the ranks whose part is not there yet.
 
     A reserved slot keeps the version that it held: until the trainer has taken the reservation, the bytes are there.
     """
@@ -37,11 +40,13 @@ class Slot:
     phase: Phase = Phase.FREE
     version: int | None = None
     pins: frozenset[str] = frozenset()
+    missing: frozenset[int] = frozenset()
 
     def __repr__(self) -> str:
         version = "" if self.version is None else f" v{self.version}"
+        missing = f" without {','.join(map(str, sorted(self.missing)))}" if self.missing else ""
         pins = f" <{','.join(sorted(self.pins))}>" if self.pins else ""
-        return f"{self.phase.value}{version}{pins}"
+        return f"{self.phase.value}{version}{missing}{pins}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,97 +78,216 @@ class Boundary:
                 return index
         raise ProtocolError(f"no slot holds version {version}: {self!r}")
 
+    def revocable(self, newer_than: int | None) -> bool:
+        """Whether the reserved slot still holds what a lane with ``newer_than`` waits for, and no complete slot does."""
+        known = max(-1 if newer_than is None else newer_than, -1 if self.newest is None else self.newest)
+        return any(s.phase is Phase.RESERVED and s.version is not None and s.version > known for s in self.slots)
 
-def _put(b: Boundary, index: int, slot: Slot) -> Boundary:
-    return replace(b, slots=b.slots[:index] + (slot,) + b.slots[index + 1 :])
 
-
-def reserve(b: Boundary, newest_wanted: bool) -> tuple[Boundary, int | None]:
-    """Reserve a slot for the next version; (unchanged, None) if there is none, or one is reserved already.
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Look for a slot for the next version.
 
     ``newest_wanted``: an idle lane has not read the newest complete image yet. Without this, a slow lane that pins the
     other slot would make every new image vanish before a healthy lane could pin it.
     """
+
+    newest_wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """Take back a reservation that the trainer has not seen: the slot is what it was before."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """The trainer starts to copy ``version`` into the reserved slot; ``ranks`` write a part of it each."""
+
+    slot: int
+    version: int
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """One rank's part of ``version`` is in the image."""
+
+    version: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The digests of ``version`` are known: lanes may read it."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """The copy of ``version`` failed; its slot is free again and nobody has seen it."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """``lane`` wants the newest complete image, if it is newer than ``newer_than``."""
+
+    lane: str
+    newer_than: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """``lane`` reads its image no more. A lane without a pin is an error of ours."""
+
+    lane: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """No more versions follow: what is reserved is given back and the newest image stays readable."""
+
+
+Event = Reserve | Revoke | Write | Copied | Complete | Discard | Pin | Unpin | Seal
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """The next version goes to ``slot``: hand the number to the trainer."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The lane that asked may read ``version`` in ``slot`` until it unpins."""
+
+    version: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hash:
+    """Every part of ``version`` is there: compute its digests."""
+
+    version: int
+
+
+Action = Promise | Read | Hash
+_Result = tuple[Boundary, tuple[Action, ...]]
+
+
+def _put(b: Boundary, index: int, slot: Slot) -> Boundary:
+    return Boundary(b.slots[:index] + (slot,) + b.slots[index + 1 :], b.sealed)
+
+
+def _reserve(b: Boundary, e: Reserve) -> _Result:
     if b.sealed or any(s.phase is Phase.RESERVED for s in b.slots):
-        return b, None
+        return b, ()
     newest = b.newest
     candidates: list[tuple[int, int]] = []
     for index, slot in enumerate(b.slots):
         if slot.phase is Phase.FREE:
             candidates.append((-1, index))
         elif slot.phase is Phase.COMPLETE and not slot.pins and slot.version is not None:
-            if slot.version == newest and newest_wanted:
+            if slot.version == newest and e.newest_wanted:
                 continue
             candidates.append((slot.version, index))
     if not candidates:
-        return b, None
+        return b, ()
     index = min(candidates)[1]
-    return _put(b, index, Slot(Phase.RESERVED, b.slots[index].version)), index
+    return _put(b, index, Slot(Phase.RESERVED, b.slots[index].version)), (Promise(index),)
 
 
-def revocable(b: Boundary, newer_than: int | None) -> bool:
-    """Whether the reserved slot still holds what a lane with ``newer_than`` waits for, and no complete slot does."""
-    known = max(-1 if newer_than is None else newer_than, -1 if b.newest is None else b.newest)
-    return any(s.phase is Phase.RESERVED and s.version is not None and s.version > known for s in b.slots)
-
-
-def revoke(b: Boundary, index: int) -> Boundary:
-    """Take back a reservation that the trainer has not seen: the slot is what it was before."""
-    slot = b.slots[index]
+def _revoke(b: Boundary, e: Revoke) -> _Result:
+    slot = b.slots[e.slot]
     if slot.phase is not Phase.RESERVED:
-        raise ProtocolError(f"only a reservation is revoked, slot {index} is {slot!r}")
-    return _put(b, index, Slot() if slot.version is None else replace(slot, phase=Phase.COMPLETE))
+        raise ProtocolError(f"only a reservation is revoked, slot {e.slot} is {slot!r}")
+    return _put(b, e.slot, Slot() if slot.version is None else replace(slot, phase=Phase.COMPLETE)), ()
 
 
-def write(b: Boundary, index: int, version: int) -> Boundary:
-    """The trainer starts to copy ``version`` into the reserved slot ``index``."""
-    slot = b.slots[index]
+def _write(b: Boundary, e: Write) -> _Result:
+    slot = b.slots[e.slot]
     if slot.phase is not Phase.RESERVED:
-        raise ProtocolError(f"slot {index} must be reserved before version {version} is written, it is {slot!r}")
+        raise ProtocolError(f"slot {e.slot} must be reserved before version {e.version} is written, it is {slot!r}")
     seen = max((s.version for s in b.slots if s.version is not None), default=-1)
-    if version <= seen:
-        raise ProtocolError(f"versions only grow: version {version} after {seen}")
-    return _put(b, index, Slot(Phase.WRITING, version))
+    if e.version <= seen:
+        raise ProtocolError(f"versions only grow: version {e.version} after {seen}")
+    if not e.ranks:
+        raise ProtocolError(f"version {e.version} is written by no rank")
+    return _put(b, e.slot, Slot(Phase.WRITING, e.version, missing=e.ranks)), ()
 
 
-def complete(b: Boundary, version: int) -> Boundary:
-    """All ranks have copied ``version`` and its digests are known: lanes may read it."""
-    index = b.slot_of(version)
-    slot = b.slots[index]
-    if slot.phase is not Phase.WRITING:
-        raise ProtocolError(f"version {version} must be in writing to become complete, its slot is {slot!r}")
-    return _put(b, index, replace(slot, phase=Phase.COMPLETE))
+def _copied(b: Boundary, e: Copied) -> _Result:
+    index, slot = _writing(b, e.version, "copied")
+    if e.rank not in slot.missing:
+        raise ProtocolError(f"rank {e.rank} owes no part of version {e.version}: {slot!r}")
+    missing = slot.missing - {e.rank}
+    return _put(b, index, replace(slot, missing=missing)), () if missing else (Hash(e.version),)
 
 
-def discard(b: Boundary, version: int) -> Boundary:
-    """The copy of ``version`` failed; its slot is free again and nobody has seen it."""
-    index = b.slot_of(version)
-    if b.slots[index].phase is not Phase.WRITING:
-        raise ProtocolError(f"only a version in writing is discarded, version {version} is {b.slots[index]!r}")
-    return _put(b, index, Slot())
+def _complete(b: Boundary, e: Complete) -> _Result:
+    index, slot = _writing(b, e.version, "completed")
+    if slot.missing:
+        raise ProtocolError(f"version {e.version} is not whole: {slot!r}")
+    return _put(b, index, replace(slot, phase=Phase.COMPLETE)), ()
 
 
-def pin(b: Boundary, lane: str, newer_than: int | None) -> tuple[Boundary, int | None]:
-    """Pin the newest complete image for ``lane`` if it is newer than ``newer_than``; (unchanged, None) otherwise."""
-    if any(lane in s.pins for s in b.slots):
-        raise ProtocolError(f"lane {lane} holds a pin already: {b!r}")
+def _discard(b: Boundary, e: Discard) -> _Result:
+    return _put(b, _writing(b, e.version, "discarded")[0], Slot()), ()
+
+
+def _pin(b: Boundary, e: Pin) -> _Result:
+    if any(e.lane in s.pins for s in b.slots):
+        raise ProtocolError(f"lane {e.lane} holds a pin already: {b!r}")
     newest = b.newest
-    if newest is None or (newer_than is not None and newest <= newer_than):
-        return b, None
+    if newest is None or (e.newer_than is not None and newest <= e.newer_than):
+        return b, ()
     index = b.slot_of(newest)
     slot = b.slots[index]
-    return _put(b, index, replace(slot, pins=slot.pins | {lane})), newest
+    return _put(b, index, replace(slot, pins=slot.pins | {e.lane})), (Read(newest, index),)
 
 
-def unpin(b: Boundary, lane: str) -> Boundary:
-    """Drop the pin of ``lane``. A lane without a pin is an error of ours."""
+def _unpin(b: Boundary, e: Unpin) -> _Result:
     for index, slot in enumerate(b.slots):
-        if lane in slot.pins:
-            return _put(b, index, replace(slot, pins=slot.pins - {lane}))
-    raise ProtocolError(f"lane {lane} holds no pin: {b!r}")
+        if e.lane in slot.pins:
+            return _put(b, index, replace(slot, pins=slot.pins - {e.lane})), ()
+    raise ProtocolError(f"lane {e.lane} holds no pin: {b!r}")
 
 
-def seal(b: Boundary) -> Boundary:
-    """No more versions follow: what is reserved is given back and the newest image stays readable."""
+def _seal(b: Boundary, _: Any) -> _Result:
     slots = tuple(Slot() if s.phase is Phase.RESERVED else s for s in b.slots)
-    return Boundary(slots, sealed=True)
+    return Boundary(slots, sealed=True), ()
+
+
+def _writing(b: Boundary, version: int, what: str) -> tuple[int, Slot]:
+    index = b.slot_of(version)
+    if b.slots[index].phase is not Phase.WRITING:
+        raise ProtocolError(f"only a version in writing is {what}, version {version} is {b.slots[index]!r}")
+    return index, b.slots[index]
+
+
+TRANSITIONS: dict[type, Callable[[Boundary, Any], _Result]] = {
+    Reserve: _reserve,
+    Revoke: _revoke,
+    Write: _write,
+    Copied: _copied,
+    Complete: _complete,
+    Discard: _discard,
+    Pin: _pin,
+    Unpin: _unpin,
+    Seal: _seal,
+}
+
+
+def step(b: Boundary, event: Event) -> _Result:
+    """The next slots and what follows from it. A request that finds nothing has no action.
+
+    An event that a slot's phase does not list raises ProtocolError and changes nothing.
+    """
+    return TRANSITIONS[type(event)](b, event)

@@ -1,14 +1,15 @@
-"""One server's lane: a pure state machine. (state, event) -> (state, action); the driver performs the action.
+"""One server's lane: a pure state machine. (state, event) -> (state, actions); the driver performs the actions.
 
 ::
 
-    IDLE -> CONNECTING -> READY -> SENDING v -> COMMITTING v -> READY
+    IDLE -> CONNECTING -> READY -> SENDING v -> PAUSING v -> LOADING v -> LABELLING v -> RESUMING v -> READING v -> READY
     any of them, on error or deadline -> BACKOFF -> CONNECTING (a new epoch)
-    any of them, on stop -> STOPPED
+    any of them in which the server is not paused by us, on stop -> STOPPED
 
-Each action yields exactly one further event, so a lane is a straight loop: ``event = perform(action)``. A transfer is
-retried whole, in a new epoch, never call by call. SENDING covers the bytes and the receiver's digests over them, which
-arrive as one answer.
+The last of the actions is the work: it yields exactly one further event, so a lane is a straight loop. Those before it
+(``Note``, ``Release``) yield none. A transfer is retried whole, in a new epoch, never call by call. SENDING covers the
+bytes and the receiver's digests over them, which arrive as one answer; streamed, it only opens the window, and the
+bytes move in LOADING.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from enum import Enum
 from typing import Any
 
 from titan_grpo.errors import ProtocolError
+from titan_grpo.protocol import ledger
 
 
 class Phase(Enum):
@@ -26,27 +28,54 @@ class Phase(Enum):
     CONNECTING = "connecting"
     READY = "ready"
     SENDING = "sending"
-    COMMITTING = "committing"
+    PAUSING = "pausing"
+    LOADING = "loading"
+    LABELLING = "labelling"
+    RESUMING = "resuming"
+    READING = "reading"
     BACKOFF = "backoff"
     STOPPED = "stopped"
 
 
+COMMITTING = frozenset({Phase.PAUSING, Phase.LOADING, Phase.LABELLING, Phase.RESUMING, Phase.READING})
+"""The phases of a commit: a lane that stopped in one of them could leave its server paused."""
+
+
+class Outcome(Enum):
+    """What the engine holds after a load, which is what its label must say."""
+
+    NEW = "new"
+    OLD = "old"
+    BROKEN = "broken"
+
+
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """State of one lane. ``epoch`` counts connections, ``failures`` those since the last commit."""
+    """State of one lane. ``epoch`` counts connections. ``streamed``: the image is read until the load is over."""
 
     phase: Phase = Phase.IDLE
     epoch: int = 0
     version: int | None = None
-    failures: int = 0
+    outcome: Outcome | None = None
+    streamed: bool = False
 
     def __repr__(self) -> str:
         version = "" if self.version is None else f" v{self.version}"
-        failures = f" failures {self.failures}" if self.failures else ""
-        return f"<{self.phase.value}{version} epoch {self.epoch}{failures}>"
+        outcome = "" if self.outcome is None else f" {self.outcome.value}"
+        return f"<{self.phase.value}{version}{outcome} epoch {self.epoch}>"
+
+    @property
+    def pinned(self) -> bool:
+        """Whether an image is pinned for it."""
+        return self.phase is Phase.SENDING or (self.streamed and self.phase in (Phase.PAUSING, Phase.LOADING))
+
+    @property
+    def stoppable(self) -> bool:
+        """Whether ``Stopped`` is listed: not while a commit runs, which has deadlines of its own."""
+        return self.phase not in COMMITTING and self.phase is not Phase.STOPPED
 
 
-# Events: what an action came back with.
+# Events: what the work came back with.
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +85,13 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The receiver joined this epoch and accepted the manifest."""
+    """The receiver joined this epoch and the server is settled.
+
+    ``held``: the version of this run that engine and label agree on, else None. ``intact``: its weights are one whole version.
+    """
+
+    held: int | None
+    intact: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +109,39 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
-    """The server's read-back shows the version."""
+class Paused:
+    """Generation stands still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The engine's report: ``ok``: it holds ``version``; otherwise ``intact`` says whether it still holds the one before."""
 
     version: int
+    ok: bool
+    intact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """The server shows what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Generation goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBack:
+    """The version of this run that the server shows; None: something else."""
+
+    version: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     """An error or a deadline."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +154,43 @@ class Stopped:
     """The run ends, or the server was removed."""
 
 
-# Actions: what the driver does next.
+Event = (
+    Started
+    | Connected
+    | Newer
+    | Staged
+    | Paused
+    | Loaded
+    | Labelled
+    | Resumed
+    | ReadBack
+    | Failed
+    | Rested
+    | Stopped
+)  # fmt: skip
+
+
+# Actions that yield no event.
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Tell the ledger."""
+
+    event: ledger.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Unpin the image."""
+
+
+# Work: each yields one event.
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Open a communicator of its own for ``epoch`` and have the server's receiver join it."""
+    """Open a communicator of its own for ``epoch``, have the server's receiver join it, settle the server."""
 
     epoch: int
 
@@ -120,17 +208,38 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
-    """Pause, load, label, resume, read back."""
+class Pause:
+    """Freeze generation; running requests keep their state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Have the engine load the version."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """Drop pin and communicator, then wait ``failures``-dependent seconds."""
+class SetLabel:
+    """Have the server show what the engine holds: the version, what it showed before, or that it is unusable."""
 
-    failures: int
+    outcome: Outcome
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Let generation go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLabel:
+    """Ask the server what it shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Drop the communicator, then leave the server alone for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,40 +247,82 @@ class Leave:
     """Say goodbye to the receiver and close everything."""
 
 
-Event = Started | Connected | Newer | Staged | Committed | Failed | Rested | Stopped
-Action = Connect | AwaitNewer | Send | Commit | Rest | Leave
+Work = Connect | AwaitNewer | Send | Pause | Load | SetLabel | Resume | ReadLabel | Rest | Leave
+Action = Note | Release | Work
+_Result = tuple[Lane, tuple[Action, ...]]
 
 
-def _start(s: Lane, _: Any) -> tuple[Lane, Action]:
+def _connect(s: Lane, _: Any) -> _Result:
     epoch = s.epoch + 1
-    return replace(s, phase=Phase.CONNECTING, epoch=epoch), Connect(epoch)
+    return replace(s, phase=Phase.CONNECTING, epoch=epoch), (Connect(epoch),)
 
 
-def _connected(s: Lane, _: Any) -> tuple[Lane, Action]:
-    return replace(s, phase=Phase.READY), AwaitNewer()
+def _connected(s: Lane, e: Connected) -> _Result:
+    notes: tuple[Action, ...] = (Note(ledger.Forgotten()),)
+    if not e.intact:
+        notes = (Note(ledger.Quarantined()),)
+    elif e.held is not None:
+        notes += (Note(ledger.Holds(e.held)),)
+    return replace(s, phase=Phase.READY), (*notes, AwaitNewer())
 
 
-def _newer(s: Lane, e: Newer) -> tuple[Lane, Action]:
-    return replace(s, phase=Phase.SENDING, version=e.version), Send(e.version)
+def _newer(s: Lane, e: Newer) -> _Result:
+    return replace(s, phase=Phase.SENDING, version=e.version), (Note(ledger.Receiving(e.version)), Send(e.version))
 
 
-def _staged(s: Lane, e: Staged) -> tuple[Lane, Action]:
+def _staged(s: Lane, e: Staged) -> _Result:
     _same(s, e.version)
-    return replace(s, phase=Phase.COMMITTING), Commit(e.version)
+    return replace(s, phase=Phase.PAUSING), (Note(ledger.Committing()), Pause())
 
 
-def _committed(s: Lane, e: Committed) -> tuple[Lane, Action]:
+def _paused(s: Lane, _: Any) -> _Result:
+    return replace(s, phase=Phase.LOADING), (Load(_version(s)),)
+
+
+def _loaded(s: Lane, e: Loaded) -> _Result:
     _same(s, e.version)
-    return replace(s, phase=Phase.READY, version=None, failures=0), AwaitNewer()
+    outcome = Outcome.NEW if e.ok else Outcome.OLD if e.intact else Outcome.BROKEN
+    return replace(s, phase=Phase.LABELLING, outcome=outcome), (SetLabel(outcome, e.version),)
 
 
-def _failed(s: Lane, _: Any) -> tuple[Lane, Action]:
-    failures = s.failures + 1
-    return replace(s, phase=Phase.BACKOFF, version=None, failures=failures), Rest(failures)
+def _labelled(s: Lane, _: Any) -> _Result:
+    if s.outcome is Outcome.BROKEN:
+        return _rest(s, ledger.Quarantined())  # still paused: nobody may see a half-loaded version
+    return replace(s, phase=Phase.RESUMING), (Resume(),)
 
 
-def _stopped(s: Lane, _: Any) -> tuple[Lane, Action]:
-    return replace(s, phase=Phase.STOPPED, version=None), Leave()
+def _resumed(s: Lane, _: Any) -> _Result:
+    if s.outcome is Outcome.OLD:
+        return _rest(s, ledger.Forgotten())
+    return replace(s, phase=Phase.READING), (ReadLabel(),)
+
+
+def _read_back(s: Lane, e: ReadBack) -> _Result:
+    if e.version != s.version:
+        return _rest(s, ledger.Forgotten())
+    holds = Note(ledger.Holds(_version(s)))
+    return replace(s, phase=Phase.READY, version=None, outcome=None), (holds, AwaitNewer())
+
+
+def _failed(s: Lane, _: Any) -> _Result:
+    return _rest(s, ledger.Forgotten())
+
+
+def _transfer_failed(s: Lane, _: Any) -> _Result:
+    return _rest(s, ledger.TransferFailed())
+
+
+def _label_failed(s: Lane, _: Any) -> _Result:
+    return _rest(s, ledger.Quarantined() if s.outcome is Outcome.BROKEN else ledger.Forgotten())
+
+
+def _stopped(s: Lane, _: Any) -> _Result:
+    notes = (Note(ledger.TransferFailed()),) if s.phase is Phase.SENDING else ()
+    return replace(s, phase=Phase.STOPPED, version=None), (*notes, Leave())
+
+
+def _rest(s: Lane, note: ledger.Event) -> _Result:
+    return replace(s, phase=Phase.BACKOFF, version=None, outcome=None), (Note(note), Rest())
 
 
 def _same(s: Lane, version: int) -> None:
@@ -179,31 +330,36 @@ def _same(s: Lane, version: int) -> None:
         raise ProtocolError(f"an answer for version {version} reached lane {s!r}")
 
 
-_Transition = Callable[[Lane, Any], tuple[Lane, Action]]
+def _version(s: Lane) -> int:
+    if s.version is None:
+        raise ProtocolError(f"lane {s!r} has no version on its way")
+    return s.version
+
+
+_Transition = Callable[[Lane, Any], _Result]
 
 TRANSITIONS: dict[Phase, dict[type, _Transition]] = {
-    Phase.IDLE: {Started: _start, Stopped: _stopped},
+    Phase.IDLE: {Started: _connect, Stopped: _stopped},
     Phase.CONNECTING: {Connected: _connected, Failed: _failed, Stopped: _stopped},
     Phase.READY: {Newer: _newer, Failed: _failed, Stopped: _stopped},
-    Phase.SENDING: {Staged: _staged, Failed: _failed, Stopped: _stopped},
-    Phase.COMMITTING: {Committed: _committed, Failed: _failed, Stopped: _stopped},
-    Phase.BACKOFF: {Rested: _start, Stopped: _stopped},
+    Phase.SENDING: {Staged: _staged, Failed: _transfer_failed, Stopped: _stopped},
+    Phase.PAUSING: {Paused: _paused, Failed: _failed},
+    Phase.LOADING: {Loaded: _loaded, Failed: _failed},
+    Phase.LABELLING: {Labelled: _labelled, Failed: _label_failed},
+    Phase.RESUMING: {Resumed: _resumed, Failed: _failed},
+    Phase.READING: {ReadBack: _read_back, Failed: _failed},
+    Phase.BACKOFF: {Rested: _connect, Stopped: _stopped},
     Phase.STOPPED: {},
 }
 
 
-def step(state: Lane, event: Event) -> tuple[Lane, Action]:
-    """The next state and what to do. An event that the state does not list raises ProtocolError and changes nothing."""
+def step(state: Lane, event: Event) -> _Result:
+    """The next state and what to do; ``Release`` comes first where the image is no longer read.
+
+    An event that the state does not list raises ProtocolError and changes nothing.
+    """
     transition = TRANSITIONS[state.phase].get(type(event))
     if transition is None:
         raise ProtocolError(f"event {event!r} is not listed for lane {state!r}")
-    return transition(state, event)
-
-
-def backoff_s(failures: int, first_s: float, most_s: float) -> float:
-    """Seconds to rest after the ``failures``-th failure in a row: doubling, bounded.
-
-    >>> [backoff_s(n, 0.5, 3.0) for n in (1, 2, 3, 4)]
-    [0.5, 1.0, 2.0, 3.0]
-    """
-    return float(min(most_s, first_s * 2 ** min(failures - 1, 30)))
+    after, actions = transition(state, event)
+    return after, (Release(), *actions) if state.pinned and not after.pinned else actions

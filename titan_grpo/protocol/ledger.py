@@ -2,14 +2,16 @@
 
 ::
 
-    UNKNOWN --receiving--> RECEIVING v --committing--> COMMITTING v --holds--> HOLDS v --receiving--> ...
-       ^                        | failed before commit: back to what it held (HOLDS or UNKNOWN)
-       `-- failed in or after the commit, a restart, a lost answer
+    UNKNOWN --Receiving--> RECEIVING v --Committing--> COMMITTING v --Holds--> HOLDS v --Receiving--> ...
+       ^                        | TransferFailed: back to what it held (HOLDS or UNKNOWN)
+       `-- Forgotten: a failure in or after the commit, a restart, a lost answer
     QUARANTINED: half loaded; GONE: removed from the run
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from titan_grpo.errors import ProtocolError
 
@@ -48,55 +50,124 @@ class Entry:
         return self.held is not None and self.standing in (Standing.HOLDS, Standing.RECEIVING)
 
 
-def receiving(e: Entry, version: int) -> Entry:
+@dataclass(frozen=True, slots=True)
+class Receiving:
     """A transfer of ``version`` starts; what the server serves does not change."""
-    _demand(e, "receiving", Standing.UNKNOWN, Standing.HOLDS, Standing.QUARANTINED)
-    if e.held is not None and version <= e.held:
-        raise ProtocolError(f"a server's version never goes back: {e!r} was to receive v{version}")
-    standing = Standing.QUARANTINED if e.standing is Standing.QUARANTINED else Standing.RECEIVING
-    return replace(e, standing=standing, incoming=version)
+
+    version: int
 
 
-def committing(e: Entry) -> Entry:
+@dataclass(frozen=True, slots=True)
+class Committing:
     """The staged version is about to be loaded: from here on an error leaves the server UNKNOWN."""
-    _demand(e, "committing", Standing.RECEIVING, Standing.QUARANTINED)
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """The server's own read-back says ``version``; the only way to HOLDS."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """The transfer ended before the commit began: the server still serves what it held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """An uncertain answer, a restart, a lost connection: nothing is known until a read-back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """Half loaded: it serves nobody until a full sync replaced every tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The server was removed from the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """The server was added to the run, for the first time or again."""
+
+
+Event = Receiving | Committing | Holds | TransferFailed | Forgotten | Quarantined | Left | Came
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Rollouts may be sent to it: it serves ``version`` and nothing else."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Withhold:
+    """No new rollouts."""
+
+
+Action = Admit | Withhold
+
+
+def _receiving(e: Entry, event: Receiving) -> Entry:
+    if e.held is not None and event.version <= e.held:
+        raise ProtocolError(f"a server's version never goes back: {e!r} was to receive v{event.version}")
+    standing = Standing.QUARANTINED if e.standing is Standing.QUARANTINED else Standing.RECEIVING
+    return replace(e, standing=standing, incoming=event.version)
+
+
+def _committing(e: Entry, _: Any) -> Entry:
     if e.incoming is None:
         raise ProtocolError(f"nothing is on its way to commit: {e!r}")
     return replace(e, standing=Standing.COMMITTING)
 
 
-def holds(e: Entry, version: int) -> Entry:
-    """The server's own read-back says ``version``; the only way to HOLDS."""
-    if e.standing is Standing.GONE:
-        raise ProtocolError(f"a server that left cannot hold v{version}")
-    if e.held is not None and version < e.held:
-        raise ProtocolError(f"a server's version never goes back: {e!r} was read back as v{version}")
-    return Entry(Standing.HOLDS, held=version)
+def _holds(e: Entry, event: Holds) -> Entry:
+    if e.held is not None and event.version < e.held:
+        raise ProtocolError(f"a server's version never goes back: {e!r} was read back as v{event.version}")
+    return Entry(Standing.HOLDS, held=event.version)
 
 
-def transfer_failed(e: Entry) -> Entry:
-    """The transfer ended before the commit began: the server still serves what it held."""
-    _demand(e, "transfer_failed", Standing.RECEIVING, Standing.QUARANTINED)
+def _transfer_failed(e: Entry, _: Any) -> Entry:
     if e.standing is Standing.QUARANTINED:
         return replace(e, incoming=None)
     return Entry(Standing.HOLDS if e.held is not None else Standing.UNKNOWN, held=e.held)
 
 
-def unknown(e: Entry) -> Entry:
-    """An uncertain answer, a restart, a lost connection: nothing is known until a read-back."""
-    return Entry(Standing.GONE) if e.standing is Standing.GONE else Entry()
+def _to(standing: Standing) -> Callable[[Entry, Any], Entry]:
+    return lambda _e, _event: Entry(standing)
 
 
-def quarantined(e: Entry) -> Entry:
-    """Half loaded: it serves nobody until a full sync replaced every tensor."""
-    return Entry(Standing.GONE) if e.standing is Standing.GONE else Entry(Standing.QUARANTINED)
+_ALWAYS: dict[type, Callable[[Entry, Any], Entry]] = {
+    Forgotten: _to(Standing.UNKNOWN),
+    Quarantined: _to(Standing.QUARANTINED),
+    Left: _to(Standing.GONE),
+}
+
+TRANSITIONS: dict[Standing, dict[type, Callable[[Entry, Any], Entry]]] = {
+    Standing.UNKNOWN: _ALWAYS | {Receiving: _receiving, Holds: _holds},
+    Standing.HOLDS: _ALWAYS | {Receiving: _receiving, Holds: _holds},
+    Standing.RECEIVING: _ALWAYS | {Committing: _committing, TransferFailed: _transfer_failed},
+    Standing.COMMITTING: _ALWAYS | {Holds: _holds},
+    Standing.QUARANTINED: _ALWAYS | {Receiving: _receiving, Committing: _committing, TransferFailed: _transfer_failed},
+    # what a lane of a removed server still says on its way out changes nothing
+    Standing.GONE: {Came: _to(Standing.UNKNOWN), Left: _to(Standing.GONE)}
+    | dict.fromkeys((Receiving, Committing, Holds, Forgotten, Quarantined, TransferFailed), _to(Standing.GONE)),
+}
 
 
-def gone(_: Entry) -> Entry:
-    """The server left the run."""
-    return Entry(Standing.GONE)
+def step(entry: Entry, event: Event) -> tuple[Entry, tuple[Action, ...]]:
+    """The next line and what the rollout side is told, if that changes.
 
-
-def _demand(e: Entry, event: str, *allowed: Standing) -> None:
-    if e.standing not in allowed:
-        raise ProtocolError(f"event {event} is not listed for {e!r}")
+    An event that the standing does not list, or a version that would go back, raises ProtocolError and changes nothing.
+    """
+    transition = TRANSITIONS[entry.standing].get(type(event))
+    if transition is None:
+        raise ProtocolError(f"event {event!r} is not listed for {entry!r}")
+    after = transition(entry, event)
+    if (after.accepting, after.held) == (entry.accepting, entry.held):
+        return after, ()
+    return after, (Admit(after.held),) if after.accepting and after.held is not None else (Withhold(),)

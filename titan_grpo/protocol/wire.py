@@ -25,16 +25,22 @@ With ``Hello.apply == "streamed"`` the receiver has a window (a ring of buckets)
                                             cancel         <- the lane gives the transfer up: the engine is let go
 
 A lost store connection means that the lane is gone: the receiver forgets the epoch and the engine keeps its
-version. A higher epoch of the same run, or any epoch of a later run, replaces the one in force; nothing else does.
+version. A higher epoch of the same run, or any epoch of a later run, replaces the one in force; nothing else does
+(protocol.fence).
+
+With a run key every message carries a proof that its writer has it, in both directions, and an end that has a key
+believes no message without one. Digests are keyed, and an order's or a commit's fingerprint is one over them. The manifest
+is bound by the Hello's digest of it. What is left unproven (a refusal, "cancel") can only make a transfer fail.
 """
 
 import json
 import secrets
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from types import UnionType
 from typing import Any, Self, get_args, get_type_hints
 
 from titan_grpo.errors import PeerError
+from titan_grpo.runkey import KEY_FILE_VARIABLE, KEY_VARIABLE, Key
 
 RECEIVER_RANK = 1
 """Rank of a server's receiver in its lane's communicator; the lane itself is rank 0."""
@@ -49,6 +55,9 @@ OPS = ("manifest", "receive", "stream", "release", "bye")
 
 APPLY = ("staged", "streamed")
 """How an epoch's versions reach the engine: out of a whole staged image, or through a window while it stands still."""
+
+REPLY_S = 10.0
+"""Deadline for answering a trainer of another version, in seconds."""
 
 CANCEL_KEY = "cancel"
 """Set by a lane that gives a streamed transfer up."""
@@ -83,7 +92,12 @@ def _accepts(hint: Any, value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A record that travels as JSON. Decoding refuses missing keys, unknown keys and wrong types with PeerError."""
+    """A record that travels as JSON. Decoding refuses missing keys, unknown keys and wrong types with PeerError.
+
+    ``proof`` is empty without a run key.
+    """
+
+    proof: str = field(default="", kw_only=True)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-able data."""
@@ -124,6 +138,32 @@ class Message:
     def check(self) -> None:
         """Raise PeerError if a value breaks a rule that its type cannot express."""
 
+    def proven(self, key: Key | None) -> Self:
+        """The same message with its proof; as it is without a key."""
+        return self if key is None else replace(self, proof=key.proof(self._text()))
+
+    def require_proof(self, key: Key | None) -> None:
+        """Raise PeerError unless the writer has this end's key, or neither end has one."""
+        name = type(self).__name__
+        if key is None and self.proof:
+            raise PeerError(
+                f"{name} proves a run key and this end has none, so it could prove nothing in return: "
+                f"set {KEY_VARIABLE} or {KEY_FILE_VARIABLE} here too"
+            )
+        if key is not None and not self.proof:
+            raise PeerError(
+                f"{name} carries no proof of the run key, which this end demands: hand the other end the same key "
+                f"({KEY_VARIABLE} or {KEY_FILE_VARIABLE})"
+            )
+        if key is not None and not key.proves(self._text(), self.proof):
+            raise PeerError(f"{name} was proven with another run key, or changed on its way: hand both ends the same key")
+
+    def _text(self) -> str:
+        """What the proof is about. The name of the type is in it: no message passes for another."""
+        data = self.to_dict()
+        del data["proof"]
+        return json.dumps([type(self).__name__, data], sort_keys=True)
+
     def _require(self, ok: bool, rule: str) -> None:
         if not ok:
             raise PeerError(f"{type(self).__name__} breaks a rule: {rule}; got {self}")
@@ -151,11 +191,6 @@ class Hello(Message):
     timeout_s: float
     apply: str = "staged"
 
-    @property
-    def order(self) -> tuple[str, int]:
-        """What fences compare: a later run, then a higher epoch, is newer."""
-        return (self.run_id, self.epoch)
-
     def check(self) -> None:
         self._require(self.epoch >= 1, "epoch >= 1")
         self._require(0 < self.store_port < 65536, "0 < store_port < 65536")
@@ -166,12 +201,30 @@ class Hello(Message):
         self._require(whole, "bucket_bytes is a positive multiple of block_bytes")
 
 
+def reply_address(data: Any) -> Hello | None:
+    """The least of a Hello that a refusal can be sent back by, from one of another titan_grpo; None if that is missing too.
+
+    It is a probe: good for an answer and for nothing else.
+    """
+    if not isinstance(data, dict):
+        return None
+    rank = data.get("rank")
+    known = {key: data.get(key) for key in ("run_id", "epoch", "store_host", "store_port", "rank")}
+    size = rank + 1 if isinstance(rank, int) else None
+    rest = {"transport": PROBE, "size": size, "manifest_digest": "", "digest_algorithm": "xxh3", "block_bytes": 1}
+    try:
+        return Hello.from_dict(known | rest | {"bucket_bytes": 1, "timeout_s": REPLY_S, "apply": APPLY[0], "proof": ""})
+    except PeerError:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class Joined(Message):
     """The receiver's answer to Hello, with what its engine holds: the read-back that settles an unknown server.
 
     ``held_run`` is empty and ``held_version`` -1 while the engine runs on what it was started with. ``intact`` is false
-    if a load broke off half-way and no whole one followed.
+    if a load broke off half-way and no whole one followed. ``keyed``: this end has a run key. A refusal is believed without
+    a proof: whoever can forge one can as well cut the connection.
     """
 
     rank: int
@@ -183,6 +236,7 @@ class Joined(Message):
     held_version: int
     held_fingerprint: str
     intact: bool
+    keyed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,45 +309,3 @@ class Applied(Message):
     receive_s: float = 0.0
     verify_s: float = 0.0
     bad_block: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """What an engine has loaded: the part of the fence that outlives a receiver. Pure.
-
-    ``order`` is the newest (run, epoch) that was admitted; ``run`` and ``version`` what was committed last.
-    """
-
-    order: tuple[str, int] = ("", 0)
-    run: str = ""
-    version: int = -1
-    fingerprint: str = ""
-    intact: bool = True
-
-    def refuses_hello(self, hello: Hello) -> str:
-        """Why this Hello must be turned away; empty if it is newer than every one before it."""
-        if hello.order > self.order:
-            return ""
-        return (
-            f"epoch {hello.epoch} of run {hello.run_id} is not newer than epoch {self.order[1]} of run {self.order[0]}, "
-            "which is in force: a trainer that was replaced, or two trainers with the same server"
-        )
-
-    def admitted(self, hello: Hello) -> "Holding":
-        """The same weights under a newer epoch."""
-        return replace(self, order=hello.order)
-
-    def after(self, commit: Commit, report: "Applied") -> "Holding":
-        """What the engine holds once the commit ended as reported."""
-        if report.ok:
-            return replace(self, run=commit.run_id, version=commit.version, fingerprint=commit.fingerprint, intact=True)
-        return replace(self, intact=report.intact)
-
-    def refuses_commit(self, commit: Commit) -> str:
-        """Why this Commit must be turned away; empty if it may be loaded. The same version again is allowed."""
-        if (commit.run_id, commit.epoch) != self.order:
-            run, epoch = self.order
-            return f"commit for epoch {commit.epoch} of run {commit.run_id}, but epoch {epoch} of run {run} is in force"
-        if commit.run_id == self.run and commit.version < self.version:
-            return f"version {commit.version} is older than version {self.version}, which the engine holds"
-        return ""

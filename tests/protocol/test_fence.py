@@ -1,0 +1,139 @@
+"""The engine's fence: only a newer trainer is served, versions never go back, and only a finished load changes what is held."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_grpo.errors import ProtocolError
+from titan_grpo.protocol.fence import CommitAsked, Greeted, Holding, Lend, Loaded, Refuse, Serve, step
+
+RUNS = st.sampled_from(["a", "b", "c"])
+EVENTS = st.one_of(
+    st.builds(Greeted, RUNS, st.integers(1, 4)),
+    st.builds(CommitAsked, RUNS, st.integers(1, 4), st.integers(0, 4)),
+    st.builds(Loaded, RUNS, st.integers(0, 4), st.just("f"), st.booleans(), st.booleans()),
+)
+
+
+NEW = Holding()
+
+
+def after(*events, start=NEW):
+    """The state after these events, all of which are listed."""
+    for event in events:
+        start, _ = step(start, event)
+    return start
+
+
+def loaded(run: str, epoch: int, version: int) -> tuple:
+    return CommitAsked(run, epoch, version), Loaded(run, version, f"f{version}", True, True)
+
+
+def refusal(holding: Holding, event) -> str:
+    """Why the event is refused; fails if it is not, or if it changes the state."""
+    same, actions = step(holding, event)
+    assert same == holding
+    (action,) = actions
+    assert isinstance(action, Refuse)
+    return action.reason
+
+
+def test_a_state_shows_whom_it_obeys_and_what_it_holds():
+    assert repr(Holding()) == "<obeys nobody, holds its own weights>"
+    held = after(Greeted("r", 2), *loaded("r", 2, 5))
+    assert repr(held) == "<obeys r/2, holds r v5 f5>"
+    half = after(CommitAsked("r", 2, 6), Loaded("r", 6, "", False, False), CommitAsked("r", 2, 6), start=held)
+    assert repr(half) == "<obeys r/2, holds r v5 f5, broken, loading r v6>"
+
+
+@given(st.lists(st.builds(Greeted, RUNS, st.integers(1, 4)), max_size=12))
+def test_admitted_epochs_only_ever_get_newer(greetings):
+    holding, admitted = Holding(), []
+    for greeting in greetings:
+        holding, actions = step(holding, greeting)
+        if Serve() in actions:
+            admitted.append((greeting.run_id, greeting.epoch))
+    assert admitted == sorted(set(admitted))
+
+
+def test_a_replayed_hello_is_refused():
+    assert "not newer than epoch 3 of run r" in refusal(after(Greeted("r", 3)), Greeted("r", 3))
+
+
+def test_an_older_run_is_refused_whatever_its_epoch():
+    assert "a trainer that was replaced" in refusal(after(Greeted("r", 1)), Greeted("q", 99))
+
+
+def test_versions_go_forward_within_a_run_and_may_repeat():
+    held = after(Greeted("r", 1), *loaded("r", 1, 5))
+    assert step(held, CommitAsked("r", 1, 5))[1] == (Lend(),)
+    assert "older than version 5" in refusal(held, CommitAsked("r", 1, 4))
+
+
+def test_a_new_run_may_start_at_a_lower_version_and_ends_the_old_one():
+    held = after(Greeted("r", 1), *loaded("r", 1, 5), Greeted("s", 1))
+    assert step(held, CommitAsked("s", 1, 0))[1] == (Lend(),)
+    assert "in force" in refusal(held, CommitAsked("r", 1, 6))
+
+
+def test_a_commit_before_any_hello_is_refused():
+    assert "in force" in refusal(Holding(), CommitAsked("r", 1, 1))
+
+
+def test_a_second_commit_during_a_load_is_refused():
+    assert "version 6 of run r is being loaded" in refusal(
+        after(Greeted("r", 1), CommitAsked("r", 1, 6)), CommitAsked("r", 1, 7)
+    )
+
+
+def test_a_failed_load_keeps_the_version_and_says_whether_it_is_whole():
+    held = after(Greeted("r", 1), *loaded("r", 1, 5))
+    untouched = after(CommitAsked("r", 1, 6), Loaded("r", 6, "", False, True), start=held)
+    assert untouched == held
+    broken = after(CommitAsked("r", 1, 6), Loaded("r", 6, "", False, False), start=held)
+    assert (broken.version, broken.intact) == (5, False)
+    assert after(*loaded("r", 1, 6), start=broken).intact
+
+
+def test_a_load_that_touched_nothing_does_not_mend_broken_weights():
+    broken = after(Greeted("r", 1), CommitAsked("r", 1, 6), Loaded("r", 6, "", False, False))
+    assert not after(CommitAsked("r", 1, 7), Loaded("r", 7, "", False, True), start=broken).intact
+
+
+def test_a_hello_during_a_load_does_not_hide_what_was_loaded():
+    held = after(Greeted("r", 1), CommitAsked("r", 1, 5), Greeted("s", 1), Loaded("r", 5, "f", True, True))
+    assert repr(held) == "<obeys s/1, holds r v5 f>"
+
+
+@pytest.mark.parametrize("start", [Holding(), after(Greeted("r", 1), CommitAsked("r", 1, 5))], ids=["nothing lent", "another"])
+def test_the_end_of_a_load_that_was_not_lent_is_our_bug(start):
+    with pytest.raises(ProtocolError, match="not about a commit that was lent"):
+        step(start, Loaded("r", 4, "f", True, True))
+
+
+def test_a_good_load_of_broken_weights_is_our_bug():
+    with pytest.raises(ProtocolError, match="leaves whole weights"):
+        step(after(Greeted("r", 1), CommitAsked("r", 1, 5)), Loaded("r", 5, "f", True, False))
+
+
+def test_an_unlisted_event_is_our_bug():
+    with pytest.raises(ProtocolError, match="not listed"):
+        step(Holding(), "hello")
+
+
+@given(st.lists(EVENTS, max_size=30))
+def test_what_is_held_never_goes_back_and_changes_by_loads_only(events):
+    holding = Holding()
+    for event in events:
+        try:
+            new, actions = step(holding, event)
+        except ProtocolError:
+            continue
+        if not isinstance(event, Loaded):
+            assert (new.run, new.version, new.intact) == (holding.run, holding.version, holding.intact)
+        if new.run == holding.run:
+            assert new.version >= holding.version
+        if any(isinstance(action, Refuse) for action in actions):
+            assert new == holding
+        assert new.order >= holding.order
+        holding = new

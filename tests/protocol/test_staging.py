@@ -1,0 +1,139 @@
+"""A receiver's staging memory: what is lent is whole, asked for by its name, and not written over."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_grpo.errors import ProtocolError
+from titan_grpo.protocol.fence import Lend, Refuse
+from titan_grpo.protocol.staging import (
+    TRANSITIONS,
+    Arrived,
+    Begin,
+    Free,
+    LendAsked,
+    Phase,
+    Released,
+    Returned,
+    Spent,
+    Staging,
+    Write,
+    step,
+)
+
+STAGED = (Begin(1, 7), Arrived(1, 7, "ff", True))
+LENT = (*STAGED, LendAsked(1, 7, "ff"))
+
+
+def after(*events, streamed: bool = False) -> Staging:
+    state = Staging(streamed=streamed)
+    for event in events:
+        state, _ = step(state, event)
+    return state
+
+
+def refusal(state: Staging, event) -> str:
+    same, (action,) = step(state, event)
+    assert same == state
+    assert isinstance(action, Refuse)
+    return action.reason
+
+
+def test_a_state_shows_what_is_staged():
+    assert repr(Staging()) == "<empty -, transfer 0>"
+    assert repr(after(Begin(1, 7))) == "<writing v7 -, transfer 1>"
+    assert repr(after(*LENT)) == "<lent v7 ff, transfer 1>"
+    assert repr(after(*STAGED, streamed=True)) == "<staged v7 ff, transfer 1 streamed>"
+
+
+def test_a_checked_transfer_is_lent_and_may_be_lent_again_after_its_return():
+    state, actions = step(after(*STAGED), LendAsked(1, 7, "ff"))
+    assert actions == (Lend(),)
+    assert step(after(*LENT, Returned()), LendAsked(1, 7, "ff"))[1] == (Lend(),)
+    assert "lent already" in refusal(state, LendAsked(1, 7, "ff"))
+
+
+@pytest.mark.parametrize("asked", [LendAsked(2, 7, "ff"), LendAsked(1, 8, "ff"), LendAsked(1, 7, "gg")])
+def test_anything_but_what_is_staged_is_refused(asked):
+    assert "staged is (1, 7, 'ff')" in refusal(after(*STAGED), asked)
+
+
+def test_nothing_is_lent_before_the_bytes_are_checked_or_after_a_bad_check():
+    for state in (Staging(), after(Begin(1, 7)), after(Begin(1, 7), Arrived(1, 7, "ff", False))):
+        assert "not staged here" in refusal(state, LendAsked(1, 7, "ff"))
+
+
+def test_a_transfer_overwrites_what_is_staged_and_never_what_is_lent():
+    state, actions = step(after(*STAGED), Begin(2, 8))
+    assert actions == (Write(),)
+    assert "not staged here" in refusal(state, LendAsked(1, 7, "ff"))
+    assert "still loads" in refusal(after(*LENT), Begin(2, 8))
+    assert step(after(*LENT, Returned()), Begin(2, 8))[1] == (Write(),)
+
+
+def test_a_transfer_begins_over_one_that_broke_off():
+    assert step(after(Begin(1, 7)), Begin(2, 8))[1] == (Write(),)
+
+
+def test_memory_is_freed_unless_the_engine_reads_it():
+    assert step(after(*STAGED), Released()) == (Staging(number=1), (Free(),))
+    assert step(after(*LENT), Released()) == (after(*LENT), ())
+
+
+def test_a_report_about_a_refused_commit_returns_nothing():
+    for events in ((), (Begin(1, 7),), STAGED):
+        assert step(after(*events), Returned()) == (after(*events), ())
+
+
+def test_a_window_is_lent_once():
+    assert "not staged here" in refusal(after(*LENT, Returned(), streamed=True), LendAsked(1, 7, "ff"))
+    assert "not staged here" in refusal(after(*STAGED, Spent(), streamed=True), LendAsked(1, 7, "ff"))
+    assert after(*LENT, Spent(), streamed=True).phase is Phase.LENT
+    assert after(*LENT, Returned(), Spent(), streamed=True).phase is Phase.EMPTY
+
+
+@pytest.mark.parametrize(
+    ("events", "event", "words"),
+    [
+        (STAGED, Begin(1, 8), "count up"),
+        ((Begin(1, 7),), Arrived(2, 7, "ff", True), "not about the transfer under way"),
+        ((Begin(1, 7),), Arrived(1, 8, "ff", True), "not about the transfer under way"),
+        ((), Arrived(1, 7, "ff", True), "not listed"),
+        ((Begin(1, 7),), Spent(), "not listed"),
+        (LENT, Arrived(1, 7, "ff", True), "not listed"),
+    ],
+)
+def test_an_event_that_a_state_does_not_list_is_our_bug(events, event, words):
+    with pytest.raises(ProtocolError, match=words):
+        step(after(*events), event)
+
+
+def test_every_phase_has_a_row():
+    assert set(TRANSITIONS) == set(Phase)
+
+
+NUMBERS, PRINTS = st.integers(1, 4), st.sampled_from(["f", "g"])
+EVENTS = st.one_of(
+    st.builds(Begin, NUMBERS, NUMBERS),
+    st.builds(Arrived, NUMBERS, NUMBERS, PRINTS, st.booleans()),
+    st.builds(LendAsked, NUMBERS, NUMBERS, PRINTS),
+    st.sampled_from([Returned(), Spent(), Released()]),
+)
+
+
+@given(st.booleans(), st.lists(EVENTS, max_size=30))
+def test_what_is_lent_was_checked_and_stays_as_it_is_until_it_returns(streamed, events):
+    state, checked = Staging(streamed=streamed), set()
+    for event in events:
+        try:
+            new, actions = step(state, event)
+        except ProtocolError:
+            continue
+        if isinstance(event, Arrived) and event.ok:
+            checked.add((event.number, event.version, event.fingerprint))
+        if Lend() in actions:
+            assert (new.number, new.version, new.fingerprint) in checked
+        if state.phase is Phase.LENT:
+            assert Write() not in actions
+            assert Free() not in actions
+        state = new

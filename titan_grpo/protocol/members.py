@@ -1,0 +1,158 @@
+"""Which servers belong to the run while it runs. A pure table: several sources say who is wanted, lanes say who is here.
+
+::
+
+    wanted = (configured or listed in the file or added by command) and not removed by command
+
+    (nowhere) --wanted--> PRESENT (has a lane) --no longer wanted--> LEAVING (its lane ends) --Ended--> (nowhere)
+                                                                        `-- wanted again: joins when its lane has ended
+
+The last word of a person counts: a server removed by command stays away until somebody adds it, or the file, having
+dropped it, names it anew. The last wanted server can not be removed, and a file that names nobody changes nothing: so
+looks a file that is caught while it is rewritten.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titan_grpo.errors import ProtocolError
+
+Urls = frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """``fixed``: configured or launched at the start; ``listed``: last good content of the watched file."""
+
+    fixed: Urls = frozenset()
+    listed: Urls = frozenset()
+    added: Urls = frozenset()
+    removed: Urls = frozenset()
+    present: Urls = frozenset()
+    leaving: Urls = frozenset()
+
+    def __repr__(self) -> str:
+        parts = (("here", self.present), ("leaving", self.leaving), ("removed", self.removed))
+        return "<" + "; ".join(f"{name} {' '.join(sorted(urls))}" for name, urls in parts if urls) + ">"
+
+    @property
+    def wanted(self) -> Urls:
+        """Who should have a lane."""
+        return (self.fixed | self.listed | self.added) - self.removed
+
+
+def start(fixed: Urls, listed: Urls = frozenset()) -> Members:
+    """The servers that the run starts with: all of them are present. Raises ProtocolError if there is none."""
+    if not fixed | listed:
+        raise ProtocolError("a run starts with one server or more")
+    return Members(fixed=fixed, listed=listed, present=fixed | listed)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The watched file has new, readable content."""
+
+    urls: Urls
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Somebody adds a server."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Somebody removes a server."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The lane of a leaving server has ended."""
+
+    url: str
+
+
+Event = Listed | Add | Remove | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Start a lane: the server gets the newest version before its first rollout."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """No more rollouts for it; end its lane, then say Ended."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The event changes nothing, and why."""
+
+    reason: str
+
+
+Action = Join | Leave | Refuse
+Outcome = Members | Refuse
+
+
+def _listed(m: Members, event: Listed) -> Outcome:
+    if not event.urls:
+        return Refuse("a list without a server changes nothing (so looks a file that is being rewritten)")
+    after = replace(m, listed=event.urls, removed=m.removed - (event.urls - m.listed))
+    return after if after.wanted else Refuse("every listed server was removed by command: nobody would be left")
+
+
+def _add(m: Members, event: Add) -> Outcome:
+    if event.url in m.wanted:
+        return Refuse(f"{event.url} is there already")
+    return replace(m, added=m.added | {event.url}, removed=m.removed - {event.url})
+
+
+def _remove(m: Members, event: Remove) -> Outcome:
+    if event.url not in m.wanted:
+        return Refuse(f"{event.url} is not a server of this run")
+    if m.wanted == {event.url}:
+        return Refuse(f"{event.url} is the last server, and without one no rollout is made: add another first")
+    return replace(m, added=m.added - {event.url}, removed=m.removed | {event.url})
+
+
+def _ended(m: Members, event: Ended) -> Outcome:
+    if event.url not in m.leaving:
+        raise ProtocolError(f"event {event!r} is not listed for members {m!r}")
+    return replace(m, leaving=m.leaving - {event.url})
+
+
+TRANSITIONS: dict[type, Callable[[Members, Any], Outcome]] = {Listed: _listed, Add: _add, Remove: _remove, Ended: _ended}
+
+
+def step(members: Members, event: Event) -> tuple[Members, tuple[Action, ...]]:
+    """The next state, and who joins and who leaves, the joining first.
+
+    Raises ProtocolError for Ended of a server that is not leaving.
+
+    >>> m = start(frozenset({"a", "b"}))
+    >>> m, actions = step(m, Remove("a"))
+    >>> m, actions
+    (<here b; leaving a; removed a>, (Leave(url='a'),))
+    >>> step(m, Remove("b"))[1][0].reason.partition(",")[0]
+    'b is the last server'
+    >>> step(step(m, Ended("a"))[0], Add("a"))
+    (<here a b>, (Join(url='a'),))
+    """
+    after = TRANSITIONS[type(event)](members, event)
+    if isinstance(after, Refuse):
+        return members, (after,)
+    joins = after.wanted - after.present - after.leaving
+    leaves = after.present - after.wanted
+    after = replace(after, present=after.present - leaves | joins, leaving=after.leaving | leaves)
+    return after, (*map(Join, sorted(joins)), *map(Leave, sorted(leaves)))

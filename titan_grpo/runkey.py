@@ -1,0 +1,136 @@
+"""The run key: 32 secret bytes that trainer and servers share. Whoever has it may write weights; nobody else may.
+
+It comes from a file or from the environment, never from a command line, and no repr, log, error or pickle shows it.
+Nothing is proven or hashed with the run key itself: each use has a key of its own, derived by HMAC-SHA256 (the
+construction of HKDF's expand step, RFC 5869) from the run key and what the use is about.
+"""
+
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from titan_grpo.errors import ConfigError
+
+KEY_VARIABLE = "TITAN_GRPO_RUN_KEY"
+"""Environment variable with the run key itself, 64 hexadecimal digits."""
+
+KEY_FILE_VARIABLE = "TITAN_GRPO_RUN_KEY_FILE"
+"""Environment variable with the path of a file that holds the run key."""
+
+KEY_VARIABLES = (KEY_VARIABLE, KEY_FILE_VARIABLE)
+
+KEY_BYTES = 32
+
+
+class Key:
+    """A secret of KEY_BYTES bytes."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: bytes) -> None:
+        """ConfigError for any other length."""
+        if len(raw) != KEY_BYTES:
+            raise ConfigError(f"a run key must have {KEY_BYTES} bytes, got {len(raw)}")
+        self._raw = raw
+
+    @classmethod
+    def generate(cls) -> "Key":
+        """A new one, from the operating system's randomness."""
+        return cls(secrets.token_bytes(KEY_BYTES))
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> "Key":
+        """From hexadecimal digits, surrounding blanks allowed. ConfigError names ``source`` and never shows the text."""
+        try:
+            raw = bytes.fromhex(text)
+        except ValueError:
+            raw = b""
+        if len(raw) != KEY_BYTES:
+            raise ConfigError(
+                f"{source} must hold a run key of {2 * KEY_BYTES} hexadecimal digits, it holds {len(text.strip())} characters "
+                "that are none; make one with: openssl rand -hex 32"
+            )
+        return cls(raw)
+
+    @property
+    def raw(self) -> bytes:
+        """The bytes, for a keyed hash."""
+        return self._raw
+
+    def hex(self) -> str:
+        """The digits, for handing it on by environment or over a pipe."""
+        return self._raw.hex()
+
+    def derive(self, *purpose: str) -> "Key":
+        """The key for one use; other purposes give unrelated keys."""
+        return Key(hmac.digest(self._raw, json.dumps(purpose).encode(), hashlib.sha256))
+
+    def proof(self, message: str) -> str:
+        """What only somebody with this key can say about ``message``: its HMAC-SHA256, 64 hexadecimal digits."""
+        return hmac.new(self._raw, message.encode(), hashlib.sha256).hexdigest()
+
+    def proves(self, message: str, proof: str) -> bool:
+        """Whether ``proof`` is the one of ``message``; the comparison takes the same time wherever they differ."""
+        return hmac.compare_digest(self.proof(message).encode(), proof.encode())
+
+    def __repr__(self) -> str:
+        return "<key>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a run key is handed over by environment or file; it is not pickled")
+
+
+@dataclass(frozen=True, slots=True)
+class EpochKeys:
+    """What one epoch needs: ``messages`` proves who wrote a message of it, ``blocks`` keys the digests of its run."""
+
+    messages: Key
+    blocks: Key
+
+    @classmethod
+    def of(cls, run_key: Key, run_id: str, epoch: int) -> "EpochKeys":
+        """Derived: a message of another epoch proves nothing in this one, nor does a block's digest of another run."""
+        return cls(run_key.derive("messages", run_id, str(epoch)), run_key.derive("blocks", run_id))
+
+    def to_hex(self) -> dict[str, str]:
+        """For the socket pair between an engine and its receiver process."""
+        return {"messages": self.messages.hex(), "blocks": self.blocks.hex()}
+
+    @classmethod
+    def from_hex(cls, data: Mapping[str, str]) -> "EpochKeys":
+        """to_hex() back."""
+        return cls(*(Key.parse(data[name], f"the epoch's key for {name}") for name in ("messages", "blocks")))
+
+
+def with_run_key(environ: Mapping[str, str], key: Key | None) -> dict[str, str]:
+    """``environ`` for a child process that is to have ``key``, in place of any other; unchanged without a key. Pure."""
+    if key is None:
+        return dict(environ)
+    return {name: value for name, value in environ.items() if name not in KEY_VARIABLES} | {KEY_VARIABLE: key.hex()}
+
+
+def find_run_key(environ: Mapping[str, str], path: str = "") -> Key | None:
+    """The run key, None if there is none.
+
+    ``path`` is a configured file. ConfigError if a named file is missing or holds no key, or if more than one place is named.
+    """
+    sources = [name for name in KEY_VARIABLES if environ.get(name)] + (["weight_sync.run_key_file"] if path else [])
+    if len(sources) > 1:
+        raise ConfigError(
+            f"the run key must come from one place, {' and '.join(sources)} are set: which one counts? unset all but one"
+        )
+    if environ.get(KEY_VARIABLE):
+        return Key.parse(environ[KEY_VARIABLE], KEY_VARIABLE)
+    path = path or environ.get(KEY_FILE_VARIABLE, "")
+    if not path:
+        return None
+    try:
+        text = Path(path).read_text(encoding="ascii", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{sources[0]} must name a readable file with the run key, got {path!r}: {error.strerror}") from error
+    return Key.parse(text, f"{sources[0]} ({path})")
