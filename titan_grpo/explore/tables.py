@@ -1,0 +1,28 @@
+"""The production tables in one bundle, so that an exploration can run with one of them changed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from titan_grpo.protocol import admission, boundary, fence, lane, ledger, staging
+from titan_grpo.protocol.settle import settle
+
+Step = Callable[[Any, Any], tuple[Any, tuple[Any, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What production runs on. ``same_slot``: all ranks publish to the slot that travels with the batch."""
+
+    boundary: Step = boundary.step
+    lane: Step = lane.step
+    ledger: Step = ledger.step
+    fence: Step = fence.step
+    staging: Step = staging.step
+    admission: Step = admission.step
+    settle: Callable[..., tuple[Any, ...]] = settle
+    same_slot: bool = True
+
+
+class Violation(Exception):
+    """A state that breaks an invariant; the text says which one."""
