@@ -11,6 +11,7 @@ import pytest
 
 from titan_grpo.engines.launch import Server, ServerSpec, command, environment
 from titan_grpo.errors import ServerUnreachable
+from titan_grpo.runkey import KEY_FILE_VARIABLE, KEY_VARIABLE, Key
 
 
 def stand_in(tmp_path, body: str) -> str:
@@ -30,6 +31,16 @@ def test_torchrun_variables_do_not_reach_the_server():
     out = environment(base, ServerSpec("py", "m", "log", port=1, cpu=False))
     assert not {"RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS"} & set(out)
     assert (out["HOME"], out["VLLM_SERVER_DEV_MODE"]) == ("/h", "1")
+
+
+def test_a_run_key_goes_by_environment_in_place_of_any_other_and_is_not_shown():
+    key = Key.generate()
+    spec = ServerSpec("py", "m", "log", port=1, run_key=key)
+    out = environment({KEY_VARIABLE: "the trainer's", KEY_FILE_VARIABLE: "file"}, spec)
+    assert out[KEY_VARIABLE] == key.hex()
+    assert KEY_FILE_VARIABLE not in out
+    assert not any(key.hex() in text for text in (*command(spec), repr(spec)))
+    assert environment({KEY_VARIABLE: "k"}, ServerSpec("py", "m", "log", port=1))[KEY_VARIABLE] == "k"
 
 
 def test_the_backend_of_our_plugin_is_asked_for_unless_switched_off():

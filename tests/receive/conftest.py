@@ -14,6 +14,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.wire import Applied, Joined, new_run_id
 from titan_grpo.receive.engine import EngineSide
 from titan_grpo.receive.workers import OneWorker
+from titan_grpo.runkey import Key
 from titan_grpo.sync.sender import LaneLink, LinkOptions, Probe
 
 BLOCK, BUCKET = 4096, 16384
@@ -54,24 +55,24 @@ class DictEngine:
 class Weights:
     """A version image in which every element of every tensor is ``value``."""
 
-    def __init__(self, value: float, names: tuple[str, ...] = ("a", "b")) -> None:
+    def __init__(self, value: float, names: tuple[str, ...] = ("a", "b"), key: bytes | None = None) -> None:
         entries = [(n, str(SHAPES[n][0]).removeprefix("torch."), SHAPES[n][1]) for n in names]
         self.manifest = Manifest.build(entries, BLOCK)
         self.image = torch.zeros(self.manifest.total_bytes, dtype=torch.uint8)
         for spec in self.manifest.tensors:
             data = torch.full(spec.shape, value, dtype=getattr(torch, spec.dtype))
             self.image[spec.offset : spec.offset + spec.nbytes] = data.flatten().view(torch.uint8)
-        self.digests = block_digests(memoryview(self.image.numpy()), self.manifest, "xxh3")
+        self.digests = block_digests(memoryview(self.image.numpy()), self.manifest, "blake3" if key else "xxh3", key)
         self.fingerprint = fingerprint(self.manifest.digest, self.digests)
 
 
 class Site:
     """One engine with its plugin half, and the lanes that a test opens to it."""
 
-    def __init__(self, apply: str = "staged") -> None:
-        self.apply = apply
+    def __init__(self, run_key: Key | None = None) -> None:
+        self.run_key = run_key
         self.engine = DictEngine()
-        self.side = EngineSide(self.engine, OneWorker(), "")
+        self.side = EngineSide(self.engine, OneWorker(), "", run_key)
         self.run_id = new_run_id(1_700_000_000.0)
         self.epoch = 0
         self.links: list[LaneLink] = []
@@ -79,7 +80,7 @@ class Site:
     def link(self, weights: Weights, run_id: str | None = None, epoch: int | None = None) -> LaneLink:
         """A lane of the next epoch, not opened."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
-        options = LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, timeout_s=20.0, apply=self.apply)
+        options = LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, timeout_s=20.0, run_key=self.run_key)
         link = LaneLink(run_id or self.run_id, self.epoch, weights.manifest, options)
         self.links.append(link)
         return link
@@ -109,6 +110,11 @@ class Site:
         for link in self.links:
             link.close()
         self.side.close()
+
+
+@pytest.fixture(scope="module")
+def make_site() -> type[Site]:
+    return Site
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ the mode, and then waits to be killed.
 usage: sender_process.py RUN_ID EPOCH MODE   (mode: half | stall | longer | garbage)
 """
 
+import os
 import sys
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.wire import Hello, Order, key_prefix
+from titan_grpo.runkey import EpochKeys, find_run_key
 from titan_grpo.sync.transports.base import TransportOptions
 from titan_grpo.sync.transports.opening import open_transport
 from titan_grpo.sync.transports.store import host_store
@@ -25,16 +27,20 @@ def main(run_id: str, epoch: int, mode: str) -> None:
     image = torch.full((manifest.total_bytes,), 9, dtype=torch.uint8)
     host = host_store("127.0.0.1")
     store = dist.PrefixStore(key_prefix(run_id, epoch), host)
-    hello = Hello(run_id, epoch, "127.0.0.1", host.port, "gloo", 1, 2, manifest.digest, "xxh3", BLOCK, BUCKET, TIMEOUT_S)
-    print(hello.to_json(), flush=True)
+    run_key = find_run_key(os.environ)
+    key = EpochKeys.of(run_key, run_id, epoch).messages if run_key else None
+    algorithm = "blake3" if run_key else "xxh3"
+    hello = Hello(run_id, epoch, "127.0.0.1", host.port, "gloo", 1, 2, manifest.digest, algorithm, BLOCK, BUCKET, TIMEOUT_S)
+    print(hello.proven(key).to_json(), flush=True)
     store.wait(["joined/1"], timedelta(seconds=60))
     transport = open_transport("gloo", store, 0, 2, TransportOptions(30.0, "127.0.0.1", BUCKET))
     store.set("manifest", manifest.to_json())
-    store.set("order/0", Order(0, "manifest", 0, "", "").to_json())
+    store.set("order/0", Order(0, "manifest", 0, "", "").proven(key).to_json())
     store.wait(["staged/0"], timedelta(seconds=60))
     digests = block_digests(memoryview(image.numpy()), manifest, "xxh3")
     store.set("digests/1", b"".join(digests))
-    store.set("order/1", Order(1, "receive", 99, "digests/1", fingerprint(manifest.digest, digests)).to_json())
+    order = Order(1, "receive", 99, "digests/1", fingerprint(manifest.digest, digests))
+    store.set("order/1", order.proven(key).to_json())
     if mode in ("half", "stall"):
         transport.broadcast(image[:BUCKET], 10.0)
     if mode == "longer":

@@ -7,6 +7,7 @@ import pytest
 
 from titan_grpo.errors import TransferFailed
 from titan_grpo.protocol.wire import Staged
+from titan_grpo.sync.transports.store import join_store
 
 pytestmark = pytest.mark.e2e
 
@@ -25,6 +26,21 @@ def test_several_versions_go_through_one_epoch(site, weights):
     for number, value in enumerate((1.0, 2.0, 3.0), start=1):
         assert site.deliver(link, number, number, weights(value)).ok
         assert site.engine.value() == value
+
+
+def test_an_epoch_that_lasts_long_keeps_nothing_of_the_transfers_that_are_over(site, weights):
+    w = weights(1.0)
+    link = site.link(w)
+    hello = link.open()
+    store = join_store(hello.store_host, hello.store_port, 20.0)
+    site.side.hello(hello.to_dict())
+    link.wait_joined(60.0)
+    assert link.send_manifest(20.0).ok
+    kept = []
+    for number in range(1, 7):
+        assert site.deliver(link, number, number, w).ok
+        kept.append(store.num_keys())
+    assert len(set(kept[1:])) == 1, kept
 
 
 def test_a_killed_sender_leaves_the_old_version_and_the_next_one_works(site, weights, rogue):
@@ -155,11 +171,14 @@ def test_a_commit_for_an_epoch_that_was_replaced_is_refused(site, weights):
     w = weights(1.0)
     old = site.connect(w)
     staged = old.send(1, 1, w.image, w.digests, w.fingerprint)
-    site.connect(w)
+    new = site.connect(w)
     report = site.side.commit(old.commit(staged).to_dict())
     assert not report.ok
     assert report.intact
     assert site.engine.value() == 0.0
+    with pytest.raises(TransferFailed, match="waiting for the engine to apply transfer 1"):
+        new.wait_applied(1, 0.5)  # the report on the old lane's first transfer is none on the new lane's
+    assert site.deliver(new, 1, 1, w).ok
 
 
 def test_a_commit_that_is_no_commit_is_refused_without_an_exception(site):

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -218,12 +217,10 @@ def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_unt
 
 @pytest.mark.parametrize("buckets", [1, FIRST_BUCKETS])
 def test_a_stalled_sender_frees_the_engine_by_the_deadline(site, buckets):
-    start = time.monotonic()
     sender, loading = site.stray(Version(1), 1, buckets, timeout_s=2.0)
     assert sender.stdout.readline().strip() == "sent"
     os.kill(sender.pid, signal.SIGSTOP)
     report = loading.report(10.0)
-    assert time.monotonic() - start < 15.0
     assert 1.5 < report.apply_s < 4.0
     assert not report.ok
     assert report.intact == (buckets == 1)

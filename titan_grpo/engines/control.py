@@ -34,6 +34,9 @@ class ServerControl(Protocol):
     def finish(self, label: str) -> None:
         """Close the update and set the label."""
 
+    def relabel(self, label: str) -> None:
+        """Set the label outside of an update: what a server found after somebody's death has to show."""
+
     def resume(self) -> None:
         """Go on generating."""
 
@@ -74,6 +77,9 @@ class VllmControl:
 
     def finish(self, label: str) -> None:
         self._driver.run(vllm.finish_weight_update(label, self._deadline_s))
+
+    def relabel(self, label: str) -> None:
+        self._driver.run(vllm.update_weight_version(label, self._deadline_s))
 
     def resume(self) -> None:
         self._driver.run(vllm.resume(self._deadline_s))

@@ -19,6 +19,7 @@ from titan_grpo.engines import vllm
 from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.engines.guard import kill_group
 from titan_grpo.errors import ServerRefused, ServerUnreachable
+from titan_grpo.runkey import Key, with_run_key
 
 BACKEND = "titan_grpo"
 """Name under which our plugin registers with vLLM's weight-transfer factory."""
@@ -38,7 +39,8 @@ class ServerSpec:
     """One vLLM server to start.
 
     ``python`` is the interpreter of the engine's environment; ``weight_transfer`` False starts without our plugin's
-    backend; ``cpu_threads`` 0 leaves threads to vLLM (a GPU machine, or a host of its own).
+    backend; ``cpu_threads`` 0 leaves threads to vLLM (a GPU machine, or a host of its own). With a ``run_key`` it takes
+    weights from nobody without.
     """
 
     python: str
@@ -54,6 +56,7 @@ class ServerSpec:
     cpu_threads: int = 1
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    run_key: Key | None = None
 
     @property
     def url(self) -> str:
@@ -91,7 +94,8 @@ def environment(base: Mapping[str, str], spec: ServerSpec) -> dict[str, str]:
         # With a worker process of its own (vLLM's choice on CPU, unless this says 0) engine and worker both busy-wait for
         # a second after every message: 1.5 to 3.6 CPU seconds for 64 x 16 tokens that cost 0.9 without.
         out["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    return out | dict(spec.env)
+    # by environment: anybody on the host can read a command line
+    return with_run_key(out | dict(spec.env), spec.run_key)
 
 
 def shares_cores(spec: ServerSpec) -> bool:

@@ -94,6 +94,11 @@ def finish_weight_update(label: str | None, timeout_s: float) -> Call[None]:
     return Call("POST", "/finish_weight_update", timeout_s, ignore, json=body)
 
 
+def update_weight_version(label: str, timeout_s: float) -> Call[None]:
+    """Set the label outside of an update."""
+    return Call("POST", "/update_weight_version", timeout_s, ignore, json={"new_version": label})
+
+
 def abort_requests(request_ids: Sequence[str] = (), timeout_s: float = 10.0) -> Call[None]:
     """Abort these requests, or all requests in flight if none is named."""
     return Call("POST", "/abort_requests", timeout_s, ignore, json={"request_ids": list(request_ids)})

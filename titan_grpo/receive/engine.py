@@ -13,10 +13,11 @@ import torch
 from titan_grpo.errors import PeerError, SyncError, TitanGrpoError
 from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.wire import Applied, Commit, Hello
+from titan_grpo.protocol.wire import Applied, Commit, Hello, reply_address
 from titan_grpo.receive.client import ReceiverClient
 from titan_grpo.receive.feed import Feed, begun
 from titan_grpo.receive.workers import Workers
+from titan_grpo.runkey import Key
 
 log = logging.getLogger("titan_grpo.receive")
 
@@ -68,10 +69,13 @@ class EngineSide:
     ends the engine, and with it every request.
     """
 
-    def __init__(self, engine: Engine, workers: Workers, problem: str) -> None:
-        """``problem``: why commits could not work in this engine, told to every lane on joining; empty if they can."""
+    def __init__(self, engine: Engine, workers: Workers, problem: str, run_key: Key | None = None) -> None:
+        """``problem``: why commits could not work in this engine, told to every lane on joining; empty if they can.
+
+        ``run_key``: serve only who proves it.
+        """
         self._engine, self._workers, self._problem = engine, workers, problem
-        self._client = ReceiverClient(package_version()) if workers.rank == 0 else None
+        self._client = ReceiverClient(package_version(), run_key) if workers.rank == 0 else None
 
     @property
     def client(self) -> ReceiverClient | None:
@@ -83,12 +87,22 @@ class EngineSide:
         if self._client is None:
             return
         try:
-            refusal = self._client.hello(Hello.from_dict(data), self._problem)
+            refusal = self._greet(self._client, data)
             log.log(logging.WARNING if refusal else logging.INFO, "hello from a trainer: %s", refusal or "accepted")
         except TitanGrpoError as error:
             log.warning("a hello was refused, the engine keeps its version: %s", error)
         except Exception:  # noqa: BLE001 - top of an engine's call: raising would end the engine
             log.error("a hello could not be served; the engine keeps its version\n%s", traceback.format_exc())
+
+    def _greet(self, client: ReceiverClient, data: dict[str, Any]) -> str:
+        try:
+            hello = Hello.from_dict(data)
+        except PeerError as error:
+            # a trainer of another version learns it now, and not by waiting for its deadline
+            if (address := reply_address(data)) is not None:
+                client.answer(address, f"{error} (this server runs {package_version()})")
+            return str(error)
+        return client.hello(hello, self._problem)
 
     def commit(self, data: dict[str, Any]) -> Applied | None:
         """Body of POST /update_weights: load the version if all of it is right. None if ``data`` is no Commit."""
@@ -188,9 +202,8 @@ class EngineSide:
     def _report(self, commit: Commit, report: Applied) -> None:
         if self._client is None:
             return
-        self._client.holding = self._client.holding.after(commit, report)
         log.info("commit of version %d: %s", report.version, report.error or f"{report.loaded} tensors, {report.apply_s:.3f} s")
         try:
-            self._client.applied(report)
+            self._client.applied(commit, report)
         except PeerError as error:
             log.warning("the trainer could not be told how version %d ended: %s", report.version, error)

@@ -19,6 +19,7 @@ from titan_grpo.errors import TitanGrpoError
 from titan_grpo.protocol.wire import Applied, Commit, Hello
 from titan_grpo.receive.channel import Channel
 from titan_grpo.receive.receiver import Held, Receiver
+from titan_grpo.runkey import EpochKeys
 
 PR_SET_PDEATHSIG = 1
 REPLY_S = 10.0
@@ -83,7 +84,8 @@ def serve(channel: Channel) -> None:
     first = channel.receive(REPLY_S)
     if first is None:
         return
-    receiver = Receiver(Hello.from_dict(first["hello"]), Held(**first["held"]))
+    keys = EpochKeys.from_hex(first["keys"]) if first["keys"] else None
+    receiver = Receiver(Hello.from_dict(first["hello"]), Held(**first["held"]), keys)
     if first["op"] == "answer":
         receiver.answer()
         return

@@ -14,11 +14,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from titan_grpo.errors import PeerError, TitanGrpoError, TransferFailed
-from titan_grpo.layout.digest import BlockHasher, digest_block, fingerprint, first_difference
+from titan_grpo.layout.digest import KEYED, BlockHasher, digest_block, fingerprint, first_difference
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol import staging
 from titan_grpo.protocol.wire import CANCEL_KEY, Applied, Commit, Hello, Joined, Order, Staged, key_prefix
 from titan_grpo.receive.window import Window, window_bytes
+from titan_grpo.runkey import EpochKeys
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
 from titan_grpo.sync.transports.opening import open_transport, transport_problem
 from titan_grpo.sync.transports.store import join_store, store_errors
@@ -29,7 +31,10 @@ IDLE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the engine holds, told to the lane on joining. ``problem``: why its commits would fail anyway, or empty."""
+    """What the engine holds, told to the lane on joining. ``problem``: why its commits would fail anyway, or empty.
+
+    ``keyed``: it has a run key.
+    """
 
     run: str = ""
     version: int = -1
@@ -37,11 +42,23 @@ class Held:
     intact: bool = True
     problem: str = ""
     package: str = ""
+    keyed: bool = False
 
     def joined(self, rank: int, problem: str) -> Joined:
         """The answer to Hello."""
         why = self.problem or problem
-        return Joined(rank, not why, why, self.package, os.getpid(), self.run, self.version, self.fingerprint, self.intact)
+        return Joined(
+            rank=rank,
+            ok=not why,
+            error=why,
+            package=self.package,
+            pid=os.getpid(),
+            held_run=self.run,
+            held_version=self.version,
+            held_fingerprint=self.fingerprint,
+            intact=self.intact,
+            keyed=self.keyed,
+        )
 
 
 def address_towards(host: str, port: int) -> str:
@@ -58,12 +75,13 @@ def address_towards(host: str, port: int) -> str:
 class Receiver:
     """One epoch. Every error ends it with its reason; the process that hosts it then ends too."""
 
-    def __init__(self, hello: Hello, held: Held) -> None:
-        """Nothing is connected yet."""
+    def __init__(self, hello: Hello, held: Held, keys: EpochKeys | None) -> None:
+        """Nothing is connected yet. ``keys``: of this epoch, if the engine has a run key and the Hello has proven it."""
         self._hello, self._held = hello, held
+        self._key = keys.messages if keys is not None else None
+        self._block_key = keys.blocks.raw if keys is not None else None
         self._turn = threading.Condition()
-        self._staged: Staged | None = None
-        self._lent = False
+        self._staging = staging.Staging(streamed=hello.apply == "streamed")
         self._manifest: Manifest | None = None
         self._image: SharedImage | None = None
         self._window: Window | None = None
@@ -74,15 +92,15 @@ class Receiver:
 
     def answer(self) -> None:
         """Only answer the Hello (a probe, a refusal) and leave."""
-        self._join().set(f"joined/{self._hello.rank}", self._held.joined(self._hello.rank, "").to_json())
+        self._join().set(f"joined/{self._hello.rank}", self._held.joined(self._hello.rank, "").proven(self._key).to_json())
 
     def run(self) -> None:
         """Serve the epoch until the lane says bye or is gone. Raises TitanGrpoError with the reason if it broke off."""
         hello = self._hello
         orders, self._replies = self._join(), self._join()
-        joined = self._held.joined(hello.rank, transport_problem(hello.transport))
+        joined = self._held.joined(hello.rank, transport_problem(hello.transport) or self._digest_problem())
         with store_errors("answering the trainer's hello"):
-            orders.set(f"joined/{hello.rank}", joined.to_json())
+            orders.set(f"joined/{hello.rank}", joined.proven(self._key).to_json())
         if not joined.ok:
             raise PeerError(f"refused epoch {hello.epoch} of run {hello.run_id}: {joined.error}")
         here = address_towards(hello.store_host, hello.store_port)
@@ -97,14 +115,12 @@ class Receiver:
     def lend(self, commit: Commit) -> tuple[SharedImage, Manifest]:
         """The staged image, or the window, for the engine until ``applied``. PeerError if it is not what is asked."""
         with self._turn:
-            staged, image, manifest = self._staged, self._image, self._manifest
-            if staged is None or image is None or manifest is None:
-                raise PeerError(f"version {commit.version} is not staged here: nothing is, or a transfer is under way")
-            asked = (commit.number, commit.version, commit.fingerprint, commit.manifest_digest)
-            here = (staged.number, staged.version, staged.fingerprint, manifest.digest)
-            if asked != here:
-                raise PeerError(f"commit asks for (number, version, fingerprint, manifest) {asked}, staged is {here}")
-            self._lent = True
+            image, manifest = self._image, self._manifest
+            if manifest is not None and commit.manifest_digest != manifest.digest:
+                raise PeerError(f"commit asks for manifest {commit.manifest_digest}, staged is {manifest.digest}")
+            self._step(staging.LendAsked(commit.number, commit.version, commit.fingerprint))
+            assert image is not None
+            assert manifest is not None
             if self._window is not None:
                 self._window.open()
             return image, manifest
@@ -123,12 +139,18 @@ class Receiver:
             times = {"receive_s": window.receive_s, "verify_s": window.verify_s}
             report = replace(report, **times, bad_block=window.bad_block)
         with self._turn:
-            self._lent = False
+            self._step(staging.Returned())
             self._turn.notify_all()
         if self._replies is None:
             raise PeerError("the receiver has not joined a lane")
         with store_errors(f"reporting transfer {report.number}"):
-            self._replies.set(f"applied/{report.number}", report.to_json())
+            self._replies.set(f"applied/{report.number}", report.proven(self._key).to_json())
+
+    def _digest_problem(self) -> str:
+        found = self._hello.digest_algorithm
+        if self._key is None or found == KEYED:
+            return ""
+        return f"with a run key the blocks' digests must be {KEYED}, got {found!r}: others take no key"
 
     def _join(self) -> dist.Store:
         hello = self._hello
@@ -138,6 +160,7 @@ class Receiver:
     def _serve(self, store: dist.Store, transport: Transport, number: int) -> bool:
         """One order; False after the last one."""
         order = Order.from_json(self._next(store, f"order/{number}"))
+        order.require_proof(self._key)
         if order.number != number:
             raise PeerError(f"order {number} calls itself {order.number}: lane and receiver lost step")
         if order.op == "bye":
@@ -152,7 +175,7 @@ class Receiver:
         except TitanGrpoError as error:
             staged = _refused(order, str(error))
         with store_errors(f"reporting order {number}"):
-            store.set(f"staged/{number}", staged.to_json())
+            store.set(f"staged/{number}", staged.proven(self._key).to_json())
         if order.op == "stream" and staged.ok:
             self._fill(transport)
         return True
@@ -184,7 +207,7 @@ class Receiver:
     def _offer(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
         """A streamed transfer: everything but the bytes. The fingerprint covers the digests that every block must have."""
         self._require_apply(True)
-        image, manifest = self._reserve()
+        image, manifest = self._reserve(order)
         expected = _split(bytes(store.get(order.digests_key)), manifest, self._hello.digest_algorithm)
         found = fingerprint(manifest.digest, expected)
         if found != order.fingerprint:
@@ -193,7 +216,7 @@ class Receiver:
         with self._turn:
             self._expected = expected
             self._window = Window(image, manifest, self._hello.bucket_bytes)
-            self._staged = staged
+            self._step(staging.Arrived(order.number, order.version, found, True))
         return staged
 
     def _fill(self, transport: Transport) -> None:
@@ -201,12 +224,12 @@ class Receiver:
         window = self._window
         assert window is not None
         try:
-            window.fill(transport, self._expected, self._hello.digest_algorithm, self.timeout_s)
+            window.fill(transport, self._expected, self._hello.digest_algorithm, self.timeout_s, self._block_key)
         except TransferFailed as error:
             window.fail(str(error))
             transport.close()  # the lane's broadcast ends too
         with self._turn:
-            self._staged = None
+            self._step(staging.Spent())
 
     def _watch(self, store: dist.Store, transport: Transport) -> None:
         """Thread: let the engine go as soon as the lane gives up, also while a broadcast stalls."""
@@ -226,8 +249,8 @@ class Receiver:
     def _receive(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
         self._require_apply(False)
         hello = self._hello
-        image, manifest = self._reserve()
-        with BlockHasher(image.buffer, manifest, hello.digest_algorithm) as hasher:
+        image, manifest = self._reserve(order)
+        with BlockHasher(image.buffer, manifest, hello.digest_algorithm, self._block_key) as hasher:
             # each bucket is hashed while the next one arrives, and while its bytes are still in the cache
             receive_s = broadcast_image(transport, image.tensor(), hello.bucket_bytes, hello.timeout_s, hasher.arrived)
             start = time.monotonic()
@@ -243,27 +266,35 @@ class Receiver:
         address = image.address.to_json()
         staged = Staged(order.number, order.version, not error, print_, receive_s, verify_s, error, block, address)
         with self._turn:
-            self._staged = staged if staged.ok else None
+            self._step(staging.Arrived(order.number, order.version, print_, staged.ok))
         return staged
 
-    def _reserve(self) -> tuple[SharedImage, Manifest]:
+    def _reserve(self, order: Order) -> tuple[SharedImage, Manifest]:
         """The image, once the engine has given it back; from here on nothing is staged."""
         with self._turn:
-            if not self._turn.wait_for(lambda: not self._lent, self._hello.timeout_s):
-                raise PeerError("the engine still loads the previous version; the next one can not be received over it")
             if self._manifest is None:
                 raise PeerError("the manifest must be handed over before the first transfer")
-            self._staged = None
+            self._turn.wait_for(lambda: self._staging.phase is not staging.Phase.LENT, self._hello.timeout_s)
+            self._step(staging.Begin(order.number, order.version))
             if self._image is None:
                 self._image = self._create(self._manifest)
             return self._image, self._manifest
 
     def _release(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
         with self._turn:
-            if self._image is not None and not self._lent:
+            actions = self._step(staging.Released())
+            if staging.Free() in actions and self._image is not None:
                 self._image.close()
-                self._image = self._staged = None
+                self._image = None
         return Staged(order.number, 0, True, "", 0.0, 0.0, "", -1, {})
+
+    def _step(self, event: staging.Event) -> tuple[staging.Action, ...]:
+        """Under ``_turn``. PeerError if the table refuses."""
+        self._staging, actions = staging.step(self._staging, event)
+        for action in actions:
+            if isinstance(action, staging.Refuse):
+                raise PeerError(action.reason)
+        return actions
 
 
 def _split(raw: bytes, manifest: Manifest, algorithm: str) -> list[bytes]:

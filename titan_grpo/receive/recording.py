@@ -17,6 +17,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.wire import Applied
 from titan_grpo.receive.engine import Engine, EngineSide
 from titan_grpo.receive.workers import Workers
+from titan_grpo.runkey import Key
 
 BACKEND = "titan_grpo_recording"
 PLUGIN = "titan_grpo_recorder"
@@ -50,10 +51,10 @@ class RecordedEngine:
 class RecordingSide(EngineSide):
     """An EngineSide that appends one JSON line per commit to a file: worker, run, version, outcome, digests by name."""
 
-    def __init__(self, engine: Engine, workers: Workers, problem: str, path: Path) -> None:
+    def __init__(self, engine: Engine, workers: Workers, problem: str, path: Path, run_key: Key | None = None) -> None:
         self._recorded = RecordedEngine(engine)
         self._path = path
-        super().__init__(self._recorded, workers, problem)
+        super().__init__(self._recorded, workers, problem, run_key)
 
     def commit(self, data: dict[str, Any]) -> Applied | None:
         """See EngineSide. A line that can not be written is logged: the verification misses it and says so."""
@@ -82,11 +83,8 @@ def register(path: str) -> None:
     from titan_grpo.receive import vllm_plugin
 
     class RecordingTransferEngine(vllm_plugin.TitanWeightTransferEngine):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            repair, problem = vllm_plugin.compatibility(self.vllm_config)
-            model = vllm_plugin.VllmModel(self, repair)
-            self._side = RecordingSide(model, self._side._workers, problem, Path(path))
+        def make_side(self, engine: Engine, workers: Workers, problem: str, run_key: Key | None) -> EngineSide:
+            return RecordingSide(engine, workers, problem, Path(path), run_key)
 
     factory = vllm_plugin.WeightTransferEngineFactory
     if BACKEND not in factory._registry:

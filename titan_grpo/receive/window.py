@@ -67,8 +67,12 @@ class Window:
                 self._error = self._error or error
             self._turn.notify_all()
 
-    def fill(self, transport: Transport, expected: Sequence[bytes], algorithm: str, timeout_s: float) -> None:
+    def fill(
+        self, transport: Transport, expected: Sequence[bytes], algorithm: str, timeout_s: float, key: bytes | None = None
+    ) -> None:
         """Receive the whole version, once the engine has opened; each part waits at most ``timeout_s`` seconds.
+
+        ``algorithm`` and ``key`` are digest_block's.
 
         TransferFailed if the engine does not come or stops taking, the lane fails, or a block differs from ``expected``.
         """
@@ -83,19 +87,20 @@ class Window:
             at = start % capacity
             transport.broadcast(tensor[at : at + stop - start], max(0.0, deadline - began))
             received = time.monotonic()
-            self._verify(start, stop, expected, algorithm)
+            self._verify((start, stop), expected, algorithm, key)
             self.receive_s += received - began
             self.verify_s += time.monotonic() - received
             with self._turn:
                 self._filled = stop
                 self._turn.notify_all()
 
-    def _verify(self, start: int, stop: int, expected: Sequence[bytes], algorithm: str) -> None:
+    def _verify(self, span: tuple[int, int], expected: Sequence[bytes], algorithm: str, key: bytes | None) -> None:
+        start, stop = span
         shift = start - start % self._ring.address.nbytes
         buffer = self._ring.buffer
         for index in range(start // self._manifest.block_bytes, -(-stop // self._manifest.block_bytes)):
             low, high = self._manifest.block(index)
-            if digest_block(buffer[low - shift : high - shift], algorithm) != expected[index]:
+            if digest_block(buffer[low - shift : high - shift], algorithm, key) != expected[index]:
                 self.bad_block = index
                 raise TransferFailed(
                     f"block {index} of {self._manifest.num_blocks} differs from what the trainer hashed; "

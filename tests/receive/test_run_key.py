@@ -1,0 +1,240 @@
+"""Who may write weights: a real receiver process and real lanes, with the right key, another one, none, and with forgeries."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from titan_grpo.errors import PeerError, TransferFailed
+from titan_grpo.protocol.wire import Joined, Order, key_prefix
+from titan_grpo.runkey import KEY_VARIABLE, Key
+from titan_grpo.sync.sender import LaneLink, LinkOptions, Probe
+from titan_grpo.sync.transports.store import join_store
+
+pytestmark = pytest.mark.e2e
+
+RUN_KEY = Key(bytes(range(32)))
+OTHER_KEY = Key(bytes(range(1, 33)))
+BUCKET = 16384
+OLDER_RUN = "000000000001-00000000"
+
+
+@pytest.fixture(scope="module")
+def guarded(make_site) -> Iterator:
+    """A server with a run key; each test opens epochs of its own."""
+    made = make_site(RUN_KEY)
+    yield made
+    made.close()
+
+
+def block_key(site, run_id: str | None = None) -> bytes:
+    key = LinkOptions("gloo", "", "", BUCKET, 1.0, run_key=RUN_KEY).block_key(run_id or site.run_id)
+    assert key is not None
+    return key
+
+
+def intruder(site, manifest, run_key: Key | None, run_id: str = "", **options) -> LaneLink:
+    """A lane of the next epoch with a key of its own choice, greeted."""
+    site.epoch += 1
+    link = LaneLink(
+        run_id or site.run_id,
+        site.epoch,
+        manifest,
+        LinkOptions("gloo", "127.0.0.1", "blake3", BUCKET, 20.0, run_key=run_key, **options),
+    )
+    site.links.append(link)
+    site.side.hello(link.open().to_dict())
+    return link
+
+
+@pytest.fixture
+def trainer(guarded, weights):
+    """The right one: joined, with version v of value v committed; returns (link, deliver the next version)."""
+    link = guarded.connect(weights(0.0))
+    held = guarded.side.client.holding.version
+
+    def deliver(number: int) -> float:
+        value = float(held + number)
+        version = weights(value, key=block_key(guarded))
+        report = guarded.deliver(link, number, held + number, version)
+        assert report.ok, report
+        assert guarded.engine.value() == value
+        return value
+
+    return link, deliver
+
+
+def test_the_right_key_writes_weights_and_none_of_it_is_seen(guarded, weights, monkeypatch, caplog, capfd):
+    monkeypatch.setenv(KEY_VARIABLE, RUN_KEY.hex())  # as the engine's process has it
+    caplog.set_level(logging.DEBUG)
+    link = guarded.connect(weights(1.0))
+    assert guarded.deliver(link, 1, 1, weights(1.0, key=block_key(guarded))).ok
+    assert guarded.engine.value() == 1.0
+    receiver = psutil.Process(guarded.side.client.pid)
+    seen = [repr(link._options), repr(guarded.side.client.holding), caplog.text, *capfd.readouterr(), *receiver.cmdline()]
+    seen += [f"{name}={value}" for name, value in receiver.environ().items()]
+    keys = link._options.keys(guarded.run_id, guarded.epoch)
+    for secret in (RUN_KEY, keys.messages, keys.blocks):
+        assert not any(secret.hex() in text for text in seen)
+
+
+@pytest.mark.parametrize(("key", "words"), [(OTHER_KEY, "another run key"), (None, "carries no proof of the run key")])
+def test_a_trainer_without_the_key_is_told_why_and_the_one_in_force_goes_on(guarded, trainer, weights, key, words):
+    _, deliver = trainer
+    before = deliver(1)
+    stranger = intruder(guarded, weights(9.0).manifest, key)
+    with pytest.raises(TransferFailed, match=words) as caught:
+        stranger.wait_joined(60.0)
+    assert RUN_KEY.hex() not in str(caught.value)
+    # not even with a run that claims to be the latest
+    with pytest.raises(TransferFailed, match=words):
+        intruder(guarded, weights(9.0).manifest, key, run_id="ffffffffffff-00000000").wait_joined(60.0)
+    assert guarded.engine.value() == before
+    deliver(2)
+
+
+def test_a_recorded_hello_an_older_run_and_an_older_epoch_are_refused_though_they_prove_the_key(guarded, trainer, weights):
+    _, deliver = trainer
+    before = deliver(1)
+    manifest = weights(9.0).manifest
+    options = LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, 20.0, run_key=RUN_KEY)
+    for run_id, epoch in ((guarded.run_id, guarded.epoch), (guarded.run_id, 1), (OLDER_RUN, 99)):
+        link = LaneLink(run_id, epoch, manifest, options)
+        guarded.links.append(link)
+        guarded.side.hello(link.open().to_dict())
+        with pytest.raises(TransferFailed, match="is not newer"):
+            link.wait_joined(60.0)
+    assert guarded.engine.value() == before
+    deliver(2)
+
+
+def test_another_models_manifest_is_refused_though_it_proves_the_key(guarded, weights):
+    before = guarded.engine.loads
+    other = weights(9.0, names=("a",), key=block_key(guarded))
+    report = guarded.deliver(guarded.connect(other), 1, 99, other)
+    assert not report.ok
+    assert report.intact
+    assert "'b'" in report.error
+    assert guarded.engine.loads == before
+
+
+def test_a_manifest_that_is_not_the_announced_one_is_refused(guarded, weights):
+    link = guarded.link(weights(9.0))
+    guarded.side.hello(link.open().to_dict())
+    link.wait_joined(60.0)
+    link._manifest = weights(9.0, names=("b",)).manifest  # as somebody on the way would swap it
+    staged = link.send_manifest(20.0)
+    assert not staged.ok
+    assert "must have digest" in staged.error
+
+
+def test_a_forged_commit_is_not_loaded_and_the_true_one_is(guarded, trainer, weights):
+    link, _ = trainer
+    held = guarded.side.client.holding.version
+    before = guarded.engine.value()
+    version = weights(float(held + 1), key=block_key(guarded))
+    staged = link.send(1, held + 1, version.image, version.digests, version.fingerprint)
+    true = link.commit(staged)
+    other = OTHER_KEY.derive("messages", guarded.run_id, str(guarded.epoch))
+    for forged in (true.to_dict() | {"proof": ""}, true.proven(other).to_dict(), true.to_dict() | {"version": held + 2}):
+        report = guarded.side.commit(forged)
+        assert report is not None
+        assert not report.ok
+        assert report.intact
+    assert guarded.engine.value() == before
+    with pytest.raises(TransferFailed, match="waiting for the engine"):
+        link.wait_applied(1, 0.2)  # a forger can not make the trainer believe that its commit failed
+    guarded.side.commit(true.to_dict())
+    assert link.wait_applied(1, 10.0).ok
+    assert guarded.engine.value() == held + 1
+
+
+def test_blocks_hashed_without_the_key_or_for_another_run_do_not_match(guarded, trainer, weights):
+    link, deliver = trainer
+    for number, key in enumerate((None, OTHER_KEY.raw, block_key(guarded, OLDER_RUN)), start=1):
+        wrong = weights(9.0, key=key)
+        digests = wrong.digests if key else [d * 2 for d in wrong.digests]  # xxh3's, made as long as blake3's
+        staged = link.send(number, 99, wrong.image, digests, wrong.fingerprint)
+        assert not staged.ok
+        assert staged.bad_block == 0
+    deliver(4)
+
+
+def test_an_order_that_somebody_else_put_into_the_store_ends_the_epoch(guarded, trainer, weights):
+    link, _ = trainer
+    before = guarded.engine.value()
+    store = dist.PrefixStore(key_prefix(guarded.run_id, guarded.epoch), join_store("127.0.0.1", link._host.port, 10.0))
+    store.set("order/1", Order(1, "receive", 99, "digests/1", "ff").to_json())
+    _, status = os.waitpid(guarded.side.client.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 3
+    assert guarded.engine.value() == before
+
+
+def test_streamed_versions_are_held_to_the_key_too(make_site, weights):
+    site = make_site(RUN_KEY)
+    try:
+        wrong, right = weights(9.0, key=OTHER_KEY.raw), weights(1.0, key=block_key(site))
+        for version, expected in ((wrong, 0.0), (right, 1.0)):
+            link = intruder(site, version.manifest, RUN_KEY, apply="streamed")
+            link.wait_joined(60.0)
+            assert link.send_manifest(20.0).ok
+            staged = link.offer(1, 1, version.digests, version.fingerprint)
+            loading = threading.Thread(target=site.side.commit, args=(link.commit(staged).to_dict(),), daemon=True)
+            loading.start()
+            if version is wrong:
+                with pytest.raises(TransferFailed):
+                    link.stream(version.image)
+            else:
+                link.stream(version.image)
+            applied = link.wait_applied(1, 20.0)
+            loading.join(20.0)
+            assert (applied.ok, applied.intact) == (version is right, True)
+            assert site.engine.value() == expected
+    finally:
+        site.close()
+
+
+def test_a_server_without_the_key_is_refused_by_the_trainer_that_has_one(site, weights):
+    link = intruder(site, weights(1.0).manifest, RUN_KEY)
+    with pytest.raises(TransferFailed, match="Hello proves a run key and this end has none"):
+        link.wait_joined(60.0)
+    assert site.side.client.pid is None
+
+
+def test_a_server_that_only_claims_to_have_the_key_is_refused(weights):
+    link = LaneLink("run", 1, weights(1.0).manifest, LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, 20.0, run_key=RUN_KEY))
+    hello = link.open()
+    store = dist.PrefixStore(key_prefix("run", 1), join_store(hello.store_host, hello.store_port, 10.0))
+    store.set("joined/1", Joined(1, True, "", "titan_grpo", 1, "", -1, "", True, keyed=True).to_json())
+    with pytest.raises(PeerError, match="Joined carries no proof of the run key"):
+        link.wait_joined(10.0)
+    link.close()
+
+
+def test_a_probe_says_whether_a_key_is_demanded_and_whether_ours_is_the_one(guarded):
+    def ask(key: Key | None) -> Joined:
+        probe = Probe("127.0.0.1", 60.0, key)
+        guarded.side.hello(probe.hello.to_dict())
+        return probe.wait()
+
+    keyless, right, wrong = ask(None), ask(RUN_KEY), ask(OTHER_KEY)
+    assert (keyless.keyed, keyless.ok) == (True, True)
+    assert (right.keyed, right.ok) == (True, True)
+    assert (wrong.keyed, wrong.ok) == (True, False)
+    assert "another run key" in wrong.error
+
+
+def test_a_trainer_of_another_version_is_told_at_once(site, weights):
+    link = site.link(weights(1.0))
+    hello = link.open().to_dict()
+    site.side.hello(hello | {"invented_later": 1})
+    began = time.monotonic()
+    with pytest.raises(TransferFailed, match="unknown keys invented_later; both ends must run the same titan_grpo"):
+        link.wait_joined(60.0)
+    assert time.monotonic() - began < 30.0
+    assert site.side.client.pid is None
