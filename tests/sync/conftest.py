@@ -14,6 +14,7 @@ from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.plan import copy_ops, learn
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.wire import new_run_id
+from titan_grpo.runkey import Key
 from titan_grpo.sync.fleet import Fleet
 from titan_grpo.sync.lane import LaneContext
 from titan_grpo.sync.publisher import Publisher
@@ -39,9 +40,13 @@ class Weights:
     def __init__(self) -> None:
         self.values: dict[str, set[float]] = {}
         self.breaks = threading.Event()
+        self.hold: threading.Event | None = None
+        """Set it to make a load wait until the event is set."""
 
     def __call__(self, name: str, tensor: torch.Tensor) -> None:
         self.values[name] = {float(tensor.min()), float(tensor.max())}
+        if self.hold is not None:
+            assert self.hold.wait(WAIT_S)
         if self.breaks.is_set():
             self.breaks.clear()
             raise RuntimeError("planted failure in the middle of a load")
@@ -55,19 +60,25 @@ class Rig:
     """Servers, shelf, fleet, worker and the publisher of the only rank; ``publish`` sends ``version`` as every element."""
 
     def __init__(self, folder: Path, urls: tuple[str, ...], remote_writers: tuple[int, ...] = (), **config: Any) -> None:
+        """``config``: keys of [weight_sync], and ``run_keys``: "trainer" or a server's name -> its run key."""
+        run_keys: dict[str, Key] = config.pop("run_keys", {})
         self.loaded = {url: Weights() for url in urls}
-        self.servers = {url: ReceiverServer(url, self.loaded[url]) for url in urls}
+        self.servers = {url: ReceiverServer(url, self.loaded[url], run_keys.get(url)) for url in urls}
         self.config = WeightSync(**(SHORT | config))
-        self._changed = threading.Condition()
         self.recorder = Recorder(folder)
-        self.fleet = Fleet(list(urls), self._on_server)
+        self.fleet = Fleet(list(urls), lambda *_: None)
         layout = learn(dict, SHAPES)
         self.manifest = layout.manifest("bfloat16", self.config.block_bytes)
         self.images = [SharedImage.create(self.manifest.total_bytes, "test") for _ in range(self.config.slots)]
         self.store = host_store("127.0.0.1")
         tensors = tuple(image.tensor() for image in self.images)
         link = LinkOptions(
-            "gloo", "127.0.0.1", self.config.digest, self.config.bucket_bytes, timeout_s=self.config.lane_deadline_s
+            "gloo",
+            "127.0.0.1",
+            self.config.digest,
+            self.config.bucket_bytes,
+            timeout_s=self.config.lane_deadline_s,
+            run_key=run_keys.get("trainer"),
         )
         self.shelf = Shelf(self.config.slots)
         context = LaneContext(
@@ -98,14 +109,9 @@ class Rig:
         self.publisher.fence()
         return slot
 
-    def _on_server(self, *_: object) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
     def until(self, fact: Callable[[], bool]) -> None:
         """Wait until a change of the fleet makes ``fact`` true."""
-        with self._changed:
-            assert self._changed.wait_for(fact, WAIT_S), f"not within {WAIT_S} s: {self.fleet!r} {self.shelf!r}"
+        assert self.fleet.wait(fact, WAIT_S), f"not within {WAIT_S} s: {self.fleet!r} {self.shelf!r}"
 
     def everyone(self, version: int) -> None:
         """Wait until every server was read back with ``version``."""

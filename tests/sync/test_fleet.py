@@ -2,7 +2,6 @@
 
 import threading
 import time
-from functools import partial
 
 from titan_grpo.errors import SyncError
 from titan_grpo.protocol import ledger
@@ -18,9 +17,9 @@ def fleet(*urls: str) -> tuple[Fleet, list[tuple[str, int | None, bool, str]]]:
 
 
 def commit(f: Fleet, url: str, version: int) -> None:
-    f.mark(url, partial(ledger.receiving, version=version))
-    f.mark(url, ledger.committing)
-    f.mark(url, partial(ledger.holds, version=version), Label("run", version, "f"))
+    f.apply(url, ledger.Receiving(version))
+    f.apply(url, ledger.Committing())
+    f.apply(url, ledger.Holds(version), Label("run", version, "f"))
 
 
 def test_rollouts_are_told_each_change_and_stop_during_a_commit_only():
@@ -28,9 +27,6 @@ def test_rollouts_are_told_each_change_and_stop_during_a_commit_only():
     commit(f, "a", 1)
     commit(f, "a", 2)
     assert told == [
-        ("a", None, False, ""),
-        ("a", None, False, ""),
-        ("a", 1, True, "run:1:f"),
         ("a", 1, True, "run:1:f"),
         ("a", 1, False, "run:1:f"),
         ("a", 2, True, "run:2:f"),
@@ -63,13 +59,29 @@ def test_a_wait_for_everyone_waits_for_the_known_and_not_for_the_unknown():
     assert time.monotonic() - start < 5.0  # "dead" is waited for by nobody
 
 
-def test_the_first_error_is_kept_and_given_once():
+def test_the_first_error_is_kept_with_its_place_and_given_once_and_the_others_are_counted():
     f, _ = fleet("a")
     assert f.take_error() is None
-    f.latch(SyncError("first"))
+    f.latch(SyncError("bytes differ", url="a", version=7, block=3))
     f.latch(SyncError("second"))
-    assert str(f.take_error()) == "first"
+    error = f.take_error()
+    assert str(error) == "a, version 7, block 3: bytes differ (and 1 more since the last step)"
+    assert (error.url, error.version, error.block) == ("a", 7, 3)
     assert f.take_error() is None
+    f.latch(SyncError("third"))
+    assert str(f.take_error()) == "third"
+
+
+def test_a_server_that_left_takes_nothing_and_may_come_again():
+    f, told = fleet("a", "b")
+    commit(f, "a", 1)
+    f.remove("a")
+    assert told[-1] == ("a", None, False, "run:1:f")
+    assert f.wait_held(1, 0.0, everyone=True) == []
+    f.add("a")
+    assert repr(f.entry("a")) == "unknown(?)"
+    commit(f, "a", 2)
+    assert told[-1] == ("a", 2, True, "run:2:f")
 
 
 def test_a_label_of_another_run_or_of_the_engine_says_nothing_about_this_run():

@@ -6,6 +6,7 @@ import pytest
 
 from titan_grpo.observe import names
 from titan_grpo.protocol.ledger import Standing
+from titan_grpo.testing.receiver_server import DirectControl
 
 pytestmark = pytest.mark.e2e
 
@@ -94,6 +95,19 @@ def test_a_server_that_went_away_takes_no_rollouts_and_gets_the_newest_when_it_i
     assert r.servers["a"].versions == [1, 3]
 
 
+def test_an_idle_lane_notices_a_server_that_was_restarted_and_one_that_somebody_paused(rig):
+    r = rig("restarted", "paused")
+    r.publish(1)
+    r.everyone(1)
+    r.servers["restarted"].go_away()
+    r.servers["restarted"].come_back()
+    DirectControl(r.servers["paused"]).pause()
+    assert r.servers["restarted"].wait_version(1, WAIT_S)
+    r.until(lambda: not r.servers["paused"].paused)
+    r.everyone(1)
+    assert r.servers["paused"].versions == [1], "its weights were right: it only had to go on"
+
+
 def test_bytes_that_changed_after_their_digest_are_counted_retried_and_never_loaded(rig):
     r = rig("a", started=False)
     r.servers["a"].go_away()
@@ -105,6 +119,9 @@ def test_bytes_that_changed_after_their_digest_are_counted_retried_and_never_loa
     r.until(lambda: r.recorder.totals().get(names.DIGEST_MISMATCHES, 0) >= 1)
     assert r.servers["a"].versions == []
     assert r.loaded["a"].values == {}
+    r.until(lambda: getattr(r.fleet.last_error("a"), "block", None) is not None)
+    error = r.fleet.last_error("a")
+    assert (error.url, error.version, error.block) == ("a", 1, 5_000_000 // r.config.block_bytes)
     r.images[slot].buffer[5_000_000] ^= 1
     assert r.servers["a"].wait_version(1, WAIT_S)
     assert r.loaded["a"].value() == 1.0

@@ -12,7 +12,8 @@ def publish(shelf: Shelf, version: int) -> int:
     """Take the reserved slot, write and complete ``version``; the slot."""
     slot = shelf.take_reserved()
     assert slot is not None
-    shelf.writing(version, slot)
+    shelf.writing(version, slot, frozenset({0}))
+    assert shelf.copied(version, 0)
     shelf.complete(Published(Label("run", version, "f"), slot, (), 0.0))
     return slot
 
@@ -47,7 +48,7 @@ def test_no_slot_is_given_while_each_one_is_read_and_an_unpin_gives_it():
     publish(shelf, 1)
     assert shelf.pin_newer("slow", None, 0.0).version == 1
     slot = shelf.take_reserved()
-    shelf.writing(2, slot)  # from here on slot 0 is pinned and slot 1 is written
+    shelf.writing(2, slot, frozenset({0}))  # from here on slot 0 is pinned and slot 1 is written
     assert shelf.take_reserved() is None
     shelf.unpin("slow")
     assert shelf.wait_reserved(0.0) == 0
@@ -79,17 +80,17 @@ def test_a_reservation_that_the_trainer_has_taken_is_not_revoked():
     assert shelf.take_reserved() == 1
     shelf.unpin("stuck")
     assert shelf.pin_newer("stuck", 1, 0.0) is None
-    shelf.writing(3, 1)
+    shelf.writing(3, 1, frozenset({0}))
 
 
 def test_a_discarded_version_is_seen_by_nobody_and_its_slot_comes_back():
     shelf = Shelf(2)
     slot = shelf.take_reserved()
-    shelf.writing(1, slot)
+    shelf.writing(1, slot, frozenset({0}))
     other = shelf.take_reserved()
     shelf.discard(1)
     assert shelf.newest() is None
-    shelf.writing(2, other)
+    shelf.writing(2, other, frozenset({0}))
     assert shelf.take_reserved() == slot
 
 

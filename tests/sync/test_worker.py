@@ -84,7 +84,7 @@ def test_a_part_that_never_arrives_discards_the_version_latches_an_error_and_fre
     announcer(2, 1 - slot, FinishedCopy(0.0))
     r.worker.publish(2, 1 - slot, FinishedCopy(0.0))
     assert r.servers["a"].wait_version(2, WAIT_S)
-    assert "version 1 could not be published" in str(r.worker.take_error())
+    assert "version 1: could not be published" in str(r.worker.take_error())
     assert r.worker.take_error() is None
     assert r.servers["a"].versions == [2]
     announcer.close(WAIT_S)

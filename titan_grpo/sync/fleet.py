@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from titan_grpo.errors import SyncError
+from titan_grpo.protocol import ledger
 from titan_grpo.protocol.ledger import Entry, Standing
 from titan_grpo.protocol.version import Label
 
@@ -21,6 +22,8 @@ class Fleet:
         self._changed = threading.Condition()
         self._on_server = on_server
         self._error: SyncError | None = None
+        self._further = 0
+        self._last: dict[str, SyncError] = {}
 
     def __repr__(self) -> str:
         return "<Fleet " + ", ".join(f"{url} {e!r}" for url, e in self.entries().items()) + ">"
@@ -35,28 +38,64 @@ class Fleet:
         with self._changed:
             return self._entries[url]
 
-    def mark(self, url: str, change: Callable[[Entry], Entry], label: Label | None = None) -> None:
-        """Apply one ledger event to a server's line and tell the rollout side."""
+    def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
+        """Apply one ledger event to a server's line and tell the rollout side if that changes what it may do."""
         with self._changed:
-            entry = self._entries[url] = change(self._entries[url])
+            self._entries[url], actions = ledger.step(self._entries[url], event)
             if label is not None:
                 self._labels[url] = str(label)
-            text = self._labels[url]
+            entry, text = self._entries[url], self._labels[url]
             self._changed.notify_all()
-        self._on_server(url, entry.held, entry.accepting, text)
+        if actions:
+            self._on_server(url, entry.held, entry.accepting, text)
+
+    def add(self, url: str) -> None:
+        """A server joins, for the first time or again: nothing is known about it."""
+        with self._changed:
+            if url in self._entries:
+                self._entries[url], _ = ledger.step(self._entries[url], ledger.Came())
+            else:
+                self._entries[url] = Entry()
+            self._labels[url] = ""
+            self._changed.notify_all()
+        self._on_server(url, None, False, "")
+
+    def remove(self, url: str) -> None:
+        """A server has left: it takes no more rollouts, and nobody waits for it. Its line stays, as GONE."""
+        self.apply(url, ledger.Left())
 
     def latch(self, error: SyncError) -> None:
-        """Keep the first background error until the step boundary collects it."""
+        """Keep the first background error until the step boundary collects it; count those that follow."""
         with self._changed:
-            self._error = self._error or error
+            if self._error is None:
+                self._error = error
+            else:
+                self._further += 1
+            if error.url:
+                self._last[error.url] = error
+            self._changed.notify_all()
 
     def take_error(self) -> SyncError | None:
-        """The latched error, once. Never waits for a lane: the lock is held for assignments only."""
+        """The latched error, once, with the number of those that followed it.
+
+        Never waits for a lane: the lock is held for assignments only.
+        """
         if self._error is None:
             return None
         with self._changed:
-            error, self._error = self._error, None
-            return error
+            error, further = self._error, self._further
+            self._error, self._further = None, 0
+        return error.followed_by(further)
+
+    def last_error(self, url: str) -> SyncError | None:
+        """The last background error of a server, collected or not; it says nothing about what came after it."""
+        with self._changed:
+            return self._last.get(url)
+
+    def wait(self, fact: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until ``fact`` is true, looked at after every change of a line and every error; False past the deadline."""
+        with self._changed:
+            return self._changed.wait_for(fact, timeout_s)
 
     def wait_held(self, version: int, timeout_s: float, everyone: bool) -> list[str]:
         """Wait until a server holds ``version`` or newer, and return who does by then; shorter than that if time is up.

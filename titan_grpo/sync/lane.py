@@ -6,9 +6,9 @@ An error of the server closes the epoch and never leaves this thread except as a
 
 import logging
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -19,9 +19,11 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane as table
-from titan_grpo.protocol import ledger
+from titan_grpo.protocol import ledger, peer
+from titan_grpo.protocol.points import Passing, Point, Watch, nobody
+from titan_grpo.protocol.settle import Pause, Relabel, Resume, settle
 from titan_grpo.protocol.version import UNUSABLE, Label
-from titan_grpo.protocol.wire import Applied, Staged
+from titan_grpo.protocol.wire import Applied, Joined, Staged
 from titan_grpo.sync.fleet import Fleet, fresh_label
 from titan_grpo.sync.sender import LaneLink, LinkOptions
 from titan_grpo.sync.shelf import Published, Shelf
@@ -33,9 +35,14 @@ IDLE_CHECK_S = 10.0
 """How often an idle lane reads its server's label back: a restarted server looks healthy and holds other weights."""
 
 
+def wire_epoch(epoch: int) -> int:
+    """The epoch that a receiver is told for a lane's ``epoch``-th connection. The odd ones are the caretaker's."""
+    return 2 * epoch
+
+
 @dataclass(frozen=True, slots=True)
 class LaneContext:
-    """What all lanes of a run share."""
+    """What all lanes of a run share. ``watch`` is called at every point of the protocol."""
 
     run_id: str
     manifest: Manifest
@@ -45,12 +52,14 @@ class LaneContext:
     shelf: Shelf
     fleet: Fleet
     recorder: Recorder
+    watch: Watch = nobody
 
 
 class LaneThread(threading.Thread):
     """Keeps one server on the newest version."""
 
-    def __init__(self, context: LaneContext, control: ServerControl) -> None:
+    def __init__(self, context: LaneContext, control: ServerControl, epoch: int = 0) -> None:
+        """``epoch``: that of the last lane to the same server in this run; this one's are higher."""
         super().__init__(name=f"lane {control.url}", daemon=True)
         self.url = control.url
         self._c = context
@@ -60,11 +69,20 @@ class LaneThread(threading.Thread):
         self._published: Published | None = None
         self._staged: Staged | None = None
         self._number = 0
-        self._state = table.Lane()
         self._streamed = context.config.apply == "streamed"
+        self._state = table.Lane(epoch=epoch, streamed=self._streamed)
+        self._health = peer.Health(peer.Pace(context.config.backoff_s, context.config.backoff_max_s))
+        self._label = self._held = Label(context.run_id, -1, "")
+        self._before = ""
+        self._published_s = self._paused_s = 0.0
 
     def __repr__(self) -> str:
         return f"<LaneThread {self.url} {self._state!r}>"
+
+    @property
+    def epoch(self) -> int:
+        """Number of connections so far."""
+        return self._state.epoch
 
     def stop(self) -> None:
         """End the lane now. Any thread; does not wait.
@@ -73,7 +91,7 @@ class LaneThread(threading.Thread):
         """
         self._stopping.set()
         self._c.shelf.stop(self.url)
-        if self._state.phase is not table.Phase.COMMITTING:
+        if self._state.phase not in table.COMMITTING:
             self.abort()
 
     def abort(self) -> None:
@@ -81,186 +99,232 @@ class LaneThread(threading.Thread):
         link = self._link
         if link is not None:
             with suppress(PeerError):
-                if self._streamed and self._state.phase is table.Phase.COMMITTING:
+                if self._streamed and self._state.phase in table.COMMITTING:
                     link.cancel()  # the engine's report can still be read, and the server be resumed
                 else:
                     link.abort()
 
     def run(self) -> None:
-        """The lane's loop: table, action, event, table."""
+        """The lane's loop: table, actions, event, table."""
         event: table.Event = table.Started()
         try:
             while True:
-                self._state, action = table.step(self._state, table.Stopped() if self._stopping.is_set() else event)
-                if isinstance(action, table.Leave):
+                if self._stopping.is_set() and self._state.stoppable:
+                    event = table.Stopped()
+                self._state, actions = table.step(self._state, event)
+                for action in actions[:-1]:
+                    self._tell(action)
+                if isinstance(actions[-1], table.Leave):
                     break
-                event = self._perform(action)
+                event = self._perform(actions[-1])
         except Exception as error:  # top of a thread: a silent death would leave the server on its version
             logger.exception("lane %s ended", self.url)
-            self._c.fleet.mark(self.url, ledger.unknown)
-            self._c.fleet.latch(SyncError(f"{self.url}: the lane ended with {error!r}; this server gets no more versions"))
+            self._c.fleet.apply(self.url, ledger.Forgotten())
+            cause = f"the lane ended with {error!r}; this server gets no more versions"
+            self._c.fleet.latch(SyncError(cause, url=self.url))
         finally:
             self._leave()
 
-    def _perform(self, action: table.Action) -> table.Event:
+    def _tell(self, action: table.Action) -> None:
+        match action:
+            case table.Release():
+                self._unpin()
+            case table.Note(ledger.Holds() as event):
+                self._c.fleet.apply(self.url, event, self._held)
+            case table.Note(event):
+                self._c.fleet.apply(self.url, event)
+
+    def _perform(self, work: table.Action) -> table.Event:
         try:
-            match action:
+            match work:
                 case table.Connect(epoch):
                     return self._connect(epoch)
                 case table.AwaitNewer():
                     return self._await_newer()
                 case table.Send(version):
                     return self._send(version)
-                case table.Commit(version):
-                    return self._commit(version)
-                case table.Rest(failures):
-                    return self._rest(failures)
+                case table.Pause():
+                    return self._pause()
+                case table.Load(version):
+                    return self._load(version)
+                case table.SetLabel(outcome):
+                    return self._set_label(outcome)
+                case table.Resume():
+                    return self._resume()
+                case table.ReadLabel():
+                    return self._read_label()
+                case table.Rest():
+                    return self._rest()
         except TitanGrpoError as error:
-            return self._failed(action, error)
-        raise AssertionError(f"the lane table asked for {action!r}, which no lane performs")
+            self._latch(f"{type(work).__name__.lower()} failed: {error}", getattr(error, "block", None))
+            return table.Failed()
+        raise AssertionError(f"the lane table asked for {work!r}, which no lane performs")
 
-    def _failed(self, action: table.Action, error: TitanGrpoError) -> table.Event:
+    def _latch(self, cause: str, block: int | None = None) -> None:
         if not self._stopping.is_set():
-            message = f"{self.url}: {type(action).__name__.lower()} failed: {error}"
             self._c.recorder.count(names.SYNC_FAILURES)
-            self._c.fleet.latch(SyncError(message))
-        entry = self._c.fleet.entry(self.url)
-        if entry.standing is ledger.Standing.RECEIVING:
-            self._c.fleet.mark(self.url, ledger.transfer_failed)
-        elif entry.standing is not ledger.Standing.QUARANTINED:
-            self._c.fleet.mark(self.url, ledger.unknown)
-        return table.Failed(str(error))
+            error = SyncError(cause, url=self.url, version=self._state.version, block=block)
+            logger.warning("weight sync: %s", error)  # a step boundary shows the first one and counts the others
+            self._c.fleet.latch(error)
+
+    def _pass(self, point: Point) -> None:
+        version = -1 if self._state.version is None else self._state.version
+        label = str(self._label) if version >= 0 else ""
+        self._c.watch(Passing(point, self.url, self._c.run_id, wire_epoch(self._state.epoch), version, label))
 
     def _connect(self, epoch: int) -> table.Event:
         deadline_s = self._c.config.connect_deadline_s
         with self._c.recorder.span(names.CONNECT_S, self.url, epoch=epoch):
-            self._link = LaneLink(self._c.run_id, epoch, self._c.manifest, self._c.link)
+            self._pass(Point.GREET)
+            self._link = LaneLink(self._c.run_id, wire_epoch(epoch), self._c.manifest, self._c.link)
             self._number = 0
             self._control.greet(self._link.open().to_dict())
-            joined = self._link.wait_joined(deadline_s)
+            event = self._settle(self._link.wait_joined(deadline_s))
+            # after settling: the receiver that answers is the one that joined, so its engine was not restarted meanwhile
             accepted = self._link.send_manifest(deadline_s)
         if not accepted.ok:
             raise TransferFailed(f"the server's receiver refused the manifest: {accepted.error}")
-        self._c.fleet.mark(self.url, ledger.unknown)
-        if not joined.intact:
-            # the lane before this one may have died before it could say so; if it could, its update is closed
-            if self._control.label() != UNUSABLE:
-                with suppress(ServerRefused):
-                    self._control.finish(UNUSABLE)
-            self._c.fleet.mark(self.url, ledger.quarantined)
-            return table.Connected()
-        if self._control.paused():
-            # A lane, or a trainer, that died during a commit left it so; its engine holds one whole version.
-            self._control.resume()
-        label = fresh_label(self._c.run_id, self._control.label())
-        if label is not None and (joined.held_run, joined.held_version) == (label.run_id, label.version):
-            self._c.fleet.mark(self.url, partial(ledger.holds, version=label.version), label)
-        return table.Connected()
+        self._pass(Point.CONNECTED)
+        return event
+
+    def _settle(self, joined: Joined) -> table.Event:
+        """A lane, a receiver or a trainer that died may have left the server paused, or over weights that its label hides."""
+        held = Label(joined.held_run, joined.held_version, joined.held_fingerprint) if joined.held_run else None
+        for step in settle(held, joined.intact, self._control.label(), self._control.paused()):
+            match step:
+                case Pause():
+                    self._control.pause()
+                case Relabel(label):
+                    self._control.relabel(label)
+                case Resume():
+                    self._control.resume()
+        if held is None or held.run_id != self._c.run_id:
+            return table.Connected(None, joined.intact)
+        self._held = held
+        return table.Connected(held.version, joined.intact)
 
     def _await_newer(self) -> table.Event:
         while not self._stopping.is_set():
             entry = self._c.fleet.entry(self.url)
             self._published = self._c.shelf.pin_newer(self.url, entry.held, IDLE_CHECK_S)
             if self._published is not None:
+                self._label, self._published_s = self._published.label, self._published.published_s
                 return table.Newer(self._published.version)
-            if self._stopping.is_set() or entry.held is None:
-                continue
-            label = fresh_label(self._c.run_id, self._control.label())
-            if label is None or label.version != entry.held:
-                raise ServerRefused(f"it serves {label or 'weights of its own'} instead of v{entry.held}: was it restarted?")
-        return table.Failed("stopped")
+            if not self._stopping.is_set():
+                self._look(entry)
+        return table.Failed()
+
+    def _look(self, entry: ledger.Entry) -> None:
+        """Raise ServerRefused if an idle server is not as the ledger has it: the next connection settles it."""
+        if entry.standing is ledger.Standing.QUARANTINED and not self._control.paused():
+            raise ServerRefused("it is half loaded, and somebody has let it generate")
+        if entry.held is None:
+            return
+        label = fresh_label(self._c.run_id, self._control.label())
+        if label is None or label.version != entry.held:
+            raise ServerRefused(f"it serves {label or 'weights of its own'} instead of v{entry.held}: was it restarted?")
+        if self._control.paused():
+            raise ServerRefused("it is paused, and not by this lane: a call of a trainer that was replaced, or somebody else")
 
     def _send(self, version: int) -> table.Event:
         link, published, recorder = self._open_link(), self._pinned(), self._c.recorder
+        self._pass(Point.BEGIN)
         self._number += 1
-        self._c.fleet.mark(self.url, partial(ledger.receiving, version=version))
-        self._label, self._published_s = published.label, published.published_s
+        digests, fingerprint = published.digests, published.label.fingerprint
         if self._streamed:
-            staged = link.offer(self._number, version, published.digests, published.label.fingerprint)
-            if not staged.ok:
-                raise TransferFailed(f"version {version} was refused by the receiver: {staged.error}")
-            self._staged = staged
-            return table.Staged(version)
-        image = self._c.images[published.slot]
-        try:
+            staged = link.offer(self._number, version, digests, fingerprint)
+        else:
+            image = self._c.images[published.slot]
             with recorder.span(names.SEND_S, self.url, version=version):
-                staged = link.send(self._number, version, image, published.digests, published.label.fingerprint)
-        finally:
-            self._unpin()
-        recorder.observe(names.VERIFY_S, staged.verify_s)
-        recorder.count(names.SYNC_BYTES, image.numel())
+                staged = link.send(self._number, version, image, digests, fingerprint, self._moved)
+            recorder.observe(names.VERIFY_S, staged.verify_s)
+            recorder.count(names.SYNC_BYTES, image.numel())
         if not staged.ok:
             if staged.bad_block >= 0:
                 recorder.count(names.DIGEST_MISMATCHES)
-            raise TransferFailed(f"version {version}, block {staged.bad_block}: {staged.error}")
+            raise TransferFailed(
+                f"the receiver refused it: {staged.error}", staged.bad_block if staged.bad_block >= 0 else None
+            )
         self._staged = staged
+        self._pass(Point.STAGED)
         return table.Staged(version)
 
-    def _commit(self, version: int) -> table.Event:
-        recorder, label = self._c.recorder, self._label
-        self._c.fleet.mark(self.url, ledger.committing)
-        with recorder.span(names.COMMIT_S, self.url, version=version):
-            before = self._control.label()
-            self._pause_load_resume(before, label)
-            read_back = self._control.label()
-        if read_back != str(label):
-            raise ServerRefused(f"the read-back must show {label}, it shows {read_back!r}: another trainer writes this server")
-        self._c.fleet.mark(self.url, partial(ledger.holds, version=version), label)
-        recorder.committed(self.url, version)
-        recorder.count(names.SYNC_COUNT)
-        recorder.observe(names.SYNC_S, recorder.now() - self._published_s)
-        return table.Committed(version)
+    def _moved(self, offset: int) -> None:
+        self._pass(Point.EXTENT)
+        if offset == self._c.manifest.total_bytes:
+            self._pass(Point.SENT)
 
-    def _pause_load_resume(self, before: str, label: Label) -> None:
-        recorder = self._c.recorder
-        start = recorder.now()
-        try:
-            self._control.pause()
-            applied = self._load()
-        except PeerError:
-            # Nothing is known: the load may still run. The next epoch reads back what the engine holds, and resumes it.
-            self._c.fleet.mark(self.url, ledger.unknown)
-            raise
-        if not applied.intact:
-            self._control.finish(UNUSABLE)
-            recorder.count(names.QUARANTINES)
-            self._c.fleet.mark(self.url, ledger.quarantined)
-            raise TransferFailed(
-                f"version {applied.version} was half loaded: {applied.error}; it stays paused until a full sync"
-            )
-        self._control.finish(str(label) if applied.ok else before)
-        self._control.resume()
-        recorder.record_span(names.PAUSE_S, start, recorder.now(), self.url, version=label.version)
+    def _pause(self) -> table.Event:
+        self._before = self._control.label()
+        self._paused_s = self._c.recorder.now()
+        self._pass(Point.PAUSE)
+        self._control.pause()
+        return table.Paused()
+
+    def _load(self, version: int) -> table.Event:
+        self._pass(Point.LOAD)
+        applied, expected = self._applied(), self._label.fingerprint
+        if applied.ok and applied.fingerprint != expected:
+            self._c.recorder.count(names.DIGEST_MISMATCHES)
+            self._latch(f"the engine must load fingerprint {expected}, it loaded {applied.fingerprint}; it stays paused")
+            return table.Loaded(version, ok=False, intact=False)
         if not applied.ok:
-            raise TransferFailed(f"version {applied.version} was refused by the engine: {applied.error}")
-        if applied.fingerprint != label.fingerprint:
-            recorder.count(names.DIGEST_MISMATCHES)
-            raise TransferFailed(
-                f"version {label.version} must have fingerprint {label.fingerprint}, got {applied.fingerprint}"
-            )
+            end = "the engine keeps its version" if applied.intact else "half loaded, it stays paused until a full sync"
+            self._latch(f"the load failed: {applied.error}; {end}", applied.bad_block if applied.bad_block >= 0 else None)
+        if not applied.intact:
+            self._c.recorder.count(names.QUARANTINES)
+        return table.Loaded(version, applied.ok, applied.intact)
 
-    def _load(self) -> Applied:
+    def _applied(self) -> Applied:
         link, staged, recorder = self._open_link(), self._staged, self._c.recorder
         assert staged is not None
         if not self._streamed:
             self._control.load(link.commit(staged).to_dict())
             return link.wait_applied(staged.number, self._c.config.commit_deadline_s)
         image = self._c.images[self._pinned().slot]
-        try:
-            with recorder.span(names.SEND_S, self.url, version=staged.version):
-                applied = load_while_sending(link, self._control, staged, image, self._c.config)
-        finally:
-            self._unpin()
+        with recorder.span(names.SEND_S, self.url, version=staged.version):
+            applied = load_while_sending(link, self._control, staged, image, self._c.config, self._moved)
         recorder.observe(names.VERIFY_S, applied.verify_s)
         recorder.count(names.SYNC_BYTES, image.numel())
         if applied.bad_block >= 0:
             recorder.count(names.DIGEST_MISMATCHES)
         return applied
 
-    def _rest(self, failures: int) -> table.Event:
+    def _set_label(self, outcome: table.Outcome) -> table.Event:
+        self._pass(Point.LABEL)
+        labels = {table.Outcome.NEW: str(self._label), table.Outcome.OLD: self._before, table.Outcome.BROKEN: UNUSABLE}
+        self._control.finish(labels[outcome])
+        return table.Labelled()
+
+    def _resume(self) -> table.Event:
+        self._pass(Point.RESUME)
+        self._control.resume()
+        recorder = self._c.recorder
+        recorder.record_span(names.PAUSE_S, self._paused_s, recorder.now(), self.url, version=self._state.version)
+        self._pass(Point.RESUMED)
+        return table.Resumed()
+
+    def _read_label(self) -> table.Event:
+        shown, recorder, version = self._control.label(), self._c.recorder, self._label.version
+        if shown != str(self._label):
+            self._latch(f"the read-back must show {self._label}, it shows {shown!r}: another trainer writes this server")
+            return table.ReadBack(None)
+        self._held = self._label
+        self._health, _ = peer.step(self._health, peer.Answered())
+        self._pass(Point.HELD)
+        recorder.record_span(names.COMMIT_S, self._paused_s, recorder.now(), self.url, version=version)
+        recorder.committed(self.url, version)
+        recorder.count(names.SYNC_COUNT)
+        recorder.observe(names.SYNC_S, recorder.now() - self._published_s)
+        return table.ReadBack(version)
+
+    def _rest(self) -> table.Event:
         self._close_link()
-        config = self._c.config
-        self._stopping.wait(table.backoff_s(failures, config.backoff_s, config.backoff_max_s))
+        self._health, _ = peer.step(self._health, peer.Silent(time.monotonic()))
+        while not self._stopping.wait(max(0.0, self._health.until - time.monotonic())):
+            if self._health.askable(now := time.monotonic()):
+                self._health, _ = peer.step(self._health, peer.Rested(now))
+                break
         return table.Rested()
 
     def _leave(self) -> None:

@@ -64,17 +64,22 @@ class Shelf:
 
     # Sealer.
 
-    def writing(self, version: int, slot: int) -> None:
-        """The trainer copies ``version`` into ``slot``; the next slot is looked for at once."""
+    def writing(self, version: int, slot: int, ranks: frozenset[int]) -> None:
+        """``ranks`` copy their parts of ``version`` into ``slot``; the next slot is looked for at once."""
         with self._changed:
-            self._boundary = boundary.write(self._boundary, slot, version)
+            self._step(boundary.Write(slot, version, ranks))
             self._published = {v: p for v, p in self._published.items() if p.slot != slot}
             self._reserve()
+
+    def copied(self, version: int, rank: int) -> bool:
+        """The part of ``rank`` is in the image; whether that was the last one."""
+        with self._changed:
+            return bool(self._step(boundary.Copied(version, rank)))
 
     def complete(self, published: Published) -> None:
         """All bytes and digests of a version are there: lanes may pin it."""
         with self._changed:
-            self._boundary = boundary.complete(self._boundary, published.version)
+            self._step(boundary.Complete(published.version))
             self._published[published.version] = published
             self._reserve()
             self._changed.notify_all()
@@ -82,14 +87,14 @@ class Shelf:
     def discard(self, version: int) -> None:
         """The copy of ``version`` failed; nobody will see it."""
         with self._changed:
-            self._boundary = boundary.discard(self._boundary, version)
+            self._step(boundary.Discard(version))
             self._reserve()
 
     def seal(self) -> None:
         """No more versions follow; the newest image stays for the lanes that still need it."""
         with self._changed:
             self._revoke()
-            self._boundary = boundary.seal(self._boundary)
+            self._step(boundary.Seal())
             self._changed.notify_all()
 
     # Lanes.
@@ -101,11 +106,11 @@ class Shelf:
             self._waiting[lane] = held
             try:
                 while lane not in self._stopping:
-                    if boundary.revocable(self._boundary, held):
+                    if self._boundary.revocable(held):
                         self._revoke()
-                    self._boundary, version = boundary.pin(self._boundary, lane, held)
-                    if version is not None:
-                        return self._published[version]
+                    for action in self._step(boundary.Pin(lane, held)):
+                        if isinstance(action, boundary.Read):
+                            return self._published[action.version]
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
                         return None
@@ -118,7 +123,7 @@ class Shelf:
     def unpin(self, lane: str) -> None:
         """The lane no longer reads its image."""
         with self._changed:
-            self._boundary = boundary.unpin(self._boundary, lane)
+            self._step(boundary.Unpin(lane))
             self._reserve()
 
     def stop(self, lane: str) -> None:
@@ -126,6 +131,11 @@ class Shelf:
         with self._changed:
             self._stopping.add(lane)
             self._changed.notify_all()
+
+    def forget(self, lane: str) -> None:
+        """The lane has ended; one of the same name may come later."""
+        with self._changed:
+            self._stopping.discard(lane)
 
     def newest(self) -> Published | None:
         """The newest complete version."""
@@ -136,9 +146,9 @@ class Shelf:
     def _reserve(self) -> None:
         newest = self._boundary.newest
         wanted = newest is not None and any(held is None or held < newest for held in self._waiting.values())
-        self._boundary, slot = boundary.reserve(self._boundary, wanted)
-        if slot is not None:
-            self._reservations.put(slot)
+        for action in self._step(boundary.Reserve(wanted)):
+            if isinstance(action, boundary.Promise):
+                self._reservations.put(action.slot)
 
     def _revoke(self) -> None:
         """Take the reservation back if it still lies in the queue: a lane came for what the slot holds.
@@ -148,4 +158,8 @@ class Shelf:
         """
         slot = self.take_reserved()
         if slot is not None:
-            self._boundary = boundary.revoke(self._boundary, slot)
+            self._step(boundary.Revoke(slot))
+
+    def _step(self, event: boundary.Event) -> tuple[boundary.Action, ...]:
+        self._boundary, actions = boundary.step(self._boundary, event)
+        return actions

@@ -1,6 +1,7 @@
 """Committing a version that is not staged anywhere: the bytes go while the engine loads them."""
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -41,9 +42,16 @@ class LoadCall(threading.Thread):
 
 
 def load_while_sending(
-    link: LaneLink, control: ServerControl, staged: Staged, image: torch.Tensor, config: WeightSync
+    link: LaneLink,
+    control: ServerControl,
+    staged: Staged,
+    image: torch.Tensor,
+    config: WeightSync,
+    moved: Callable[[int], object],
 ) -> Applied:
     """Send ``image`` (uint8[total_bytes]) through the window that ``staged`` offers, into the paused engine.
+
+    ``moved`` is told the number of bytes that are through, after each bucket.
 
     The engine's report also when the sending failed, so that the lane can tell whether the engine is intact.
     PeerError if there is no report.
@@ -51,7 +59,7 @@ def load_while_sending(
     call = LoadCall(link, control, staged, config.commit_deadline_s)
     call.start()
     try:
-        link.stream(image)
+        link.stream(image, moved)
     except TransferFailed as error:
         link.cancel()
         failure: TransferFailed | None = error

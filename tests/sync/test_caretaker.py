@@ -1,0 +1,247 @@
+"""A trainer that dies or freezes in a commit leaves no server paused, and none that shows what it does not hold.
+
+Real HTTP, real receiver processes, a real trainer process; the engine is a copy of the tensors (testing.server_process).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from titan_grpo.config import WeightSync
+from titan_grpo.engines import vllm
+from titan_grpo.errors import PeerError
+from titan_grpo.layout.content import content_digest, tensor_digest
+from titan_grpo.protocol import fence
+from titan_grpo.protocol.lease import Terms
+from titan_grpo.protocol.points import Passing, Point
+from titan_grpo.protocol.version import UNUSABLE, Label
+from titan_grpo.protocol.wire import Joined
+from titan_grpo.runkey import Key
+from titan_grpo.sync.caretaker import Caretaker, terms_of
+from titan_grpo.sync.keeper import superseded
+from titan_grpo.sync.sender import LinkOptions
+from titan_grpo.testing.server_handle import ServerProcess, served
+
+TRAINER = Path(__file__).parent / "caretaken_trainer.py"
+SHAPES = {"up": (512, 256), "down": (256, 512)}
+API_KEY = "secret-of-the-control-plane"
+WAIT_S = 90.0
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+
+def digest(version: int) -> str:
+    """What GET /served says of a server that holds ``version``."""
+    tensors = {name: torch.full(shape, float(version), dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+    return content_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})
+
+
+def until(fact: Any, timeout_s: float = WAIT_S) -> float:
+    """Ask until ``fact()``; how long that took, in seconds. Fails past the deadline."""
+    start, pace = time.monotonic(), threading.Event()
+    while not fact():
+        assert time.monotonic() - start < timeout_s, f"not within {timeout_s} s"
+        pace.wait(0.02)
+    return time.monotonic() - start
+
+
+class Trainer:
+    """The helper process, and the caretaker that it started."""
+
+    def __init__(self, url: str, folder: Path, told: dict[str, Any]) -> None:
+        defaults = {"point": "held", "signal": 0, "times": 1, "versions": 2, "apply": "staged", "fork": False}
+        told = defaults | {"url": url, "folder": str(folder), "api_key": API_KEY} | told
+        self.process = subprocess.Popen(
+            [sys.executable, str(TRAINER), json.dumps(told)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._log = folder / "caretaker.log"
+        self.caretaker = psutil.Process(self.wait("caretaker")["caretaker"])
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait(self, key: str) -> dict[str, Any]:
+        """Its next event that has ``key``."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if key in (event := json.loads(line)):
+                return event
+        raise AssertionError(f"the trainer ended with {self.process.wait(WAIT_S)} and never said {key!r}")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        if self.caretaker.is_running():
+            self.caretaker.kill()
+
+
+@contextmanager
+def training(server: ServerProcess, folder: Path, **told: Any) -> Iterator[Trainer]:
+    trainer = Trainer(server.url, folder, told)
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess() as running:
+        yield running
+
+
+def honest(server: ServerProcess) -> dict[str, Any]:
+    """What the server says now; whatever a request could ever have met had the weights of its label."""
+    now = server.run(served())
+    for label, seen in now["visible"]:
+        if (shown := Label.parse(label)) is not None:
+            assert seen == digest(shown.version), f"{label} was shown over other weights"
+    return now
+
+
+KILLED = [(Point.PAUSE, 1), (Point.LOAD, 1), (Point.LABEL, 2), (Point.RESUME, 2)]
+
+
+@pytest.mark.parametrize(("point", "holds"), KILLED, ids=lambda x: getattr(x, "value", str(x)))
+def test_a_trainer_killed_in_a_commit_leaves_its_server_generating_under_the_right_label(
+    point: Point, holds: int, server: ServerProcess, tmp_path: Path, record_property: Any
+) -> None:
+    # a child that the dead trainer forked holds its end of the socket open: its death must show all the same
+    with training(server, tmp_path, point=point.value, signal=signal.SIGKILL, fork=point is Point.LOAD) as trainer:
+        trainer.wait("signalled")
+        trainer.process.wait(WAIT_S)
+        took = until(lambda: "holds" in trainer.log)
+        record_property("seconds", took)
+        print(f"killed at {point.value}: settled after {took:.2f} s")
+        trainer.caretaker.wait(WAIT_S)
+        now = honest(server)
+        assert not now["paused"]
+        assert Label.parse(now["label"]).version == holds
+        assert now["digest"] == digest(holds)
+        # the receiver that answered the caretaker found nobody to talk to, and ended
+        until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in server.receiver_pids))
+
+
+def test_a_half_loaded_server_stays_paused_and_says_so(server: ServerProcess, tmp_path: Path) -> None:
+    told = {"apply": "streamed", "point": "extent", "times": 6, "signal": signal.SIGKILL}
+    with training(server, tmp_path, **told) as trainer:
+        trainer.wait("signalled")
+        trainer.caretaker.wait(WAIT_S)
+        now = honest(server)
+        assert (now["intact"], now["paused"], now["label"]) == (False, True, UNUSABLE), trainer.log
+        assert "half loaded" in trainer.log
+
+
+def test_a_frozen_trainers_server_goes_on_and_its_thawed_lane_can_not_load(server: ServerProcess, tmp_path: Path) -> None:
+    with training(server, tmp_path, point="load", signal=signal.SIGSTOP, versions=3) as trainer:
+        frozen_s = time.time() - trainer.wait("signalled")["at"]
+        took = frozen_s + until(lambda: "holds" in trainer.log)
+        print(f"frozen at load: settled after {took:.2f} s")
+        until(lambda: not server.run(vllm.is_paused()))
+        assert honest(server)["digest"] == digest(1)
+        trainer.process.send_signal(signal.SIGCONT)
+        trainer.wait("ended")
+        assert trainer.process.wait(WAIT_S) == 0
+        trainer.caretaker.wait(WAIT_S)
+        now = honest(server)
+        assert (now["paused"], now["digest"], Label.parse(now["label"]).version) == (False, digest(3), 3)
+        # the refused load of the old epoch touched nothing: one load per version
+        assert now["loads"] == 3
+
+
+def test_a_clean_end_ends_the_caretaker_at_once_and_it_has_nothing_to_say(server: ServerProcess, tmp_path: Path) -> None:
+    with training(server, tmp_path, versions=3) as trainer:
+        ended = trainer.wait("ended")
+        trainer.caretaker.wait(WAIT_S)
+        assert (ended["restarts"], ended["late"], trainer.log) == (0, 0, "")
+
+
+LINK = LinkOptions("gloo", "127.0.0.1", "xxh3", 1 << 16, 10.0, run_key=None)
+CONFIG = WeightSync(commit_deadline_s=5.0)
+
+
+def passing(url: str, point: Point) -> Passing:
+    return Passing(point, url, "0001-ab", 2, 1, "0001-ab:1:cd")
+
+
+def test_a_killed_caretaker_is_replaced_with_all_that_is_open(server: ServerProcess, tmp_path: Path) -> None:
+    caretaker = Caretaker(CONFIG, LINK, tmp_path / "log", Terms(60.0, 60.0, again_s=0.1, tries=2))
+    caretaker.know(server.url, API_KEY)
+    server.run(vllm.pause(5.0))
+    caretaker.watch(passing(server.url, Point.PAUSE))
+    first = psutil.Process(caretaker.pid)
+    first.kill()
+    until(lambda: first.status() == psutil.STATUS_ZOMBIE)
+    caretaker.watch(passing("http://127.0.0.1:9", Point.PAUSE))
+    caretaker.watch(passing("http://127.0.0.1:9", Point.RESUMED))
+    assert (caretaker.restarts, caretaker.pid != first.pid) == (1, True)
+    second = psutil.Process(caretaker.pid)
+    caretaker.close()  # with a server still paused: as after a lane that was aborted
+    second.wait(WAIT_S)
+    assert not server.run(vllm.is_paused())
+    assert "127.0.0.1:9 " not in (tmp_path / "log").read_text()
+
+
+def test_what_ends_a_trainer_does_not_end_its_caretaker_and_nobody_reads_its_secrets(tmp_path: Path) -> None:
+    key = Key.generate()
+    link = LinkOptions("gloo", "127.0.0.1", "xxh3", 1 << 16, 10.0, run_key=key)
+    caretaker = Caretaker(CONFIG, link, tmp_path / "log")
+    caretaker.know("http://127.0.0.1:9", API_KEY)
+    process = psutil.Process(caretaker.pid)
+    status = Path(f"/proc/{process.pid}/status")
+    ignored = sum(1 << (number - 1) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    masks = lambda: dict(line.split(":", 1) for line in status.read_text().splitlines())  # noqa: E731
+    until(lambda: int(masks()["SigIgn"], 16) & ignored == ignored)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        process.send_signal(number)
+    shown = " ".join([*process.cmdline(), *process.environ().values()])
+    assert key.hex() not in shown
+    assert API_KEY not in shown
+    assert os.getsid(process.pid) == process.pid
+    assert process.is_running()
+    caretaker.close()
+    process.wait(WAIT_S)
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_a_server_that_is_gone_is_given_up_with_one_line(tmp_path: Path) -> None:
+    caretaker = Caretaker(CONFIG, LINK, tmp_path / "log", Terms(60.0, 60.0, tries=2, first_s=0.05))
+    caretaker.watch(passing("http://127.0.0.1:9", Point.PAUSE))
+    process = psutil.Process(caretaker.pid)
+    caretaker.close()
+    process.wait(WAIT_S)
+    assert "http://127.0.0.1:9 did not answer in 2 tries" in (tmp_path / "log").read_text()
+
+
+def test_a_pause_has_longer_than_its_calls_usually_take_and_a_streamed_one_its_transfer_too() -> None:
+    assert terms_of(WeightSync(commit_deadline_s=4.0)).pause_s == 12.0
+    assert terms_of(WeightSync(commit_deadline_s=4.0, lane_deadline_s=9.0, apply="streamed")).pause_s == 21.0
+
+
+def test_the_epoch_that_a_refusal_names_is_understood() -> None:
+    """Written against the fence itself: its wording is how a second try knows that the first one had arrived."""
+    holding, _ = fence.step(fence.Holding(), fence.Greeted("0001-ab", 3))
+    _, (refuse,) = fence.step(holding, fence.Greeted("0001-ab", 3))
+    joined = Joined(1, False, refuse.reason, "", 1, "", -1, "", True)
+    assert superseded(joined, "0001-ab", 3) == ""
+    assert superseded(joined, "0001-ab", 1) == "epoch 3 of run 0001-ab"
+    assert superseded(joined, "0001-aa", 3) == "epoch 3 of run 0001-ab"
+    with pytest.raises(PeerError, match="another key"):
+        superseded(Joined(1, False, "another key", "", 1, "", -1, "", True), "0001-ab", 3)
