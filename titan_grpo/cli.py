@@ -20,7 +20,11 @@ COMMANDS = {
     "quickstart": Command("titan_grpo.commands.quickstart", "train a tiny model on this machine beside real vLLM servers"),
     "verify": Command("titan_grpo.commands.verify", "prove that a real server serves exactly the trainer's weights"),
     "doctor": Command("titan_grpo.commands.doctor", "check versions, memory, ports, environment and servers before a run"),
+    "explore": Command(
+        "titan_grpo.commands.explore", "walk through every state of the sync protocol, with faults at every step"
+    ),
     "config": Command("titan_grpo.commands.config", "print every configuration key with its meaning"),
+    "servers": Command("titan_grpo.commands.servers", "show, add and remove the servers of a run that goes on"),
     "export": Command("titan_grpo.commands.export", "write a checkpointed version as HF safetensors"),
 }
 """Name -> command."""

@@ -65,7 +65,18 @@ class Rollout:
     """Which server software answers at the URLs."""
 
     servers: list[str] = field(default_factory=list)
-    """Base URLs of the servers, or the single word "launch" to start them on this host."""
+    """Base URLs of the servers, or the single word "launch" to start them on this host. Those of servers_file and servers_slurm
+    come on top; `titan-grpo servers add|remove URL --run DIR` changes them while training runs."""
+
+    servers_file: str = ""
+    """File with further URLs, one per line, # for comments, looked at every second: a server that it names joins, one that it
+    drops leaves. Replace it as a whole (write another file, then rename it); a malformed or empty one changes nothing."""
+
+    servers_slurm: str = ""
+    """Environment variable with a SLURM host list, such as SLURM_JOB_NODELIST_HET_GROUP_1: one server on each of its hosts."""
+
+    servers_port: int = 8000
+    """Port of the servers that servers_slurm names."""
 
     launch_count: int = 1
     """How many servers to start when servers = "launch"."""
@@ -143,7 +154,11 @@ class WeightSync:
     the server stands still for the whole transfer, and after one that broke off half-way until the next whole one."""
 
     digest: Literal["xxh3", "blake3"] = "xxh3"
-    """Hash of the blocks: xxh3 is the fastest, blake3 is cryptographic."""
+    """Hash of the blocks: xxh3 is the fastest, blake3 is cryptographic. With a run key it is always blake3, keyed."""
+
+    run_key_file: str = ""
+    """File with the run key (64 hexadecimal digits): servers that have it take weights from nobody without. The environment
+    variables TITAN_GRPO_RUN_KEY and TITAN_GRPO_RUN_KEY_FILE do the same; launched servers are given a key by themselves."""
 
     bind_host: str = ""
     """Address that the lanes' sockets bind to; empty: loopback if every server is local, else this host's address."""
@@ -162,6 +177,10 @@ class WeightSync:
 
     shutdown_deadline_s: float = 60.0
     """How long the end waits for the newest version to be flushed to the servers, in seconds."""
+
+    max_lag: int = 1000
+    """Stop the run at the step boundary after that many versions in a row without a commit on any server; 0: never. Fresh
+    rollouts end sooner in that case (rollout.max_staleness, then batch_timeout_s); a run on recorded ones would never end."""
 
     backoff_s: float = 0.5
     """First pause after a lane failed, in seconds; doubles up to backoff_max_s."""
@@ -215,9 +234,15 @@ def _grpo_violations(g: GRPO) -> list[str]:
 
 
 def _server_violations(r: Rollout) -> list[str]:
+    out = _rule(not 0 < r.servers_port < 65536, "rollout.servers_port", "a port, 1 to 65535", r.servers_port)
     if r.servers == [LAUNCH]:
-        return _rule(not r.launch_python, "rollout.launch_python", 'set when rollout.servers = ["launch"]', r.launch_python)
-    out = _rule(not r.servers, "rollout.servers", 'a list of URLs, or ["launch"]', r.servers)
+        return out + _rule(
+            not r.launch_python, "rollout.launch_python", 'set when rollout.servers = ["launch"]', r.launch_python
+        )
+    none = not (r.servers or r.servers_file or r.servers_slurm)
+    out += _rule(
+        none, "rollout.servers", 'a list of URLs, or ["launch"], unless servers_file or servers_slurm is set', r.servers
+    )
     for url in r.servers:
         parts = urlsplit(url)
         bad = parts.scheme not in ("http", "https") or not parts.hostname
@@ -255,6 +280,7 @@ def _weight_sync_violations(w: WeightSync) -> list[str]:
         f"a positive multiple of weight_sync.block_bytes ({w.block_bytes})",
         w.bucket_bytes,
     )
+    out += _rule(w.max_lag < 0, "weight_sync.max_lag", "0 (never) or greater", w.max_lag)
     out += _rule(w.slots < 2, "weight_sync.slots", "2 or more (one is written while another is sent)", w.slots)
     out += _rule(w.backoff_max_s < w.backoff_s, "weight_sync.backoff_max_s", "at least weight_sync.backoff_s", w.backoff_max_s)
     return out

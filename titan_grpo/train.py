@@ -47,7 +47,7 @@ def _run(argv: list[str]) -> None:
 
     world = os.environ.get("WORLD_SIZE", "")
     job_config = parse(argv, int(world) if world.isdigit() else None)
-    check_files(job_config)
+    check_files(job_config, os.environ)
     _check_environment()
     from titan_grpo.titan.run import run
 

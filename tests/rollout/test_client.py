@@ -143,6 +143,7 @@ def test_a_group_whose_server_became_unknown_meanwhile_is_dropped(start, complet
     server.wait_for_requests(GROUP)
     client.set_server(server.url, None, False, "")
     client.set_server(other.url, 0, True, "0")
+    assert client.in_flight(20.0)[server.url] > 0  # its answer comes after both messages were read
     server.released.set()
     batch = client.next_batch(0, PER_STEP, 20)
     assert {c.server for g in batch for c in g.completions} == {other.url}
@@ -236,3 +237,31 @@ def test_close_ends_a_process_with_requests_in_flight(start, completion_server):
     client.close(10)
     assert time.monotonic() - begin < 5
     assert not child.is_running()
+
+
+def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_prompts_nothing(start, completion_server):
+    leaving, client = completion_server(), start()
+    leaving.behaviour = leaving.hang
+    client.set_server(leaving.url, 0, True, "0")
+    leaving.wait_for_requests(2 * PER_STEP * GROUP)
+    assert client.in_flight() == {leaving.url: 2 * PER_STEP * GROUP}
+    client.remove_server(leaving.url)
+    staying = completion_server()
+    client.set_server(staying.url, 0, True, "0")
+    for version in (0, 1):
+        batch = client.next_batch(version, PER_STEP, 20)
+        assert [g.prompt.index for g in batch] == [2 * version, 2 * version + 1]
+        assert {c.server for g in batch for c in g.completions} == {staying.url}
+    counters = client.counters()
+    assert counters["moved"] == 2 * PER_STEP
+    assert not any(name.startswith("dropped") or name == "outages" for name in counters)
+    assert client.in_flight() == {staying.url: 0}
+
+
+def test_a_server_that_left_may_come_back(start, completion_server):
+    server, client = completion_server(), start(max_staleness=0)
+    client.set_server(server.url, 0, True, "0")
+    client.next_batch(0, PER_STEP, 20)
+    client.remove_server(server.url)
+    client.set_server(server.url, 1, True, "1")
+    assert {g.version for g in client.next_batch(1, PER_STEP, 20)} == {1}

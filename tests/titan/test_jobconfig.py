@@ -130,6 +130,17 @@ def test_files_that_the_run_needs_are_named_when_missing(parse, tmp_path) -> Non
         jobconfig.check_files(parse(hf, f"--model.hf_assets_path={tmp_path}/nowhere"))
 
 
+def test_a_run_key_that_is_missing_or_named_twice_is_refused_on_every_rank(parse, tmp_path) -> None:
+    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
+    config = parse("", f"--weight_sync.run_key_file={tmp_path}/key", f"--model.hf_assets_path={model}")
+    with pytest.raises(ConfigError, match=r"weight_sync\.run_key_file must name a readable file"):
+        jobconfig.check_files(config)
+    (tmp_path / "key").write_text("00" * 32)
+    jobconfig.check_files(config, {})
+    with pytest.raises(ConfigError, match=r"TITAN_GRPO_RUN_KEY and weight_sync\.run_key_file are set"):
+        jobconfig.check_files(config, {"TITAN_GRPO_RUN_KEY": "00" * 32})
+
+
 def test_a_checkpoint_folder_without_a_complete_checkpoint_is_refused(parse, tmp_path) -> None:
     model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     config = parse("", "--checkpoint.enable", f"--job.dump_folder={tmp_path}", f"--model.hf_assets_path={model}")

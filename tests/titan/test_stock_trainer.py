@@ -11,7 +11,7 @@ LEARNS_BELOW = 4.2
 @pytest.mark.parametrize("kind", ["llama3", "qwen3_untied", "qwen3_moe"])
 def test_the_stock_trainer_learns_on_two_ranks(stock, kind) -> None:
     run = stock(kind, 2)
-    assert run.returncode == 0, run.log[-3000:]
+    assert run.returncode == 0, run.log[-20000:]
     assert len(run.losses) == 3
     assert run.losses[0] == pytest.approx(4.85, abs=0.15)
     assert run.losses[-1] < LEARNS_BELOW
@@ -28,7 +28,7 @@ def test_the_stock_trainer_learns_on_two_ranks(stock, kind) -> None:
 )
 def test_losses_and_gradients_do_not_depend_on_how_the_model_is_split(stock, ranks, arguments) -> None:
     run = stock("qwen3", ranks, *arguments)
-    assert run.returncode == 0, run.log[-3000:]
+    assert run.returncode == 0, run.log[-20000:]
     # Made by two FSDP ranks on the same rows and weights.
     assert run.losses == pytest.approx((4.787126, 4.421617, 3.832816), abs=2e-3)
     assert run.norms == pytest.approx((4.638714, 4.278379, 2.132652), rel=5e-3)
@@ -36,7 +36,7 @@ def test_losses_and_gradients_do_not_depend_on_how_the_model_is_split(stock, ran
 
 def test_expert_parallel_ranks_train_like_sharded_ones(stock) -> None:
     run = stock("qwen3_moe", 2, "--parallelism.expert_parallel_degree=2")
-    assert run.returncode == 0, run.log[-3000:]
+    assert run.returncode == 0, run.log[-20000:]
     # Made by two FSDP ranks without expert parallelism.
     assert run.losses == pytest.approx((4.866627, 4.398954, 3.846181), abs=2e-3)
     assert run.norms == pytest.approx((4.424476, 4.027486, 2.263861), rel=5e-3)
@@ -44,7 +44,7 @@ def test_expert_parallel_ranks_train_like_sharded_ones(stock) -> None:
 
 def test_tensor_parallel_llama3_trains(stock) -> None:
     run = stock("llama3", 2, "--parallelism.tensor_parallel_degree=2")
-    assert run.returncode == 0, run.log[-3000:]
+    assert run.returncode == 0, run.log[-20000:]
     assert run.losses[-1] < LEARNS_BELOW
 
 

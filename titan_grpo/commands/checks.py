@@ -180,6 +180,8 @@ class ServerFacts:
     joined: Joined | None
     """The receiver's answer to a probe, asked of a server whose backend is ours only."""
     errors: Mapping[str, str]
+    our_key: bool = False
+    """Whether this end has a run key, and so proved it."""
 
 
 def server(facts: ServerFacts) -> list[Finding]:
@@ -221,6 +223,13 @@ def _plugin(facts: ServerFacts) -> Finding:
             f"{facts.url}: the receiver did not call back ({errors_of(facts, 'joined')})",
             "open the way from the server to this host (firewall, container network), or set weight_sync.bind_host",
         )
+    if not facts.joined.ok:
+        return Finding(
+            "problem",
+            "server plugin",
+            f"{facts.url}: the receiver would refuse a trainer from here: {facts.joined.error}",
+            "correct what it says; it is a property of the server and its environment, or of the run key here",
+        )
     if not facts.joined.intact:
         return Finding(
             "problem",
@@ -229,7 +238,12 @@ def _plugin(facts: ServerFacts) -> Finding:
             "start a run (its first sync loads every tensor), or restart the server",
         )
     held = f"version {facts.joined.held_version} of run {facts.joined.held_run}" if facts.joined.held_run else "its own weights"
-    return Finding("ok", "server plugin", f"{facts.url}: receiver {facts.joined.package} called back, holding {held}")
+    text = f"{facts.url}: receiver {facts.joined.package} called back, holding {held}"
+    if facts.joined.keyed and not facts.our_key:
+        remedy = "set TITAN_GRPO_RUN_KEY_FILE, TITAN_GRPO_RUN_KEY or weight_sync.run_key_file to the key it was started with"
+        return Finding("warning", "server plugin", f"{text}; it demands a run key, and there is none here", remedy)
+    keyed = "it has proven that it has our run key" if facts.joined.keyed else "it demands no run key"
+    return Finding("ok", "server plugin", f"{text}; {keyed}")
 
 
 def errors_of(facts: ServerFacts, question: str) -> str:

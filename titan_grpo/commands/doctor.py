@@ -10,6 +10,7 @@ from titan_grpo.commands import checks, facts
 from titan_grpo.config import LAUNCH
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.memory import available_memory
+from titan_grpo.runkey import find_run_key
 
 WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -25,6 +26,7 @@ class Wanted:
     model: str = ""
     slots: int = 2
     wire_bytes: int = 2
+    run_key_file: str = ""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,7 +60,7 @@ def wanted(args: argparse.Namespace, rest: list[str]) -> tuple[Wanted, checks.Fi
     out.engine_python = out.engine_python or rollout.launch_python
     out.api_key_env = out.api_key_env or rollout.api_key_env
     out.bind_host, out.slots, out.wire_bytes = sync.bind_host, sync.slots, WIRE_BYTES[sync.wire_dtype]
-    out.model = config.model.hf_assets_path
+    out.model, out.run_key_file = config.model.hf_assets_path, sync.run_key_file
     return out, checks.Finding("ok", "configuration", "valid")
 
 
@@ -100,6 +102,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
                 f"rollout.api_key_env names {want.api_key_env}, which is not set: servers would refuse us; export it"
             )
         key = env[want.api_key_env]
+    run_key = find_run_key(env, want.run_key_file)
     problems = warnings = 0
 
     def show(findings: list[checks.Finding]) -> None:
@@ -112,6 +115,6 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     show([configuration] if configuration else [])
     show(machine(want, env))
     for url in want.servers:
-        show(checks.server(facts.server_facts(url, key, want.bind_host, args.timeout)))
+        show(checks.server(facts.server_facts(url, key, want.bind_host, args.timeout, run_key)))
     print(f"{problems} problems, {warnings} warnings")
     return 1 if problems else 0

@@ -17,6 +17,7 @@ from titan_grpo.engines.calls import Call, want
 from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.errors import ConfigError, PeerError
 from titan_grpo.protocol.wire import Joined
+from titan_grpo.runkey import Key
 
 T = TypeVar("T")
 
@@ -109,7 +110,7 @@ def _backend(answer: object) -> str:
     return str(transfer.get("backend")) if isinstance(transfer, dict) else "not configured"
 
 
-def server_facts(url: str, api_key: str, bind_host: str, timeout_s: float) -> ServerFacts:
+def server_facts(url: str, api_key: str, bind_host: str, timeout_s: float, run_key: Key | None = None) -> ServerFacts:
     """Ask one server everything. Unanswered questions end up in ``errors``, never as exceptions."""
     errors: dict[str, str] = {}
 
@@ -136,11 +137,11 @@ def server_facts(url: str, api_key: str, bind_host: str, timeout_s: float) -> Se
         joined = None
         # Another backend must not see our greeting: an exception in a vLLM worker ends the whole engine.
         if backend == "titan_grpo":
-            joined = ask("joined", lambda: call_back(driver, bind_host or address_towards(url), timeout_s))
-    return ServerFacts(url, True, version, label, paused, backend, joined, errors)
+            joined = ask("joined", lambda: call_back(driver, bind_host or address_towards(url), timeout_s, run_key))
+    return ServerFacts(url, True, version, label, paused, backend, joined, errors, run_key is not None)
 
 
-def call_back(driver: SyncDriver, bind_host: str, timeout_s: float) -> Joined:
+def call_back(driver: SyncDriver, bind_host: str, timeout_s: float, run_key: Key | None) -> Joined:
     """Greet the server's receiver as a probe and wait for its answer over a store of ours.
 
     It goes the way of a real lane (HTTP to the server, TCP back to this host) and changes nothing there.
@@ -149,6 +150,6 @@ def call_back(driver: SyncDriver, bind_host: str, timeout_s: float) -> Joined:
     # Imported here: it loads torch, whose absence the doctor has to be able to report.
     from titan_grpo.sync.sender import Probe
 
-    probe = Probe(bind_host, timeout_s)
+    probe = Probe(bind_host, timeout_s, run_key)
     driver.run(vllm.init_weight_transfer(probe.hello.to_dict(), timeout_s))
     return probe.wait()

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from titan_grpo.commands.processes import run_logged, stop_on_sigterm, torchrun
-from titan_grpo.commands.servers import ServerGroup
+from titan_grpo.commands.server_group import ServerGroup
 from titan_grpo.errors import ConfigError
+from titan_grpo.runkey import Key, find_run_key, with_run_key
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,18 +73,20 @@ def _train(options: argparse.Namespace, out: Path, env: Mapping[str, str]) -> No
     # The servers start from other weights on purpose: what they serve later can only have come from the trainer.
     write_tiny_model(options.model, server_model, seed=2)
     name, flavor = FLAVORS[options.model]
-    with ServerGroup(options.vllm_python, str(server_model), out, options.servers) as servers:
+    run_key = find_run_key(env) or Key.generate()
+    env = {**with_run_key(env, run_key), "OMP_NUM_THREADS": "1"}
+    with ServerGroup(options.vllm_python, str(server_model), out, options.servers, run_key=run_key) as servers:
         arguments = ["--rollout.servers", ",".join(servers.urls), "--job.dump_folder", str(out)]
         arguments += ["--model.hf_assets_path", str(model), "--model.name", name, "--model.flavor", flavor]
         arguments += ["--training.steps", str(options.steps)]
         arguments += ["--grpo.no-async-weight-update" if options.sync else "--grpo.async-weight-update", *options.rest]
         # While the servers start: a mistake in the arguments is said now, and not after the minute they take.
-        jobconfig.check_files(jobconfig.parse(["--job.config_file", options.config, *arguments], options.nproc))
+        jobconfig.check_files(jobconfig.parse(["--job.config_file", options.config, *arguments], options.nproc), env)
         servers.wait_healthy(lambda text: print(text, file=sys.stderr, flush=True))
         print(f"training: {options.nproc} ranks, {options.steps} steps; log in {out / 'train.log'}", file=sys.stderr)
         run_logged(
             torchrun(options.nproc, options.config, arguments),
             out / "train.log",
-            {**env, "OMP_NUM_THREADS": "1"},
+            env,
             lambda line: print(line, file=sys.stderr, flush=True),
         )

@@ -1,47 +1,64 @@
-"""Several vLLM servers for a command: started together, waited for with progress, stopped together."""
+"""``titan-grpo servers``: show, add and remove the servers of a run that goes on, through the socket in its directory."""
 
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
+import argparse
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
-from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.errors import ConfigError
+from titan_grpo.titan.control_socket import ask
+from titan_grpo.titan.sources import server_url
 
-STARTUP_S = 300.0
+COLUMNS = ("url", "standing", "held", "accepting", "in_flight", "last_error")
 
 
-class ServerGroup:
-    """A context manager; ``urls`` are valid once ``wait_healthy`` returned."""
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="titan-grpo servers", description=__doc__)
+    commands = parser.add_subparsers(dest="do", required=True, metavar="add | remove | list")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--run", default="outputs", help="directory of the run, its job.dump_folder (default outputs)")
+    add = commands.add_parser("add", parents=[common], help="a server joins: the newest version first, then rollouts")
+    remove = commands.add_parser("remove", parents=[common], help="a server leaves; its rollouts are made elsewhere")
+    for each in (add, remove):
+        each.add_argument("url", help="such as http://host:8000")
+    listing = commands.add_parser("list", parents=[common], help="what every server holds")
+    listing.add_argument("--json", action="store_true", help="as JSON")
+    return parser
 
-    def __init__(self, python: str, model: str, log_dir: Path, count: int, max_model_len: int = 256) -> None:
-        self._specs = [
-            ServerSpec(python=python, model=model, log_path=str(log_dir / f"vllm{index}.log"), max_model_len=max_model_len)
-            for index in range(count)
-        ]
-        self.servers: list[Server] = []
-        self._stack = ExitStack()
 
-    @property
-    def urls(self) -> list[str]:
-        """Base URLs, in order."""
-        return [server.url for server in self.servers]
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The servers as aligned columns.
 
-    def __enter__(self) -> "ServerGroup":
-        # A server that does not start must not leave the earlier ones running.
-        with ExitStack() as stack:
-            for spec in self._specs:
-                self.servers.append(stack.enter_context(Server(spec)))
-            self._stack = stack.pop_all()
-        return self
+    >>> print(table([{"url": "http://a:1", "standing": "holds", "held": 3, "accepting": True, "last_error": ""}]))
+    url         standing  held  accepting  in_flight  last_error
+    http://a:1  holds     3     yes        -          -
+    """
+    rows = [COLUMNS, *(tuple(_cell(line.get(name)) for name in COLUMNS) for line in lines)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
-    def wait_healthy(self, say: Callable[[str], None]) -> None:
-        """Until every server answers. Raises ServerUnreachable with the end of the log of one that does not."""
-        began = time.monotonic()
-        say(f"starting {len(self.servers)} vLLM server(s), about a minute on two cores; logs in {self._specs[0].log_path}")
-        for server in self.servers:
-            server.wait_healthy(STARTUP_S * len(self.servers))
-            say(f"{server.url} is healthy after {time.monotonic() - began:.0f} s")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.close()
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value in (None, "") else str(value)
+
+
+def run(argv: list[str], env: Mapping[str, str]) -> int:
+    """One line, or the table. Raises PeerError where the trainer does not run or refuses."""
+    options = _parser().parse_args(argv)
+    folder = Path(options.run)
+    if not folder.is_dir():
+        raise ConfigError(f"--run must be the directory of a run, {options.run!r} is none")
+    request = {"do": options.do}
+    if options.do != "list":
+        request["url"] = server_url(options.url)
+    answer = ask(folder, request)
+    if options.do != "list":
+        print(answer["text"])
+    elif options.json:
+        print(json.dumps(answer["servers"], indent=2))
+    else:
+        print(table(answer["servers"]))
+    return 0

@@ -1,5 +1,7 @@
 """``titan-grpo verify``: proves on this machine, with real processes, that servers serve exactly the trainer's weights.
 
+With --faults instead: every fault of the matrix, or those named, injected into real trainers, lanes and servers.
+
 Three runs on one real vLLM server: asynchronous with live rollouts, which are recorded; then the recording again, in
 asynchronous and in synchronous mode. Asserted is that (1) at every committed version the server's bytes are the trainer's,
 (2) no request was answered by a mixture of versions, and versions never went backwards, (3) all runs made the same weights, bit
@@ -33,6 +35,11 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="qwen3", choices=["qwen3", "qwen3_untied", "llama3"])
     parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm/bin/python"), help="interpreter of vLLM's environment")
     parser.add_argument("--config", default=str(ROOT / "train_configs/verify_2gpu.toml"), help="TOML file of the runs")
+    parser.add_argument("--faults", default="", metavar="NAMES", help="all, or cases and patterns: receiver-kill@load,*@resume")
+    parser.add_argument("--deadline", type=float, default=3.0, help="--faults: a lane's deadline in seconds (default 3)")
+    parser.add_argument("--list", action="store_true", help="--faults: print the cases, and why there are no others, and end")
+    # engineless: for tests of the matrix itself; what passes for a user is a real engine.
+    parser.add_argument("--servers", default="vllm", choices=["vllm", "engineless"], help=argparse.SUPPRESS)
     # The self-test, for tests/e2e/test_verify.py: plants violations for real, comma-separated; the run must then fail.
     parser.add_argument("--plant", default="", help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args(argv)
@@ -42,7 +49,11 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         raise ConfigError(f"--plant must name {', '.join(PLANTS)}, got {', '.join(sorted(unknown))}")
     if options.steps < 3 or options.nproc < 1:
         raise ConfigError(f"--steps must be 3 or more and --nproc 1 or more, got {options.steps} and {options.nproc}")
-    if not Path(options.vllm_python).exists():
+    if options.faults and rest:
+        raise ConfigError(f"--faults takes no settings of a training run, got {' '.join(rest)}")
+    if options.deadline < 1:
+        raise ConfigError(f"--deadline must be 1 second or more, got {options.deadline:g}")
+    if options.servers == "vllm" and not Path(options.vllm_python).exists():
         raise ConfigError(f"--vllm-python must be an interpreter, {options.vllm_python} does not exist: run scripts/setup.sh")
     out = Path(options.out or f"outputs/verify-{time.strftime('%Y%m%d-%H%M%S')}")
     if out.exists() and any(out.iterdir()):
@@ -55,6 +66,8 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Run, judge, report. Every process is gone at the end, however it ends."""
     stop_on_sigterm()
     options = _arguments(argv)
+    if options.faults or options.list:
+        return _faults(options, env)
     # Imported here: --help and mistakes are answered before torch is loaded.
     from titan_grpo.commands.verify_runs import verify
     from titan_grpo.verify.outcome import table
@@ -73,3 +86,15 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     print(table(result))
     print(f"{result['seconds']:.0f} s; evidence and logs in {options.out}")
     return 0 if result["passed"] else 1
+
+
+def _faults(options: argparse.Namespace, env: Mapping[str, str]) -> int:
+    from titan_grpo.verify.faults.cases import listing, select
+
+    cases = select(options.faults or "all")
+    if options.list:
+        print(listing(cases))
+        return 0
+    from titan_grpo.commands.verify_faults import run
+
+    return run(options, cases, env)

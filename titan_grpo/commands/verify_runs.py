@@ -17,6 +17,7 @@ from titan_grpo.commands.processes import run_logged, torchrun
 from titan_grpo.engines.launch import Server
 from titan_grpo.errors import ServerUnreachable
 from titan_grpo.layout.content import content_digest, tensor_digest
+from titan_grpo.runkey import Key, find_run_key, with_run_key
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify import plants
@@ -72,9 +73,11 @@ def verify(options: argparse.Namespace, env: Mapping[str, str]) -> dict[str, Any
     # Other weights than the trainer's on purpose: what the server serves later can only have come from the trainer.
     write_tiny_model(options.model, server_model, seed=2)
     prompts = fixed_prompts()
+    run_key = find_run_key(env) or Key.generate()
+    env = with_run_key(env, run_key)
     bench = Bench(options, env, devices, ReferenceModel(model, prompts), server_model / "model.safetensors")
     runs: list[Run] = []
-    with Server(server_spec(options.vllm_python, server_model, out, devices)) as server:
+    with Server(server_spec(options.vllm_python, server_model, out, devices, run_key)) as server:
         say(f"device {devices.kind}, transport {devices.transport}; starting a vLLM server, log in {out / 'vllm.log'}")
         say(f"{server.url} is healthy after {server.wait_healthy(STARTUP_S):.0f} s")
         for number, phase in enumerate(phases(out, options.plants)):
@@ -97,6 +100,7 @@ class Bench:
     ) -> None:
         self._options, self._env, self._devices, self._reference = options, env, devices, reference
         self._start = start
+        self._run_key = find_run_key(env)
         self._recorded = recorded(options.out)
         self._known: dict[str, tuple[tuple[float, ...], ...]] = {}
         self.speeds: dict[str, Throughput] = {}
@@ -111,13 +115,13 @@ class Bench:
         made = read_made(evidence / TRAINER_EVIDENCE)
         start, self._start = self._start, self._file(evidence, made[-1].version)
         if "backwards" in planted:
-            plants.commit_foreign(url, load_file(self._file(evidence, made[-2].version)), made[-2].version)
+            plants.commit_foreign(url, load_file(self._file(evidence, made[-2].version)), made[-2].version, self._run_key)
             self._await(prober)
         if "mixed" in planted:
             tensors = plants.torn(self._file(evidence, made[-2].version), self._start)
             self._start = evidence / "torn.safetensors"
             save_file(tensors, self._start)
-            plants.commit_foreign(url, tensors, made[-1].version)
+            plants.commit_foreign(url, tensors, made[-1].version, self._run_key)
             self._await(prober)
         elif "backwards" in planted:
             self._start = self._file(evidence, made[-2].version)

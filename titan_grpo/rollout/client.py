@@ -31,6 +31,10 @@ class RolloutStopped(TitanGrpoError):
     """The rollout process ended, or stopped delivering: no further batch can come."""
 
 
+class RolloutsLate(RolloutStopped):
+    """Too few groups were ready by the deadline: the servers do not take requests, or hold no version recent enough."""
+
+
 class RolloutClient:
     """Starts the rollout process, tells it versions, takes finished groups from it."""
 
@@ -41,6 +45,7 @@ class RolloutClient:
         self._theirs: dict[str, int] = {}
         self._record = GroupRecorder(record_path, spec.base_version) if record_path else None
         self._ready: dict[int, messages.GroupDone] = {}
+        self._load: dict[str, int] | None = None
         self._error: TitanGrpoError | None = None
         self._started = self._closing = False
         self._changed = threading.Condition()
@@ -80,6 +85,18 @@ class RolloutClient:
         """
         self._out.put(messages.ServerState(url, version, accepting, label))
 
+    def remove_server(self, url: str) -> None:
+        """A server left the run: what runs on it is made elsewhere. Any thread; never blocks."""
+        self._out.put(messages.ServerLeft(url))
+
+    def in_flight(self, timeout_s: float = 1.0) -> dict[str, int]:
+        """Requests in flight by server URL; empty if the rollout process does not say within ``timeout_s`` seconds."""
+        with self._changed:
+            self._load = None
+            self._out.put(messages.AskLoad())
+            self._changed.wait_for(lambda: self._load is not None or self._error is not None, timeout_s)
+            return dict(self._load or {})
+
     def set_trainer_version(self, version: int) -> None:
         """Tell the version the trainer is at: groups in flight that can no longer be used are aborted. Never blocks."""
         self._out.put(messages.TrainerVersion(version))
@@ -111,7 +128,7 @@ class RolloutClient:
 
     def counters(self) -> dict[str, int]:
         """Counts so far, resumed ones included: ``consumed_groups``, ``requests``, ``tokens``, ``outages``, ``skipped``,
-        ``dropped.<reason>``; and ``ready``, the finished groups that wait."""
+        ``moved`` (their server left), ``dropped.<reason>``; and ``ready``, the finished groups that wait."""
         with self._changed:
             names = {**self._own, **self._theirs}
             return {k: self._own.get(k, 0) + self._theirs.get(k, 0) for k in names} | {"ready": len(self._ready)}
@@ -168,6 +185,8 @@ class RolloutClient:
         with self._changed:
             if isinstance(message, messages.Ready):
                 self._started = True
+            elif isinstance(message, messages.Load):
+                self._load = message.in_flight
             else:
                 self._theirs = message.counters
             if isinstance(message, messages.GroupDone):
@@ -185,8 +204,8 @@ class RolloutClient:
             self._count("dropped.stale", 1)
             self._out.put(messages.GiveBack(self._ready.pop(index).ticket))
 
-    def _late(self, version: int, count: int, timeout_s: float) -> RolloutStopped:
-        return RolloutStopped(
+    def _late(self, version: int, count: int, timeout_s: float) -> RolloutsLate:
+        return RolloutsLate(
             f"{len(self._ready)} of {count} groups for version {version} were ready after {timeout_s:g} s "
             f"(rollout.batch_timeout_s); counts so far: { ({**self._own, **self._theirs}) }. Check that the servers take "
             "requests and hold a recent version"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from titan_grpo.engines.drivers import AsyncDriver, HttpRefused
 from titan_grpo.errors import DataError, PeerError
+from titan_grpo.protocol import admission
 from titan_grpo.protocol.admission import Admission, too_stale
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.cursor import Cursor
@@ -56,6 +57,7 @@ class Dispatcher:
         self._again: deque[tuple[Ticket, str]] = deque()
         self._running: dict[asyncio.Task[None], Running] = {}
         self._drivers: dict[str, AsyncDriver] = {}
+        self._closings: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._skips_in_a_row = 0
         self._closing = False
@@ -64,6 +66,10 @@ class Dispatcher:
         """Take one message of the trainer."""
         if isinstance(message, messages.ServerState):
             self._pool.set(message.url, message.version, message.accepting, message.label)
+        elif isinstance(message, messages.ServerLeft):
+            self._let_go(message.url)
+        elif isinstance(message, messages.AskLoad):
+            self._send(messages.Load(self._pool.in_flight()))
         elif isinstance(message, messages.TrainerVersion):
             self._abort_useless(message.version)
         elif isinstance(message, messages.GiveBack):
@@ -76,7 +82,7 @@ class Dispatcher:
         running = list(self._running)
         for task in running:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*running, *self._closings, return_exceptions=True)
         for driver in self._drivers.values():
             await driver.close()
 
@@ -90,7 +96,7 @@ class Dispatcher:
             if server is None or server.version is None:
                 return
             ticket = self._again.popleft()[0] if self._again else Ticket(next(self._fresh))
-            self._admission.start(server.version)
+            self._admission, _ = admission.step(self._admission, admission.Start(server.version))
             self._start(Running(ticket, server, server.version))
 
     def _start(self, run: Running) -> None:
@@ -111,7 +117,11 @@ class Dispatcher:
         run.server.in_flight -= self._spec.group_size
         if self._closing:
             return
-        if task.cancelled():
+        if run.server.left and (task.cancelled() or isinstance(task.exception(), PeerError | GroupDropped)):
+            # Its server left the run: made elsewhere, and no budget pays for it.
+            self._counts["moved"] += 1
+            self._settle(run.ticket.moved(), "")
+        elif task.cancelled():
             self._drop(run, "stale_in_flight")
         elif (error := task.exception()) is None:
             self._pool.succeeded(run.server)
@@ -125,6 +135,21 @@ class Dispatcher:
             self._fail(error)
             return
         self._pump()
+
+    def _let_go(self, url: str) -> None:
+        self._pool.remove(url)
+        tasks = [task for task, run in self._running.items() if run.server.left and run.server.url == url]
+        for task in tasks:
+            task.cancel()
+        driver = self._drivers.pop(url, None)
+        if driver is not None:
+            closing = asyncio.get_running_loop().create_task(self._close_after(tasks, driver))
+            self._closings.add(closing)
+            closing.add_done_callback(self._closings.discard)
+
+    async def _close_after(self, tasks: list[asyncio.Task[None]], driver: AsyncDriver) -> None:
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await driver.close()
 
     def _drop(self, run: Running, reason: str, detail: str = "") -> None:
         self._counts[f"dropped.{reason}"] += 1
@@ -145,7 +170,7 @@ class Dispatcher:
 
     def _settle(self, ticket: Ticket, avoid: str) -> None:
         """Give the place back; make the group again, or give the prompt up when its budget is spent."""
-        self._admission.give_back()
+        self._admission, _ = admission.step(self._admission, admission.GiveBack())
         if ticket.drops >= MAX_DROPS or ticket.outages >= MAX_OUTAGES:
             self._counts["skipped"] += 1
             text = f"prompt {ticket.index} skipped after {ticket.drops} drops and {ticket.outages} outages"

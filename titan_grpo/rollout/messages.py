@@ -27,6 +27,10 @@ class Ticket:
         """The same prompt after a server failed under it."""
         return replace(self, attempt=self.attempt + 1, outages=self.outages + 1)
 
+    def moved(self) -> "Ticket":
+        """The same prompt after its server left the run: nobody's fault, so it costs no budget."""
+        return replace(self, attempt=self.attempt + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
@@ -39,10 +43,22 @@ class ServerState:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerLeft:
+    """To the rollout process: a server was removed from the run; what runs on it is made elsewhere."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerVersion:
     """To the rollout process: the version the trainer is at."""
 
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskLoad:
+    """To the rollout process: say what is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +88,13 @@ class GroupDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """From the rollout process, when it is asked: requests in flight by server URL."""
+
+    in_flight: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """From the rollout process: something was dropped, or a server failed. ``skipped`` names a prompt given up for good."""
 
@@ -88,5 +111,5 @@ class Failed:
     text: str
 
 
-ToWorker = ServerState | TrainerVersion | GiveBack | Stop
-FromWorker = Ready | GroupDone | Event | Failed
+ToWorker = ServerState | ServerLeft | TrainerVersion | AskLoad | GiveBack | Stop
+FromWorker = Ready | GroupDone | Load | Event | Failed

@@ -1,23 +1,25 @@
 """Which server may take a group. Bookkeeping without I/O; time is an argument, in seconds of any monotonic clock."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 15.0
+from titan_grpo.protocol import peer
+
+PACE = peer.Pace(first_s=0.5, longest_s=15.0)
+"""How long a server that failed to generate gets no new groups, in seconds."""
 
 
 @dataclass(slots=True)
 class Server:
-    """One server: the last word of the ledger on it, and what we have seen ourselves."""
+    """One server: the last word of the ledger on it, and how it has answered us. The ledger does not see generation fail."""
 
     url: str
     version: int | None = None
     accepting: bool = False
     label: str = ""
     in_flight: int = 0
-    failures: int = 0
-    paused_until: float = 0.0
+    left: bool = False
+    health: peer.Health = field(default_factory=lambda: peer.Health(PACE))
 
 
 class Pool:
@@ -28,13 +30,23 @@ class Pool:
         self._servers: dict[str, Server] = {}
 
     def set(self, url: str, version: int | None, accepting: bool, label: str) -> Server:
-        """Take over the ledger's word. A pause after failures stays: the ledger does not see generation fail."""
+        """Take over the ledger's word. A rest after failures stays."""
         server = self._servers.setdefault(url, Server(url))
         server.version, server.accepting, server.label = version, accepting, label
         return server
 
+    def remove(self, url: str) -> None:
+        """The server left the run. What runs on it keeps its record, which accepts nothing more."""
+        server = self._servers.pop(url, None)
+        if server is not None:
+            server.accepting, server.left = False, True
+
+    def in_flight(self) -> dict[str, int]:
+        """Requests in flight by server URL."""
+        return {url: server.in_flight for url, server in self._servers.items()}
+
     def pick(self, requests: int, now: float, may_start: Callable[[int], bool], avoid: str = "") -> Server | None:
-        """The least loaded server that accepts, is not paused, has room for ``requests`` and a version that may start.
+        """The least loaded server that accepts, is not at rest, has room for ``requests`` and a version that may start.
 
         ``avoid`` (where the group failed before) is taken only if no other server is there. A group larger than the
         capacity is admitted to an idle server, whose connections then bound what is in flight.
@@ -45,15 +57,14 @@ class Pool:
         return min(others or able, key=lambda s: (s.in_flight, -(s.version or 0), s.url), default=None)
 
     def failed(self, server: Server, now: float) -> float:
-        """A request failed on it: no new groups for a while, doubling. Returns when the pause ends."""
-        server.failures += 1
-        server.paused_until = now + min(FIRST_PAUSE_S * 2 ** (server.failures - 1), LONGEST_PAUSE_S)
-        return server.paused_until
+        """A request failed on it: no new groups for a while. Returns when the rest ends."""
+        server.health, _ = peer.step(server.health, peer.Silent(now))
+        return server.health.until
 
     def succeeded(self, server: Server) -> None:
         """A group came back whole."""
-        server.failures = 0
+        server.health, _ = peer.step(server.health, peer.Answered())
 
     def _able(self, server: Server, requests: int, now: float) -> bool:
         room = server.in_flight + requests <= self._capacity or server.in_flight == 0
-        return server.accepting and room and now >= server.paused_until
+        return server.accepting and room and server.health.askable(now)

@@ -70,6 +70,13 @@ class ReplayClient:
     def set_server(self, url: str, version: int | None, accepting: bool, label: str) -> None:
         """Ignored: nothing is sampled."""
 
+    def remove_server(self, url: str) -> None:
+        """Ignored."""
+
+    def in_flight(self, timeout_s: float = 0.0) -> dict[str, int]:
+        """Nothing is."""
+        return {}
+
     def set_trainer_version(self, version: int) -> None:
         """Ignored."""
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,15 +12,20 @@ from titan_grpo.algorithm.batch import Batch, BatchOptions, assemble
 from titan_grpo.errors import ProtocolError, ServerUnreachable, SyncError
 from titan_grpo.observe import names, report, terminal
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol import lag, members
 from titan_grpo.receive.engine import tensor_views
-from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.records import ReplayClient
 from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group
 from titan_grpo.sync.worker import SyncWorker
 from titan_grpo.titan.batches import StepWork
+from titan_grpo.titan.crew import Crew, Rollouts
 from titan_grpo.titan.hf_files import copy_assets, write_weights
 from titan_grpo.titan.launching import Launcher
+from titan_grpo.titan.members import Hands, MemberThread
+from titan_grpo.titan.sources import Known, ServersFile
 from titan_grpo.titan.syncing import TrainerSync
 
 logger = logging.getLogger(__name__)
@@ -46,37 +52,49 @@ class Controller:
         self._run_dir = Path(job_config.job.dump_folder)
         self._options = batch_options(job_config)
         self.recorder = Recorder(self._run_dir)
-        self._launcher = Launcher(job_config.rollout, model_dir, self._run_dir, cpu, job_config.training.seq_len)
-        self._rollouts: RolloutClient | ReplayClient | None = None
+        run_key = find_run_key(os.environ, job_config.weight_sync.run_key_file)
+        self._launcher = Launcher(job_config.rollout, model_dir, self._run_dir, cpu, job_config.training.seq_len, run_key)
+        self.run_key = self._launcher.run_key
+        self._rollouts: Rollouts | None = None
         self._sync: TrainerSync | None = None
-        self._versions: dict[str, int | None] = {}
+        self._known = Known((), ())
+        self._crew: Crew | None = None
+        self._members: MemberThread | None = None
+        self._lag = lag.Lag(job_config.weight_sync.max_lag)
         self._step_values: dict[str, float] = {}
         self._finished = False
-        self.urls: list[str] = []
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers of the run at this moment."""
+        return self._known.urls if self._members is None else self._members.urls
 
     def start(self, version: int, state: str) -> None:
         """Start servers and rollouts for training that continues from ``version``; ``state`` is a checkpoint's."""
         rollout = self._job.rollout
-        self.urls = list(self._launcher.start(self._job.weight_sync.startup_deadline_s))
-        self._versions = dict.fromkeys(self.urls)
+        self._known = self._launcher.start(self._job.weight_sync.startup_deadline_s, os.environ)
         if rollout.replay_path:
             self._rollouts = ReplayClient(rollout.replay_path)
         else:
             spec = RolloutSpec.from_config(rollout, self._model_dir, version, json.loads(state) if state else {})
             self._rollouts = RolloutClient(spec, rollout.record_path)
         self._rollouts.start()
+        self._crew = Crew(self._known.urls, self._rollouts, self.recorder)
+        self._crew.version = version
 
     def on_server(self, url: str, version: int | None, accepting: bool, label: str) -> None:
         """A lane's news about its server. Called by lanes; never waits."""
-        self._versions[url] = version
-        rollouts = self._rollouts
-        # Lanes end after the rollouts, and what they say then is for nobody.
-        if rollouts is not None:
-            rollouts.set_server(url, version, accepting, label)
+        self._servers().on_server(url, version, accepting, label)
 
     def adopt(self, sync: TrainerSync) -> None:
-        """Take over the started sync."""
+        """Take over the started sync. From now on servers may come and go."""
         self._sync = sync
+        crew, path = self._servers(), self._job.rollout.servers_file
+        crew.adopt(sync)
+        first = members.start(frozenset(self._known.fixed), frozenset(self._known.listed))
+        hands = Hands(crew.join, crew.leave, crew.lines, crew.failed)
+        self._members = MemberThread(first, hands, self._run_dir, ServersFile(path) if path else None)
+        self._members.start()
 
     def wait_slot(self) -> int | None:
         """A slot for a version that must not be skipped (the first, the last)."""
@@ -95,21 +113,36 @@ class Controller:
     def prepare(self, version: int, num_ranks: int, sync_error: str) -> StepWork:
         """One step's work for all ranks: groups for the trainer at ``version``, and the slot for the version it makes.
 
-        Raises SyncError for a latched background error when weight_sync.on_sync_error is "stop".
+        Raises SyncError for a latched background error when weight_sync.on_sync_error is "stop", and for a fleet without a
+        commit for weight_sync.max_lag versions.
         """
+        crew = self._servers()
+        crew.version = version
         if sync_error:
             self.recorder.error(sync_error)
             terminal.say(f"weight sync: {sync_error}")
             if self._job.weight_sync.on_sync_error == "stop":
                 raise SyncError(sync_error)
+        self._check_lag(version, crew)
         rollout, rollouts = self._job.rollout, self._running()
-        groups = rollouts.next_batch(version, rollout.prompts_per_step, rollout.batch_timeout_s)
+        try:
+            groups = rollouts.next_batch(version, rollout.prompts_per_step, rollout.batch_timeout_s)
+        except RolloutsLate as error:
+            raise RolloutsLate(f"{error}; {crew.text()}") from error
         batch = assemble(groups, num_ranks, self._options)
         for reason, count in batch.dropped.items():
             self.recorder.count(names.dropped(f"completion_{reason}"), count)
             logger.warning("step after version %d: %d completions are not trained on (%s)", version, count, reason)
         self._step_values = _group_values(groups, batch, version)
         return StepWork(batch.ranks, self._worker().take_slot(), json.dumps(rollouts.state()))
+
+    def _check_lag(self, version: int, crew: Crew) -> None:
+        self._lag, stops = lag.step(self._lag, lag.Boundary(version, crew.highest))
+        for stop in stops:
+            raise SyncError(
+                f"no server has committed anything for {stop.versions} versions (weight_sync.max_lag), and the trainer is at "
+                f"version {version}: {crew.text()}"
+            )
 
     def skipped(self, version: int) -> None:
         """No slot was free for ``version``."""
@@ -145,7 +178,7 @@ class Controller:
         if "kl" in metrics:
             values[names.KL] = metrics["kl"]
         self.recorder.step(step, values)
-        line = report.progress_line(step, self._job.training.steps, values, self._versions)
+        line = report.progress_line(step, self._job.training.steps, values, self._servers().versions)
         terminal.say(line)
         return values
 
@@ -168,7 +201,11 @@ class Controller:
 
     def close(self) -> None:
         """End rollouts, lanes and servers, then write the report. Also after an error; idempotent."""
+        if self._members is not None:
+            self._members.close()
         rollouts, self._rollouts = self._rollouts, None
+        if self._crew is not None:
+            self._crew.end()
         if rollouts is not None:
             self._count_dropped(rollouts.counters())
             rollouts.close()
@@ -186,7 +223,12 @@ class Controller:
             if name.startswith("dropped."):
                 self.recorder.count(names.dropped(name.removeprefix("dropped.")), count)
 
-    def _running(self) -> RolloutClient | ReplayClient:
+    def _servers(self) -> Crew:
+        if self._crew is None:
+            raise ProtocolError("the servers are not known before the start")
+        return self._crew
+
+    def _running(self) -> Rollouts:
         if self._rollouts is None:
             raise ProtocolError("the rollouts are not running")
         return self._rollouts

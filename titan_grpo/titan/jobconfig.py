@@ -6,13 +6,15 @@ import io
 import math
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from titan_grpo import config as our_config
 from titan_grpo.errors import ConfigError
+from titan_grpo.runkey import find_run_key
 from titan_grpo.titan import compat, flavors, rules, toml_types
+from titan_grpo.titan.sources import known_servers
 
 CONFIG_MODULE = "titan_grpo.config"
 """What ``job.custom_config_module`` is when nobody names one."""
@@ -159,8 +161,12 @@ def _model_violations(config: Any, machine: rules.Machine) -> list[str]:
     return [found] if found else []
 
 
-def check_files(config: Any) -> None:
-    """Files that the run will open: tokenizer and weights in ``model.hf_assets_path``, the task's data, a replayed record.
+def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
+    """Files that the run will open: tokenizer and weights in ``model.hf_assets_path``, the task's data, a replayed record,
+    the servers file, the run key.
+
+    Args:
+        environ: the run's environment variables, if it is to have any about a run key.
 
     Raises:
         ConfigError: the first that is missing, with the key that names it.
@@ -177,6 +183,9 @@ def check_files(config: Any) -> None:
     for key, path in (("rollout.task_path", config.rollout.task_path), ("rollout.replay_path", config.rollout.replay_path)):
         if path and not Path(path).is_file():
             raise ConfigError(f"{key} must be an existing file, got {path!r}")
+    if config.rollout.servers_file or config.rollout.servers_slurm:
+        known_servers(config.rollout, environ or {})
+    find_run_key(environ or {}, config.weight_sync.run_key_file)
     _check_checkpoint(config)
 
 

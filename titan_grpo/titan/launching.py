@@ -1,20 +1,27 @@
-"""``rollout.servers = ["launch"]``: rank 0 starts the servers on its own host and stops them at the end."""
+"""The servers that a run starts with; with ``rollout.servers = ["launch"]`` rank 0 starts them on its own host."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from titan_grpo.config import LAUNCH, Rollout
 from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.runkey import Key
+from titan_grpo.titan.sources import Known, known_servers
 
 
 class Launcher:
     """The servers of one run: started here, or only named in the configuration."""
 
-    def __init__(self, rollout: Rollout, model_dir: str, run_dir: Path, cpu: bool, max_model_len: int) -> None:
+    def __init__(
+        self, rollout: Rollout, model_dir: str, run_dir: Path, cpu: bool, max_model_len: int, run_key: Key | None = None
+    ) -> None:
+        """``run_key``: the configured one. Launched servers get a new one if there is none; ``run_key`` says which counts."""
         self._servers: list[Server] = []
-        self._urls = list(rollout.servers)
+        self._rollout = rollout
         self._specs: list[ServerSpec] = []
+        self.run_key = run_key
         if rollout.servers == [LAUNCH]:
+            self.run_key = run_key or Key.generate()
             self._specs = [
                 ServerSpec(
                     python=rollout.launch_python,
@@ -24,18 +31,21 @@ class Launcher:
                     max_num_seqs=rollout.max_concurrent_requests,
                     cpu=cpu,
                     args=tuple(rollout.launch_args),
+                    run_key=self.run_key,
                 )
                 for index in range(rollout.launch_count)
             ]
 
-    def start(self, deadline_s: float) -> Sequence[str]:
-        """URLs of all servers; those launched here are healthy. Raises ServerUnreachable with the log's end."""
+    def start(self, deadline_s: float, environ: Mapping[str, str]) -> Known:
+        """URLs of all servers; those launched here are healthy.
+
+        Raises ServerUnreachable with the log's end, ConfigError for a servers file or a host list that can not be read.
+        """
         if self._specs:
             self._servers = [Server(spec) for spec in self._specs]
             for server in self._servers:
                 server.wait_healthy(deadline_s)
-            self._urls = [server.url for server in self._servers]
-        return self._urls
+        return known_servers(self._rollout, environ, tuple(server.url for server in self._servers))
 
     def stop(self) -> None:
         """Stop what was started. Idempotent."""

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,10 +16,14 @@ import torch.distributed as dist
 
 from titan_grpo.config import Rollout, WeightSync
 from titan_grpo.engines.control import ServerControl, VllmControl
+from titan_grpo.errors import ProtocolError, SyncError
+from titan_grpo.layout.digest import KEYED, block_digests, fingerprint
 from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.memory import require_memory
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.wire import new_run_id
+from titan_grpo.runkey import EpochKeys, Key
+from titan_grpo.sync.caretaker import Caretaker
 from titan_grpo.sync.fleet import Fleet, OnServer
 from titan_grpo.sync.lane import LaneContext
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, local_shards
@@ -52,21 +57,27 @@ def is_local(url: str) -> bool:
         return host == "localhost"
 
 
-def resolve_bind_host(configured: str, urls: list[str]) -> str:
-    """The address for the lanes' sockets: as configured, loopback if every server is local, else the address towards the first.
+ANYWHERE = "192.0.2.1"
+"""An address that no host has (RFC 5737): the way to it is the default route."""
 
-    The kernel's routing answers without sending a packet (a connected UDP socket).
+
+def resolve_bind_host(configured: str, url: str) -> str:
+    """The address for the sockets of a server's lane: as configured, loopback for a local server, else the one towards it.
+
+    The kernel's routing answers without sending a packet (a connected UDP socket). Where the server's name can not be
+    resolved now, the address of the default route: the server may come up later, and nobody waits for its name.
     """
-    remote = [url for url in urls if not is_local(url)]
     if configured:
         return configured
-    if not remote:
+    if is_local(url):
         return LOOPBACK
-    parts = urlsplit(remote[0])
-    family = socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname, parts.port or 80))
-        return str(probe.getsockname()[0])
+    parts = urlsplit(url)
+    for host in (parts.hostname, ANYWHERE):
+        family = socket.AF_INET6 if ":" in (host or "") else socket.AF_INET
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, parts.port or 80))
+            return str(probe.getsockname()[0])
+    return LOOPBACK
 
 
 class TrainerSync:
@@ -81,6 +92,9 @@ class TrainerSync:
         self.images: tuple[SharedImage, ...] = ()
         self.meeting = self._meet(group)
         self.worker: SyncWorker | None = None
+        self.run_key: Key | None = None
+        self._rollout: Rollout | None = None
+        self._caretaker: Caretaker | None = None
         self.publisher: Publisher | None = None
         self._announcer: Announcer | None = None
 
@@ -107,11 +121,15 @@ class TrainerSync:
             self.images = tuple(SharedImage.attach(address) for address in meeting.images)
         return meeting
 
-    def start(self, rollout: Rollout, urls: list[str], on_server: OnServer, recorder: Recorder | None) -> None:
+    def start(
+        self, rollout: Rollout, urls: list[str], on_server: OnServer, recorder: Recorder | None, run_key: Key | None = None
+    ) -> None:
         """Open this rank's publisher; on rank 0 also start one lane per server. Not collective."""
+        self.run_key = run_key
+        self._rollout = rollout
         announce: Announce
         if recorder is not None:
-            self.worker = self._start_worker(rollout, urls, on_server, recorder)
+            self.worker = self._start_worker(urls, on_server, recorder)
             announce = self.worker.publish
         elif self.plan.ops:
             announce = self._announcer = Announcer(
@@ -123,20 +141,23 @@ class TrainerSync:
         chunk_bytes = self._config.bucket_bytes
         self.publisher = Publisher(Snapshotter(self.plan.ops, tensors, self._device, chunk_bytes), announce)
 
-    def _start_worker(self, rollout: Rollout, urls: list[str], on_server: OnServer, recorder: Recorder) -> SyncWorker:
+    def _start_worker(self, urls: list[str], on_server: OnServer, recorder: Recorder) -> SyncWorker:
         config = self._config
         transport = config.transport
         if transport == "auto":
             transport = "nccl" if self._device.type == "cuda" else "gloo"
         link = LinkOptions(
             transport=transport,
-            bind_host=resolve_bind_host(config.bind_host, urls),
+            # of the process that looks after paused servers; each lane has its own, see SyncWorker
+            bind_host=resolve_bind_host(config.bind_host, next((url for url in urls if not is_local(url)), urls[0])),
             digest_algorithm=config.digest,
             bucket_bytes=config.bucket_bytes,
             timeout_s=config.lane_deadline_s,
             device=str(self._device) if transport == "nccl" else "cpu",
             apply=config.apply,
+            run_key=self.run_key,
         )
+        self._caretaker = Caretaker(config, link, recorder.run_dir / "caretaker.log")
         context = LaneContext(
             run_id=self.meeting.run_id,
             manifest=self.plan.manifest,
@@ -146,17 +167,50 @@ class TrainerSync:
             shelf=Shelf(config.slots),
             fleet=Fleet(urls, on_server),
             recorder=recorder,
+            watch=self._caretaker.watch,
         )
         assert self._store is not None
-        worker = SyncWorker(context, self.images, self._store, [r for r in self.plan.writers if r != 0])
-        worker.start([self._control(rollout, url) for url in urls])
+        remote_writers = [r for r in self.plan.writers if r != 0]
+        worker = SyncWorker(
+            context, self.images, self._store, remote_writers, lambda url: resolve_bind_host(config.bind_host, url)
+        )
+        worker.start([self._control(url) for url in urls])
         return worker
 
-    def _control(self, rollout: Rollout, url: str) -> ServerControl:
+    def add_server(self, url: str) -> None:
+        """Rank 0: see SyncWorker.add."""
+        self._worker().add(self._control(url))
+
+    def remove_server(self, url: str) -> None:
+        """Rank 0: see SyncWorker.remove."""
+        self._worker().remove(url)
+
+    def latch(self, error: SyncError) -> None:
+        """Rank 0: an error for the next step boundary."""
+        self._worker().latch(error)
+
+    def _worker(self) -> SyncWorker:
+        if self.worker is None:
+            raise ProtocolError("the weight sync is not running on this rank")
+        return self.worker
+
+    def _control(self, url: str) -> ServerControl:
+        rollout = self._rollout
+        assert rollout is not None
         key = os.environ.get(rollout.api_key_env, "") if rollout.api_key_env else ""
+        if self._caretaker is not None:
+            self._caretaker.know(url, key)
         config = self._config
         load_s = config.commit_deadline_s + (config.lane_deadline_s if config.apply == "streamed" else 0.0)
         return VllmControl(url, key, config.commit_deadline_s, load_s)
+
+    def image_fingerprint(self, image: memoryview) -> str:
+        """Rank 0: the fingerprint of a version with these bytes, under this run's key."""
+        manifest, key = self.plan.manifest, self.run_key
+        algorithm, block_key = self._config.digest, None
+        if key is not None:
+            algorithm, block_key = KEYED, EpochKeys.of(key, self.meeting.run_id, 0).blocks.raw
+        return fingerprint(manifest.digest, block_digests(image, manifest, algorithm, block_key))
 
     def newest(self) -> Published | None:
         """Rank 0: the newest complete version."""
@@ -186,6 +240,8 @@ class TrainerSync:
         """Stop lanes and threads and let go of the images. Bounded; idempotent."""
         if self.worker is not None:
             self.worker.close()
+        if self._caretaker is not None:
+            self._caretaker.close()
         if self._announcer is not None:
             self._announcer.close(timeout_s=5.0)
         if self.publisher is not None:

@@ -125,7 +125,7 @@ class GRPOTrainer(Trainer):
         if controller is not None:
             controller.start(self.step - 1, self.loader.state)
             recorder = controller.recorder
-            self.sync.start(self.job_config.rollout, controller.urls, controller.on_server, recorder)
+            self.sync.start(self.job_config.rollout, controller.urls, controller.on_server, recorder, controller.run_key)
             controller.adopt(self.sync)
         else:
             self.sync.start(self.job_config.rollout, [], lambda *_: None, None)

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 
 from titan_grpo.errors import SyncError
 from titan_grpo.layout.content import content_digest, tensor_digest
-from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.titan.trainer import GRPOTrainer
 from titan_grpo.titan.weights import exported_tensors
@@ -111,7 +110,7 @@ class VerifyTrainer(GRPOTrainer):
         line = {
             "version": version,
             "digest": content_digest(digests),
-            "fingerprint": image_fingerprint(exported, self.sync.plan.manifest, self.job_config.weight_sync.digest),
+            "fingerprint": self.sync.image_fingerprint(memoryview(image_of(exported, self.sync.plan.manifest))),
             "image_bytes": self.sync.plan.manifest.total_bytes,
             "tensors": digests,
         }
@@ -121,8 +120,8 @@ class VerifyTrainer(GRPOTrainer):
             file.write(json.dumps(line) + "\n")
 
 
-def image_fingerprint(tensors: dict[str, torch.Tensor], manifest: Manifest, algorithm: str) -> str:
-    """Fingerprint that the image of these tensors must have. Raises SyncError on other names."""
+def image_of(tensors: dict[str, torch.Tensor], manifest: Manifest) -> bytearray:
+    """The image that these tensors must have. Raises SyncError on other names."""
     names = {spec.name for spec in manifest.tensors}
     if names != set(tensors):
         different = sorted(names ^ set(tensors))
@@ -131,4 +130,4 @@ def image_fingerprint(tensors: dict[str, torch.Tensor], manifest: Manifest, algo
     for spec in manifest.tensors:
         flat = tensors[spec.name].flatten().view(torch.uint8)
         image[spec.offset : spec.offset + spec.nbytes] = flat.numpy().tobytes()
-    return fingerprint(manifest.digest, block_digests(memoryview(image), manifest, algorithm))
+    return image

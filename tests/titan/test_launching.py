@@ -1,0 +1,27 @@
+"""Servers that a run starts itself are given a run key; servers that are only named keep to the configured one."""
+
+from pathlib import Path
+
+from titan_grpo.config import Rollout
+from titan_grpo.runkey import Key
+from titan_grpo.titan.launching import Launcher
+
+
+def launcher(servers: list[str], run_key: Key | None) -> Launcher:
+    return Launcher(Rollout(servers=servers, launch_count=2, launch_python="python"), "m", Path("out"), True, 64, run_key)
+
+
+def test_launched_servers_share_a_new_key_with_the_trainer():
+    made = launcher(["launch"], None)
+    assert made.run_key is not None
+    assert [spec.run_key for spec in made._specs] == [made.run_key] * 2
+    assert launcher(["launch"], None).run_key.raw != made.run_key.raw
+
+
+def test_a_configured_key_is_used_for_launched_servers_too():
+    key = Key.generate()
+    assert [spec.run_key for spec in launcher(["launch"], key)._specs] == [key] * 2
+
+
+def test_servers_that_are_only_named_get_no_key_of_our_making():
+    assert launcher(["http://a:1"], None).run_key is None

@@ -1,0 +1,49 @@
+"""Several vLLM servers for a command: started together, waited for with progress, stopped together."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.runkey import Key
+
+STARTUP_S = 300.0
+
+
+class ServerGroup:
+    """A context manager; ``urls`` are valid once ``wait_healthy`` returned."""
+
+    def __init__(self, python: str, model: str, log_dir: Path, count: int, run_key: Key) -> None:
+        """``run_key``: what a trainer of these servers must have."""
+        self._specs = [
+            ServerSpec(python=python, model=model, log_path=str(log_dir / f"vllm{index}.log"), run_key=run_key)
+            for index in range(count)
+        ]
+        self.servers: list[Server] = []
+        self._stack = ExitStack()
+
+    @property
+    def urls(self) -> list[str]:
+        """Base URLs, in order."""
+        return [server.url for server in self.servers]
+
+    def __enter__(self) -> "ServerGroup":
+        # A server that does not start must not leave the earlier ones running.
+        with ExitStack() as stack:
+            for spec in self._specs:
+                self.servers.append(stack.enter_context(Server(spec)))
+            self._stack = stack.pop_all()
+        return self
+
+    def wait_healthy(self, say: Callable[[str], None]) -> None:
+        """Until every server answers. Raises ServerUnreachable with the end of the log of one that does not."""
+        began = time.monotonic()
+        say(f"starting {len(self.servers)} vLLM server(s), about a minute on two cores; logs in {self._specs[0].log_path}")
+        for server in self.servers:
+            server.wait_healthy(STARTUP_S * len(self.servers))
+            say(f"{server.url} is healthy after {time.monotonic() - began:.0f} s")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
