@@ -19,6 +19,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.version import Label
 from titan_grpo.receive.engine import EngineSide
 from titan_grpo.receive.workers import OneWorker
+from titan_grpo.runkey import Key
 
 OWN_LABEL = "default"
 """What the server shows before the first commit, as vLLM does."""
@@ -53,10 +54,10 @@ class ReceiverServer:
     A context manager: leaving it ends the receiver process, also one that is frozen.
     """
 
-    def __init__(self, url: str, inspect: Inspect | None = None) -> None:
-        """``url`` is only a name. Starts nothing until a lane greets it."""
+    def __init__(self, url: str, inspect: Inspect | None = None, run_key: Key | None = None) -> None:
+        """``url`` is only a name. With a ``run_key`` weights come from who has it. Starts nothing until a lane greets it."""
         self.url = url
-        self._inspect = inspect
+        self._inspect, self._run_key = inspect, run_key
         self._changed = threading.Condition()
         self._calls = threading.Lock()  # an engine answers one call at a time
         self._up = True
@@ -66,7 +67,7 @@ class ReceiverServer:
         self._side = self._new_side()
 
     def _new_side(self) -> EngineSide:
-        return EngineSide(BareEngine(self._inspect), OneWorker(), "")
+        return EngineSide(BareEngine(self._inspect), OneWorker(), "", self._run_key)
 
     @property
     def versions(self) -> list[int]:
@@ -200,6 +201,10 @@ class DirectControl:
         self._server._call(lambda side: side.commit(dict(info)))
 
     def finish(self, label: str) -> None:
+        """See ServerControl."""
+        self._server._set(label=label)
+
+    def relabel(self, label: str) -> None:
         """See ServerControl."""
         self._server._set(label=label)
 
