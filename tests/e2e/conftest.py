@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -20,15 +20,17 @@ from safetensors.torch import load_file
 from titan_grpo.commands.processes import end_group, torchrun
 from titan_grpo.engines import vllm
 from titan_grpo.engines.drivers import SyncDriver
-from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.engines.launch import Server
 from titan_grpo.observe import schema
 from titan_grpo.observe.terminal import Cause, shown
 from titan_grpo.protocol.version import Label
 from titan_grpo.rollout.records import GroupRecorder
 from titan_grpo.samples import Completion, Group, Prompt
 from titan_grpo.titan.tiny import write_tiny_model
+from titan_grpo.verify.site import Devices, server_spec
 
 RECIPE = "train_configs/quickstart_cpu.toml"
+API_KEY, API_KEY_VARIABLE = "the-engines-own-key", "TITAN_GRPO_TEST_API_KEY"
 STEP = re.compile(r"^step +(\d+)/")
 
 
@@ -46,7 +48,7 @@ class Training:
             stdin=subprocess.DEVNULL,
             text=True,
             cwd=cwd,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", API_KEY_VARIABLE: API_KEY},
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -176,6 +178,7 @@ class Runs:
             "job.dump_folder": out,
             "model.hf_assets_path": self.model,
             "rollout.servers": ",".join(servers),
+            "rollout.api_key_env": API_KEY_VARIABLE,
             "weight_sync.backoff_max_s": 1.0,
         }
         options = [f"--{key}={value}" for key, value in settings.items()]
@@ -247,12 +250,15 @@ def runs(root, tmp_path_factory) -> Runs:
 
 @pytest.fixture(scope="session")
 def site(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator[Site]:
-    """A real server that starts with other weights than the trainers'."""
+    """A real server that starts with other weights than the trainers', and answers nobody who has not its key.
+
+    It records every commit beside its log (verify.site.recorded).
+    """
     folder = tmp_path_factory.mktemp("site")
-    model = str(write_tiny_model("qwen3", folder / "model", seed=2))
-    with Server(ServerSpec(python=vllm_python, model=model, log_path=str(folder / "server.log"))) as server:
+    spec = server_spec(vllm_python, write_tiny_model("qwen3", folder / "model", seed=2), folder, Devices("cpu"))
+    with Server(replace(spec, env={**spec.env, "VLLM_API_KEY": API_KEY})) as server:
         server.wait_healthy(280)
-        with SyncDriver(server.url) as driver:
+        with SyncDriver(server.url, API_KEY) as driver:
             yield Site(server, driver)
 
 

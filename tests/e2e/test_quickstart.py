@@ -15,6 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from titan_grpo.runkey import Key, with_run_key
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 STEPS = 12
@@ -41,21 +43,24 @@ def mark() -> Iterator[str]:
     assert marked(mark) == [], "the quickstart left processes behind"
 
 
-def start(root: Path, mark: str, *arguments: str) -> "subprocess.Popen[str]":
+def start(root: Path, mark: str, *arguments: str, run_key: Key | None = None) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         ["scripts/quickstart.sh", *arguments],
         cwd=root,
-        env={**os.environ, MARK: mark},
+        env={**with_run_key(os.environ, run_key), MARK: mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         text=True,
+        # a shell that started the tests in the background made them ignore Ctrl-C, and that is inherited
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
 def test_the_reward_rises_and_every_promised_file_is_there(runs, mark, tmp_path):
     out = tmp_path / "run"
-    with start(runs.root, mark, "--steps", str(STEPS), "--out", str(out)) as process:
+    run_key = Key.generate()
+    with start(runs.root, mark, "--steps", str(STEPS), "--out", str(out), run_key=run_key) as process:
         said, _ = process.communicate(timeout=350)
     assert process.returncode == 0, said
     assert marked(mark) == []
@@ -74,6 +79,9 @@ def test_the_reward_rises_and_every_promised_file_is_there(runs, mark, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(out / "hf")
     tokens = AutoTokenizer.from_pretrained(out / "hf")("say 123", return_tensors="pt")["input_ids"]
     assert bool(torch.isfinite(model(tokens).logits).all())
+    assert "takes weights from who has the run key" in (out / "vllm0.log").read_text()
+    kept = [path.read_bytes() for path in out.rglob("*") if path.is_file()]
+    assert not any(shown in text for text in (said.encode(), *kept) for shown in (run_key.hex().encode(), run_key.raw))
     # The terminal shows our own lines: progress, table, where the files are.
     assert len(re.findall(rf"^step +\d+/{STEPS}  reward", said, re.MULTILINE)) == STEPS
     assert not [line for line in said.splitlines() if "[titan]" in line or "Warning" in line or line.startswith("  ")]

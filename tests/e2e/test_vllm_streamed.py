@@ -3,7 +3,6 @@ and a transfer that broke off half-way is known as such until a whole version is
 """
 
 import json
-import queue
 import subprocess
 import sys
 import threading
@@ -72,9 +71,8 @@ class Trainer:
 
     def __init__(self, started_s: float, url: str, manifest: Manifest, folder: Path) -> None:
         self.run_id, self.url = new_run_id(started_s), url
-        self.events: queue.SimpleQueue[Standing] = queue.SimpleQueue()
         self.shelf, self.recorder = Shelf(2), Recorder(folder / f"run{started_s}")
-        self.fleet = Fleet([url], lambda *_: self.events.put(self.fleet.entry(url).standing))
+        self.fleet = Fleet([url], lambda *_: None)
         self.images = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(2))
         link = LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, CONFIG.lane_deadline_s, apply=CONFIG.apply)
         context = LaneContext(self.run_id, manifest, self.images, CONFIG, link, self.shelf, self.fleet, self.recorder)
@@ -89,14 +87,14 @@ class Trainer:
         self.images[slot].copy_(weights.image)
         if bad_byte >= 0:
             self.images[slot][bad_byte] ^= 1
-        self.shelf.writing(version, slot)
+        self.shelf.writing(version, slot, frozenset({0}))
+        self.shelf.copied(version, 0)
         label = Label(self.run_id, version, weights.fingerprint)
         self.shelf.complete(Published(label, slot, weights.digests, self.recorder.now()))
 
     def wait(self, standing: Standing) -> None:
         """Until the ledger says so."""
-        while self.events.get(timeout=60.0) is not standing:
-            pass
+        assert self.fleet.wait(lambda: self.fleet.entry(self.url).standing is standing, 60.0), self.fleet
 
     def close(self) -> None:
         self.lane.stop()

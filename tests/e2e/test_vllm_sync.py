@@ -5,26 +5,31 @@ transformers in fp32 on the same (bf16-rounded) weights.
 """
 
 import math
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from titan_grpo.engines import vllm
+from titan_grpo.engines.calls import Call
 from titan_grpo.engines.control import VllmControl
 from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.errors import ServerRefused, TransferFailed
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.wire import Applied, Hello, Staged, new_run_id
+from titan_grpo.runkey import EpochKeys, Key, with_run_key
 from titan_grpo.sync.sender import LaneLink, LinkOptions, Probe
 from titan_grpo.titan.tiny import KINDS, tiny_weights, write_tiny_model
 
@@ -35,20 +40,24 @@ STD = 0.05
 """Weights large enough that two seeds differ by whole units of log-probability, small enough for bf16."""
 
 MAX_DIFFERENCE = 0.05
+API_KEY, RUN_KEY = "the-engines-own-key", Key(bytes(range(32)))
 SENDER = Path(__file__).parent.parent / "receive" / "sender_process.py"
 
 
 class Version:
     """The weights of one seed as an image, and what they compute."""
 
-    def __init__(self, kind: str, seed: int, folder: Path) -> None:
+    def __init__(self, site: "Site", seed: int, folder: Path) -> None:
+        kind = site.kind
         self._moe = kind == "qwen3_moe"
         tensors = {n: t.bfloat16() for n, t in tiny_weights(kind, seed, STD).items()}
         self.manifest = Manifest.build([(n, "bfloat16", tuple(t.shape)) for n, t in tensors.items()], BLOCK)
         self.image = torch.zeros(self.manifest.total_bytes, dtype=torch.uint8)
         for spec in self.manifest.tensors:
             self.image[spec.offset : spec.offset + spec.nbytes] = tensors[spec.name].flatten().view(torch.uint8)
-        self.digests = block_digests(memoryview(self.image.numpy()), self.manifest, "xxh3")
+        self.digests = block_digests(
+            memoryview(self.image.numpy()), self.manifest, site.options.algorithm, site.options.block_key(site.run_id)
+        )
         self.fingerprint = fingerprint(self.manifest.digest, self.digests)
         path = write_tiny_model(kind, folder / f"{kind}-{seed}", seed, std=STD, dtype="bfloat16")
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -79,12 +88,13 @@ class Site:
     driver: SyncDriver
     control: VllmControl
     run_id: str
+    options: LinkOptions
     epoch: int = 0
 
     def link(self, manifest: Manifest) -> LaneLink:
         """A lane of the next epoch that has joined."""
         self.epoch += 1
-        link = LaneLink(self.run_id, self.epoch, manifest, LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, 60.0))
+        link = LaneLink(self.run_id, self.epoch, manifest, self.options)
         self.control.greet(link.open().to_dict())
         link.wait_joined(60.0)
         assert link.send_manifest(30.0).ok
@@ -115,14 +125,16 @@ class Site:
 
 
 @contextmanager
-def served(kind: str, python: str, folder: Path, **settings: Any) -> Iterator[Site]:
-    """A server that starts with weights of its own; ``settings`` go to ServerSpec."""
+def served(kind: str, python: str, folder: Path, run_key: Key | None = RUN_KEY, **settings: Any) -> Iterator[Site]:
+    """A server that starts with weights and an API key of its own; ``settings`` go to ServerSpec."""
     first = write_tiny_model(kind, folder / "start", 100, std=STD)
-    spec = ServerSpec(python, str(first), str(folder / "server.log"), cpu_threads=2, **settings)
+    env = {"VLLM_API_KEY": API_KEY, **settings.pop("env", {})}
+    spec = ServerSpec(python, str(first), str(folder / "server.log"), cpu_threads=2, env=env, run_key=run_key, **settings)
+    options = LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, 60.0, run_key=run_key)
     with Server(spec) as server:
         server.wait_healthy(300.0)
-        with SyncDriver(server.url) as driver:
-            yield Site(kind, server, driver, VllmControl(server.url, "", 60.0), new_run_id(time.time()))
+        with SyncDriver(server.url, API_KEY) as driver:
+            yield Site(kind, server, driver, VllmControl(server.url, API_KEY, 60.0), new_run_id(time.time()), options)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -133,7 +145,7 @@ def site(request, vllm_python, tmp_path_factory) -> Iterator[Site]:
 
 @pytest.fixture
 def versions(site, tmp_path):
-    return lambda seed: Version(site.kind, seed, tmp_path)
+    return lambda seed: Version(site, seed, tmp_path)
 
 
 def test_the_server_computes_the_synced_weights_also_after_a_second_update(site, versions, record_property):
@@ -178,7 +190,8 @@ def test_a_sender_killed_in_mid_transfer_leaves_the_old_version_and_the_next_one
     link.close()
     site.epoch += 1
     command = [sys.executable, str(SENDER), site.run_id, str(site.epoch), "half"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
+    env = with_run_key(os.environ, RUN_KEY)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as sender:
         site.control.greet(Hello.from_json(sender.stdout.readline()).to_dict())
         assert sender.stdout.readline().strip() == "half"
         sender.kill()
@@ -218,13 +231,39 @@ def test_a_probe_says_that_the_plugin_is_there_and_what_it_holds(site, versions)
     link.close()
 
 
+def assert_keys_are_demanded_and_hidden(site: Site, manifest: Manifest) -> None:
+    """Generation asks for the engine's key, weights for the run key; neither lies where others could read it."""
+    with SyncDriver(site.server.url) as stranger:
+        with pytest.raises(ServerRefused, match="401"):
+            stranger.run(vllm.generate([1, 40, 41], vllm.Sampling(max_tokens=2), 30.0))
+        # vLLM's key guards generation, not the control routes: docs/security.md says what follows from that
+        assert stranger.run(vllm.weight_info())
+    assert site.driver.run(vllm.generate([1, 40, 41], vllm.Sampling(max_tokens=2), 30.0)).token_ids
+    before = site.control.label()
+    link = LaneLink(site.run_id, site.epoch + 1, manifest, replace(site.options, run_key=None))
+    site.control.greet(link.open().to_dict())
+    with pytest.raises(TransferFailed, match="carries no proof of the run key"):
+        link.wait_joined(60.0)
+    link.close()
+    assert site.control.label() == before
+    keys = EpochKeys.of(RUN_KEY, site.run_id, site.epoch)
+    info = Call("GET", "/server_info", 60.0, str, params={"config_format": "json"})
+    seen = [Path(site.server.spec.log_path).read_text(), repr(site.server.spec), site.driver.run(info)]
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            seen += process.cmdline()
+    for secret in (RUN_KEY, keys.messages, keys.blocks):
+        assert not any(secret.hex() in text for text in seen)
+
+
 def test_two_tensor_parallel_workers_load_their_halves_and_refuse_together(vllm_python, tmp_path):
     args = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
     with served("qwen3", vllm_python, tmp_path, args=args) as site:
-        weights, other = Version("qwen3", 1, tmp_path), Version("qwen3", 2, tmp_path)
+        weights, other = Version(site, 1, tmp_path), Version(site, 2, tmp_path)
         link = site.link(weights.manifest)
         assert site.sync(link, 1, 1, weights).ok
         link.close()
+        assert_keys_are_demanded_and_hidden(site, weights.manifest)
         assert site.difference(weights) <= MAX_DIFFERENCE
         other.manifest = Manifest.build([(s.name + "x", s.dtype, s.shape) for s in other.manifest.tensors], BLOCK)
         other.fingerprint = fingerprint(other.manifest.digest, other.digests)
@@ -264,8 +303,8 @@ def test_without_the_cpu_patch_the_server_computes_other_weights_and_says_nothin
     (tmp_path / "plugins" / "unrepaired.py").write_text(UNREPAIRED)
     args = ("--weight-transfer-config", '{"backend": "unrepaired"}')
     env = {"PYTHONPATH": str(tmp_path / "plugins")}
-    with served(kind, vllm_python, tmp_path, weight_transfer=False, args=args, env=env) as site:
-        weights = Version(kind, 1, tmp_path)
+    with served(kind, vllm_python, tmp_path, run_key=None, weight_transfer=False, args=args, env=env) as site:
+        weights = Version(site, 1, tmp_path)
         link = site.link(weights.manifest)
         applied = site.sync(link, 1, 1, weights)
         link.close()

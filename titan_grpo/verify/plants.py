@@ -18,6 +18,7 @@ from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.wire import new_run_id
+from titan_grpo.runkey import Key
 from titan_grpo.sync.sender import LaneLink, LinkOptions
 
 DEADLINE_S = 60.0
@@ -30,17 +31,22 @@ def torn(old: Path, new: Path) -> dict[str, torch.Tensor]:
     return {name: (before if index % 2 else after)[name] for index, name in enumerate(after)}
 
 
-def commit_foreign(url: str, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-    """Send and commit ``tensors`` as ``version`` of a newer run, and leave the server's label as it was."""
+def commit_foreign(url: str, tensors: Mapping[str, torch.Tensor], version: int, run_key: Key | None) -> None:
+    """Send and commit ``tensors`` as ``version`` of a newer run, and leave the server's label as it was.
+
+    A sender without the server's run key would be refused: this one has stolen it.
+    """
     entries = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
     manifest = Manifest.build(entries, BLOCK_BYTES)
-    link = LaneLink(new_run_id(time.time()), 1, manifest, LinkOptions("gloo", "127.0.0.1", "xxh3", 4 << 20, DEADLINE_S))
+    run_id = new_run_id(time.time())
+    options = LinkOptions("gloo", "127.0.0.1", "xxh3", 4 << 20, DEADLINE_S, run_key=run_key)
+    link = LaneLink(run_id, 1, manifest, options)
     control = VllmControl(url, "", DEADLINE_S)
     with SharedImage.create(manifest.total_bytes, "titan_grpo plant") as image, SyncDriver(url) as driver:
         bytes_ = image.tensor()
         for spec in manifest.tensors:
             bytes_[spec.offset : spec.offset + spec.nbytes] = tensors[spec.name].contiguous().flatten().view(torch.uint8)
-        digests = block_digests(image.buffer, manifest, "xxh3")
+        digests = block_digests(image.buffer, manifest, options.algorithm, options.block_key(run_id))
         try:
             control.greet(link.open().to_dict())
             link.wait_joined(DEADLINE_S)

@@ -8,6 +8,7 @@ from pathlib import Path
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import ConfigError
 from titan_grpo.receive import recording
+from titan_grpo.runkey import Key
 
 STARTUP_S = 300.0
 GPU_SHARE = "0.3"
@@ -50,7 +51,7 @@ def choose_devices(wanted: str, gpus: int, ranks: int) -> Devices:
     return Devices("cuda", min(ranks, gpus - 1))
 
 
-def server_spec(python: str, model: Path, out: Path, devices: Devices) -> ServerSpec:
+def server_spec(python: str, model: Path, out: Path, devices: Devices, run_key: Key | None = None) -> ServerSpec:
     """A server whose plugin records every commit to ``recorded(out)``. Writes the recorder's plugin into ``out``."""
     plugin = out / "server_plugin"
     recording.install(plugin.resolve(), recorded(out).resolve())
@@ -69,6 +70,7 @@ def server_spec(python: str, model: Path, out: Path, devices: Devices) -> Server
         cpu=devices.kind == "cpu",
         args=tuple(args),
         env=env,
+        run_key=run_key,
     )
 
 

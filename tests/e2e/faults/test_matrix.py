@@ -1,0 +1,133 @@
+"""A part of the fault matrix, in real processes: some cases without an engine, the nastiest on a real vLLM server.
+
+The whole of it is ``titan-grpo verify --faults all``.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from titan_grpo.testing.proxy import Act
+from titan_grpo.verify.faults.bench import Bench
+from titan_grpo.verify.faults.cases import select
+from titan_grpo.verify.faults.engineless import engineless_launcher
+from titan_grpo.verify.faults.instances import Process
+from titan_grpo.verify.faults.report import Result
+from titan_grpo.verify.faults.rig import Settings
+from titan_grpo.verify.faults.runner import Launches, Runner, groups, site_bench
+from titan_grpo.verify.faults.site import Site
+from titan_grpo.verify.site import recorded
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+ENGINELESS = "engine-kill@extent,link-corrupt@extent"
+NASTIEST = "receiver-kill@staged,engine-freeze@load,link-lose@load:update,trainer-kill@load"
+
+
+def verify(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "titan_grpo.cli", "verify", *arguments]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=280)
+
+
+def test_faults_without_an_engine_through_the_command(root, tmp_path):
+    arguments = ["--servers", "engineless", "--faults", ENGINELESS, "--out", str(tmp_path / "out")]
+    done = verify(root, *arguments, "--json", str(tmp_path / "faults.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "faults.json").read_text())
+    assert record["counts"] == {"passed": 2, "failed": 0, "skipped": 0}
+    assert {case["case"] for case in record["cases"]} == {case.name for case in select(ENGINELESS)}
+    assert all(case["recovery_s"] is not None for case in record["cases"])
+    assert len(record["no_case"]) > 500
+    assert done.stdout.strip().splitlines()[-1].startswith("PASSED: 2 of 2 cases")
+
+
+class Shared:
+    """The tests' own server, lent to a site: whoever started it ends it."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self.url, self.group = server.url, server.group
+
+    def wait_healthy(self, deadline_s: float) -> float:
+        return self._server.wait_healthy(deadline_s)
+
+    def alive(self) -> bool:
+        return self._server.alive()
+
+    def stop(self) -> None:
+        """Not ours to stop."""
+
+
+@pytest.fixture
+def results(runs, site, tmp_path) -> Iterator[list[Result]]:
+    """The nastiest cases, struck at the shared server; the other server has no engine."""
+
+    def shared(folder: Path) -> Process:
+        folder.mkdir(parents=True)
+        recorded(folder).symlink_to(recorded(Path(site.server.spec.log_path).parent))
+        return Shared(site.server)
+
+    base = {name: tensor.float() for name, tensor in load_file(runs.model / "model.safetensors").items()}
+    plain = engineless_launcher(runs.model)
+    found: list[Result] = []
+    with ExitStack() as stack:
+        place = Site(plain, tmp_path / "servers", base, shared)
+        settings = Settings(str(runs.model), [], "", os.getpid(), 0)
+        bench = site_bench(stack, place, Bench(place, settings, tmp_path, os.environ, print))
+        Runner(bench, Launches(plain, plain), None, found.append).run(groups(select(NASTIEST)))
+    yield found
+    site.assert_serves()
+
+
+def test_the_nastiest_faults_on_a_real_server(results):
+    assert {result.case.name for result in results} == {case.name for case in select(NASTIEST)}
+    assert [f"{result.case.name}: {result.note}" for result in results if result.violations] == []
+
+
+def test_a_server_that_shows_another_label_than_that_of_its_weights_is_caught(runs, tmp_path):
+    base = {name: tensor.float() for name, tensor in load_file(runs.model / "model.safetensors").items()}
+    with ExitStack() as stack:
+        place = Site(engineless_launcher(runs.model), tmp_path / "servers", base)
+        settings = Settings(str(runs.model), [], "", os.getpid(), 0)
+        bench = site_bench(stack, place, Bench(place, settings, tmp_path, os.environ, print))
+        trainer, mark = bench.trainer, bench.mark()
+        found = Result(select("link-twice@label")[0])
+        bench.judge_servers(found, mark)
+        assert found.violations == []
+        place.victim.proxy.script(Act.REWRITE, "/finish_weight_update", {"weight_version": f"{trainer.run_id}:0:planted"})
+        bench.window()
+        bench.judge_servers(found, mark)
+    assert any("labelled v0 of run" in violation for violation in found.violations)
+    assert any("its label went back" in violation for violation in found.violations)
+    assert not any("witness" in violation for violation in found.violations)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--faults", "engine-fire"], "--faults must be all, a pattern or WHO-KIND@POINT"),
+        (["--faults", "link-lose@extent"], "is no case: no control call is made"),
+        (["--faults", "all", "--training.steps=3"], "takes no settings of a training run"),
+        (["--faults", "all", "--deadline", "0.1"], "--deadline must be 1 second or more"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(root, arguments, words):
+    done = verify(root, *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_matrix_is_listed_without_running_anything(root):
+    done = verify(root, "--faults", "all", "--list")
+    assert done.returncode == 0
+    assert "engine-freeze@load" in done.stdout
+    assert "no case (" in done.stdout
