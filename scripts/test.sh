@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Every check of the project: set-up if needed, formatting, lint, types, then the whole test suite with real servers.
+# Every check of the project: set-up if needed, formatting, lint, types, all states of the protocol, then the whole test suite
+# with real servers.
 #
 #   scripts/test.sh [arguments for pytest]      e.g. scripts/test.sh -m "not e2e" tests/observe
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-case "${1:-}" in -h | --help) sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+case "${1:-}" in -h | --help) sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 step() { printf '\n== %s\n' "$*"; }
 
@@ -18,6 +19,8 @@ step "ruff check"
 .venv/bin/ruff check .
 step "mypy"
 .venv/bin/mypy
+step "titan-grpo explore"
+[ $# -gt 0 ] || .venv/bin/titan-grpo explore --ranks 2 --servers 2 --versions 3
 step "pytest"
 # Two workers: most of the time is spent waiting for servers and processes to start. A file stays on one worker, so what it
 # shares (a server) is started once. The longest tests are named, because the whole has to stay within what a person waits for.

@@ -67,13 +67,16 @@ def vllm_python() -> str:
 
 @pytest.fixture(scope="session")
 def tiny_server(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator["Server"]:
-    """A real vLLM server with our plugin and a tiny qwen3, shared by tests that leave it as they found it."""
+    """A real vLLM server with our plugin, a tiny qwen3 and a run key, shared by tests that leave it as they found it."""
     from titan_grpo.engines.launch import Server, ServerSpec
+    from titan_grpo.runkey import Key
     from titan_grpo.titan.tiny import write_tiny_model
 
     folder = tmp_path_factory.mktemp("tiny_server")
     model = str(write_tiny_model("qwen3", folder / "model", seed=1))
-    with Server(ServerSpec(python=vllm_python, model=model, log_path=str(folder / "server.log"))) as server:
+    with Server(
+        ServerSpec(python=vllm_python, model=model, log_path=str(folder / "server.log"), run_key=Key.generate())
+    ) as server:
         server.wait_healthy(280)
         yield server
 

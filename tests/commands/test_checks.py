@@ -57,6 +57,27 @@ def test_a_package_outside_its_range_is_named_with_the_command_that_mends_it(nam
     assert (f"pip install '{name}>=" in finding.remedy) == (status != "ok")
 
 
+@pytest.mark.parametrize(
+    ("joined", "ours", "status", "words"),
+    [
+        (JOINED, False, "ok", "it demands no run key"),
+        (replace(JOINED, keyed=True), False, "warning", "it demands a run key, and there is none here"),
+        (replace(JOINED, keyed=True), True, "ok", "it has proven that it has our run key"),
+        (
+            replace(JOINED, keyed=True, ok=False, error="another run key"),
+            True,
+            "problem",
+            "refuse a trainer from here: a",
+        ),
+        (replace(JOINED, ok=False, error="this end has none"), True, "problem", "this end has none"),
+    ],
+)
+def test_what_a_server_says_about_run_keys(joined, ours, status, words) -> None:
+    finding = server(facts(joined=joined, our_key=ours))[-1]
+    assert (finding.status, words in finding.text) == (status, True)
+    assert bool(finding.remedy) == (status != "ok")
+
+
 def test_the_ranges_are_those_of_the_packaging(root) -> None:
     text = (root / "pyproject.toml").read_text()
     for name, allowed in RANGES.items():

@@ -1,0 +1,145 @@
+"""Every wait has a deadline, or is ended by something else that a line of this file names."""
+
+import ast
+from collections.abc import Iterator
+
+POSITION = {
+    "wait": 0,
+    "join": 0,
+    "acquire": 1,
+    "communicate": 1,
+    "result": 0,
+    "exception": 0,
+    "wait_for": 1,
+    "get": 1,
+    "select": 3,
+    "serve_forever": None,
+    "recv": None,
+    "recvfrom": None,
+    "recv_bytes": None,
+    "recv_into": None,
+    "readline": None,
+    "accept": None,
+}
+"""Method that may wait -> position of its timeout; None: it has none, so somebody else must end it."""
+
+TIMEOUTS = {"timeout", "timeout_s", "timeout_ms", "deadline_s"}
+
+RUNS = {"run", "call", "check_call", "check_output"}
+"""Functions of subprocess that wait for the process."""
+
+SENTINEL = "close() of its owner puts None into the queue; the thread is a daemon"
+DONE = "the task has ended: this is called by its callback, or after its group"
+OTHER_END = "ends with the other process, whose end closes the stream"
+
+ENDED_BY: dict[str, str] = {
+    "titan_grpo/commands/facts.py call_back": "the probe was made with the deadline",
+    "titan_grpo/commands/processes.py run_logged": "a command in the foreground, which lasts as long as the training; Ctrl-C",
+    "titan_grpo/engines/guard.py main": "the end of the owner, a signal, or the end of the child, which is killed after that",
+    "titan_grpo/engines/launch.py __init__": "the socket has a timeout",
+    "titan_grpo/layout/digest.py digests": "hashing of memory: arithmetic, in threads that wait for nobody",
+    "titan_grpo/observe/recorder.py _drain": SENTINEL,
+    "titan_grpo/observe/recorder.py _write_loop": SENTINEL,
+    "titan_grpo/receive/channel.py _read": "settimeout in the line above; without a deadline it " + OTHER_END,
+    "titan_grpo/rollout/client.py _receive_loop": OTHER_END,
+    "titan_grpo/rollout/client.py _send_loop": SENTINEL,
+    "titan_grpo/rollout/dispatch.py _ended": DONE,
+    "titan_grpo/rollout/sampler.py group": DONE,
+    "titan_grpo/rollout/worker.py _read_loop": OTHER_END,
+    "titan_grpo/rollout/worker.py _serve": "Stop, an error, or the end of the trainer, which the reader turns into Stop",
+    "titan_grpo/rollout/worker.py _write_loop": SENTINEL,
+    "titan_grpo/rollout/worker.py run": OTHER_END,
+    "titan_grpo/sync/keeper.py _read": "MSG_DONTWAIT",
+    "titan_grpo/sync/keeper.py run": "read after select, and while the queue is not empty: this thread alone takes from it",
+    "titan_grpo/sync/publisher.py _run": SENTINEL,
+    "titan_grpo/sync/transports/gloo.py broadcast": "the work has completed: its future was waited for with a deadline",
+    "titan_grpo/sync/transports/nccl.py _run": "a timer aborts the communicator at the deadline",
+    "titan_grpo/sync/worker.py _seal_loop": SENTINEL,
+    "titan_grpo/titan/control_socket.py _answer": "the connection has a timeout (the handler's)",
+    "titan_grpo/titan/control_socket.py ask": "the socket has a timeout",
+    "titan_grpo/titan/members.py _loop": SENTINEL,
+    "titan_grpo/verify/faults/trainer.py _run": SENTINEL,
+    "titan_grpo/verify/faults/trainer.py main": OTHER_END,
+}
+"""``path function`` of a wait without a deadline -> what ends it."""
+
+
+def calls(tree: ast.AST, where: str = "") -> Iterator[tuple[str, ast.Call]]:
+    """(enclosing function, call) of every call."""
+    for node in ast.iter_child_nodes(tree):
+        name = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else where
+        if isinstance(node, ast.Call):
+            yield name, node
+        yield from calls(node, name)
+
+
+def bounded(call: ast.Call, position: int | None) -> bool:
+    if any(keyword.arg in TIMEOUTS for keyword in call.keywords):
+        return not any(k.arg in TIMEOUTS and _none(k.value) for k in call.keywords)
+    if position == 0 and call.args and isinstance(call.args[0], ast.List):
+        position = 1  # a store waits for a list of keys
+    return position is not None and len(call.args) > position and not _none(call.args[position])
+
+
+def _none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def not_a_wait(call: ast.Call) -> bool:
+    """``", ".join(x)``, ``os.path.join(a, b)``, ``mapping.get(key)``, ``queue.get(False)``."""
+    function = call.func
+    assert isinstance(function, ast.Attribute)
+    if function.attr == "join":
+        return bool(call.args) and _is_text(function.value)
+    if function.attr == "get":
+        return bool(call.args)
+    if function.attr == "acquire":
+        return any(k.arg == "blocking" and not getattr(k.value, "value", True) for k in call.keywords)
+    return False
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant | ast.JoinedStr) or (isinstance(node, ast.Attribute) and node.attr in ("path", "sep"))
+
+
+def endless(path: str, tree: ast.AST) -> list[tuple[str, int, str]]:
+    """(path function, line, call) of every wait without a deadline."""
+    out = []
+    for where, call in calls(tree):
+        function = call.func
+        if not isinstance(function, ast.Attribute):
+            continue
+        name, owner = function.attr, ast.unparse(function.value)
+        if owner == "subprocess" and name in RUNS:
+            waits = not bounded(call, None)
+        elif name in POSITION and owner != "asyncio":
+            waits = not not_a_wait(call) and not bounded(call, POSITION[name])
+        else:
+            waits = False
+        if waits:
+            out.append((f"{path} {where}", call.lineno, ast.unparse(call)[:80]))
+    return out
+
+
+def found(sources) -> list[tuple[str, int, str]]:
+    # What testing/ waits for is bounded by the tests that use it.
+    ours = [s for s in sources if s.path.startswith("titan_grpo/") and not s.path.startswith("titan_grpo/testing/")]
+    return [wait for source in ours for wait in endless(source.path, source.tree)]
+
+
+def test_every_wait_has_a_deadline_or_a_named_end(sources) -> None:
+    unnamed = [f"{place.replace(' ', f':{line} ')}: {call}" for place, line, call in found(sources) if place not in ENDED_BY]
+    assert unnamed == [], "give it a timeout, or a line in ENDED_BY that says what ends it"
+
+
+def test_the_list_of_exceptions_has_no_line_too_many(sources) -> None:
+    assert set(ENDED_BY) - {place for place, _, _ in found(sources)} == set()
+
+
+def test_the_check_catches_waits_and_lets_bounded_ones_pass() -> None:
+    bad = ["e.wait()", "t.join()", "q.get()", "l.acquire()", "c.recv()", "p.communicate()", "f.result()", "subprocess.run(x)"]
+    bad += ["e.wait(None)", "t.join(timeout=None)", "store.wait([key])", "select.select([a], [], [])", "c.wait_for(fact)"]
+    good = ["e.wait(1)", "t.join(left)", "q.get(timeout=1)", "','.join(x)", "m.get(key)", "l.acquire(blocking=False)"]
+    good += ["subprocess.run(x, timeout=5)", "store.wait([key], limit)", "select.select([a], [], [], 1)", "c.wait_for(fact, 3)"]
+    for texts, count in ((bad, 1), (good, 0)):
+        assert [text for text in texts if len(endless("x", ast.parse(text))) != count] == []
