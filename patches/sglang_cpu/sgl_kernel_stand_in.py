@@ -1,0 +1,25 @@
+"""Stands in for the package ``sgl_kernel`` and its module ``sgl_kernel.mamba``: any function can be imported, none computes."""
+
+import os
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+CALLS_VARIABLE = "TITAN_GRPO_SGL_KERNEL_CALLS"
+
+
+def __getattr__(name: str) -> Callable[..., NoReturn]:
+    # Python itself asks for such names (__path__, __wrapped__, ...) and must be told that there are none.
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def missing(*_: Any, **__: Any) -> NoReturn:
+        if path := os.environ.get(CALLS_VARIABLE):
+            with open(path, "a") as calls:
+                calls.write(f"{__name__}.{name}\n")
+        raise NotImplementedError(
+            f"{__name__}.{name} was called, and only a stand-in for import is here: SGLang needs its compiled kernels for this "
+            "model, option or processor; install them (sglang-kernel), or start SGLang as docs/configuration.md says"
+        )
+
+    missing.__name__ = missing.__qualname__ = name
+    return missing
