@@ -134,3 +134,14 @@ def find_run_key(environ: Mapping[str, str], path: str = "") -> Key | None:
     except OSError as error:
         raise ConfigError(f"{sources[0]} must name a readable file with the run key, got {path!r}: {error.strerror}") from error
     return Key.parse(text, f"{sources[0]} ({path})")
+
+
+def environment_key(environ: Mapping[str, str]) -> tuple[Key | None, str]:
+    """A server's run key: (the key or None, why all weights must be refused or empty).
+
+    A server whose key is missing where it was said to be takes no weights at all: without it, it would take anybody's.
+    """
+    try:
+        return find_run_key(environ), ""
+    except ConfigError as error:
+        return None, str(error)

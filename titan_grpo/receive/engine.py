@@ -3,7 +3,7 @@
 import logging
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
@@ -47,6 +47,19 @@ def tensor_views(image: torch.Tensor, manifest: Manifest) -> Iterator[tuple[str,
     for spec in manifest.tensors:
         flat = image[spec.offset : spec.offset + spec.nbytes]
         yield spec.name, flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+class Counted(Iterable[tuple[str, torch.Tensor]]):
+    """Passes tensors through and counts them."""
+
+    def __init__(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = tensors
+        self.count = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in self._tensors:
+            self.count += 1
+            yield pair
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,8 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +19,12 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from titan_grpo.errors import ConfigError, TitanGrpoError
+from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.receive.coverage import checkpoint_shapes, coverage_problem
-from titan_grpo.receive.engine import Engine, EngineSide
+from titan_grpo.receive.checkpoint import CheckpointNames
+from titan_grpo.receive.engine import Counted, Engine, EngineSide
 from titan_grpo.receive.workers import OneWorker, Workers
-from titan_grpo.runkey import Key, find_run_key
+from titan_grpo.runkey import Key, environment_key
 
 BACKEND = "titan_grpo"
 
@@ -86,35 +85,18 @@ def compatibility(vllm_config: Any) -> tuple[bool, str]:
         return False, str(error)
 
 
-def environment_key(environ: Mapping[str, str]) -> tuple[Key | None, str]:
-    """(the run key or None, why commits must all be refused or empty).
-
-    A server whose key is missing where it was said to be takes no weights at all: without it, it would take anybody's.
-    """
-    try:
-        return find_run_key(environ), ""
-    except ConfigError as error:
-        return None, str(error)
-
-
 class VllmModel:
     """receive.engine's Engine over vLLM's model."""
 
     def __init__(self, owner: "TitanWeightTransferEngine", repair: bool) -> None:
+        config = owner.model_config
         self._owner, self._repair = owner, repair
-        self._wanted: dict[str, tuple[int, ...]] | None = None
+        tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
+        self._names = CheckpointNames(config.model, config.revision, tied)
 
     def refuses(self, manifest: Manifest) -> str:
-        """See Engine: compared with the names and shapes of the checkpoint that the server was started with."""
-        config = self._owner.model_config
-        if self._wanted is None:
-            self._wanted = checkpoint_shapes(checkpoint_folder(config.model, config.revision))
-            if not self._wanted:
-                log.info("names are checked after each load only: no safetensors files at %s", config.model)
-        if not self._wanted:
-            return ""
-        tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
-        return coverage_problem(manifest, self._wanted, tied)
+        """See Engine. Without a checkpoint to compare with, names are checked after the load only."""
+        return self._names.problem(manifest)
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
         """See Engine. Layer by layer: never a raw load_weights, which corrupts quantised experts."""
@@ -136,32 +118,6 @@ class VllmModel:
         if config.quantization is None and loaded is not None and (left := sorted(expected - set(loaded))):
             raise RuntimeError(f"{len(left)} parameters got no value: {', '.join(left[:4])}")
         return counted.count
-
-
-class Counted(Iterable[tuple[str, torch.Tensor]]):
-    """Passes tensors through and counts them."""
-
-    def __init__(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self._tensors = tensors
-        self.count = 0
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for pair in self._tensors:
-            self.count += 1
-            yield pair
-
-
-def checkpoint_folder(model: str, revision: str | None) -> Path:
-    """Where a model's files lie: the directory itself, or its place in the hub's cache (nothing is downloaded)."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, ValueError):
-        return Path(model)
 
 
 class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):

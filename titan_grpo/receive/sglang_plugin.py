@@ -1,0 +1,191 @@
+"""SGLang's side of a weight sync. Found by SGLang through the entry-point group ``sglang.srt.plugins``; no patch of SGLang.
+
+Written for SGLang 0.5.23. The server is started with ``--custom-weight-loader titan_grpo.receive.sglang_plugin.commit``.
+
+Two processes of the server have a part in it. The HTTP process gets two routes: ``/titan_grpo/hello`` hands a lane's greeting
+through a door to the scheduler of rank 0, without a pause (SGLang's own routes to the scheduler's model wait for all running
+requests), and ``/titan_grpo/state`` says whether generation is paused, which no route of SGLang does. Each scheduler process
+holds an EngineSide; a commit reaches it through ``commit``, between two batches.
+"""
+
+import asyncio
+import json
+import logging
+import multiprocessing
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from titan_grpo.errors import PeerError
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.receive.checkpoint import CheckpointNames
+from titan_grpo.receive.door import Door, knock
+from titan_grpo.receive.engine import Counted, Engine, EngineSide, package_version
+from titan_grpo.receive.workers import OneWorker, Workers
+from titan_grpo.runkey import Key, environment_key
+
+LOADER = "titan_grpo.receive.sglang_plugin.commit"
+"""What --custom-weight-loader must name."""
+
+DOOR_VARIABLE = "TITAN_GRPO_DOOR"
+"""Set by the HTTP process for the processes that it starts: the name of their door."""
+
+HELLO_S = 120.0
+"""Longest wait of a greeting, in seconds: behind a commit, which may be a streamed one that stalls."""
+
+SideFactory = Callable[[Engine, Workers, str, Key | None], EngineSide]
+
+log = logging.getLogger("titan_grpo.receive")
+
+
+class Plugin:
+    """What this process knows: the side of its scheduler, if it is one. ``make_side`` may be replaced before the start."""
+
+    def __init__(self) -> None:
+        self.make_side: SideFactory = EngineSide
+        self.side: EngineSide | None = None
+        self.turn = threading.Lock()
+        """Held during a hello and during a commit: they come from two threads."""
+
+    def hello(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Door thread: a lane's greeting. The answer to it goes over the lane's store."""
+        with self.turn:
+            if self.side is not None:
+                self.side.hello(message)
+        return {}
+
+
+plugin = Plugin()
+
+
+def register() -> None:
+    """Entry point; every SGLang process calls it once."""
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("titan_grpo plugin %(process)d: %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+    if multiprocessing.parent_process() is None:
+        os.environ[DOOR_VARIABLE] = secrets.token_hex(16)
+        _add_routes()
+    elif "sglang.srt.managers.scheduler" in sys.modules:  # not the detokenizer, which would import all of it for nothing
+        HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _scheduler_made, HookType.AFTER)
+
+
+def commit(_model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """SGLang's custom weight loader: the first name is a Commit in JSON. Never raises: that would end the server."""
+    try:
+        data = json.loads(named_tensors[0][0])
+    except (IndexError, TypeError, ValueError):
+        data = {}
+    if plugin.side is None:
+        log.error("a commit was refused: the plugin did not start with this scheduler")
+        return
+    with plugin.turn:
+        plugin.side.commit(data if isinstance(data, dict) else {})
+
+
+def _add_routes() -> None:
+    """HTTP process: the two routes, guarded by the admin key as SGLang's own weight routes are."""
+    from fastapi import HTTPException, Request
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    @http_server.app.post("/titan_grpo/hello")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def hello(request: Request) -> dict[str, Any]:
+        try:
+            return await asyncio.to_thread(knock, os.environ[DOOR_VARIABLE], await request.json(), HELLO_S)
+        except (PeerError, ValueError) as error:
+            raise HTTPException(503, str(error)) from error
+
+    @http_server.app.get("/titan_grpo/state")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def state() -> dict[str, Any]:
+        manager = http_server.get_global_state().tokenizer_manager
+        return {"package": package_version(), "paused": bool(manager.is_pause), "workers": manager.server_args.tp_size}
+
+
+def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Scheduler process, after the model is loaded."""
+    workers: Workers = SglangWorkers(scheduler)
+    if workers.size == 1:
+        workers = OneWorker()
+    run_key, key_problem = environment_key(os.environ)
+    problem = compatibility(scheduler.server_args) or key_problem
+    plugin.side = plugin.make_side(SglangModel(scheduler), workers, problem, run_key)
+    if workers.rank == 0:
+        Door(os.environ[DOOR_VARIABLE], plugin.hello).start()
+    keyed = "takes weights from who has the run key" if run_key is not None else "no run key: takes weights from anybody"
+    log.info("plugin ready, worker %d of %d, %s", workers.rank, workers.size, problem or keyed)
+
+
+def compatibility(args: Any) -> str:
+    """Why commits can not work in a server with these ServerArgs; empty if they can."""
+    if args.dp_size > 1:
+        return "data-parallel replicas behind one URL are not synced: start one server per replica"
+    if args.pp_size > 1:
+        return "pipeline-parallel stages are not synced: use tensor parallelism"
+    if args.speculative_algorithm:
+        return "a speculative draft model would keep its old weights: start the server without one"
+    if LOADER not in (args.custom_weight_loader or []):
+        return f"start the server with --custom-weight-loader {LOADER}"
+    return ""
+
+
+class SglangWorkers:
+    """The tensor-parallel schedulers of one server."""
+
+    def __init__(self, scheduler: Any) -> None:
+        group = scheduler.tp_group
+        self._group = group.cpu_group
+        self.rank: int = group.rank_in_group
+        self.size: int = group.world_size
+
+    def share(self, value: Any) -> Any:
+        """See Workers."""
+        box = [value]
+        dist.broadcast_object_list(box, group_src=0, group=self._group)
+        return box[0]
+
+    def gather(self, value: str) -> list[str]:
+        """See Workers."""
+        values = [""] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+
+class SglangModel:
+    """receive.engine's Engine over SGLang's model."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._runner = scheduler.tp_worker.model_runner
+        config = scheduler.model_config
+        tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
+        self._names = CheckpointNames(config.model_path, config.revision, tied)
+
+    def refuses(self, manifest: Manifest) -> str:
+        """See Engine. SGLang takes names that it does not know, says success and ignores them: so they are checked here,
+        and a server without a checkpoint to check them against takes nothing.
+        """
+        if not self._names.known:
+            return (
+                f"SGLang ignores names it does not know, and {self._names.model} holds no safetensors files to check them "
+                "against: start the server from a directory with the model's weights"
+            )
+        return self._names.problem(manifest)
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+        """See Engine."""
+        counted = Counted(tensors)
+        with torch.no_grad():
+            self._runner.model.load_weights(counted)
+        return counted.count
