@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-BASE = {"errors", "samples", "config", "runkey"}
+BASE = {"errors", "samples", "config", "config_grpo", "runkey"}
 TABLES = BASE | {"protocol", "observe"}
 PARTS = TABLES | {"layout", "algorithm", "engines"}
 MOVERS = PARTS | {"sync.transports"}
@@ -17,7 +17,8 @@ TOP = RUNTIME | {"explore", "titan", "verify", "commands"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "samples": {"errors"},
-    "config": {"errors"},
+    "config": {"errors", "config_grpo"},
+    "config_grpo": {"errors"},
     "runkey": {"errors"},
     "protocol": BASE,
     "explore": BASE | {"protocol"},
@@ -39,12 +40,13 @@ ALLOWED: dict[str, set[str]] = {
 }
 """Room -> rooms that it may import besides itself. Rooms of one level do not see each other."""
 
-NO_TORCH = ("errors", "explore", "samples", "config", "runkey", "protocol", "observe", "engines", "rollout")
+NO_TORCH = ("errors", "explore", "samples", "config", "config_grpo", "runkey", "protocol", "observe", "engines", "rollout")
 """Rooms that run without torch: the rollout process, the tools, and everything that must start fast."""
 
 ONLY_HERE = {
     "torchtitan": ("titan_grpo/titan/", "titan_grpo/train.py", "patches/", "tests/"),
     "vllm": ("titan_grpo/receive/vllm_plugin.py", "patches/vllm_", "tests/"),
+    "sglang": ("titan_grpo/receive/sglang_plugin.py", "patches/sglang_", "tests/"),
     "httpx": ("titan_grpo/engines/", "tests/"),
     "matplotlib": ("titan_grpo/observe/report.py", "tests/"),
 }
@@ -185,5 +187,5 @@ def test_rooms_that_must_start_fast_load_no_torch(sources) -> None:
 
 
 def test_the_receiver_loads_no_torchtitan(sources) -> None:
-    modules = [m for m in modules_of(("receive",), sources) if not m.endswith("vllm_plugin")]
+    modules = [m for m in modules_of(("receive",), sources) if not m.endswith(("vllm_plugin", "sglang_plugin"))]
     assert loaded_by(modules, "torchtitan") == ""

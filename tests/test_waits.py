@@ -41,6 +41,7 @@ ENDED_BY: dict[str, str] = {
     "titan_grpo/observe/recorder.py _drain": SENTINEL,
     "titan_grpo/observe/recorder.py _write_loop": SENTINEL,
     "titan_grpo/receive/channel.py _read": "settimeout in the line above; without a deadline it " + OTHER_END,
+    "titan_grpo/receive/door.py run": "close(), which shuts the socket down, or the end of the process: the thread is a daemon",
     "titan_grpo/rollout/client.py _receive_loop": OTHER_END,
     "titan_grpo/rollout/client.py _send_loop": SENTINEL,
     "titan_grpo/rollout/dispatch.py _ended": DONE,
