@@ -4,8 +4,9 @@ Written for SGLang 0.5.23. The server is started with ``--custom-weight-loader t
 
 Two processes of the server have a part in it. The HTTP process gets two routes: ``/titan_grpo/hello`` hands a lane's greeting
 through a door to the scheduler of rank 0, without a pause (SGLang's own routes to the scheduler's model wait for all running
-requests), and ``/titan_grpo/state`` says whether generation is paused, which no route of SGLang does. Each scheduler process
-holds an EngineSide; a commit reaches it through ``commit``, between two batches.
+requests), and ``/titan_grpo/state`` says what no route of SGLang does: whether generation is paused, and whether the server was
+restarted (``boot`` is another one then). Each scheduler process holds an EngineSide; a commit reaches it through ``commit``,
+between two batches.
 """
 
 import asyncio
@@ -99,6 +100,8 @@ def _add_routes() -> None:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
+    boot = secrets.token_hex(8)
+
     @http_server.app.post("/titan_grpo/hello")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def hello(request: Request) -> dict[str, Any]:
@@ -111,7 +114,8 @@ def _add_routes() -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def state() -> dict[str, Any]:
         manager = http_server.get_global_state().tokenizer_manager
-        return {"package": package_version(), "paused": bool(manager.is_pause), "workers": manager.server_args.tp_size}
+        paused, workers = bool(manager.is_pause), int(manager.server_args.tp_size)
+        return {"package": package_version(), "boot": boot, "paused": paused, "workers": workers}
 
 
 def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
