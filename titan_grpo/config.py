@@ -10,51 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from titan_grpo import config_grpo
+from titan_grpo.config_grpo import GRPO
 from titan_grpo.errors import ConfigError
 
 LAUNCH = "launch"
 """The one value of ``rollout.servers`` that is not a URL."""
-
-
-@dataclass
-class GRPO:
-    """The algorithm. Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476), GSPO (2507.18071), Dr.GRPO (2503.20783)."""
-
-    async_weight_update: bool = False
-    """Sync weights in the background while training goes on; false waits for every healthy server after each step."""
-
-    policy_ratio_type: Literal["token", "sequence"] = "token"
-    """Importance ratio per token (GRPO) or one per sequence, the exponential of its mean log-ratio (GSPO)."""
-
-    clip_ratio_lower_bound: float = 0.2
-    """A ratio below 1 - this gives no gradient where the advantage is negative."""
-
-    clip_ratio_upper_bound: float = 0.28
-    """A ratio above 1 + this gives no gradient where the advantage is positive (DAPO's clip-higher)."""
-
-    kl_beta: float = 0.0
-    """Weight of the KL term to the reference model; 0 builds no reference model."""
-
-    kl_estimator_type: Literal["k1", "k2", "k3"] = "k3"
-    """KL estimator per token: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r, with r = p_ref / p."""
-
-    reference_model: str = ""
-    """Directory of HF safetensors for the reference model; empty: model.hf_assets_path. Used if kl_beta > 0."""
-
-    normalize_advantage_std: bool = True
-    """Divide a group's centred rewards by their standard deviation (GRPO); false leaves it out (Dr.GRPO)."""
-
-    loss_normalization: Literal["token", "sequence", "constant"] = "token"
-    """Mean over all tokens (DAPO), mean over sequences of their token means (GRPO), or sum over a constant (Dr.GRPO)."""
-
-    rollout_is_level: Literal["token", "sequence"] = "token"
-    """Importance correction for trainer/engine mismatch: one weight per token, or one per sequence."""
-
-    rollout_is_threshold: float = 2.0
-    """Truncation of that weight (truncated importance sampling). 0: no weight; the clip bounds act on policy against engine."""
-
-    token_budget: int = 0
-    """Rows times padded length of one microbatch on one rank; 0: training.local_batch_size * training.seq_len."""
 
 
 @dataclass
@@ -213,26 +174,6 @@ def _positive(section: str, obj: Any, names: tuple[str, ...]) -> list[str]:
     return out
 
 
-def _grpo_violations(g: GRPO) -> list[str]:
-    out = _rule(not 0 < g.clip_ratio_lower_bound < 1, "grpo.clip_ratio_lower_bound", "in (0, 1)", g.clip_ratio_lower_bound)
-    out += _rule(g.clip_ratio_upper_bound <= 0, "grpo.clip_ratio_upper_bound", "greater than 0", g.clip_ratio_upper_bound)
-    out += _rule(g.kl_beta < 0, "grpo.kl_beta", "0 or greater", g.kl_beta)
-    out += _rule(g.token_budget < 0, "grpo.token_budget", "0 (derived) or greater", g.token_budget)
-    out += _rule(
-        g.rollout_is_threshold != 0 and g.rollout_is_threshold < 1,
-        "grpo.rollout_is_threshold",
-        "0 (off) or at least 1 (a smaller one would cut on-policy tokens)",
-        g.rollout_is_threshold,
-    )
-    out += _rule(
-        bool(g.reference_model) and g.kl_beta == 0,
-        "grpo.reference_model",
-        "empty while grpo.kl_beta is 0 (it would be loaded and never used)",
-        g.reference_model,
-    )
-    return out
-
-
 def _server_violations(r: Rollout) -> list[str]:
     out = _rule(not 0 < r.servers_port < 65536, "rollout.servers_port", "a port, 1 to 65535", r.servers_port)
     if r.servers == [LAUNCH]:
@@ -289,19 +230,12 @@ def _weight_sync_violations(w: WeightSync) -> list[str]:
 def violations(config: Any) -> list[str]:
     """All broken rules of the three sections, each as "key must be rule, got value". Pure; empty if none."""
     grpo, rollout = config.grpo, config.rollout
-    out = _grpo_violations(grpo) + _rollout_violations(rollout) + _weight_sync_violations(config.weight_sync)
+    out = config_grpo.violations(grpo, rollout) + _rollout_violations(rollout) + _weight_sync_violations(config.weight_sync)
     out += _rule(
         grpo.async_weight_update and rollout.max_staleness == 0,
         "rollout.max_staleness",
         "1 or more with grpo.async_weight_update (0 would wait for every server at every step)",
         rollout.max_staleness,
-    )
-    off_policy = rollout.max_staleness > 1 and grpo.rollout_is_threshold == 0
-    out += _rule(
-        off_policy,
-        "grpo.rollout_is_threshold",
-        "1 or more when rollout.max_staleness > 1 (off-policy data without a correction biases the gradient)",
-        grpo.rollout_is_threshold,
     )
     return out
 

@@ -1,39 +1,50 @@
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_grpo.algorithm.advantages import group_advantages
-from titan_grpo.errors import DataError
+from titan_grpo.algorithm.advantages import AdvantageOptions, Scored, has_spread, step_advantages
+from titan_grpo.algorithm.shaping import Overlong, overlong_penalty
+from titan_grpo.errors import ConfigError, DataError
 
+GROUP, NONE, BATCH = (AdvantageOptions(normalization=kind) for kind in ("group", "none", "batch"))
 rewards = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=16)
 
 
+def one(values, options=GROUP):
+    (out,) = step_advantages([[Scored(float(value), 5) for value in values]], options)
+    return out
+
+
 def test_the_docstring_example():
-    assert group_advantages((1, 0, 0, 1), True) == pytest.approx((1, -1, -1, 1), abs=3e-6)
-    assert group_advantages((1, 0, 0, 1), False) == (0.5, -0.5, -0.5, 0.5)
+    assert one((1, 0, 0, 1)) == pytest.approx((1, -1, -1, 1), abs=3e-6)
+    assert one((1, 0, 0, 1), NONE) == (0.5, -0.5, -0.5, 0.5)
+    loo = AdvantageOptions(baseline="leave_one_out", normalization="none")
+    assert one((1, 0, 0, 1), loo) == pytest.approx((2 / 3, -2 / 3, -2 / 3, 2 / 3))
 
 
-@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("options", [GROUP, NONE, BATCH])
 @pytest.mark.parametrize("group", [(), (3.0,), (0.1, 0.1, 0.1), (1e9,) * 7])
-def test_a_group_without_differences_has_exact_zeros(group, normalize_std):
-    assert group_advantages(group, normalize_std) == (0.0,) * len(group)
+def test_a_group_without_differences_has_exact_zeros(group, options):
+    assert one(group, options) == (0.0,) * len(group)
+    assert not has_spread([Scored(r, 5) for r in group], options)
 
 
 def test_nearly_equal_rewards_are_not_blown_up():
-    assert max(group_advantages((0.5, 0.5 + 1e-9), True)) < 1e-3
+    assert max(one((0.5, 0.5 + 1e-9))) < 1e-3
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_not_finite_is_refused(bad):
     with pytest.raises(DataError, match="finite"):
-        group_advantages((0.0, bad), True)
+        one((0.0, bad))
 
 
-@given(rewards, st.booleans())
-def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(group, normalize_std):
-    advantages = group_advantages(group, normalize_std)
+@given(rewards, st.sampled_from([GROUP, NONE, BATCH]))
+def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(group, options):
+    advantages = one(group, options)
     assert sum(advantages) == pytest.approx(0, abs=1e-6)
     for a, r in zip(advantages, group, strict=True):
         assert all(a <= b for b, s in zip(advantages, group, strict=True) if r < s)
@@ -41,5 +52,63 @@ def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(group, normalize_s
 
 @given(rewards)
 def test_normalized_advantages_have_a_mean_square_of_one_at_most(group):
-    advantages = group_advantages(group, True)
+    advantages = one(group)
     assert sum(a * a for a in advantages) / len(advantages) <= 1 + 1e-9
+
+
+def reference(groups, options):
+    """The formulas of the papers on arrays; ``groups`` of (reward, tokens)."""
+    centred, deviations = [], []
+    for group in groups:
+        r = np.array([reward for reward, _ in group], dtype=np.float64)
+        n = np.array([tokens for _, tokens in group], dtype=np.float64)
+        if options.overlong is not None:
+            start = options.overlong.max_tokens - options.overlong.cache_tokens
+            penalty = np.where(n <= start, 0.0, (start - n) / options.overlong.cache_tokens)
+            r = r + options.overlong.factor * np.where(n >= options.overlong.max_tokens, -1.0, penalty)
+        if options.scale_by_len:
+            r = r * n
+        if options.baseline == "leave_one_out":
+            centred.append(np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))]))
+        else:
+            centred.append(r - r.mean())
+        deviations.append(r.std())
+    if options.normalization == "none":
+        return centred
+    if options.normalization == "batch":
+        return [c / (np.sqrt(np.mean(np.concatenate(centred) ** 2)) + 1e-6) for c in centred]
+    return [c / (s + 1e-6) for c, s in zip(centred, deviations, strict=True)]
+
+
+@pytest.mark.parametrize("overlong", [None, Overlong(40, 15, 0.7)])
+@pytest.mark.parametrize("scale_by_len", [False, True])
+@pytest.mark.parametrize("normalization", ["group", "batch", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_advantages_are_those_of_the_formulas(baseline, normalization, scale_by_len, overlong):
+    rng = np.random.default_rng(5)
+    groups = [[(float(rng.normal()), int(rng.integers(1, 45))) for _ in range(size)] for size in (2, 3, 8, 5)]
+    options = AdvantageOptions(baseline, normalization, scale_by_len, overlong)
+    ours = step_advantages([[Scored(r, n) for r, n in group] for group in groups], options)
+    for mine, theirs in zip(ours, reference(groups, options), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-12)
+
+
+def test_the_batch_scale_is_the_same_for_every_group_and_the_group_scale_is_not():
+    groups = [[Scored(0.0, 1), Scored(1.0, 1)], [Scored(0.0, 1), Scored(10.0, 1)]]
+    assert step_advantages(groups, GROUP)[0] == pytest.approx(step_advantages(groups, GROUP)[1], rel=1e-5)
+    small, large = step_advantages(groups, BATCH)
+    assert large[1] == pytest.approx(10 * small[1])
+
+
+def test_the_overlong_penalty_begins_in_the_cache_and_is_whole_at_the_limit():
+    options = Overlong(max_tokens=100, cache_tokens=20)
+    assert [overlong_penalty(n, options) for n in (1, 80, 90, 100, 130)] == [0, 0, -0.5, -1, -1]
+    equal = [Scored(1.0, 80), Scored(1.0, 100)]
+    assert not has_spread(equal, GROUP)
+    assert has_spread(equal, AdvantageOptions(overlong=options))
+
+
+@pytest.mark.parametrize("cache", [0, -1, 101])
+def test_an_overlong_cache_without_room_is_refused(cache):
+    with pytest.raises(ConfigError, match="overlong_cache_tokens"):
+        Overlong(100, cache)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from titan_grpo.algorithm.advantages import AdvantageOptions
 from titan_grpo.algorithm.batch import BatchOptions, assemble
 from titan_grpo.algorithm.logprobs import token_logprobs
 from titan_grpo.algorithm.loss import grpo_loss
@@ -94,7 +95,7 @@ def reference_loss(policy, proximal, grpo, options):
     """``proximal`` is a table held constant, or None for "the engine's own log-probabilities"."""
     per_sequence = []
     for group in GROUPS:
-        advantages = reference_advantages([c.reward for c in group.completions], options.normalize_std)
+        advantages = reference_advantages([c.reward for c in group.completions], options.advantage.normalization == "group")
         for completion, advantage in zip(group.completions, advantages, strict=True):
             logp = reference_logprobs(policy, group.prompt, completion)
             rollout = list(completion.logprobs)
@@ -155,7 +156,10 @@ PROXIMAL = {"current": POLICY, "rollout": None, "table": OLD}
 @pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_loss_and_gradient_are_the_float64_reference(case, normalization, old):
-    grpo, options = CASES[case], replace(OPTIONS, normalization=normalization, normalize_std=case % 2 == 0)
+    grpo, options = (
+        CASES[case],
+        replace(OPTIONS, normalization=normalization, advantage=AdvantageOptions(normalization=["group", "none"][case % 2])),
+    )
     loss, gradient, _ = measured(grpo, options, old=old)
     # 1e-6: advantages and weights are float32 tensors by contract; everything else here is float64.
     assert loss == pytest.approx(reference_loss(POLICY, PROXIMAL[old], grpo, options), rel=1e-6, abs=1e-7)

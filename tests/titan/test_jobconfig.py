@@ -64,7 +64,7 @@ def test_what_the_user_gives_is_not_derived(parse) -> None:
         ("[optimizer]\nlr = 0\n", (), "optimizer.lr must be greater than 0"),
         ("", ("--training.stepz", "3"), "command line: .*--training.stepz.*did you mean --training.steps"),
         ("", ("--rollout.engine", "trt"), "command line: invalid choice 'trt'"),
-        ("", ("--grpo.clip_ratio_lower_bound", "2.0"), r"grpo.clip_ratio_lower_bound must be in \(0, 1\), got 2.0"),
+        ("", ("--grpo.clip_ratio_lower_bound", "2.0"), r"grpo.clip_ratio_lower_bound must be in \(0, 1\], got 2.0"),
         ("", ("--parallelism.pipeline_parallel_degree=2",), "pipeline_parallel_degree must be 1"),
         ("", ("--parallelism.context_parallel_degree=2",), "context_parallel_degree must be 1"),
         ("", ("--parallelism.tensor_parallel_degree=3",), "seq_len must be a multiple of parallelism.tensor_parallel_degree"),

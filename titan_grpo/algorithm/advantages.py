@@ -1,33 +1,94 @@
-"""Group-relative advantages (GRPO, arXiv 2402.03300, section 4.1.2; without the division: Dr.GRPO, 2503.20783)."""
+"""Group-relative advantages: a completion's reward against those of the same prompt. Pure arithmetic in float64.
+
+With rewards r_1 .. r_G of one group, shaped first (see ``AdvantageOptions``):
+
+* baseline "mean": c_i = r_i - mean(r)   (GRPO, arXiv 2402.03300, section 4.1.2);
+* baseline "leave_one_out": c_i = r_i - mean of the others = G / (G - 1) * (r_i - mean(r))   (RLOO, arXiv 2402.14740, eq. 5);
+* normalization "none": A_i = c_i   (Dr.GRPO, arXiv 2503.20783);
+* normalization "group": A_i = c_i / (std(r) + eps), the group's population deviation   (GRPO);
+* normalization "batch": A_i = c_i / (sqrt(mean of c^2 over every completion of the step) + eps), one scale for all prompts
+  (REINFORCE++ with a group baseline, arXiv 2501.03262; compared in 2508.08221).
+"""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
+from titan_grpo.algorithm.shaping import Overlong, overlong_penalty
 from titan_grpo.errors import DataError
 
 STD_EPSILON = 1e-6
-"""Added to the standard deviation, so that a group of nearly equal rewards is not blown up to unit scale."""
+"""Added to a standard deviation, so that nearly equal rewards are not blown up to unit scale."""
 
 
-def group_advantages(rewards: Sequence[float], normalize_std: bool) -> tuple[float, ...]:
-    """Advantage of each completion of one prompt: its reward against its own group's mean.
+class Scored(NamedTuple):
+    """What advantages are made of."""
 
-    With ``normalize_std`` the centred rewards are divided by the group's population standard deviation
-    plus ``STD_EPSILON``. Equal rewards, and a group of one, give exact zeros: such a group teaches nothing.
+    reward: float
+    tokens: int
+    """Completion tokens."""
 
-    Example: rewards (1, 0, 0, 1) have mean 0.5 and deviation 0.5, so the advantages are (1, -1, -1, 1)
-    up to 2e-6; without the division they are (0.5, -0.5, -0.5, 0.5).
+
+@dataclass(frozen=True, slots=True)
+class AdvantageOptions:
+    """How rewards become advantages; the order is overlong penalty, length, baseline, normalisation."""
+
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    normalization: Literal["group", "batch", "none"] = "group"
+
+    scale_by_len: bool = False
+    """Multiply each reward by its completion's tokens before anything is compared."""
+
+    overlong: Overlong | None = None
+    """Penalty on long completions, before ``scale_by_len``."""
+
+
+def step_advantages(groups: Sequence[Sequence[Scored]], options: AdvantageOptions) -> list[tuple[float, ...]]:
+    """Advantages of every group of a step, in the order given.
+
+    Equal (shaped) rewards, and a group of one, give exact zeros: such a group teaches nothing.
+
+    Example: one group with rewards (1, 0, 0, 1): mean 0.5, deviation 0.5, so (1, -1, -1, 1) up to 2e-6; without the
+    division (0.5, -0.5, -0.5, 0.5), and with leave-one-out and no division (2/3, -2/3, -2/3, 2/3).
 
     Raises DataError for a reward that is not finite: it would poison the whole group.
     """
-    for reward in rewards:
-        if not math.isfinite(reward):
-            raise DataError(f"a reward must be a finite number, got {reward!r}: the group's advantages would all be NaN")
+    shaped = [[_shaped(item, options) for item in group] for group in groups]
+    centred = [_centred(rewards, options.baseline) for rewards in shaped]
+    if options.normalization == "none":
+        return centred
+    if options.normalization == "batch":
+        scale = _root_mean_square([c for group in centred for c in group]) + STD_EPSILON
+        return [tuple(c / scale for c in group) for group in centred]
+    # The deviation of the rewards, whatever the baseline: leave-one-out moves all of a group by the same factor.
+    scales = [_root_mean_square(_centred(rewards, "mean")) + STD_EPSILON for rewards in shaped]
+    return [tuple(c / scale for c in group) for group, scale in zip(centred, scales, strict=True)]
+
+
+def has_spread(group: Sequence[Scored], options: AdvantageOptions) -> bool:
+    """Whether a group teaches anything: its shaped rewards are not all the same (DAPO's dynamic sampling keeps those)."""
+    return any(_centred([_shaped(item, options) for item in group], options.baseline))
+
+
+def _shaped(item: Scored, options: AdvantageOptions) -> float:
+    if not math.isfinite(item.reward):
+        raise DataError(f"a reward must be a finite number, got {item.reward!r}: the group's advantages would all be NaN")
+    reward = item.reward
+    if options.overlong is not None:
+        reward += overlong_penalty(item.tokens, options.overlong)
+    return reward * item.tokens if options.scale_by_len else reward
+
+
+def _centred(rewards: Sequence[float], baseline: str) -> tuple[float, ...]:
+    # Exact zeros: the mean of equal numbers need not be that number.
     if not rewards or min(rewards) == max(rewards):
         return (0.0,) * len(rewards)
-    mean = math.fsum(rewards) / len(rewards)
-    centred = tuple(reward - mean for reward in rewards)
-    if not normalize_std:
-        return centred
-    std = math.sqrt(math.fsum(c * c for c in centred) / len(centred))
-    return tuple(c / (std + STD_EPSILON) for c in centred)
+    count = len(rewards)
+    mean = math.fsum(rewards) / count
+    factor = count / (count - 1) if baseline == "leave_one_out" else 1.0
+    return tuple(factor * (reward - mean) for reward in rewards)
+
+
+def _root_mean_square(values: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(v * v for v in values) / len(values)) if values else 0.0

@@ -4,12 +4,12 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
-from titan_grpo.algorithm.advantages import group_advantages
+from titan_grpo.algorithm.advantages import AdvantageOptions, Scored, step_advantages
 from titan_grpo.algorithm.balance import deal, padded_length, plan_waves
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.samples import Completion, Group, Prompt
@@ -40,8 +40,11 @@ class BatchOptions:
     normalization: Literal["token", "sequence", "constant"] = "token"
     """Which weights the loss gets; see ``_row_weight``."""
 
-    normalize_std: bool = True
-    """Divide advantages by their group's standard deviation."""
+    advantage: AdvantageOptions = field(default_factory=AdvantageOptions)
+    """How rewards become advantages."""
+
+    num_minibatches: int = 1
+    """Optimizer steps that the groups are dealt to; each is normalised over its own rows."""
 
     constant: int = 0
     """Tokens that every sequence is divided by when normalization = "constant" (rollout.max_completion_tokens)."""
@@ -50,7 +53,7 @@ class BatchOptions:
     """Padded lengths are multiples of this (fewer shapes, and divisible by the tensor-parallel degree)."""
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "max_len", "pad_multiple"):
+        for name in ("token_budget", "max_len", "pad_multiple", "num_minibatches"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be greater than 0, got {getattr(self, name)}")
         if self.max_len > self.token_budget:
@@ -69,6 +72,8 @@ class Batch:
     """One step's work: ``ranks[rank][k]`` is that rank's k-th micro-batch; every rank has the same number."""
 
     ranks: list[list[MicroBatch]]
+    steps: tuple[int, ...]
+    """Micro-batches of each optimizer step, in order: the first ``steps[0]`` of every rank belong to the first, and so on."""
     sequences: int
     """Rows that are trained on."""
     tokens: int
@@ -88,6 +93,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
+    group: int
+    """Place of its group in the step."""
     prompt: Prompt
     completion: Completion
     advantage: float
@@ -135,37 +142,52 @@ def assemble(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> 
     rows, dropped = _rows(groups, options)
     if not rows:
         raise DataError(f"no completion of this step can be trained on: {len(groups)} groups, dropped {dropped}")
-    tokens = sum(len(row.completion.token_ids) for row in rows)
-    padded = [padded_length(row.length, options.pad_multiple, options.max_len) for row in rows]
-    shares = deal(plan_waves(padded, num_ranks, options.token_budget), [row.length for row in rows], num_ranks)
-    ranks = []
-    for share in shares:
-        wave_rows = [[rows[i] for i in wave] for wave in share]
-        ranks.append([_micro_batch(wave, len(rows), tokens, options) for wave in wave_rows])
+    parts = [[row for row in rows if row.group % options.num_minibatches == m] for m in range(options.num_minibatches)]
+    dealt = [_deal(part, num_ranks, options) for part in parts if part]
+    ranks = [[mb for minibatch in dealt for mb in minibatch.ranks[rank]] for rank in range(num_ranks)]
     return Batch(
         ranks=ranks,
+        steps=tuple(len(minibatch.ranks[0]) for minibatch in dealt),
         sequences=len(rows),
-        tokens=tokens,
-        loads=tuple(sum(rows[i].length for wave in share for i in wave) for share in shares),
+        tokens=sum(len(row.completion.token_ids) for row in rows),
+        loads=tuple(sum(loads) for loads in zip(*(minibatch.loads for minibatch in dealt), strict=True)),
         padded_tokens=sum(mb["inputs"].numel() for rank in ranks for mb in rank),
         dropped=dropped,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Dealt:
+    ranks: list[list[MicroBatch]]
+    loads: list[int]
+
+
+def _deal(rows: Sequence[_Row], num_ranks: int, options: BatchOptions) -> _Dealt:
+    """The micro-batches of one optimizer step."""
+    tokens = sum(len(row.completion.token_ids) for row in rows)
+    padded = [padded_length(row.length, options.pad_multiple, options.max_len) for row in rows]
+    shares = deal(plan_waves(padded, num_ranks, options.token_budget), [row.length for row in rows], num_ranks)
+    ranks = [[_micro_batch([rows[i] for i in wave], len(rows), tokens, options) for wave in share] for share in shares]
+    return _Dealt(ranks, [sum(rows[i].length for wave in share for i in wave) for share in shares])
 
 
 def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[_Row], dict[str, int]]:
     """Rows in the order of groups and completions, and what was left out, by reason."""
     rows: list[_Row] = []
     dropped: Counter[str] = Counter()
+    sound: list[list[Completion]] = []
     for group in groups:
         reasons = [defect(group.prompt, completion) for completion in group.completions]
         dropped.update(reason for reason in reasons if reason)
-        sound = [c for c, reason in zip(group.completions, reasons, strict=True) if not reason]
-        advantages = group_advantages([c.reward for c in sound], options.normalize_std)
-        for completion, advantage in zip(sound, advantages, strict=True):
-            if len(group.prompt.token_ids) + len(completion.token_ids) > options.max_len:
+        sound.append([c for c, reason in zip(group.completions, reasons, strict=True) if not reason])
+    scored = [[Scored(c.reward, len(c.token_ids)) for c in completions] for completions in sound]
+    for number, advantages in enumerate(step_advantages(scored, options.advantage)):
+        prompt = groups[number].prompt
+        for completion, advantage in zip(sound[number], advantages, strict=True):
+            if len(prompt.token_ids) + len(completion.token_ids) > options.max_len:
                 dropped["too_long"] += 1
             else:
-                rows.append(_Row(group.prompt, completion, advantage))
+                rows.append(_Row(number, prompt, completion, advantage))
     return rows, dict(dropped)
 
 

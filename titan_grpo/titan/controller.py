@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_grpo.algorithm.advantages import AdvantageOptions
 from titan_grpo.algorithm.batch import Batch, BatchOptions, assemble
+from titan_grpo.algorithm.shaping import Overlong
+from titan_grpo.config_grpo import normalization_of
 from titan_grpo.errors import ProtocolError, ServerUnreachable, SyncError
 from titan_grpo.observe import names, report, terminal
 from titan_grpo.observe.recorder import Recorder
@@ -37,9 +40,22 @@ def batch_options(job_config: Any) -> BatchOptions:
     return BatchOptions(
         token_budget=grpo.token_budget or training.local_batch_size * training.seq_len,
         max_len=training.seq_len,
-        normalization=grpo.loss_normalization,
-        normalize_std=grpo.normalize_advantage_std,
+        normalization=normalization_of(grpo),
+        advantage=advantage_options(job_config),
+        num_minibatches=grpo.num_microbatches,
         constant=job_config.rollout.max_completion_tokens,
+    )
+
+
+def advantage_options(job_config: Any) -> AdvantageOptions:
+    """How rewards become advantages, from the job's sections. Raises ConfigError."""
+    grpo, longest = job_config.grpo, job_config.rollout.max_completion_tokens
+    overlong = Overlong(longest, grpo.overlong_cache_tokens, grpo.overlong_penalty) if grpo.overlong_cache_tokens else None
+    return AdvantageOptions(
+        baseline=grpo.advantage_baseline,
+        normalization=grpo.advantage_normalization if grpo.normalize_advantage_std else "none",
+        scale_by_len=grpo.scale_adv_by_len,
+        overlong=overlong,
     )
 
 
