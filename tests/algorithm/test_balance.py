@@ -1,44 +1,114 @@
-from hypothesis import given
+import itertools
+import random
+import statistics
+
+import pytest
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from titan_grpo.algorithm.balance import deal, padded_length, plan_waves
+from titan_grpo.algorithm.balance import TokenCost, cut_packed, cut_padded, deal, padded_length, partition, variation
 
+costs = st.lists(st.floats(0.01, 1000), max_size=60)
 lengths = st.lists(st.integers(1, 64), min_size=1, max_size=60)
-num_ranks = st.integers(1, 9)
+num_parts = st.integers(1, 9)
 budget = st.integers(64, 512)
+at_least = st.integers(1, 12)
+
+
+def loads_of(parts, costs):
+    return [sum(costs[item] for item in part) for part in parts]
 
 
 def test_the_docstring_examples():
-    assert plan_waves((8, 16, 8, 16, 8), 2, 16) == [[1, 3], [0, 2, 4]]
-    assert deal([[0, 1, 2, 3]], (5, 4, 3, 1), 2) == [[[0, 3]], [[1, 2]]]
+    assert TokenCost(2, 0.5).of(4) == 16
+    assert variation((1, 3)) == 0.5
+    assert deal(5, 2) == [[0, 2, 4], [1, 3]]
+    assert sorted(loads_of(partition((8, 7, 6, 5, 4), 2), (8, 7, 6, 5, 4))) == [15, 15]
+    assert cut_padded((8, 16, 8), 16) == [[1], [0, 2]]
+    assert cut_packed((5, 3, 2, 6), 8) == [[2, 3], [0, 1]]
 
 
 def test_a_padded_length_never_exceeds_the_greatest_length():
     assert [padded_length(n, 8, 30) for n in (1, 8, 9, 24, 25, 30)] == [8, 8, 16, 24, 30, 30]
 
 
-@given(lengths, num_ranks, budget)
-def test_every_row_is_in_one_micro_batch_within_the_budget(padded, ranks, token_budget):
-    shares = deal(plan_waves(padded, ranks, token_budget), padded, ranks)
-    assert sorted(row for share in shares for wave in share for row in wave) == list(range(len(padded)))
-    assert len({len(share) for share in shares}) == 1
-    for share in shares:
-        for wave in share:
-            assert len(wave) * max((padded[row] for row in wave), default=0) <= token_budget
-
-
-@given(lengths, num_ranks, budget)
-def test_two_ranks_differ_by_one_row_per_wave_and_by_the_longest_row_in_all(costs, ranks, token_budget):
-    waves = plan_waves(costs, ranks, token_budget)
-    shares = deal(waves, costs, ranks)
-    for number in range(len(waves)):
-        counts = [len(share[number]) for share in shares]
+@given(costs, num_parts, st.booleans())
+def test_every_item_is_in_one_part_and_equal_counts_are_equal(costs, parts, equal):
+    found = partition(costs, parts, equal)
+    assert len(found) == parts
+    assert sorted(item for part in found for item in part) == list(range(len(costs)))
+    assert all(part == sorted(part) for part in found)
+    if equal:
+        counts = [len(part) for part in found]
         assert max(counts) - min(counts) <= 1
-    loads = [sum(costs[row] for wave in share for row in wave) for share in shares]
-    assert max(loads) - min(loads) <= max(costs)
+    assert found == partition(costs, parts, equal)
 
 
-@given(lengths, num_ranks, budget)
-def test_only_the_last_wave_can_leave_a_rank_without_rows(padded, ranks, token_budget):
-    waves = plan_waves(padded, ranks, token_budget)
-    assert all(len(wave) >= ranks for wave in waves[:-1])
+@given(st.lists(st.floats(0.01, 1000), min_size=1, max_size=9), st.integers(1, 3))
+@example([8.0, 7.0, 6.0, 5.0, 4.0], 2)
+def test_the_costliest_part_is_within_a_third_of_the_best_possible(costs, parts):
+    best = min(
+        max(sum(c for c, at in zip(costs, places, strict=True) if at == part) for part in range(parts))
+        for places in itertools.product(range(parts), repeat=len(costs))
+    )
+    assert max(loads_of(partition(costs, parts), costs)) <= best * (4 / 3)
+
+
+@given(st.lists(st.floats(0.01, 1000), min_size=1, max_size=40), num_parts)
+def test_balanced_shares_are_not_worse_than_dealt_ones(costs, parts):
+    assert max(loads_of(partition(costs, parts), costs)) <= max(loads_of(deal(len(costs), parts), costs)) * (1 + 1e-9)
+
+
+@given(st.lists(st.floats(1, 1000), min_size=1, max_size=8))
+def test_fewer_items_than_parts_are_alone(costs):
+    found = partition(costs, 9)
+    assert sorted(map(len, found)) == [0] * (9 - len(costs)) + [1] * len(costs)
+
+
+DISTRIBUTIONS = {
+    "uniform": lambda r: r.randint(50, 8192),
+    "long tail": lambda r: min(32768, max(16, int(r.lognormvariate(7, 1)))),
+    "short or long": lambda r: r.choice((r.randint(100, 300), r.randint(15000, 16384))),
+    "all at the limit": lambda r: 8192 if r.random() < 0.9 else r.randint(1, 8192),
+}
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 10**6), quadratic=st.sampled_from((0.0, 1e-5, 1e-4)))
+def test_4096_sequences_over_64_ranks_are_within_one_percent_of_the_mean(name, equal, seed, quadratic):
+    source, cost = random.Random(seed), TokenCost(1.0, quadratic)
+    costs = [cost.of(DISTRIBUTIONS[name](source)) for _ in range(4096)]
+    loads = loads_of(partition(costs, 64, equal), costs)
+    assert max(loads) <= max(1.01 * statistics.fmean(loads), max(costs))
+    assert variation(loads) <= 0.01
+    assert variation(loads) < variation(loads_of(deal(4096, 64), costs))
+
+
+@given(lengths, budget, at_least)
+def test_padded_micro_batches_keep_the_budget_and_come_longest_first(padded, token_budget, wanted):
+    cuts = cut_padded(padded, token_budget, wanted)
+    assert sorted(row for cut in cuts for row in cut) == list(range(len(padded)))
+    assert all(len(cut) * max(padded[row] for row in cut) <= token_budget for cut in cuts)
+    assert len(cuts) >= min(wanted, len(padded))
+    firsts = [padded[cut[0]] for cut in cuts]
+    assert firsts == sorted(firsts, reverse=True)
+
+
+@given(lengths, budget, at_least)
+def test_packed_micro_batches_keep_the_budget_and_come_fullest_first(lengths, token_budget, wanted):
+    cuts = cut_packed(lengths, token_budget, wanted)
+    assert sorted(row for cut in cuts for row in cut) == list(range(len(lengths)))
+    sums = [sum(lengths[row] for row in cut) for cut in cuts]
+    assert max(sums) <= token_budget
+    assert sums == sorted(sums, reverse=True)
+    assert len(cuts) >= min(wanted, len(lengths))
+    if wanted == 1:
+        assert len(cuts) <= 2 * sum(lengths) / token_budget + 1
+
+
+def test_nothing_is_cut_into_nothing():
+    assert cut_padded([], 64, 3) == []
+    assert cut_packed([], 64, 3) == []
+    assert partition([], 3) == [[], [], []]

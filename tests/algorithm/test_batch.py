@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import IGNORE_INDEX, BatchOptions, assemble
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.samples import Completion, Group, Prompt
@@ -33,11 +34,13 @@ def test_tokens_labels_and_logprobs_are_aligned_by_the_next_token():
     assert mb["inputs"].tolist() == [[5, 6, 7, 1, 1, 1, 1, 1], [5, 6, 1, 1, 1, 1, 1, 1]]
     assert mb["labels"].tolist() == [[x, 7, 8, x, x, x, x, x], [x, 9, x, x, x, x, x, x]]
     assert mb["rollout_logprobs"].tolist() == [[0, -0.5, -1.0, 0, 0, 0, 0, 0], [0, -0.5, 0, 0, 0, 0, 0, 0]]
-    assert mb["advantages"].tolist() == pytest.approx([1, -1], abs=1e-5)
-    assert mb["versions"].tolist() == [3, 3]
+    assert mb["sequence"].tolist() == [[0, 0, 0, -1, -1, -1, -1, -1], [1, 1, -1, -1, -1, -1, -1, -1]]
+    assert torch.equal(mb["advantages"].round(), torch.tensor([[1.0, 1, 1, 0, 0, 0, 0, 0], [-1, -1, 0, 0, 0, 0, 0, 0]]))
+    assert mb["versions"].tolist() == [[3, 3, 3, 0, 0, 0, 0, 0], [3, 3, 0, 0, 0, 0, 0, 0]]
     assert {name: t.dtype for name, t in mb.items()} == {
         "inputs": torch.int64,
         "labels": torch.int64,
+        "sequence": torch.int64,
         "rollout_logprobs": torch.float32,
         "weights": torch.float32,
         "advantages": torch.float32,
@@ -82,8 +85,62 @@ def test_a_defective_completion_is_counted_and_leaves_its_group_as_if_it_never_w
 def test_an_overlong_completion_is_left_out_but_its_reward_counts_in_the_mean():
     batch = assemble([group(completion(reward=1.0), completion((7,) * 31, reward=0.0))], 1, OPTIONS)
     assert batch.dropped == {"too_long": 1}
-    assert batch.ranks[0][0]["advantages"].tolist() == pytest.approx([1.0], abs=1e-5)
+    assert batch.ranks[0][0]["advantages"][0, :3].tolist() == pytest.approx([1.0] * 3, abs=1e-5)
     assert batch.tokens == 2
+
+
+def test_packed_sequences_lie_in_one_row_and_positions_begin_anew():
+    groups = [group(completion((7, 8), reward=1.0), completion((9,), reward=0.0))]
+    mb = only_micro_batch(groups, replace(OPTIONS, pack=True))
+    x = IGNORE_INDEX
+    assert mb["inputs"].tolist() == [[5, 6, 7, 5, 6, 1, 1, 1]]
+    assert mb["labels"].tolist() == [[x, 7, 8, x, 9, x, x, x]]
+    assert mb["positions"].tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
+    assert mb["sequence"].tolist() == [[0, 0, 0, 1, 1, -1, -1, -1]]
+    assert mb["advantages"].round().tolist() == [[1, 1, 1, -1, -1, 0, 0, 0]]
+
+
+def test_a_packed_row_may_be_longer_than_any_sequence_but_not_than_the_budget():
+    groups = [group(*[completion(tuple(range(10, 38)), reward=r) for r in range(5)])]
+    batch = assemble(groups, 1, replace(OPTIONS, pack=True))
+    assert [tuple(mb["inputs"].shape) for mb in batch.ranks[0]] == [(1, 64), (1, 64), (1, 32)]
+    assert max(int(mb["positions"].max()) for mb in batch.ranks[0]) == 28
+
+
+def sequences_of(micro_batches):
+    """(inputs, labels, rollout log-probabilities, weights, advantages) of every sequence, by its own tokens."""
+    names = ("inputs", "labels", "rollout_logprobs", "weights", "advantages", "versions")
+    out = []
+    for mb in micro_batches:
+        for number in range(int(mb["sequence"].max()) + 1):
+            mine = mb["sequence"] == number
+            out.append(tuple(tuple(mb[name][mine].tolist()) for name in names))
+    return sorted(out)
+
+
+def prompts_of(micro_batches):
+    return {tuple(inputs[:1]) for inputs, *_ in sequences_of(micro_batches)}
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_group_stays_on_one_rank_unless_it_may_be_split(pack):
+    groups = [group(*[completion((7,) * (n + 1)) for n in range(4)], prompt=(50 + g, 60), index=g) for g in range(5)]
+    whole = assemble(groups, 3, replace(OPTIONS, pack=pack))
+    prompts = [prompts_of(rank) for rank in whole.ranks]
+    assert sum(len(p) for p in prompts) == 5
+    assert sorted(map(len, prompts)) == [1, 2, 2]
+    split = assemble(groups, 3, replace(OPTIONS, pack=pack, split_groups=True))
+    assert max(split.loads) - min(split.loads) < max(whole.loads) - min(whole.loads)
+
+
+def test_work_is_balanced_against_what_dealing_would_give():
+    long, short = completion((7,) * 29), completion((7,))
+    groups = [group(*[long if g % 2 == 0 else short] * 2, prompt=(50 + g, 60), index=g) for g in range(4)]
+    cost = TokenCost(1.0, 0.1)
+    batch = assemble(groups, 2, replace(OPTIONS, cost=cost))
+    assert batch.work == (2 * cost.of(30) + 2 * cost.of(2),) * 2
+    assert batch.dealt_work == (4 * cost.of(30), 4 * cost.of(2))
+    assert assemble(groups, 2, replace(OPTIONS, cost=cost, balance=False)).work == batch.dealt_work
 
 
 def test_a_prompt_without_tokens_is_dropped_because_nothing_predicts_its_first_token():
@@ -134,6 +191,27 @@ a_completion = st.builds(
 a_group = st.builds(
     lambda n, cs: group(*cs, prompt=range(50, 50 + n)), st.integers(1, 6), st.lists(a_completion, min_size=2, max_size=6)
 )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(a_group, min_size=1, max_size=6), st.integers(1, 5), st.booleans(), st.booleans())
+def test_packed_and_padded_batches_hold_the_same_sequences_with_the_same_weights(groups, num_ranks, split, balance):
+    options = replace(OPTIONS, split_groups=split, balance=balance)
+    try:
+        padded = assemble(groups, num_ranks, options)
+    except DataError:
+        return
+    packed = assemble(groups, num_ranks, replace(options, pack=True))
+    assert packed.work == padded.work
+    assert packed.padded_tokens <= padded.padded_tokens or num_ranks > 1
+    for one, other in zip(packed.ranks, padded.ranks, strict=True):
+        assert sequences_of(one) == sequences_of(other)
+        assert len(one) == len(packed.ranks[0])
+        for mb in one:
+            assert mb["inputs"].numel() <= options.token_budget
+            for number in range(int(mb["sequence"].max()) + 1):
+                place = mb["positions"][mb["sequence"] == number]
+                assert torch.equal(place, torch.arange(len(place)))
 
 
 @settings(max_examples=60, deadline=None)

@@ -20,7 +20,7 @@ def micro_batch(advantages=(1.0, -1.0), mask=MASK, rollout=-1.0):
     return {
         "labels": torch.where(mask, 3, -100),
         "weights": mask / mask.sum().clamp(min=1),
-        "advantages": torch.tensor(advantages),
+        "advantages": torch.tensor(advantages).unsqueeze(-1),
         "rollout_logprobs": torch.full(mask.shape, rollout) * mask,
     }
 
@@ -153,9 +153,9 @@ def test_the_on_policy_gap_leaves_out_rows_of_older_versions():
     batch = {
         "labels": torch.tensor([[1, IGNORE_INDEX], [1, 1]]),
         "weights": torch.full((2, 2), 0.25),
-        "advantages": torch.zeros(2),
+        "advantages": torch.zeros(2, 1),
         "rollout_logprobs": torch.tensor([[-1.0, 0.0], [-1.0, -1.0]]),
-        "on_policy": torch.tensor([True, False]),
+        "on_policy": torch.tensor([[True], [False]]),
     }
     logprobs = torch.tensor([[-1.5, 0.0], [-9.0, -9.0]])
     metrics = grpo_loss(logprobs, batch, GRPO())[1]

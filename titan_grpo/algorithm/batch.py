@@ -5,12 +5,13 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import groupby
+from typing import Literal, TypeVar
 
 import torch
 
 from titan_grpo.algorithm.advantages import AdvantageOptions, Scored, step_advantages
-from titan_grpo.algorithm.balance import deal, padded_length, plan_waves
+from titan_grpo.algorithm.balance import TokenCost, cut_packed, cut_padded, deal, padded_length, partition
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.samples import Completion, Group, Prompt
 
@@ -21,7 +22,7 @@ LOGPROB_RANGE = (-1e30, 1e-3)
 """A log-probability outside this is not one: NaN, infinite, past float32, or positive by more than rounding."""
 
 MicroBatch = dict[str, torch.Tensor]
-"""R rows of padded length L; see ``assemble`` for the tensors."""
+"""R rows of L tokens; see ``assemble`` for the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,21 @@ class BatchOptions:
     pad_multiple: int = 8
     """Padded lengths are multiples of this (fewer shapes, and divisible by the tensor-parallel degree)."""
 
+    cost: TokenCost = field(default_factory=TokenCost)
+    """Work of a sequence, which ranks get equal shares of."""
+
+    balance: bool = True
+    """Partition the work by ``partition``; false deals groups in the order in which they came."""
+
+    equal_counts: bool = False
+    """Balanced shares have the same number of groups, give or take one."""
+
+    split_groups: bool = False
+    """Balance single sequences; false keeps all of a group on one rank."""
+
+    pack: bool = False
+    """Several sequences in one row (see packing.py); false gives each a row of its own, padded."""
+
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_len", "pad_multiple", "num_minibatches"):
             if getattr(self, name) < 1:
@@ -80,6 +96,10 @@ class Batch:
     """Completion tokens in them."""
     loads: tuple[int, ...]
     """Input tokens of each rank, without padding."""
+    work: tuple[float, ...]
+    """Cost of each rank's sequences, in the unit of ``BatchOptions.cost``."""
+    dealt_work: tuple[float, ...]
+    """The same if groups were dealt in the order in which they came."""
     padded_tokens: int
     """Rows times padded length, over all micro-batches and ranks."""
     dropped: dict[str, int]
@@ -123,13 +143,15 @@ def defect(prompt: Prompt, completion: Completion) -> str:
 def assemble(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batch:
     """Rows, advantages and weights of one step, balanced over ``num_ranks`` data-parallel ranks. Deterministic.
 
-    Tensors of a micro-batch with R rows of padded length L, on the CPU:
+    Tensors of a micro-batch with R rows of L tokens, on the CPU, all [R, L]:
 
-    * ``inputs`` int64 [R, L]: prompt and completion without the last token, then ``pad_id``;
-    * ``labels`` int64 [R, L]: the next token where that is a completion token, else ``IGNORE_INDEX``;
-    * ``rollout_logprobs`` float32 [R, L]: the engine's log-probability of the label, 0 where ignored;
-    * ``weights`` float32 [R, L]: the normalisation over the whole step, 0 where ignored;
-    * ``advantages`` float32 [R]; ``versions`` int64 [R]: the oldest policy version in the row.
+    * ``inputs`` int64: prompt and completion without the last token, then ``pad_id``;
+    * ``labels`` int64: the next token where that is a completion token, else ``IGNORE_INDEX``;
+    * ``sequence`` int64: number of the sequence, from 0 in each micro-batch; its tokens lie together. -1 is padding;
+    * ``rollout_logprobs`` float32: the engine's log-probability of the label, 0 where ignored;
+    * ``weights`` float32: the normalisation over the whole step, 0 where ignored;
+    * ``advantages`` float32 and ``versions`` int64 (the oldest policy version in the sequence): 0 at padding;
+    * ``positions`` int64, with ``options.pack`` only: place of the token in its sequence.
 
     Example: prompt (5, 6), completion (7, 8) -> inputs 5 6 7, labels -100 7 8.
 
@@ -150,25 +172,62 @@ def assemble(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> 
         steps=tuple(len(minibatch.ranks[0]) for minibatch in dealt),
         sequences=len(rows),
         tokens=sum(len(row.completion.token_ids) for row in rows),
-        loads=tuple(sum(loads) for loads in zip(*(minibatch.loads for minibatch in dealt), strict=True)),
+        loads=_summed([minibatch.loads for minibatch in dealt]),
+        work=_summed([minibatch.work for minibatch in dealt]),
+        dealt_work=_summed([minibatch.dealt_work for minibatch in dealt]),
         padded_tokens=sum(mb["inputs"].numel() for rank in ranks for mb in rank),
         dropped=dropped,
     )
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _summed(of_minibatches: Sequence[Sequence[_Number]]) -> tuple[_Number, ...]:
+    """Per rank, the sum over minibatches."""
+    return tuple(sum(values) for values in zip(*of_minibatches, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class _Dealt:
     ranks: list[list[MicroBatch]]
     loads: list[int]
+    work: list[float]
+    dealt_work: list[float]
 
 
 def _deal(rows: Sequence[_Row], num_ranks: int, options: BatchOptions) -> _Dealt:
     """The micro-batches of one optimizer step."""
+    items = [[row] for row in rows] if options.split_groups else [list(g) for _, g in groupby(rows, lambda row: row.group)]
+    costs = [sum(options.cost.of(row.length) for row in item) for item in items]
+    dealt = deal(len(items), num_ranks)
+    parts = partition(costs, num_ranks, options.equal_counts) if options.balance else dealt
+    shares = [[row for item in part for row in items[item]] for part in parts]
     tokens = sum(len(row.completion.token_ids) for row in rows)
-    padded = [padded_length(row.length, options.pad_multiple, options.max_len) for row in rows]
-    shares = deal(plan_waves(padded, num_ranks, options.token_budget), [row.length for row in rows], num_ranks)
-    ranks = [[_micro_batch([rows[i] for i in wave], len(rows), tokens, options) for wave in share] for share in shares]
-    return _Dealt(ranks, [sum(rows[i].length for wave in share for i in wave) for share in shares])
+    return _Dealt(
+        ranks=[[_micro_batch(cut, len(rows), tokens, options) for cut in cuts] for cuts in _cuts(shares, options)],
+        loads=[sum(row.length for row in share) for share in shares],
+        work=[sum(costs[item] for item in part) for part in parts],
+        dealt_work=[sum(costs[item] for item in part) for part in dealt],
+    )
+
+
+def _cuts(shares: Sequence[Sequence[_Row]], options: BatchOptions) -> list[list[list[_Row]]]:
+    """Rows of each micro-batch of each rank; all ranks have as many as the one that needs most, some of them empty."""
+
+    def cut(share: Sequence[_Row], at_least: int) -> list[list[int]]:
+        lengths = [row.length for row in share]
+        if options.pack:
+            return cut_packed(lengths, options.token_budget, at_least)
+        padded = [padded_length(length, options.pad_multiple, options.max_len) for length in lengths]
+        return cut_padded(padded, options.token_budget, at_least)
+
+    most = max(len(cut(share, 1)) for share in shares)
+    out = []
+    for share in shares:
+        cuts = [[share[i] for i in indices] for indices in cut(share, most)]
+        out.append(cuts + [[] for _ in range(most - len(cuts))])
+    return out
 
 
 def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[_Row], dict[str, int]]:
@@ -202,27 +261,44 @@ def _row_weight(length: int, sequences: int, tokens: int, options: BatchOptions)
     return 1 / (sequences * (length if options.normalization == "sequence" else options.constant))
 
 
+def _shape(rows: Sequence[_Row], options: BatchOptions) -> tuple[int, int]:
+    """Rows and padded length of one micro-batch."""
+    if options.pack:
+        # A packed row may be longer than max_len: positions begin anew with each sequence.
+        return 1, padded_length(max(sum(row.length for row in rows), 1), options.pad_multiple, options.token_budget)
+    longest = max((row.length for row in rows), default=1)
+    return max(len(rows), 1), padded_length(longest, options.pad_multiple, options.max_len)
+
+
 def _micro_batch(rows: Sequence[_Row], sequences: int, tokens: int, options: BatchOptions) -> MicroBatch:
     """Tensors of one micro-batch; no rows give one all-masked row of the least length."""
-    longest = max((row.length for row in rows), default=1)
-    shape = (max(len(rows), 1), padded_length(longest, options.pad_multiple, options.max_len))
+    shape = _shape(rows, options)
     out = {
         "inputs": torch.full(shape, options.pad_id, dtype=torch.int64),
         "labels": torch.full(shape, IGNORE_INDEX, dtype=torch.int64),
+        "sequence": torch.full(shape, -1, dtype=torch.int64),
         "rollout_logprobs": torch.zeros(shape),
         "weights": torch.zeros(shape),
-        "advantages": torch.zeros(shape[0]),
-        "versions": torch.zeros(shape[0], dtype=torch.int64),
+        "advantages": torch.zeros(shape),
+        "versions": torch.zeros(shape, dtype=torch.int64),
     }
-    for r, row in enumerate(rows):
+    if options.pack:
+        out["positions"] = torch.zeros(shape, dtype=torch.int64)
+    flat = {name: tensor.view(-1) for name, tensor in out.items()}
+    start = 0
+    for number, row in enumerate(rows):
         completion = row.completion
-        first, stop = len(row.prompt.token_ids) - 1, row.length
+        stop, first = start + row.length, start + len(row.prompt.token_ids) - 1
         # Through array: torch.tensor takes six times as long on a tuple.
         ids = torch.frombuffer(array("q", row.prompt.token_ids + completion.token_ids), dtype=torch.int64)
-        out["inputs"][r, :stop] = ids[:-1]
-        out["labels"][r, first:stop] = ids[first + 1 :]
-        out["rollout_logprobs"][r, first:stop] = torch.frombuffer(array("f", completion.logprobs), dtype=torch.float32)
-        out["weights"][r, first:stop] = _row_weight(stop - first, sequences, tokens, options)
-        out["advantages"][r] = row.advantage
-        out["versions"][r] = completion.version_first
+        flat["inputs"][start:stop] = ids[:-1]
+        flat["labels"][first:stop] = ids[first - start + 1 :]
+        flat["sequence"][start:stop] = number
+        flat["rollout_logprobs"][first:stop] = torch.frombuffer(array("f", completion.logprobs), dtype=torch.float32)
+        flat["weights"][first:stop] = _row_weight(stop - first, sequences, tokens, options)
+        flat["advantages"][start:stop] = row.advantage
+        flat["versions"][start:stop] = completion.version_first
+        if options.pack:
+            flat["positions"][start:stop] = torch.arange(row.length)
+        start = stop if options.pack else start + shape[1]
     return out

@@ -44,7 +44,7 @@ def grpo_loss(
         raise ConfigError(f"grpo.kl_beta = {options.kl_beta} needs a reference model's log-probabilities, got none")
     mask = batch["labels"] != IGNORE_INDEX
     weights = batch["weights"]
-    advantages = batch["advantages"].unsqueeze(-1)
+    advantages = batch["advantages"]
     rollout = batch["rollout_logprobs"]
     old = logprobs if old_logprobs is None else old_logprobs
 
@@ -83,14 +83,14 @@ def _policy_metrics(logprobs: torch.Tensor, rollout: torch.Tensor, mask: torch.T
 
 
 def _on_policy_metrics(logprobs: torch.Tensor, batch: MicroBatch, mask: torch.Tensor) -> Metrics:
-    """Trainer against engine on the rows that the trainer's own version made (``batch["on_policy"]``, bool [R], optional).
+    """Trainer against engine on what the trainer's own version made (``batch["on_policy"]``, bool [R, L], optional).
 
     There the gap is arithmetic alone (types, kernels, a wrong sync); elsewhere it is also what the policy learnt since.
     """
     rows = batch.get("on_policy")
     if rows is None:
         return {}
-    chosen = mask & rows.unsqueeze(-1)
+    chosen = mask & rows
     gap = (logprobs - batch["rollout_logprobs"]).abs() * chosen
     return {
         "on_policy_count_sum": chosen.sum().double(),
