@@ -22,8 +22,8 @@ LAUNCH = "launch"
 class Rollout:
     """Where and how completions are sampled."""
 
-    engine: Literal["vllm", "sglang"] = "vllm"
-    """Which server software answers at the URLs."""
+    engine: Literal["auto", "vllm", "sglang"] = "auto"
+    """Which server software answers at the URLs; auto asks each server when its lane connects, and a fleet may mix."""
 
     servers: list[str] = field(default_factory=list)
     """Base URLs of the servers, or the single word "launch" to start them on this host. Those of servers_file and servers_slurm
@@ -50,6 +50,10 @@ class Rollout:
 
     api_key_env: str = ""
     """Name of the environment variable that holds the servers' API key; empty: no key is sent."""
+
+    admin_key_env: str = ""
+    """Name of the environment variable that holds the admin key of SGLang servers, which with one take pauses and weights with
+    that key only; empty: the API key is sent there too. vLLM has none."""
 
     task: str = "digits"
     """A built-in task (digits, gsm8k) or a dotted path "package.module:Class" to your own."""
@@ -194,7 +198,6 @@ def _server_violations(r: Rollout) -> list[str]:
 
 def _rollout_violations(r: Rollout) -> list[str]:
     out = _server_violations(r)
-    out += _rule(r.engine == "sglang", "rollout.engine", '"vllm": the SGLang adapter is not there yet', r.engine)
     out += _rule(r.group_size < 2, "rollout.group_size", "2 or more (an advantage needs a group to compare with)", r.group_size)
     out += _rule(r.max_staleness < 0, "rollout.max_staleness", "0 or greater", r.max_staleness)
     counts = ("prompts_per_step", "max_completion_tokens", "max_concurrent_requests", "launch_count")

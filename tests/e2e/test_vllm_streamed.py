@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
-from titan_grpo.engines.control import VllmControl
 from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.engines.vllm_control import VllmControl
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe.recorder import Recorder

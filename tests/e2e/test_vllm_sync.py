@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM
 
 from titan_grpo.engines import vllm
 from titan_grpo.engines.calls import Call
-from titan_grpo.engines.control import VllmControl
 from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.engines.vllm_control import VllmControl
 from titan_grpo.errors import ServerRefused, TransferFailed
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest

@@ -6,6 +6,7 @@ import pytest
 
 from titan_grpo.engines import vllm
 from titan_grpo.engines.drivers import public_url
+from titan_grpo.engines.sampling import Sampled, Sampling, salt
 from titan_grpo.errors import ServerRefused
 
 ANSWER = {
@@ -16,25 +17,25 @@ ANSWER = {
 
 
 def test_a_generation_request_leaves_no_sampling_default_to_the_model_directory():
-    body = vllm.generate([1, 2], vllm.Sampling(4, 0.7, 9, "run/@3"), 1.0).json
+    body = vllm.generate([1, 2], Sampling(4, 0.7, 9, "run/@3"), 1.0).json
     assert {k: body[k] for k in ("top_k", "top_p", "min_p", "repetition_penalty")} == {
         "top_k": -1,
         "top_p": 1.0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
     }
-    assert (body["seed"], body["cache_salt"], body["temperature"]) == (9, vllm.salt("run/@3"), 0.7)
+    assert (body["seed"], body["cache_salt"], body["temperature"]) == (9, salt("run/@3"), 0.7)
 
 
 def test_a_salt_has_only_characters_that_vllm_takes():
-    salt = vllm.salt("run/@3\\" * 100)
-    assert len(salt) == 32
-    assert salt.isalnum()
-    assert salt != vllm.salt("run/@4")
+    made = salt("run/@3\\" * 100)
+    assert len(made) == 32
+    assert made.isalnum()
+    assert made != salt("run/@4")
 
 
 def test_an_answer_gives_tokens_and_their_log_probabilities():
-    assert vllm.parse_sampled(ANSWER) == vllm.Sampled((7, 8), (-0.5, -1.5), "length")
+    assert vllm.parse_sampled(ANSWER) == Sampled((7, 8), (-0.5, -1.5), "length")
 
 
 def test_null_and_floored_log_probabilities_become_nan_and_minus_infinity():
@@ -54,6 +55,8 @@ def test_scores_are_of_all_tokens_but_the_first():
     call = vllm.score([5, 6, 7], 1.0)
     answer = {"choices": [{"logprobs": {"token_logprobs": [None, -1.0, -2.0, -3.0]}}]}
     assert call.parse(answer) == (-1.0, -2.0)
+    assert "cache_salt" not in call.json
+    assert vllm.score([5, 6, 7], 1.0, "x").json["cache_salt"] == salt("x")
 
 
 def test_weight_info_reads_the_label():

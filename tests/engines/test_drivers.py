@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from titan_grpo.engines import vllm
+from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.drivers import AsyncDriver, HttpRefused, SyncDriver
 from titan_grpo.engines.launch import free_port
 from titan_grpo.errors import ServerUnreachable
@@ -72,6 +72,25 @@ def both(url: str, call, api_key: str = ""):
 
 def test_the_key_is_sent_as_a_bearer_token(url):
     assert both(url, vllm.models(), "s3cret") == [["Bearer s3cret"], ["Bearer s3cret"]]
+
+
+def test_admin_calls_go_with_the_admin_key_and_without_one_with_the_other(board):
+    board.routes = {"POST /pause_generation": 200, "GET /model_info": 200}
+    calls = (sglang.pause(5.0), sglang.alive())
+
+    async def run(*keys: str):
+        driver = AsyncDriver(board.url, keys[0], 4, *keys[1:])
+        for call in calls:
+            await driver.run(call)
+        await driver.close()
+
+    for keys, seen in ((("api", "admin"), ["admin", "api"]), (("api",), ["api", "api"]), (("", "admin"), ["admin", ""])):
+        with SyncDriver(board.url, *keys) as driver:
+            for call in calls:
+                driver.run(call)
+        asyncio.run(run(*keys))
+        assert [key for _, key in board.asked] == seen * 2
+        board.asked.clear()
 
 
 def test_a_refusal_carries_status_and_the_start_of_the_body(url):

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from titan_grpo.engines.vllm import salt
+from titan_grpo.engines.sampling import salt
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.client import RolloutClient, RolloutStopped
 from titan_grpo.rollout.records import ReplayClient

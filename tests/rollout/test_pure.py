@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.cursor import Cursor
 from titan_grpo.rollout.groups import completion_fault, group_fault, request_seed
+from titan_grpo.rollout.messages import ServerState
 from titan_grpo.rollout.pool import Pool
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient, group_from_json, group_to_json
 from titan_grpo.rollout.tasks.base import TaskOptions, load_task
@@ -90,10 +91,10 @@ def always(_version):
 
 def test_the_least_loaded_accepting_server_is_picked():
     pool = Pool(8)
-    pool.set("a", 1, True, "1").in_flight = 4
-    pool.set("b", 1, True, "1")
-    pool.set("c", 1, False, "1")
-    pool.set("d", None, True, "")
+    pool.set(ServerState("a", 1, True, "1", "vllm")).in_flight = 4
+    pool.set(ServerState("b", 1, True, "1", "vllm"))
+    pool.set(ServerState("c", 1, False, "1", "vllm"))
+    pool.set(ServerState("d", None, True, "", "vllm"))
     assert pool.pick(4, 0.0, always).url == "b"
     assert pool.pick(4, 0.0, always, avoid="b").url == "a"
     assert pool.pick(4, 0.0, lambda v: v > 1) is None
@@ -101,7 +102,7 @@ def test_the_least_loaded_accepting_server_is_picked():
 
 def test_a_full_server_takes_nothing_but_an_idle_one_takes_a_group_of_any_size():
     pool = Pool(8)
-    server = pool.set("a", 1, True, "1")
+    server = pool.set(ServerState("a", 1, True, "1", "vllm"))
     assert pool.pick(20, 0.0, always) is server
     server.in_flight = 5
     assert pool.pick(4, 0.0, always) is None
@@ -109,7 +110,7 @@ def test_a_full_server_takes_nothing_but_an_idle_one_takes_a_group_of_any_size()
 
 def test_a_failing_server_is_paused_for_longer_and_longer():
     pool = Pool(8)
-    server = pool.set("a", 1, True, "1")
+    server = pool.set(ServerState("a", 1, True, "1", "vllm"))
     assert [pool.failed(server, 100.0) for _ in range(7)] == [100.5, 101.0, 102.0, 104.0, 108.0, 115.0, 115.0]
     assert pool.pick(1, 114.0, always) is None
     assert pool.pick(1, 115.0, always) is server

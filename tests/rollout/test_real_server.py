@@ -9,6 +9,7 @@ import pytest
 from titan_grpo.engines import vllm
 from titan_grpo.engines.drivers import AsyncDriver, HttpRefused, SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.engines.sampling import Sampled, Sampling
 from titan_grpo.errors import ServerUnreachable
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
@@ -81,20 +82,20 @@ def test_batches_carry_the_servers_own_log_probabilities_and_versions(server, mo
 @pytest.mark.e2e
 def test_a_request_with_the_same_seed_gives_the_same_tokens(server):
     with SyncDriver(server.url) as driver:
-        call = vllm.generate([10, 11, 12], vllm.Sampling(8, seed=5, cache_salt="a"), 60)
+        call = vllm.generate([10, 11, 12], Sampling(8, seed=5, cache_salt="a"), 60)
         assert driver.run(call) == driver.run(call)
 
 
 @pytest.mark.e2e
 def test_pausing_keeps_a_request_and_resuming_finishes_it(server):
-    async def paused_request() -> tuple[bool, vllm.Sampled]:
+    async def paused_request() -> tuple[bool, Sampled]:
         driver = AsyncDriver(server.url)
         try:
             await driver.run(vllm.pause(30))
-            held = asyncio.create_task(driver.run(vllm.generate([10, 11], vllm.Sampling(4, seed=1), 60)))
+            held = asyncio.create_task(driver.run(vllm.generate([10, 11], Sampling(4, seed=1), 60)))
             paused = await driver.run(vllm.is_paused())
             with pytest.raises(ServerUnreachable):
-                await driver.run(vllm.generate([10, 11], vllm.Sampling(4, seed=1), timeout_s=1.0))
+                await driver.run(vllm.generate([10, 11], Sampling(4, seed=1), timeout_s=1.0))
             assert not held.done()
             await driver.run(vllm.resume(30))
             return paused, await held
@@ -113,5 +114,5 @@ def test_a_server_tells_its_label_size_and_model(server, model_dir):
         assert driver.run(vllm.world_size()) == 1
         assert isinstance(driver.run(vllm.weight_info()), str)
         with pytest.raises(HttpRefused) as refusal:
-            driver.run(vllm.generate(list(range(3, 100)) * 5, vllm.Sampling(4), 60))
+            driver.run(vllm.generate(list(range(3, 100)) * 5, Sampling(4), 60))
         assert refusal.value.status == 400

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from titan_grpo.config import WeightSync
-from titan_grpo.engines.control import VllmControl
+from titan_grpo.engines.vllm_control import VllmControl
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.plan import copy_ops, learn
 from titan_grpo.observe.recorder import Recorder

@@ -14,7 +14,7 @@ import torch
 
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
-from titan_grpo.engines.control import VllmControl
+from titan_grpo.engines.vllm_control import VllmControl
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.testing.server_handle import ServerProcess, misbehave, served
 from titan_grpo.testing.server_process import CopiedModel

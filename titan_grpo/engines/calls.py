@@ -14,7 +14,8 @@ class Call(Generic[T]):
     """One HTTP request and the pure function that turns its 2xx answer into a value.
 
     ``parse`` gets the decoded JSON body, or ``None`` for an empty or non-JSON one, and raises ServerRefused
-    (through ``want``) where the answer has not the promised form. ``timeout_s`` is the deadline in seconds.
+    (through ``want``) where the answer has not the promised form. ``timeout_s`` is the deadline in seconds. ``admin``: it
+    goes with the admin key, if there is one.
     """
 
     method: str
@@ -23,6 +24,7 @@ class Call(Generic[T]):
     parse: Callable[[Any], T]
     params: Mapping[str, str] = field(default_factory=dict)
     json: Any = None
+    admin: bool = False
 
 
 def want(answer: Any, key: str, kind: type | tuple[type, ...], path: str) -> Any:

@@ -3,10 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from titan_grpo.engines import vllm
-from titan_grpo.engines.drivers import SyncDriver
-from titan_grpo.errors import ServerRefused
-
 
 class ServerControl(Protocol):
     """Control plane of one server, used by one lane thread. Every method raises PeerError by its own deadline.
@@ -15,6 +11,10 @@ class ServerControl(Protocol):
     """
 
     url: str
+
+    @property
+    def engine(self) -> str:
+        """Which engine answers there: the name of its dialect, empty as long as nobody has asked."""
 
     def label(self) -> str:
         """The label of the weights that the server serves now, as the server says it."""
@@ -42,47 +42,3 @@ class ServerControl(Protocol):
 
     def close(self) -> None:
         """Close the connections."""
-
-
-class VllmControl:
-    """vLLM >= 0.32 with our plugin, over its RL routes."""
-
-    def __init__(self, url: str, api_key: str, deadline_s: float, load_deadline_s: float | None = None) -> None:
-        """``deadline_s``: of each call; ``load_deadline_s``: of ``load``, where that waits for a transfer too."""
-        self._driver = SyncDriver(url, api_key)
-        self._deadline_s = deadline_s
-        self._load_deadline_s = load_deadline_s or deadline_s
-        self.url = url
-
-    def label(self) -> str:
-        return self._driver.run(vllm.weight_info(min(10.0, self._deadline_s)))
-
-    def greet(self, hello: Mapping[str, Any]) -> None:
-        self._driver.run(vllm.init_weight_transfer(hello, self._deadline_s))
-
-    def paused(self) -> bool:
-        return self._driver.run(vllm.is_paused(min(10.0, self._deadline_s)))
-
-    def pause(self) -> None:
-        self._driver.run(vllm.pause(self._deadline_s))
-
-    def load(self, info: Mapping[str, Any]) -> None:
-        try:
-            self._driver.run(vllm.start_weight_update(self._deadline_s))
-        except ServerRefused:
-            # A lane that died between start and finish left its session open, and vLLM has no route to abort one.
-            self._driver.run(vllm.finish_weight_update(None, self._deadline_s))
-            self._driver.run(vllm.start_weight_update(self._deadline_s))
-        self._driver.run(vllm.update_weights(info, self._load_deadline_s))
-
-    def finish(self, label: str) -> None:
-        self._driver.run(vllm.finish_weight_update(label, self._deadline_s))
-
-    def relabel(self, label: str) -> None:
-        self._driver.run(vllm.update_weight_version(label, self._deadline_s))
-
-    def resume(self) -> None:
-        self._driver.run(vllm.resume(self._deadline_s))
-
-    def close(self) -> None:
-        self._driver.close()

@@ -33,8 +33,15 @@ def public_url(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
 
 
-def _headers(api_key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+class _Keys:
+    """Which key a call goes with. A server with an admin key takes that one alone for admin calls, and refuses it elsewhere."""
+
+    def __init__(self, api_key: str, admin_key: str) -> None:
+        self._api_key, self._admin_key = api_key, admin_key
+
+    def headers(self, call: Call[Any]) -> dict[str, str]:
+        key = self._admin_key if call.admin and self._admin_key else self._api_key
+        return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _limits(connections: int) -> httpx.Limits:
@@ -69,19 +76,25 @@ class SyncDriver:
     Proxy settings of the environment are not used: servers are addressed directly.
     """
 
-    def __init__(self, base_url: str, api_key: str = "") -> None:
+    def __init__(self, base_url: str, api_key: str = "", admin_key: str = "") -> None:
+        """``admin_key``: what calls with ``admin`` go with; empty: ``api_key`` as for all others."""
         self.url = public_url(base_url)
-        self._base_url, self._headers = base_url, _headers(api_key)
+        self._base_url, self._keys = base_url, _Keys(api_key, admin_key)
         self._client = self._connect()
 
     def _connect(self) -> httpx.Client:
-        return httpx.Client(base_url=self._base_url, headers=self._headers, limits=_limits(4), trust_env=False)
+        return httpx.Client(base_url=self._base_url, limits=_limits(4), trust_env=False)
 
     def run(self, call: Call[T]) -> T:
         """Execute. Raises ServerUnreachable (no answer), HttpRefused (not 2xx), ServerRefused (unreadable answer)."""
         try:
             response = self._client.request(
-                call.method, call.path, params=dict(call.params), json=call.json, timeout=call.timeout_s
+                call.method,
+                call.path,
+                params=dict(call.params),
+                json=call.json,
+                timeout=call.timeout_s,
+                headers=self._keys.headers(call),
             )
         except httpx.HTTPError as error:
             raise _unreachable(call, self.url, error) from error
@@ -106,18 +119,24 @@ class SyncDriver:
 class AsyncDriver:
     """Calls to one server from an asyncio loop, many at once (at most ``max_connections`` in flight, the others wait)."""
 
-    def __init__(self, base_url: str, api_key: str = "", max_connections: int = 64) -> None:
+    def __init__(self, base_url: str, api_key: str = "", max_connections: int = 64, admin_key: str = "") -> None:
+        """``admin_key``: as for SyncDriver."""
         self.url = public_url(base_url)
-        limits = _limits(max_connections)
-        self._client = httpx.AsyncClient(base_url=base_url, headers=_headers(api_key), limits=limits, trust_env=False)
+        self._keys = _Keys(api_key, admin_key)
+        self._client = httpx.AsyncClient(base_url=base_url, limits=_limits(max_connections), trust_env=False)
 
     async def run(self, call: Call[T]) -> T:
         """Execute within ``call.timeout_s`` in all. Raises as SyncDriver.run does; cancelling it drops the connection,
-        which makes vLLM abort the request."""
+        which makes the engine abort the request."""
         try:
             async with asyncio.timeout(call.timeout_s):
                 response = await self._client.request(
-                    call.method, call.path, params=dict(call.params), json=call.json, timeout=None
+                    call.method,
+                    call.path,
+                    params=dict(call.params),
+                    json=call.json,
+                    timeout=None,
+                    headers=self._keys.headers(call),
                 )
         except (httpx.HTTPError, TimeoutError) as error:
             raise _unreachable(call, self.url, error) from error

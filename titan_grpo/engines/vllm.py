@@ -3,49 +3,32 @@
 The routes for weight transfer and pausing exist only where the server runs with ``VLLM_SERVER_DEV_MODE=1``.
 """
 
-import hashlib
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from titan_grpo.engines.calls import Call, ignore, want
+from titan_grpo.engines.sampling import Sampled, Sampling, logprob, salt
 from titan_grpo.errors import ServerRefused
 
+NAME = "vllm"
 COMPLETIONS = "/v1/completions"
-LOGPROB_FLOOR = -9999.0
-"""What vLLM sends in place of a log-probability of minus infinity."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """One sampled continuation: token ids, their natural-log probabilities (NaN where the server sent null), why it ended."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampling of one request. Truncation (top-k, top-p, penalties) is always off: the trainer recomputes plain softmax."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    seed: int | None = None
-    cache_salt: str = ""
-    """Version label the request is admitted under: pause(keep) does not clear the prefix cache, so KV blocks of older
-    weights would be reused; a salt per version keeps them apart."""
 
 
 def health(timeout_s: float = 5.0) -> Call[None]:
-    """200 while the engine lives."""
+    """200 while the engine lives, paused or not."""
     return Call("GET", "/health", timeout_s, ignore)
+
+
+alive = health
+"""It needs no generation, so a paused server answers too."""
 
 
 def weight_info(timeout_s: float = 10.0) -> Call[str]:
     """Label of the weights that the server holds, as its last finish_weight_update set it."""
     return Call("GET", "/weight_info", timeout_s, lambda a: str(want(a, "weight_version", (str, int), "/weight_info")))
+
+
+label = weight_info
 
 
 def is_paused(timeout_s: float = 10.0) -> Call[bool]:
@@ -99,9 +82,9 @@ def update_weight_version(label: str, timeout_s: float) -> Call[None]:
     return Call("POST", "/update_weight_version", timeout_s, ignore, json={"new_version": label})
 
 
-def abort_requests(request_ids: Sequence[str] = (), timeout_s: float = 10.0) -> Call[None]:
-    """Abort these requests, or all requests in flight if none is named."""
-    return Call("POST", "/abort_requests", timeout_s, ignore, json={"request_ids": list(request_ids)})
+def abort_all(timeout_s: float = 10.0) -> Call[None]:
+    """Abort all requests in flight."""
+    return Call("POST", "/abort_requests", timeout_s, ignore, json={"request_ids": []})
 
 
 def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> Call[Sampled]:
@@ -128,14 +111,14 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
     return Call("POST", COMPLETIONS, timeout_s, parse_sampled, json=body)
 
 
-def score(token_ids: Sequence[int], timeout_s: float) -> Call[tuple[float, ...]]:
+def score(token_ids: Sequence[int], timeout_s: float, cache_salt: str = "") -> Call[tuple[float, ...]]:
     """Log-probabilities of a given sequence under the server's weights, at temperature 1.
 
     Returns ``len(token_ids) - 1`` values: value i belongs to ``token_ids[i + 1]`` given ``token_ids[: i + 1]``
     (the first token has no context, so no value).
     """
     count = len(token_ids)
-    body = {
+    body: dict[str, Any] = {
         "prompt": list(token_ids),
         "max_tokens": 1,
         "temperature": 1.0,
@@ -143,12 +126,9 @@ def score(token_ids: Sequence[int], timeout_s: float) -> Call[tuple[float, ...]]
         "logprobs": 0,
         "return_token_ids": True,
     }
+    if cache_salt:
+        body["cache_salt"] = salt(cache_salt)
     return Call("POST", COMPLETIONS, timeout_s, lambda answer: _parse_scores(answer, count), json=body)
-
-
-def salt(label: str) -> str:
-    """A cache salt for any label: hashed, since vLLM refuses salts over 128 characters or with "/", "@" or a backslash."""
-    return hashlib.blake2b(label.encode(), digest_size=16).hexdigest()
 
 
 def parse_sampled(answer: Any) -> Sampled:
@@ -157,7 +137,7 @@ def parse_sampled(answer: Any) -> Sampled:
     ids = want(choice, "token_ids", list, COMPLETIONS)
     logprobs = want(want(choice, "logprobs", dict, COMPLETIONS), "token_logprobs", list, COMPLETIONS)
     reason = choice.get("finish_reason")
-    return Sampled(tuple(int(t) for t in ids), tuple(_number(x) for x in logprobs), str(reason))
+    return Sampled(tuple(int(t) for t in ids), tuple(logprob(x) for x in logprobs), str(reason))
 
 
 def _parse_scores(answer: Any, count: int) -> tuple[float, ...]:
@@ -165,7 +145,7 @@ def _parse_scores(answer: Any, count: int) -> tuple[float, ...]:
     logprobs = want(want(choice, "logprobs", dict, COMPLETIONS), "token_logprobs", list, COMPLETIONS)
     if len(logprobs) < count:
         raise ServerRefused(f"{COMPLETIONS} must echo {count} log-probabilities, got {len(logprobs)}")
-    return tuple(_number(x) for x in logprobs[1:count])
+    return tuple(logprob(x) for x in logprobs[1:count])
 
 
 def _only_choice(answer: Any) -> Any:
@@ -173,10 +153,3 @@ def _only_choice(answer: Any) -> Any:
     if len(choices) != 1:
         raise ServerRefused(f"{COMPLETIONS} must answer one choice to one request, got {len(choices)}")
     return choices[0]
-
-
-def _number(value: Any) -> float:
-    """A log-probability; NaN for null, minus infinity for vLLM's floor."""
-    if not isinstance(value, (int, float)):
-        return math.nan
-    return -math.inf if value <= LOGPROB_FLOOR else float(value)

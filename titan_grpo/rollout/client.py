@@ -78,12 +78,13 @@ class RolloutClient:
             if not self._started:
                 raise RolloutStopped(f"the rollout process was not ready after {timeout_s:g} s")
 
-    def set_server(self, url: str, version: int | None, accepting: bool, label: str) -> None:
+    def set_server(self, url: str, version: int | None, accepting: bool, label: str, engine: str = "vllm") -> None:
         """Tell what one server holds (None: unknown) and whether it takes new groups. Any thread; never blocks.
 
-        ``label`` is the version label as the server knows it, used as the cache salt of its requests.
+        ``label`` is the version label as the server knows it, used as the cache salt of its requests. ``engine`` is the name
+        of its dialect; it may be empty as long as nothing else is known either.
         """
-        self._out.put(messages.ServerState(url, version, accepting, label))
+        self._out.put(messages.ServerState(url, version, accepting, label, engine))
 
     def remove_server(self, url: str) -> None:
         """A server left the run: what runs on it is made elsewhere. Any thread; never blocks."""

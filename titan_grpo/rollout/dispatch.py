@@ -65,7 +65,7 @@ class Dispatcher:
     def on(self, message: messages.ToWorker) -> None:
         """Take one message of the trainer."""
         if isinstance(message, messages.ServerState):
-            self._pool.set(message.url, message.version, message.accepting, message.label)
+            self._pool.set(message)
         elif isinstance(message, messages.ServerLeft):
             self._let_go(message.url)
         elif isinstance(message, messages.AskLoad):

@@ -34,12 +34,13 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """To the rollout process: what the ledger says of one server. ``version`` None: unknown."""
+    """To the rollout process: what the ledger says of one server. ``version`` None: unknown. ``engine``: its dialect's name."""
 
     url: str
     version: int | None
     accepting: bool
     label: str
+    engine: str
 
 
 @dataclass(frozen=True, slots=True)

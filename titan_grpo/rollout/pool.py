@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from titan_grpo.protocol import peer
+from titan_grpo.rollout.messages import ServerState
 
 PACE = peer.Pace(first_s=0.5, longest_s=15.0)
 """How long a server that failed to generate gets no new groups, in seconds."""
@@ -17,6 +18,7 @@ class Server:
     version: int | None = None
     accepting: bool = False
     label: str = ""
+    engine: str = ""
     in_flight: int = 0
     left: bool = False
     health: peer.Health = field(default_factory=lambda: peer.Health(PACE))
@@ -29,10 +31,11 @@ class Pool:
         self._capacity = capacity
         self._servers: dict[str, Server] = {}
 
-    def set(self, url: str, version: int | None, accepting: bool, label: str) -> Server:
+    def set(self, state: ServerState) -> Server:
         """Take over the ledger's word. A rest after failures stays."""
-        server = self._servers.setdefault(url, Server(url))
-        server.version, server.accepting, server.label = version, accepting, label
+        server = self._servers.setdefault(state.url, Server(state.url))
+        server.version, server.accepting = state.version, state.accepting
+        server.label, server.engine = state.label, state.engine
         return server
 
     def remove(self, url: str) -> None:

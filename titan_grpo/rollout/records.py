@@ -67,7 +67,7 @@ class ReplayClient:
     def start(self, timeout_s: float = 0.0) -> None:
         """Nothing to start."""
 
-    def set_server(self, url: str, version: int | None, accepting: bool, label: str) -> None:
+    def set_server(self, url: str, version: int | None, accepting: bool, label: str, engine: str = "vllm") -> None:
         """Ignored: nothing is sampled."""
 
     def remove_server(self, url: str) -> None:

@@ -3,9 +3,11 @@
 import asyncio
 from dataclasses import replace
 
-from titan_grpo.engines import vllm
+from titan_grpo.engines.dialect import dialect
 from titan_grpo.engines.drivers import AsyncDriver
+from titan_grpo.engines.sampling import Sampled, Sampling
 from titan_grpo.errors import TitanGrpoError
+from titan_grpo.protocol.version import Label
 from titan_grpo.rollout.groups import first_fault, group_fault, request_seed
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.pool import Server
@@ -55,15 +57,30 @@ class Sampler:
         if first is None:
             raise GroupDropped("version_unknown")
         seed = request_seed(spec.seed, ticket.index, sample, ticket.attempt)
-        sampling = vllm.Sampling(spec.max_completion_tokens, spec.temperature, seed, server.label or str(first))
-        sampled = await driver.run(vllm.generate(prompt.token_ids, sampling, spec.request_timeout_s))
+        label = server.label
+        sampling = Sampling(spec.max_completion_tokens, spec.temperature, seed, label or str(first))
+        sampled = await driver.run(dialect(server.engine).generate(prompt.token_ids, sampling, spec.request_timeout_s))
+        # None: the ledger lost track of the server while this ran, so nobody knows which weights made the tokens.
         last = server.version
-        if last is None:
-            # The ledger lost track of the server while this ran: nobody knows which weights made the tokens.
+        versions = made_by(sampled, label, first, last) if last is not None else None
+        if versions is None:
             raise GroupDropped("version_unknown")
-        versions = {"version_first": min(first, last), "version_last": max(first, last)}
-        return Completion(sampled.token_ids, sampled.logprobs, sampled.finish_reason, server=server.url, **versions)
+        bounds = {"version_first": min(versions), "version_last": max(versions)}
+        return Completion(sampled.token_ids, sampled.logprobs, sampled.finish_reason, server=server.url, **bounds)
 
     async def _rewarded(self, prompt: Prompt, completion: Completion) -> Completion:
         text = self._codec.decode(completion.token_ids)
         return replace(completion, reward=float(await self._task.reward(prompt, text, completion.token_ids)))
+
+
+def made_by(sampled: Sampled, label: str, first: int, last: int) -> tuple[int, ...] | None:
+    """The versions that made the tokens, ``first`` and ``last`` being those that the ledger had before and after.
+
+    Where the engine says it of each token, that counts; None if it names weights that are not of the run of ``label``.
+    """
+    if not sampled.versions:
+        return first, last
+    ours = Label.parse(label)
+    spoken = [Label.parse(text) for text, _, _ in sampled.versions]
+    known = [s.version for s in spoken if s is not None and ours is not None and s.run_id == ours.run_id]
+    return tuple(known) if len(known) == len(spoken) else None

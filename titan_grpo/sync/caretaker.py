@@ -72,7 +72,7 @@ class Caretaker:
         self._terms: dict[str, Any] = {"op": "terms", "terms": asdict(terms or terms_of(config)), "access": access}
         self._log = log
         self._lock = threading.Lock()
-        self._keys: dict[str, str] = {}
+        self._keys: dict[str, tuple[str, str]] = {}
         self._open: dict[str, Passing] = {}
         self._sock: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -92,11 +92,11 @@ class Caretaker:
         """Process id; None if it could not be started."""
         return self._process.pid if self._process is not None else None
 
-    def know(self, url: str, api_key: str) -> None:
-        """With which key a server's control plane is called. Before its lane starts."""
+    def know(self, url: str, api_key: str, admin_key: str = "") -> None:
+        """With which keys a server's control plane is called. Before its lane starts."""
         with self._lock:
-            self._keys[url] = api_key
-            self._write({"op": "know", "url": url, "key": api_key})
+            self._keys[url] = (api_key, admin_key)
+            self._write(_known(url, api_key, admin_key))
 
     def watch(self, passing: Passing) -> None:
         """A lane is at a point. Any thread; never waits, never raises."""
@@ -183,7 +183,7 @@ class Caretaker:
             logger.warning("no process looks after paused servers if this one dies: %s", error)
             return
         self._sock = ours
-        known = [{"op": "know", "url": url, "key": key} for url, key in self._keys.items()]
+        known = [_known(url, *keys) for url, keys in self._keys.items()]
         messages = [self._terms, *known, *map(_line, self._open.values())]
         self._out = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
         self._flush()
@@ -193,6 +193,10 @@ class Caretaker:
             with suppress(OSError):
                 self._sock.close()
             self._sock = None
+
+
+def _known(url: str, api_key: str, admin_key: str) -> dict[str, Any]:
+    return {"op": "know", "url": url, "key": api_key, "admin_key": admin_key}
 
 
 def _line(passing: Passing) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from titan_grpo.engines.control import ServerControl, VllmControl
+from titan_grpo.engines.control import ServerControl
+from titan_grpo.engines.controls import AUTO, ServerAccess, make_control
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol import lease
 from titan_grpo.protocol.points import Passing, Point
@@ -153,7 +154,7 @@ class Keeper:
         self._rest = b""
         self._state: lease.Watchlist | None = None
         self._access = Access("", 0.0, 0.0, "")
-        self._keys: dict[str, str] = {}
+        self._keys: dict[str, tuple[str, str]] = {}
         self._clean = False
         self._called_off: dict[str, threading.Event] = {}
         self._results: queue.SimpleQueue[lease.Event] = queue.SimpleQueue()
@@ -202,7 +203,7 @@ class Keeper:
                 self._access = Access(**message["access"])
                 self._state = lease.Watchlist(lease.Terms(**message["terms"]))
             case "know":
-                self._keys[message["url"]] = message["key"]
+                self._keys[message["url"]] = (message["key"], message["admin_key"])
             case "pass":
                 passing = Passing(Point(message.pop("point")), **message)
                 self._step(lease.Passed(passing, time.monotonic()))
@@ -225,7 +226,9 @@ class Keeper:
     def _look(self, ask: lease.Settle, called_off: threading.Event) -> None:
         """Thread: one server, once."""
         result: lease.Event = lease.Failed(ask.url, ask.epoch, 0.0)
-        control = VllmControl(ask.url, self._keys.get(ask.url, ""), self._access.call_s)
+        api_key, admin_key = self._keys.get(ask.url, ("", ""))
+        # asked of the server: since its lane connected it may have been restarted as another engine
+        control = make_control(AUTO, ServerAccess(ask.url, self._access.call_s, api_key=api_key, admin_key=admin_key))
         try:
             if done := look_after(control, self._access, ask, called_off):
                 log.info("%s %s", ask.url, done)

@@ -1,7 +1,7 @@
 """A server without an engine: the real plugin half and a real receiver process, and no model, no HTTP, no generation.
 
 What it is for: testing and measuring the sync without a GPU, a model or an inference engine. A lane drives it through
-``DirectControl`` as it drives a real server through ``engines.control.VllmControl``; bytes, digests, epochs and commits
+``DirectControl`` as it drives a real server through ``engines.vllm_control.VllmControl``; bytes, digests, epochs and commits
 take the real path. It can freeze, lose its receiver, go away and come back.
 """
 
@@ -173,6 +173,8 @@ class ReceiverServer:
 
 class DirectControl:
     """``engines.control.ServerControl`` of a ReceiverServer in this process: calls instead of HTTP, same order and errors."""
+
+    engine = ""
 
     def __init__(self, server: ReceiverServer) -> None:
         self._server = server

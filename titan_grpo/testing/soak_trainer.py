@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from titan_grpo.config import WeightSync
-from titan_grpo.engines.control import VllmControl
+from titan_grpo.engines.vllm_control import VllmControl
 from titan_grpo.testing.small_trainer import BLOCK_BYTES, Images, SmallTrainer
 
 GO_S = 600.0

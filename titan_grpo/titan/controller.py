@@ -98,9 +98,9 @@ class Controller:
         self._crew = Crew(self._known.urls, self._rollouts, self.recorder)
         self._crew.version = version
 
-    def on_server(self, url: str, version: int | None, accepting: bool, label: str) -> None:
+    def on_server(self, url: str, version: int | None, accepting: bool, label: str, engine: str) -> None:
         """A lane's news about its server. Called by lanes; never waits."""
-        self._servers().on_server(url, version, accepting, label)
+        self._servers().on_server(url, version, accepting, label, engine)
 
     def adopt(self, sync: TrainerSync) -> None:
         """Take over the started sync. From now on servers may come and go."""

@@ -34,7 +34,7 @@ class Crew:
         """Take over the started sync."""
         self._sync = sync
 
-    def on_server(self, url: str, version: int | None, accepting: bool, label: str) -> None:
+    def on_server(self, url: str, version: int | None, accepting: bool, label: str, engine: str) -> None:
         """A lane's news about its server. Never waits."""
         # The lock: a word that crosses the server's departure must not bring it back to the rollouts.
         with self._lock:
@@ -43,7 +43,7 @@ class Crew:
             self._versions[url] = version
             if version is not None:
                 self._highest[url] = max(version, self._highest.get(url, version))
-            self._rollouts.set_server(url, version, accepting, label)
+            self._rollouts.set_server(url, version, accepting, label, engine)
 
     @property
     def versions(self) -> dict[str, int | None]:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.config import Rollout, WeightSync
-from titan_grpo.engines.control import ServerControl, VllmControl
+from titan_grpo.engines.control import ServerControl
+from titan_grpo.engines.controls import ServerAccess, make_control
 from titan_grpo.errors import ProtocolError, SyncError
 from titan_grpo.layout.digest import KEYED, block_digests, fingerprint
 from titan_grpo.layout.image import ImageAddress, SharedImage
@@ -24,7 +25,7 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.wire import new_run_id
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.caretaker import Caretaker
-from titan_grpo.sync.fleet import Fleet, OnServer
+from titan_grpo.sync.fleet import Fleet
 from titan_grpo.sync.lane import LaneContext
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, local_shards
 from titan_grpo.sync.sender import LinkOptions
@@ -56,6 +57,9 @@ def is_local(url: str) -> bool:
     except ValueError:
         return host == "localhost"
 
+
+OnServer = Callable[[str, int | None, bool, str, str], None]
+"""Called with (url, version held or None, accepting, label, engine) after every change; must not block."""
 
 ANYWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737): the way to it is the default route."""
@@ -94,6 +98,8 @@ class TrainerSync:
         self.worker: SyncWorker | None = None
         self.run_key: Key | None = None
         self._rollout: Rollout | None = None
+        self._controls: dict[str, ServerControl] = {}
+        """The newest control plane of each server, which knows what engine it met."""
         self._caretaker: Caretaker | None = None
         self.publisher: Publisher | None = None
         self._announcer: Announcer | None = None
@@ -165,7 +171,7 @@ class TrainerSync:
             config=config,
             link=link,
             shelf=Shelf(config.slots),
-            fleet=Fleet(urls, on_server),
+            fleet=Fleet(urls, lambda url, *news: on_server(url, *news, self._engine(url))),
             recorder=recorder,
             watch=self._caretaker.watch,
         )
@@ -197,12 +203,18 @@ class TrainerSync:
     def _control(self, url: str) -> ServerControl:
         rollout = self._rollout
         assert rollout is not None
-        key = os.environ.get(rollout.api_key_env, "") if rollout.api_key_env else ""
+        api_key, admin_key = (os.environ.get(n, "") if n else "" for n in (rollout.api_key_env, rollout.admin_key_env))
         if self._caretaker is not None:
-            self._caretaker.know(url, key)
+            self._caretaker.know(url, api_key, admin_key)
         config = self._config
         load_s = config.commit_deadline_s + (config.lane_deadline_s if config.apply == "streamed" else 0.0)
-        return VllmControl(url, key, config.commit_deadline_s, load_s)
+        control = make_control(rollout.engine, ServerAccess(url, config.commit_deadline_s, load_s, api_key, admin_key))
+        self._controls[url] = control
+        return control
+
+    def _engine(self, url: str) -> str:
+        control = self._controls.get(url)
+        return control.engine if control is not None else ""
 
     def image_fingerprint(self, image: memoryview) -> str:
         """Rank 0: the fingerprint of a version with these bytes, under this run's key."""

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from titan_grpo.engines import vllm
-from titan_grpo.engines.control import VllmControl
 from titan_grpo.engines.drivers import SyncDriver
+from titan_grpo.engines.vllm_control import VllmControl
 from titan_grpo.errors import TransferFailed
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.image import SharedImage

@@ -4,9 +4,9 @@ import random
 import threading
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 
 from titan_grpo.engines import vllm
+from titan_grpo.engines.dialect import dialect
 from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.verify.evidence import Probe
@@ -39,8 +39,8 @@ class Prober:
     what other weights have left in the prefix cache.
     """
 
-    def __init__(self, url: str, prompts: Sequence[Sequence[int]]) -> None:
-        self._url, self._prompts = url, prompts
+    def __init__(self, url: str, prompts: Sequence[Sequence[int]], engine: str = vllm.NAME) -> None:
+        self._url, self._prompts, self._speak = url, prompts, dialect(engine)
         self._changed = threading.Condition()
         self._probes: list[Probe] = []
         self._errors: list[str] = []
@@ -93,8 +93,6 @@ class Prober:
                     self._changed.notify_all()
 
     def _ask(self, driver: SyncDriver, prompt: int) -> Probe:
-        before = driver.run(vllm.weight_info())
-        call = vllm.score(self._prompts[prompt], REQUEST_S)
-        salted = replace(call, json={**(call.json or {}), "cache_salt": vllm.salt(uuid.uuid4().hex)})
-        logprobs = driver.run(salted)
-        return Probe(prompt, logprobs, before, driver.run(vllm.weight_info()))
+        before = driver.run(self._speak.label())
+        logprobs = driver.run(self._speak.score(self._prompts[prompt], REQUEST_S, uuid.uuid4().hex))
+        return Probe(prompt, logprobs, before, driver.run(self._speak.label()))

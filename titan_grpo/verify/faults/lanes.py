@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_grpo.engines.control import VllmControl
+from titan_grpo.engines.vllm_control import VllmControl
 from titan_grpo.protocol.points import Point
 from titan_grpo.protocol.version import Label
 from titan_grpo.testing.proxy import Act

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from titan_grpo.config import WeightSync
-from titan_grpo.engines.control import VllmControl
+from titan_grpo.engines.vllm_control import VllmControl
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp, matrix_shape

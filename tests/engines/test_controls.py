@@ -1,0 +1,158 @@
+"""Control planes over real HTTP: which engine is met, what a commit asks for, when a server counts as paused."""
+
+import pytest
+
+from titan_grpo.engines.controls import AskingControl, ServerAccess, make_control
+from titan_grpo.engines.detect import detect
+from titan_grpo.engines.drivers import HttpRefused, SyncDriver
+from titan_grpo.engines.sglang_control import SglangControl
+from titan_grpo.engines.vllm_control import VllmControl
+from titan_grpo.errors import ConfigError, ServerRefused, ServerUnreachable
+
+SGLANG = {"GET /model_info": lambda _: (200, {"weight_version": "default", "model_path": "m"})}
+VLLM = {"GET /weight_info": lambda _: (200, {"weight_version": "7"}), "POST /init_weight_transfer_engine": 200}
+
+
+def plugin(**state):
+    return {"GET /titan_grpo/state": lambda _: (200, {"paused": False, "workers": 2, "boot": "one", **state})}
+
+
+UPDATE = {
+    "POST /begin_weight_update": 200,
+    "POST /update_weights_from_tensor": 200,
+    "POST /end_weight_update": 200,
+    "POST /update_weight_version": 200,
+}
+
+
+@pytest.fixture
+def sglang(board):
+    control = SglangControl(board.url, "api", "admin", 2.0)
+    yield control
+    control.close()
+
+
+def ask(board) -> str:
+    with SyncDriver(board.url) as driver:
+        return detect(driver, 2.0)
+
+
+def test_each_engine_is_recognised_by_what_only_it_answers(board):
+    board.routes = SGLANG
+    assert ask(board) == "sglang"
+    board.routes = VLLM
+    assert ask(board) == "vllm"
+
+
+@pytest.mark.parametrize("routes", [{}, {"GET /model_info": 200}, {"GET /weight_info": lambda _: (200, ["7"])}])
+def test_a_stranger_is_refused_with_what_both_engines_would_need(board, routes):
+    board.routes = routes
+    with pytest.raises(ServerRefused, match=r"VLLM_SERVER_DEV_MODE=1.*SGLang >= 0\.5\.21") as refusal:
+        ask(board)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("status", [401, 500, 503])
+def test_a_refused_key_or_a_server_in_trouble_is_not_taken_for_a_stranger(board, status):
+    board.routes = {"GET /model_info": status}
+    with pytest.raises(HttpRefused) as refusal:
+        ask(board)
+    assert refusal.value.status == status
+
+
+def test_a_server_that_came_back_as_another_engine_is_met_as_that_one(board):
+    control = make_control("auto", ServerAccess(board.url, 2.0))
+    assert isinstance(control, AskingControl)
+    assert control.engine == ""
+    board.routes = SGLANG | {"POST /titan_grpo/hello": 200}
+    control.greet({})
+    assert (control.engine, control.label()) == ("sglang", "default")
+    board.routes = dict(VLLM)
+    control.greet({})
+    assert (control.engine, control.label()) == ("vllm", "7")
+    control.close()
+
+
+def test_a_named_engine_is_not_asked_for(board):
+    for engine, kind in (("vllm", VllmControl), ("sglang", SglangControl)):
+        control = make_control(engine, ServerAccess(board.url, 2.0))
+        assert isinstance(control, kind)
+        assert control.engine == engine
+        control.close()
+    assert board.asked == []
+    with pytest.raises(ConfigError, match="auto"):
+        make_control("trt", ServerAccess(board.url, 2.0))
+
+
+def test_a_commit_is_one_update_and_then_the_label_with_the_admin_key(board, sglang):
+    sent = []
+    board.routes = SGLANG | UPDATE | plugin()
+    board.routes["POST /update_weights_from_tensor"] = lambda body: sent.append(body) or (200, {})
+    sglang.load({"number": 1})
+    sglang.finish("r:1:f")
+    commit = [p for p in board.paths if p.startswith("POST")]
+    assert commit == list(UPDATE)
+    assert {key for _, key in board.asked} == {"admin"}
+    assert len(sent[0]["serialized_named_tensors"]) == 2
+
+
+def test_an_update_that_a_dead_lane_left_open_is_ended_first(board, sglang):
+    answers = iter([400, 200])
+    board.routes = UPDATE | plugin() | {"POST /begin_weight_update": lambda _: (next(answers), {})}
+    sglang.load({})
+    begin, end = "POST /begin_weight_update", "POST /end_weight_update"
+    assert [p for p in board.paths if p in (begin, end)] == [begin, end, begin]
+
+
+def test_a_restarted_server_does_not_take_the_label(board, sglang):
+    board.routes = UPDATE | plugin()
+    sglang.load({})
+    board.routes["POST /end_weight_update"] = 400
+    with pytest.raises(ServerRefused, match="end_weight_update"):
+        sglang.finish("r:1:f")
+    assert "POST /update_weight_version" not in board.paths
+
+
+def test_a_server_that_restarts_between_end_and_label_is_found_out(board, sglang):
+    board.routes = UPDATE | plugin()
+    sglang.load({})
+    board.routes |= plugin(boot="two")
+    with pytest.raises(ServerRefused, match="restarted"):
+        sglang.finish("r:1:f")
+
+
+@pytest.mark.parametrize("absent", [401, 404])
+def test_a_server_without_the_plugin_says_what_to_install(board, sglang, absent):
+    board.routes = SGLANG | UPDATE | {"POST /titan_grpo/hello": absent, "GET /titan_grpo/state": absent}
+    for act in (lambda: sglang.greet({}), lambda: sglang.load({})):
+        with pytest.raises(ServerRefused, match=r"--custom-weight-loader titan_grpo\.receive\.sglang_plugin\.commit"):
+            act()
+    assert "POST /begin_weight_update" not in board.paths
+
+
+def test_the_plugin_says_whether_the_server_is_paused(board, sglang):
+    for paused in (True, False):
+        board.routes = plugin(paused=paused)
+        assert sglang.paused() is paused
+    assert set(board.paths) == {"GET /titan_grpo/state"}
+
+
+def test_without_the_plugin_a_ready_server_is_not_paused(board, sglang):
+    board.routes = {"GET /ready": 200}
+    assert sglang.paused() is False
+
+
+def test_without_the_plugin_a_server_that_was_thought_ill_and_generates_is_not_paused(board, sglang):
+    board.routes = {"GET /ready": 503, "GET /health": 200}
+    assert sglang.paused() is False
+
+
+def test_without_the_plugin_a_server_that_gives_no_token_and_answers_is_paused(board):
+    control = SglangControl(board.url, "", "", 0.3)
+    board.routes = SGLANG | {"GET /ready": 503}
+    board.silent = {"GET /health"}
+    assert control.paused() is True
+    board.silent = {"GET /health", "GET /model_info"}
+    with pytest.raises(ServerUnreachable):
+        control.paused()
+    control.close()

@@ -1,0 +1,139 @@
+"""SGLang's interface as data: what is asked, what is read (from answers of a real 0.5.23), what is refused and not shown."""
+
+import base64
+import io
+import json
+import math
+import pickle
+
+import pytest
+import torch
+
+from titan_grpo.engines import sglang
+from titan_grpo.engines.sampling import Sampled, Sampling, salt
+from titan_grpo.errors import ServerRefused
+
+ANSWER = {
+    "text": "<rkI",
+    "output_ids": [33, 87, 80],
+    "meta_info": {
+        "id": "a1c75358cfa6400c935475160273bb3f",
+        "finish_reason": {"type": "length", "length": 3},
+        "prompt_tokens": 32,
+        "weight_version": "r:8:f",
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[-5.25, 33, None], [-4.5, 87, None], [-4.75, 80, None]],
+        "weight_versions": [{"version": "r:7:f", "start": 0, "end": 2}, {"version": "r:8:f", "start": 2, "end": 3}],
+    },
+}
+
+
+def changed(**meta):
+    return ANSWER | {"meta_info": ANSWER["meta_info"] | meta}
+
+
+def test_a_generation_request_leaves_no_sampling_default_to_the_server():
+    body = sglang.generate([1, 2], Sampling(4, 0.7, 9, "run/@3"), 1.0).json
+    parameters = body["sampling_params"]
+    plain = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "min_new_tokens": 0, "ignore_eos": False}
+    plain |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+    assert {k: parameters[k] for k in plain} == plain
+    assert (parameters["max_new_tokens"], parameters["temperature"], parameters["sampling_seed"]) == (4, 0.7, 9)
+    assert (body["input_ids"], body["return_logprob"], body["extra_key"]) == ([1, 2], True, salt("run/@3"))
+
+
+def test_requests_under_different_labels_have_different_parts_of_the_cache_and_without_a_label_none():
+    keys = {sglang.generate([1], Sampling(1, cache_salt=label), 1.0).json["extra_key"] for label in ("r:1:a", "r:2:b")}
+    assert len(keys) == 2
+    assert "extra_key" not in sglang.generate([1], Sampling(1), 1.0).json
+
+
+def test_an_answer_gives_tokens_log_probabilities_and_which_version_made_which_token():
+    spans = (("r:7:f", 0, 2), ("r:8:f", 2, 3))
+    assert sglang.parse_sampled(ANSWER) == Sampled((33, 87, 80), (-5.25, -4.5, -4.75), "length", spans)
+
+
+def test_an_answer_without_spans_or_values_is_told_apart_from_a_whole_one():
+    meta = {k: v for k, v in ANSWER["meta_info"].items() if k != "weight_versions"}
+    assert sglang.parse_sampled(ANSWER | {"meta_info": meta}).versions == ()
+    first, second = sglang.parse_sampled(changed(output_token_logprobs=[[None, 1, None], [-3.4e38, 2, None]])).logprobs
+    assert math.isnan(first)
+    assert second == -math.inf
+    assert sglang.parse_sampled(changed(finish_reason={"type": "abort", "message": "Aborted"})).finish_reason == "abort"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        {},
+        [ANSWER],
+        ANSWER | {"output_ids": None},
+        changed(finish_reason=None),
+        changed(weight_versions=[{"version": "x"}]),
+    ],
+)
+def test_an_answer_of_another_form_is_refused(answer):
+    with pytest.raises(ServerRefused, match="/generate must"):
+        sglang.parse_sampled(answer)
+
+
+def test_scores_are_of_all_tokens_but_the_first():
+    call = sglang.score([5, 6, 7], 1.0, "x")
+    entries = [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]]
+    assert call.parse(changed(input_token_logprobs=entries)) == (-1.0, -2.0)
+    assert call.json["logprob_start_len"] == 0
+    assert call.json["extra_key"] == salt("x")
+    with pytest.raises(ServerRefused, match="3 log-probabilities"):
+        call.parse(changed(input_token_logprobs=entries[:2]))
+
+
+def test_what_changes_the_server_goes_with_the_admin_key_and_what_asks_it_does_not():
+    changing = [sglang.pause(1.0), sglang.resume(1.0), sglang.begin_weight_update(1.0), sglang.end_weight_update(1.0)]
+    changing += [sglang.update_weights({}, 1, 1.0), sglang.update_weight_version("x", 1.0), sglang.abort_all()]
+    changing += [sglang.hello({}, 1.0), sglang.state()]
+    asking = [sglang.generate([1], Sampling(1), 1.0), sglang.score([1, 2], 1.0), sglang.label(), sglang.models()]
+    asking += [sglang.alive(), sglang.world_size()]
+    assert all(call.admin for call in changing)
+    assert not any(call.admin for call in asking)
+
+
+def test_nothing_is_aborted_or_flushed_by_a_commit():
+    assert sglang.update_weight_version("r:7:f", 1.0).json == {"new_version": "r:7:f", "abort_all_requests": False}
+    assert sglang.update_weights({"a": 1}, 1, 1.0).json["flush_cache"] is False
+    assert sglang.pause(1.0).json == {"mode": "in_place"}
+
+
+class ServersUnpickler(pickle.Unpickler):
+    """Lets in what SGLang's does of what is needed here."""
+
+    def find_class(self, module, name):
+        assert (module, name) == ("torch", "ByteTensor")
+        return torch.ByteTensor
+
+
+@pytest.mark.parametrize("info", [{"number": 3, "error": "ü" * 40_000}, {}])
+def test_a_commit_travels_as_the_name_of_an_empty_tensor_once_per_worker(info):
+    payloads = sglang.commit_payload(info, 2)
+    assert len(payloads) == 2
+    for payload in payloads:
+        ((name, tensor),) = ServersUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
+        assert json.loads(name) == info
+        assert tensor.to("cpu").numel() == 0
+
+
+def test_the_answer_with_the_keys_in_it_is_never_shown():
+    call = sglang.world_size()
+    assert call.parse({"tp_size": 2, "pp_size": 1, "api_key": "secret"}) == 2
+    for answer in ({"api_key": "secret", "tp_size": "secret"}, ["secret"], "secret"):
+        with pytest.raises(ServerRefused) as refusal:
+            call.parse(answer)
+        assert "secret" not in str(refusal.value)
+
+
+def test_the_plugins_state_may_say_which_start_of_the_server_answers():
+    read = sglang.state().parse
+    assert read({"paused": True, "workers": 2}) == sglang.State(True, 2, "")
+    assert read({"paused": False, "workers": 1, "boot": "b"}) == sglang.State(False, 1, "b")
+    with pytest.raises(ServerRefused, match="paused"):
+        read({"workers": 1})

@@ -1,0 +1,220 @@
+"""SGLang's HTTP interface (written for and run against 0.5.23) as pure functions: arguments in, Call out.
+
+Calls with ``admin`` go to the routes that SGLang guards with its admin key; with one set, the API key is refused there, and the
+admin key everywhere else. ``/server_info`` answers with both keys in clear text: nothing of it may reach a message or a log.
+"""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_grpo.engines.calls import Call, ignore, want
+from titan_grpo.engines.sampling import Sampled, Sampling, VersionSpan, logprob, salt
+from titan_grpo.errors import ServerRefused
+
+NAME = "sglang"
+GENERATE = "/generate"
+LOADER = "titan_grpo.receive.sglang_plugin.commit"
+"""Our custom weight loader, as the server was started with it (``--custom-weight-loader``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What our plugin in the server says of it."""
+
+    paused: bool
+    workers: int
+    boot: str = ""
+    """Another one after each start of the server; empty where the plugin does not say."""
+
+
+def health(timeout_s: float = 30.0) -> Call[None]:
+    """200 once a token was generated, by this request (which takes a second) or by any other.
+
+    On a paused server it hangs, answers 503 after 20 s, and marks the server as unhealthy.
+    """
+    return Call("GET", "/health", timeout_s, ignore)
+
+
+def alive(timeout_s: float = 2.0) -> Call[None]:
+    """200 while the HTTP process lives: also paused, and while the scheduler stands still."""
+    return Call("GET", "/model_info", timeout_s, ignore)
+
+
+def label(timeout_s: float = 10.0) -> Call[str]:
+    """Label of the weights, as the HTTP process has it, which takes it over after the scheduler did.
+
+    So it never runs ahead of the label that tokens are stamped with. (An update through SGLang's own routes with a
+    ``weight_version`` and a cache flush that fails leaves it behind that one.)
+    """
+    return Call("GET", "/model_info", timeout_s, lambda a: str(want(a, "weight_version", str, "/model_info")))
+
+
+def models(timeout_s: float = 10.0) -> Call[list[str]]:
+    """Names of the served models."""
+    return Call("GET", "/v1/models", timeout_s, lambda a: [str(m["id"]) for m in want(a, "data", list, "/v1/models")])
+
+
+def world_size(timeout_s: float = 10.0) -> Call[int]:
+    """Workers of the server: tensor x pipeline parallel."""
+    return Call("GET", "/server_info", timeout_s, _parse_world_size)
+
+
+def ready(timeout_s: float = 2.0) -> Call[None]:
+    """200 if nobody has paused the server; 503 if somebody has, or if the last health check met a pause."""
+    return Call("GET", "/ready", timeout_s, ignore)
+
+
+def state(timeout_s: float = 5.0) -> Call[State]:
+    """Our plugin's route, which says whether generation is paused: no route of SGLang does."""
+    return Call("GET", "/titan_grpo/state", timeout_s, _parse_state, admin=True)
+
+
+def hello(greeting: Mapping[str, Any], timeout_s: float) -> Call[None]:
+    """Hand a lane's greeting to our plugin."""
+    return Call("POST", "/titan_grpo/hello", timeout_s, ignore, json=dict(greeting), admin=True)
+
+
+def pause(timeout_s: float, mode: str = "in_place") -> Call[None]:
+    """Stop generating. ``in_place`` freezes the running requests with their KV cache; new ones wait in all modes."""
+    return Call("POST", "/pause_generation", timeout_s, ignore, json={"mode": mode}, admin=True)
+
+
+def resume(timeout_s: float) -> Call[None]:
+    """Go on after pause."""
+    return Call("POST", "/continue_generation", timeout_s, ignore, json={"torch_empty_cache": False}, admin=True)
+
+
+def begin_weight_update(timeout_s: float) -> Call[None]:
+    """Open an update; an error while one is open. Without a pause it waits for all running requests, and holds up new ones."""
+    return Call("POST", "/begin_weight_update", timeout_s, ignore, json={}, admin=True)
+
+
+def end_weight_update(timeout_s: float) -> Call[None]:
+    """Close the update; an error if none is open, as on a server that was restarted since."""
+    return Call("POST", "/end_weight_update", timeout_s, ignore, json={}, admin=True)
+
+
+def update_weights(info: Mapping[str, Any], workers: int, timeout_s: float) -> Call[None]:
+    """Run our commit in every scheduler; returns when all of them are through. Needs a pause and an open update.
+
+    The prefix cache is not flushed: SGLang can not while requests are paused, and says 400 although the weights are in.
+    Requests are kept apart by their cache keys instead (see ``generate``).
+    """
+    body = {"serialized_named_tensors": commit_payload(info, workers), "load_format": LOADER, "flush_cache": False}
+    return Call("POST", "/update_weights_from_tensor", timeout_s, ignore, json=body, admin=True)
+
+
+def commit_payload(info: Mapping[str, Any], workers: int) -> list[str]:
+    """A commit in the form in which SGLang takes tensors: one base64 pickle per worker, of ``[(info as JSON, no tensor)]``.
+
+    SGLang's unpickler lets few classes in, and calls ``.to(device)`` of whatever stands beside a name. A name may be any
+    text, so it carries the commit; beside it stands an empty uint8 tensor, written here by its opcodes (protocol 2) since this
+    side has no torch: a list, the text, ``torch.ByteTensor`` called with an empty tuple, both as a pair, appended.
+    """
+    text = json.dumps(dict(info)).encode()
+    data = b"\x80\x02]X" + len(text).to_bytes(4, "little") + text + b"ctorch\nByteTensor\n)R\x86a."
+    return [base64.b64encode(data).decode()] * workers
+
+
+def update_weight_version(new_label: str, timeout_s: float) -> Call[None]:
+    """Set the label, of the scheduler first. SGLang aborts all requests unless it is told not to."""
+    body = {"new_version": new_label, "abort_all_requests": False}
+    return Call("POST", "/update_weight_version", timeout_s, ignore, json=body, admin=True)
+
+
+def abort_all(timeout_s: float = 10.0) -> Call[None]:
+    """Abort all requests in flight; each is answered with 200, what it has, and the finish reason ``abort``."""
+    return Call("POST", "/abort_request", timeout_s, ignore, json={"abort_all": True}, admin=True)
+
+
+def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> Call[Sampled]:
+    """Sample one continuation of a token-id prompt, with the log-probability and the version of each sampled token.
+
+    Everything that shapes the distribution is sent explicitly: left out, a server's ``--preferred-sampling-params`` apply. The
+    seed has an effect only where the server runs with ``--enable-deterministic-inference``. ``extra_key`` names a part of the
+    prefix cache that requests of other versions do not see.
+    """
+    parameters: dict[str, Any] = {
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "ignore_eos": False,
+    }
+    if sampling.seed is not None:
+        parameters["sampling_seed"] = sampling.seed
+    body: dict[str, Any] = {
+        "input_ids": list(prompt_ids),
+        "sampling_params": parameters,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+    }
+    if sampling.cache_salt:
+        body["extra_key"] = salt(sampling.cache_salt)
+    return Call("POST", GENERATE, timeout_s, parse_sampled, json=body)
+
+
+def score(token_ids: Sequence[int], timeout_s: float, cache_salt: str = "") -> Call[tuple[float, ...]]:
+    """Log-probabilities of a given sequence under the server's weights, at temperature 1.
+
+    Returns ``len(token_ids) - 1`` values: value i belongs to ``token_ids[i + 1]`` given ``token_ids[: i + 1]``. SGLang
+    computes the whole sequence for it, whatever its prefix cache holds; the salt keeps what it leaves there apart.
+    """
+    count = len(token_ids)
+    body: dict[str, Any] = {
+        "input_ids": list(token_ids),
+        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    if cache_salt:
+        body["extra_key"] = salt(cache_salt)
+    return Call("POST", GENERATE, timeout_s, lambda answer: _parse_scores(answer, count), json=body)
+
+
+def parse_sampled(answer: Any) -> Sampled:
+    """Read one answer of /generate. Comparing lengths is the caller's: a mismatch is a sample to drop, not an outage."""
+    meta = want(answer, "meta_info", dict, GENERATE)
+    ids = want(answer, "output_ids", list, GENERATE)
+    entries = want(meta, "output_token_logprobs", list, GENERATE)
+    reason = want(want(meta, "finish_reason", dict, GENERATE), "type", str, GENERATE)
+    spans = tuple(_span(span) for span in meta.get("weight_versions") or ())
+    return Sampled(tuple(int(t) for t in ids), tuple(_first(entry) for entry in entries), reason, spans)
+
+
+def _span(span: Any) -> VersionSpan:
+    start, end = (int(want(span, key, int, GENERATE)) for key in ("start", "end"))
+    return str(want(span, "version", str, GENERATE)), start, end
+
+
+def _parse_scores(answer: Any, count: int) -> tuple[float, ...]:
+    entries = want(want(answer, "meta_info", dict, GENERATE), "input_token_logprobs", list, GENERATE)
+    if len(entries) != count:
+        raise ServerRefused(f"{GENERATE} must give {count} log-probabilities of the prompt, got {len(entries)}")
+    return tuple(_first(entry) for entry in entries[1:])
+
+
+def _first(entry: Any) -> float:
+    """The log-probability of ``[log-probability, token id, text]``."""
+    return logprob(entry[0] if isinstance(entry, list) and entry else None)
+
+
+def _parse_state(answer: Any) -> State:
+    paused = want(answer, "paused", bool, "/titan_grpo/state")
+    return State(paused, int(want(answer, "workers", int, "/titan_grpo/state")), str(answer.get("boot", "")))
+
+
+def _parse_world_size(answer: Any) -> int:
+    sizes = [answer.get(key) if isinstance(answer, Mapping) else None for key in ("tp_size", "pp_size")]
+    if not all(isinstance(size, int) for size in sizes):
+        # not ``want``: it shows the start of the answer, which has the keys in it
+        raise ServerRefused("/server_info must answer with tp_size and pp_size: another server or another version of it?")
+    return int(sizes[0] * sizes[1])
