@@ -29,6 +29,12 @@ def test_one_server_with_a_fault_at_every_step_breaks_no_rule(streamed):
     assert result.states > 10_000
 
 
+def test_two_faults_on_one_server_break_no_rule():
+    result = Explorer(Bounds(ranks=1, servers=1, versions=2, faults=2)).run()
+    assert (result.violation, result.trace, result.complete) == ("", [], True)
+    assert result.states > 100_000
+
+
 def test_two_servers_without_faults_reach_the_newest_version_in_every_order():
     result = Explorer(Bounds(servers=2, versions=3, faults=0)).run()
     assert (result.violation, result.complete) == ("", True)
@@ -40,7 +46,7 @@ def test_a_seeded_bug_is_caught(bug):
     if bug.rollouts:
         result = explore_rollouts(2, bug.versions, bug.tables)
     else:
-        result = Explorer(Bounds(servers=1, versions=bug.versions), bug.tables).run()
+        result = Explorer(Bounds(servers=1, versions=bug.versions, faults=bug.faults), bug.tables).run()
     assert result.violation
     assert result.trace
 

@@ -209,6 +209,30 @@ def test_release_frees_the_image_and_the_next_transfer_makes_it_anew(site, weigh
     assert site.engine.value() == 2.0
 
 
+def test_a_receiver_gives_signs_of_life_between_transfers_and_the_store_does_not_grow(site, weights):
+    link = site.connect(weights(1.0))
+    keys = []
+    for version in (1, 2, 3):
+        assert site.deliver(link, 2 * version - 1, version, weights(float(version))).ok
+        link.ping(2 * version, 10.0)
+        keys.append(link._host.num_keys())
+    assert site.engine.value() == 3.0
+    assert len(set(keys)) == 1
+
+
+@pytest.mark.parametrize("end", ["killed", "replaced"])
+def test_a_receiver_that_is_gone_gives_no_sign_of_life(site, weights, end):
+    w = weights(1.0)
+    link = site.connect(w)
+    assert site.deliver(link, 1, 1, w).ok
+    if end == "killed":
+        os.kill(site.side.client.pid, signal.SIGKILL)
+    else:
+        site.connect(w)
+    with pytest.raises(TransferFailed, match="waiting for the receiver's answer to order 2"):
+        link.ping(2, 0.5)
+
+
 def test_bye_ends_the_receiver_process(site, weights):
     link = site.connect(weights(1.0))
     link.bye(1)

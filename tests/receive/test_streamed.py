@@ -171,6 +171,14 @@ def test_a_version_passes_bit_for_bit_through_a_window_smaller_than_its_largest_
         assert site.engine.holds(version)
 
 
+def test_a_receiver_gives_a_sign_of_life_after_each_streamed_version(site):
+    version = Version(1)
+    link = site.connect(version.manifest)
+    for number in (1, 3):
+        assert site.deliver(link, number, number, version).ok
+        link.ping(number + 1, 10.0)
+
+
 def test_the_server_holds_a_window_and_no_whole_image(site):
     version = Version(1)
     staged = site.connect(version.manifest).offer(1, 1, version.digests, version.fingerprint)

@@ -13,6 +13,7 @@ from titan_grpo.config import WeightSync
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.plan import copy_ops, learn
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol.points import Watch, nobody
 from titan_grpo.protocol.wire import new_run_id
 from titan_grpo.runkey import Key
 from titan_grpo.sync.fleet import Fleet
@@ -60,8 +61,9 @@ class Rig:
     """Servers, shelf, fleet, worker and the publisher of the only rank; ``publish`` sends ``version`` as every element."""
 
     def __init__(self, folder: Path, urls: tuple[str, ...], remote_writers: tuple[int, ...] = (), **config: Any) -> None:
-        """``config``: keys of [weight_sync], and ``run_keys``: "trainer" or a server's name -> its run key."""
+        """``config``: keys of [weight_sync], ``watch``, and ``run_keys``: "trainer" or a server's name -> its run key."""
         run_keys: dict[str, Key] = config.pop("run_keys", {})
+        watch: Watch = config.pop("watch", nobody)
         self.loaded = {url: Weights() for url in urls}
         self.servers = {url: ReceiverServer(url, self.loaded[url], run_keys.get(url)) for url in urls}
         self.config = WeightSync(**(SHORT | config))
@@ -90,6 +92,7 @@ class Rig:
             shelf=self.shelf,
             fleet=self.fleet,
             recorder=self.recorder,
+            watch=watch,
         )
         self.run_id = context.run_id
         self.worker = SyncWorker(context, self.images, self.store, remote_writers)

@@ -1,16 +1,43 @@
 """Lanes with real receiver processes: what a bad server costs is its own version, never the others' and never a mix."""
 
+import threading
 import time
 
 import pytest
 
 from titan_grpo.observe import names
 from titan_grpo.protocol.ledger import Standing
+from titan_grpo.protocol.points import Passing, Point
+from titan_grpo.sync.keeper import Access, fence
 from titan_grpo.testing.receiver_server import DirectControl
 
 pytestmark = pytest.mark.e2e
 
 WAIT_S = 60.0
+
+
+class Strike:
+    """A watch that does something when a lane passes a point for the first time, and remembers every passing."""
+
+    def __init__(self, point, action):
+        self._point, self._action = point, action
+        self._passed, self._changed = [], threading.Condition()
+
+    def __call__(self, passing: Passing):
+        with self._changed:
+            first = passing.point is self._point and self._point not in [p for p, _ in self._passed]
+            self._passed.append((passing.point, time.monotonic()))
+            self._changed.notify_all()
+        if first:
+            self._action()
+
+    def times(self, point):
+        with self._changed:
+            return [t for p, t in self._passed if p is point]
+
+    def wait(self, point, count):
+        with self._changed:
+            return self._changed.wait_for(lambda: [p for p, _ in self._passed].count(point) >= count, WAIT_S)
 
 
 def test_a_version_reaches_every_server_and_is_read_back(rig):
@@ -154,3 +181,48 @@ def test_stopping_a_lane_inside_a_frozen_transfer_is_quick(rig):
     start = time.monotonic()
     r.worker.close()
     assert time.monotonic() - start < 5.0
+
+
+def test_a_server_restarted_before_its_label_is_not_believed_although_it_shows_it(rig):
+    def restart():
+        # as if a stray call had opened an update on it: this server takes any label
+        r.servers["a"].go_away()
+        r.loaded["a"].values.clear()
+        r.servers["a"].come_back()
+
+    strike = Strike(Point.LABEL, restart)
+    r = rig("a", watch=strike)
+    r.publish(1)
+    r.everyone(1)
+    assert r.loaded["a"].value() == 1.0
+    assert len(strike.times(Point.BEGIN)) == 2, "the second time to the server that came back"
+    assert len(strike.times(Point.HELD)) == 1
+    assert r.recorder.commits() == {"a": [1]}
+    assert "waiting for the receiver's answer" in str(r.worker.take_error())
+
+
+@pytest.mark.parametrize("point", [Point.LABEL, Point.RESUME, Point.RESUMED], ids=lambda point: point.value)
+def test_a_receiver_killed_after_its_load_is_replaced_at_once_and_nothing_is_sent_twice(rig, point):
+    strike = Strike(point, lambda: r.servers["a"].kill_receiver())
+    r = rig("a", watch=strike, commit_deadline_s=50.0)
+    r.publish(1)
+    r.everyone(1)
+    assert len(strike.times(Point.BEGIN)) == 1
+    assert not r.servers["a"].paused
+    lost, greeted = strike.times(Point.RESUMED)[0], strike.times(Point.GREET)[1]
+    assert greeted - lost < 20.0, "a deadline of its own, not that of a commit call"
+
+
+def test_a_lane_that_was_fenced_before_its_load_learns_it_before_the_deadline_of_the_load(rig):
+    def newer_epoch():
+        fence(DirectControl(r.servers["a"]), Access("127.0.0.1", 10.0, WAIT_S, ""), r.run_id, 3)
+
+    strike = Strike(Point.LOAD, newer_epoch)
+    r = rig("a", watch=strike, commit_deadline_s=50.0)
+    r.publish(1)
+    assert strike.wait(Point.GREET, 2)
+    greeted = strike.times(Point.GREET)[1]
+    r.everyone(1)
+    assert r.servers["a"].versions == [1]
+    assert not r.servers["a"].paused
+    assert greeted - strike.times(Point.LOAD)[0] < 40.0

@@ -73,11 +73,12 @@ def _show(name: str, result: Result) -> None:
 
 
 def _catch(bug: Bug, bounds: Bounds) -> dict[str, Any]:
-    """One server and one fault are enough for each of them."""
+    """One server is enough for each of them."""
     if bug.rollouts:
         result = explore_rollouts(2, bug.versions, bug.tables)
     else:
-        result = Explorer(replace(bounds, servers=1, versions=bug.versions, faults=1, streamed=False), bug.tables).run()
+        bounds = replace(bounds, servers=1, versions=bug.versions, faults=bug.faults, streamed=False)
+        result = Explorer(bounds, bug.tables).run()
     caught = bool(result.violation)
     how = f"{result.violation} (after {len(result.trace)} steps)" if caught else "NOT CAUGHT"
     print(f"seeded bug: {bug.name} ({bug.breaks}): {how}", flush=True)

@@ -14,7 +14,7 @@ from titan_grpo.protocol.settle import Relabel, settle
 class Bug:
     """``breaks``: the rule in the words of docs/design.md. ``rollouts``: it shows among rollouts, not among weights.
 
-    ``versions``: as many as it needs to show in the way that its rule is about.
+    ``versions`` and ``faults``: as many as it needs to show in the way that its rule is about.
     """
 
     name: str
@@ -22,6 +22,7 @@ class Bug:
     tables: Tables
     rollouts: bool = False
     versions: int = 2
+    faults: int = 1
 
 
 def _noting(phase: lanes.Phase, event: type, note: Callable[[lanes.Lane], ledger.Event]) -> Tables:
@@ -134,6 +135,8 @@ def _places_not_given_back(a: admission.Admission, e: Any) -> tuple[admission.Ad
 BUGS = (
     Bug("HOLDS is said before the read-back", "rule 1", _noting(lanes.Phase.PAUSING, lanes.Paused, _holds)),
     Bug("a lost answer to the load counts as HOLDS", "rule 2", _noting(lanes.Phase.LOADING, lanes.Failed, _holds)),
+    # a server that is restarted between load and label, on which a zombie's late call opens an update
+    Bug("nobody is asked after the read-back", "rule 1: not by its own commit", Tables(ping=False), faults=2),
     Bug("a server that was away is still believed", "rule 3", Tables(lane=_no_forgetting)),
     Bug("a transfer is retried in its old epoch", "rule 4", Tables(lane=_kept_epoch)),
     Bug("the starting version is not published", "rule 5", Tables(boundary=_first_version_for_nobody)),

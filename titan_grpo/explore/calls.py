@@ -38,6 +38,8 @@ def execute(s: Server, r: Request, t: Tables, mine: bool) -> Server:
             return answer(s, "accepted" if s.receiver == (r.run, r.epoch) else "no")
         case "read":
             return answer(s, "shows", s.label)
+        case "ping":
+            return answer(s, "alive") if s.receiver == (r.run, r.epoch) else answer(s, "no")
     return _load(s, r, t, mine)
 
 

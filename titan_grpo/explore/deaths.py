@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from titan_grpo.explore.server import BEFORE, HARMLESS, OLDER, Half, Server, label_of, receiving
+from titan_grpo.explore.server import BEFORE, HARMLESS, NOW, OLDER, Half, Server, label_of, receiving
 from titan_grpo.protocol import lane as lanes
 from titan_grpo.protocol import ledger, staging
 from titan_grpo.protocol.version import Label
@@ -16,7 +16,10 @@ def receiver_ends(s: Server) -> Server:
 
 
 def server_dies(s: Server) -> Server:
-    """The engine is gone, with its receiver; who restarts it starts it with its own weights."""
+    """The engine is gone, with its receiver; who restarts it starts it with its own weights.
+
+    A call of the present lane that was on its way goes with its connection; a zombie makes another one and goes on.
+    """
     waiting = s.request is not None or s.loading is not None
     answer = ("no",) if waiting and s.lane.phase is not lanes.Phase.READY and s.answer is None else s.answer
     if s.lane.phase in (lanes.Phase.IDLE, lanes.Phase.BACKOFF, lanes.Phase.READY):
@@ -28,7 +31,7 @@ def server_dies(s: Server) -> Server:
         joined=s.joined,
         plan=s.plan,
         before=s.before,
-        stray=s.stray,
+        stray=None if s.stray is not None and s.stray.run == NOW else s.stray,
         up=False,
     )
 

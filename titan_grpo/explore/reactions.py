@@ -75,9 +75,9 @@ def take_answer(s: Server, t: Tables) -> Move:
         case "applied":
             return advance(s, lanes.Loaded(*values), t, "applied")
         case "shows":
-            shown = Label.parse(values[0])
-            version = shown.version if shown is not None and shown.run_id == NOW else None
-            return advance(s, lanes.ReadBack(version), t, "read back")
+            return _shows(s, values[0], t)
+        case "alive":
+            return advance(s, lanes.ReadBack(s.lane.version), t, "read back")
     return advance(s, lanes.Failed(), t, "refused")
 
 
@@ -92,6 +92,15 @@ def _settle_on(s: Server, t: Tables) -> Move:
                 kind, text = "resume", ""
         return Move("settling", s._replace(request=Request(kind, NOW, s.lane.epoch, text=text)))
     return Move("settled", s._replace(request=Request("manifest", NOW, s.lane.epoch)))
+
+
+def _shows(s: Server, text: str, t: Tables) -> Move:
+    """A server that was restarted meanwhile can have taken the label; its receiver is not the one of this epoch any more."""
+    shown = Label.parse(text)
+    version = shown.version if shown is not None and shown.run_id == NOW else None
+    if t.ping and version is not None and version == s.lane.version:
+        return Move("it shows the version", s._replace(request=Request("ping", NOW, s.lane.epoch)))
+    return advance(s, lanes.ReadBack(version), t, "read back")
 
 
 def _accepted(s: Server, t: Tables) -> Move:

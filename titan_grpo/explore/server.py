@@ -25,7 +25,7 @@ Half = tuple[str, int] | None
 """(run, version) of half of the weights; None: what the server was started with."""
 
 
-HARMLESS = ("look", "read", "send", "sending", "manifest")
+HARMLESS = ("look", "read", "ping", "send", "sending", "manifest")
 """Requests that change nothing if they come late."""
 
 
@@ -101,6 +101,10 @@ def check(s: Server) -> None:
             raise Violation(f"rollouts are sent to torn weights: {s.entry!r}, {s.weights}")
         if s.weights[0] is not None and s.weights[0] != held and s.loading is None:
             raise Violation(f"{s.entry!r}, but the server holds {s.weights[0]}")
+        # a lane that is connecting has not asked the receiver for the second time yet, and the ledger is what it was before
+        lies = s.weights[0] is None and s.label == label_of(NOW, s.entry.held or 0)
+        if lies and s.loading is None and s.lane.phase is not lanes.Phase.CONNECTING:
+            raise Violation(f"{s.entry!r}, and the label says so, but the server runs on what it was started with")
 
 
 def receiving(s: Server) -> bool:

@@ -94,6 +94,6 @@ def _execute_current(s: Server, t: Tables) -> list[Move]:
             return [Move("transfer breaks off", s._replace(request=None, answer=("no",)))]
         memory, _ = t.staging(s.memory, staging.Arrived(request.version, request.version, request.run, ok=True))
         return [Move("all bytes arrive", s._replace(memory=memory, request=None, answer=("staged", request.version)))]
-    if s.loading is not None and request.kind not in ("send", "look", "read", "manifest"):
+    if s.loading is not None and request.kind not in ("send", "look", "read", "ping", "manifest"):
         return []  # the engine serves one call at a time
     return [Move(f"{request.kind} is executed", execute(s._replace(request=None), request, t, mine=True))]

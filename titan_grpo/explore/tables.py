@@ -12,7 +12,9 @@ Step = Callable[[Any, Any], tuple[Any, tuple[Any, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What production runs on. ``same_slot``: all ranks publish to the slot that travels with the batch."""
+    """What production runs on. ``same_slot``: all ranks publish to the slot that travels with the batch. ``ping``: a lane asks
+    the receiver of its epoch for a sign of life after the read-back.
+    """
 
     boundary: Step = boundary.step
     lane: Step = lane.step
@@ -22,6 +24,7 @@ class Tables:
     admission: Step = admission.step
     settle: Callable[..., tuple[Any, ...]] = settle
     same_slot: bool = True
+    ping: bool = True
 
 
 class Violation(Exception):

@@ -8,11 +8,13 @@ All keys live under ``PrefixStore(f"{run_id}/{epoch}", ...)`` in a store that th
                                             order/0        <- Order(op="manifest")
     staged/0        <- Staged
                                             digests/<n>    <- raw block digests, concatenated
-                                            order/<n>      <- Order(op="receive")        n = 1, 2, ...
+                                            order/<n>      <- Order(op="receive")        n counts all orders
                  (both broadcast the image, bucket by bucket, straight between the two images)
     staged/<n>      <- Staged
                     (the lane commits over HTTP: POST /update_weights {"update_info": Commit})
     applied/<n>     <- Applied
+                                            order/<n+1>    <- Order(op="ping"), after the read-back over HTTP
+    staged/<n+1>    <- Staged: the engine that took the version has not been restarted, or its receiver were gone
 
 With ``Hello.apply == "streamed"`` the receiver has a window (a ring of buckets) instead of a whole image::
 
@@ -51,7 +53,7 @@ ABORTED = b"!aborted"
 PROBE = "probe"
 """``Hello.transport`` of a doctor: answer with Joined, touch nothing, fence nothing."""
 
-OPS = ("manifest", "receive", "stream", "release", "bye")
+OPS = ("manifest", "receive", "stream", "ping", "release", "bye")
 
 APPLY = ("staged", "streamed")
 """How an epoch's versions reach the engine: out of a whole staged image, or through a window while it stands still."""

@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 IDLE_CHECK_S = 10.0
 """How often an idle lane reads its server's label back: a restarted server looks healthy and holds other weights."""
 
+ANSWER_S = 2.0
+"""How long a live receiver may take for an answer that needs no work of it, in seconds; capped by the commit's deadline."""
+
 
 def wire_epoch(epoch: int) -> int:
     """The epoch that a receiver is told for a lane's ``epoch``-th connection. The odd ones are the caretaker's."""
@@ -280,7 +283,7 @@ class LaneThread(threading.Thread):
         assert staged is not None
         if not self._streamed:
             self._control.load(link.commit(staged).to_dict())
-            return link.wait_applied(staged.number, self._c.config.commit_deadline_s)
+            return link.wait_applied(staged.number, self._answer_s)
         image = self._c.images[self._pinned().slot]
         with recorder.span(names.SEND_S, self.url, version=staged.version):
             applied = load_while_sending(link, self._control, staged, image, self._c.config, self._moved)
@@ -309,6 +312,9 @@ class LaneThread(threading.Thread):
         if shown != str(self._label):
             self._latch(f"the read-back must show {self._label}, it shows {shown!r}: another trainer writes this server")
             return table.ReadBack(None)
+        # a server that was restarted since its load takes the label if a stray call has opened an update on it
+        self._number += 1
+        self._open_link().ping(self._number, self._answer_s)
         self._held = self._label
         self._health, _ = peer.step(self._health, peer.Answered())
         self._pass(Point.HELD)
@@ -345,6 +351,10 @@ class LaneThread(threading.Thread):
         if self._published is not None:
             self._published = None
             self._c.shelf.unpin(self.url)
+
+    @property
+    def _answer_s(self) -> float:
+        return min(ANSWER_S, self._c.config.commit_deadline_s)
 
     def _open_link(self) -> LaneLink:
         if self._link is None:

@@ -216,6 +216,16 @@ class LaneLink:
         applied.require_proof(self._key)
         return applied
 
+    def ping(self, number: int, timeout_s: float) -> None:
+        """Ask the receiver of this epoch for a sign of life, after a transfer that is over.
+
+        TransferFailed if none comes in time: the receiver is gone or was replaced, and its engine may have been restarted.
+        """
+        self._forget(number - 1)
+        answer = self._order(Order(number, "ping", 0, "", ""), timeout_s)
+        if not answer.ok:
+            raise TransferFailed(f"the receiver of epoch {self._epoch} refused to be asked: {answer.error}")
+
     def release(self, number: int, timeout_s: float) -> Staged:
         """Let the receiver free its image; the next send makes it anew."""
         return self._order(Order(number, "release", 0, "", ""), timeout_s)
@@ -254,9 +264,9 @@ class LaneLink:
         self._post(Order(number, op, version, key, fingerprint))
 
     def _forget(self, number: int) -> None:
-        """Drop what was said about a transfer that is over: an epoch may last as long as the run, and its store with it."""
+        """Drop what was said about an order that is over: an epoch may last as long as the run, and its store with it."""
         store = self._opened()
-        with store_errors(f"forgetting transfer {number}"):
+        with store_errors(f"forgetting order {number}"):
             for key in ("order", "digests", "staged", "applied"):
                 store.delete_key(f"{key}/{number}")
 
@@ -272,7 +282,7 @@ class LaneLink:
 
     def _staged(self, number: int, timeout_s: float) -> Staged:
         staged = Staged.from_json(
-            self._await(f"staged/{number}", timeout_s, f"waiting for the receiver's digests of transfer {number}")
+            self._await(f"staged/{number}", timeout_s, f"waiting for the receiver's answer to order {number}")
         )
         staged.require_proof(self._key)
         return staged
