@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "observe": BASE,
     "layout": TABLES,
     "algorithm": TABLES,
-    "engines": TABLES,
+    "engines": TABLES | {"patches"},
     "patches": {"errors"},
     "sync.transports": PARTS,
     "sync": MOVERS,
