@@ -29,7 +29,7 @@ class GlooTransport(Transport):
             gloo._timeout = timedelta(seconds=options.timeout_s)
             gloo._threads = 1  # one operation at a time; more threads would only wait
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=options.bind_host, lazy_init=False)]
-            self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, gloo)
+            self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, size, gloo)
         except RuntimeError as error:
             raise TransferFailed(
                 f"gloo on {options.bind_host} did not connect {size} ranks within {options.timeout_s} s: {_line(error)}"

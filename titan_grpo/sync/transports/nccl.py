@@ -57,7 +57,7 @@ class NcclTransport(Transport):
         nccl.config.min_ctas = 1
         nccl.config.max_ctas = MAX_CTAS
         with watchdog_does_not_end_the_process():
-            group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, nccl)
+            group = dist.ProcessGroupNCCL(store, rank, size, nccl)
         self._group: dist.ProcessGroupNCCL | None = group
         # low priority: the least of the device's range
         self._stream = torch.cuda.Stream(self._device, priority=0)

@@ -1,0 +1,180 @@
+"""A lane's link to a server where nothing of ours is installed: the engine's own update route, streamed.
+
+What it can not do, next to sync.sender with a receiver: check digests at the far end, fence a trainer that was replaced, keep a
+whole old version. So the server is labelled "unusable" before its first weight is touched, and gets its real label only when
+all of them are through; whoever meets that label afterwards knows that it needs a whole version first.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from titan_grpo.engines.control import ServerControl
+from titan_grpo.engines.sglang_stock import NOT_RECEIVED, Announced, Group, StockRoutes
+from titan_grpo.errors import PeerError, TransferFailed
+from titan_grpo.layout.manifest import Manifest, TensorSpec
+from titan_grpo.layout.stock import buckets, names_problem
+from titan_grpo.protocol.version import UNUSABLE, Label
+from titan_grpo.protocol.wire import Applied, Joined, Staged
+from titan_grpo.sync.sender import LinkOptions, Moved
+from titan_grpo.sync.transports.base import Transport, TransportOptions
+from titan_grpo.sync.transports.opening import open_transport
+from titan_grpo.sync.transports.store import host_store
+
+TRAINER_RANK = 0
+
+OPEN_S = 20.0
+"""Longest wait for a server's workers to join a group, in seconds. They stand still for it."""
+
+
+class Post(threading.Thread):
+    """A request that is answered only when this end has done its part. ``refused`` is called if it ends badly."""
+
+    def __init__(self, call: Callable[[], None], refused: Callable[[], object]) -> None:
+        super().__init__(name="stock update", daemon=True)
+        self._call, self._refused = call, refused
+        self._error: PeerError | None = None
+
+    def run(self) -> None:
+        """The request."""
+        try:
+            self._call()
+        except PeerError as error:
+            self._error = error
+            self._refused()
+
+    def result(self, timeout_s: float) -> None:
+        """Raises what the request raised, TransferFailed if it has no answer within ``timeout_s`` seconds."""
+        self.join(timeout_s)
+        if self._error is not None:
+            raise self._error
+        if self.is_alive():
+            raise TransferFailed(f"the server's update has no answer {timeout_s:.1f} s after its bytes were sent")
+
+
+class StockLink:
+    """One epoch with a stock SGLang server: join, send_manifest, then offer + push + ping as often as wanted, close.
+
+    Each transfer has a process group of its own: the server leaving it, after the read-back, is the proof that it was not
+    restarted since the transfer began. Used by one thread, except ``cancel`` and ``abort``.
+    """
+
+    def __init__(self, run_id: str, epoch: int, manifest: Manifest, options: LinkOptions, routes: StockRoutes) -> None:
+        self._run_id, self._epoch, self._manifest, self._options, self._routes = run_id, epoch, manifest, options, routes
+        self._lock = threading.Lock()
+        self._aborted = False
+        self._transport: Transport | None = None
+        self._group = ""
+        self._shown = ""
+        self._workers = 0
+
+    def join(self, control: ServerControl, timeout_s: float) -> Joined:
+        """What the server holds, as far as its label tells: nobody else knows."""
+        self._workers = self._routes.workers(timeout_s)
+        self._shown = control.label()
+        held = Label.parse(self._shown)
+        run, version, print_ = (held.run_id, held.version, held.fingerprint) if held is not None else ("", -1, "")
+        return Joined(1, True, "", "stock", 0, run, version, print_, self._shown != UNUSABLE)
+
+    def send_manifest(self, timeout_s: float) -> Staged:
+        """Compare the names: SGLang says success to names that it does not know, and ignores them."""
+        problem = names_problem([spec.name for spec in self._manifest.tensors], self._routes.parameter_names(timeout_s))
+        return Staged(0, 0, not problem, "", 0.0, 0.0, problem, -1, {})
+
+    def offer(self, number: int, version: int, digests: Sequence[bytes], fingerprint: str) -> Staged:
+        """Open the group of one transfer; the server stands still for that long (a fraction of a second)."""
+        o, timeout_s = self._options, min(OPEN_S, self._options.timeout_s)
+        host = host_store(o.bind_host)
+        name = f"titan_grpo-{self._run_id}-{self._epoch}-{number}"
+        size = 1 + self._workers
+        group = Group(name, o.bind_host, host.port, size, o.transport)
+        post = Post(lambda: self._routes.init_group(group, timeout_s), self.cancel)
+        post.start()
+        # torch nests the prefixes in this way, and the server's torch looks for rank 0 there
+        device = "cuda" if o.transport == "nccl" else "cpu"
+        store = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, host)))
+        options = TransportOptions(timeout_s, o.bind_host, o.bucket_bytes, o.device)
+        transport = open_transport(o.transport, store, TRAINER_RANK, size, options)
+        with self._lock:
+            self._transport, self._group, aborted = transport, name, self._aborted
+        if aborted:
+            transport.abort()
+        post.result(timeout_s)
+        return Staged(number, version, True, fingerprint, 0.0, 0.0, "", -1, {})
+
+    def push(self, control: ServerControl, staged: Staged, image: torch.Tensor, moved: Moved) -> Applied:
+        """Send ``image`` (uint8[total_bytes]) into the paused engine, bucket by bucket; how that ended."""
+        start, done, began = time.monotonic(), 0, False
+        deadline = start + self._options.timeout_s
+        try:
+            control.relabel(UNUSABLE)
+            self._routes.begin(self._options.timeout_s)
+            began = True
+            for bucket in buckets(self._manifest, self._options.bucket_bytes):
+                self._send(bucket, image, deadline)
+                done += len(bucket)
+                moved(bucket[-1].offset + bucket[-1].nbytes)
+        except PeerError as error:
+            self._drop()
+            intact = not began or (done == 0 and NOT_RECEIVED in str(error))
+            why = f"{error}; {done} of {len(self._manifest.tensors)} tensors were loaded"
+            took = time.monotonic() - start
+            return Applied(staged.number, staged.version, False, "", done, took, why, intact)
+        moved(self._manifest.total_bytes)
+        took = time.monotonic() - start
+        return Applied(staged.number, staged.version, True, staged.fingerprint, done, took, "", True, took)
+
+    def ping(self, number: int, timeout_s: float) -> None:
+        """Have the server leave the transfer's group. ServerRefused if it was restarted since it joined it."""
+        self._drop()
+        self._routes.destroy_group(self._group, timeout_s)
+
+    def bye(self, number: int) -> None:
+        """Nobody is there to be told."""
+
+    def cancel(self) -> None:
+        """Give a transfer up: the connections close, and the server's update ends with a refusal. Any thread; idempotent."""
+        with self._lock:
+            transport = self._transport
+        if transport is not None:
+            transport.abort()
+
+    def abort(self) -> None:
+        """As ``cancel``, and for every later transfer too."""
+        with self._lock:
+            self._aborted = True
+        self.cancel()
+
+    def close(self) -> None:
+        """Close group and connections. Idempotent."""
+        self._drop()
+        self._routes.close()
+
+    def _send(self, bucket: tuple[TensorSpec, ...], image: torch.Tensor, deadline: float) -> None:
+        """One announced broadcast. Bytes follow only while the request is not answered: a group that nobody reads hangs."""
+        left = deadline - time.monotonic()
+        transport = self._transport
+        if left <= 0 or transport is None:
+            raise TransferFailed(f"a transfer must end within {self._options.timeout_s} s (weight_sync.lane_deadline_s)")
+        shapes = [spec.shape for spec in bucket]
+        announced = Announced([spec.name for spec in bucket], [spec.dtype for spec in bucket], shapes)
+        post = Post(lambda: self._routes.update(self._group, announced, left), transport.abort)
+        post.start()
+        failure: TransferFailed | None = None
+        try:
+            transport.broadcast(image[bucket[0].offset : bucket[-1].offset + bucket[-1].nbytes], left)
+        except TransferFailed as error:
+            failure = error
+            self._drop()  # the server's side ends with a refusal, which says more
+        post.result(max(1.0, deadline - time.monotonic()))
+        if failure is not None:
+            raise failure
+
+    def _drop(self) -> None:
+        with self._lock:
+            transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
