@@ -66,6 +66,15 @@ def vllm_python() -> str:
 
 
 @pytest.fixture(scope="session")
+def sglang_python() -> str:
+    """Interpreter of the SGLang environment. Its absence is a failure, not a skip."""
+    python = ROOT / ".venv-sglang" / "bin" / "python"
+    if not python.exists():
+        pytest.fail("the SGLang environment is missing, so no real server can be tested; run scripts/setup.sh")
+    return str(python)
+
+
+@pytest.fixture(scope="session")
 def tiny_server(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator["Server"]:
     """A real vLLM server with our plugin, a tiny qwen3 and a run key, shared by tests that leave it as they found it."""
     from titan_grpo.engines.launch import Server, ServerSpec

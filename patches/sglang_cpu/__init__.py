@@ -18,7 +18,9 @@ WHY = (
     "for models without pictures too, and PyPI's build fails beside torch for CPU: 'operator torchvision::nms does not exist'."
 )
 APPLIES_TO: Range = ("sglang", "0.5.20", "0.5.24")
-DELETE_WHEN = "SGLang's CPU kernels, or a build for CPU that needs none, come from PyPI, and tests/e2e/test_sglang_launch.py passes"
+DELETE_WHEN = (
+    "SGLang's CPU kernels, or a build for CPU that needs none, come from PyPI, and tests/e2e/test_sglang_launch.py passes"
+)
 
 CALLS_VARIABLE = "TITAN_GRPO_SGL_KERNEL_CALLS"
 """Environment variable with a file: a function of the stand-in that is called appends its name before it raises."""

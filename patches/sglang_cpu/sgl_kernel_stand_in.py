@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-CALLS_VARIABLE = "TITAN_GRPO_SGL_KERNEL_CALLS"
+from titan_grpo.patches.sglang_cpu import CALLS_VARIABLE
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:

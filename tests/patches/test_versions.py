@@ -51,6 +51,7 @@ def test_a_patch_says_why_for_which_versions_and_until_when(name, root) -> None:
 
 def test_the_table_of_patches_is_complete(root) -> None:
     table = (root / "patches" / "README.md").read_text()
-    named = set(re.findall(r"^\| `(\w+)\.py`", table, re.MULTILINE))
-    present = {p.stem for p in (root / "patches").glob("*.py")} - {"__init__", "versions"}
-    assert present <= named
+    named = set(re.findall(r"^\| `(\w+)(?:\.py|/)`", table, re.MULTILINE))
+    patches = root / "patches"
+    present = {p.stem for p in patches.glob("*.py")} | {p.parent.name for p in patches.glob("*/__init__.py")}
+    assert present - {"__init__", "versions"} <= named
