@@ -143,16 +143,16 @@ def test_without_the_plugin_a_ready_server_is_not_paused(board, sglang):
 
 
 def test_without_the_plugin_a_server_that_was_thought_ill_and_generates_is_not_paused(board, sglang):
-    board.routes = {"GET /ready": 503, "GET /health": 200}
+    board.routes = {"GET /ready": 503, "GET /health_generate": 200}
     assert sglang.paused() is False
 
 
 def test_without_the_plugin_a_server_that_gives_no_token_and_answers_is_paused(board):
     control = SglangControl(board.url, "", "", 0.3)
     board.routes = SGLANG | {"GET /ready": 503}
-    board.silent = {"GET /health"}
+    board.silent = {"GET /health_generate"}
     assert control.paused() is True
-    board.silent = {"GET /health", "GET /model_info"}
+    board.silent = {"GET /health_generate", "GET /model_info"}
     with pytest.raises(ServerUnreachable):
         control.paused()
     control.close()

@@ -31,11 +31,17 @@ class State:
 
 
 def health(timeout_s: float = 30.0) -> Call[None]:
+    """200 once a token was generated, as ``generates``; at once with ``SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0``, which our
+    launcher sets: then 503 until the server has warmed up, and 200 ever after."""
+    return Call("GET", "/health", timeout_s, ignore)
+
+
+def generates(timeout_s: float) -> Call[None]:
     """200 once a token was generated, by this request (which takes a second) or by any other.
 
-    On a paused server it hangs, answers 503 after 20 s, and marks the server as unhealthy.
+    On a paused server it hangs, answers 503 after 20 s, and marks the server as unhealthy until the next one.
     """
-    return Call("GET", "/health", timeout_s, ignore)
+    return Call("GET", "/health_generate", timeout_s, ignore)
 
 
 def alive(timeout_s: float = 2.0) -> Call[None]:

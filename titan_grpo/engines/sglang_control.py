@@ -6,6 +6,7 @@ from typing import Any
 from titan_grpo.engines import sglang
 from titan_grpo.engines.calls import Call
 from titan_grpo.engines.drivers import HttpRefused, SyncDriver
+from titan_grpo.engines.sglang_stock import StockRoutes
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 
 LOOK_S = 10.0
@@ -35,6 +36,7 @@ class SglangControl:
     def __init__(self, url: str, api_key: str, admin_key: str, deadline_s: float, load_deadline_s: float | None = None) -> None:
         """``deadline_s``: of each call; ``load_deadline_s``: of ``load``, where that waits for a transfer too."""
         self._driver = SyncDriver(url, api_key, admin_key)
+        self._access = (url, api_key, admin_key)
         self._deadline_s = deadline_s
         self._load_deadline_s = load_deadline_s or deadline_s
         self._boot: str | None = None
@@ -46,6 +48,9 @@ class SglangControl:
 
     def label(self) -> str:
         return self._driver.run(sglang.label(self._look_s))
+
+    def stock(self) -> StockRoutes | None:
+        return None if self._state() is not None else StockRoutes(*self._access)
 
     def greet(self, hello: Mapping[str, Any]) -> None:
         try:
@@ -64,7 +69,7 @@ class SglangControl:
             return False
         # 503 also after a health check met a pause that is long over: only a token tells the two apart
         try:
-            self._driver.run(sglang.health(min(TOKEN_S, self._deadline_s)))
+            self._driver.run(sglang.generates(min(TOKEN_S, self._deadline_s)))
         except ServerUnreachable:
             self._driver.run(sglang.alive(self._look_s))
             return True
