@@ -141,6 +141,19 @@ class GRPO:
     token_budget: int = 0
     """Rows times padded length of one microbatch on one rank; 0: training.local_batch_size * training.seq_len."""
 
+    balance_batch: bool = True
+    """Give the data-parallel ranks equal work (Karmarkar-Karp on the operations that the model's dimensions say; groups stay
+    whole); false deals groups to them in the order in which they came."""
+
+    balance_equal_counts: bool = False
+    """Balanced shares have the same number of groups, give or take one."""
+
+    balance_split_groups: bool = False
+    """Balance single completions and not whole groups: for fewer groups than ranks, which leave ranks idle otherwise."""
+
+    pack_sequences: bool = False
+    """Several sequences in one row of up to token_budget tokens, with attention kept inside each, in place of padding."""
+
 
 def normalization_of(grpo: GRPO) -> Literal["token", "sequence", "constant"]:
     """How the loss is normalised: ``loss_normalization``, unless ``grpo_by_token`` is set."""

@@ -88,3 +88,16 @@ def test_kl_to_a_reference_starts_at_zero_and_grows_as_the_policy_moves(runs, si
     kl = [row[names.KL] for row in read_metrics(tmp_path / "metrics.jsonl")]
     assert kl[0] == pytest.approx(0.0, abs=1e-6)
     assert kl[-1] > 1e-4
+
+
+def test_packed_rows_train_like_padded_ones_and_the_balance_is_reported(runs, site, small_replay, whole, tmp_path):
+    runs.complete(
+        tmp_path, [site.url], *small_replay.arguments, *SMOOTH, "--training.steps=6", "--grpo.pack_sequences", nproc=2
+    )
+    packed, padded = runs.weights(tmp_path / "hf"), runs.weights(whole / "hf")
+    difference, moved = largest_difference(packed, padded), largest_difference(padded, runs.weights(runs.model))
+    print(f"largest difference {difference:.2e}, largest movement {moved:.2e}")
+    assert difference < 1e-3 * moved
+    for step, other in zip(read_metrics(tmp_path / "metrics.jsonl"), read_metrics(whole / "metrics.jsonl"), strict=True):
+        assert step[names.WORK_CV] == other[names.WORK_CV] <= step[names.WORK_CV_DEALT]
+        assert step[names.BATCH_FILL] >= other[names.BATCH_FILL]

@@ -77,6 +77,8 @@ def test_what_the_user_gives_is_not_derived(parse) -> None:
         ("[model.x]\n", (), "model.x is not a key"),
         ("", ("--model.converters=quantize.linear.float8",), "model.converters must be empty"),
         ("[comm]\nmode = 'fake_backend'\n", (), 'comm.mode must be "default"'),
+        ("", ("--grpo.pack_sequences", "--compile.enable"), "compile.enable must be false with grpo.pack_sequences"),
+        ("", ("--grpo.pack_sequences", "--parallelism.tensor_parallel_degree=2"), "must be 1 with grpo.pack_sequences"),
         ("", ("--model.flavor=grpo_tinny",), "model.flavor must be one of .*did you mean 'grpo_tiny'"),
         ("", ("--model.name=nope",), "model.name must be a model that torchtitan knows"),
         ("", ("--model.name=llama3", "--model.flavor=8B_varlen"), "model.flavor must be one with plain causal attention"),

@@ -17,6 +17,9 @@ LOGPROB_GAP = "logprob_gap/mean"
 LOGPROB_GAP_MAX = "logprob_gap/max"
 ON_POLICY_GAP = "logprob_gap/on_policy_mean"
 ON_POLICY_GAP_MAX = "logprob_gap/on_policy_max"
+WORK_CV = "balance/work_cv"
+WORK_CV_DEALT = "balance/work_cv_dealt"
+BATCH_FILL = "balance/fill"
 STALENESS = "staleness/mean"
 STALENESS_MAX = "staleness/max"
 
@@ -61,6 +64,9 @@ MEANING: dict[str, str] = {
     LOGPROB_GAP_MAX: "largest absolute difference of a step, nats",
     ON_POLICY_GAP: "that mean over tokens that the trainer's own version made: arithmetic, not learning; nats",
     ON_POLICY_GAP_MAX: "largest of those, nats",
+    WORK_CV: "coefficient of variation of the ranks' work in a step, after balancing",
+    WORK_CV_DEALT: "the same if groups were dealt to the ranks in the order in which they came",
+    BATCH_FILL: "share of the tokens that ranks compute which are not padding",
     STALENESS: "mean of trainer version minus the version that made a group, versions",
     STALENESS_MAX: "largest staleness of a step, versions",
     STEP_S: "a whole step on the main thread, seconds",

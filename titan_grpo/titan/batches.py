@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
 
 from titan_grpo.algorithm.batch import MicroBatch
+from titan_grpo.algorithm.packing import attention_rows
 from titan_grpo.errors import ProtocolError, TitanGrpoError
 
 SCATTER_MARGIN_S = 120.0
@@ -101,12 +102,14 @@ class BatchLoader(BaseDataLoader):
             return [Share(error=f"{type(error).__name__}: {error}") for _ in self._dp_ranks]
         return [Share(work.ranks[dp], work.slot, work.state) for dp in self._dp_ranks]
 
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
         while True:
             if not self._queue:
                 raise ProtocolError("the trainer asked for more micro-batches than the step has")
-            batch = dict(self._queue.pop(0))
+            batch: dict[str, Any] = dict(self._queue.pop(0))
             labels = batch.pop("labels")
+            if "positions" in batch:
+                batch["rows"] = attention_rows(batch["sequence"])
             yield {"input": batch.pop("inputs"), **batch}, labels
 
     # What torchtitan's checkpointer calls.

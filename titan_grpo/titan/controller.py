@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_grpo.algorithm.advantages import AdvantageOptions
+from titan_grpo.algorithm.balance import TokenCost, variation
 from titan_grpo.algorithm.batch import Batch, BatchOptions, assemble
 from titan_grpo.algorithm.shaping import Overlong
 from titan_grpo.config_grpo import normalization_of
@@ -34,8 +35,8 @@ from titan_grpo.titan.syncing import TrainerSync
 logger = logging.getLogger(__name__)
 
 
-def batch_options(job_config: Any) -> BatchOptions:
-    """How rows are padded and weighted, from the job's sections. Raises ConfigError."""
+def batch_options(job_config: Any, cost: TokenCost) -> BatchOptions:
+    """How rows are cut, padded and weighted, from the job's sections. Raises ConfigError."""
     training, grpo = job_config.training, job_config.grpo
     return BatchOptions(
         token_budget=grpo.token_budget or training.local_batch_size * training.seq_len,
@@ -44,6 +45,11 @@ def batch_options(job_config: Any) -> BatchOptions:
         advantage=advantage_options(job_config),
         num_minibatches=grpo.num_microbatches,
         constant=job_config.rollout.max_completion_tokens,
+        cost=cost,
+        balance=grpo.balance_batch,
+        equal_counts=grpo.balance_equal_counts,
+        split_groups=grpo.balance_split_groups,
+        pack=grpo.pack_sequences,
     )
 
 
@@ -62,11 +68,11 @@ def advantage_options(job_config: Any) -> AdvantageOptions:
 class Controller:
     """Rank 0's side of a run. Built early and cheap; ``start`` starts processes and threads, ``close`` ends them."""
 
-    def __init__(self, job_config: Any, model_dir: str, cpu: bool) -> None:
+    def __init__(self, job_config: Any, model_dir: str, cpu: bool, cost: TokenCost) -> None:
         self._job = job_config
         self._model_dir = model_dir
         self._run_dir = Path(job_config.job.dump_folder)
-        self._options = batch_options(job_config)
+        self._options = batch_options(job_config, cost)
         self.recorder = Recorder(self._run_dir)
         run_key = find_run_key(os.environ, job_config.weight_sync.run_key_file)
         self._launcher = Launcher(job_config.rollout, model_dir, self._run_dir, cpu, job_config.training.seq_len, run_key)
@@ -265,4 +271,7 @@ def _group_values(groups: Sequence[Group], batch: Batch, version: int) -> dict[s
         names.STALENESS: statistics.fmean(staleness),
         names.STALENESS_MAX: float(max(staleness)),
         names.COMPLETION_TOKENS: batch.tokens / batch.sequences,
+        names.WORK_CV: variation(batch.work),
+        names.WORK_CV_DEALT: variation(batch.dealt_work),
+        names.BATCH_FILL: batch.fill,
     }

@@ -140,6 +140,21 @@ def _unsupported(config: Any, machine: Machine) -> Violations:
         yield f'comm.mode must be "default" (the others move no data), got {config.comm.mode!r}'
 
 
+def _packing(config: Any, machine: Machine) -> Violations:
+    if not config.grpo.pack_sequences:
+        return
+    if config.compile.enable and "model" in config.compile.components:
+        yield (
+            "compile.enable must be false with grpo.pack_sequences, or compile.components without model (the shapes in "
+            "attention are others in every micro-batch, so it would be compiled anew each time), got True"
+        )
+    if config.parallelism.tensor_parallel_degree > 1:
+        yield (
+            "parallelism.tensor_parallel_degree must be 1 with grpo.pack_sequences (positions are not sharded with the "
+            f"tokens), got {config.parallelism.tensor_parallel_degree}"
+        )
+
+
 def _cpu(config: Any, machine: Machine) -> Violations:
     if not machine.on_cpu:
         return
@@ -163,6 +178,7 @@ RULES: tuple[Callable[[Any, Machine], Violations], ...] = (
     _waits,
     _checkpoint,
     _unsupported,
+    _packing,
     _cpu,
 )
 

@@ -29,7 +29,9 @@ from titan_grpo.observe import names
 from titan_grpo.titan import cpu
 from titan_grpo.titan.batches import BatchLoader, Share
 from titan_grpo.titan.controller import Controller
+from titan_grpo.titan.costs import token_cost
 from titan_grpo.titan.flavors import disable_unexported_buffers, register_tiny_flavors
+from titan_grpo.titan.packed import PackedAttention
 from titan_grpo.titan.reduce import reduce_metrics
 from titan_grpo.titan.reference import build_reference
 from titan_grpo.titan.syncing import TrainerSync
@@ -86,10 +88,17 @@ class GRPOTrainer(Trainer):
         self._grad_norm = 0.0
         self.loader: BatchLoader = self.dataloader  # type: ignore[assignment]
         self.loader.connect(job_config.rollout.batch_timeout_s)
-        self.controller = Controller(job_config, self._model_dir(), self.device.type == "cpu") if dist.get_rank() == 0 else None
+        cost = token_cost(self.model_args, self.model_parts[0])
+        rank0 = dist.get_rank() == 0
+        self.controller = Controller(job_config, self._model_dir(), self.device.type == "cpu", cost) if rank0 else None
         adapter = self.train_spec.state_dict_adapter(self.model_args, job_config.model.hf_assets_path)
         self.sync = TrainerSync(self.model_parts[0], adapter.to_hf, job_config.weight_sync, self.device, self.loader.group)
         self.reference = build_reference(self, job_config) if self._grpo.kl_beta > 0 else None
+        self._packed = PackedAttention()
+        if self._grpo.pack_sequences:
+            for model in (self.model_parts[0], self.reference):
+                if model is not None:
+                    self._packed.install(model)
         self._hook()
 
     def _model_dir(self) -> str:
@@ -199,10 +208,15 @@ class GRPOTrainer(Trainer):
         self, *, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: torch.Tensor
     ) -> torch.Tensor:
         """GRPO loss of one micro-batch and its gradients. The weights in the batch normalise over the whole step already."""
+        with self._packed.using(input_dict.pop("rows", None), self.device):  # type: ignore[arg-type]
+            return self._forward_backward(input_dict, labels)
+
+    def _forward_backward(self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
         batch = {**input_dict, "labels": labels, "on_policy": input_dict["versions"] == self.step - 1}
         inputs, _, extra_inputs, extra_kwargs = self.post_dataloading_process({"input": batch.pop("input")}, labels)
         temperature = self.job_config.rollout.temperature
-        reference = self._reference_logprobs(inputs, labels, temperature)
+        extra_inputs |= {"positions": batch["positions"]} if "positions" in batch else {}
+        reference = self._reference_logprobs(inputs, labels, temperature, extra_inputs)
         with self.train_context(), self.maybe_enable_amp:
             logits = self.model_parts[0](inputs, **extra_inputs, **extra_kwargs)
             logprobs = token_logprobs(logits, labels, temperature, LOGPROB_CHUNK_TOKENS)
@@ -214,11 +228,13 @@ class GRPOTrainer(Trainer):
         self._parts.append(metrics)
         return loss
 
-    def _reference_logprobs(self, inputs: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor | None:
+    def _reference_logprobs(
+        self, inputs: torch.Tensor, labels: torch.Tensor, temperature: float, extra_inputs: dict[str, torch.Tensor]
+    ) -> torch.Tensor | None:
         if self.reference is None:
             return None
         with torch.no_grad(), self.train_context(), self.maybe_enable_amp:
-            return token_logprobs(self.reference(inputs), labels, temperature, LOGPROB_CHUNK_TOKENS)
+            return token_logprobs(self.reference(inputs, **extra_inputs), labels, temperature, LOGPROB_CHUNK_TOKENS)
 
     def _finish(self) -> None:
         if not self._started:
