@@ -39,14 +39,23 @@ class Rollout:
     servers_port: int = 8000
     """Port of the servers that servers_slurm names."""
 
+    launch_engines: list[str] = field(default_factory=lambda: ["vllm"])
+    """Engines to start when servers = "launch": "vllm", "sglang", or both side by side."""
+
     launch_count: int = 1
-    """How many servers to start when servers = "launch"."""
+    """How many servers of each of these engines to start when servers = "launch"."""
 
     launch_python: str = ""
-    """Interpreter of the engine's own environment, for servers = "launch" (its environment differs from the trainer's)."""
+    """Interpreter of vLLM's own environment, for servers = "launch" (its environment differs from the trainer's)."""
+
+    launch_sglang_python: str = ""
+    """Interpreter of SGLang's own environment, likewise."""
 
     launch_args: list[str] = field(default_factory=list)
-    """Arguments added to a launched server's command line."""
+    """Arguments added to a launched vLLM server's command line."""
+
+    launch_sglang_args: list[str] = field(default_factory=list)
+    """Arguments added to a launched SGLang server's command line."""
 
     api_key_env: str = ""
     """Name of the environment variable that holds the servers' API key; empty: no key is sent."""
@@ -178,12 +187,21 @@ def _positive(section: str, obj: Any, names: tuple[str, ...]) -> list[str]:
     return out
 
 
+def _launch_violations(r: Rollout) -> list[str]:
+    wanted, known = r.launch_engines, ("vllm", "sglang")
+    bad = not wanted or len(set(wanted)) != len(wanted) or not set(wanted) <= set(known)
+    out = _rule(bad, "rollout.launch_engines", '"vllm", "sglang" or both, each once', wanted)
+    for engine, key in zip(known, ("launch_python", "launch_sglang_python"), strict=True):
+        missing = engine in wanted and not getattr(r, key)
+        out += _rule(missing, f"rollout.{key}", f'set when rollout.servers = ["launch"] starts "{engine}"', getattr(r, key))
+    other = r.engine != "auto" and any(engine != r.engine for engine in wanted)
+    return out + _rule(other, "rollout.engine", f'"auto" for launched servers of {", ".join(wanted)}', r.engine)
+
+
 def _server_violations(r: Rollout) -> list[str]:
     out = _rule(not 0 < r.servers_port < 65536, "rollout.servers_port", "a port, 1 to 65535", r.servers_port)
     if r.servers == [LAUNCH]:
-        return out + _rule(
-            not r.launch_python, "rollout.launch_python", 'set when rollout.servers = ["launch"]', r.launch_python
-        )
+        return out + _launch_violations(r)
     none = not (r.servers or r.servers_file or r.servers_slurm)
     out += _rule(
         none, "rollout.servers", 'a list of URLs, or ["launch"], unless servers_file or servers_slurm is set', r.servers

@@ -25,3 +25,21 @@ def test_a_configured_key_is_used_for_launched_servers_too():
 
 def test_servers_that_are_only_named_get_no_key_of_our_making():
     assert launcher(["http://a:1"], None).run_key is None
+
+
+def test_of_each_engine_as_many_are_started_with_what_is_its_own():
+    rollout = Rollout(
+        servers=["launch"],
+        launch_engines=["sglang", "vllm"],
+        launch_count=2,
+        launch_python="v",
+        launch_sglang_python="s",
+        launch_args=["--v"],
+        launch_sglang_args=["--s"],
+    )
+    made = Launcher(rollout, "m", Path("out"), True, 64, None)._specs
+    assert [(spec.engine, spec.python, spec.args) for spec in made] == [
+        *[("sglang", "s", ("--s",))] * 2,
+        *[("vllm", "v", ("--v",))] * 2,
+    ]
+    assert [Path(spec.log_path).name for spec in made] == ["sglang0.log", "sglang1.log", "vllm0.log", "vllm1.log"]

@@ -4,11 +4,9 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 
+from titan_grpo.engines import sglang
 from titan_grpo.engines.launch_spec import ServerSpec, few_threads, without_torchrun
 from titan_grpo.patches import sglang_cpu
-
-LOADER = "titan_grpo.receive.sglang_plugin.commit"
-"""The function of our plugin that SGLang must be allowed to call for a commit; its entry point is found without being named."""
 
 CPU_ARGUMENTS = (
     # pure torch in every layer: PyPI has no compiled kernels for CPU
@@ -30,7 +28,7 @@ def command(spec: ServerSpec, keys_path: str = "") -> list[str]:
         # Without a bound it takes a part of the host's memory for the cache, and takes its time to fill it.
         out += [*CPU_ARGUMENTS, "--max-total-tokens", str(spec.max_num_seqs * spec.max_model_len)]
     if spec.weight_transfer:
-        out += ["--custom-weight-loader", LOADER]
+        out += ["--custom-weight-loader", sglang.LOADER]
     if keys_path:
         out += ["--config", keys_path]
     return out + list(spec.args)

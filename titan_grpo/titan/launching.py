@@ -1,6 +1,7 @@
 """The servers that a run starts with; with ``rollout.servers = ["launch"]`` rank 0 starts them on its own host."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from titan_grpo.config import LAUNCH, Rollout
@@ -22,27 +23,32 @@ class Launcher:
         self.run_key = run_key
         if rollout.servers == [LAUNCH]:
             self.run_key = run_key or Key.generate()
+            shared = ServerSpec(
+                python=rollout.launch_python,
+                model=model_dir,
+                log_path="",
+                max_model_len=max_model_len,
+                max_num_seqs=rollout.max_concurrent_requests,
+                cpu=cpu,
+                args=tuple(rollout.launch_args),
+                run_key=self.run_key,
+            )
             self._specs = [
-                ServerSpec(
-                    python=rollout.launch_python,
-                    model=model_dir,
-                    log_path=str(run_dir / f"server{index}.log"),
-                    max_model_len=max_model_len,
-                    max_num_seqs=rollout.max_concurrent_requests,
-                    cpu=cpu,
-                    args=tuple(rollout.launch_args),
-                    run_key=self.run_key,
-                )
+                replace(_of_engine(shared, engine, rollout), log_path=str(run_dir / f"{engine}{index}.log"))
+                for engine in rollout.launch_engines
                 for index in range(rollout.launch_count)
             ]
 
     def start(self, deadline_s: float, environ: Mapping[str, str]) -> Known:
-        """URLs of all servers; those launched here are healthy.
+        """URLs of all servers; those launched here are healthy, and ask for the keys that the configuration names.
 
         Raises ServerUnreachable with the log's end, ConfigError for a servers file or a host list that can not be read.
         """
         if self._specs:
-            self._servers = [Server(spec) for spec in self._specs]
+            names = (self._rollout.api_key_env, self._rollout.admin_key_env)
+            api_key, admin_key = (environ.get(name, "") if name else "" for name in names)
+            for spec in self._specs:
+                self._servers.append(Server(replace(spec, api_key=api_key, admin_key=admin_key)))
             for server in self._servers:
                 server.wait_healthy(deadline_s)
         return known_servers(self._rollout, environ, tuple(server.url for server in self._servers))
@@ -52,3 +58,10 @@ class Launcher:
         for server in self._servers:
             server.stop()
         self._servers = []
+
+
+def _of_engine(spec: ServerSpec, engine: str, rollout: Rollout) -> ServerSpec:
+    if engine == "sglang":
+        args = tuple(rollout.launch_sglang_args)
+        return replace(spec, engine="sglang", python=rollout.launch_sglang_python, args=args)
+    return spec
