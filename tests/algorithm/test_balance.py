@@ -44,7 +44,8 @@ def test_every_item_is_in_one_part_and_equal_counts_are_equal(costs, parts, equa
     assert found == partition(costs, parts, equal)
 
 
-@given(st.lists(st.floats(0.01, 1000), min_size=1, max_size=9), st.integers(1, 3))
+@settings(deadline=None)
+@given(st.lists(st.floats(0.01, 1000), min_size=1, max_size=7), st.integers(1, 3))
 @example([8.0, 7.0, 6.0, 5.0, 4.0], 2)
 def test_the_costliest_part_is_within_a_third_of_the_best_possible(costs, parts):
     best = min(

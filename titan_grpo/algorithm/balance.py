@@ -62,7 +62,7 @@ def partition(costs: Sequence[float], num_parts: int, equal_counts: bool = False
             method.add(order[start : start + num_parts])
     else:
         method.add_singly(order)
-    return _mended(method.result(), costs, equal_counts)
+    return _mended(method.parts(), costs, equal_counts)
 
 
 _Solution = list[tuple[float, int]]
@@ -104,7 +104,7 @@ class _Differencing:
             self.add(order[at:stop])
             at = stop
 
-    def result(self) -> list[list[int]]:
+    def parts(self) -> list[list[int]]:
         """Join what is left, and the items of each part."""
         heap = self._heap
         while len(heap) > 1:
@@ -163,9 +163,10 @@ def _mended(parts: list[list[int]], costs: Sequence[float], equal_counts: bool) 
     difference. Differencing of equal counts leaves something to do where few items are very long: nothing short enough may
     go with them. At most four exchanges per part; items of a part come out sorted.
     """
-    parts = [sorted(part, key=costs.__getitem__) for part in parts]
-    loads = [sum(costs[item] for item in part) for part in parts]
+    loads = [sum(map(costs.__getitem__, part)) for part in parts]
     enough = (1 + EVEN_ENOUGH) * sum(loads) / max(len(loads), 1)
+    if max(loads) > enough:
+        parts = [sorted(part, key=costs.__getitem__) for part in parts]
     for _ in range(4 * len(parts)):
         heavy = max(range(len(parts)), key=loads.__getitem__)
         if loads[heavy] <= enough or not _exchanged(parts, loads, heavy, (costs, equal_counts)):
