@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from titan_grpo.engines.sglang_stock import StockRoutes
+
 
 class ServerControl(Protocol):
     """Control plane of one server, used by one lane thread. Every method raises PeerError by its own deadline.
@@ -18,6 +20,9 @@ class ServerControl(Protocol):
 
     def label(self) -> str:
         """The label of the weights that the server serves now, as the server says it."""
+
+    def stock(self) -> StockRoutes | None:
+        """The engine's own update routes if our plugin is not there and streaming over them is possible; None otherwise."""
 
     def greet(self, hello: Mapping[str, Any]) -> None:
         """Tell the server's receiver where its lane is; returns at once, the receiver joins in the background."""

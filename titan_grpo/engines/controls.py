@@ -8,6 +8,7 @@ from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.detect import detect
 from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.engines.sglang_control import SglangControl
+from titan_grpo.engines.sglang_stock import StockRoutes
 from titan_grpo.engines.vllm_control import VllmControl
 from titan_grpo.errors import ConfigError
 
@@ -79,6 +80,9 @@ class AskingControl:
 
     def label(self) -> str:
         return self._known().label()
+
+    def stock(self) -> StockRoutes | None:
+        return self._ask().stock()
 
     def greet(self, hello: Mapping[str, Any]) -> None:
         self._ask().greet(hello)

@@ -21,10 +21,8 @@ ABSENT = (401, 404)
 does not have with the API key."""
 
 NO_PLUGIN = (
-    "install titan_grpo in the server's environment and start it with --custom-weight-loader "
-    + sglang.LOADER
-    + "; or the admin "
-    "key (rollout.admin_key_env) is not the server's"
+    f"install titan_grpo in the server's environment and start it with --custom-weight-loader {sglang.LOADER}, or set "
+    'weight_sync.apply = "streamed"; or the admin key (rollout.admin_key_env) is not the server\'s'
 )
 
 

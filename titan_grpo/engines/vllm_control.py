@@ -23,6 +23,9 @@ class VllmControl:
     def label(self) -> str:
         return self._driver.run(vllm.weight_info(min(10.0, self._deadline_s)))
 
+    def stock(self) -> None:
+        """vLLM's own engines need a GPU or its host: greet says that our plugin is missing."""
+
     def greet(self, hello: Mapping[str, Any]) -> None:
         self._driver.run(vllm.init_weight_transfer(hello, self._deadline_s))
 

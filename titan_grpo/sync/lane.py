@@ -25,17 +25,15 @@ from titan_grpo.protocol.settle import Pause, Relabel, Resume, settle
 from titan_grpo.protocol.version import UNUSABLE, Label
 from titan_grpo.protocol.wire import Applied, Joined, Staged
 from titan_grpo.sync.fleet import Fleet, fresh_label
-from titan_grpo.sync.sender import LaneLink, LinkOptions
+from titan_grpo.sync.sender import LaneLink, LinkOptions, answer_s
 from titan_grpo.sync.shelf import Published, Shelf
+from titan_grpo.sync.stock import StockLink
 from titan_grpo.sync.streaming import load_while_sending
 
 logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 10.0
 """How often an idle lane reads its server's label back: a restarted server looks healthy and holds other weights."""
-
-ANSWER_S = 2.0
-"""How long a live receiver may take for an answer that needs no work of it, in seconds; capped by the commit's deadline."""
 
 
 def wire_epoch(epoch: int) -> int:
@@ -68,7 +66,7 @@ class LaneThread(threading.Thread):
         self._c = context
         self._control = control
         self._stopping = threading.Event()
-        self._link: LaneLink | None = None
+        self._link: LaneLink | StockLink | None = None
         self._published: Published | None = None
         self._staged: Staged | None = None
         self._number = 0
@@ -179,16 +177,21 @@ class LaneThread(threading.Thread):
         deadline_s = self._c.config.connect_deadline_s
         with self._c.recorder.span(names.CONNECT_S, self.url, epoch=epoch):
             self._pass(Point.GREET)
-            self._link = LaneLink(self._c.run_id, wire_epoch(epoch), self._c.manifest, self._c.link)
-            self._number = 0
-            self._control.greet(self._link.open().to_dict())
-            event = self._settle(self._link.wait_joined(deadline_s))
+            self._link, self._number = self._make_link(wire_epoch(epoch)), 0
+            event = self._settle(self._link.join(self._control, deadline_s))
             # after settling: the receiver that answers is the one that joined, so its engine was not restarted meanwhile
             accepted = self._link.send_manifest(deadline_s)
         if not accepted.ok:
             raise TransferFailed(f"the server's receiver refused the manifest: {accepted.error}")
         self._pass(Point.CONNECTED)
         return event
+
+    def _make_link(self, epoch: int) -> LaneLink | StockLink:
+        c = self._c
+        stock = self._control.stock() if self._streamed else None
+        if stock is not None:
+            return StockLink(c.run_id, epoch, c.manifest, c.link, stock)
+        return LaneLink(c.run_id, epoch, c.manifest, c.link)
 
     def _settle(self, joined: Joined) -> table.Event:
         """A lane, a receiver or a trainer that died may have left the server paused, or over weights that its label hides."""
@@ -283,7 +286,7 @@ class LaneThread(threading.Thread):
         assert staged is not None
         if not self._streamed:
             self._control.load(link.commit(staged).to_dict())
-            return link.wait_applied(staged.number, self._answer_s)
+            return link.wait_applied(staged.number, answer_s(self._c.config.commit_deadline_s))
         image = self._c.images[self._pinned().slot]
         with recorder.span(names.SEND_S, self.url, version=staged.version):
             applied = load_while_sending(link, self._control, staged, image, self._c.config, self._moved)
@@ -314,7 +317,7 @@ class LaneThread(threading.Thread):
             return table.ReadBack(None)
         # a server that was restarted since its load takes the label if a stray call has opened an update on it
         self._number += 1
-        self._open_link().ping(self._number, self._answer_s)
+        self._open_link().ping(self._number, answer_s(self._c.config.commit_deadline_s))
         self._held = self._label
         self._health, _ = peer.step(self._health, peer.Answered())
         self._pass(Point.HELD)
@@ -352,11 +355,7 @@ class LaneThread(threading.Thread):
             self._published = None
             self._c.shelf.unpin(self.url)
 
-    @property
-    def _answer_s(self) -> float:
-        return min(ANSWER_S, self._c.config.commit_deadline_s)
-
-    def _open_link(self) -> LaneLink:
+    def _open_link(self) -> LaneLink | StockLink:
         if self._link is None:
             raise TransferFailed("the lane is not connected")
         return self._link

@@ -1,4 +1,4 @@
-"""The trainer's end of one epoch with one server: store, communicator, transfers. Knows no HTTP."""
+"""The trainer's end of one epoch with one server that has our receiver: store, communicator, transfers."""
 
 import threading
 import time
@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from titan_grpo.engines.control import ServerControl
 from titan_grpo.errors import ProtocolError, TransferFailed
 from titan_grpo.layout.digest import KEYED
 from titan_grpo.layout.manifest import Manifest
@@ -36,6 +37,14 @@ Moved = Callable[[int], object]
 
 MANIFEST_NUMBER = 0
 """Number of the order that hands over the manifest; transfers count from 1."""
+
+ANSWER_S = 2.0
+"""How long a live receiver may take for an answer that needs no work of it, in seconds."""
+
+
+def answer_s(commit_deadline_s: float) -> float:
+    """Deadline of such an answer: never more than that of a commit call."""
+    return min(ANSWER_S, commit_deadline_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,11 @@ class LaneLink:
             apply=o.apply,
         )
         return hello.proven(self._key)
+
+    def join(self, control: ServerControl, timeout_s: float) -> Joined:
+        """Open, have the server greeted, and ``wait_joined``."""
+        control.greet(self.open().to_dict())
+        return self.wait_joined(timeout_s)
 
     def wait_joined(self, timeout_s: float) -> Joined:
         """The receiver's answer, with what its engine holds; then the communicator is open.

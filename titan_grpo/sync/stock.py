@@ -68,16 +68,16 @@ class StockLink:
         self._aborted = False
         self._transport: Transport | None = None
         self._group = ""
-        self._shown = ""
+        self._intact = True
         self._workers = 0
 
     def join(self, control: ServerControl, timeout_s: float) -> Joined:
         """What the server holds, as far as its label tells: nobody else knows."""
         self._workers = self._routes.workers(timeout_s)
-        self._shown = control.label()
-        held = Label.parse(self._shown)
+        shown = control.label()
+        held, self._intact = Label.parse(shown), shown != UNUSABLE
         run, version, print_ = (held.run_id, held.version, held.fingerprint) if held is not None else ("", -1, "")
-        return Joined(1, True, "", "stock", 0, run, version, print_, self._shown != UNUSABLE)
+        return Joined(1, True, "", "stock", 0, run, version, print_, self._intact)
 
     def send_manifest(self, timeout_s: float) -> Staged:
         """Compare the names: SGLang says success to names that it does not know, and ignores them."""
@@ -119,11 +119,13 @@ class StockLink:
                 moved(bucket[-1].offset + bucket[-1].nbytes)
         except PeerError as error:
             self._drop()
-            intact = not began or (done == 0 and NOT_RECEIVED in str(error))
+            untouched = not began or (done == 0 and NOT_RECEIVED in str(error))
+            self._intact = self._intact and untouched
             why = f"{error}; {done} of {len(self._manifest.tensors)} tensors were loaded"
             took = time.monotonic() - start
-            return Applied(staged.number, staged.version, False, "", done, took, why, intact)
+            return Applied(staged.number, staged.version, False, "", done, took, why, self._intact)
         moved(self._manifest.total_bytes)
+        self._intact = True
         took = time.monotonic() - start
         return Applied(staged.number, staged.version, True, staged.fingerprint, done, took, "", True, took)
 

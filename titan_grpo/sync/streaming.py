@@ -9,7 +9,8 @@ from titan_grpo.config import WeightSync
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.errors import PeerError, TransferFailed
 from titan_grpo.protocol.wire import Applied, Staged
-from titan_grpo.sync.sender import LaneLink
+from titan_grpo.sync.sender import LaneLink, answer_s
+from titan_grpo.sync.stock import StockLink
 
 
 class LoadCall(threading.Thread):
@@ -42,7 +43,7 @@ class LoadCall(threading.Thread):
 
 
 def load_while_sending(
-    link: LaneLink,
+    link: LaneLink | StockLink,
     control: ServerControl,
     staged: Staged,
     image: torch.Tensor,
@@ -56,7 +57,9 @@ def load_while_sending(
     The engine's report also when the sending failed, so that the lane can tell whether the engine is intact.
     PeerError if there is no report.
     """
-    call = LoadCall(link, control, staged, config.commit_deadline_s)
+    if isinstance(link, StockLink):
+        return link.push(control, staged, image, moved)
+    call = LoadCall(link, control, staged, answer_s(config.commit_deadline_s))
     call.start()
     try:
         link.stream(image, moved)

@@ -206,6 +206,9 @@ class DirectControl:
         """See ServerControl."""
         self._server._set(label=label)
 
+    def stock(self) -> None:
+        """Our receiver is there."""
+
     def relabel(self, label: str) -> None:
         """See ServerControl."""
         self._server._set(label=label)
