@@ -10,9 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titan_grpo.algorithm.batch import BatchOptions, assemble
+from titan_grpo.algorithm.entropy import token_entropy
+from titan_grpo.algorithm.logits import logit_mean_square
 from titan_grpo.algorithm.logprobs import token_logprobs
-from titan_grpo.algorithm.loss import grpo_loss
-from titan_grpo.algorithm.metrics import accumulate, pack, summarize, unpack
+from titan_grpo.algorithm.loss import LogitTerms, grpo_loss
+from titan_grpo.algorithm.metrics import accumulate, summarize, unpack
+from titan_grpo.algorithm.metrics import pack as pack_metrics
 from titan_grpo.config import GRPO
 from titan_grpo.errors import ConfigError
 from titan_grpo.samples import Completion, Group, Prompt
@@ -27,16 +30,24 @@ def make_logits():
     return torch.randn(3, 5, WORDS, generator=generator), labels, torch.randn(3, 5, generator=generator)
 
 
-def vocabulary_parallel(mesh):
+READERS = {
+    "logprobs": lambda logits, labels: token_logprobs(logits, labels, 0.7, 4),
+    "entropy": lambda logits, labels: token_entropy(logits, 0.7, 4),
+    "mean_square": lambda logits, labels: logit_mean_square(logits, 4),
+}
+
+
+def vocabulary_parallel(mesh, reader):
     """Largest differences, in value and in gradient, between sharded and whole logits."""
     logits, labels, upstream = make_logits()
     whole = logits.clone().requires_grad_()
-    expected = token_logprobs(whole, labels, 0.7, 4)
+    expected = reader(whole, labels)
     expected.backward(upstream)
+    assert whole.grad.abs().max() > 1e-3
     differences = []
     for placement in (Shard(2), Replicate()):
         sharded = distribute_tensor(logits, mesh, [placement]).requires_grad_()
-        out = token_logprobs(sharded, labels, 0.7, 4)
+        out = reader(sharded, labels)
         assert not isinstance(out, DTensor)
         out.backward(upstream)
         assert sharded.grad.placements == (placement,)
@@ -62,16 +73,56 @@ def make_groups():
     return groups
 
 
-def train_step(num_ranks, rank):
-    """(loss, gradient, metrics) of this rank's micro-batches of a step over ``num_ranks``."""
-    table = torch.arange(WORDS * WORDS, dtype=torch.float64).view(WORDS, WORDS).sin().requires_grad_()
+OPTIONS = GRPO(
+    policy_ratio_type="sequence",
+    kl_beta=0.2,
+    neg_scaler=0.5,
+    onpolicy_logp_threshold=0.02,
+    logit_loss_weight=0.3,
+    entropy_loss_weight=0.05,
+    rollout_is_level="geometric",
+    rollout_is_mode="mask",
+    rollout_is_threshold=3.0,
+)
+
+
+def train_step(num_ranks, rank, pack):
+    """(loss, gradient, metrics) of this rank's micro-batches of a step over ``num_ranks``, with every term of the loss on."""
+    table = torch.arange(WORDS * WORDS, dtype=torch.float64).view(WORDS, WORDS).sin()
+    reference = table.flip(0)
+    table.requires_grad_()
     total, parts = torch.zeros((), dtype=torch.float64), []
-    for batch in assemble(make_groups(), num_ranks, BatchOptions(token_budget=16, max_len=8)).ranks[rank]:
-        loss, metrics = grpo_loss(token_logprobs(table[batch["inputs"]], batch["labels"], 1.0, 0), batch, GRPO())
+    options = BatchOptions(token_budget=16, max_len=8, num_minibatches=2, pack=pack)
+    for batch in assemble(make_groups(), num_ranks, options).ranks[rank]:
+        logits, labels = table[batch["inputs"]], batch["labels"]
+        terms = LogitTerms(token_entropy(logits, 1.0, 3), logit_mean_square(logits, 3))
+        ref = token_logprobs(reference[batch["inputs"]], labels, 1.0, 3)
+        loss, metrics = grpo_loss(token_logprobs(logits, labels, 1.0, 3), batch, OPTIONS, ref, None, terms)
         loss.backward()
         total += loss.detach()
         parts.append(metrics)
     return total, table.grad, accumulate(parts)
+
+
+def compared(rank, pack):
+    """How far a step over two ranks is from one on a single rank with one sequence per row."""
+    loss, gradient, metrics = train_step(2, rank, pack)
+    sums, maxima = pack_metrics(metrics)
+    for tensor, op in (
+        (loss, dist.ReduceOp.SUM),
+        (gradient, dist.ReduceOp.SUM),
+        (sums, dist.ReduceOp.SUM),
+        (maxima, dist.ReduceOp.MAX),
+    ):
+        dist.all_reduce(tensor, op=op)
+    alone_loss, alone_gradient, alone_metrics = train_step(1, 0, False)
+    two, one = summarize(unpack(list(metrics), sums, maxima)), summarize(alone_metrics)
+    return {
+        "loss": (loss - alone_loss).abs().item(),
+        "gradient": (gradient - alone_gradient).abs().max().item(),
+        "metrics": max(abs(two[name] - one[name]) for name in one),
+        "scale": alone_gradient.abs().max().item(),
+    }
 
 
 def main():
@@ -80,23 +131,12 @@ def main():
     store = dist.FileStore(sys.argv[2], 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cpu", (2,))
-    figures = {"vocabulary": vocabulary_parallel(mesh), "refusal": refusal(mesh)}
-
-    loss, gradient, metrics = train_step(2, rank)
-    sums, maxima = pack(metrics)
-    for tensor, op in (
-        (loss, dist.ReduceOp.SUM),
-        (gradient, dist.ReduceOp.SUM),
-        (sums, dist.ReduceOp.SUM),
-        (maxima, dist.ReduceOp.MAX),
-    ):
-        dist.all_reduce(tensor, op=op)
-    alone_loss, alone_gradient, alone_metrics = train_step(1, 0)
-    two, one = summarize(unpack(list(metrics), sums, maxima)), summarize(alone_metrics)
-    figures["loss"] = (loss - alone_loss).abs().item()
-    figures["gradient"] = (gradient - alone_gradient).abs().max().item()
-    figures["metrics"] = max(abs(two[name] - one[name]) for name in one)
-    figures["scale"] = alone_gradient.abs().max().item()
+    figures = {
+        "vocabulary": {name: vocabulary_parallel(mesh, reader) for name, reader in READERS.items()},
+        "refusal": refusal(mesh),
+        "rows": compared(rank, False),
+        "packed": compared(rank, True),
+    }
     print(json.dumps(figures))
     dist.destroy_process_group()
 

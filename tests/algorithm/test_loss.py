@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from titan_grpo.algorithm.batch import IGNORE_INDEX
+from titan_grpo.algorithm.correction import Correction, rollout_weights
 from titan_grpo.algorithm.kl import kl_estimate
 from titan_grpo.algorithm.loss import grpo_loss
 from titan_grpo.algorithm.metrics import accumulate, pack, summarize, unpack
-from titan_grpo.algorithm.ratios import clipped_objective, policy_ratio, rollout_weight
+from titan_grpo.algorithm.proximal import interpolated
+from titan_grpo.algorithm.ratios import clipped_objective, policy_ratio
+from titan_grpo.algorithm.sequences import spans_of
 from titan_grpo.config import GRPO
 from titan_grpo.errors import ConfigError, ProtocolError
 
@@ -40,21 +43,71 @@ def test_the_clip_stops_the_gradient_only_where_the_step_would_go_further(advant
 def test_the_sequence_ratio_is_the_length_th_root_of_the_product_and_shares_its_gradient():
     logprobs = torch.tensor([[9.0, -1.0, -2.0]], requires_grad=True)
     old = torch.tensor([[0.0, -1.5, -2.3]])
-    ratio = policy_ratio(logprobs, old, MASK[:1], "sequence")
-    assert ratio.item() == pytest.approx(math.sqrt(math.exp(0.5) * math.exp(0.3)))
-    ratio.sum().backward()
-    assert logprobs.grad[0].tolist() == pytest.approx([0, ratio.item() / 2, ratio.item() / 2])
+    ratio = policy_ratio(logprobs, old, spans_of(MASK[:1], None), "sequence")
+    assert ratio[0].tolist() == pytest.approx([math.sqrt(math.exp(0.5) * math.exp(0.3))] * 3)
+    ratio[0, 1].backward()
+    assert logprobs.grad[0].tolist() == pytest.approx([0, ratio[0, 0].item() / 2, ratio[0, 0].item() / 2])
+
+
+def weights_of(old, rollout, **options):
+    return rollout_weights(old, rollout, spans_of(MASK[:1], None), Correction(**options))
 
 
 def test_the_rollout_weight_is_truncated_detached_and_one_when_off():
     old = torch.tensor([[0.0, -1.0, -1.0]], requires_grad=True)
     rollout = torch.tensor([[0.0, -1.5, -2.5]])
-    token = rollout_weight(old, rollout, MASK[:1], "token", 2.0)
-    assert token[0].tolist() == pytest.approx([1, math.exp(0.5), 2.0])
-    assert rollout_weight(old, rollout, MASK[:1], "sequence", 9.0).item() == pytest.approx(math.exp(2.0))
-    assert rollout_weight(old, rollout, MASK[:1], "sequence", 2.0).item() == 2.0
-    assert (rollout_weight(old, rollout, MASK[:1], "token", 0) == 1).all()
-    assert not token.requires_grad
+    token = weights_of(old, rollout, threshold=2.0)
+    assert token.weight[0].tolist() == pytest.approx([1, math.exp(0.5), 2.0])
+    assert token.cut[0].tolist() == [False, False, True]
+    assert weights_of(old, rollout, level="sequence", threshold=9.0).weight[0, 1].item() == pytest.approx(math.exp(2.0))
+    assert weights_of(old, rollout, level="geometric", threshold=9.0).weight[0, 1].item() == pytest.approx(math.exp(1.0))
+    assert weights_of(old, rollout, level="sequence", threshold=2.0).weight[0, 1].item() == 2.0
+    assert (weights_of(old, rollout, threshold=0).weight == 1).all()
+    assert not token.weight.requires_grad
+
+
+def test_a_mask_keeps_weights_inside_its_bounds_and_takes_zero_outside():
+    old, rollout = torch.zeros(1, 3), torch.tensor([[0.0, -0.5, -2.5]])
+    assert weights_of(old, rollout, mode="mask", threshold=2.0).weight[0, 1:].tolist() == pytest.approx([math.exp(0.5), 0])
+    # The lower bound is 1 / threshold unless it is given.
+    low = torch.tensor([[0.0, 1.0, 0.5]])
+    assert weights_of(old, low, mode="mask", threshold=2.0).weight[0, 1:].tolist() == pytest.approx([0, math.exp(-0.5)])
+    assert weights_of(old, low, mode="mask", threshold=2.0, lower=0.3).weight[0, 1].item() == pytest.approx(math.exp(-1))
+
+
+def test_one_token_below_the_veto_takes_its_sequence_out_and_no_other():
+    old = torch.zeros(1, 5)
+    rollout = torch.tensor([[0.0, 3.0, 0.1, 0.1, 0.1]])
+    spans = spans_of(torch.ones(1, 5, dtype=torch.bool), torch.tensor([[0, 0, 0, 1, 1]]))
+    found = rollout_weights(old, rollout, spans, Correction(veto=0.1))
+    assert found.vetoed[0].tolist() == [True, True, True, False, False]
+    assert (found.weight[0] == 0).tolist() == [True, True, True, False, False]
+
+
+def test_sums_of_sequences_do_not_cross_and_leave_out_what_does_not_count():
+    mask = torch.tensor([[True, False, True, True], [True, True, False, False]])
+    spans = spans_of(mask, torch.tensor([[0, 0, 0, 1], [2, 2, -1, -1]]))
+    values = torch.tensor([[1.0, 100.0, 2.0, 4.0], [8.0, 16.0, torch.nan, torch.inf]], requires_grad=True)
+    assert spans.total(values).tolist() == [[3, 3, 3, 4], [24, 24, 0, 0]]
+    assert spans.mean(values)[:, 0].tolist() == [1.5, 12]
+    assert spans.count() == 3
+    spans.total(values)[0, 1].backward()
+    assert values.grad.tolist() == [[1, 0, 1, 0], [0, 0, 0, 0]]
+
+
+def test_interpolation_follows_the_staleness():
+    now, engine = torch.tensor([-1.0]), torch.tensor([-3.0])
+    found = [interpolated(now, engine, torch.tensor([s])).item() for s in (-1, 0, 1, 2, 4)]
+    assert found == pytest.approx([-1, -1, -3, -2, -1.5])
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [(GRPO(entropy_loss_weight=0.1), "entropy_loss_weight"), (GRPO(logit_loss_weight=0.1), "logit_loss_weight")],
+)
+def test_a_weight_without_what_it_weights_is_refused(options, word):
+    with pytest.raises(ConfigError, match=word):
+        grpo_loss(torch.zeros(2, 3), micro_batch(), options)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

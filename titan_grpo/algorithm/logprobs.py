@@ -5,15 +5,13 @@ and a plain log_softmax keeps two of them for backward. Here forward keeps the l
 number per token; backward makes the probabilities again, ``chunk_tokens`` rows at a time, straight into the gradient.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titan_grpo.algorithm.batch import IGNORE_INDEX
-from titan_grpo.errors import ConfigError
+from titan_grpo.algorithm.vocabulary import VocabularyShard, chunks, join_normalizers, local_logits, working_dtype
 
 
 def token_logprobs(logits: torch.Tensor, labels: torch.Tensor, temperature: float, chunk_tokens: int) -> torch.Tensor:
@@ -26,44 +24,9 @@ def token_logprobs(logits: torch.Tensor, labels: torch.Tensor, temperature: floa
     rank reads its own columns, and three all-reduces of R * L numbers join them, so that every rank has the whole result.
     Raises ConfigError for a DTensor that is sharded in another way.
     """
-    shard = _WHOLE
-    if isinstance(logits, DTensor):
-        shard = _vocabulary_shard(logits)
-        logits = logits.to_local()
-    flat = logits.reshape(-1, logits.shape[-1])
+    flat, shard = local_logits(logits)
     out: torch.Tensor = _TokenLogprobs.apply(flat, labels.reshape(-1), temperature, chunk_tokens, shard)  # type: ignore[no-untyped-call]
     return out.view(labels.shape)
-
-
-class _VocabularyShard(NamedTuple):
-    first_word: int
-    """Number of the first column that is here."""
-    group: dist.ProcessGroup | None
-    """Who holds the other columns; None: all are here."""
-
-
-_WHOLE = _VocabularyShard(0, None)
-
-
-def _vocabulary_shard(logits: DTensor) -> _VocabularyShard:
-    mesh, vocab_dim = logits.device_mesh, logits.ndim - 1
-    axes = [axis for axis, p in enumerate(logits.placements) if not isinstance(p, Replicate)]
-    if any(logits.placements[axis] != Shard(vocab_dim) for axis in axes) or len(axes) > 1:
-        raise ConfigError(
-            f"logits must be whole or sharded over the vocabulary on one mesh axis, got {logits.placements}: "
-            "the loss can not be computed; set parallelism.disable_loss_parallel = true"
-        )
-    if not axes:
-        return _WHOLE
-    # DTensor shards as torch.chunk does: equal pieces of the rounded-up size, the last ones shorter or empty.
-    piece = -(-logits.shape[-1] // mesh.size(axes[0]))
-    return _VocabularyShard(mesh.get_local_rank(axes[0]) * piece, mesh.get_group(axes[0]))
-
-
-def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    step = chunk_tokens if chunk_tokens > 0 else max(num_tokens, 1)
-    for start in range(0, num_tokens, step):
-        yield slice(start, min(start + step, num_tokens))
 
 
 def _columns(labels: torch.Tensor, first_word: int, num_words: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,19 +41,19 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, temperature: float, chunk_tokens: int, shard: _VocabularyShard
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, temperature: float, chunk_tokens: int, shard: VocabularyShard
     ) -> torch.Tensor:
         columns, here = _columns(labels, shard.first_word, logits.shape[-1])
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        dtype = working_dtype(logits)
         normalizer = torch.empty(labels.shape, dtype=dtype, device=logits.device)
         chosen = torch.empty_like(normalizer)
-        for part in _chunks(len(labels), chunk_tokens):
+        for part in chunks(len(labels), chunk_tokens):
             scaled = logits[part].to(dtype) / temperature
             normalizer[part] = torch.logsumexp(scaled, -1)
             chosen[part] = scaled.gather(-1, columns[part]).squeeze(-1)
         chosen.masked_fill_(~here, 0)
+        normalizer = join_normalizers(normalizer, shard.group)
         if shard.group is not None:
-            normalizer = _join_normalizers(normalizer, shard.group)
             dist.all_reduce(chosen, group=shard.group)
         ctx.save_for_backward(logits, columns, here, normalizer, labels)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
@@ -102,19 +65,10 @@ class _TokenLogprobs(torch.autograd.Function):
         # Masked before use: an ignored position must give exact zeros, also when the incoming gradient is not finite.
         grad = grads[0].masked_fill(labels == IGNORE_INDEX, 0).unsqueeze(-1) / ctx.temperature
         out = torch.empty_like(logits)
-        for part in _chunks(len(labels), ctx.chunk_tokens):
+        for part in chunks(len(labels), ctx.chunk_tokens):
             scaled = logits[part].to(normalizer.dtype) / ctx.temperature
             softmax = scaled.sub_(normalizer[part].unsqueeze(-1)).exp_()
             softmax.mul_(-grad[part])
             softmax.scatter_add_(-1, columns[part], grad[part] * here[part].unsqueeze(-1))
             out[part] = softmax
         return out, None, None, None, None
-
-
-def _join_normalizers(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """logsumexp over the ranks of ``group`` of their local ones, [T] each."""
-    largest = local.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    total = torch.exp(local - largest)
-    dist.all_reduce(total, group=group)
-    return largest + torch.log(total)
