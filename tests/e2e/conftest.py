@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -18,11 +19,14 @@ import torch
 from safetensors.torch import load_file
 
 from titan_grpo.commands.processes import end_group, torchrun
-from titan_grpo.engines import vllm
+from titan_grpo.engines.controls import ServerAccess, make_control
+from titan_grpo.engines.dialect import Dialect, dialect
 from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.engines.launch import Server
+from titan_grpo.engines.sampling import Sampling
 from titan_grpo.observe import schema
 from titan_grpo.observe.terminal import Cause, shown
+from titan_grpo.patches import sglang_cpu
 from titan_grpo.protocol.version import Label
 from titan_grpo.rollout.records import GroupRecorder
 from titan_grpo.samples import Completion, Group, Prompt
@@ -31,6 +35,8 @@ from titan_grpo.verify.site import Devices, server_spec
 
 RECIPE = "train_configs/quickstart_cpu.toml"
 API_KEY, API_KEY_VARIABLE = "the-engines-own-key", "TITAN_GRPO_TEST_API_KEY"
+ADMIN_KEY, ADMIN_KEY_VARIABLE = "the-admins-own-key", "TITAN_GRPO_TEST_ADMIN_KEY"
+KEYS = {API_KEY_VARIABLE: API_KEY, ADMIN_KEY_VARIABLE: ADMIN_KEY}
 STEP = re.compile(r"^step +(\d+)/")
 
 
@@ -48,7 +54,7 @@ class Training:
             stdin=subprocess.DEVNULL,
             text=True,
             cwd=cwd,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", API_KEY_VARIABLE: API_KEY},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **KEYS},
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -135,10 +141,16 @@ class Training:
 
 @dataclass
 class Site:
-    """The shared server as the tests look at it."""
+    """A shared server as the tests look at it."""
 
     server: Server
     driver: SyncDriver
+
+    @property
+    def speak(self) -> Dialect:
+        return dialect(self.server.spec.engine)
+
+    api_key: str = API_KEY
 
     @property
     def url(self) -> str:
@@ -146,18 +158,26 @@ class Site:
 
     def label(self) -> Label:
         """What it says that it serves."""
-        label = Label.parse(self.driver.run(vllm.weight_info()))
+        label = Label.parse(self.driver.run(self.speak.label()))
         assert label is not None, "it serves weights of its own"
         return label
 
     def paused(self) -> bool:
-        return self.driver.run(vllm.is_paused())
+        control = make_control(self.server.spec.engine, ServerAccess(self.url, 30.0, None, API_KEY, ADMIN_KEY))
+        with closing(control):
+            return control.paused()
+
+    @property
+    def kernel_calls(self) -> list[str]:
+        """Functions of SGLang's compiled kernels that were called although only a stand-in is there; empty if all is well."""
+        path = Path(self.server.spec.env[sglang_cpu.CALLS_VARIABLE])
+        return path.read_text().splitlines() if path.exists() else []
 
     def assert_serves(self) -> None:
         """Healthy, not paused, and a request is answered."""
-        self.driver.run(vllm.health())
+        self.driver.run(self.speak.health())
         assert not self.paused()
-        assert self.driver.run(vllm.generate([1, 40, 41], vllm.Sampling(max_tokens=4), 30.0)).token_ids
+        assert self.driver.run(self.speak.generate([1, 40, 41], Sampling(max_tokens=4), 30.0)).token_ids
 
 
 @dataclass
@@ -179,6 +199,7 @@ class Runs:
             "model.hf_assets_path": self.model,
             "rollout.servers": ",".join(servers),
             "rollout.api_key_env": API_KEY_VARIABLE,
+            "rollout.admin_key_env": ADMIN_KEY_VARIABLE,
             "weight_sync.backoff_max_s": 1.0,
         }
         options = [f"--{key}={value}" for key, value in settings.items()]
@@ -259,6 +280,19 @@ def site(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator[
     with Server(replace(spec, env={**spec.env, "VLLM_API_KEY": API_KEY})) as server:
         server.wait_healthy(280)
         with SyncDriver(server.url, API_KEY) as driver:
+            yield Site(server, driver)
+
+
+@pytest.fixture(scope="session")
+def sglang_site(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> Iterator[Site]:
+    """The same of SGLang, with both of its keys."""
+    folder = tmp_path_factory.mktemp("sglang_site")
+    model = write_tiny_model("qwen3", folder / "model", seed=2)
+    spec = server_spec(sglang_python, model, folder, Devices("cpu"), engine="sglang")
+    env = {**spec.env, sglang_cpu.CALLS_VARIABLE: str(folder / "kernel_calls")}
+    with Server(replace(spec, env=env, api_key=API_KEY, admin_key=ADMIN_KEY)) as server:
+        server.wait_healthy(280)
+        with SyncDriver(server.url, API_KEY, ADMIN_KEY) as driver:
             yield Site(server, driver)
 
 

@@ -91,11 +91,25 @@ def register(path: str) -> None:
         factory.register_engine(BACKEND, RecordingTransferEngine)
 
 
+def register_sglang(path: str) -> None:
+    """Give our SGLang plugin, which another entry point starts, a RecordingSide that writes to ``path``."""
+    from titan_grpo.receive.sglang_plugin import plugin
+
+    plugin.make_side = lambda engine, workers, problem, run_key: RecordingSide(engine, workers, problem, Path(path), run_key)
+
+
 def install(folder: Path, path: Path) -> None:
-    """Write into ``folder`` what makes a server with ``folder`` on its PYTHONPATH find the recorder; it records to ``path``."""
+    """Write into ``folder`` what makes a server with ``folder`` on its PYTHONPATH find the recorder; it records to ``path``.
+
+    vLLM must also be told to use BACKEND; in SGLang the recorder takes the place of our plugin's own side.
+    """
     info = folder / f"{PLUGIN}-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{PLUGIN} = {PLUGIN}:start\n")
-    module = f"from titan_grpo.receive.recording import register\n\n\ndef start():\n    register({str(path)!r})\n"
+    groups = {"vllm.general_plugins": "register", "sglang.srt.plugins": "register_sglang"}
+    (info / "entry_points.txt").write_text(
+        "".join(f"[{group}]\n{PLUGIN} = {PLUGIN}:{name}\n" for group, name in groups.items())
+    )
+    lines = [f"def {name}():\n    recording.{name}({str(path)!r})\n" for name in groups.values()]
+    module = "\n\n".join(["from titan_grpo.receive import recording\n", *lines])
     (folder / f"{PLUGIN}.py").write_text(module)

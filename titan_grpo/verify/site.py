@@ -1,9 +1,10 @@
-"""Where a verification runs: which devices, the real vLLM server with the recorder in it, and the trainer's environment."""
+"""Where a verification runs: which devices, the real server with the recorder in it, and the trainer's environment."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import ConfigError
@@ -15,6 +16,13 @@ GPU_SHARE = "0.3"
 """Part of a GPU's memory that the server takes: on two GPUs it shares the second one with a trainer rank."""
 
 MAX_MODEL_LEN = 256
+
+Engine = Literal["vllm", "sglang"]
+
+GPU_ARGUMENTS: dict[Engine, list[str]] = {
+    "vllm": ["--gpu-memory-utilization", GPU_SHARE, "--enforce-eager"],
+    "sglang": ["--mem-fraction-static", GPU_SHARE],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +59,25 @@ def choose_devices(wanted: str, gpus: int, ranks: int) -> Devices:
     return Devices("cuda", min(ranks, gpus - 1))
 
 
-def server_spec(python: str, model: Path, out: Path, devices: Devices, run_key: Key | None = None) -> ServerSpec:
+def server_spec(
+    python: str, model: Path, out: Path, devices: Devices, run_key: Key | None = None, engine: Engine = "vllm"
+) -> ServerSpec:
     """A server whose plugin records every commit to ``recorded(out)``. Writes the recorder's plugin into ``out``."""
     plugin = out / "server_plugin"
     recording.install(plugin.resolve(), recorded(out).resolve())
-    backend = json.dumps({"backend": recording.BACKEND})
     env = {"PYTHONPATH": str(plugin.resolve())}
-    args = ["--weight-transfer-config", backend]
+    args = ["--weight-transfer-config", json.dumps({"backend": recording.BACKEND})] if engine == "vllm" else []
     if devices.kind == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = str(devices.server_gpu)
-        args += ["--gpu-memory-utilization", GPU_SHARE, "--enforce-eager"]
+        args += GPU_ARGUMENTS[engine]
     return ServerSpec(
         python=python,
         model=str(model),
-        log_path=str(out / "vllm.log"),
+        log_path=str(out / f"{engine}.log"),
+        engine=engine,
         max_model_len=MAX_MODEL_LEN,
-        weight_transfer=False,
+        # vLLM's has a name of its own with the recorder in it
+        weight_transfer=engine == "sglang",
         cpu=devices.kind == "cpu",
         args=tuple(args),
         env=env,

@@ -1,0 +1,68 @@
+"""A real SGLang server as our launcher starts it: it generates, keeps to its keys, needs no kernel and no core, and ends."""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from titan_grpo.engines import sglang
+from titan_grpo.engines.drivers import HttpRefused, SyncDriver
+from titan_grpo.engines.sampling import Sampling
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+IDLE_S = 3.0
+
+
+def processes(group: int) -> list[psutil.Process]:
+    """All processes of a group."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group:
+                found.append(process)
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def cpu_seconds(group: int) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes(group))
+
+
+def test_it_generates_without_any_compiled_kernel(sglang_site):
+    sglang_site.assert_serves()
+    sampled = sglang_site.driver.run(sglang.generate([1, 40, 41], Sampling(max_tokens=8), 60.0))
+    assert len(sampled.token_ids) == len(sampled.logprobs) <= 8
+    assert sglang_site.kernel_calls == []
+
+
+def test_rollouts_take_the_api_key_and_pauses_the_admin_key_and_no_other(sglang_site):
+    spec = sglang_site.server.spec
+    pause, generate = sglang.pause(10.0), sglang.generate([1, 40], Sampling(max_tokens=1), 60.0)
+    for keys, refused in ((("", ""), (pause, generate)), ((spec.api_key,), (pause,)), ((spec.admin_key,), (generate,))):
+        with SyncDriver(sglang_site.url, *keys) as driver:
+            for call in refused:
+                with pytest.raises(HttpRefused, match="401"):
+                    driver.run(call)
+    assert not sglang_site.paused()
+
+
+def test_its_keys_are_in_no_command_line_and_in_no_file_that_others_can_read(sglang_site):
+    spec = sglang_site.server.spec
+    shown = [" ".join(process.cmdline()) for process in processes(sglang_site.server.group)]
+    assert len(shown) >= 3, "HTTP server, scheduler, detokenizer"
+    files = [path for path in Path(spec.log_path).parent.iterdir() if path.is_file() and path.stat().st_mode & 0o077]
+    shown += [path.read_text(errors="replace") for path in files]
+    assert not [text for text in shown if spec.api_key in text or spec.admin_key in text]
+
+
+def test_an_idle_one_leaves_the_cores_to_others(sglang_site):
+    group = sglang_site.server.group
+    before, began = cpu_seconds(group), time.monotonic()
+    # nothing to wait for: what is measured is a time in which nothing is asked of it
+    psutil.wait_procs([psutil.Process(group)], timeout=IDLE_S)
+    share = (cpu_seconds(group) - before) / (time.monotonic() - began)
+    assert share < 0.3, f"an idle server uses {share:.0%} of a core"
