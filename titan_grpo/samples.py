@@ -35,6 +35,18 @@ class Completion:
     server: str
     reward: float = 0.0
 
+    sampled: tuple[bool, ...] = ()
+    """Which of ``token_ids`` the policy sampled; the others (a tool's answer) are context, and their ``logprobs`` mean nothing.
+    Empty: all of them."""
+
+    zero_advantage: bool = False
+    """The reward counts for the others of its group, but this completion itself is not learnt from."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that are trained on."""
+        return sum(self.sampled) if self.sampled else len(self.token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

@@ -65,6 +65,8 @@ def test_the_weights_of_the_docstring_example(normalization, one_token, three_to
     [
         ("empty_completion", completion(())),
         ("length_mismatch", completion((7, 8), logprobs=(-1.0,))),
+        ("length_mismatch", replace(completion((7, 8)), sampled=(True,))),
+        ("nothing_sampled", replace(completion((7, 8)), sampled=(False, False))),
         ("bad_logprob", completion((7, 8), logprobs=(-1.0, math.nan))),
         ("bad_logprob", completion((7, 8), logprobs=(-math.inf, -1.0))),
         ("bad_logprob", completion((7, 8), logprobs=(-1.0, 1.0))),
@@ -87,6 +89,24 @@ def test_an_overlong_completion_is_left_out_but_its_reward_counts_in_the_mean():
     assert batch.dropped == {"too_long": 1}
     assert batch.ranks[0][0]["advantages"][0, :3].tolist() == pytest.approx([1.0] * 3, abs=1e-5)
     assert batch.tokens == 2
+
+
+def test_what_the_policy_did_not_sample_is_context_only():
+    turns = replace(completion((7, 8, 9), logprobs=(-1.0, 1.0, -2.0), reward=1.0), sampled=(True, False, True))
+    batch = assemble([group(turns, completion((3,), reward=0.0))], 1, replace(OPTIONS, normalization="sequence"))
+    [mb] = batch.ranks[0]
+    x = IGNORE_INDEX
+    assert batch.tokens == 3
+    assert mb["inputs"][0].tolist() == [5, 6, 7, 8, 1, 1, 1, 1]
+    assert mb["labels"][0].tolist() == [x, 7, x, 9, x, x, x, x]
+    assert mb["rollout_logprobs"][0].tolist() == [0, -1, 0, -2, 0, 0, 0, 0]
+    assert mb["weights"][0].tolist() == [0, 0.25, 0, 0.25, 0, 0, 0, 0]
+
+
+def test_a_completion_with_its_advantage_taken_away_still_counts_for_its_group():
+    left_out = replace(completion((7, 8), reward=0.0), zero_advantage=True)
+    mb = only_micro_batch([group(completion((7, 8), reward=1.0), left_out)])
+    assert mb["advantages"].round().tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [0] * 8]
 
 
 def test_packed_sequences_lie_in_one_row_and_positions_begin_anew():

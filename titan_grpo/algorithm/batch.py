@@ -5,7 +5,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Literal, TypeVar
 
 import torch
@@ -93,7 +93,7 @@ class Batch:
     sequences: int
     """Rows that are trained on."""
     tokens: int
-    """Completion tokens in them."""
+    """Sampled completion tokens in them."""
     loads: tuple[int, ...]
     """Input tokens of each rank, without padding."""
     work: tuple[float, ...]
@@ -103,7 +103,8 @@ class Batch:
     padded_tokens: int
     """Rows times padded length, over all micro-batches and ranks."""
     dropped: dict[str, int]
-    """Completions left out, by reason (too_long, empty_completion, empty_prompt, length_mismatch, bad_logprob, bad_reward)."""
+    """Completions left out, by reason: too_long, empty_completion, empty_prompt, nothing_sampled, length_mismatch, bad_logprob,
+    bad_reward."""
 
     @property
     def fill(self) -> float:
@@ -133,9 +134,16 @@ def defect(prompt: Prompt, completion: Completion) -> str:
         return "empty_completion"
     if len(completion.logprobs) != len(completion.token_ids):
         return "length_mismatch"
+    logprobs: Sequence[float] = completion.logprobs
+    if completion.sampled:
+        if len(completion.sampled) != len(completion.token_ids):
+            return "length_mismatch"
+        logprobs = list(compress(logprobs, completion.sampled))
+        if not logprobs:
+            return "nothing_sampled"
     # The sum finds NaN, which min and max may step over; three passes in C, where a generator would take 5 times as long.
-    least, most = min(completion.logprobs), max(completion.logprobs)
-    if not (math.isfinite(sum(completion.logprobs)) and LOGPROB_RANGE[0] < least and most < LOGPROB_RANGE[1]):
+    least, most = min(logprobs), max(logprobs)
+    if not (math.isfinite(sum(logprobs)) and LOGPROB_RANGE[0] < least and most < LOGPROB_RANGE[1]):
         return "bad_logprob"
     return "" if math.isfinite(completion.reward) else "bad_reward"
 
@@ -146,7 +154,7 @@ def assemble(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> 
     Tensors of a micro-batch with R rows of L tokens, on the CPU, all [R, L]:
 
     * ``inputs`` int64: prompt and completion without the last token, then ``pad_id``;
-    * ``labels`` int64: the next token where that is a completion token, else ``IGNORE_INDEX``;
+    * ``labels`` int64: the next token where that is a sampled one of the completion, else ``IGNORE_INDEX``;
     * ``sequence`` int64: number of the sequence, from 0 in each micro-batch; its tokens lie together. -1 is padding;
     * ``rollout_logprobs`` float32: the engine's log-probability of the label, 0 where ignored;
     * ``weights`` float32: the normalisation over the whole step, 0 where ignored;
@@ -171,7 +179,7 @@ def assemble(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> 
         ranks=ranks,
         steps=tuple(len(minibatch.ranks[0]) for minibatch in dealt),
         sequences=len(rows),
-        tokens=sum(len(row.completion.token_ids) for row in rows),
+        tokens=sum(row.completion.num_sampled for row in rows),
         loads=_summed([minibatch.loads for minibatch in dealt]),
         work=_summed([minibatch.work for minibatch in dealt]),
         dealt_work=_summed([minibatch.dealt_work for minibatch in dealt]),
@@ -203,7 +211,7 @@ def _deal(rows: Sequence[_Row], num_ranks: int, options: BatchOptions) -> _Dealt
     dealt = deal(len(items), num_ranks)
     parts = partition(costs, num_ranks, options.equal_counts) if options.balance else dealt
     shares = [[row for item in part for row in items[item]] for part in parts]
-    tokens = sum(len(row.completion.token_ids) for row in rows)
+    tokens = sum(row.completion.num_sampled for row in rows)
     return _Dealt(
         ranks=[[_micro_batch(cut, len(rows), tokens, options) for cut in cuts] for cuts in _cuts(shares, options)],
         loads=[sum(row.length for row in share) for share in shares],
@@ -239,14 +247,14 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[_Row], d
         reasons = [defect(group.prompt, completion) for completion in group.completions]
         dropped.update(reason for reason in reasons if reason)
         sound.append([c for c, reason in zip(group.completions, reasons, strict=True) if not reason])
-    scored = [[Scored(c.reward, len(c.token_ids)) for c in completions] for completions in sound]
+    scored = [[Scored(c.reward, c.num_sampled) for c in completions] for completions in sound]
     for number, advantages in enumerate(step_advantages(scored, options.advantage)):
         prompt = groups[number].prompt
         for completion, advantage in zip(sound[number], advantages, strict=True):
             if len(prompt.token_ids) + len(completion.token_ids) > options.max_len:
                 dropped["too_long"] += 1
             else:
-                rows.append(_Row(number, prompt, completion, advantage))
+                rows.append(_Row(number, prompt, completion, 0.0 if completion.zero_advantage else advantage))
     return rows, dict(dropped)
 
 
@@ -295,7 +303,11 @@ def _micro_batch(rows: Sequence[_Row], sequences: int, tokens: int, options: Bat
         flat["labels"][first:stop] = ids[first - start + 1 :]
         flat["sequence"][start:stop] = number
         flat["rollout_logprobs"][first:stop] = torch.frombuffer(array("f", completion.logprobs), dtype=torch.float32)
-        flat["weights"][first:stop] = _row_weight(stop - first, sequences, tokens, options)
+        flat["weights"][first:stop] = _row_weight(completion.num_sampled, sequences, tokens, options)
+        if completion.sampled:
+            context = ~torch.tensor(completion.sampled)
+            for name, nothing in (("labels", IGNORE_INDEX), ("rollout_logprobs", 0), ("weights", 0)):
+                flat[name][first:stop][context] = nothing
         flat["advantages"][start:stop] = row.advantage
         flat["versions"][start:stop] = completion.version_first
         if options.pack:
