@@ -77,7 +77,7 @@ class RecordingSide(EngineSide):
         return report
 
 
-def register(path: str) -> None:
+def register_vllm(path: str) -> None:
     """Register the backend BACKEND, which is our vLLM plugin with a RecordingSide that writes to ``path``."""
     # Imported here: this module is also imported where vLLM is not installed.
     from titan_grpo.receive import vllm_plugin
@@ -92,24 +92,22 @@ def register(path: str) -> None:
 
 
 def register_sglang(path: str) -> None:
-    """Give our SGLang plugin, which another entry point starts, a RecordingSide that writes to ``path``."""
-    from titan_grpo.receive.sglang_plugin import plugin
+    """Have our SGLang plugin make a RecordingSide that writes to ``path``."""
+    from titan_grpo.receive import sglang_plugin
 
-    plugin.make_side = lambda engine, workers, problem, run_key: RecordingSide(engine, workers, problem, Path(path), run_key)
+    def make(engine: Engine, workers: Workers, problem: str, run_key: Key | None) -> EngineSide:
+        return RecordingSide(engine, workers, problem, Path(path), run_key)
+
+    sglang_plugin.plugin.make_side = make
 
 
 def install(folder: Path, path: Path) -> None:
-    """Write into ``folder`` what makes a server with ``folder`` on its PYTHONPATH find the recorder; it records to ``path``.
-
-    vLLM must also be told to use BACKEND; in SGLang the recorder takes the place of our plugin's own side.
-    """
+    """Write into ``folder`` what makes a server of either engine with ``folder`` on its PYTHONPATH record to ``path``."""
     info = folder / f"{PLUGIN}-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
-    groups = {"vllm.general_plugins": "register", "sglang.srt.plugins": "register_sglang"}
-    (info / "entry_points.txt").write_text(
-        "".join(f"[{group}]\n{PLUGIN} = {PLUGIN}:{name}\n" for group, name in groups.items())
-    )
-    lines = [f"def {name}():\n    recording.{name}({str(path)!r})\n" for name in groups.values()]
-    module = "\n\n".join(["from titan_grpo.receive import recording\n", *lines])
-    (folder / f"{PLUGIN}.py").write_text(module)
+    groups = {"vllm.general_plugins": "vllm", "sglang.srt.plugins": "sglang"}
+    entries = [f"[{group}]\n{PLUGIN} = {PLUGIN}:start_{engine}\n" for group, engine in groups.items()]
+    (info / "entry_points.txt").write_text("\n".join(entries))
+    starts = [f"def start_{e}():\n    recording.register_{e}({str(path)!r})\n" for e in groups.values()]
+    (folder / f"{PLUGIN}.py").write_text("\n\n".join(["from titan_grpo.receive import recording\n", *starts]))
