@@ -66,6 +66,17 @@ def test_generation_runs_ahead_of_the_trainer_by_the_bound_and_no_further(start,
     assert {g.version for g in client.next_batch(2, PER_STEP, 20)} == {1}
 
 
+def test_groups_that_made_no_version_leave_room_for_as_many_more(start, completion_server):
+    server, client = completion_server(), start(max_staleness=0)
+    client.set_server(server.url, 0, True, "0")
+    client.next_batch(0, PER_STEP, 20)
+    client.used_without_version(1)
+    assert len(client.next_batch(0, 1, 20)) == 1
+    with pytest.raises(RolloutStopped, match="0 of 1 groups"):
+        client.next_batch(0, 1, 0.3)
+    assert client.counters()["unversioned_groups"] == 1
+
+
 def test_over_stale_groups_are_dropped_counted_and_made_again(start, completion_server):
     server, client = completion_server(), start()
     client.set_server(server.url, 0, True, "0")

@@ -171,8 +171,11 @@ def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_pat
     resumed.close()
     replay = ReplayClient(str(path))
     assert len(replay.next_batch(0, 1, 1)) == 1
+    state = replay.state()
     assert len(replay.next_batch(1, 2, 1)) == 2
+    # A step that made no version moves the batches and not the version.
+    assert len(ReplayClient(str(path), state).next_batch(0, 2, 1)) == 2
     with pytest.raises(DataError, match="no batch for version 2"):
         replay.next_batch(2, 1, 1)
     with pytest.raises(DataError, match="prompts_per_step is 5"):
-        replay.next_batch(1, 5, 1)
+        ReplayClient(str(path)).next_batch(1, 5, 1)

@@ -127,6 +127,12 @@ class RolloutClient:
             self._record.write(version, groups)
         return groups
 
+    def used_without_version(self, count: int) -> None:
+        """``count`` consumed groups made no version (left out, or their step was skipped): as many more may start."""
+        with self._changed:
+            self._count("unversioned_groups", count)
+        self._out.put(messages.Unversioned(count))
+
     def counters(self) -> dict[str, int]:
         """Counts so far, resumed ones included: ``consumed_groups``, ``requests``, ``tokens``, ``outages``, ``skipped``,
         ``moved`` (their server left), ``dropped.<reason>``; and ``ready``, the finished groups that wait."""

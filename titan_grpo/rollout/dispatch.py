@@ -74,6 +74,9 @@ class Dispatcher:
             self._abort_useless(message.version)
         elif isinstance(message, messages.GiveBack):
             self._settle(message.ticket.dropped(), "")
+        elif isinstance(message, messages.Unversioned):
+            for _ in range(message.count):
+                self._admission, _ = admission.step(self._admission, admission.GiveBack())
         self._pump()
 
     async def close(self) -> None:

@@ -70,6 +70,13 @@ class GiveBack:
 
 
 @dataclass(frozen=True, slots=True)
+class Unversioned:
+    """To the rollout process: ``count`` groups were used without making a version, so their places are free again."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """To the rollout process: abort everything and exit."""
 
@@ -112,5 +119,5 @@ class Failed:
     text: str
 
 
-ToWorker = ServerState | ServerLeft | TrainerVersion | AskLoad | GiveBack | Stop
+ToWorker = ServerState | ServerLeft | TrainerVersion | AskLoad | GiveBack | Unversioned | Stop
 FromWorker = Ready | GroupDone | Load | Event | Failed

@@ -20,7 +20,7 @@ def group_from_json(data: Mapping[str, Any]) -> Group:
     try:
         prompt = {**data["prompt"], "token_ids": tuple(data["prompt"]["token_ids"])}
         completions = tuple(
-            Completion(**{**c, "token_ids": tuple(c["token_ids"]), "logprobs": tuple(c["logprobs"])})
+            Completion(**{**c, **{name: tuple(c[name]) for name in ("token_ids", "logprobs", "sampled") if name in c}})
             for c in data["completions"]
         )
         return Group(Prompt(**prompt), completions)
@@ -59,9 +59,11 @@ class GroupRecorder:
 class ReplayClient:
     """RolloutClient's interface over a recorded file. Samples nothing; servers still get every version."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, state: Mapping[str, Any] | None = None) -> None:
+        """``state``: what ``state`` returned when a checkpoint was written; without it the version asked for first decides."""
         self._path = path
-        self._batches = {version: json.loads(line)["groups"] for version, line in _lines(Path(path))}
+        self._batches = _lines(Path(path))
+        self._next: int | None = (state or {}).get("next_batch")
         self._consumed = 0
 
     def start(self, timeout_s: float = 0.0) -> None:
@@ -81,23 +83,34 @@ class ReplayClient:
         """Ignored."""
 
     def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
-        """The batch recorded for ``version``. Raises DataError if there is none, or one of another size."""
-        groups = self._batches.get(version)
-        if groups is None:
-            known = f"{min(self._batches)} to {max(self._batches)}" if self._batches else "none"
+        """The recorded batches in their order, from the one for the ``version`` asked for first.
+
+        A step that makes no version takes the next batch all the same. Raises DataError if there is none, or one of another
+        size.
+        """
+        versions = [recorded for recorded, _ in self._batches]
+        if self._next is None:
+            self._next = versions.index(version) if version in versions else len(versions)
+        if self._next >= len(self._batches):
+            known = f"{min(versions)} to {max(versions)}" if versions else "none"
             raise DataError(f"{self._path} has no batch for version {version} (recorded: {known}): train fewer steps")
+        groups = json.loads(self._batches[self._next][1])["groups"]
         if len(groups) != count:
             raise DataError(f"{self._path}: version {version} has {len(groups)} groups, rollout.prompts_per_step is {count}")
+        self._next += 1
         self._consumed += count
         return [group_from_json(g) for g in groups]
+
+    def used_without_version(self, count: int) -> None:
+        """Ignored: nothing is bounded."""
 
     def counters(self) -> dict[str, int]:
         """``consumed_groups``."""
         return {"consumed_groups": self._consumed}
 
     def state(self) -> dict[str, Any]:
-        """Nothing to keep: a batch is found by its version."""
-        return {}
+        """Which batch comes next."""
+        return {} if self._next is None else {"next_batch": self._next}
 
     def close(self, deadline_s: float = 0.0) -> None:
         """Nothing to close."""

@@ -55,6 +55,10 @@ class Shelf:
         except queue.Empty:
             return None
 
+    def put_back(self, slot: int) -> None:
+        """A slot that was taken and not written: it is the next one again. Never waits."""
+        self._reservations.put(slot)
+
     def wait_reserved(self, timeout_s: float) -> int | None:
         """The slot for the last version, waited for: shutdown only."""
         try:

@@ -135,6 +135,10 @@ class SyncWorker:
         """The slot for the next version; None: all are in use, skip it."""
         return self._c.shelf.take_reserved()
 
+    def put_back(self, slot: int) -> None:
+        """A slot that was taken for a version that was not made."""
+        self._c.shelf.put_back(slot)
+
     def publish(self, version: int, slot: int, copy: Copy | None) -> None:
         """Rank 0 has started its part of the copy of ``version`` into ``slot`` (None: rank 0 writes no part)."""
         self._jobs.put(_Job(version, slot, copy, self._c.recorder.now()))
