@@ -1,4 +1,4 @@
-"""``titan-grpo quickstart``: the main job without a GPU. A tiny model learns a toy task beside real vLLM servers."""
+"""``titan-grpo quickstart``: the main job without a GPU. A tiny model learns a toy task beside real servers."""
 
 import argparse
 import json
@@ -8,16 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from titan_grpo.commands.processes import run_logged, stop_on_sigterm, torchrun
-from titan_grpo.commands.server_group import ServerGroup
+from titan_grpo.commands.server_group import Engine, ServerGroup
 from titan_grpo.errors import ConfigError
 from titan_grpo.runkey import Key, find_run_key, with_run_key
 
 ROOT = Path(__file__).resolve().parents[2]
 
+ENGINES: dict[str, tuple[Engine, ...]] = {"vllm": ("vllm",), "sglang": ("sglang",), "both": ("vllm", "sglang")}
+
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="titan-grpo quickstart", description=__doc__)
-    parser.add_argument("--servers", type=int, default=1, help="vLLM servers to start (default 1)")
+    parser.add_argument("--engine", default="vllm", choices=list(ENGINES), help="which servers (default vllm); both: of each")
+    parser.add_argument("--servers", type=int, default=1, help="servers of that engine, or of each, to start (default 1)")
     parser.add_argument("--steps", type=int, default=30, help="training steps (default 30)")
     parser.add_argument("--nproc", type=int, default=2, help="trainer ranks (default 2)")
     mode = parser.add_mutually_exclusive_group()
@@ -27,14 +30,17 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", default="outputs/quickstart", help="directory of the run (default outputs/quickstart)")
     parser.add_argument("--model", default="qwen3", choices=["qwen3", "qwen3_untied", "qwen3_moe", "llama3"])
     parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm/bin/python"), help="interpreter of vLLM's environment")
+    parser.add_argument("--sglang-python", default=str(ROOT / ".venv-sglang/bin/python"), help="interpreter of SGLang's")
     parser.add_argument("--config", default=str(ROOT / "train_configs/quickstart_cpu.toml"), help="TOML file of the run")
     options, rest = parser.parse_known_args(argv)
     options.rest = rest
     for name in ("servers", "steps", "nproc"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} must be 1 or more, got {getattr(options, name)}")
-    if not Path(options.vllm_python).exists():
-        raise ConfigError(f"--vllm-python must be an interpreter, {options.vllm_python} does not exist: run scripts/setup.sh")
+    options.pythons = {engine: getattr(options, f"{engine}_python") for engine in ENGINES[options.engine]}
+    for engine, python in options.pythons.items():
+        if not Path(python).exists():
+            raise ConfigError(f"--{engine}-python must be an interpreter, {python} does not exist: run scripts/setup.sh")
     return options
 
 
@@ -75,7 +81,7 @@ def _train(options: argparse.Namespace, out: Path, env: Mapping[str, str]) -> No
     name, flavor = FLAVORS[options.model]
     run_key = find_run_key(env) or Key.generate()
     env = {**with_run_key(env, run_key), "OMP_NUM_THREADS": "1"}
-    with ServerGroup(options.vllm_python, str(server_model), out, options.servers, run_key=run_key) as servers:
+    with ServerGroup(options.pythons, str(server_model), out, options.servers, run_key=run_key) as servers:
         arguments = ["--rollout.servers", ",".join(servers.urls), "--job.dump_folder", str(out)]
         arguments += ["--model.hf_assets_path", str(model), "--model.name", name, "--model.flavor", flavor]
         arguments += ["--training.steps", str(options.steps)]

@@ -1,24 +1,29 @@
-"""Several vLLM servers for a command: started together, waited for with progress, stopped together."""
+"""Several servers for a command: started together, waited for with progress, stopped together."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.runkey import Key
 
 STARTUP_S = 300.0
+Engine = Literal["vllm", "sglang"]
 
 
 class ServerGroup:
     """A context manager; ``urls`` are valid once ``wait_healthy`` returned."""
 
-    def __init__(self, python: str, model: str, log_dir: Path, count: int, run_key: Key) -> None:
-        """``run_key``: what a trainer of these servers must have."""
+    def __init__(self, pythons: Mapping[Engine, str], model: str, log_dir: Path, count: int, run_key: Key) -> None:
+        """``count`` servers of each engine; ``pythons``: its interpreter; ``run_key``: what their trainer must have."""
         self._specs = [
-            ServerSpec(python=python, model=model, log_path=str(log_dir / f"vllm{index}.log"), run_key=run_key)
+            ServerSpec(
+                python=python, model=model, log_path=str(log_dir / f"{engine}{index}.log"), engine=engine, run_key=run_key
+            )
+            for engine, python in pythons.items()
             for index in range(count)
         ]
         self.servers: list[Server] = []
@@ -40,10 +45,11 @@ class ServerGroup:
     def wait_healthy(self, say: Callable[[str], None]) -> None:
         """Until every server answers. Raises ServerUnreachable with the end of the log of one that does not."""
         began = time.monotonic()
-        say(f"starting {len(self.servers)} vLLM server(s), about a minute on two cores; logs in {self._specs[0].log_path}")
+        names = ", ".join(Path(spec.log_path).stem for spec in self._specs)
+        say(f"starting {names}, about a minute on two cores; logs in {Path(self._specs[0].log_path).parent}/*.log")
         for server in self.servers:
             server.wait_healthy(STARTUP_S * len(self.servers))
-            say(f"{server.url} is healthy after {time.monotonic() - began:.0f} s")
+            say(f"{server.spec.engine} at {server.url} is healthy after {time.monotonic() - began:.0f} s")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
