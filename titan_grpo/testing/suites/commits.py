@@ -1,8 +1,11 @@
 """What every engine must do with weights: a version whole or not at all, no request lost, no older prefix reused."""
 
+import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.sampling import Sampling
 from titan_grpo.errors import PeerError, ServerRefused
 from titan_grpo.protocol.wire import Applied, Joined, new_run_id
+from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.sync.sender import LaneLink, LinkOptions
 from titan_grpo.testing.suites.engine import MAX_DIFFERENCE, REQUEST_S, EngineUnderTest, assert_sound, furthest, prompt
 from titan_grpo.testing.suites.reference import Reference, Weights
@@ -20,6 +25,20 @@ NUMBER = 1
 
 STEP_S = 60.0
 """Deadline of each step of a transfer, in seconds."""
+
+
+KEY_VARIABLE = "TITAN_GRPO_CONFORMANCE_API_KEY"
+
+ROLLOUTS = RolloutSpec(
+    model_dir="",
+    base_version=20,
+    prompts_per_step=2,
+    group_size=8,
+    max_completion_tokens=100,
+    max_staleness=1,
+    api_key_env=KEY_VARIABLE,
+)
+"""Two batches of long completions in flight."""
 
 
 class _Broken(Exception):
@@ -203,6 +222,39 @@ def an_update_that_a_dead_trainer_left_open_is_taken_over(e: EngineUnderTest) ->
         assert (held.held_run, held.held_version) == (dead.run_id, 11), held
 
 
+def rollouts_name_the_versions_that_made_them(e: EngineUnderTest) -> None:
+    """The rollout process over a commit: every completion is of the version before, of the one after, or of both in turn."""
+    with sender(e) as trainer, _rollouts(e) as client:
+        trainer.sync(20, 20)
+        weights, _ = trainer.make(21)
+        with trainer.link(weights) as link:
+            client.set_server(e.access.url, 20, True, trainer.label(20), e.engine)
+            deadline = time.monotonic() + STEP_S
+            while not client.in_flight().get(e.access.url):
+                assert time.monotonic() < deadline, "no request was made"
+            assert trainer.commit(link, weights, 21).ok
+            client.set_server(e.access.url, 21, True, trainer.label(21), e.engine)
+            batches = [client.next_batch(version, ROLLOUTS.prompts_per_step, STEP_S) for version in (20, 21)]
+    completions = [c for batch in batches for group in batch for c in group.completions]
+    bounds = {(c.version_first, c.version_last) for c in completions}
+    assert bounds <= {(20, 20), (20, 21), (21, 21)}, bounds
+    assert all(-math.inf < value <= 0.0 for c in completions for value in c.logprobs)
+    assert client.counters().get("outages", 0) == 0
+
+
+@contextmanager
+def _rollouts(e: EngineUnderTest) -> Iterator[RolloutClient]:
+    """The rollout process, which reads the API key from its environment."""
+    os.environ[KEY_VARIABLE] = e.access.api_key
+    client = RolloutClient(replace(ROLLOUTS, model_dir=str(e.model)))
+    try:
+        client.start(STEP_S)
+        yield client
+    finally:
+        client.close()
+        del os.environ[KEY_VARIABLE]
+
+
 def nobody_without_the_run_key_writes_weights(e: EngineUnderTest) -> None:
     """However good its keys for the engine's routes are."""
     assert e.run_key is not None, "start the server with a run key"
@@ -253,6 +305,7 @@ CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     a_sender_that_dies_in_the_middle_leaves_the_old_version_and_another_one_goes_on,
     garbage_is_refused_and_ends_nothing,
     an_update_that_a_dead_trainer_left_open_is_taken_over,
+    rollouts_name_the_versions_that_made_them,
 )
 """They leave the server with weights of their own."""
 
