@@ -198,7 +198,7 @@ def test_a_server_restarted_before_its_label_is_not_believed_although_it_shows_i
     assert len(strike.times(Point.BEGIN)) == 2, "the second time to the server that came back"
     assert len(strike.times(Point.HELD)) == 1
     assert r.recorder.commits() == {"a": [1]}
-    assert "waiting for the receiver's answer" in str(r.worker.take_error())
+    assert "readlabel failed" in str(r.worker.take_error())
 
 
 @pytest.mark.parametrize("point", [Point.LABEL, Point.RESUME, Point.RESUMED], ids=lambda point: point.value)

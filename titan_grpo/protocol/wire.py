@@ -14,6 +14,7 @@ All keys live under ``PrefixStore(f"{run_id}/{epoch}", ...)`` in a store that th
                     (the lane commits over HTTP: POST /update_weights {"update_info": Commit})
     applied/<n>     <- Applied
                                             order/<n+1>    <- Order(op="ping"), after the read-back over HTTP
+                 (the lane broadcasts PING_BYTES: where the connection is lost, it learns so at once)
     staged/<n+1>    <- Staged: the engine that took the version has not been restarted, or its receiver were gone
 
 With ``Hello.apply == "streamed"`` the receiver has a window (a ring of buckets) instead of a whole image::
@@ -60,6 +61,9 @@ APPLY = ("staged", "streamed")
 
 REPLY_S = 10.0
 """Deadline for answering a trainer of another version, in seconds."""
+
+PING_BYTES = 1
+"""What a ping broadcasts."""
 
 CANCEL_KEY = "cancel"
 """Set by a lane that gives a streamed transfer up."""

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from titan_grpo.errors import PeerError, TitanGrpoError, TransferFailed
@@ -18,7 +19,7 @@ from titan_grpo.layout.digest import KEYED, BlockHasher, digest_block, fingerpri
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import staging
-from titan_grpo.protocol.wire import CANCEL_KEY, Applied, Commit, Hello, Joined, Order, Staged, key_prefix
+from titan_grpo.protocol.wire import CANCEL_KEY, PING_BYTES, Applied, Commit, Hello, Joined, Order, Staged, key_prefix
 from titan_grpo.receive.window import Window, window_bytes
 from titan_grpo.runkey import EpochKeys
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
@@ -286,6 +287,7 @@ class Receiver:
 
     def _ping(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
         """A sign of life, whatever the memory holds: this process dies with its engine."""
+        transport.broadcast(torch.empty(PING_BYTES, dtype=torch.uint8), self._hello.timeout_s)
         return Staged(order.number, 0, True, "", 0.0, 0.0, "", -1, {})
 
     def _release(self, order: Order, store: dist.Store, transport: Transport) -> Staged:

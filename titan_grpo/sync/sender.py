@@ -17,6 +17,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.wire import (
     ABORTED,
     CANCEL_KEY,
+    PING_BYTES,
     PROBE,
     RECEIVER_RANK,
     Applied,
@@ -233,10 +234,13 @@ class LaneLink:
     def ping(self, number: int, timeout_s: float) -> None:
         """Ask the receiver of this epoch for a sign of life, after a transfer that is over.
 
-        TransferFailed if none comes in time: the receiver is gone or was replaced, and its engine may have been restarted.
+        TransferFailed if none comes in time, at once if the connection is lost: the receiver is gone or was replaced, and
+        its engine may have been restarted.
         """
         self._forget(number - 1)
-        answer = self._order(Order(number, "ping", 0, "", ""), timeout_s)
+        self._post(Order(number, "ping", 0, "", ""))
+        self._connected().broadcast(torch.zeros(PING_BYTES, dtype=torch.uint8), timeout_s)
+        answer = self._staged(number, timeout_s)
         if not answer.ok:
             raise TransferFailed(f"the receiver of epoch {self._epoch} refused to be asked: {answer.error}")
 
