@@ -147,10 +147,19 @@ class Site:
     driver: SyncDriver
 
     @property
+    def access(self) -> ServerAccess:
+        """With every key that there is."""
+        return ServerAccess(self.url, 60.0, None, API_KEY, self.server.spec.admin_key)
+
+    @property
     def speak(self) -> Dialect:
         return dialect(self.server.spec.engine)
 
-    api_key: str = API_KEY
+    def restart(self) -> None:
+        """The same server once more in its place."""
+        self.server.stop()
+        self.server = Server(self.server.spec)
+        self.server.wait_healthy(280)
 
     @property
     def url(self) -> str:
@@ -163,7 +172,7 @@ class Site:
         return label
 
     def paused(self) -> bool:
-        control = make_control(self.server.spec.engine, ServerAccess(self.url, 30.0, None, API_KEY, ADMIN_KEY))
+        control = make_control(self.server.spec.engine, self.access)
         with closing(control):
             return control.paused()
 
@@ -290,10 +299,14 @@ def sglang_site(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> 
     model = write_tiny_model("qwen3", folder / "model", seed=2)
     spec = server_spec(sglang_python, model, folder, Devices("cpu"), engine="sglang")
     env = {**spec.env, sglang_cpu.CALLS_VARIABLE: str(folder / "kernel_calls")}
-    with Server(replace(spec, env=env, api_key=API_KEY, admin_key=ADMIN_KEY)) as server:
-        server.wait_healthy(280)
-        with SyncDriver(server.url, API_KEY, ADMIN_KEY) as driver:
-            yield Site(server, driver)
+    server = Server(replace(spec, env=env, api_key=API_KEY, admin_key=ADMIN_KEY))
+    with SyncDriver(server.url, API_KEY, ADMIN_KEY) as driver:
+        shared = Site(server, driver)
+        try:
+            server.wait_healthy(280)
+            yield shared
+        finally:
+            shared.server.stop()
 
 
 @pytest.fixture(scope="session")

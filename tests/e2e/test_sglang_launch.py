@@ -17,13 +17,13 @@ IDLE_S = 3.0
 
 
 def processes(group: int) -> list[psutil.Process]:
-    """All processes of a group."""
+    """The processes of a group that have not ended."""
     found = []
     for process in psutil.process_iter():
         try:
-            if os.getpgid(process.pid) == group:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except ProcessLookupError:
+        except (ProcessLookupError, psutil.NoSuchProcess):
             continue
     return found
 
