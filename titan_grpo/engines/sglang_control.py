@@ -6,6 +6,7 @@ from typing import Any
 from titan_grpo.engines import sglang
 from titan_grpo.engines.calls import Call
 from titan_grpo.engines.drivers import HttpRefused, SyncDriver
+from titan_grpo.engines.sampling import Sampling
 from titan_grpo.engines.sglang_stock import StockRoutes
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 
@@ -65,9 +66,10 @@ class SglangControl:
             return state.paused
         if self._answers(sglang.ready(self._look_s), (404, 503)):
             return False
-        # 503 also after a health check met a pause that is long over: only a token tells the two apart
+        # 503 also after a health check met a pause that is long over: only a token tells the two apart (a health check that
+        # generates does not: any message of the scheduler, such as the answer to a lane's call, makes it say yes)
         try:
-            self._driver.run(sglang.generates(min(TOKEN_S, self._deadline_s)))
+            self._driver.run(sglang.generate([0], Sampling(1), min(TOKEN_S, self._deadline_s)))
         except ServerUnreachable:
             self._driver.run(sglang.alive(self._look_s))
             return True

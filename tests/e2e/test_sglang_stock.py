@@ -1,0 +1,86 @@
+"""A stock SGLang server, where nothing of ours runs: weights are streamed over its own routes, as safely as these allow."""
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from titan_grpo.engines import sglang
+from titan_grpo.engines.controls import ServerAccess
+from titan_grpo.engines.drivers import HttpRefused
+from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.engines.sglang_stock import Group, StockRoutes
+from titan_grpo.errors import ServerRefused
+from titan_grpo.sync.transports.store import host_store
+from titan_grpo.testing.suites import commits, streaming
+from titan_grpo.testing.suites.engine import EngineUnderTest
+from titan_grpo.titan.tiny import write_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+
+def remake(seed: int, folder: Path) -> Path:
+    return write_tiny_model("qwen3", folder, seed, std=0.05, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def stock(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> Iterator[EngineUnderTest]:
+    folder = tmp_path_factory.mktemp("stock")
+    model = remake(100, folder / "model")
+    spec = ServerSpec(
+        sglang_python,
+        str(model),
+        str(folder / "server.log"),
+        "sglang",
+        weight_transfer=False,
+        env={"SGLANG_PLUGINS": "none"},
+        api_key="api",
+        admin_key="adm",
+    )
+    with Server(spec) as server:
+        server.wait_healthy(280.0)
+        yield EngineUnderTest("sglang", ServerAccess(server.url, 60.0, None, "api", "adm"), model, remake, folder, True, True)
+
+
+@pytest.mark.parametrize("check", streaming.CHECKS, ids=[check.__name__ for check in streaming.CHECKS])
+def test_stock_sglang(check, stock) -> None:
+    check(stock)
+
+
+def test_a_staged_lane_says_what_is_missing(stock) -> None:
+    with commits.sender(stock) as trainer:
+        weights, _ = trainer.make(1)
+        with pytest.raises(ServerRefused, match=r"install titan_grpo in the server's environment.*apply = \"streamed\""):
+            trainer.link(weights).__enter__()
+
+
+def test_a_group_whose_trainer_is_gone_is_refused_and_the_server_goes_on(stock) -> None:
+    routes = StockRoutes(stock.access.url, stock.access.api_key, stock.access.admin_key)
+    store = host_store("127.0.0.1")
+    answers: list[HttpRefused] = []
+
+    def join() -> None:
+        try:
+            routes.init_group(Group("nobody-there", "127.0.0.1", port, 2, "gloo"), 60.0)
+        except HttpRefused as error:
+            answers.append(error)
+
+    port = store.port
+    asking = threading.Thread(target=join, daemon=True)
+    asking.start()
+    store.wait(["nobody-there/nobody-there//cpu//0/1"], timedelta(seconds=60))
+    del store  # the trainer dies before its own rank is there
+    asking.join(60.0)
+    assert [error.status for error in answers] == [400]
+    stock.run(sglang.health())
+    streaming.streamed_weights_are_computed_also_the_second_time(stock)
+
+
+def test_a_failed_flush_that_left_other_weights_behind_is_never_asked_for() -> None:
+    """SGLang answers 400 after it took the weights if the cache can not be flushed: so no update of ours flushes it."""
+    from titan_grpo.engines.sglang_stock import Announced, update
+
+    assert update("group", Announced(["a"], ["bfloat16"], [(2,)]), 1.0).json["flush_cache"] is False
+    assert sglang.update_weights({}, 1, 1.0).json["flush_cache"] is False
