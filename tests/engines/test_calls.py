@@ -38,6 +38,13 @@ def test_an_answer_gives_tokens_and_their_log_probabilities():
     assert vllm.parse_sampled(ANSWER) == Sampled((7, 8), (-0.5, -1.5), "length")
 
 
+def test_an_answer_may_tell_which_version_made_which_token():
+    spans = [{"version": "r:7:f", "start": 0, "end": 1}, {"version": "r:8:f", "start": 1, "end": 2}]
+    sampled = vllm.parse_sampled({"choices": [ANSWER["choices"][0] | {"weight_versions": spans}]})
+    assert sampled.versions == (("r:7:f", 0, 1), ("r:8:f", 1, 2))
+    assert vllm.generate([1], Sampling(4), 1.0).json["return_weight_versions"] is True
+
+
 def test_null_and_floored_log_probabilities_become_nan_and_minus_infinity():
     answer = {"choices": [ANSWER["choices"][0] | {"logprobs": {"token_logprobs": [None, -9999.0]}}]}
     first, second = vllm.parse_sampled(answer).logprobs

@@ -17,6 +17,8 @@ def plugin(**state):
     return {"GET /titan_grpo/state": lambda _: (200, {"paused": False, "workers": 2, "boot": "one", **state})}
 
 
+TOKEN = {"output_ids": [1], "meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 1, None]]}}
+
 UPDATE = {
     "POST /begin_weight_update": 200,
     "POST /update_weights_from_tensor": 200,
@@ -143,16 +145,16 @@ def test_without_the_plugin_a_ready_server_is_not_paused(board, sglang):
 
 
 def test_without_the_plugin_a_server_that_was_thought_ill_and_generates_is_not_paused(board, sglang):
-    board.routes = {"GET /ready": 503, "GET /health_generate": 200}
+    board.routes = {"GET /ready": 503, "POST /generate": lambda _: (200, TOKEN)}
     assert sglang.paused() is False
 
 
 def test_without_the_plugin_a_server_that_gives_no_token_and_answers_is_paused(board):
     control = SglangControl(board.url, "", "", 0.3)
     board.routes = SGLANG | {"GET /ready": 503}
-    board.silent = {"GET /health_generate"}
+    board.silent = {"POST /generate"}
     assert control.paused() is True
-    board.silent = {"GET /health_generate", "GET /model_info"}
+    board.silent = {"POST /generate", "GET /model_info"}
     with pytest.raises(ServerUnreachable):
         control.paused()
     control.close()

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_grpo.engines.sampling import Sampled
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.cursor import Cursor
 from titan_grpo.rollout.groups import completion_fault, group_fault, request_seed
 from titan_grpo.rollout.messages import ServerState
 from titan_grpo.rollout.pool import Pool
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient, group_from_json, group_to_json
+from titan_grpo.rollout.sampler import made_by
 from titan_grpo.rollout.tasks.base import TaskOptions, load_task
 from titan_grpo.samples import Completion, Group, Prompt
 
@@ -116,6 +118,24 @@ def test_a_failing_server_is_paused_for_longer_and_longer():
     assert pool.pick(1, 115.0, always) is server
     pool.succeeded(server)
     assert pool.failed(server, 0.0) == 0.5
+
+
+SPANS = (("r:7:f", 0, 3), ("r:8:f", 3, 5))
+
+
+def sampled(versions):
+    return Sampled((1,) * 5, (-1.0,) * 5, "stop", versions)
+
+
+def test_versions_are_the_engines_where_it_tells_them_and_the_ledgers_elsewhere():
+    assert made_by(sampled(SPANS), "r:6:f", 6, 9) == (7, 8)
+    assert made_by(sampled(()), "r:6:f", 6, 9) == (6, 9)
+
+
+@pytest.mark.parametrize("label", ["default", "unusable", "other:7:f", ""])
+def test_tokens_of_weights_that_are_not_of_this_run_have_no_version(label):
+    assert made_by(sampled((SPANS[0], (label, 3, 5))), "r:6:f", 6, 9) is None
+    assert made_by(sampled(SPANS), label, 6, 9) is None
 
 
 def test_digits_rewards_the_share_of_digits():

@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from titan_grpo.engines.calls import want
+
 LOGPROB_FLOOR = -9999.0
 """At or below this a log-probability stands for minus infinity, which JSON has no number for (vLLM sends just this one)."""
 
@@ -47,3 +49,11 @@ def logprob(value: Any) -> float:
     if not isinstance(value, (int, float)):
         return math.nan
     return -math.inf if value <= LOGPROB_FLOOR else float(value)
+
+
+def version_spans(value: Any, path: str) -> tuple[VersionSpan, ...]:
+    """``weight_versions`` of an answer, in the form that both engines give it; empty for null. ServerRefused for others."""
+    return tuple(
+        (str(want(s, "version", str, path)), int(want(s, "start", int, path)), int(want(s, "end", int, path)))
+        for s in (value if isinstance(value, list) else ())
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_grpo.engines.calls import Call, ignore, want
-from titan_grpo.engines.sampling import Sampled, Sampling, VersionSpan, logprob, salt
+from titan_grpo.engines.sampling import Sampled, Sampling, logprob, salt, version_spans
 from titan_grpo.errors import ServerRefused
 
 NAME = "sglang"
@@ -31,17 +31,11 @@ class State:
 
 
 def health(timeout_s: float = 30.0) -> Call[None]:
-    """200 once a token was generated, as ``generates``; at once with ``SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0``, which our
-    launcher sets: then 503 until the server has warmed up, and 200 ever after."""
-    return Call("GET", "/health", timeout_s, ignore)
-
-
-def generates(timeout_s: float) -> Call[None]:
-    """200 once a token was generated, by this request (which takes a second) or by any other.
-
-    On a paused server it hangs, answers 503 after 20 s, and marks the server as unhealthy until the next one.
+    """200 once the scheduler has said anything, at the earliest after a second. On a paused server it hangs, answers 503 after
+    20 s, and marks the server as unhealthy until the next one. With ``SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0``, which our
+    launcher sets, it is 503 until the server has warmed up, and 200 ever after.
     """
-    return Call("GET", "/health_generate", timeout_s, ignore)
+    return Call("GET", "/health", timeout_s, ignore)
 
 
 def alive(timeout_s: float = 2.0) -> Call[None]:
@@ -192,13 +186,8 @@ def parse_sampled(answer: Any) -> Sampled:
     ids = want(answer, "output_ids", list, GENERATE)
     entries = want(meta, "output_token_logprobs", list, GENERATE)
     reason = want(want(meta, "finish_reason", dict, GENERATE), "type", str, GENERATE)
-    spans = tuple(_span(span) for span in meta.get("weight_versions") or ())
+    spans = version_spans(meta.get("weight_versions"), GENERATE)
     return Sampled(tuple(int(t) for t in ids), tuple(_first(entry) for entry in entries), reason, spans)
-
-
-def _span(span: Any) -> VersionSpan:
-    start, end = (int(want(span, key, int, GENERATE)) for key in ("start", "end"))
-    return str(want(span, "version", str, GENERATE)), start, end
 
 
 def _parse_scores(answer: Any, count: int) -> tuple[float, ...]:
