@@ -141,6 +141,25 @@ def requests_run_over_a_commit_and_none_is_lost(e: EngineUnderTest) -> None:
             assert_sound(e, sampled, [trainer.label(3), trainer.label(4)])
 
 
+def requests_are_answered_between_any_two_buckets_of_a_transfer(e: EngineUnderTest) -> None:
+    """The engine does not stand still while weights arrive, however slowly: each bucket waits for an answer here."""
+    with sender(e) as trainer:
+        trainer.sync(16, 16)
+        weights, _ = trainer.make(17)
+        asked: list[int] = []
+
+        def answered(offset: int) -> None:
+            sampled = e.run(e.speak.generate(prompt(len(asked)), Sampling(4, cache_salt="during"), REQUEST_S))
+            assert_sound(e, sampled, [trainer.label(16)])
+            asked.append(offset)
+
+        with trainer.link(weights) as link:
+            staged = link.send(NUMBER, 17, weights.image, weights.digests, weights.fingerprint, answered)
+            assert staged.ok, staged.error
+        assert len(asked) == -(-weights.manifest.total_bytes // BUCKET_BYTES) > 2
+        assert trainer.control.label() == trainer.label(16), "a version that is staged only is not served"
+
+
 def a_new_version_reuses_nothing_of_the_prefixes_of_an_older_one(e: EngineUnderTest) -> None:
     """The pause keeps the cache, so requests are kept apart by the label they are admitted under."""
     with sender(e) as trainer:
@@ -300,6 +319,7 @@ def a_restarted_server_is_seen_as_one(e: EngineUnderTest) -> None:
 CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     the_server_computes_what_was_committed_also_the_second_time,
     requests_run_over_a_commit_and_none_is_lost,
+    requests_are_answered_between_any_two_buckets_of_a_transfer,
     a_new_version_reuses_nothing_of_the_prefixes_of_an_older_one,
     a_version_with_a_tensor_that_the_model_has_not_is_refused_whole,
     a_sender_that_dies_in_the_middle_leaves_the_old_version_and_another_one_goes_on,
