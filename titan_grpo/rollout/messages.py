@@ -70,6 +70,13 @@ class GiveBack:
 
 
 @dataclass(frozen=True, slots=True)
+class Used:
+    """To the rollout process: the groups with these prompt indices were taken by the trainer."""
+
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Unversioned:
     """To the rollout process: ``count`` groups were used without making a version, so their places are free again."""
 
@@ -119,5 +126,5 @@ class Failed:
     text: str
 
 
-ToWorker = ServerState | ServerLeft | TrainerVersion | AskLoad | GiveBack | Unversioned | Stop
+ToWorker = ServerState | ServerLeft | TrainerVersion | AskLoad | GiveBack | Used | Unversioned | Stop
 FromWorker = Ready | GroupDone | Load | Event | Failed

@@ -28,6 +28,12 @@ class RolloutSpec:
     max_concurrent_requests: int = 64
     request_timeout_s: float = 300.0
     api_key_env: str = ""
+    source: str = "task"
+    atropos_url: str = ""
+    push_address: str = ""
+    push_key_env: str = ""
+    registration: dict[str, Any] = field(default_factory=dict)
+    """What an Atropos API is told of the run (fields of ``atropos.Registration``, without batch_size)."""
 
     @classmethod
     def from_config(
@@ -44,5 +50,6 @@ class RolloutSpec:
             "temperature",
         )
         names += ("max_staleness", "max_concurrent_requests", "request_timeout_s", "api_key_env")
+        names += ("source", "atropos_url", "push_address", "push_key_env")
         values = {name: getattr(rollout, name) for name in names}
         return cls(model_dir=model_dir, base_version=base_version, state=dict(state or {}), **values)

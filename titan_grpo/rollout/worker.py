@@ -13,6 +13,7 @@ from typing import Any
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.dispatch import Dispatcher
+from titan_grpo.rollout.external import External, open_source
 from titan_grpo.rollout.sampler import Sampler
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.tasks.base import TaskOptions, load_task
@@ -46,39 +47,47 @@ class Worker:
         return 1 if self._error is not None else 0
 
     async def _serve(self, spec: RolloutSpec) -> None:
-        task = load_task(spec.task, TaskOptions(spec.seed, spec.task_path))
-        sampler = Sampler(spec, task, TextCodec(spec.model_dir))
-        key = os.environ.get(spec.api_key_env, "") if spec.api_key_env else ""
-        dispatcher = Dispatcher(spec, sampler, self._out.put, self._fail, key)
+        source = await self._source(spec)
         loop = asyncio.get_running_loop()
         # A bug in a callback would otherwise only be logged, and the trainer would wait for its deadline.
         loop.set_exception_handler(
             lambda _loop, context: self._fail(context.get("exception") or RuntimeError(context["message"]))
         )
-        reader = threading.Thread(target=self._read_loop, args=(loop, dispatcher), name="read", daemon=True)
+        reader = threading.Thread(target=self._read_loop, args=(loop, source), name="read", daemon=True)
         self._out.put(messages.Ready())
         reader.start()
         await self._stop.wait()
-        await dispatcher.close()
+        await source.close()
+
+    async def _source(self, spec: RolloutSpec) -> Dispatcher | External:
+        """Where groups come from, started."""
+        if spec.source != "task":
+            source = open_source(spec, self._out.put, self._fail)
+            await source.start()
+            return source
+        task = load_task(spec.task, TaskOptions(spec.seed, spec.task_path))
+        sampler = Sampler(spec, task, TextCodec(spec.model_dir))
+        key = os.environ.get(spec.api_key_env, "") if spec.api_key_env else ""
+        return Dispatcher(spec, sampler, self._out.put, self._fail, key)
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
         self._stop.set()
 
-    def _take(self, dispatcher: Dispatcher, message: messages.ToWorker) -> None:
+    def _take(self, source: Dispatcher | External, message: messages.ToWorker) -> None:
         if isinstance(message, messages.Stop):
             self._stop.set()
         elif not self._stop.is_set():
-            dispatcher.on(message)
+            source.on(message)
 
-    def _read_loop(self, loop: asyncio.AbstractEventLoop, dispatcher: Dispatcher) -> None:
+    def _read_loop(self, loop: asyncio.AbstractEventLoop, source: Dispatcher | External) -> None:
         message: messages.ToWorker = messages.Stop()
         while True:
             try:
                 message = self._connection.recv()
             except (EOFError, OSError):
                 message = messages.Stop()
-            loop.call_soon_threadsafe(self._take, dispatcher, message)
+            loop.call_soon_threadsafe(self._take, source, message)
             if isinstance(message, messages.Stop):
                 break
         # A user's reward that never returns to the loop must not keep this process alive after its trainer.

@@ -1,0 +1,149 @@
+"""Atropos groups as we read them: alignment, turns, overrides, and what is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_grpo.errors import ServerRefused
+from titan_grpo.rollout.atropos import Answer, Registration, Rejected, batch_call, group_of, register_call
+
+M = -100
+
+
+def item(**changes):
+    """Two sequences: prompt 5 6 (7), then sampled tokens."""
+    whole = {
+        "tokens": [[5, 6, 8, 9], [5, 6, 7, 8]],
+        "masks": [[M, M, 8, 9], [M, M, M, 8]],
+        "scores": [1.0, 0],
+        "inference_logprobs": [[1.0, 1.0, -0.25, -0.5], [1.0, 1.0, 1.0, -2]],
+        "env_id": 3,
+    }
+    return whole | changes
+
+
+def test_log_probabilities_stay_with_their_own_tokens() -> None:
+    group = group_of(item(), 7)
+    one, two = group.completions
+    assert group.prompt.token_ids == (5, 6)
+    assert (one.token_ids, one.logprobs, one.sampled) == ((8, 9), (-0.25, -0.5), ())
+    assert (two.token_ids, two.logprobs, two.sampled) == ((7, 8), (0.0, -2), (False, True))
+    assert (one.reward, two.reward, one.version_first, two.version_last) == (1.0, 0.0, 7, 7)
+    assert one.server == "atropos environment 3"
+
+
+def test_a_token_and_its_log_probability_meet_in_the_batch() -> None:
+    from titan_grpo.algorithm.batch import BatchOptions, assemble
+
+    [[batch]] = assemble([group_of(item(), 0)], 1, BatchOptions(token_budget=64, max_len=32)).ranks
+    trained = batch["labels"] != M
+    pairs = set(zip(batch["labels"][trained].tolist(), batch["rollout_logprobs"][trained].tolist(), strict=True))
+    assert pairs == {(8, -0.25), (9, -0.5), (8, -2.0)}
+
+
+def test_a_tools_turn_is_context_and_a_masked_end_is_cut() -> None:
+    turns = {
+        "tokens": [[5, 8, 40, 41, 9, 50]],
+        "masks": [[M, 8, M, M, 9, M]],
+        "scores": [0.5],
+        "inference_logprobs": [[1.0, -0.1, 1.0, 1.0, -0.2, 1.0]],
+    }
+    [completion] = group_of(turns, 0).completions
+    assert completion.token_ids == (8, 40, 41, 9)
+    assert completion.sampled == (True, False, False, True)
+    assert completion.logprobs == (-0.1, 0.0, 0.0, -0.2)
+
+
+def test_an_override_takes_a_sequence_out_of_the_learning_only() -> None:
+    group = group_of(item(overrides=[{}, {"set_advantage_to_zero": True}]), 0)
+    assert [c.zero_advantage for c in group.completions] == [False, True]
+
+
+@pytest.mark.parametrize("field", ["group_overrides", "generation_params"])
+def test_a_version_may_ride_along(field) -> None:
+    assert group_of(item(**{field: {"policy_version": 4}}), 9).version == 4
+    assert group_of(item(**{field: {"policy_version": True}}), 9).version == 9
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("no_logprobs", {"inference_logprobs": None}),
+        ("bad_logprob", {"inference_logprobs": [[1.0, 1.0, 1.0, -0.5], [1.0, 1.0, 1.0, -2]]}),
+        ("bad_logprob", {"inference_logprobs": [[1.0, 1.0, float("nan"), -0.5], [1.0, 1.0, 1.0, -2]]}),
+        ("length_mismatch", {"inference_logprobs": [[1.0, -0.25, -0.5], [1.0, 1.0, 1.0, -2]]}),
+        ("length_mismatch", {"scores": [1.0]}),
+        ("length_mismatch", {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}),
+        ("bad_score", {"scores": [1.0, float("inf")]}),
+        ("bad_score", {"scores": None}),
+        ("empty_prompt", {"masks": [[5, M, 8, 9], [M, M, M, 8]]}),
+        ("empty_prompt", {"tokens": [[5, 6, 8, 9], [4, 6, 7, 8]]}),
+        ("nothing_sampled", {"masks": [[M] * 4, [M, M, M, 8]]}),
+        ("malformed", {"tokens": [[5, 6, "8", 9], [5, 6, 7, 8]]}),
+        ("malformed", {"overrides": [{}]}),
+        ("images", {"images": ["x"]}),
+    ],
+)
+def test_a_group_that_is_not_what_it_says_is_rejected_by_a_word(reason, changes) -> None:
+    with pytest.raises(Rejected) as caught:
+        group_of(item(**changes), 0)
+    assert caught.value.reason == reason
+
+
+sequences = st.lists(
+    st.tuples(st.lists(st.integers(0, 9), max_size=4), st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=6)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), sequences)
+def test_every_sampled_token_keeps_its_place_and_its_log_probability(prompt, rest) -> None:
+    rows = []
+    for context, turns in rest:
+        tokens = [*prompt, *context, *(t for t, _ in turns), 7]
+        sampled = [False] * len([*prompt, *context]) + [s for _, s in turns] + [True]
+        rows.append((tokens, sampled, [-0.01 * (at + 1) for at in range(len(tokens))]))
+    group = group_of(
+        {
+            "tokens": [tokens for tokens, _, _ in rows],
+            "masks": [[t if s else M for t, s in zip(tokens, sampled, strict=True)] for tokens, sampled, _ in rows],
+            "scores": [0.0] * len(rows),
+            "inference_logprobs": [[lp if s else 1.0 for lp, s in zip(lps, sampled, strict=True)] for _, sampled, lps in rows],
+        },
+        0,
+    )
+    start = len(group.prompt.token_ids)
+    for completion, (tokens, sampled, logprobs) in zip(group.completions, rows, strict=True):
+        assert [*group.prompt.token_ids, *completion.token_ids] == tokens
+        kept = completion.sampled or (True,) * len(completion.token_ids)
+        assert [False] * start + list(kept) == sampled
+        for at, (chosen, logprob) in enumerate(zip(kept, completion.logprobs, strict=True)):
+            assert logprob == (logprobs[start + at] if chosen else 0.0)
+
+
+def test_the_answers_of_the_api_are_told_apart() -> None:
+    parse = batch_call().parse
+    assert parse({"batch": None}) == Answer()
+    assert parse({"status": "error", "message": "Trainer not registered.", "batch": []}) == Answer(registered=False)
+    assert parse({"batch": [item()]}) == Answer((item(),))
+    for answer in ({}, None, {"batch": 3}, {"batch": [3]}):
+        with pytest.raises(ServerRefused, match="list of groups or null"):
+            parse(answer)
+
+
+def test_a_registration_says_all_that_the_api_asks() -> None:
+    call = register_call(Registration(batch_size=64, max_token_len=2048, num_steps=10))
+    assert (call.method, call.path) == ("POST", "/register")
+    assert set(call.json) == {
+        "wandb_group",
+        "wandb_project",
+        "batch_size",
+        "max_token_len",
+        "checkpoint_dir",
+        "save_checkpoint_interval",
+        "starting_step",
+        "num_steps",
+    }
+    assert None not in call.json.values()
+    assert call.parse({"uuid": 5}) == 5

@@ -1,0 +1,229 @@
+"""Groups from outside, through the real rollout process: a real Atropos API server, and environments that push."""
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
+import httpx
+import pytest
+
+from titan_grpo.engines.launch import free_port
+from titan_grpo.errors import ConfigError
+from titan_grpo.rollout.atropos import Registration
+from titan_grpo.rollout.client import RolloutClient, RolloutsLate
+from titan_grpo.rollout.spec import RolloutSpec
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+REGISTRATION = {"max_token_len": 64, "num_steps": 10}
+M = -100
+
+
+def scored(size: int = 2, env: int = 0, **changes) -> dict:
+    """A group as environments post it; its scores tell it from others."""
+    whole = {
+        "tokens": [[5, 6, 7 + k] for k in range(size)],
+        "masks": [[M, M, 7 + k] for k in range(size)],
+        "scores": [float(k) for k in range(size)],
+        "inference_logprobs": [[1.0, 1.0, -0.5 - k] for k in range(size)],
+        "env_id": env,
+    }
+    return whole | changes
+
+
+class Api:
+    """A real Atropos API server, and what its environments do."""
+
+    def __init__(self, python: str, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [python, "-m", "uvicorn", "atroposlib.api:app", "--host", "127.0.0.1", "--port", str(port)]
+        self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until(lambda: self._answers(), "the API server answers")
+
+    def _answers(self) -> bool:
+        try:
+            return self.client.get("/").json() == {"message": "AtroposLib API"}
+        except httpx.TransportError:
+            return False
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait(20)
+
+    def environment(self, group_size: int) -> int:
+        """An environment is registered once a trainer has taken its first batch."""
+        ask = {"max_token_length": 64, "desired_name": "test", "weight": 1.0, "group_size": group_size}
+        answer: dict = {}
+
+        def registered() -> bool:
+            answer.update(self.client.post("/register-env", json=ask).json())
+            return answer["status"] == "success"
+
+        until(registered, "the trainer takes batches")
+        return int(answer["env_id"])
+
+    def post(self, *groups: dict) -> None:
+        for group in groups:
+            assert self.client.post("/scored_data", json=group).json()["status"] in ("received", "buffered")
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    pause = threading.Event()
+    for _ in range(600):
+        if condition():
+            return
+        pause.wait(0.05)
+    pytest.fail(f"not within 30 s: {what}")
+
+
+@pytest.fixture(scope="module")
+def api(atropos_python) -> Iterator[Api]:
+    server = Api(atropos_python, free_port())
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def atropos(api) -> Iterator[Callable[..., RolloutClient]]:
+    """``atropos(**spec)`` starts a client on a server without data; steps of 4 sequences."""
+    clients = []
+
+    def start(reset=True, **changes) -> RolloutClient:
+        if reset:
+            api.client.get("/reset_data")
+        values = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 0, "source": "atropos", "atropos_url": api.url}
+        client = RolloutClient(RolloutSpec(model_dir="", registration=REGISTRATION, **{**values, **changes}))
+        clients.append(client)
+        client.start()
+        return client
+
+    yield start
+    for client in clients:
+        client.close()
+
+
+def test_batches_of_a_real_atropos_server_become_groups(api, atropos) -> None:
+    client = atropos()
+    env = api.environment(group_size=2)
+    assert api.client.get("/info").json() == {"batch_size": 4, "max_token_len": 64}
+    api.post(scored(env=env), scored(env=env, overrides=[{}, {"set_advantage_to_zero": True}]))
+    one, two = client.next_batch(0, 2, 30)
+    assert one.prompt.token_ids == (5, 6)
+    assert [(c.token_ids, c.logprobs, c.reward) for c in one.completions] == [((7,), (-0.5,), 0.0), ((8,), (-1.5,), 1.0)]
+    assert [c.zero_advantage for c in two.completions] == [False, True]
+    assert (one.version, one.completions[0].server) == (0, f"atropos environment {env}")
+    assert [g.prompt.index for g in (one, two)] == [0, 1]
+    assert client.state()["cursor"] == {"low": 2, "above": []}
+
+
+def test_groups_of_several_sizes_make_a_step_by_their_sequences(api, atropos) -> None:
+    client = atropos(prompts_per_step=4)
+    env = api.environment(group_size=4)
+    # Groups of another size than the environment's wait in the server until they make one of it.
+    api.post(scored(2, env), scored(4, env), scored(2, env))
+    groups = client.next_batch(0, 4, 30)
+    assert sorted(len(g.completions) for g in groups) == [2, 2, 4]
+
+
+def test_a_group_without_log_probabilities_is_dropped_and_counted(api, atropos) -> None:
+    client = atropos()
+    env = api.environment(group_size=2)
+    api.post(scored(env=env, inference_logprobs=None), scored(env=env))
+    with pytest.raises(RolloutsLate, match=r"dropped.no_logprobs"):
+        client.next_batch(0, 2, 3)
+    api.post(scored(env=env), scored(env=env))
+    assert len(client.next_batch(0, 2, 30)) == 2
+    assert client.counters()["dropped.no_logprobs"] == 1
+
+
+def test_stale_groups_are_dropped_and_others_taken_in_their_place(api, atropos) -> None:
+    client = atropos()
+    env = api.environment(group_size=2)
+    old, new = {"policy_version": 3}, {"policy_version": 5}
+    api.post(scored(env=env, group_overrides=old), scored(env=env, group_overrides=new))
+    api.post(scored(env=env, generation_params=new), scored(env=env, generation_params=new))
+    assert [g.version for g in client.next_batch(5, 2, 30)] == [5, 5]
+    # The API hands out the newest batch first, so the old one may not have been met.
+    assert client.counters().get("dropped.stale", 0) <= 1
+
+
+def test_a_server_that_was_restarted_is_registered_again(api, atropos) -> None:
+    client = atropos()
+    api.environment(group_size=2)
+    api.stop()
+    api.start()
+    env = api.environment(group_size=2)
+    api.post(scored(env=env), scored(env=env))
+    assert len(client.next_batch(0, 2, 60)) == 2
+
+
+def test_a_server_that_had_data_before_a_trainer_is_set_back_since_it_would_never_hand_it_out(api, atropos) -> None:
+    api.stop()
+    api.start()
+    api.post(scored())
+    assert api.client.post("/register", json=asdict(Registration(4, 64, 10))).status_code == 200
+    assert api.client.get("/batch").json()["status"] == "error"
+    client = atropos(reset=False)
+    env = api.environment(group_size=2)
+    api.post(scored(env=env), scored(env=env))
+    assert len(client.next_batch(0, 2, 60)) == 2
+    assert client.counters()["consumed_groups"] == 2
+
+
+def test_what_is_no_atropos_api_is_a_wrong_configuration(api, atropos) -> None:
+    client = atropos(atropos_url=f"{api.url}/nothing")
+    with pytest.raises(ConfigError, match=r"rollout.atropos_url must be that of an Atropos API"):
+        client.next_batch(0, 2, 30)
+
+
+PUSH_KEY_ENV = "TITAN_GRPO_TEST_PUSH_KEY"
+
+
+@pytest.fixture
+def push(monkeypatch) -> Iterator[tuple[RolloutClient, httpx.Client]]:
+    monkeypatch.setenv(PUSH_KEY_ENV, "k")
+    address = f"127.0.0.1:{free_port()}"
+    values = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 1}
+    client = RolloutClient(
+        RolloutSpec(model_dir="", source="push", push_address=address, push_key_env=PUSH_KEY_ENV, base_version=3, **values)
+    )
+    client.start()
+    headers = {"Authorization": f"Bearer {os.environ[PUSH_KEY_ENV]}"}
+    with httpx.Client(base_url=f"http://{address}", headers=headers, trust_env=False, timeout=20) as http:
+        yield client, http
+    client.close()
+
+
+def pushed(version: int, *ids: str) -> dict:
+    completions = [{"tokens": [7], "logprobs": [-0.5], "reward": r} for r in (0.0, 1.0)]
+    return {"groups": [{"id": i, "policy_version": version, "prompt_tokens": [5, 6], "completions": completions} for i in ids]}
+
+
+def test_pushed_groups_are_trained_on_and_held_back_by_the_bound(push) -> None:
+    client, http = push
+    assert http.post("/groups", json=pushed(3, "a", "b", "c", "d")).json()["taken"] == 4
+    assert http.post("/groups", json=pushed(3, "e")).status_code == 429
+    assert [g.prompt.index for g in client.next_batch(3, 2, 20)] == [0, 1]
+    until(lambda: http.get("/status").json()["waiting"] == 4, "the door hears what was taken")
+    assert http.post("/groups", json=pushed(3, "e")).status_code == 202
+    assert http.post("/groups", json=pushed(4, "f")).status_code == 409
+    # The trainer goes on; what is left of version 3 may be used at 4, and no longer at 5.
+    assert [g.version for g in client.next_batch(4, 2, 20)] == [3, 3]
+    with pytest.raises(RolloutsLate):
+        client.next_batch(5, 2, 1)
+    until(lambda: http.get("/status").json()["waiting"] == 0, "the stale one is let go")
+    assert client.counters()["dropped.stale"] == 1
+    assert http.post("/groups", json=pushed(3, "g")).status_code == 409
+    client.set_server("http://s", 5, True, "label", "vllm")
+    assert http.post("/groups", json=pushed(5, "h", "i")).status_code == 202
+    assert [g.version for g in client.next_batch(5, 2, 20)] == [5, 5]
+    assert client.state()["cursor"]["above"] == []
