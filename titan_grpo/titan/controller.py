@@ -5,6 +5,7 @@ import logging
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from titan_grpo.titan.crew import Crew, Rollouts
 from titan_grpo.titan.hf_files import copy_assets, write_weights
 from titan_grpo.titan.launching import Launcher
 from titan_grpo.titan.members import Hands, MemberThread
+from titan_grpo.titan.registration import registration
 from titan_grpo.titan.sources import Known, ServersFile
 from titan_grpo.titan.syncing import TrainerSync
 
@@ -99,6 +101,7 @@ class Controller:
             self._rollouts = ReplayClient(rollout.replay_path)
         else:
             spec = RolloutSpec.from_config(rollout, self._model_dir, version, json.loads(state) if state else {})
+            spec = replace(spec, registration=registration(self._job, version))
             self._rollouts = RolloutClient(spec, rollout.record_path)
         self._rollouts.start()
         self._crew = Crew(self._known.urls, self._rollouts, self.recorder)
