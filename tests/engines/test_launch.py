@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -83,6 +84,31 @@ def test_sglang_on_a_cpu_gets_the_stand_ins_before_any_other_path_and_on_a_gpu_n
     assert not {"PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "CUDA_VISIBLE_DEVICES"} & set(on_gpu)
     assert "--device" in command(sglang())
     assert "--device" not in command(sglang(cpu=False))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_start_commands_of_the_readme_are_those_that_we_use(engine, root):
+    readme = (root / "README.md").read_text().replace("\\\n", " ")
+    module = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}[engine]
+    (line,) = [line for line in readme.splitlines() if f".venv-{engine}/bin/python -m {module}" in line]
+    spec = ServerSpec("py", "MODEL", "log", engine=engine, port=1)
+    ours, written = command(spec)[1:], shlex.split(line)
+    # What a launched server is told of its own place and size, and the noise that it need not make.
+    left_out = {
+        "--host",
+        "--port",
+        "--dtype",
+        "--max-num-seqs",
+        "--max-model-len",
+        "--context-length",
+        "--max-running-requests",
+    }
+    left_out |= {"--log-level-http", "--disable-uvicorn-access-log", "--disable-log-stats"}
+    assert {flag for flag in ours if flag.startswith("--")} - left_out == {flag for flag in written if flag.startswith("--")}
+    set_there = dict(word.split("=", 1) for word in written if "=" in word and not word.startswith(("-", "{")))
+    set_there.pop("PYTHONPATH", None)
+    env = environment({}, spec)
+    assert {name: env[name] for name in set_there} == set_there
 
 
 def test_ranks_of_sglang_on_a_cpu_are_told_their_cores():
