@@ -136,7 +136,7 @@ BUGS = (
     Bug("HOLDS is said before the read-back", "rule 1", _noting(lanes.Phase.PAUSING, lanes.Paused, _holds)),
     Bug("a lost answer to the load counts as HOLDS", "rule 2", _noting(lanes.Phase.LOADING, lanes.Failed, _holds)),
     # a server that is restarted between load and label, on which a zombie's late call opens an update
-    Bug("nobody is asked after the read-back", "rule 1: not by its own commit", Tables(ping=False), faults=2),
+    Bug("nobody is asked after the read-back", "rule 1: not by its own commit", Tables(ping=False), versions=1, faults=2),
     Bug("a server that was away is still believed", "rule 3", Tables(lane=_no_forgetting)),
     Bug("a transfer is retried in its old epoch", "rule 4", Tables(lane=_kept_epoch)),
     Bug("the starting version is not published", "rule 5", Tables(boundary=_first_version_for_nobody)),
