@@ -1,0 +1,152 @@
+#!/usr/bin/env python
+"""Does a server go on generating while weights arrive? The gaps between the tokens of one long request, by phase.
+
+    python scripts/bench_generation_gap.py [--engine vllm sglang] [--stretch 2] [--json PATH]
+
+A request of 900 tokens is streamed from a real server. Meanwhile: nothing; a staged transfer whose sender takes ``--stretch``
+seconds over it (a slow network); its commit. Printed are the longest gaps in seconds. The longest of all belongs to the commit, and is as long as the commit, if nothing
+else stands in the way of the tokens.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+
+from titan_grpo.engines.controls import ServerAccess
+from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.testing.suites.commits import BUCKET_BYTES, NUMBER, STEP_S, sender
+from titan_grpo.testing.suites.engine import EngineUnderTest, prompt
+from titan_grpo.titan.tiny import write_tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKENS = 900
+STARTUP_S = 300.0
+QUIET_S = 0.5
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Longest time between two tokens in each phase, how many came during the transfer, and the commit's length. Seconds."""
+
+    engine: str
+    quiet_s: float
+    transfer_s: float
+    commit_s: float
+    tokens_during_transfer: int
+    pause_to_resume_s: float
+
+
+class Listener(threading.Thread):
+    """Streams one long request and notes when each piece came."""
+
+    def __init__(self, engine: str, url: str) -> None:
+        super().__init__(daemon=True)
+        if engine == "vllm":
+            self._path, body = "/v1/completions", {"prompt": prompt(1), "max_tokens": TOKENS, "ignore_eos": True}
+        else:
+            self._path = "/generate"
+            body = {"input_ids": prompt(1), "sampling_params": {"max_new_tokens": TOKENS, "ignore_eos": True}}
+        self._url, self._body = url, {**body, "stream": True}
+        self.times: list[float] = []
+        self.began = threading.Event()
+
+    def run(self) -> None:
+        """Read to the end."""
+        with httpx.stream("POST", self._url + self._path, json=self._body, timeout=120.0, trust_env=False) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data:") and "[DONE]" not in line:
+                    self.times.append(time.monotonic())
+                    if len(self.times) > 20:
+                        self.began.set()
+
+    def between(self, start: float, end: float) -> tuple[float, int]:
+        """(longest gap that touches the time from ``start`` to ``end``, pieces in it)."""
+        pairs = list(zip(self.times, self.times[1:], strict=False))
+        gaps = [b - a for a, b in pairs if b >= start and a <= end]
+        return max(gaps, default=0.0), sum(start <= t <= end for t in self.times)
+
+
+def measure(engine: str, stretch_s: float, folder: Path) -> Gaps:
+    """One server, one request, one version."""
+
+    def remake(seed: int, path: Path) -> Path:
+        return write_tiny_model("qwen3", path, seed, std=0.05, dtype="bfloat16")
+
+    model = remake(100, folder / "start")
+    python = ROOT / f".venv-{engine}" / "bin" / "python"
+    spec = ServerSpec(str(python), str(model), str(folder / "server.log"), engine, max_model_len=1024, max_num_seqs=8)
+    with Server(spec) as server:
+        server.wait_healthy(STARTUP_S)
+        e = EngineUnderTest(engine, ServerAccess(server.url, 60.0), model, remake, folder, False, False)
+        never = threading.Event()
+        with sender(e) as trainer:
+            trainer.sync(1, 1)
+            weights, _ = trainer.make(2)
+            buckets = -(-weights.manifest.total_bytes // BUCKET_BYTES)
+            listener = Listener(engine, server.url)
+            with trainer.link(weights) as link:
+                listener.start()
+                assert listener.began.wait(60.0), "no tokens came"
+                quiet = time.monotonic()
+                never.wait(QUIET_S)
+                sent = time.monotonic()
+                slowly = lambda _: never.wait(stretch_s / buckets)  # noqa: E731
+                staged = link.send(NUMBER, 2, weights.image, weights.digests, weights.fingerprint, slowly)
+                assert staged.ok, staged.error
+                paused = time.monotonic()
+                trainer.control.pause()
+                trainer.control.load(link.commit(staged).to_dict())
+                assert link.wait_applied(NUMBER, STEP_S).ok
+                trainer.control.finish(trainer.label(2))
+                trainer.control.resume()
+                resumed = time.monotonic()
+                assert listener.is_alive(), f"the request must be longer: it ended after {len(listener.times)} tokens"
+                never.wait(QUIET_S / 2)
+            listener.join(120.0)
+        assert len(listener.times) >= TOKENS / 2, len(listener.times)
+    transfer, count = listener.between(sent, paused)
+    return Gaps(
+        engine,
+        listener.between(quiet, sent)[0],
+        transfer,
+        listener.between(paused, resumed)[0],
+        count,
+        resumed - paused,
+    )
+
+
+def main() -> int:
+    """Print one line per engine; 1 if an engine stood still during a transfer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", nargs="+", choices=("vllm", "sglang"), default=("vllm", "sglang"))
+    parser.add_argument("--stretch", type=float, default=2.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = []
+    print(
+        f"{'engine':8}{'quiet':>9}{'transfer':>10}{'commit':>9}{'pause..resume':>15}{'tokens in transfer':>20}   longest gaps, seconds"
+    )
+    for engine in options.engine:
+        with tempfile.TemporaryDirectory() as folder:
+            g = measure(engine, options.stretch, Path(folder))
+        found.append(g)
+        print(
+            f"{engine:8}{g.quiet_s:9.3f}{g.transfer_s:10.3f}{g.commit_s:9.3f}{g.pause_to_resume_s:15.3f}{g.tokens_during_transfer:20}",
+            flush=True,
+        )
+    if options.json:
+        options.json.write_text(json.dumps([asdict(g) for g in found], indent=1) + "\n")
+    stood = [g.engine for g in found if g.transfer_s > options.stretch / 2 or not g.tokens_during_transfer]
+    print(f"stood still during the transfer: {', '.join(stood)}" if stood else "tokens kept coming during every transfer")
+    return 1 if stood else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
