@@ -12,5 +12,5 @@ def registration(job_config: Any, version: int) -> dict[str, Any]:
         "starting_step": version,
         "checkpoint_dir": f"{job_config.job.dump_folder}/{checkpoint.folder}" if checkpoint.enable else "",
         "save_checkpoint_interval": checkpoint.interval if checkpoint.enable else 0,
-        "wandb_group": job_config.job.description,
+        "wandb_group": job_config.job.description or "titan_grpo",
     }
