@@ -1,14 +1,18 @@
 """Launching: the command, the environment, and that nothing outlives its owner. No engine here; e2e has the real ones."""
 
 import json
+import mmap
 import os
 import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -130,18 +134,25 @@ def test_the_keys_of_an_engine_are_not_on_its_command_line_and_not_shown():
     assert launch_sglang.keys(sglang()) == ""
 
 
-READS_ITS_KEYS = """\
+HEALTHY = """\
     import http.server, os, stat, sys
-    path = sys.argv[sys.argv.index("--config") + 1]
-    print(oct(stat.S_IMODE(os.stat(path).st_mode)), open(path).read(), flush=True)
     class Healthy(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
-    port = int(sys.argv[sys.argv.index("--port") + 1])
-    http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
+    def serve():
+        port = int(sys.argv[sys.argv.index("--port") + 1])
+        http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
 """
+READS_ITS_KEYS = (
+    HEALTHY
+    + """\
+    path = sys.argv[sys.argv.index("--config") + 1]
+    print(oct(stat.S_IMODE(os.stat(path).st_mode)), open(path).read(), flush=True)
+    serve()
+"""
+)
 
 
 def test_sglangs_keys_are_in_a_file_of_ours_alone_and_only_until_it_runs(tmp_path):
@@ -151,6 +162,33 @@ def test_sglangs_keys_are_in_a_file_of_ours_alone_and_only_until_it_runs(tmp_pat
         assert [path.name for path in log.parent.iterdir()] == ["server.log"]
     assert log.read_text().startswith('0o600 {"api-key": "ours"}')
     assert log.stat().st_mode & 0o077 == 0, "SGLang writes its arguments, so its keys, into its log"
+
+
+SHARES_MEMORY = (
+    HEALTHY
+    + """\
+    import mmap
+    held = []
+    for path in {paths!r}:
+        with open(path, "r+b") as file:
+            held.append(mmap.mmap(file.fileno(), 4096))
+    serve()
+"""
+)
+
+
+def test_the_shared_memory_of_a_server_goes_with_it_and_that_of_others_stays(tmp_path):
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.NamedTemporaryFile(dir="/dev/shm", delete=False)) for _ in range(2)]
+        paths = [file.name for file in files]
+        stack.callback(lambda: [Path(path).unlink(missing_ok=True) for path in paths])
+        for file in files:
+            file.truncate(4096)
+        ours = stack.enter_context(mmap.mmap(files[1].fileno(), 4096))
+        assert len(ours) == 4096
+        with Server(spec(tmp_path, SHARES_MEMORY.replace("{paths!r}", repr(paths)))) as server:
+            server.wait_healthy(30)
+        assert [Path(path).exists() for path in paths] == [False, True]
 
 
 def test_the_port_of_a_server_that_starts_is_nobody_elses(tmp_path):
