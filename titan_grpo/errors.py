@@ -7,6 +7,7 @@
     |-- UpstreamError          an upstream package has a version that this code was not written for
     |-- ProtocolError          we are wrong: a state machine got an event that its state does not list
     |-- DataError              a rollout or a data file is not what it says it is
+    |-- UnhealthyError         the numbers of training went bad (NaN, too large a gradient, rewards that say nothing)
     |-- SyncError              a weight sync failed in the background (latched, shown at a step boundary)
     `-- PeerError              a server is wrong, or gone
         |-- ServerUnreachable  no answer: refused, reset, timed out
@@ -33,6 +34,10 @@ class ProtocolError(TitanGrpoError):
 
 class DataError(TitanGrpoError):
     """A rollout, a prompt or a data file breaks its own declaration."""
+
+
+class UnhealthyError(TitanGrpoError):
+    """The numbers of a training step are bad, and the configuration says that the run stops. Raised on every rank alike."""
 
 
 class SyncError(TitanGrpoError):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from titan_grpo.algorithm import health
 from titan_grpo.algorithm.batch import BatchOptions, assemble
 from titan_grpo.algorithm.entropy import token_entropy
 from titan_grpo.algorithm.logits import logit_mean_square
@@ -125,6 +126,14 @@ def compared(rank, pack):
     }
 
 
+def agreed(rank):
+    """What both ranks say of a step in which only the last one has a NaN, and only the first knows that rewards collapsed."""
+    loss = torch.tensor(float("nan") if rank == 1 else 0.5)
+    found = health.flags(loss, torch.tensor(2.0), 3.0, collapsed=rank == 0)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return health.reasons(found.tolist())
+
+
 def main():
     rank = int(sys.argv[1])
     torch.set_num_threads(1)
@@ -136,6 +145,7 @@ def main():
         "refusal": refusal(mesh),
         "rows": compared(rank, False),
         "packed": compared(rank, True),
+        "health": agreed(rank),
     }
     print(json.dumps(figures))
     dist.destroy_process_group()

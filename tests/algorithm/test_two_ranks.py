@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from titan_grpo.algorithm.health import REASONS
+
 SCRIPT = Path(__file__).with_name("rank_of_two.py")
 DEADLINE_S = 120
 
@@ -49,3 +51,9 @@ def test_two_ranks_and_one_give_the_same_loss_gradient_and_metrics_with_every_te
         found = rank[layout]
         assert found["scale"] > 1e-3
         assert max(found["loss"], found["gradient"], found["metrics"]) < 1e-9
+
+
+@pytest.mark.e2e
+def test_one_rank_with_bad_numbers_stops_the_step_of_all(figures):
+    for rank in figures:
+        assert tuple(rank["health"]) == (REASONS[0], REASONS[3])

@@ -12,6 +12,13 @@ GRAD_NORM = "optim/grad_norm"
 KL = "loss/kl"
 RATIO_MEAN = "ratio/mean"
 CLIP_FRACTION = "ratio/clip_fraction"
+ENTROPY = "policy/entropy"
+LOGIT_SQUARE = "policy/logit_square"
+PTX_LOSS = "loss/ptx"
+IMPORTANCE_MEAN = "importance/mean"
+IMPORTANCE_CUT = "importance/cut_fraction"
+VETOED = "importance/vetoed_fraction"
+KEPT = "loss/kept_fraction"
 COMPLETION_TOKENS = "rollout/completion_tokens_mean"
 LOGPROB_GAP = "logprob_gap/mean"
 LOGPROB_GAP_MAX = "logprob_gap/max"
@@ -46,6 +53,7 @@ SYNC_FAILURES = "sync/failures"
 SKIPPED_VERSIONS = "sync/skipped_versions"
 DIGEST_MISMATCHES = "sync/digest_mismatches"
 QUARANTINES = "sync/quarantines"
+UNHEALTHY_STEPS = "health/skipped_optimizer_steps"
 SERVERS_JOINED = "sync/servers_joined"
 SERVERS_LEFT = "sync/servers_left"
 DROPPED = "dropped"
@@ -54,11 +62,18 @@ DROPPED = "dropped"
 MEANING: dict[str, str] = {
     REWARD: "mean reward of the completions of a step",
     REWARD_STD: "standard deviation of those rewards",
-    LOSS: "policy loss of a step, globally normalised",
+    LOSS: "loss of an optimizer step with all its terms, globally normalised; mean over those of a training step",
     GRAD_NORM: "norm of the gradient before clipping",
     KL: "mean KL estimate to the reference model, nats per token",
     RATIO_MEAN: "mean importance ratio",
     CLIP_FRACTION: "share of tokens whose ratio was clipped",
+    ENTROPY: "mean entropy of the policy's next-token distribution, nats",
+    LOGIT_SQUARE: "mean square of the policy's logits",
+    PTX_LOSS: "cross-entropy of the plain text that is mixed in, nats per token",
+    IMPORTANCE_MEAN: "mean weight of the off-policy correction",
+    IMPORTANCE_CUT: "share of tokens whose weight the bounds changed",
+    VETOED: "share of tokens in sequences that one token took out",
+    KEPT: "share of completion tokens that the policy finds likely enough to be trained on",
     COMPLETION_TOKENS: "mean length of a completion, tokens",
     LOGPROB_GAP: "mean absolute difference of trainer and engine log-probability, nats",
     LOGPROB_GAP_MAX: "largest absolute difference of a step, nats",
@@ -87,6 +102,7 @@ MEANING: dict[str, str] = {
     SKIPPED_VERSIONS: "versions that were not published because no slot was free",
     DIGEST_MISMATCHES: "received blocks whose digest was wrong",
     QUARANTINES: "times a server was taken out of the rollouts",
+    UNHEALTHY_STEPS: "optimizer steps that were skipped because of their numbers",
     SERVERS_JOINED: "servers added while training ran",
     SERVERS_LEFT: "servers removed while training ran",
 }

@@ -27,6 +27,8 @@ class Share:
     """What one rank gets for one step."""
 
     microbatches: list[MicroBatch] = field(default_factory=list)
+    steps: tuple[int, ...] = ()
+    """Micro-batches of each optimizer step, in order."""
     slot: int | None = None
     """Slot for the version that this step makes; None: it is skipped."""
     state: str = ""
@@ -37,9 +39,10 @@ class Share:
 
 @dataclass(slots=True)
 class StepWork:
-    """What rank 0 prepared for all ranks: ``ranks[dp_rank]`` micro-batches."""
+    """What rank 0 prepared for all ranks: ``ranks[dp_rank]`` micro-batches, ``steps`` of them for each optimizer step."""
 
     ranks: list[list[MicroBatch]]
+    steps: tuple[int, ...]
     slot: int | None
     state: str
 
@@ -100,7 +103,7 @@ class BatchLoader(BaseDataLoader):
         except TitanGrpoError as error:
             # Without telling them, the other ranks would wait in the scatter until its deadline.
             return [Share(error=f"{type(error).__name__}: {error}") for _ in self._dp_ranks]
-        return [Share(work.ranks[dp], work.slot, work.state) for dp in self._dp_ranks]
+        return [Share(work.ranks[dp], work.steps, work.slot, work.state) for dp in self._dp_ranks]
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
         while True:

@@ -2,8 +2,10 @@
 
 import json
 import logging
+import math
 import os
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 from titan_grpo.algorithm.advantages import AdvantageOptions
 from titan_grpo.algorithm.balance import TokenCost, variation
 from titan_grpo.algorithm.batch import Batch, BatchOptions, assemble
+from titan_grpo.algorithm.health import Collapse
 from titan_grpo.algorithm.shaping import Overlong
 from titan_grpo.config_grpo import normalization_of
 from titan_grpo.errors import ProtocolError, ServerUnreachable, SyncError
@@ -31,6 +34,7 @@ from titan_grpo.titan.hf_files import copy_assets, write_weights
 from titan_grpo.titan.launching import Launcher
 from titan_grpo.titan.members import Hands, MemberThread
 from titan_grpo.titan.registration import registration
+from titan_grpo.titan.sampling import Sampled, varied_groups
 from titan_grpo.titan.sources import Known, ServersFile
 from titan_grpo.titan.syncing import TrainerSync
 
@@ -67,6 +71,19 @@ def advantage_options(job_config: Any) -> AdvantageOptions:
     )
 
 
+_LOSS_VALUES = {
+    names.KL: "kl",
+    names.ENTROPY: "entropy",
+    names.LOGIT_SQUARE: "logit_square",
+    names.PTX_LOSS: "ptx",
+    names.IMPORTANCE_MEAN: "importance",
+    names.IMPORTANCE_CUT: "importance_capped",
+    names.VETOED: "vetoed",
+    names.KEPT: "kept",
+}
+"""Name of a metric -> what the loss calls it; those that a run does not compute are left out."""
+
+
 class Controller:
     """Rank 0's side of a run. Built early and cheap; ``start`` starts processes and threads, ``close`` ends them."""
 
@@ -86,6 +103,7 @@ class Controller:
         self._members: MemberThread | None = None
         self._lag = lag.Lag(job_config.weight_sync.max_lag)
         self._step_values: dict[str, float] = {}
+        self._collapse = Collapse(job_config.grpo.reward_collapse_steps)
         self._finished = False
 
     @property
@@ -98,7 +116,7 @@ class Controller:
         rollout = self._job.rollout
         self._known = self._launcher.start(self._job.weight_sync.startup_deadline_s, os.environ)
         if rollout.replay_path:
-            self._rollouts = ReplayClient(rollout.replay_path)
+            self._rollouts = ReplayClient(rollout.replay_path, json.loads(state) if state else {})
         else:
             spec = RolloutSpec.from_config(rollout, self._model_dir, version, json.loads(state) if state else {})
             spec = replace(spec, registration=registration(self._job, version))
@@ -149,17 +167,53 @@ class Controller:
             if self._job.weight_sync.on_sync_error == "stop":
                 raise SyncError(sync_error)
         self._check_lag(version, crew)
-        rollout, rollouts = self._job.rollout, self._running()
+        rollouts = self._running()
         try:
-            groups = rollouts.next_batch(version, rollout.prompts_per_step, rollout.batch_timeout_s)
+            groups = self._take(rollouts, version)
         except RolloutsLate as error:
             raise RolloutsLate(f"{error}; {crew.text()}") from error
+        self._collapse = self._collapse.after([c.reward for g in groups for c in g.completions])
         batch = assemble(groups, num_ranks, self._options)
         for reason, count in batch.dropped.items():
             self.recorder.count(names.dropped(f"completion_{reason}"), count)
             logger.warning("step after version %d: %d completions are not trained on (%s)", version, count, reason)
         self._step_values = _group_values(groups, batch, version)
-        return StepWork(batch.ranks, self._worker().take_slot(), json.dumps(rollouts.state()))
+        return StepWork(batch.ranks, batch.steps, self._worker().take_slot(), json.dumps(rollouts.state()))
+
+    def _take(self, rollouts: Rollouts, version: int) -> list[Group]:
+        """The groups of one step; with dynamic sampling those without reward spread are replaced."""
+        rollout, grpo = self._job.rollout, self._job.grpo
+        deadline = time.monotonic() + rollout.batch_timeout_s
+
+        def take(count: int) -> list[Group]:
+            return rollouts.next_batch(version, count, deadline - time.monotonic())
+
+        if not grpo.dynamic_sampling:
+            return take(rollout.prompts_per_step)
+        # A recorded batch is taken whole or not at all, so nothing replaces what is left out of it.
+        rounds = 0 if rollout.replay_path else grpo.dynamic_sampling_rounds
+        back = rollouts.used_without_version
+        found: Sampled = varied_groups(take, back, rollout.prompts_per_step, rounds, self._options.advantage)
+        self.recorder.count(names.dropped("no_spread"), found.flat)
+        return found.groups
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether all rewards were equal for grpo.reward_collapse_steps steps, the one just prepared included."""
+        return self._collapse.collapsed
+
+    def unhealthy(self, step: int, skipped: int, reasons: Sequence[str]) -> None:
+        """``skipped`` optimizer steps of a training step were not taken."""
+        text = f"step {step}: {skipped} optimizer step{'s' * (skipped != 1)} skipped ({'; '.join(reasons)})"
+        self.recorder.count(names.UNHEALTHY_STEPS, skipped)
+        self.recorder.error(text)
+        terminal.say(text)
+
+    def no_version(self, slot: int | None) -> None:
+        """A training step changed nothing: its slot and its groups' places are free again, and nothing is published."""
+        if slot is not None:
+            self._worker().put_back(slot)
+        self._running().used_without_version(self._job.rollout.prompts_per_step)
 
     def _check_lag(self, version: int, crew: Crew) -> None:
         self._lag, stops = lag.step(self._lag, lag.Boundary(version, crew.highest))
@@ -200,8 +254,9 @@ class Controller:
         if metrics["on_policy_count"] > 0:
             values[names.ON_POLICY_GAP] = metrics["on_policy_gap"] / metrics["on_policy_count"]
             values[names.ON_POLICY_GAP_MAX] = metrics["on_policy_gap_max"]
-        if "kl" in metrics:
-            values[names.KL] = metrics["kl"]
+        values |= {name: metrics[key] for name, key in _LOSS_VALUES.items() if key in metrics}
+        # A step that was skipped for its numbers has no loss to show.
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
         self.recorder.step(step, values)
         line = report.progress_line(step, self._job.training.steps, values, self._servers().versions)
         terminal.say(line)

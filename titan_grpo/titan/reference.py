@@ -1,14 +1,15 @@
-"""The frozen reference model of the KL term: the same architecture and parallelism, weights from HF safetensors."""
+"""The reference model of the KL term: the same architecture and parallelism as the policy, weights from HF safetensors."""
 
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.tools import utils
 
-from titan_grpo.errors import ConfigError
+from titan_grpo.errors import ConfigError, ProtocolError
 from titan_grpo.titan import cpu
 
 
@@ -42,3 +43,25 @@ def build_reference(trainer: Any, job_config: JobConfig) -> torch.nn.Module:
     wrapper.load_state_dict(adapter.from_hf(hf_state))
     model.requires_grad_(False)
     return model.eval()
+
+
+@torch.no_grad()
+def move_reference(reference: torch.nn.Module, policy: torch.nn.Module, ema: float) -> None:
+    """reference = ema * reference + (1 - ema) * policy, on this rank's own shards: in place, without communication.
+
+    For a step boundary, where FSDP2 has the policy sharded. A moving reference goes into the checkpoint: unlike a frozen one
+    it can not be read from the model's files again.
+    """
+    for module in reference.modules():
+        if isinstance(module, FSDPModule):
+            # A forward without backward leaves the last group gathered, and that copy would be used again.
+            module.reshard()
+    ours, theirs = ([_local(p) for p in model.parameters()] for model in (reference, policy))
+    if [p.shape for p in ours] != [p.shape for p in theirs]:
+        raise ProtocolError("reference and policy must be sharded alike, and their local parameters differ in number or shape")
+    torch._foreach_lerp_(ours, theirs, 1 - ema)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter.data
+    return local

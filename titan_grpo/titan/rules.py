@@ -140,6 +140,22 @@ def _unsupported(config: Any, machine: Machine) -> Violations:
         yield f'comm.mode must be "default" (the others move no data), got {config.comm.mode!r}'
 
 
+def _text(config: Any, machine: Machine) -> Violations:
+    g, p, t = config.grpo, config.parallelism, config.training
+    if not g.ptx_mixin_batchsize:
+        return
+    rows = t.local_batch_size
+    if machine.world_size is not None:
+        rows *= max(
+            machine.world_size // (p.tensor_parallel_degree * p.pipeline_parallel_degree * p.context_parallel_degree), 1
+        )
+    if g.ptx_mixin_batchsize % rows != 0:
+        yield (
+            "grpo.ptx_mixin_batchsize must be a multiple of training.local_batch_size times the data-parallel ranks "
+            f"({rows}; every rank takes whole batches of text), got {g.ptx_mixin_batchsize}"
+        )
+
+
 def _packing(config: Any, machine: Machine) -> Violations:
     if not config.grpo.pack_sequences:
         return
@@ -179,6 +195,7 @@ RULES: tuple[Callable[[Any, Machine], Violations], ...] = (
     _checkpoint,
     _unsupported,
     _packing,
+    _text,
     _cpu,
 )
 

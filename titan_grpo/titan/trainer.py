@@ -5,10 +5,12 @@ One step, on every rank::
     fetch      rank 0 waits for groups, scatters micro-batches and the slot of the next version image
     forward, backward                       the copy of the last version and its transfers run beside them
     fence                                   the device waits for that copy
-    optimizer.step
+    optimizer.step                          (the last three grpo.num_microbatches times, see stepping.py)
     publish    this rank's shard is copied into the slot; lanes and servers do the rest
 
-Overridden are forward_backward_step (the loss), train_step and train (what happens around torchtitan's own), state and close.
+A training step that changed no weight (its optimizer steps were all unhealthy) makes no version: versions count those that did.
+
+Overridden are train_step and train, the state that a checkpoint holds, and close.
 """
 
 import logging
@@ -18,13 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchtitan.components.checkpoint import ModelWrapper
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.train import Trainer
 
-from titan_grpo.algorithm.logprobs import token_logprobs
-from titan_grpo.algorithm.loss import grpo_loss
-from titan_grpo.algorithm.metrics import Metrics
-from titan_grpo.errors import ConfigError, SyncError
+from titan_grpo.errors import ConfigError, SyncError, UnhealthyError
 from titan_grpo.observe import names
 from titan_grpo.titan import cpu
 from titan_grpo.titan.batches import BatchLoader, Share
@@ -33,17 +34,16 @@ from titan_grpo.titan.costs import token_cost
 from titan_grpo.titan.flavors import disable_unexported_buffers, register_tiny_flavors
 from titan_grpo.titan.packed import PackedAttention
 from titan_grpo.titan.reduce import reduce_metrics
-from titan_grpo.titan.reference import build_reference
+from titan_grpo.titan.reference import build_reference, move_reference
+from titan_grpo.titan.stepping import Outcome, Stepper
 from titan_grpo.titan.syncing import TrainerSync
+from titan_grpo.titan.text import TextMixin
 
 logger = logging.getLogger(__name__)
 
-LOGPROB_CHUNK_TOKENS = 4096
-"""Tokens whose log-softmax is computed at a time: bounds its temporary memory."""
 
-
-def _register(job_config: Any) -> None:
-    """Register the user's model under a name of its own, with our loader in place of the text loader."""
+def _register(job_config: Any) -> Any:
+    """Register the user's model under a name of its own, with our loader in place of the text loader; the spec as it was."""
     register_tiny_flavors()
     spec = get_train_spec(job_config.model.name)
     if spec.state_dict_adapter is None:
@@ -71,21 +71,23 @@ def _register(job_config: Any) -> None:
         ),
     )
     job_config.model.name = name
+    return spec
 
 
 class GRPOTrainer(Trainer):
     """See the module's docstring. Rank 0 also owns a Controller: servers, rollout process, lanes, report."""
 
     def __init__(self, job_config: Any) -> None:
-        _register(job_config)
+        spec = _register(job_config)
+        # Before the checkpointer sees the trainer as part of the state.
+        self.version = 0
         super().__init__(job_config)
         cpu.after_parallelize(self.model_parts)
         self._grpo = job_config.grpo
-        self._parts: list[Metrics] = []
         self._started = False
         self._published = -1
         self._blocked_s = 0.0
-        self._grad_norm = 0.0
+        self._unhealthy_in_a_row = 0
         self.loader: BatchLoader = self.dataloader  # type: ignore[assignment]
         self.loader.connect(job_config.rollout.batch_timeout_s)
         cost = token_cost(self.model_args, self.model_parts[0])
@@ -94,11 +96,19 @@ class GRPOTrainer(Trainer):
         adapter = self.train_spec.state_dict_adapter(self.model_args, job_config.model.hf_assets_path)
         self.sync = TrainerSync(self.model_parts[0], adapter.to_hf, job_config.weight_sync, self.device, self.loader.group)
         self.reference = build_reference(self, job_config) if self._grpo.kl_beta > 0 else None
-        self._packed = PackedAttention()
+        packed = PackedAttention()
         if self._grpo.pack_sequences:
             for model in (self.model_parts[0], self.reference):
                 if model is not None:
-                    self._packed.install(model)
+                    packed.install(model)
+        text = None
+        if self._grpo.ptx_mixin_batchsize:
+            text = TextMixin(spec, job_config, self.loader.num_shares, self.loader.dp_rank)
+            self.checkpointer.states["text"] = text.loader
+        self._moving = self.reference is not None and 0 < self._grpo.ref_model_ema < 1
+        if self.reference is not None and self._moving:
+            self.checkpointer.states["reference"] = ModelWrapper(self.reference)
+        self._stepper = Stepper(self, self.reference, packed, text)
         self._hook()
 
     def _model_dir(self) -> str:
@@ -107,7 +117,6 @@ class GRPOTrainer(Trainer):
     def _hook(self) -> None:
         # torchtitan's own seam for work that must end before the parameters change.
         staging = self.checkpointer.maybe_wait_for_staging
-        log = self.metrics_processor.log
 
         def fenced() -> None:
             start = time.perf_counter()
@@ -115,12 +124,16 @@ class GRPOTrainer(Trainer):
             self._blocked_s += time.perf_counter() - start
             staging()
 
-        def noted(step: int, avg_loss: float, max_loss: float, grad_norm: float, extra_metrics: Any = None) -> None:
-            self._grad_norm = grad_norm
-            log(step, avg_loss, max_loss, grad_norm, extra_metrics)
-
         self.checkpointer.maybe_wait_for_staging = fenced  # type: ignore[method-assign]
-        self.metrics_processor.log = noted  # type: ignore[method-assign]
+
+    def state_dict(self) -> dict[str, Any]:
+        """torchtitan's state, and the version: behind the step by the training steps that made none."""
+        return {**super().state_dict(), "version": self.version}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Inverse of ``state_dict``."""
+        super().load_state_dict(state_dict)
+        self.version = state_dict["version"]
 
     def train(self) -> None:
         """torchtitan's loop, then the newest version is flushed to the servers."""
@@ -132,15 +145,15 @@ class GRPOTrainer(Trainer):
         self._started = True
         controller = self.controller
         if controller is not None:
-            controller.start(self.step - 1, self.loader.state)
+            controller.start(self.version, self.loader.state)
             recorder = controller.recorder
             self.sync.start(self.job_config.rollout, controller.urls, controller.on_server, recorder, controller.run_key)
             controller.adopt(self.sync)
         else:
             self.sync.start(self.job_config.rollout, [], lambda *_: None, None)
-        self._publish_now(self.step - 1)
+        self._publish_now(self.version)
         if controller is not None:
-            controller.wait_first_commit(self.step - 1)
+            controller.wait_first_commit(self.version)
 
     def _publish_now(self, version: int) -> None:
         """Publish at the start and at the end: here a slot is waited for, and rank 0 tells the others which."""
@@ -161,38 +174,87 @@ class GRPOTrainer(Trainer):
         self._blocked_s += time.perf_counter() - start
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
-        """Fetch, torchtitan's own step, publish, record."""
+        """Fetch, the optimizer steps, publish, record. Raises UnhealthyError on every rank alike."""
         if not self._started:
             self._start()
-        self._parts, self._blocked_s = [], 0.0
+        self._blocked_s = 0.0
         begin = time.perf_counter()
         share = self._fetch()
         fetched = time.perf_counter()
-        self.gradient_accumulation_steps = len(share.microbatches)
-        super().train_step(data_iterator)
+        learning_rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        collapsed = self.controller is not None and self.controller.collapsed
+        outcome = self._stepper.run(data_iterator, share.steps, self.version, collapsed)
         trained = time.perf_counter()
-        if share.slot is not None:
-            self._publish(self.step, share.slot)
-        metrics = reduce_metrics(self._parts, self.parallel_dims)
-        if self.controller is None:
+        self._make_version(outcome, share.slot)
+        metrics = self._reduced(outcome)
+        self._log(metrics["loss"], outcome, learning_rate)
+        if self.controller is not None:
+            if outcome.taken and share.slot is not None and not self._grpo.async_weight_update:
+                waiting = time.perf_counter()
+                self.controller.wait_committed(self.version)
+                self._blocked_s += time.perf_counter() - waiting
+            self._record(self.controller, metrics, outcome, (begin, fetched, trained))
+        self._judge(outcome)
+
+    def _make_version(self, outcome: Outcome, slot: int | None) -> None:
+        """After the optimizer steps: the new version, published where it has a slot; none if no weight changed."""
+        controller = self.controller
+        if not outcome.taken:
+            if controller is not None:
+                controller.no_version(slot)
             return
-        if share.slot is None:
-            self.controller.skipped(self.step)
-        elif not self._grpo.async_weight_update:
-            waiting = time.perf_counter()
-            self.controller.wait_committed(self.step)
-            self._blocked_s += time.perf_counter() - waiting
+        self.version += 1
+        if self.reference is not None and self._moving:
+            move_reference(self.reference, self.model_parts[0], self._grpo.ref_model_ema)
+        if slot is not None:
+            self._publish(self.version, slot)
+        elif controller is not None:
+            controller.skipped(self.version)
+
+    def _reduced(self, outcome: Outcome) -> dict[str, float]:
+        """The step's figures over all ranks; losses are means over its optimizer steps. Collective."""
+        metrics = reduce_metrics([outcome.metrics], self.parallel_dims)
+        losses = ("loss", "ptx")
+        return {n: v / outcome.steps if n in losses or n.endswith("_loss") else v for n, v in metrics.items()}
+
+    def _log(self, loss: float, outcome: Outcome, learning_rate: float) -> None:
+        """torchtitan's own line and TensorBoard values. Collective in the steps in which it logs."""
+        if not self.metrics_processor.should_log(self.step):
+            return
+        mesh = self.parallel_dims.get_optional_mesh("batch")
+        seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
+        extra = {"n_tokens_seen": dist_utils.dist_sum(seen, mesh), "lr": learning_rate}
+        self.metrics_processor.log(self.step, loss, loss, outcome.grad_norm, extra_metrics=extra)
+
+    def _record(
+        self, controller: Controller, metrics: dict[str, float], outcome: Outcome, clock: tuple[float, float, float]
+    ) -> None:
+        begin, fetched, trained = clock
         times = {
             names.ROLLOUT_WAIT_S: fetched - begin,
             names.TRAIN_S: trained - fetched,
             names.BLOCKED_S: self._blocked_s,
             names.STEP_S: time.perf_counter() - begin,
-            names.GRAD_NORM: self._grad_norm,
+            names.GRAD_NORM: outcome.grad_norm,
         }
         phases = {"rollout wait": (begin, fetched), "train": (fetched, trained), "publish": (trained, time.perf_counter())}
-        self.controller.draw(self.step, phases)
-        tensorboard = self.controller.record(self.step, metrics, times)
+        controller.draw(self.step, phases)
+        if outcome.unhealthy:
+            controller.unhealthy(self.step, outcome.steps - outcome.taken, outcome.unhealthy)
+        tensorboard = controller.record(self.step, metrics, times)
         self.metrics_processor.logger.log(tensorboard, self.step)
+
+    def _judge(self, outcome: Outcome) -> None:
+        """Stop an unhealthy run, if it is to; the outcome is the same on every rank, so all of them do."""
+        self._unhealthy_in_a_row = 0 if outcome.taken else self._unhealthy_in_a_row + 1
+        why = "; ".join(outcome.unhealthy)
+        if outcome.unhealthy and self._grpo.on_unhealthy == "stop":
+            raise UnhealthyError(f'step {self.step}: {why} (grpo.on_unhealthy = "stop"); version {self.version} is the last')
+        if self._unhealthy_in_a_row >= self._grpo.max_unhealthy_steps:
+            raise UnhealthyError(
+                f"step {self.step}: no optimizer step was taken in {self._unhealthy_in_a_row} training steps in a row "
+                f"(grpo.max_unhealthy_steps): {why}; version {self.version} is the last"
+            )
 
     def _fetch(self) -> Share:
         error = self.sync.take_error()
@@ -202,48 +264,16 @@ class GRPOTrainer(Trainer):
             if error:
                 logger.error("weight sync: %s", error)
             return self.loader.fetch(None)
-        return self.loader.fetch(lambda: controller.prepare(self.step - 1, self.loader.num_shares, error))
-
-    def forward_backward_step(
-        self, *, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """GRPO loss of one micro-batch and its gradients. The weights in the batch normalise over the whole step already."""
-        with self._packed.using(input_dict.pop("rows", None), self.device):  # type: ignore[arg-type]
-            return self._forward_backward(input_dict, labels)
-
-    def _forward_backward(self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-        batch = {**input_dict, "labels": labels, "on_policy": input_dict["versions"] == self.step - 1}
-        inputs, _, extra_inputs, extra_kwargs = self.post_dataloading_process({"input": batch.pop("input")}, labels)
-        temperature = self.job_config.rollout.temperature
-        extra_inputs |= {"positions": batch["positions"]} if "positions" in batch else {}
-        reference = self._reference_logprobs(inputs, labels, temperature, extra_inputs)
-        with self.train_context(), self.maybe_enable_amp:
-            logits = self.model_parts[0](inputs, **extra_inputs, **extra_kwargs)
-            logprobs = token_logprobs(logits, labels, temperature, LOGPROB_CHUNK_TOKENS)
-            # Without the importance correction the clip bounds act on policy against engine (see algorithm/loss.py).
-            old = batch["rollout_logprobs"] if self._grpo.rollout_is_threshold == 0 else None
-            loss, metrics = grpo_loss(logprobs, batch, self._grpo, reference, old)
-            del logits
-            loss.backward()
-        self._parts.append(metrics)
-        return loss
-
-    def _reference_logprobs(
-        self, inputs: torch.Tensor, labels: torch.Tensor, temperature: float, extra_inputs: dict[str, torch.Tensor]
-    ) -> torch.Tensor | None:
-        if self.reference is None:
-            return None
-        with torch.no_grad(), self.train_context(), self.maybe_enable_amp:
-            return token_logprobs(self.reference(inputs, **extra_inputs), labels, temperature, LOGPROB_CHUNK_TOKENS)
+        return self.loader.fetch(lambda: controller.prepare(self.version, self.loader.num_shares, error))
 
     def _finish(self) -> None:
         if not self._started:
             return
-        if self._published < self.step:
-            self._publish_now(self.step)
+        if self._published < self.version:
+            self._publish_now(self.version)
         self.sync.fence()
         if self.controller is not None:
-            self.controller.finish(self.step)
+            self.controller.finish(self.version)
         # The others' images must live until rank 0 has flushed the last version from them.
         dist.barrier(group=self.loader.group)
 

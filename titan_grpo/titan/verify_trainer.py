@@ -60,15 +60,17 @@ class VerifyTrainer(GRPOTrainer):
 
     def _start(self) -> None:
         super()._start()
-        self._witness(self.step - 1)
+        self._witness(self.version)
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
         """GRPOTrainer's step, then the version it made is written down."""
         if self._plant == Plant("modes", self.step):
             self.sync.fence()
             self._flip()
+        before = self.version
         super().train_step(data_iterator)
-        self._witness(self.step)
+        if self.version > before:
+            self._witness(self.version)
 
     def _publish(self, version: int, slot: int) -> None:
         planted = self._plant.kind == "bytes" and version >= self._plant.at

@@ -1,0 +1,116 @@
+"""Runs with the whole family of terms on, on recorded rollouts and a server without an engine: resumed, skipped, stopped."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from titan_grpo.observe import names
+from titan_grpo.observe.recorder import read_metrics
+from titan_grpo.rollout.records import GroupRecorder, ReplayClient
+from titan_grpo.testing.server_handle import ServerProcess
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+PROMPTS = 4
+SMOOTH = ["--optimizer.eps=1e-2", "--weight_sync.wire_dtype=float32"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ServerProcess() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Plain text for torchtitan's own loader."""
+    folder = tmp_path_factory.mktemp("text")
+    lines = [json.dumps({"text": f"number {n} is followed by {n + 1}, and so on. " * 4}) for n in range(64)]
+    (folder / "data.json").write_text("\n".join(lines))
+    return folder
+
+
+def every_term(text):
+    settings = {
+        "grpo.num_microbatches": 2,
+        "grpo.policy_ratio_type": "sequence",
+        "grpo.kl_beta": 0.1,
+        "grpo.ref_model_ema": 0.5,
+        "grpo.entropy_loss_weight": 0.01,
+        "grpo.logit_loss_weight": 0.01,
+        "grpo.rollout_is_level": "geometric",
+        "grpo.rollout_is_mode": "mask",
+        "grpo.advantage_baseline": "leave_one_out",
+        "grpo.advantage_normalization": "batch",
+        "grpo.ptx_mixin_batchsize": 4,
+        "grpo.ptx_scale": 0.1,
+        "training.local_batch_size": 2,
+        "grpo.token_budget": 256,
+        "training.dataset": "c4_test",
+        "training.dataset_path": text,
+    }
+    return [f"--{key}={value}" for key, value in settings.items()]
+
+
+def committed(summary):
+    (server,) = summary["versions_committed"].values()
+    return server["committed"]
+
+
+def test_a_run_with_every_term_makes_one_version_per_batch_and_resumes_exactly(runs, server, small_replay, text, tmp_path):
+    arguments = [*small_replay.arguments, *SMOOTH, *every_term(text), "--checkpoint.interval=2"]
+    summary = runs.complete(tmp_path / "whole", [server.url], *arguments, "--training.steps=4", nproc=2)
+    assert committed(summary)[0] == 0
+    assert committed(summary)[-1] == 4, "two optimizer steps of a batch are one version"
+    rows = list(read_metrics(tmp_path / "whole/metrics.jsonl"))
+    assert rows[0][names.KL] != 0, "the second optimizer step of a batch sees the first"
+    assert rows[0][names.RATIO_MEAN] != 1, "its ratio is against the policy before the batch"
+    assert 0 < rows[0][names.ENTROPY] < 4.86
+    assert rows[-1][names.PTX_LOSS] < rows[0][names.PTX_LOSS]
+
+    shutil.copytree(tmp_path / "whole/checkpoint/step-2", tmp_path / "resumed/checkpoint/step-2")
+    summary = runs.complete(tmp_path / "resumed", [server.url], *arguments, "--training.steps=4", nproc=2)
+    assert summary["steps"] == 2
+    expected, resumed = runs.weights(tmp_path / "whole/hf"), runs.weights(tmp_path / "resumed/hf")
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+
+
+def rewritten(small_replay, path, batches, flat=()):
+    """A recording of these batches of another, each the next version; in those named ``flat`` every reward is the same."""
+    source = ReplayClient(str(small_replay.path))
+    groups = [source.next_batch(version, PROMPTS, 0) for version in range(max(batches) + 1)]
+    recorder = GroupRecorder(str(path), 0)
+    for version, number in enumerate(batches):
+        recorder.write(version, groups[number])
+    recorder.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for version in flat:
+        for group in lines[version]["groups"]:
+            for completion in group["completions"]:
+                completion["reward"] = 1.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return [f"--rollout.replay_path={path}"]
+
+
+def test_a_skipped_step_changes_nothing_publishes_nothing_and_the_next_one_goes_on(runs, server, small_replay, tmp_path):
+    arguments = [*small_replay.arguments, *SMOOTH, "--grpo.reward_collapse_steps=1"]
+    skipping = rewritten(small_replay, tmp_path / "flat.jsonl", (0, 1, 2, 3), flat=(2,))
+    summary = runs.complete(tmp_path / "skipped", [server.url], *arguments, *skipping, "--training.steps=4", nproc=2)
+    assert summary["steps"] == 4
+    assert committed(summary)[-1] == 3
+    assert [error for error in summary["errors"] if "step 3: 1 optimizer step skipped (all rewards were equal" in error]
+    without = rewritten(small_replay, tmp_path / "without.jsonl", (0, 1, 3))
+    runs.complete(tmp_path / "without", [server.url], *arguments, *without, "--training.steps=3", nproc=2)
+    expected, skipped = runs.weights(tmp_path / "without/hf"), runs.weights(tmp_path / "skipped/hf")
+    assert all(torch.equal(expected[name], skipped[name]) for name in expected)
+
+
+def test_a_run_without_a_healthy_step_stops_on_every_rank_and_says_why(runs, server, small_replay, tmp_path):
+    arguments = [*small_replay.arguments, "--grpo.grad_norm_limit=1e-9", "--grpo.max_unhealthy_steps=2", "--training.steps=6"]
+    with runs.start(tmp_path, [server.url], *arguments, nproc=2) as training:
+        assert training.finish() != 0
+    assert "no optimizer step was taken in 2 training steps in a row" in training.cause
+    assert "the gradient norm is past grpo.grad_norm_limit" in training.cause
+    assert committed(runs.summary(tmp_path)) == [0]

@@ -1,0 +1,68 @@
+"""The moving reference model: the average is exact, and a forward pass after it sees it."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from titan_grpo.errors import ProtocolError
+from titan_grpo.titan import compat
+
+compat.prepare()
+
+from titan_grpo.titan.reference import move_reference  # noqa: E402 - the patches come first
+
+
+def make(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def expected(ema, steps):
+    reference, policy = make(1), make(2)
+    return [ema**steps * r + (1 - ema**steps) * p for r, p in zip(reference.parameters(), policy.parameters(), strict=True)]
+
+
+def test_the_reference_is_the_average_and_the_policy_stays():
+    reference, policy = make(1), make(2)
+    for _ in range(3):
+        move_reference(reference, policy, 0.75)
+    torch.testing.assert_close(list(reference.parameters()), expected(0.75, 3))
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), make(2).parameters(), strict=True))
+
+
+def test_a_sharded_reference_moves_in_place_and_its_next_forward_sees_it(mesh):
+    reference, policy = make(1), make(2)
+    for model in (reference, policy):
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        # Leaves the root's parameters gathered, as every forward without backward does.
+        before = reference(x)
+        move_reference(reference, policy, 0.75)
+        after = reference(x)
+        for module in (reference[0], reference):
+            module.reshard()
+        again = reference(x)
+    plain = make(0)
+    plain.load_state_dict(dict(zip(plain.state_dict(), expected(0.75, 1), strict=True)))
+    torch.testing.assert_close(after, plain(x))
+    assert torch.equal(again, after), "the average must be in the shards, not in a gathered copy"
+    assert (after - before).abs().max() > 1e-3
+
+
+def test_models_that_are_not_sharded_alike_are_refused():
+    with pytest.raises(ProtocolError, match="sharded alike"):
+        move_reference(make(1), torch.nn.Linear(4, 8), 0.5)

@@ -1,0 +1,70 @@
+"""Dynamic sampling: what is kept, what is replaced, and where it ends."""
+
+from titan_grpo.algorithm.advantages import AdvantageOptions
+from titan_grpo.algorithm.shaping import Overlong
+from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.titan.sampling import varied_groups
+from titan_grpo.titan.text import text_weight
+
+KIND = AdvantageOptions()
+
+
+def group(index, *rewards, lengths=(2, 2)):
+    completions = [
+        Completion((5,) * n, (-1.0,) * n, "stop", 0, 0, "s", float(r)) for r, n in zip(rewards, lengths, strict=True)
+    ]
+    return Group(Prompt(index, (1,)), tuple(completions))
+
+
+class Source:
+    """Groups in order: True has spread."""
+
+    def __init__(self, *spread):
+        self.groups = [group(i, 0, 1 if varied else 0) for i, varied in enumerate(spread)]
+        self.asked, self.given_back = [], []
+
+    def take(self, count):
+        self.asked.append(count)
+        out, self.groups = self.groups[:count], self.groups[count:]
+        return out
+
+    def run(self, want, rounds, kind=KIND):
+        found = varied_groups(self.take, self.given_back.append, want, rounds, kind)
+        return [g.prompt.index for g in found.groups], found.flat
+
+
+def test_groups_without_spread_are_replaced_and_their_places_given_back_before():
+    source = Source(True, False, True, False, True, True)
+    assert source.run(4, 3) == ([0, 2, 4, 5], 2)
+    assert (source.asked, source.given_back) == ([4, 2], [2])
+
+
+def test_replacing_ends_after_the_rounds_with_what_there_is():
+    source = Source(*[True, False, False, False, False, False])
+    assert source.run(3, 2) == ([0], 5)
+    assert (source.asked, source.given_back) == ([3, 2, 2], [2, 2])
+
+
+def test_without_rounds_they_are_only_left_out():
+    source = Source(True, False)
+    assert source.run(2, 0) == ([0], 1)
+    assert source.given_back == []
+
+
+def test_if_none_has_spread_the_last_ones_are_used_all_the_same():
+    source = Source(*[False] * 4)
+    assert source.run(2, 1) == ([2, 3], 2)
+
+
+def test_spread_is_that_of_the_shaped_rewards():
+    groups = [group(0, 1, 1, lengths=(2, 8)), group(1, 0, 1)]
+    found = varied_groups(lambda count: groups, lambda count: None, 2, 0, KIND)
+    assert [g.prompt.index for g in found.groups] == [1]
+    found = varied_groups(lambda count: groups, lambda count: None, 2, 0, AdvantageOptions(overlong=Overlong(8, 4)))
+    assert [g.prompt.index for g in found.groups] == [0, 1]
+
+
+def test_the_weight_of_text_is_a_mean_or_one_per_completion_token():
+    assert text_weight(200, 50, 0.5, False) == 0.0025
+    assert text_weight(200, 50, 0.5, True) == 0.01
+    assert text_weight(0, 0, 1.0, True) == 1.0
