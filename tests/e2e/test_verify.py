@@ -22,9 +22,11 @@ def verify(root: Path, out: Path, *arguments: str) -> tuple[subprocess.Completed
     return done, json.loads((out / "result.json").read_text())
 
 
-def test_a_good_run_passes_with_all_its_evidence(root, tmp_path, vllm_python) -> None:
-    done, result = verify(root, tmp_path)
+def test_a_good_run_passes_with_all_its_evidence(root, tmp_path, sglang_python) -> None:
+    # On SGLang: the planted run below is on vLLM.
+    done, result = verify(root, tmp_path, "--engine", "sglang")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert result["engine"] == "sglang"
     assert result["passed"]
     assert result["violations"] == []
     assert [run["run"] for run in result["runs"]] == ["async live", "async replay", "sync replay"]

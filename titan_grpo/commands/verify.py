@@ -2,7 +2,7 @@
 
 With --faults instead: every fault of the matrix, or those named, injected into real trainers, lanes and servers.
 
-Three runs on one real vLLM server: asynchronous with live rollouts, which are recorded; then the recording again, in
+Three runs on one real server, vLLM or SGLang: asynchronous with live rollouts, which are recorded; then the recording again, in
 asynchronous and in synchronous mode. Asserted is that (1) at every committed version the server's bytes are the trainer's,
 (2) no request was answered by a mixture of versions, and versions never went backwards, (3) all runs made the same weights, bit
 for bit. Exit code 0: nothing is violated; 1: what is violated is named.
@@ -33,7 +33,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", default="", metavar="PATH", help="also write the result as JSON")
     # No mixture of experts: rounding in bf16 decides its routing, so log-probabilities do not tell its versions apart.
     parser.add_argument("--model", default="qwen3", choices=["qwen3", "qwen3_untied", "llama3"])
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang"], help="the server's software (default vllm)")
     parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm/bin/python"), help="interpreter of vLLM's environment")
+    parser.add_argument("--sglang-python", default=str(ROOT / ".venv-sglang/bin/python"), help="interpreter of SGLang's")
     parser.add_argument("--config", default=str(ROOT / "train_configs/verify_2gpu.toml"), help="TOML file of the runs")
     parser.add_argument("--faults", default="", metavar="NAMES", help="all, or cases and patterns: receiver-kill@load,*@resume")
     parser.add_argument("--deadline", type=float, default=3.0, help="--faults: a lane's deadline in seconds (default 3)")
@@ -53,8 +55,13 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         raise ConfigError(f"--faults takes no settings of a training run, got {' '.join(rest)}")
     if options.deadline < 1:
         raise ConfigError(f"--deadline must be 1 second or more, got {options.deadline:g}")
-    if options.servers == "vllm" and not Path(options.vllm_python).exists():
-        raise ConfigError(f"--vllm-python must be an interpreter, {options.vllm_python} does not exist: run scripts/setup.sh")
+    if options.faults and options.engine != "vllm":
+        raise ConfigError(f"--engine must be vllm with --faults, got {options.engine}: the matrix knows vLLM's processes only")
+    options.python = getattr(options, f"{options.engine}_python")
+    if options.servers == "vllm" and not Path(options.python).exists():
+        raise ConfigError(
+            f"--{options.engine}-python must be an interpreter, {options.python} does not exist: run scripts/setup.sh"
+        )
     out = Path(options.out or f"outputs/verify-{time.strftime('%Y%m%d-%H%M%S')}")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out must be a new directory, {out} has files in it: remove it or name another")

@@ -77,14 +77,16 @@ def verify(options: argparse.Namespace, env: Mapping[str, str]) -> dict[str, Any
     env = with_run_key(env, run_key)
     bench = Bench(options, env, devices, ReferenceModel(model, prompts), server_model / "model.safetensors")
     runs: list[Run] = []
-    with Server(server_spec(options.vllm_python, server_model, out, devices, run_key)) as server:
-        say(f"device {devices.kind}, transport {devices.transport}; starting a vLLM server, log in {out / 'vllm.log'}")
+    spec = server_spec(options.python, server_model, out, devices, run_key, options.engine)
+    with Server(spec) as server:
+        say(f"device {devices.kind}, transport {devices.transport}; starting a server: {spec.engine}, log in {spec.log_path}")
         say(f"{server.url} is healthy after {server.wait_healthy(STARTUP_S):.0f} s")
         for number, phase in enumerate(phases(out, options.plants)):
-            with Prober(server.url, prompts) as prober:
+            with Prober(server.url, prompts, spec.engine) as prober:
                 runs.append(bench.run(phase, server.url, prober, options.plants if number == 0 else ()))
     violations = check_all(runs, TOLERANCE)
-    return {"device": devices.kind, "transport": devices.transport, **outcome(runs, bench.speeds, violations, TOLERANCE)}
+    about = {"engine": spec.engine, "device": devices.kind, "transport": devices.transport}
+    return {**about, **outcome(runs, bench.speeds, violations, TOLERANCE)}
 
 
 def say(text: str) -> None:

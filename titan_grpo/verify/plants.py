@@ -10,9 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from titan_grpo.engines import vllm
-from titan_grpo.engines.drivers import SyncDriver
-from titan_grpo.engines.vllm_control import VllmControl
+from titan_grpo.engines.controls import AUTO, ServerAccess, make_control
 from titan_grpo.errors import TransferFailed
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.image import SharedImage
@@ -41,8 +39,9 @@ def commit_foreign(url: str, tensors: Mapping[str, torch.Tensor], version: int, 
     run_id = new_run_id(time.time())
     options = LinkOptions("gloo", "127.0.0.1", "xxh3", 4 << 20, DEADLINE_S, run_key=run_key)
     link = LaneLink(run_id, 1, manifest, options)
-    control = VllmControl(url, "", DEADLINE_S)
-    with SharedImage.create(manifest.total_bytes, "titan_grpo plant") as image, SyncDriver(url) as driver:
+    control = make_control(AUTO, ServerAccess(url, DEADLINE_S))
+    label = control.label()
+    with SharedImage.create(manifest.total_bytes, "titan_grpo plant") as image:
         bytes_ = image.tensor()
         for spec in manifest.tensors:
             bytes_[spec.offset : spec.offset + spec.nbytes] = tensors[spec.name].contiguous().flatten().view(torch.uint8)
@@ -55,7 +54,7 @@ def commit_foreign(url: str, tensors: Mapping[str, torch.Tensor], version: int, 
             control.pause()
             control.load(link.commit(staged).to_dict())
             applied = link.wait_applied(1, DEADLINE_S)
-            driver.run(vllm.finish_weight_update(None, DEADLINE_S))
+            control.finish(label)
             control.resume()
             link.bye(2)
         finally:
