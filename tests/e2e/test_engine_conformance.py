@@ -23,7 +23,7 @@ def remake(seed: int, folder: Path) -> Path:
 def vllm(site, tmp_path_factory) -> EngineUnderTest:
     """The server that all end-to-end tests share."""
     model, folder = Path(site.server.spec.model), tmp_path_factory.mktemp("vllm")
-    return EngineUnderTest("vllm", site.access, model, remake, folder, says_versions=False, guards_control=False)
+    return EngineUnderTest("vllm", site.access, model, remake, folder, False, False, keeps_prefixes=False)
 
 
 @pytest.fixture(scope="module")

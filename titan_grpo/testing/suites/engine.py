@@ -42,6 +42,7 @@ class EngineUnderTest:
     ``model`` is the directory of the weights that it serves, a model of transformers with at least 100 tokens and random
     weights; ``remake(seed, folder)`` writes the same model with other weights to a directory and returns that.
     ``says_versions``: its answers tell which weights made which token. ``guards_control``: without a key nobody pauses it.
+    ``keeps_prefixes``: a commit on an idle server leaves the prefixes of the older weights in its cache.
     ``restart``: ends the server and starts it again at its URL with the weights of ``model``; None: not to be tried.
     """
 
@@ -54,6 +55,7 @@ class EngineUnderTest:
     guards_control: bool
     run_key: Key | None = None
     restart: Callable[[], None] | None = None
+    keeps_prefixes: bool = True
 
     @property
     def speak(self) -> Dialect:
