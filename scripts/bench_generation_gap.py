@@ -4,8 +4,8 @@
     python scripts/bench_generation_gap.py [--engine vllm sglang] [--stretch 2] [--json PATH]
 
 A request of 900 tokens is streamed from a real server. Meanwhile: nothing; a staged transfer whose sender takes ``--stretch``
-seconds over it (a slow network); its commit. Printed are the longest gaps in seconds. The longest of all belongs to the commit, and is as long as the commit, if nothing
-else stands in the way of the tokens.
+seconds over it (a slow network); its commit. Printed are the longest gaps in seconds. The longest of all belongs to the commit,
+and is as long as the commit, if nothing else stands in the way of the tokens.
 """
 
 import argparse
