@@ -130,9 +130,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = []
-    print(
-        f"{'engine':8}{'quiet':>9}{'transfer':>10}{'commit':>9}{'pause..resume':>15}{'tokens in transfer':>20}   longest gaps, seconds"
-    )
+    heads = ("quiet", "transfer", "commit", "pause..resume", "tokens in transfer")
+    print(f"{'engine':8}{heads[0]:>9}{heads[1]:>10}{heads[2]:>9}{heads[3]:>15}{heads[4]:>20}")
     for engine in options.engine:
         with tempfile.TemporaryDirectory() as folder:
             g = measure(engine, options.stretch, Path(folder))
