@@ -93,8 +93,11 @@ def _freeze(bench: Bench, result: Result) -> None:
     lifted = time.monotonic()
     trainer.go()
     judge_recovery(bench, result, trainer, lifted)
+    # its other lane was frozen too, and fenced if it was in a commit: that server's lag counts from when it is back
+    newest = max((v for v, t in trainer.published().items() if t <= lifted), default=1)
+    back = bench.wait_held(trainer, bench.site.witness, newest, 0.0) or lifted
     # the step in which it was frozen is as long as the freeze
-    during = lifted + 0.5, time.monotonic() + 0.5
+    during = max(lifted, back) + 0.5, time.monotonic() + 0.5
     bench.judge_time(result, trainer, before, during)
     bench.at_rest(result, trainer)
     bench.judge_servers(result, mark)
