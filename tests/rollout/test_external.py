@@ -1,9 +1,6 @@
 """Groups from outside, through the real rollout process: a real Atropos API server, and environments that push."""
 
 import os
-import signal
-import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
@@ -15,6 +12,7 @@ from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.atropos import Registration
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.testing.atropos_api import AtroposApi, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -34,62 +32,10 @@ def scored(size: int = 2, env: int = 0, **changes) -> dict:
     return whole | changes
 
 
-class Api:
-    """A real Atropos API server, and what its environments do."""
-
-    def __init__(self, python: str, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        self._command = [python, "-m", "uvicorn", "atroposlib.api:app", "--host", "127.0.0.1", "--port", str(port)]
-        self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until(lambda: self._answers(), "the API server answers")
-
-    def _answers(self) -> bool:
-        try:
-            return self.client.get("/").json() == {"message": "AtroposLib API"}
-        except httpx.TransportError:
-            return False
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait(20)
-
-    def environment(self, group_size: int) -> int:
-        """An environment is registered once a trainer has taken its first batch."""
-        ask = {"max_token_length": 64, "desired_name": "test", "weight": 1.0, "group_size": group_size}
-        answer: dict = {}
-
-        def registered() -> bool:
-            answer.update(self.client.post("/register-env", json=ask).json())
-            return answer["status"] == "success"
-
-        until(registered, "the trainer takes batches")
-        return int(answer["env_id"])
-
-    def post(self, *groups: dict) -> None:
-        for group in groups:
-            assert self.client.post("/scored_data", json=group).json()["status"] in ("received", "buffered")
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    pause = threading.Event()
-    for _ in range(600):
-        if condition():
-            return
-        pause.wait(0.05)
-    pytest.fail(f"not within 30 s: {what}")
-
-
 @pytest.fixture(scope="module")
-def api(atropos_python) -> Iterator[Api]:
-    server = Api(atropos_python, free_port())
-    yield server
-    server.stop()
+def api(atropos_python) -> Iterator[AtroposApi]:
+    with AtroposApi(atropos_python) as server:
+        yield server
 
 
 @pytest.fixture
@@ -99,7 +45,7 @@ def atropos(api) -> Iterator[Callable[..., RolloutClient]]:
 
     def start(reset=True, **changes) -> RolloutClient:
         if reset:
-            api.client.get("/reset_data")
+            api.reset()
         values = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 0, "source": "atropos", "atropos_url": api.url}
         client = RolloutClient(RolloutSpec(model_dir="", registration=REGISTRATION, **{**values, **changes}))
         clients.append(client)
@@ -114,7 +60,7 @@ def atropos(api) -> Iterator[Callable[..., RolloutClient]]:
 def test_batches_of_a_real_atropos_server_become_groups(api, atropos) -> None:
     client = atropos()
     env = api.environment(group_size=2)
-    assert api.client.get("/info").json() == {"batch_size": 4, "max_token_len": 64}
+    assert api.ask("GET", "/info") == {"batch_size": 4, "max_token_len": 64}
     api.post(scored(env=env), scored(env=env, overrides=[{}, {"set_advantage_to_zero": True}]))
     one, two = client.next_batch(0, 2, 30)
     assert one.prompt.token_ids == (5, 6)
@@ -137,16 +83,18 @@ def test_groups_of_several_sizes_make_a_step_by_their_sequences(api, atropos) ->
 def test_a_group_without_log_probabilities_is_dropped_and_counted(api, atropos) -> None:
     client = atropos()
     env = api.environment(group_size=2)
-    api.post(scored(env=env, inference_logprobs=None), scored(env=env))
+    api.post(scored(env=env, inference_logprobs=None), scored(env=env, group_overrides={"policy_version": 1}))
     with pytest.raises(RolloutsLate, match=r"dropped.no_logprobs"):
         client.next_batch(0, 2, 3)
     api.post(scored(env=env), scored(env=env))
     assert len(client.next_batch(0, 2, 30)) == 2
-    assert client.counters()["dropped.no_logprobs"] == 1
+    counters = client.counters()
+    assert (counters["dropped.no_logprobs"], counters["dropped.unknown_version"]) == (1, 1)
 
 
 def test_stale_groups_are_dropped_and_others_taken_in_their_place(api, atropos) -> None:
     client = atropos()
+    client.set_server("http://s", 5, True, "label", "vllm")
     env = api.environment(group_size=2)
     old, new = {"policy_version": 3}, {"policy_version": 5}
     api.post(scored(env=env, group_overrides=old), scored(env=env, group_overrides=new))
@@ -159,19 +107,17 @@ def test_stale_groups_are_dropped_and_others_taken_in_their_place(api, atropos) 
 def test_a_server_that_was_restarted_is_registered_again(api, atropos) -> None:
     client = atropos()
     api.environment(group_size=2)
-    api.stop()
-    api.start()
+    api.restart()
     env = api.environment(group_size=2)
     api.post(scored(env=env), scored(env=env))
     assert len(client.next_batch(0, 2, 60)) == 2
 
 
 def test_a_server_that_had_data_before_a_trainer_is_set_back_since_it_would_never_hand_it_out(api, atropos) -> None:
-    api.stop()
-    api.start()
+    api.restart()
     api.post(scored())
-    assert api.client.post("/register", json=asdict(Registration(4, 64, 10))).status_code == 200
-    assert api.client.get("/batch").json()["status"] == "error"
+    api.ask("POST", "/register", asdict(Registration(4, 64, 10)))
+    assert api.ask("GET", "/batch")["status"] == "error"
     client = atropos(reset=False)
     env = api.environment(group_size=2)
     api.post(scored(env=env), scored(env=env))

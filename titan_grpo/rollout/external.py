@@ -163,6 +163,9 @@ class AtroposSource(External):
         held = self._versions.values()
         try:
             group = atropos.group_of(item, min(held) if held else self._trainer_version)
+            newest = max([self._trainer_version, *held])
+            if group.version > newest:
+                raise atropos.Rejected("unknown_version", f"its version {group.version} does not exist, the newest is {newest}")
         except atropos.Rejected as error:
             self._counts[f"dropped.{error.reason}"] += 1
             self._rejected_in_a_row += 1
@@ -214,7 +217,7 @@ class PushSource(External):
         """As the base; and tell the desk which versions there are."""
         super().on(message)
         self._desk.trainer_version = self._trainer_version
-        self._desk.newest_version = max(self._trainer_version, *self._versions.values(), self._desk.newest_version)
+        self._desk.newest_version = max([self._trainer_version, *self._versions.values(), self._desk.newest_version])
 
     def take(self, incoming: list[Incoming]) -> Reply:
         """One POST."""
