@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from titan_grpo.algorithm.entropy import token_entropy
+from titan_grpo.algorithm.health import flags
 from titan_grpo.algorithm.logits import logit_mean_square
 from titan_grpo.algorithm.logprobs import token_logprobs
 from titan_grpo.algorithm.loss import LogitTerms, grpo_loss
+from titan_grpo.algorithm.metrics import accumulate
 from titan_grpo.config_grpo import GRPO
 
 WORDS, TEMPERATURE = 7, 0.8
@@ -252,6 +255,25 @@ def test_gspo_gives_every_token_of_a_sequence_the_same_share_of_the_gradient():
     grpo_loss(logprobs, batch, GRPO(policy_ratio_type="sequence"), old_logprobs=old)[0].backward()
     ratio = math.exp((0.1 - 0.1 + 0.1) / 3)
     assert logprobs.grad[0].tolist() == pytest.approx([-ratio / 3] * 3, rel=1e-12)
+
+
+def test_loss_and_metrics_ask_the_device_for_no_value():
+    # A fake tensor has none, so whatever would wait for the device raises.
+    with FakeTensorMode():
+        logits = torch.randn(2, 6, WORDS, requires_grad=True)
+        batch = {name: torch.randn(2, 6) for name in ("weights", "advantages", "rollout_logprobs", "staleness")}
+        batch |= {"labels": torch.ones(2, 6, dtype=torch.int64), "sequence": torch.zeros(2, 6, dtype=torch.int64)}
+        batch["on_policy"] = torch.ones(2, 6, dtype=torch.bool)
+        terms = LogitTerms(token_entropy(logits, 1.0, 4), logit_mean_square(logits, 4))
+        for g in (ALL_ON, replace(ALL_ON, policy_loss="cispo", proximal_logprobs="interpolate")):
+            logprobs = token_logprobs(logits, batch["labels"], 1.0, 4)
+            loss, metrics = grpo_loss(logprobs, batch, g, torch.randn(2, 6), None, terms)
+            loss.backward(retain_graph=True)
+            summed = accumulate([metrics, metrics])
+            assert flags(loss, torch.randn(()), 1.0, False).shape == (4,)
+        assert summed.keys() == metrics.keys()
+        with pytest.raises(DataDependentOutputException):
+            loss.item()
 
 
 @pytest.mark.parametrize("layout", ["rows", "packed"])

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
 from titan_grpo.testing.server_handle import ServerProcess
+from titan_grpo.titan.flavors import FLAVORS
+from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -75,6 +78,24 @@ def test_a_run_with_every_term_makes_one_version_per_batch_and_resumes_exactly(r
     assert summary["steps"] == 2
     expected, resumed = runs.weights(tmp_path / "whole/hf"), runs.weights(tmp_path / "resumed/hf")
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+
+
+def test_every_term_is_the_same_with_the_vocabulary_sharded_over_two_ranks(runs, server, small_replay, text, tmp_path):
+    name, flavor = FLAVORS["llama3"]
+    others = replace(runs, model=write_tiny_model("llama3", tmp_path / "model", seed=1))
+    arguments = [*small_replay.arguments, *SMOOTH, *every_term(text), f"--model.name={name}", f"--model.flavor={flavor}"]
+    # One data-parallel rank reads other text than two do.
+    arguments.append("--grpo.ptx_mixin_batchsize=0")
+    found = {}
+    for degree in (1, 2):
+        out = tmp_path / f"tensor{degree}"
+        parallel = f"--parallelism.tensor_parallel_degree={degree}"
+        others.complete(out, [server.url], *arguments, parallel, "--training.steps=2", nproc=2)
+        found[degree] = list(read_metrics(out / "metrics.jsonl"))
+    shown = (names.LOSS, names.GRAD_NORM, names.KL, names.ENTROPY, names.LOGIT_SQUARE, names.RATIO_MEAN)
+    for whole, sharded in zip(found[1], found[2], strict=True):
+        for metric in shown:
+            assert sharded[metric] == pytest.approx(whole[metric], rel=2e-4, abs=1e-6), metric
 
 
 def rewritten(small_replay, path, batches, flat=()):

@@ -48,6 +48,13 @@ def test_arguments_beat_the_file_and_flags_have_a_negative(parse) -> None:
     assert config.rollout.servers == ["http://a:1", "http://b:2"]
 
 
+def test_keys_of_the_existing_trainer_are_taken_in_both_spellings(parse) -> None:
+    extra = "[grpo]\ngrpo_by_token = true\ntemperature = 1.0\nrollout_is_threshold = 4.0\nkl_beta = 0.1\nref_model_ema = 0.99\n"
+    assert parse(extra).grpo.grpo_by_token is True
+    assert parse("", "--grpo.grpo_by_token", "False").grpo.grpo_by_token is False
+    assert parse().grpo.grpo_by_token is None
+
+
 def test_what_the_user_gives_is_not_derived(parse) -> None:
     config = parse("[checkpoint]\nlast_save_model_only = true\n[comm]\ntrain_timeout_seconds = 7000\n")
     assert config.checkpoint.last_save_model_only is True
@@ -79,6 +86,9 @@ def test_what_the_user_gives_is_not_derived(parse) -> None:
         ("", ("--optimizer.early_step_in_backward", "--grpo.async_weight_update"), "early_step_in_backward must be false"),
         ("", ("--training.seq_len=16",), r"training.seq_len must be greater than rollout.max_completion_tokens \(16;"),
         ("", ("--grpo.token_budget=32",), "grpo.token_budget must be 0"),
+        ("", ("--grpo.ptx_mixin_batchsize=3",), r"grpo.ptx_mixin_batchsize must be a multiple of .* \(8; every rank"),
+        ("", ("--grpo.rollout_is_threshold=0",), "off-policy data without a correction biases the gradient"),
+        ("[grpo]\ngrpo_by_token = 1\n", (), "grpo.grpo_by_token must be true or false"),
         ("[comm]\ntrain_timeout_seconds = 100\n", (), "comm.train_timeout_seconds must be greater than 540"),
         ("[checkpoint]\ninitial_load_in_hf = true\n", (), "checkpoint.enable must be true with checkpoint.initial_load_in_hf"),
         ("[validation]\nenable = true\n", (), "validation.enable must be false"),
