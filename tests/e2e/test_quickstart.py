@@ -57,10 +57,10 @@ def start(root: Path, mark: str, *arguments: str, run_key: Key | None = None) ->
     )
 
 
-def test_the_reward_rises_and_every_promised_file_is_there(runs, mark, tmp_path):
+def test_the_reward_rises_beside_both_engines_and_every_promised_file_is_there(runs, mark, tmp_path):
     out = tmp_path / "run"
     run_key = Key.generate()
-    with start(runs.root, mark, "--steps", str(STEPS), "--out", str(out), run_key=run_key) as process:
+    with start(runs.root, mark, "--engine", "both", "--steps", str(STEPS), "--out", str(out), run_key=run_key) as process:
         said, _ = process.communicate(timeout=350)
     assert process.returncode == 0, said
     assert marked(mark) == []
@@ -69,8 +69,9 @@ def test_the_reward_rises_and_every_promised_file_is_there(runs, mark, tmp_path)
     assert summary["reward_last"] > summary["reward_first"]
     assert summary["staleness"]["max"] <= 1
     assert summary["blocked_s"]["median"] < 0.05
-    (server,) = summary["versions_committed"].values()
-    assert (server["committed"][0], server["last"]) == (0, STEPS)
+    assert len(summary["versions_committed"]) == 2, "one server of each engine"
+    for server in summary["versions_committed"].values():
+        assert (server["committed"][0], server["last"]) == (0, STEPS)
     assert len((out / "metrics.jsonl").read_text().splitlines()) == STEPS
     trace = json.loads((out / "trace.json").read_text())
     assert {"X", "M"} <= {event["ph"] for event in trace}
@@ -79,7 +80,8 @@ def test_the_reward_rises_and_every_promised_file_is_there(runs, mark, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(out / "hf")
     tokens = AutoTokenizer.from_pretrained(out / "hf")("say 123", return_tensors="pt")["input_ids"]
     assert bool(torch.isfinite(model(tokens).logits).all())
-    assert "takes weights from who has the run key" in (out / "vllm0.log").read_text()
+    for log in ("vllm0.log", "sglang0.log"):
+        assert "takes weights from who has the run key" in (out / log).read_text()
     kept = [path.read_bytes() for path in out.rglob("*") if path.is_file()]
     assert not any(shown in text for text in (said.encode(), *kept) for shown in (run_key.hex().encode(), run_key.raw))
     # The terminal shows our own lines: progress, table, where the files are.
