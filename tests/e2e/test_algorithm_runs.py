@@ -54,7 +54,7 @@ def every_term(text):
         "training.dataset": "c4_test",
         "training.dataset_path": text,
     }
-    return [f"--{key}={value}" for key, value in settings.items()]
+    return [*(f"--{key}={value}" for key, value in settings.items()), "--grpo.dynamic_sampling"]
 
 
 def committed(summary):
@@ -63,7 +63,7 @@ def committed(summary):
 
 
 def test_a_run_with_every_term_makes_one_version_per_batch_and_resumes_exactly(runs, server, small_replay, text, tmp_path):
-    arguments = [*small_replay.arguments, *SMOOTH, *every_term(text), "--checkpoint.interval=2"]
+    arguments = [*small_replay.arguments, *SMOOTH, *every_term(text), "--grpo.pack_sequences", "--checkpoint.interval=2"]
     summary = runs.complete(tmp_path / "whole", [server.url], *arguments, "--training.steps=4", nproc=2)
     assert committed(summary)[0] == 0
     assert committed(summary)[-1] == 4, "two optimizer steps of a batch are one version"

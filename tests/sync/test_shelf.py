@@ -83,6 +83,19 @@ def test_a_reservation_that_the_trainer_has_taken_is_not_revoked():
     shelf.writing(3, 1, frozenset({0}))
 
 
+def test_a_slot_that_was_put_back_is_the_next_one_again_or_a_late_lanes():
+    shelf = Shelf(2)
+    publish(shelf, 1)
+    shelf.pin_newer("stuck", None, 0.0)
+    publish(shelf, 2)
+    shelf.put_back(shelf.take_reserved())
+    assert shelf.take_reserved() == 1
+    shelf.put_back(1)
+    shelf.unpin("stuck")
+    assert shelf.pin_newer("stuck", 1, 0.0).version == 2
+    assert shelf.take_reserved() == 0
+
+
 def test_a_discarded_version_is_seen_by_nobody_and_its_slot_comes_back():
     shelf = Shelf(2)
     slot = shelf.take_reserved()
