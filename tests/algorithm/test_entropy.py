@@ -45,6 +45,17 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda z: logit_mean_square(z, 2), (logits,))
 
 
+@pytest.mark.parametrize("read", [lambda z: token_entropy(z, 1.0, 4), lambda z: logit_mean_square(z, 4)])
+def test_only_the_logits_as_they_are_and_numbers_per_token_are_kept_for_backward(read):
+    logits = make(torch.bfloat16, rows=2, length=8, words=64)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        read(logits)
+    big = [t for t in kept if t.numel() >= logits.numel()]
+    assert [t.data_ptr() for t in big] == [logits.data_ptr()]
+    assert sum(t.numel() for t in kept if t is not big[0]) <= 2 * 2 * 8
+
+
 def test_low_precision_logits_give_float32_and_gradients_of_their_own_type():
     logits = make(torch.bfloat16)
     out = token_entropy(logits, 1.0, 4) + logit_mean_square(logits, 4)

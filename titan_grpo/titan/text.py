@@ -23,9 +23,14 @@ class TextMixin:
         # A multiple, by a rule of rules.py.
         self.batches_per_step = job_config.grpo.ptx_mixin_batchsize // (job_config.training.local_batch_size * dp_degree)
         tokenizer = spec.build_tokenizer_fn(job_config)
-        self.loader = spec.build_dataloader_fn(
-            dp_world_size=dp_degree, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
-        )
+        ranks = {"dp_world_size": dp_degree, "dp_rank": dp_rank}
+        try:
+            self.loader = spec.build_dataloader_fn(**ranks, tokenizer=tokenizer, job_config=job_config)
+        except (ValueError, OSError) as error:
+            raise ConfigError(
+                "training.dataset and training.dataset_path must name a text that torchtitan loads (grpo.ptx_mixin_batchsize "
+                f"> 0 reads it), got {job_config.training.dataset!r} and {job_config.training.dataset_path!r}: {error}"
+            ) from error
         self._batches: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]] | None = None
 
     def take(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,0 +1,67 @@
+"""The text of the PTX mix-in, from torchtitan's own loader and a tiny model's tokenizer."""
+
+import json
+
+import pytest
+
+from titan_grpo.errors import ConfigError
+from titan_grpo.titan import jobconfig
+from titan_grpo.titan.tiny import write_tiny_model
+
+ROWS, LENGTH = 2, 32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model("qwen3", tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture
+def mixin(model, tmp_path):
+    """``mixin(rank, dataset)``: the share of one of two ranks."""
+    lines = [json.dumps({"text": f"line {n} of a text " * 3}) for n in range(40)]
+    (tmp_path / "data.json").write_text("\n".join(lines))
+
+    def make(rank=0, dataset="c4_test"):
+        settings = {
+            "model.name": "qwen3",
+            "model.flavor": "grpo_tiny",
+            "model.hf_assets_path": model,
+            "rollout.servers": "http://127.0.0.1:8000",
+            "rollout.max_completion_tokens": 16,
+            "training.local_batch_size": ROWS,
+            "training.seq_len": LENGTH,
+            "training.dataset": dataset,
+            "training.dataset_path": tmp_path,
+            "grpo.ptx_mixin_batchsize": 3 * 2 * ROWS,
+        }
+        config = jobconfig.parse([f"--{key}={value}" for key, value in settings.items()], 2)
+        from torchtitan.protocols.train_spec import get_train_spec
+
+        from titan_grpo.titan.text import TextMixin
+
+        return TextMixin(get_train_spec("qwen3"), config, 2, rank)
+
+    return make
+
+
+def test_each_rank_takes_its_own_text_in_whole_batches(mixin):
+    taken = [mixin(rank).take() for rank in (0, 1)]
+    for pairs in taken:
+        assert [tuple(inputs.shape) for inputs, _ in pairs] == [(ROWS, LENGTH)] * 3
+        assert all((inputs[:, 1:] == labels[:, :-1]).all() for inputs, labels in pairs)
+    assert not (taken[0][0][0] == taken[1][0][0]).all()
+
+
+def test_the_text_goes_on_where_a_checkpoint_left_it(mixin):
+    first = mixin()
+    first.take()
+    resumed = mixin()
+    resumed.loader.load_state_dict(first.loader.state_dict())
+    expected = first.take()
+    assert all((a == b).all() for (a, _), (b, _) in zip(resumed.take(), expected, strict=True))
+
+
+def test_a_text_that_torchtitan_does_not_know_is_refused_with_its_keys(mixin):
+    with pytest.raises(ConfigError, match=r"training\.dataset and training\.dataset_path must name .* got 'nope'"):
+        mixin(dataset="nope")
