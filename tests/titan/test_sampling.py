@@ -64,6 +64,17 @@ def test_spread_is_that_of_the_shaped_rewards():
     assert [g.prompt.index for g in found.groups] == [0, 1]
 
 
+def test_more_groups_than_asked_for_are_all_kept_and_none_is_asked_for_again():
+    asked = []
+
+    def take(count):
+        asked.append(count)
+        return [group(index, 0, 1) for index in range(3)]
+
+    assert len(varied_groups(take, lambda count: None, 2, 3, KIND).groups) == 3
+    assert asked == [2]
+
+
 def test_the_weight_of_text_is_a_mean_or_one_per_completion_token():
     assert text_weight(200, 50, 0.5, False) == 0.0025
     assert text_weight(200, 50, 0.5, True) == 0.01

@@ -39,12 +39,13 @@ def varied_groups(
         kept += good
         flat += len(taken) - len(good)
         missing = want - len(kept)
-        if missing == 0 or round_ == rounds:
+        # Groups from outside may be smaller than ours, and then more of them make a step.
+        if missing <= 0 or round_ == rounds:
             return Sampled(kept, flat) if kept else Sampled(taken, flat - len(taken))
         give_places_back(missing)
     raise AssertionError("the loop returns in its last round")
 
 
 def _varied(group: Group, kind: AdvantageOptions) -> bool:
-    scored: Sequence[Scored] = [Scored(c.reward, len(c.token_ids)) for c in group.completions]
+    scored: Sequence[Scored] = [Scored(c.reward, c.num_sampled) for c in group.completions]
     return has_spread(scored, kind)
