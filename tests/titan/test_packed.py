@@ -99,6 +99,19 @@ def test_without_the_seam_packed_sequences_see_each_other() -> None:
     assert max(float((a - b).abs().max()) for key in expected for a, b in zip(expected[key], got[key], strict=True)) > 0.1
 
 
+def test_a_rank_without_sequences_runs_forward_and_backward_to_zero_gradients() -> None:
+    from titan_grpo.titan.packed import PackedAttention
+
+    model, packed = built("llama3"), PackedAttention()
+    packed.install(model)
+    options = BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=True)
+    idle = assemble(random_groups(0)[:1], 2, options).ranks
+    [empty] = [rank for rank in idle if int(rank[0]["sequence"].max()) < 0]
+    found, grads = computed(model, packed, empty)
+    assert found == {}
+    assert all(not grad.any() for grad in grads.values())
+
+
 def test_a_model_without_sdpa_attention_is_refused() -> None:
     from titan_grpo.titan.packed import PackedAttention
 
