@@ -47,7 +47,7 @@ ONLY_HERE = {
     "torchtitan": ("titan_grpo/titan/", "titan_grpo/train.py", "patches/", "tests/"),
     "vllm": ("titan_grpo/receive/vllm_plugin.py", "patches/vllm_", "tests/"),
     "sglang": ("titan_grpo/receive/sglang_plugin.py", "patches/sglang_", "tests/"),
-    "httpx": ("titan_grpo/engines/", "tests/"),
+    "httpx": ("titan_grpo/engines/", "scripts/bench_", "tests/"),
     "matplotlib": ("titan_grpo/observe/report.py", "tests/"),
 }
 """Third-party package -> the only files that may import it."""
