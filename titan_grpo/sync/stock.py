@@ -17,7 +17,7 @@ from titan_grpo.engines.sglang_stock import NOT_RECEIVED, Announced, Group, Stoc
 from titan_grpo.errors import PeerError, TransferFailed
 from titan_grpo.layout.manifest import Manifest, TensorSpec
 from titan_grpo.layout.stock import buckets, names_problem
-from titan_grpo.protocol.version import UNUSABLE, Label
+from titan_grpo.protocol.version import UNUSABLE
 from titan_grpo.protocol.wire import Applied, Joined, Staged
 from titan_grpo.sync.sender import LinkOptions, Moved
 from titan_grpo.sync.transports.base import Transport, TransportOptions
@@ -72,12 +72,12 @@ class StockLink:
         self._workers = 0
 
     def join(self, control: ServerControl, timeout_s: float) -> Joined:
-        """What the server holds, as far as its label tells: nobody else knows."""
+        """Whether it needs a whole version before it may generate, which its label tells. What else the label says is not
+        believed: a server that was restarted takes one without an update. So every new connection sends a whole version.
+        """
         self._workers = self._routes.workers(timeout_s)
-        shown = control.label()
-        held, self._intact = Label.parse(shown), shown != UNUSABLE
-        run, version, print_ = (held.run_id, held.version, held.fingerprint) if held is not None else ("", -1, "")
-        return Joined(1, True, "", "stock", 0, run, version, print_, self._intact)
+        self._intact = control.label() != UNUSABLE
+        return Joined(1, True, "", "stock", 0, "", -1, "", self._intact)
 
     def send_manifest(self, timeout_s: float) -> Staged:
         """Compare the names: SGLang says success to names that it does not know, and ignores them."""
