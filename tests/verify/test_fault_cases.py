@@ -8,12 +8,15 @@ from titan_grpo.verify.faults.cases import CALLS, Kind, Who, all_cases, entry, l
 from titan_grpo.verify.faults.lanes import STRIKES
 from titan_grpo.verify.faults.runner import groups
 
+ENGINES = tuple(CALLS)
 
-def test_every_combination_is_a_case_or_has_a_written_reason():
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_combination_is_a_case_or_has_a_written_reason(engine):
     places = list(product())
     assert len(places) == len(set(places)) == len(Who) * len(Point) * len(Kind)
     for place in places:
-        found = entry(place)
+        found = entry(place, engine)
         assert found, place
         if isinstance(found, str):
             assert len(found.split()) >= 5, f"{place}: a reason says why"
@@ -21,16 +24,19 @@ def test_every_combination_is_a_case_or_has_a_written_reason():
             assert all((case.who, case.point, case.kind) == place for case in found)
 
 
-def test_every_kind_and_every_who_strikes_somewhere_and_every_point_is_struck():
-    cases = all_cases()
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_kind_and_every_who_strikes_somewhere_and_every_point_is_struck(engine):
+    cases = all_cases(engine)
     assert {case.kind for case in cases} == set(Kind)
-    assert {case.who for case in cases} == set(Who)
+    # a server whose HTTP process outlives its engine is struck as a whole too
+    assert {case.who for case in cases} == set(Who) - ({Who.SERVER} if engine == "vllm" else set())
     assert {case.point for case in cases} == set(Point)
-    assert len(cases) + len(reasons()) >= len(list(product()))
+    assert len(cases) + len(reasons(engine)) >= len(list(product()))
 
 
-def test_a_trainer_and_an_engine_can_die_freeze_and_be_replaced_at_every_point():
-    names = {case.name for case in all_cases()}
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_trainer_and_an_engine_can_die_freeze_and_be_replaced_at_every_point(engine):
+    names = {case.name for case in all_cases(engine)}
     for what in (
         "trainer-kill",
         "trainer-freeze",
@@ -44,15 +50,17 @@ def test_a_trainer_and_an_engine_can_die_freeze_and_be_replaced_at_every_point()
         assert {f"{what}@{point.value}" for point in Point} <= names
 
 
-def test_every_control_call_meets_every_fault_of_a_call():
-    struck = {(case.kind, case.point, case.call) for case in all_cases() if case.who is Who.LINK}
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_control_call_meets_every_fault_of_a_call(engine):
+    struck = {(case.kind, case.point, case.call) for case in all_cases(engine) if case.who is Who.LINK}
     for kind in (Kind.RESET, Kind.ERROR, Kind.LOSE, Kind.SILENCE, Kind.TWICE, Kind.REFUSE):
-        for point, calls in CALLS.items():
+        for point, calls in CALLS[engine].items():
             assert {(kind, point, call) for call in calls.values()} <= struck
 
 
-def test_every_case_has_a_name_of_its_own_and_somebody_who_performs_it():
-    cases = all_cases()
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_case_has_a_name_of_its_own_and_somebody_who_performs_it(engine):
+    cases = all_cases(engine)
     assert len({case.name for case in cases}) == len(cases)
     for name, group in groups(cases).items():
         if name not in ("trainer", "network"):
@@ -92,7 +100,14 @@ def test_a_name_that_selects_nothing_is_refused_with_the_reason(text, words):
     assert "\n" not in str(refused.value)
 
 
-def test_the_listing_names_every_case_and_every_reason():
-    text = listing(all_cases())
-    assert all(case.name in text for case in all_cases())
-    assert all(reason in text for reason in reasons().values())
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_listing_names_every_case_and_every_reason(engine):
+    text = listing(all_cases(engine), engine)
+    assert all(case.name in text for case in all_cases(engine))
+    assert all(reason in text for reason in reasons(engine).values())
+
+
+def test_a_whole_server_is_struck_only_where_its_parts_do_not_end_together():
+    assert [case.name for case in select("server-kill@load", "sglang")] == ["server-kill@load"]
+    with pytest.raises(ConfigError, match="vLLM's HTTP process ends with its engine"):
+        select("server-kill@load", "vllm")

@@ -114,7 +114,7 @@ def test_the_report_counts_every_case_and_says_what_could_not_run():
     assert "tc netem: unknown" in text
     assert report.summary(results, 1.0, 3).startswith("FAILED: 3 of 3 cases, 1 passed, 1 failed, 1 skipped")
     assert report.summary(results[:1], 1.0, 3).startswith("FAILED: 1 of 3 cases"), "an interrupted matrix has not passed"
-    record = report.outcome(results, {"device": "cpu"})
+    record = report.outcome(results, {"device": "cpu", "engine": "vllm"})
     assert record["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
     assert not record["passed"]
     assert all(line["reason"] for line in record["no_case"])

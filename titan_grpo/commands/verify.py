@@ -41,7 +41,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=3.0, help="--faults: a lane's deadline in seconds (default 3)")
     parser.add_argument("--list", action="store_true", help="--faults: print the cases, and why there are no others, and end")
     # engineless: for tests of the matrix itself; what passes for a user is a real engine.
-    parser.add_argument("--servers", default="vllm", choices=["vllm", "engineless"], help=argparse.SUPPRESS)
+    parser.add_argument("--servers", default="real", choices=["real", "engineless"], help=argparse.SUPPRESS)
     # The self-test, for tests/e2e/test_verify.py: plants violations for real, comma-separated; the run must then fail.
     parser.add_argument("--plant", default="", help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args(argv)
@@ -55,10 +55,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         raise ConfigError(f"--faults takes no settings of a training run, got {' '.join(rest)}")
     if options.deadline < 1:
         raise ConfigError(f"--deadline must be 1 second or more, got {options.deadline:g}")
-    if options.faults and options.engine != "vllm":
-        raise ConfigError(f"--engine must be vllm with --faults, got {options.engine}: the matrix knows vLLM's processes only")
+    if options.servers == "engineless" and options.engine != "vllm":
+        raise ConfigError(f"--engine must be vllm with --servers engineless, got {options.engine}: they speak its routes only")
     options.python = getattr(options, f"{options.engine}_python")
-    if options.servers == "vllm" and not Path(options.python).exists():
+    if options.servers == "real" and not Path(options.python).exists():
         raise ConfigError(
             f"--{options.engine}-python must be an interpreter, {options.python} does not exist: run scripts/setup.sh"
         )
@@ -98,9 +98,9 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 def _faults(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     from titan_grpo.verify.faults.cases import listing, select
 
-    cases = select(options.faults or "all")
+    cases = select(options.faults or "all", options.engine)
     if options.list:
-        print(listing(cases))
+        print(listing(cases, options.engine))
         return 0
     from titan_grpo.commands.verify_faults import run
 

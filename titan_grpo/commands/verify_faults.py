@@ -19,7 +19,7 @@ from titan_grpo.verify.faults.bench import Bench
 from titan_grpo.verify.faults.cases import Case
 from titan_grpo.verify.faults.computed import Reference
 from titan_grpo.verify.faults.engineless import engineless_launcher
-from titan_grpo.verify.faults.instances import vllm_launcher
+from titan_grpo.verify.faults.instances import Software, launcher
 from titan_grpo.verify.faults.rig import Settings
 from titan_grpo.verify.faults.runner import Launches, Runner, groups, site_bench
 from titan_grpo.verify.faults.site import Site
@@ -32,7 +32,8 @@ def run(options: argparse.Namespace, cases: Sequence[Case], env: Mapping[str, st
     """Run the cases; 0 if every one that could run passed. The table is printed and the JSON written also after Ctrl-C."""
     results: list[report.Result] = []
     began = time.monotonic()
-    extra: dict[str, Any] = {"device": options.device, "servers": options.servers, "deadline_s": options.deadline}
+    extra: dict[str, Any] = {name: getattr(options, name) for name in ("device", "engine", "servers")}
+    extra["deadline_s"] = options.deadline
 
     def done(result: report.Result) -> None:
         results.append(result)
@@ -84,7 +85,7 @@ class Matrix:
             with ExitStack() as stack:
                 site = Site(self._launch("server_model"), self._o.out, self._base)
                 bench = site_bench(stack, site, Bench(site, self._settings(), self._o.out, self._env, say))
-                check = Reference(self._o.out / "model", site.runs, self._o.out).check if self._o.servers == "vllm" else None
+                check = Reference(self._o.out / "model", site.runs, self._o.out).check if self._o.servers == "real" else None
                 Runner(bench, Launches(self._launch("server_model"), self._launch("other_model")), check, self._done).run(
                     wanted
                 )
@@ -103,13 +104,14 @@ class Matrix:
             deadline_s=self._o.deadline,
             transport=self._devices.transport,
             device="cuda:0" if cuda else "cpu",
+            engine=self._o.engine,
         )
 
     def _launch(self, model: str, host: str = "127.0.0.1", inside: str = "") -> Any:
         folder = self._o.out / model
         if self._o.servers == "engineless":
             return engineless_launcher(folder, host)
-        return vllm_launcher(self._o.vllm_python, folder, self._devices, host, inside)
+        return launcher(Software(self._o.engine, self._o.python, folder, self._devices), host, inside)
 
     def _network(self) -> network.Plan:
         return network.Plan(

@@ -5,12 +5,10 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_grpo.engines import vllm
-from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.verify.faults import judge
 from titan_grpo.verify.faults.handle import RunFailed, TrainerProcess, wait_until
@@ -25,6 +23,9 @@ BASE_S = 2.0
 SETTLE_S = 40.0
 """Longest wait for something that must happen anyway; what has a bound of its own is judged by that."""
 
+
+LOOK_S = 10.0
+"""Deadline of each question to a server at rest."""
 
 REPORT_S = 10.0
 """Longest wait for steps to be reported."""
@@ -199,8 +200,8 @@ class Bench:
     def look(self, instance: Instance, run_id: str, version: int) -> list[str]:
         """What is wrong with a server that must serve that version now."""
         try:
-            with SyncDriver(instance.url) as driver:
-                label, paused = driver.run(vllm.weight_info()), driver.run(vllm.is_paused())
+            with closing(instance.control(LOOK_S)) as control:
+                label, paused = control.label(), control.paused()
         except (ServerUnreachable, ServerRefused) as error:
             return [f"it does not answer: {error}"]
         truth = judge.served(instance.commits)

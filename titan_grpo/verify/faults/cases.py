@@ -2,18 +2,20 @@
 
 ::
 
-    who     trainer | engine | receiver | link (the network between trainer and server)
+    who     trainer | engine | server (all its processes) | receiver | link (the network between trainer and server)
     point   protocol.points.Point, in a lane's order
     kind    what happens there
 
-Names: ``receiver-kill@staged``, with a variant where one place has several: ``link-lose@load:start``.
+Names: ``receiver-kill@staged``, with a variant where one place has several: ``link-lose@load:start``. The engines differ in
+their control calls, and in what the death of one process does to the others of a server.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 
+from titan_grpo.engines import sglang, vllm
 from titan_grpo.errors import ConfigError
 from titan_grpo.protocol.points import Point
 
@@ -23,6 +25,9 @@ class Who(Enum):
 
     TRAINER = "trainer"
     ENGINE = "engine"
+    """The process that holds the weights: vLLM's core, SGLang's scheduler. What answers HTTP is another one."""
+
+    SERVER = "server"
     RECEIVER = "receiver"
     LINK = "link"
 
@@ -69,9 +74,11 @@ MEANING: dict[Kind, str] = {
     Kind.END: "the run ends while the server stands still: a bounded end, and the newest version on the other server",
 }
 
+PROCESSES = (Who.TRAINER, Who.ENGINE, Who.SERVER, Who.RECEIVER)
+
 AFFLICTS: dict[Kind, tuple[tuple[Who, ...], str]] = {
-    Kind.KILL: ((Who.TRAINER, Who.ENGINE, Who.RECEIVER), "a link has no process; it ends by reset, refuse or silence"),
-    Kind.FREEZE: ((Who.TRAINER, Who.ENGINE, Who.RECEIVER), "a link has no process; it stalls by silence"),
+    Kind.KILL: (PROCESSES, "a link has no process; it ends by reset, refuse or silence"),
+    Kind.FREEZE: (PROCESSES, "a link has no process; it stalls by silence"),
     Kind.RESET: ((Who.LINK,), "a process whose connections all end has been killed: see kill"),
     Kind.REFUSE: ((Who.LINK,), "a process that refuses connections is gone: see kill"),
     Kind.ERROR: ((Who.LINK,), "whoever answers 500, the lane sees the link's answer"),
@@ -99,17 +106,35 @@ AFFLICTS: dict[Kind, tuple[tuple[Who, ...], str]] = {
 }
 """Kind -> whom it can strike, and why nobody else."""
 
-CALLS: dict[Point, dict[str, str]] = {
-    Point.GREET: {"": "/init_weight_transfer_engine", "label": "/weight_info", "paused": "/is_paused"},
-    Point.STAGED: {"": "/weight_info"},
-    Point.PAUSE: {"": "/pause"},
-    Point.LOAD: {"start": "/start_weight_update", "update": "/update_weights"},
-    Point.LABEL: {"": "/finish_weight_update"},
-    Point.RESUME: {"": "/resume"},
-    Point.RESUMED: {"": "/weight_info"},
-    Point.HELD: {"": "/weight_info"},
+CALLS: dict[str, dict[Point, dict[str, str]]] = {
+    vllm.NAME: {
+        Point.GREET: {"": "/init_weight_transfer_engine", "label": "/weight_info", "paused": "/is_paused"},
+        Point.STAGED: {"": "/weight_info"},
+        Point.PAUSE: {"": "/pause"},
+        Point.LOAD: {"start": "/start_weight_update", "update": "/update_weights"},
+        Point.LABEL: {"": "/finish_weight_update"},
+        Point.RESUME: {"": "/resume"},
+        Point.RESUMED: {"": "/weight_info"},
+        Point.HELD: {"": "/weight_info"},
+    },
+    sglang.NAME: {
+        Point.GREET: {"": "/titan_grpo/hello", "label": "/model_info", "paused": "/titan_grpo/state"},
+        Point.STAGED: {"": "/model_info"},
+        Point.PAUSE: {"": "/pause_generation"},
+        Point.LOAD: {
+            "state": "/titan_grpo/state",
+            "start": "/begin_weight_update",
+            "update": "/update_weights_from_tensor",
+        },
+        Point.LABEL: {"": "/update_weight_version", "end": "/end_weight_update", "state": "/titan_grpo/state"},
+        Point.RESUME: {"": "/continue_generation"},
+        Point.RESUMED: {"": "/model_info"},
+        Point.HELD: {"": "/model_info"},
+    },
 }
-"""Point -> variant -> a control call between it and the next point."""
+"""Engine -> point -> variant -> a control call between it and the next point."""
+
+VLLM_ENDS = "vLLM's HTTP process ends with its engine, and its looks and commit calls wait for a frozen one: see engine"
 
 NO_CALL = "no control call is made between this point and the next"
 NO_BYTES = "no byte of a version moves between this point and the next"
@@ -121,23 +146,22 @@ MIDDLE = 2
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One fault. ``occurrence``: which passing of the point, counted from the moment the lane is watched for it."""
+    """One fault. ``occurrence``: which passing of the point, counted from the moment the lane is watched for it.
+
+    ``call``: the path of the control call that a fault of the link strikes; empty where none follows.
+    """
 
     who: Who
     point: Point
     kind: Kind
     variant: str = ""
     occurrence: int = 1
+    call: str = ""
 
     @property
     def name(self) -> str:
         """How it is asked for and reported."""
         return f"{self.who.value}-{self.kind.value}@{self.point.value}" + (f":{self.variant}" if self.variant else "")
-
-    @property
-    def call(self) -> str:
-        """The control call that a fault of the link strikes; empty where none follows."""
-        return CALLS.get(self.point, {}).get(self.variant, "")
 
 
 Place = tuple[Who, Point, Kind]
@@ -148,25 +172,28 @@ def product() -> Iterator[Place]:
     yield from ((who, point, kind) for kind in Kind for who in Who for point in Point)
 
 
-def entry(place: Place) -> tuple[Case, ...] | str:
+def entry(place: Place, engine: str = vllm.NAME) -> tuple[Case, ...] | str:
     """The cases of one combination, or why there is none."""
     who, point, kind = place
     whos, elsewhere = AFFLICTS[kind]
     if who not in whos:
         return elsewhere
-    reason = _senseless(who, point, kind)
+    reason = _senseless(who, point, kind, engine)
     if reason:
         return reason
     occurrence = MIDDLE if point is Point.EXTENT else 1
-    return tuple(Case(who, point, kind, variant, occurrence) for variant in _variants(point, kind))
+    calls = CALLS[engine].get(point, {})
+    return tuple(Case(who, point, kind, v, occurrence, calls.get(v, "")) for v in _variants(point, kind, calls))
 
 
-def _senseless(who: Who, point: Point, kind: Kind) -> str:
+def _senseless(who: Who, point: Point, kind: Kind, engine: str) -> str:
     """Why a kind that strikes ``who`` has no meaning at ``point``; empty if it has one."""
     in_transfer = point in (Point.BEGIN, Point.EXTENT)
     if who is Who.RECEIVER and point is Point.GREET:
         return "there is no receiver of an epoch before its hello"
-    if kind in (Kind.REFUSE, Kind.ERROR, Kind.LOSE, Kind.SILENCE, Kind.TWICE) and point not in CALLS:
+    if who is Who.SERVER and engine == vllm.NAME:
+        return VLLM_ENDS
+    if kind in (Kind.REFUSE, Kind.ERROR, Kind.LOSE, Kind.SILENCE, Kind.TWICE) and point not in CALLS[engine]:
         return NO_CALL
     if kind is Kind.CORRUPT and not in_transfer:
         return NO_BYTES
@@ -179,38 +206,38 @@ def _senseless(who: Who, point: Point, kind: Kind) -> str:
     return ""
 
 
-def _variants(point: Point, kind: Kind) -> tuple[str, ...]:
+def _variants(point: Point, kind: Kind, calls: Mapping[str, str]) -> tuple[str, ...]:
     if kind is Kind.LENGTH:
         return ("longer", "shorter") if point is Point.BEGIN else ("missing",)
     if kind in (Kind.RESET, Kind.REFUSE, Kind.ERROR, Kind.LOSE, Kind.SILENCE, Kind.TWICE):
-        return tuple(CALLS.get(point, {"": ""}))
+        return tuple(calls or ("",))
     return ("",)
 
 
-def all_cases() -> tuple[Case, ...]:
+def all_cases(engine: str = vllm.NAME) -> tuple[Case, ...]:
     """The whole matrix, ordered by kind, who and point."""
-    return tuple(case for place in product() if not isinstance(cases := entry(place), str) for case in cases)
+    return tuple(case for place in product() if not isinstance(cases := entry(place, engine), str) for case in cases)
 
 
-def reasons() -> dict[Place, str]:
+def reasons(engine: str = vllm.NAME) -> dict[Place, str]:
     """Every combination that is no case, and why."""
-    return {place: found for place in product() if isinstance(found := entry(place), str)}
+    return {place: found for place in product() if isinstance(found := entry(place, engine), str)}
 
 
-def select(text: str) -> tuple[Case, ...]:
+def select(text: str, engine: str = vllm.NAME) -> tuple[Case, ...]:
     """Cases by name, comma-separated: ``all``, a case, a pattern (``*@load*``), or a name without its point.
 
     Raises ConfigError for a name that selects nothing.
     """
     found: dict[str, Case] = {}
     for name in filter(None, (part.strip() for part in text.split(","))):
-        chosen = [case for case in all_cases() if _fits(case, name)]
+        chosen = [case for case in all_cases(engine) if _fits(case, name)]
         if not chosen:
-            raise ConfigError(_unknown(name))
+            raise ConfigError(_unknown(name, engine))
         found |= {case.name: case for case in chosen}
     if not found:
         raise ConfigError("--faults must name a case, a pattern or all, got nothing")
-    order = {case: number for number, case in enumerate(all_cases())}
+    order = {case: number for number, case in enumerate(all_cases(engine))}
     return tuple(sorted(found.values(), key=order.__getitem__))
 
 
@@ -219,23 +246,23 @@ def _fits(case: Case, name: str) -> bool:
     return name == "all" or name == short or fnmatchcase(case.name, name) or case.name.partition(":")[0] == name
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, engine: str) -> str:
     """One line; names the reason if the combination exists."""
     who, _, rest = name.partition("-")
     kind, _, point = rest.partition("@")
-    for (w, p, k), reason in reasons().items():
+    for (w, p, k), reason in reasons(engine).items():
         if (w.value, k.value, p.value) == (who, kind, point.partition(":")[0]):
             return f"--faults {name} is no case: {reason}"
-    names: Sequence[str] = sorted({case.name.partition("@")[0] for case in all_cases()})
+    names: Sequence[str] = sorted({case.name.partition("@")[0] for case in all_cases(engine)})
     return f"--faults must be all, a pattern or WHO-KIND@POINT, got {name!r}; there are {', '.join(names)}"
 
 
-def listing(cases: Sequence[Case]) -> str:
+def listing(cases: Sequence[Case], engine: str = vllm.NAME) -> str:
     """The cases with their meaning, then why every other combination is none."""
     lines = [f"{case.name:<28}{MEANING[case.kind]}" for case in cases]
-    lines += ["", f"no case ({len(reasons())} combinations):"]
+    lines += ["", f"no case ({len(reasons(engine))} combinations):"]
     places: dict[tuple[str, str], list[str]] = {}
-    for (who, point, kind), reason in reasons().items():
+    for (who, point, kind), reason in reasons(engine).items():
         places.setdefault((f"{who.value}-{kind.value}", reason), []).append(point.value)
     lines += [
         f"{name:<18} at {'every point' if len(p) == len(Point) else ', '.join(p)}: {why}" for (name, why), p in places.items()

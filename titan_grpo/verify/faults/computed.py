@@ -1,13 +1,12 @@
 """Whether a server computes with the version that it shows: its log-probabilities against the reference's."""
 
 import uuid
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from titan_grpo.engines import vllm
+from titan_grpo.engines.dialect import dialect
 from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.protocol.version import Label
@@ -34,8 +33,10 @@ class Reference:
         """(what is wrong or empty, a note) of a server at rest."""
         try:
             with SyncDriver(instance.url) as driver:
-                label = Label.parse(driver.run(vllm.weight_info()))
-                got = [self._score(driver, prompt) for prompt in self._prompts]
+                speak = dialect(instance.engine)
+                label = Label.parse(driver.run(speak.label()))
+                # a salt of its own: no answer may contain what other weights have left in the prefix cache
+                got = [driver.run(speak.score(prompt, REQUEST_S, uuid.uuid4().hex)) for prompt in self._prompts]
         except (ServerUnreachable, ServerRefused) as error:
             return f"{instance.name}: it does not answer a request: {error}", ""
         salt = self._runs.salt(label.run_id) if label is not None else None
@@ -46,11 +47,6 @@ class Reference:
         apart = min(distance(a, b) for a, b in zip(before, right, strict=True))
         note = f"{instance.name} computes version {label.version}: {off:.4f} nats off, the one before is {apart:.2f} away"
         return ("" if off <= TOLERANCE and off < apart / 2 else f"log-probabilities do not show that {note}"), note
-
-    def _score(self, driver: SyncDriver, prompt: list[int]) -> tuple[float, ...]:
-        call = vllm.score(prompt, REQUEST_S)
-        # a salt of its own: no answer may contain what other weights have left in the prefix cache
-        return driver.run(replace(call, json={**(call.json or {}), "cache_salt": vllm.salt(uuid.uuid4().hex)}))
 
     def _of(self, version: int, salt: int) -> tuple[tuple[float, ...], ...]:
         made = {name: t.to(torch.bfloat16) for name, t in weights(self._runs.base, version, salt).items()}

@@ -7,20 +7,22 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from titan_grpo.engines import vllm
+from titan_grpo.engines.control import ServerControl
+from titan_grpo.engines.controls import ServerAccess, make_control
+from titan_grpo.engines.detect import detect
 from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.engines.launch import Server
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.verify.evidence import Committed
 from titan_grpo.verify.faults.judge import Sample
-from titan_grpo.verify.site import Devices, recorded, server_spec
+from titan_grpo.verify.site import Devices, Engine, recorded, server_spec
 
 PORTS = (20000, 30000)
 """Of servers in a network of their own, where every port is free."""
@@ -36,7 +38,11 @@ NICE = "5"
 """Servers give way to the trainer where both share the cores: what is measured is the waiting, not the sharing."""
 
 RECEIVER = "titan_grpo.receive.process"
-ENGINE = "VLLM::EngineCore"
+CORES = ("VLLM::EngineCore", "sglang::scheduler")
+"""How the processes that hold the weights call themselves. At tensor parallel 2 the first one is struck."""
+
+FRONTS = ("vllm.entrypoints", "sglang.launch_server")
+"""In the command lines of real servers, whose weights are in a process below."""
 
 
 class Process(Protocol):
@@ -59,15 +65,25 @@ Launch = Callable[[Path], Process]
 """Starts a server that records into the folder it is given (verify.site.recorded)."""
 
 
-def vllm_launcher(python: str, model: Path, devices: Devices, host: str = "127.0.0.1", inside: str = "") -> Launch:
-    """Real vLLM servers of ``model``. ``inside``: a command that runs its arguments elsewhere (in a network namespace)."""
+@dataclass(frozen=True, slots=True)
+class Software:
+    """What real servers run. ``python``: the interpreter of the engine's environment; ``model``: a folder."""
+
+    engine: Engine
+    python: str
+    model: Path
+    devices: Devices
+
+
+def launcher(software: Software, host: str = "127.0.0.1", inside: str = "") -> Launch:
+    """Real servers. ``inside``: a command that runs its arguments elsewhere (in a network namespace)."""
 
     def launch(folder: Path) -> Process:
         folder.mkdir(parents=True, exist_ok=True)
         wrapper = folder / "python"
-        wrapper.write_text(f'#!/bin/sh\nexec {inside} nice -n {NICE} {python} "$@"\n')
+        wrapper.write_text(f'#!/bin/sh\nexec {inside} nice -n {NICE} {software.python} "$@"\n')
         wrapper.chmod(0o755)
-        spec = server_spec(str(wrapper.resolve()), model, folder, devices)
+        spec = server_spec(str(wrapper.resolve()), software.model, folder, software.devices, engine=software.engine)
         # elsewhere nobody here can ask for a free port
         return Server(replace(spec, host=host, port=random.randrange(*PORTS) if inside else 0))
 
@@ -110,11 +126,15 @@ class Instance:
         self._process = launch(folder)
         self.url = self._process.url
         self.expected_dead = False
+        self.engine = ""
+        """Which one it is, once it has answered."""
         self._thread = threading.Thread(target=self._watch, name=f"look at {name}", daemon=True)
 
     def wait_healthy(self) -> float:
         """Until it answers; then it is watched."""
         seconds = self._process.wait_healthy(STARTUP_S)
+        with SyncDriver(self.url) as driver:
+            self.engine = detect(driver, STARTUP_S)
         self._thread.start()
         return seconds
 
@@ -144,20 +164,29 @@ class Instance:
         return self._process.alive() and self.engine_pid() is not None
 
     def engine_pid(self) -> int | None:
-        """The process that holds the weights: vLLM's core, or the whole server where that is one process."""
+        """The process that holds the weights: vLLM's core, SGLang's scheduler, or the server where that is one process."""
         if not self._process.group:
             return None
         below = processes_below(self._process.group)
-        core = [pid for pid, title in below if title.startswith(ENGINE)]
+        core = [pid for pid, title in below if title.startswith(CORES)]
         if core:
             return core[0]
-        vllm_server = any("vllm.entrypoints" in title for _, title in _titles([self._process.group]))
-        return None if vllm_server or not _titles([self._process.group]) else self._process.group
+        front = _titles([self._process.group])
+        real = any(name in title for _, title in front for name in FRONTS)
+        return None if real or not front else self._process.group
 
     def receiver_pid(self) -> int | None:
         """The receiver of the epoch in force."""
         found = [pid for pid, title in processes_below(self._process.group) if RECEIVER in title]
         return found[-1] if found else None
+
+    def pids(self) -> list[int]:
+        """Every process of it, that which answers HTTP first."""
+        return [self._process.group, *(pid for pid, _ in processes_below(self._process.group))] if self._process.group else []
+
+    def control(self, deadline_s: float) -> ServerControl:
+        """Calls to it past the proxy, for one thread; whoever asked for it closes it."""
+        return make_control(self.engine, ServerAccess(self.url, deadline_s))
 
     def close(self) -> None:
         """End it. Idempotent."""
@@ -174,18 +203,18 @@ class Instance:
         self.close()
 
     def _watch(self) -> None:
-        with SyncDriver(self.url) as driver:
+        with closing(self.control(ASK_S)) as control:
             while not self._ended.wait(LOOK_S):
-                sample = self._look(driver)
+                sample = self._look(control)
                 with self._lock:
                     self._samples.append(sample)
 
-    def _look(self, driver: SyncDriver) -> Sample:
+    def _look(self, control: ServerControl) -> Sample:
         before = len(self.commits)
         try:
-            first = driver.run(vllm.is_paused(ASK_S))
-            label = driver.run(vllm.weight_info(ASK_S))
-            paused = driver.run(vllm.is_paused(ASK_S))
+            first = control.paused()
+            label = control.label()
+            paused = control.paused()
         except (ServerUnreachable, ServerRefused):
             return Sample(time.monotonic(), None, False, before, steady=False)
         after = len(self.commits)

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_grpo.engines.vllm_control import VllmControl
 from titan_grpo.protocol.points import Point
 from titan_grpo.protocol.version import Label
 from titan_grpo.testing.proxy import Act
 from titan_grpo.verify.faults import judge
 from titan_grpo.verify.faults.bench import SETTLE_S, Bench
-from titan_grpo.verify.faults.cases import Case, Kind, Who
+from titan_grpo.verify.faults.cases import CALLS, Case, Kind, Who
 from titan_grpo.verify.faults.handle import Event, RunFailed, TrainerProcess, wait_until
 from titan_grpo.verify.faults.instances import Instance, send, thaw
 from titan_grpo.verify.faults.report import Result
@@ -111,7 +110,7 @@ def perform(bench: Bench, result: Result, spare: Instance | None = None) -> None
 
 def _as_restarted(spare: Instance) -> None:
     """No server is paused, or labelled wrongly, when it has just been started: this one may have been left in a commit."""
-    truth, control = judge.served(spare.commits), VllmControl(spare.url, "", SETTLE_S)
+    truth, control = judge.served(spare.commits), spare.control(SETTLE_S)
     try:
         if isinstance(truth, Label) and control.label() != str(truth):
             control.relabel(str(truth))
@@ -144,14 +143,16 @@ def _kill_receiver(scene: Scene) -> Struck:
     return Struck(time.monotonic())
 
 
-def _freeze(scene: Scene, pid: int | None) -> Struck:
-    send(pid, signal.SIGSTOP)
+def _freeze(scene: Scene, *pids: int | None) -> Struck:
+    for pid in pids:
+        send(pid, signal.SIGSTOP)
     try:
         scene.trainer.go()
         scene.bench.run_on(time.monotonic() + scene.bench.deadline_s + OVER_S)
-        wrong = _noticed(scene) if scene.case.who is Who.ENGINE else []
+        wrong = [] if scene.case.who is Who.RECEIVER else _noticed(scene)
     finally:
-        thaw(pid)
+        for pid in pids:
+            thaw(pid)
     return Struck(time.monotonic(), violations=wrong)
 
 
@@ -175,10 +176,23 @@ def _freeze_engine(scene: Scene) -> Struck:
     return _freeze(scene, scene.victim.engine_pid())
 
 
+def _freeze_server(scene: Scene) -> Struck:
+    return _freeze(scene, *scene.victim.pids())
+
+
 def _kill_engine(scene: Scene) -> Struck:
+    return _kill(scene, scene.victim.engine_pid())
+
+
+def _kill_server(scene: Scene) -> Struck:
+    return _kill(scene, *scene.victim.pids())
+
+
+def _kill(scene: Scene, *pids: int | None) -> Struck:
     seat = scene.bench.site.victim
     seat.instance.expected_dead = True
-    send(seat.instance.engine_pid(), signal.SIGKILL)
+    for pid in pids:
+        send(pid, signal.SIGKILL)
     scene.trainer.go()
     scene.bench.run_on(time.monotonic() + max(DEAD_S, scene.bench.deadline_s + OVER_S))
     until = time.monotonic()
@@ -238,7 +252,8 @@ def _length(scene: Scene) -> Struck:
         return Struck(time.monotonic())
     bucket = int(trainer.settings.bucket_bytes * LENGTHS[case.variant])
     since = trainer.mark()
-    scene.bench.site.victim.proxy.script(Act.REWRITE, "/init_weight_transfer_engine", {"bucket_bytes": bucket})
+    hello = CALLS[scene.victim.engine][Point.GREET][""]
+    scene.bench.site.victim.proxy.script(Act.REWRITE, hello, {"bucket_bytes": bucket})
     trainer.go()
     url = scene.bench.site.victim.url
     met = trainer.await_event(lambda e: e["event"] == "error" and url in e["message"], 3 * scene.bench.deadline_s, since)
@@ -282,6 +297,8 @@ STRIKES: dict[tuple[Who, Kind], Strike] = {
     (Who.RECEIVER, Kind.FREEZE): _freeze_receiver,
     (Who.ENGINE, Kind.KILL): _kill_engine,
     (Who.ENGINE, Kind.FREEZE): _freeze_engine,
+    (Who.SERVER, Kind.KILL): _kill_server,
+    (Who.SERVER, Kind.FREEZE): _freeze_server,
     (Who.ENGINE, Kind.OLD): _old,
     (Who.ENGINE, Kind.OTHER): _other,
     (Who.LINK, Kind.REFUSE): _refuse,

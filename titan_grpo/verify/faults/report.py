@@ -70,8 +70,9 @@ def line(result: Result) -> str:
 
 
 def outcome(results: Sequence[Result], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything as one JSON-able object."""
-    senseless = [{"who": w.value, "point": p.value, "kind": k.value, "reason": why} for (w, p, k), why in reasons().items()]
+    """Everything as one JSON-able object. ``extra``: at least the ``engine``."""
+    found = reasons(extra["engine"])
+    senseless = [{"who": w.value, "point": p.value, "kind": k.value, "reason": why} for (w, p, k), why in found.items()]
     counts = {verdict: sum(r.verdict == verdict for r in results) for verdict in (PASSED, FAILED, SKIPPED)}
     return {
         "passed": counts[FAILED] == 0 and bool(results),

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from titan_grpo.config import WeightSync
-from titan_grpo.engines.vllm_control import VllmControl
+from titan_grpo.engines import vllm
+from titan_grpo.engines.controls import ServerAccess, make_control
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp, matrix_shape
@@ -47,6 +48,7 @@ class Settings:
     device: str = "cpu"
     block_bytes: int = 64 << 10
     bucket_bytes: int = 128 << 10
+    engine: str = vllm.NAME
 
 
 def config_of(s: Settings) -> WeightSync:
@@ -137,7 +139,8 @@ class Rig:
         """One lane per server."""
         for url in self._s.urls:
             self._caretaker.know(url, "")
-        self.worker.start([VllmControl(url, "", self._s.deadline_s) for url in self._s.urls])
+        accesses = [ServerAccess(url, self._s.deadline_s) for url in self._s.urls]
+        self.worker.start([make_control(self._s.engine, access) for access in accesses])
 
     def close(self) -> float:
         """End everything; bounded. Seconds until the lanes had ended."""

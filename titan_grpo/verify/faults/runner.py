@@ -46,7 +46,7 @@ def _group(case: Case) -> str:
         return "trainer"
     if case.kind in (Kind.OLD, Kind.OTHER):
         return str(case.kind.value)
-    return "restart" if (case.who, case.kind) == (Who.ENGINE, Kind.KILL) else "lane"
+    return "restart" if case.kind is Kind.KILL and case.who in (Who.ENGINE, Who.SERVER) else "lane"
 
 
 class Runner:
