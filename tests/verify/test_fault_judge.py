@@ -99,6 +99,10 @@ def test_one_step_that_waits_half_a_deadline_is_a_wait_for_a_server():
 def test_another_servers_lag_counts_in_versions_always_and_in_seconds_where_the_machine_can_tell():
     assert judge_lag([0.1] * 8, [0.1] * 8, (0.0, 0.0))[1:] == ([], "")
     assert "4 versions behind" in judge_lag([0.1] * 8, [0.1] * 8, (1.0, 4.0))[1][0]
+    _, wrong, note = judge_lag([0.1] * 8, [0.1] * 8, (1.0, 4.0), no_core=0.5)
+    assert wrong == []
+    assert "4 versions behind" in note
+    assert "no core for 50%" in note
     assert "1.50 times" in judge_lag([0.1] * 8, [0.15] * 8, (0.0, 0.0))[1][0]
     _, wrong, note = judge_lag([0.1, 0.2] * 8 + [0.3] * 8, [0.4] * 8, (0.0, 0.0))
     assert wrong == []

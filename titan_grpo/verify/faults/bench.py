@@ -136,12 +136,13 @@ class Bench:
         during = during[0], max(during[1], during[0] + BASE_S)
         # steps are reported some at a time
         trainer.await_event(lambda e: e["event"] == "steps" and e["rows"][-1][0] >= during[1], REPORT_S)
-        result.steps, wrong, note = judge.judge_steps(trainer.steps(*before), trainer.steps(*during), self.deadline_s)
+        steps = trainer.steps(*during)
+        result.steps, wrong, note = judge.judge_steps(trainer.steps(*before), steps, self.deadline_s)
         self._add(result, wrong, note)
         lags, behind = self._lag(trainer, *before)
         lags_with, behind_with = self._lag(trainer, *during)
         result.behind = behind_with
-        result.lag, wrong, note = judge.judge_lag(lags, lags_with, (behind, behind_with))
+        result.lag, wrong, note = judge.judge_lag(lags, lags_with, (behind, behind_with), judge.without_core(steps))
         self._add(result, wrong, note)
 
     def _add(self, result: Result, wrong: list[str], note: str) -> None:

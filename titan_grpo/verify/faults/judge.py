@@ -14,6 +14,9 @@ TOLERANCE = 0.02
 WINDOWS = 4
 """Into so many parts the time without a fault is cut: how far they are apart is the machine's own noise."""
 
+CROWDED = 0.2
+"""Share of the time without a core from which on a machine is too full to judge how long something takes."""
+
 FEWEST = 8
 """Values that a comparison needs on each side."""
 
@@ -127,12 +130,20 @@ def _growth(before: Sequence[Step], during: Sequence[Step], part: str) -> float:
     return statistics.median(now) - statistics.median(then)
 
 
-def judge_lag(before: Sequence[float], during: Sequence[float], behind: tuple[float, float]) -> tuple[Ratio, list[str], str]:
-    """As ``judge_steps``, for another server's seconds from publish to commit; ``behind``: versions, before and during."""
+def judge_lag(
+    before: Sequence[float], during: Sequence[float], behind: tuple[float, float], no_core: float = 0.0
+) -> tuple[Ratio, list[str], str]:
+    """As ``judge_steps``, for another server's seconds from publish to commit; ``behind``: versions, before and during.
+
+    ``no_core``: the share of the time in which the trainer, and so its lanes, were ready to run and others had the cores.
+    """
     ratio = compare(before, during)
     wrong = []
     if behind[1] > behind[0] + 1:
-        wrong.append(f"the other server was {behind[1]:g} versions behind, {behind[0]:g} without the fault")
+        late = f"the other server was {behind[1]:g} versions behind, {behind[0]:g} without the fault"
+        if no_core > CROWDED:
+            return ratio, [], f"{late}; the machine can not tell: the trainer had no core for {no_core:.0%} of that time"
+        wrong.append(late)
     if not ratio.enough or ratio.within:
         return ratio, wrong, ""
     if not ratio.tells:

@@ -37,9 +37,6 @@ REJECT_S = 3.0
 ACCEPTING = ("holds", "receiving")
 """Standings in which a server may be given rollouts."""
 
-CROWDED = 0.2
-"""Share of the time without a core from which on a machine is too full to judge how long something takes."""
-
 ACTS = {
     Kind.ERROR: Act.FAIL,
     Kind.LOSE: Act.LOSE,
@@ -131,7 +128,7 @@ def judge_recovery(bench: Bench, result: Result, trainer: TrainerProcess, lifted
     if result.recovery_s > 2 * bench.deadline_s:
         text = f"recovery took {result.recovery_s:.1f} s, allowed are 2 lane deadlines of {bench.deadline_s:g} s"
         share = judge.without_core(trainer.steps(lifted_s, held_s))
-        if share > CROWDED:
+        if share > judge.CROWDED:
             result.notes.append(f"{text}; the machine can not tell: the trainer had no core for {share:.0%} of that time")
         else:
             result.violations.append(text)
