@@ -7,6 +7,7 @@ An error of the server closes the epoch and never leaves this thread except as a
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -54,6 +55,8 @@ class LaneContext:
     fleet: Fleet
     recorder: Recorder
     watch: Watch = nobody
+    drain: Callable[[str], None] | None = None
+    """Wait, with a deadline, until a server that takes no new requests has none left; None: they run over a commit."""
 
 
 class LaneThread(threading.Thread):
@@ -261,10 +264,18 @@ class LaneThread(threading.Thread):
             self._pass(Point.SENT)
 
     def _pause(self) -> table.Event:
+        recorder = self._c.recorder
+        if self._c.drain is not None:
+            # no phase of its own: the ledger is at COMMITTING, so nothing new comes, the server is not paused, so nobody has
+            # to look after it, and whether the wait ends well or by its deadline, what follows is the pause
+            with recorder.span(names.DRAIN_S, self.url, version=self._state.version):
+                self._c.drain(self.url)
         self._before = self._control.label()
-        self._paused_s = self._c.recorder.now()
+        self._paused_s = recorder.now()
         self._pass(Point.PAUSE)
         self._control.pause()
+        if self._c.config.kv_after_update == "recompute":
+            self._control.drop_kv()
         return table.Paused()
 
     def _load(self, version: int) -> table.Event:
@@ -298,6 +309,9 @@ class LaneThread(threading.Thread):
 
     def _set_label(self, outcome: table.Outcome) -> table.Event:
         self._pass(Point.LABEL)
+        if outcome is table.Outcome.NEW and not self._streamed:
+            # no engine fences its label: a trainer that was frozen here and replaced must not set that of its last version
+            self._ping()
         labels = {table.Outcome.NEW: str(self._label), table.Outcome.OLD: self._before, table.Outcome.BROKEN: UNUSABLE}
         self._control.finish(labels[outcome])
         return table.Labelled()
@@ -316,8 +330,7 @@ class LaneThread(threading.Thread):
             self._latch(f"the read-back must show {self._label}, it shows {shown!r}: another trainer writes this server")
             return table.ReadBack(None)
         # a server that was restarted since its load takes the label if a stray call has opened an update on it
-        self._number += 1
-        self._open_link().ping(self._number, answer_s(self._c.config.commit_deadline_s))
+        self._ping()
         self._held = self._label
         self._health, _ = peer.step(self._health, peer.Answered())
         self._pass(Point.HELD)
@@ -326,6 +339,10 @@ class LaneThread(threading.Thread):
         recorder.count(names.SYNC_COUNT)
         recorder.observe(names.SYNC_S, recorder.now() - self._published_s)
         return table.ReadBack(version)
+
+    def _ping(self) -> None:
+        self._number += 1
+        self._open_link().ping(self._number, answer_s(self._c.config.commit_deadline_s))
 
     def _rest(self) -> table.Event:
         self._close_link()
