@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from titan_grpo.engines.controls import ServerAccess
-from titan_grpo.testing.suites import commits, engine
+from titan_grpo.testing.suites import commits, engine, kv
 from titan_grpo.testing.suites.engine import EngineUnderTest
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -23,7 +23,7 @@ def remake(seed: int, folder: Path) -> Path:
 def vllm(site, tmp_path_factory) -> EngineUnderTest:
     """The server that all end-to-end tests share."""
     model, folder = Path(site.server.spec.model), tmp_path_factory.mktemp("vllm")
-    return EngineUnderTest("vllm", site.access, model, remake, folder, False, False, keeps_prefixes=False)
+    return EngineUnderTest("vllm", site.access, model, remake, folder, False, False)
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +46,15 @@ def named(checks) -> dict:
     return {"argvalues": checks, "ids": [check.__name__ for check in checks]}
 
 
-@pytest.mark.parametrize("check", **named(engine.CHECKS + commits.CHECKS))
+@pytest.mark.parametrize("check", **named(engine.CHECKS + commits.CHECKS + kv.CHECKS))
 def test_vllm(check, vllm) -> None:
     check(vllm)
 
 
-@pytest.mark.parametrize("check", **named(engine.CHECKS + commits.CHECKS + commits.RESTART_CHECKS))
-def test_sglang(check, sglang) -> None:
+@pytest.mark.parametrize("check", **named(engine.CHECKS + commits.CHECKS + kv.CHECKS + commits.RESTART_CHECKS))
+def test_sglang(check, sglang, sglang_site) -> None:
     check(sglang)
+    assert sglang_site.kernel_calls == [], "the stand-in for SGLang's compiled kernels takes part in nothing"
 
 
 @pytest.mark.parametrize("check", **named(commits.KEYED_CHECKS))

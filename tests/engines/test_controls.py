@@ -106,6 +106,26 @@ def test_an_update_that_a_dead_lane_left_open_is_ended_first(board, sglang):
     assert [p for p in board.paths if p in (begin, end)] == [begin, end, begin]
 
 
+def test_dropping_kv_is_believed_only_where_the_engine_says_that_it_did(board, sglang):
+    board.routes = {"POST /pause_generation": 200, "POST /flush_cache": 200}
+    sglang.drop_kv()
+    assert board.paths == ["POST /pause_generation", "POST /flush_cache"]
+    board.routes["POST /flush_cache"] = 400
+    with pytest.raises(ServerRefused, match=r"did not throw its KV cache away.*kv_after_update"):
+        sglang.drop_kv()
+
+
+@pytest.mark.parametrize("answer", [{"success": False}, {}])
+def test_a_vllm_that_does_not_say_that_it_dropped_kv_is_refused(board, answer):
+    control = VllmControl(board.url, "", 2.0)
+    board.routes = {"POST /reset_prefix_cache": lambda _: (200, {"success": True})}
+    control.drop_kv()
+    board.routes = {"POST /reset_prefix_cache": lambda _: (200, answer)}
+    with pytest.raises(ServerRefused, match=r"reset_prefix_cache|did not throw"):
+        control.drop_kv()
+    control.close()
+
+
 def test_a_restarted_server_does_not_take_the_label(board, sglang):
     board.routes = UPDATE | plugin()
     sglang.load({})

@@ -5,11 +5,15 @@ from typing import Any, Protocol
 
 from titan_grpo.engines.sglang_stock import StockRoutes
 
+NOT_RECOMPUTED = 'older weights would go on in it, so nothing is committed; weight_sync.kv_after_update = "keep" allows that'
+"""What a refusal of ``drop_kv`` ends with."""
+
 
 class ServerControl(Protocol):
     """Control plane of one server, used by one lane thread. Every method raises PeerError by its own deadline.
 
-    A commit is ``pause, load, finish, resume`` and then ``label`` as the read-back.
+    A commit is ``pause, load, finish, resume`` and then ``label`` as the read-back; with
+    ``weight_sync.kv_after_update = "recompute"`` it has ``drop_kv`` after ``pause``.
     """
 
     url: str
@@ -32,6 +36,10 @@ class ServerControl(Protocol):
 
     def pause(self) -> None:
         """Freeze generation; running requests keep their state and go on after ``resume``."""
+
+    def drop_kv(self) -> None:
+        """On a paused server: throw away the KV of running requests and of prefixes, to be computed anew with the weights that
+        come. No token is lost. ServerRefused where the engine does not say that it did."""
 
     def load(self, info: Mapping[str, Any]) -> None:
         """Load the version ``info`` names, staged or on its way. The answer proves nothing: the receiver's Applied does."""

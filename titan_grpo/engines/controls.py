@@ -93,6 +93,9 @@ class AskingControl:
     def pause(self) -> None:
         self._known().pause()
 
+    def drop_kv(self) -> None:
+        self._known().drop_kv()
+
     def load(self, info: Mapping[str, Any]) -> None:
         self._known().load(info)
 

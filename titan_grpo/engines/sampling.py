@@ -25,6 +25,8 @@ class Sampled:
     logprobs: tuple[float, ...]
     finish_reason: str
     versions: tuple[VersionSpan, ...] = ()
+    retractions: int | None = None
+    """How often the engine threw the request's KV away and computed it anew; None where it does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,8 +78,14 @@ def hello(greeting: Mapping[str, Any], timeout_s: float) -> Call[None]:
 
 
 def pause(timeout_s: float, mode: str = "in_place") -> Call[None]:
-    """Stop generating. ``in_place`` freezes the running requests with their KV cache; new ones wait in all modes."""
+    """Stop generating. ``in_place`` freezes the running requests with their KV cache, ``retract`` puts them back into the queue
+    with their tokens and without it, also on a server that is paused already; new ones wait in all modes."""
     return Call("POST", "/pause_generation", timeout_s, ignore, json={"mode": mode}, admin=True)
+
+
+def flush_cache(timeout_s: float) -> Call[None]:
+    """Empty the prefix cache; 400 while any request holds KV. On a paused server those in the queue do not count."""
+    return Call("POST", "/flush_cache", timeout_s, ignore, admin=True)
 
 
 def resume(timeout_s: float) -> Call[None]:
@@ -187,7 +193,9 @@ def parse_sampled(answer: Any) -> Sampled:
     entries = want(meta, "output_token_logprobs", list, GENERATE)
     reason = want(want(meta, "finish_reason", dict, GENERATE), "type", str, GENERATE)
     spans = version_spans(meta.get("weight_versions"), GENERATE)
-    return Sampled(tuple(int(t) for t in ids), tuple(_first(entry) for entry in entries), reason, spans)
+    count = meta.get("num_retractions")
+    retractions = count if isinstance(count, int) else None
+    return Sampled(tuple(int(t) for t in ids), tuple(_first(entry) for entry in entries), reason, spans, retractions)
 
 
 def _parse_scores(answer: Any, count: int) -> tuple[float, ...]:

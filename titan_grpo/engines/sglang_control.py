@@ -5,6 +5,7 @@ from typing import Any
 
 from titan_grpo.engines import sglang
 from titan_grpo.engines.calls import Call
+from titan_grpo.engines.control import NOT_RECOMPUTED
 from titan_grpo.engines.drivers import HttpRefused, SyncDriver
 from titan_grpo.engines.sampling import Sampling
 from titan_grpo.engines.sglang_stock import StockRoutes
@@ -77,6 +78,14 @@ class SglangControl:
 
     def pause(self) -> None:
         self._driver.run(sglang.pause(self._deadline_s))
+
+    def drop_kv(self) -> None:
+        """``retract`` is answered before it is done; that the cache could be flushed after it shows that nobody holds KV."""
+        self._driver.run(sglang.pause(self._deadline_s, "retract"))
+        try:
+            self._driver.run(sglang.flush_cache(self._deadline_s))
+        except HttpRefused as error:
+            raise ServerRefused(f"{error}: SGLang did not throw its KV cache away: {NOT_RECOMPUTED}") from error
 
     def load(self, info: Mapping[str, Any]) -> None:
         state = self._state()

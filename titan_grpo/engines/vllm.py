@@ -52,8 +52,25 @@ def init_weight_transfer(hello: Mapping[str, Any], timeout_s: float) -> Call[Non
 
 
 def pause(timeout_s: float, mode: str = "keep") -> Call[None]:
-    """Stop scheduling. ``keep`` freezes the running requests with their KV cache and accepts new ones."""
-    return Call("POST", "/pause", timeout_s, ignore, params={"mode": mode})
+    """Stop scheduling. ``keep`` freezes the running requests with their KV cache and accepts new ones.
+
+    ``clear_cache`` must be said: left out, 0.32 preempts all requests and empties the prefix cache in ``keep`` too, although
+    its documentation says that it does not.
+    """
+    return Call("POST", "/pause", timeout_s, ignore, params={"mode": mode, "clear_cache": "false"})
+
+
+def reset_kv(timeout_s: float) -> Call[bool]:
+    """Throw away all KV: running requests go back to the queue with their tokens, to be computed anew, and the prefix cache is
+    emptied. Whether vLLM says that it did."""
+    path = "/reset_prefix_cache"
+    return Call(
+        "POST",
+        path,
+        timeout_s,
+        lambda a: bool(want(a, "success", bool, path)),
+        params={"reset_running_requests": "true"},
+    )
 
 
 def resume(timeout_s: float) -> Call[None]:

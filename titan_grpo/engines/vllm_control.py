@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_grpo.engines import vllm
+from titan_grpo.engines.control import NOT_RECOMPUTED
 from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.errors import ServerRefused
 
@@ -34,6 +35,11 @@ class VllmControl:
 
     def pause(self) -> None:
         self._driver.run(vllm.pause(self._deadline_s))
+
+    def drop_kv(self) -> None:
+        """A vLLM without this reset answers without a word of success, which is refused too."""
+        if not self._driver.run(vllm.reset_kv(self._deadline_s)):
+            raise ServerRefused(f"{self._driver.url}: vLLM did not throw its KV cache away: {NOT_RECOMPUTED}")
 
     def load(self, info: Mapping[str, Any]) -> None:
         try:

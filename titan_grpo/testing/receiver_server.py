@@ -198,6 +198,9 @@ class DirectControl:
         """See ServerControl."""
         self._server._set(paused=True)
 
+    def drop_kv(self) -> None:
+        """There is none."""
+
     def load(self, info: Mapping[str, Any]) -> None:
         """See ServerControl."""
         self._server._call(lambda side: side.commit(dict(info)))
