@@ -100,7 +100,16 @@ class Rollout:
     """Sampling temperature; the trainer divides its logits by the same."""
 
     max_staleness: int = 1
-    """Greatest trainer version minus the version that made a token; 0 is on-policy. Checked at admission and again at use."""
+    """Greatest trainer version minus the version that made a token; 0 is on-policy. Checked at admission and again at use.
+    (Elsewhere: max_trajectory_age_steps.)"""
+
+    in_flight_weight_updates: bool = True
+    """true: a version is committed while requests run, which go on with it. false: a server finishes its running requests
+    first, and gets no others meanwhile; the other servers go on. No completion is of two versions then."""
+
+    consume: Literal["oldest", "freshest"] = "oldest"
+    """Which of the finished groups a step takes if there are more: those of the lowest prompts, or those of the newest
+    weights (the others may then grow too stale, and are made again)."""
 
     max_concurrent_requests: int = 64
     """Requests in flight on one server."""
@@ -141,6 +150,10 @@ class WeightSync:
     """staged: receive whole, then pause only for the local load. streamed: no image on the server but a window of four buckets;
     the server stands still for the whole transfer, and after one that broke off half-way until the next whole one."""
 
+    kv_after_update: Literal["keep", "recompute"] = "keep"
+    """KV of requests that run over a commit. keep: they go on with it, so that later tokens are of both weights. recompute: the
+    engine throws it away, and each of them is computed anew up to where it was, with the new weights."""
+
     digest: Literal["xxh3", "blake3"] = "xxh3"
     """Hash of the blocks: xxh3 is the fastest, blake3 is cryptographic. With a run key it is always blake3, keyed."""
 
@@ -159,6 +172,10 @@ class WeightSync:
 
     commit_deadline_s: float = 60.0
     """Deadline of each commit call (pause, load, version, resume), in seconds."""
+
+    drain_deadline_s: float = 120.0
+    """With rollout.in_flight_weight_updates = false: how long a server gets to finish its requests before a commit. What still
+    runs then is given up and made again. In seconds."""
 
     startup_deadline_s: float = 600.0
     """How long the start waits for the first version to be committed by at least one server, in seconds."""
@@ -245,10 +262,29 @@ def _source_violations(r: Rollout) -> list[str]:
     return out
 
 
+def _drain_violations(r: Rollout) -> list[str]:
+    if r.in_flight_weight_updates:
+        return []
+    why = "no request outlives a commit without them, so finished groups would only wait longer and be staler"
+    out = _rule(
+        r.max_staleness > 1,
+        "rollout.max_staleness",
+        f"0 or 1 unless rollout.in_flight_weight_updates is true ({why})",
+        r.max_staleness,
+    )
+    return out + _rule(
+        r.source != "task",
+        "rollout.in_flight_weight_updates",
+        f'true with rollout.source = "{r.source}" (environments ask the servers by themselves; nobody here sees what runs)',
+        r.in_flight_weight_updates,
+    )
+
+
 def _rollout_violations(r: Rollout) -> list[str]:
     out = _server_violations(r) + _source_violations(r)
     out += _rule(r.group_size < 2, "rollout.group_size", "2 or more (an advantage needs a group to compare with)", r.group_size)
     out += _rule(r.max_staleness < 0, "rollout.max_staleness", "0 or greater", r.max_staleness)
+    out += _drain_violations(r)
     counts = ("prompts_per_step", "max_completion_tokens", "max_concurrent_requests", "launch_count")
     out += _positive("rollout", r, (*counts, "temperature", "request_timeout_s", "batch_timeout_s"))
     out += _rule(

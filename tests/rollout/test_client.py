@@ -3,6 +3,7 @@
 import dataclasses
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -95,7 +96,8 @@ def test_over_stale_groups_are_dropped_counted_and_made_again(start, completion_
         ("bad_logprob", ([5, 6], [-1.0, None])),
         ("empty", ([], [])),
         ("wrong_length", ([5, 6], [-1.0])),
-        ("unfinished", ([5, 6], [-1.0, -1.0], "abort")),
+        ("unfinished", ([5, 6], [-1.0, -1.0], "error")),
+        ("bad_logprob", ([5, 6], [-1.0, None], "abort")),
     ],
 )
 def test_a_broken_completion_drops_its_group_and_is_counted(start, completion_server, reason, broken):
@@ -145,6 +147,80 @@ def test_groups_of_a_failing_server_go_to_another_one(start, completion_server):
         assert {c.server for g in batch for c in g.completions} == {fine.url}
         client.set_server(fine.url, version + 1, True, "x")
     assert client.counters()["outages"] >= 1
+
+
+def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versions_and_budget(start, completion_server):
+    cutting, other, client = completion_server(), completion_server(), start(max_staleness=1)
+
+    def cut_the_first(body):
+        if body["seed"] != cutting.bodies[0]["seed"]:
+            return cutting.good(body)
+        cutting.released.wait(20)
+        return cutting.answer([70, 71, 72], [-0.5, -0.25, -0.125], "abort")
+
+    cutting.behaviour = cut_the_first
+    other.behaviour = lambda body: other.answer([80] * body["max_tokens"], [-3.0] * body["max_tokens"])
+    client.set_server(cutting.url, 0, True, "0")
+    cutting.wait_for_requests(2 * PER_STEP * GROUP)
+    client.set_server(cutting.url, 0, False, "0")
+    client.set_server(other.url, 1, True, "1")
+    assert client.in_flight(20.0)[cutting.url] > 0
+    groups = client.next_batch(0, PER_STEP, 20)
+    cutting.released.set()
+    groups += client.next_batch(1, 2 * PER_STEP, 20)  # all that the bound lets start
+    (cut,) = [c for g in groups for c in g.completions if c.token_ids[:3] == (70, 71, 72)]
+    assert cut.token_ids == (70, 71, 72, 80)
+    assert cut.logprobs == (-0.5, -0.25, -0.125, -3.0)
+    assert (cut.version_first, cut.version_last, cut.finish_reason, cut.server) == (0, 1, "length", other.url)
+    first = cutting.bodies[0]
+    (resumed,) = [b for b in other.bodies if b["prompt"][-3:] == [70, 71, 72]]  # its two siblings were finished
+    assert resumed["prompt"] == [*first["prompt"], 70, 71, 72]
+    assert (first["max_tokens"], resumed["max_tokens"]) == (4, 1)
+    counters = client.counters()
+    assert counters["interrupted"] == 1
+    assert not any(name.startswith("dropped") for name in counters)
+
+
+def test_a_drain_waits_for_what_runs_and_gives_up_past_its_deadline(start, completion_server):
+    server, client = completion_server(), start(max_staleness=0, in_flight_weight_updates=False)
+    server.behaviour = server.hang
+    client.set_server(server.url, 0, True, "0")
+    server.wait_for_requests(PER_STEP * GROUP)
+    client.set_server(server.url, 0, False, "0")
+    with ThreadPoolExecutor(1) as pool:
+        drained = pool.submit(client.drain, server.url, 60.0)
+        assert client.in_flight(20.0) == {server.url: PER_STEP * GROUP}
+        assert not drained.done()
+        server.released.set()
+        drained.result(20.0)
+    assert client.in_flight(20.0) == {server.url: 0}
+    assert {g.version for g in client.next_batch(0, PER_STEP, 20)} == {0}
+    stuck = completion_server()
+    stuck.behaviour = stuck.hang
+    client.set_server(stuck.url, 1, True, "1")
+    stuck.wait_for_requests(PER_STEP * GROUP)
+    client.set_server(stuck.url, 1, False, "1")
+    client.drain(stuck.url, 0.2)
+    assert client.in_flight(20.0)[stuck.url] == 0
+    client.set_server(server.url, 1, True, "1")
+    assert {c.server for g in client.next_batch(1, PER_STEP, 20) for c in g.completions} == {server.url}
+    counters = client.counters()
+    assert counters["moved"] >= 1
+    assert not any(name.startswith("dropped") or name == "outages" for name in counters)
+
+
+def test_a_drain_ends_with_the_run_and_with_the_departure_of_its_server(start, completion_server):
+    for end in (lambda c, s: c.remove_server(s.url), lambda c, s: c.hurry(), lambda c, s: c.close(5)):
+        server, client = completion_server(), start()
+        server.behaviour = server.hang
+        client.set_server(server.url, 0, True, "0")
+        server.wait_for_requests(GROUP)
+        client.set_server(server.url, 0, False, "0")
+        with ThreadPoolExecutor(1) as pool:
+            drained = pool.submit(client.drain, server.url, 60.0)
+            assert client.in_flight(20.0)[server.url] > 0
+            end(client, server)
+            drained.result(10.0)
 
 
 def test_a_group_whose_server_became_unknown_meanwhile_is_dropped(start, completion_server):

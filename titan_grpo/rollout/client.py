@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, count
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 DISTRIBUTED_PREFIXES = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
 DISTRIBUTED_NAMES = frozenset({"RANK", "WORLD_SIZE"})
+
+
+DRAIN_MARGIN_S = 5.0
+"""How much longer than its deadline a drain waits for the rollout process's word, in seconds."""
 
 
 class RolloutStopped(TitanGrpoError):
@@ -48,7 +52,9 @@ class RolloutClient:
         self._ready: dict[int, messages.GroupDone] = {}
         self._load: dict[str, int] | None = None
         self._error: TitanGrpoError | None = None
-        self._started = self._closing = False
+        self._started = self._closing = self._hurried = False
+        self._numbers = count()
+        self._drains: dict[int, str] = {}
         self._changed = threading.Condition()
         self._out: queue.SimpleQueue[messages.ToWorker | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -91,6 +97,24 @@ class RolloutClient:
         """A server left the run: what runs on it is made elsewhere. Any thread; never blocks."""
         self._out.put(messages.ServerLeft(url))
 
+    def drain(self, url: str, within_s: float) -> None:
+        """Wait until nothing runs on a server, which the ledger says takes nothing meanwhile; past ``within_s`` seconds what
+        still runs is given up and made again. Any thread. Returns at once when the run is ending, or the process is gone."""
+        with self._changed:
+            number = next(self._numbers)
+            self._drains[number] = url
+            self._out.put(messages.Drain(url, number, 0.0 if self._hurried else within_s))
+            over = lambda: number not in self._drains or self._error is not None or self._closing  # noqa: E731
+            self._changed.wait_for(over, within_s + DRAIN_MARGIN_S)
+            self._drains.pop(number, None)
+
+    def hurry(self) -> None:
+        """No batch will be taken any more: drains wait for nothing, also those under way. Any thread; never blocks."""
+        with self._changed:
+            self._hurried = True
+            for number, url in self._drains.items():
+                self._out.put(messages.Drain(url, number, 0.0))
+
     def in_flight(self, timeout_s: float = 1.0) -> dict[str, int]:
         """Requests in flight by server URL; empty if the rollout process does not say within ``timeout_s`` seconds."""
         with self._changed:
@@ -104,7 +128,8 @@ class RolloutClient:
         self._out.put(messages.TrainerVersion(version))
 
     def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
-        """The groups for the trainer at ``version``: ``count`` of them, by prompt index, none staler than the bound.
+        """The groups for the trainer at ``version``: ``count`` of them, as ``rollout.consume`` orders them, none staler than
+        the bound.
 
         Groups from outside may have any size; then as many come as have the completions of ``count`` groups of ours.
         Over-stale groups are dropped, counted (``dropped.stale``) and made again. Raises RolloutStopped past the deadline
@@ -133,7 +158,7 @@ class RolloutClient:
 
     def _chosen(self, count: int) -> list[int]:
         """Which of the ready groups are taken; none while there are too few."""
-        ready, spec = sorted(self._ready), self._spec
+        ready, spec = consumption_order(self._ready, self._spec.consume), self._spec
         if spec.source == "task":
             return ready[:count] if len(ready) >= count else []
         sizes = accumulate(len(self._ready[index].group.completions) for index in ready)
@@ -162,7 +187,9 @@ class RolloutClient:
 
     def close(self, deadline_s: float = 10.0) -> None:
         """Stop the process (killed past the deadline) and the threads. Idempotent; raises nothing."""
-        self._closing = True
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         self._out.put(messages.Stop())
         self._out.put(None)
         if self._process is not None:
@@ -207,6 +234,8 @@ class RolloutClient:
                 self._started = True
             elif isinstance(message, messages.Load):
                 self._load = message.in_flight
+            elif isinstance(message, messages.Drained):
+                self._drains.pop(message.number, None)
             else:
                 self._theirs = message.counters
             if isinstance(message, messages.GroupDone):
@@ -253,6 +282,13 @@ class RolloutClient:
         with suppress(subprocess.TimeoutExpired):
             return f"exit code {process.wait(5.0)}"
         return "its connection closed while it still runs"
+
+
+def consumption_order(ready: Mapping[int, messages.GroupDone], consume: str) -> list[int]:
+    """Prompt indices of finished groups, those that a step takes first. Freshest: of the newest weights, then by prompt."""
+    if consume == "freshest":
+        return sorted(ready, key=lambda index: (-ready[index].group.version, index))
+    return sorted(ready)
 
 
 def _environment(base: Mapping[str, str]) -> dict[str, str]:

@@ -12,8 +12,9 @@ from titan_grpo.protocol.admission import Admission, too_stale
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.cursor import Cursor
 from titan_grpo.rollout.messages import Ticket
+from titan_grpo.rollout.partial import Partial, oldest, worth_keeping
 from titan_grpo.rollout.pool import Pool, Server
-from titan_grpo.rollout.sampler import GroupDropped, Sampler
+from titan_grpo.rollout.sampler import GroupDropped, Interrupted, Sampler
 from titan_grpo.rollout.spec import RolloutSpec
 
 MAX_DROPS = 3
@@ -28,11 +29,14 @@ BAD_REQUEST = frozenset({400, 413, 422})
 
 @dataclass(slots=True)
 class Running:
-    """A group being made: its prompt, where, under which version it started."""
+    """A group being made: its prompt, what it has so far, where, and the oldest version that made or makes any of it."""
 
     ticket: Ticket
+    parts: list[Partial]
     server: Server
     version: int
+    given_up: bool = False
+    """A drain did not wait for it any longer."""
 
 
 class Dispatcher:
@@ -58,6 +62,8 @@ class Dispatcher:
         self._running: dict[asyncio.Task[None], Running] = {}
         self._drivers: dict[str, AsyncDriver] = {}
         self._closings: set[asyncio.Task[None]] = set()
+        self._drains: dict[int, str] = {}
+        self._oldest_usable = spec.base_version - spec.max_staleness
         self._counts: Counter[str] = Counter()
         self._skips_in_a_row = 0
         self._closing = False
@@ -68,6 +74,8 @@ class Dispatcher:
             self._pool.set(message)
         elif isinstance(message, messages.ServerLeft):
             self._let_go(message.url)
+        elif isinstance(message, messages.Drain):
+            self._drain(message)
         elif isinstance(message, messages.AskLoad):
             self._send(messages.Load(self._pool.in_flight()))
         elif isinstance(message, messages.TrainerVersion):
@@ -100,30 +108,36 @@ class Dispatcher:
                 return
             ticket = self._again.popleft()[0] if self._again else Ticket(next(self._fresh))
             self._admission, _ = admission.step(self._admission, admission.Start(server.version))
-            self._start(Running(ticket, server, server.version))
+            had = ticket.parts or (Partial(),) * self._spec.group_size
+            parts = worth_keeping(had, server.version, self._oldest_usable, self._spec.in_flight_weight_updates)
+            first = oldest(parts)
+            self._start(Running(ticket, list(parts), server, server.version if first is None else min(first, server.version)))
 
     def _start(self, run: Running) -> None:
+        self._counts["resumed"] += sum(bool(part.token_ids) for part in run.parts)
         run.server.in_flight += self._spec.group_size
         task = asyncio.get_running_loop().create_task(self._make(run))
         self._running[task] = run
         task.add_done_callback(self._ended)
 
     async def _make(self, run: Running) -> None:
-        self._counts["requests"] += self._spec.group_size
-        group = await self._sampler.group(run.ticket, run.server, self._driver(run.server.url))
+        self._counts["requests"] += sum(not part.finish_reason for part in run.parts)
+        group = await self._sampler.group(run.ticket, run.parts, run.server, self._driver(run.server.url))
         self._skips_in_a_row = 0
         self._counts["tokens"] += sum(len(c.token_ids) for c in group.completions)
-        self._send(messages.GroupDone(run.ticket, group, dict(self._counts)))
+        self._send(messages.GroupDone(run.ticket.done(), group, dict(self._counts)))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self._running.pop(task)
         run.server.in_flight -= self._spec.group_size
         if self._closing:
             return
-        if run.server.left and (task.cancelled() or isinstance(task.exception(), PeerError | GroupDropped)):
-            # Its server left the run: made elsewhere, and no budget pays for it.
+        self._answer_drains(run.server.url)
+        leaves = run.server.left or run.given_up
+        if leaves and (task.cancelled() or isinstance(task.exception(), PeerError | GroupDropped | Interrupted)):
+            # Its server left the run, or commits a version: made elsewhere, and no budget pays for it.
             self._counts["moved"] += 1
-            self._settle(run.ticket.moved(), "")
+            self._settle(run.ticket.moved(tuple(run.parts)), "")
         elif task.cancelled():
             self._drop(run, "stale_in_flight")
         elif (error := task.exception()) is None:
@@ -134,6 +148,11 @@ class Dispatcher:
             self._drop(run, "refused", str(error))
         elif isinstance(error, PeerError):
             self._outage(run, error)
+        elif isinstance(error, Interrupted):
+            # Somebody aborted requests; that is no reason to give the server a rest.
+            self._counts["interrupted"] += 1
+            self._say(f"prompt {run.ticket.index} goes on: {error}")
+            self._settle(run.ticket.failed(tuple(run.parts)), run.server.url)
         else:
             self._fail(error)
             return
@@ -149,6 +168,25 @@ class Dispatcher:
             closing = asyncio.get_running_loop().create_task(self._close_after(tasks, driver))
             self._closings.add(closing)
             closing.add_done_callback(self._closings.discard)
+
+    def _drain(self, asked: messages.Drain) -> None:
+        self._drains[asked.number] = asked.url
+        asyncio.get_running_loop().call_later(asked.within_s, self._give_up, asked)
+        self._answer_drains(asked.url)
+
+    def _give_up(self, asked: messages.Drain) -> None:
+        """The drain has waited long enough."""
+        if asked.number in self._drains:
+            for task, run in self._running.items():
+                if run.server.url == asked.url:
+                    run.given_up = True
+                    task.cancel()
+
+    def _answer_drains(self, url: str) -> None:
+        if not any(run.server.url == url for run in self._running.values()):
+            for number in [number for number, drained in self._drains.items() if drained == url]:
+                del self._drains[number]
+                self._send(messages.Drained(number))
 
     async def _close_after(self, tasks: list[asyncio.Task[None]], driver: AsyncDriver) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -169,7 +207,7 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         loop.call_at(self._pool.failed(run.server, loop.time()), self._pump)
         self._say(f"prompt {run.ticket.index} will be retried: {error}")
-        self._settle(run.ticket.failed(), run.server.url)
+        self._settle(run.ticket.failed(tuple(run.parts)), run.server.url)
 
     def _settle(self, ticket: Ticket, avoid: str) -> None:
         """Give the place back; make the group again, or give the prompt up when its budget is spent."""
@@ -182,6 +220,7 @@ class Dispatcher:
             self._again.append((ticket, avoid))
 
     def _abort_useless(self, version: int) -> None:
+        self._oldest_usable = version - self._spec.max_staleness
         for task, run in self._running.items():
             if too_stale(run.version, version, self._spec.max_staleness):
                 task.cancel()

@@ -13,13 +13,14 @@ def request_seed(seed: int, index: int, sample: int, attempt: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def completion_fault(completion: Completion, max_tokens: int) -> str | None:
-    """Why a completion must not be trained on (the name it is counted under), or None.
+def completion_fault(completion: Completion, max_tokens: int, finished: bool = True) -> str | None:
+    """Why a completion must not be trained on (the name it is counted under), or None. One that is not ``finished`` may have
+    nothing yet.
 
     One bad completion drops its whole group: advantages compare members, and a group short of the failures of one kind
     would be biased.
     """
-    if not completion.token_ids:
+    if finished and not completion.token_ids:
         return "empty"
     if len(completion.token_ids) != len(completion.logprobs) or len(completion.token_ids) > max_tokens:
         return "wrong_length"
@@ -27,7 +28,7 @@ def completion_fault(completion: Completion, max_tokens: int) -> str | None:
         return "bad_logprob"
     if any(x > 0 for x in completion.logprobs):
         return "positive_logprob"
-    if completion.finish_reason not in ("stop", "length"):
+    if finished and completion.finish_reason not in ("stop", "length"):
         return "unfinished"
     return None if math.isfinite(completion.reward) else "bad_reward"
 

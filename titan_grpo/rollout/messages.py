@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from titan_grpo.rollout.partial import Partial
 from titan_grpo.samples import Group
 
 
@@ -12,24 +13,30 @@ class Ticket:
 
     ``attempt`` counts starts and goes into the request seeds. ``drops`` (unusable or over-stale groups) and ``outages``
     (servers that failed) have separate budgets: a bad prompt must not be tried forever, a bad server must not cost prompts.
+    ``parts``: what its completions have already, one each, or nothing.
     """
 
     index: int
     attempt: int = 0
     drops: int = 0
     outages: int = 0
+    parts: tuple[Partial, ...] = ()
 
     def dropped(self) -> "Ticket":
-        """The same prompt after its group was dropped."""
-        return replace(self, attempt=self.attempt + 1, drops=self.drops + 1)
+        """The same prompt after its group was dropped, with all that it had."""
+        return replace(self, attempt=self.attempt + 1, drops=self.drops + 1, parts=())
 
-    def failed(self) -> "Ticket":
-        """The same prompt after a server failed under it."""
-        return replace(self, attempt=self.attempt + 1, outages=self.outages + 1)
+    def failed(self, parts: tuple[Partial, ...]) -> "Ticket":
+        """The same prompt after a server failed under it, or cut it short."""
+        return replace(self, attempt=self.attempt + 1, outages=self.outages + 1, parts=parts)
 
-    def moved(self) -> "Ticket":
+    def moved(self, parts: tuple[Partial, ...]) -> "Ticket":
         """The same prompt after its server left the run: nobody's fault, so it costs no budget."""
-        return replace(self, attempt=self.attempt + 1)
+        return replace(self, attempt=self.attempt + 1, parts=parts)
+
+    def done(self) -> "Ticket":
+        """The same prompt with its group made."""
+        return replace(self, parts=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,23 @@ class ServerLeft:
     """To the rollout process: a server was removed from the run; what runs on it is made elsewhere."""
 
     url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """To the rollout process: answer ``Drained`` once nothing runs on a server any more, which is given nothing meanwhile (its
+    ledger line says so). What still runs after ``within_s`` seconds is given up and made elsewhere, or later."""
+
+    url: str
+    number: int
+    within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """From the rollout process: nothing runs on the server of that Drain."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,5 +150,5 @@ class Failed:
     text: str
 
 
-ToWorker = ServerState | ServerLeft | TrainerVersion | AskLoad | GiveBack | Used | Unversioned | Stop
-FromWorker = Ready | GroupDone | Load | Event | Failed
+ToWorker = ServerState | ServerLeft | Drain | TrainerVersion | AskLoad | GiveBack | Used | Unversioned | Stop
+FromWorker = Ready | GroupDone | Load | Drained | Event | Failed

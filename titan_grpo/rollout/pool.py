@@ -24,6 +24,16 @@ class Server:
     health: peer.Health = field(default_factory=lambda: peer.Health(PACE))
 
 
+def burden(in_flight: int, lag: int, requests: int) -> int:
+    """What speaks against giving a server a group of ``requests``: its load, and a further group's worth for each version that
+    it is behind the newest one that could take it. So a late server fills up last, and its groups are the ones that go stale.
+
+    >>> burden(8, 0, 8) == burden(0, 1, 8)
+    True
+    """
+    return in_flight + lag * requests
+
+
 class Pool:
     """The servers. ``capacity`` is the number of requests that one server may have in flight."""
 
@@ -49,15 +59,20 @@ class Pool:
         return {url: server.in_flight for url, server in self._servers.items()}
 
     def pick(self, requests: int, now: float, may_start: Callable[[int], bool], avoid: str = "") -> Server | None:
-        """The least loaded server that accepts, is not at rest, has room for ``requests`` and a version that may start.
+        """The best server (``burden``) that accepts, is not at rest, has room for ``requests`` and a version that may start.
 
         ``avoid`` (where the group failed before) is taken only if no other server is there. A group larger than the
-        capacity is admitted to an idle server, whose connections then bound what is in flight.
+        capacity is admitted to an idle server, whose connections then bound what is in flight. All requests of a group go
+        to the one server, which has its prompt in its cache after the first of them.
         """
-        able = [s for s in self._servers.values() if self._able(s, requests, now) and s.version is not None]
-        able = [s for s in able if s.version is not None and may_start(s.version)]
-        others = [s for s in able if s.url != avoid]
-        return min(others or able, key=lambda s: (s.in_flight, -(s.version or 0), s.url), default=None)
+        able = [(s, s.version) for s in self._servers.values() if s.version is not None and self._able(s, requests, now)]
+        able = [(s, version) for s, version in able if may_start(version)]
+        newest = max((version for _, version in able), default=0)
+        others = [(s, version) for s, version in able if s.url != avoid]
+        ranked = [
+            (burden(s.in_flight, newest - version, requests), newest - version, s.url, s) for s, version in others or able
+        ]
+        return min(ranked, key=lambda r: r[:3])[3] if ranked else None
 
     def failed(self, server: Server, now: float) -> float:
         """A request failed on it: no new groups for a while. Returns when the rest ends."""

@@ -75,6 +75,12 @@ class ReplayClient:
     def remove_server(self, url: str) -> None:
         """Ignored."""
 
+    def drain(self, url: str, within_s: float) -> None:
+        """Nothing runs."""
+
+    def hurry(self) -> None:
+        """Nothing is waited for."""
+
     def in_flight(self, timeout_s: float = 0.0) -> dict[str, int]:
         """Nothing is."""
         return {}

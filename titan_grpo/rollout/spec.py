@@ -25,6 +25,10 @@ class RolloutSpec:
     max_completion_tokens: int = 256
     temperature: float = 1.0
     max_staleness: int = 1
+    in_flight_weight_updates: bool = True
+    consume: str = "oldest"
+    kv_recomputed: bool = False
+    """Servers throw the KV of running requests away at each commit (``weight_sync.kv_after_update``)."""
     max_concurrent_requests: int = 64
     request_timeout_s: float = 300.0
     api_key_env: str = ""
@@ -49,7 +53,14 @@ class RolloutSpec:
             "max_completion_tokens",
             "temperature",
         )
-        names += ("max_staleness", "max_concurrent_requests", "request_timeout_s", "api_key_env")
+        names += (
+            "in_flight_weight_updates",
+            "consume",
+            "max_staleness",
+            "max_concurrent_requests",
+            "request_timeout_s",
+            "api_key_env",
+        )
         names += ("source", "atropos_url", "push_address", "push_key_env")
         values = {name: getattr(rollout, name) for name in names}
         return cls(model_dir=model_dir, base_version=base_version, state=dict(state or {}), **values)

@@ -36,7 +36,7 @@ from titan_grpo.titan.members import Hands, MemberThread
 from titan_grpo.titan.registration import registration
 from titan_grpo.titan.sampling import Sampled, varied_groups
 from titan_grpo.titan.sources import Known, ServersFile
-from titan_grpo.titan.syncing import TrainerSync
+from titan_grpo.titan.syncing import Drain, TrainerSync
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,8 @@ class Controller:
             self._rollouts = ReplayClient(rollout.replay_path, json.loads(state) if state else {})
         else:
             spec = RolloutSpec.from_config(rollout, self._model_dir, version, json.loads(state) if state else {})
-            spec = replace(spec, registration=registration(self._job, version))
+            recomputed = self._job.weight_sync.kv_after_update == "recompute"
+            spec = replace(spec, registration=registration(self._job, version), kv_recomputed=recomputed)
             self._rollouts = RolloutClient(spec, rollout.record_path)
         self._rollouts.start()
         self._crew = Crew(self._known.urls, self._rollouts, self.recorder)
@@ -128,6 +129,12 @@ class Controller:
     def on_server(self, url: str, version: int | None, accepting: bool, label: str, engine: str) -> None:
         """A lane's news about its server. Called by lanes; never waits."""
         self._servers().on_server(url, version, accepting, label, engine)
+
+    @property
+    def drain(self) -> Drain | None:
+        """What a lane asks before a commit; None where commits do not wait for requests."""
+        within_s = self._job.weight_sync.drain_deadline_s
+        return None if self._job.rollout.in_flight_weight_updates else lambda url: self._servers().drain(url, within_s)
 
     def adopt(self, sync: TrainerSync) -> None:
         """Take over the started sync. From now on servers may come and go."""
@@ -232,6 +239,8 @@ class Controller:
         """Synchronous mode: until every server about which anything is known holds ``version``."""
         sync = self._job.weight_sync
         timeout_s = sync.lane_deadline_s + sync.commit_deadline_s
+        if not self._job.rollout.in_flight_weight_updates:
+            timeout_s += sync.drain_deadline_s
         if not self._worker().wait_held(version, timeout_s, everyone=True):
             terminal.say(f"no server held version {version} after {timeout_s:g} s; going on without")
 
@@ -267,6 +276,7 @@ class Controller:
         sync = self._sync
         assert sync is not None
         deadline_s = self._job.weight_sync.shutdown_deadline_s
+        self._running().hurry()
         holding = self._worker().flush(version, deadline_s)
         for url in sorted(set(self.urls) - set(holding)):
             self.recorder.error(f"{url} did not hold version {version} at the end, after {deadline_s:g} s")

@@ -45,6 +45,10 @@ class Crew:
                 self._highest[url] = max(version, self._highest.get(url, version))
             self._rollouts.set_server(url, version, accepting, label, engine)
 
+    def drain(self, url: str, within_s: float) -> None:
+        """A lane is about to commit: wait for what runs on its server. Not under the lock: its departure must not wait."""
+        self._rollouts.drain(url, within_s)
+
     @property
     def versions(self) -> dict[str, int | None]:
         """Version by server, None where nothing is known. A copy."""

@@ -89,6 +89,8 @@ def rank0_waits_s(config: Any) -> tuple[float, float]:
     """
     w = config.weight_sync
     sync = 0.0 if config.grpo.async_weight_update else w.connect_deadline_s + w.lane_deadline_s + w.commit_deadline_s
+    if sync and not config.rollout.in_flight_weight_updates:
+        sync += w.drain_deadline_s
     later = config.rollout.batch_timeout_s + sync
     return later + w.startup_deadline_s, later
 

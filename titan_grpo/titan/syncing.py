@@ -61,6 +61,9 @@ def is_local(url: str) -> bool:
 OnServer = Callable[[str, int | None, bool, str, str], None]
 """Called with (url, version held or None, accepting, label, engine) after every change; must not block."""
 
+Drain = Callable[[str], None]
+"""Wait, with a deadline, until nothing runs on a server."""
+
 ANYWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737): the way to it is the default route."""
 
@@ -128,14 +131,20 @@ class TrainerSync:
         return meeting
 
     def start(
-        self, rollout: Rollout, urls: list[str], on_server: OnServer, recorder: Recorder | None, run_key: Key | None = None
+        self,
+        rollout: Rollout,
+        urls: list[str],
+        on_server: OnServer,
+        recorder: Recorder | None,
+        run_key: Key | None = None,
+        drain: Drain | None = None,
     ) -> None:
-        """Open this rank's publisher; on rank 0 also start one lane per server. Not collective."""
+        """Open this rank's publisher; on rank 0 also start one lane per server. Not collective. ``drain``: see LaneContext."""
         self.run_key = run_key
         self._rollout = rollout
         announce: Announce
         if recorder is not None:
-            self.worker = self._start_worker(urls, on_server, recorder)
+            self.worker = self._start_worker(urls, on_server, recorder, drain)
             announce = self.worker.publish
         elif self.plan.ops:
             announce = self._announcer = Announcer(
@@ -147,7 +156,7 @@ class TrainerSync:
         chunk_bytes = self._config.bucket_bytes
         self.publisher = Publisher(Snapshotter(self.plan.ops, tensors, self._device, chunk_bytes), announce)
 
-    def _start_worker(self, urls: list[str], on_server: OnServer, recorder: Recorder) -> SyncWorker:
+    def _start_worker(self, urls: list[str], on_server: OnServer, recorder: Recorder, drain: Drain | None) -> SyncWorker:
         config = self._config
         transport = config.transport
         if transport == "auto":
@@ -174,6 +183,7 @@ class TrainerSync:
             fleet=Fleet(urls, lambda url, *news: on_server(url, *news, self._engine(url))),
             recorder=recorder,
             watch=self._caretaker.watch,
+            drain=drain,
         )
         assert self._store is not None
         remote_writers = [r for r in self.plan.writers if r != 0]

@@ -147,7 +147,9 @@ class GRPOTrainer(Trainer):
         if controller is not None:
             controller.start(self.version, self.loader.state)
             recorder = controller.recorder
-            self.sync.start(self.job_config.rollout, controller.urls, controller.on_server, recorder, controller.run_key)
+            self.sync.start(
+                self.job_config.rollout, controller.urls, controller.on_server, recorder, controller.run_key, controller.drain
+            )
             controller.adopt(self.sync)
         else:
             self.sync.start(self.job_config.rollout, [], lambda *_: None, None)

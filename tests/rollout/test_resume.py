@@ -1,0 +1,105 @@
+"""Completions that go on after a failure: nothing of them is lost, made twice, or over its budget."""
+
+import asyncio
+import random
+
+import pytest
+
+from titan_grpo.engines.drivers import AsyncDriver
+from titan_grpo.engines.sampling import Sampled
+from titan_grpo.errors import PeerError
+from titan_grpo.rollout.client import consumption_order
+from titan_grpo.rollout.messages import GroupDone, Ticket
+from titan_grpo.rollout.partial import Partial, oldest, worth_keeping
+from titan_grpo.rollout.pool import Server
+from titan_grpo.rollout.sampler import Sampler, kv_survived
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.tasks.base import TaskOptions, load_task
+from titan_grpo.rollout.text import TextCodec
+from titan_grpo.samples import Completion, Group, Prompt
+
+BUDGET = 20
+
+
+def test_however_often_it_is_cut_a_completion_keeps_every_token_its_versions_and_its_budget():
+    chance = random.Random(5)
+    for _ in range(2000):
+        part, made, versions, version = Partial(), [], [], chance.randrange(5)
+        while not part.finish_reason:
+            left = part.left(BUDGET)
+            assert left == BUDGET - len(made) > 0
+            count, over = chance.randint(0, left), version + chance.randrange(3)
+            reason = "abort" if chance.random() < 0.8 else "length" if count == left else "stop"
+            tokens = tuple((chance.randrange(99), -chance.random()) for _ in range(count))
+            sampled = Sampled(tuple(t for t, _ in tokens), tuple(p for _, p in tokens), reason)
+            part = part.after(sampled, (version, over), BUDGET)
+            made += tokens
+            versions += [version, over] if tokens else []
+            version = over + chance.randrange(2)
+        assert list(zip(part.token_ids, part.logprobs, strict=True)) == made
+        assert len(made) <= BUDGET
+        assert part.finish_reason in ("stop", "length")
+        if made:
+            assert (part.first, part.last) == (min(versions), max(versions))
+            assert oldest([Partial(), part]) == part.first
+
+
+FINISHED = Partial((1, 2), (-1.0, -1.0), 3, 4, "stop")
+OPEN = Partial((1,), (-1.0,), 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("version", "needed", "mix", "kept"),
+    [
+        (5, 3, True, (FINISHED, OPEN)),
+        (5, 4, True, (Partial(), OPEN)),
+        (5, 5, True, (Partial(), Partial())),
+        (5, 3, False, (FINISHED, Partial())),
+        (4, 3, False, (FINISHED, OPEN)),
+    ],
+)
+def test_parts_that_are_too_old_or_would_mix_versions_begin_anew(version, needed, mix, kept):
+    assert worth_keeping((FINISHED, OPEN), version, needed, mix) == kept
+    assert worth_keeping((Partial(),), version, needed, mix) == (Partial(),)
+
+
+def test_what_is_finished_when_a_server_fails_is_kept_and_not_asked_for_again(completion_server, model_dir):
+    server = completion_server()
+    server.behaviour = lambda _: (500, {"error": "engine is dead"})
+    spec = RolloutSpec(model_dir, group_size=3, max_completion_tokens=4)
+    sampler = Sampler(spec, load_task("digits", TaskOptions()), TextCodec(model_dir))
+    state = Server(server.url, 4, True, "r:4:f", "vllm")
+    parts = [FINISHED, OPEN, FINISHED]
+
+    async def twice() -> Group:
+        driver = AsyncDriver(server.url)
+        try:
+            with pytest.raises(PeerError):
+                await sampler.group(Ticket(0), parts, state, driver)
+            assert parts == [FINISHED, OPEN, FINISHED]
+            server.behaviour = lambda body: server.answer([7] * body["max_tokens"], [-1.0] * body["max_tokens"])
+            return await sampler.group(Ticket(0, attempt=1), parts, state, driver)
+        finally:
+            await driver.close()
+
+    group = asyncio.run(twice())
+    assert [c.token_ids for c in group.completions] == [(1, 2), (1, 7, 7, 7), (1, 2)]
+    assert [(c.version_first, c.version_last) for c in group.completions] == [(3, 4), (4, 4), (3, 4)]
+    assert [body["prompt"][-1] for body in server.bodies] == [1, 1]
+    assert {body["max_tokens"] for body in server.bodies} == {3}
+
+
+def test_the_lowest_prompts_or_the_freshest_weights_are_consumed_first():
+    def done(index: int, version: int) -> GroupDone:
+        completion = Completion((1,), (-1.0,), "stop", version, version, "")
+        return GroupDone(Ticket(index), Group(Prompt(index, (1,)), (completion,)), {})
+
+    ready = {index: done(index, version) for index, version in ((4, 2), (1, 1), (3, 2), (2, 3))}
+    assert consumption_order(ready, "oldest") == [1, 2, 3, 4]
+    assert consumption_order(ready, "freshest") == [2, 3, 4, 1]
+
+
+def test_kv_that_survived_a_commit_is_seen_where_the_engine_counts_its_losses():
+    spans = (("r:1:f", 0, 2), ("r:2:f", 2, 3))
+    assert [kv_survived(Sampled((1,), (-1.0,), "stop", spans, count)) for count in (None, 0, 1)] == [False, True, False]
+    assert not kv_survived(Sampled((1,), (-1.0,), "stop", spans[:1], 0))

@@ -1,0 +1,73 @@
+"""What a completion has so far, when its request ended before it did: it goes on from there, on whichever server. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from titan_grpo.engines.sampling import Sampled
+from titan_grpo.samples import Completion
+
+ABORTED = "abort"
+"""``finish_reason`` of an answer that an engine cut short; its tokens are as good as any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Tokens sampled so far, with their log-probabilities and the versions that made them, over one request or several.
+
+    ``finish_reason`` is empty while more is to come; ``first`` and ``last`` mean something only where there are tokens.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    first: int = -1
+    last: int = -1
+    finish_reason: str = ""
+
+    def __repr__(self) -> str:
+        return f"<{len(self.token_ids)} tokens of v{self.first} to v{self.last}, {self.finish_reason or 'unfinished'}>"
+
+    def after(self, sampled: Sampled, versions: Sequence[int], budget: int) -> "Partial":
+        """With one more answer at its end. ``budget``: tokens of the whole completion; a full one is finished by its length.
+
+        >>> part = Partial().after(Sampled((5, 6), (-1.0, -2.0), "abort"), (3,), 4)
+        >>> part, part.left(4)
+        (<2 tokens of v3 to v3, unfinished>, 2)
+        >>> part.after(Sampled((7, 8), (-1.0, -2.0), "abort"), (4, 5), 4)
+        <4 tokens of v3 to v5, length>
+        """
+        token_ids, logprobs = self.token_ids + sampled.token_ids, self.logprobs + sampled.logprobs
+        reason = sampled.finish_reason
+        if reason == ABORTED:
+            reason = "length" if len(token_ids) >= budget else ""
+        if not sampled.token_ids:
+            return Partial(token_ids, logprobs, self.first, self.last, reason)
+        made = (*versions, self.first, self.last) if self.token_ids else tuple(versions)
+        return Partial(token_ids, logprobs, min(made), max(made), reason)
+
+    def left(self, budget: int) -> int:
+        """How many tokens it may still get."""
+        return budget - len(self.token_ids)
+
+    def completion(self, server: str) -> Completion:
+        """The finished completion, without its reward; ``server`` is the one that finished it."""
+        return Completion(self.token_ids, self.logprobs, self.finish_reason, self.first, self.last, server)
+
+
+def oldest(parts: Sequence[Partial]) -> int | None:
+    """Oldest version that made any of the tokens; None where there are none."""
+    return min((part.first for part in parts if part.token_ids), default=None)
+
+
+def worth_keeping(parts: Sequence[Partial], version: int, needed: int, mix: bool) -> tuple[Partial, ...]:
+    """The parts with which a group goes on at a server that holds ``version``; those that can not be used begin anew.
+
+    ``needed``: oldest version that the trainer could use now. A group that goes on is of a low prompt, so one of the next to be
+    used; the bound itself is checked there. ``mix``: whether one completion may be of several versions; one that is finished
+    is of those that it is of.
+    """
+    return tuple(
+        Partial()
+        if part.token_ids and (part.first < needed or not (mix or part.finish_reason or part.last == version))
+        else part
+        for part in parts
+    )
