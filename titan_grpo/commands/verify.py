@@ -1,6 +1,6 @@
 """``titan-grpo verify``: proves on this machine, with real processes, that servers serve exactly the trainer's weights.
 
-With --faults instead: every fault of the matrix, or those named, injected into real trainers, lanes and servers.
+With --faults instead: every fault of the matrix, or those named, injected into real trainers, lanes and servers of the engine.
 
 Three runs on one real server, vLLM or SGLang: asynchronous with live rollouts, which are recorded; then the recording again, in
 asynchronous and in synchronous mode. Asserted is that (1) at every committed version the server's bytes are the trainer's,
