@@ -2,11 +2,15 @@
 # Every check of the project: set-up if needed, formatting, lint, types, all states of the protocol, then the whole test suite
 # with real servers.
 #
-#   scripts/test.sh [arguments for pytest]      e.g. scripts/test.sh -m "not e2e" tests/observe
+#   scripts/test.sh [--long] [arguments for pytest]      e.g. scripts/test.sh -m "not e2e" tests/observe
+#   --long   those tests too that a quarter of an hour has no room for
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-case "${1:-}" in -h | --help) sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+case "${1:-}" in -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+
+marks=()
+if [ "${1:-}" = --long ]; then shift; marks=(-m ""); fi
 
 step() { printf '\n== %s\n' "$*"; }
 
@@ -22,6 +26,6 @@ step "mypy"
 step "titan-grpo explore"
 [ $# -gt 0 ] || .venv/bin/titan-grpo explore --ranks 2 --servers 2 --versions 3
 step "pytest"
-# Two workers: most of the time is spent waiting for servers and processes to start. A file stays on one worker, so what it
-# shares (a server) is started once. The longest tests are named, because the whole has to stay within what a person waits for.
-exec .venv/bin/python -m pytest -n 2 --dist loadfile --durations=15 --durations-min=5 "$@"
+# Two workers: most of the time is spent waiting for servers and processes to start. What shares a server stays on one worker
+# (tests/conftest.py). The longest tests are named, because the whole has to stay within what a person waits for.
+exec .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=25 --durations-min=5 "${marks[@]}" "$@"

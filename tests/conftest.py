@@ -16,6 +16,27 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 
 
+SHARED = {"sglang_site": "sglang", "site": "vllm"}
+"""Fixture of a server that takes long to start -> group of the tests that use it: one worker runs them, on one server."""
+
+FIRST = "tests/e2e/"
+"""What takes longest comes first, so that no worker is left alone with it in the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files stay whole, on one worker (``--dist loadgroup``); those that share a server go together."""
+    groups: dict[Path, str] = {}
+    for item in items:
+        for fixture, group in SHARED.items():
+            known = item._fixtureinfo.name2fixturedefs.get(fixture, ()) if isinstance(item, pytest.Function) else ()
+            if known and known[-1].scope == "session" and groups.get(item.path) != "sglang":
+                groups[item.path] = group
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups.get(item.path, item.path.relative_to(ROOT).as_posix())))
+    order = {"sglang": 0, "vllm": 1}
+    items.sort(key=lambda item: (order.get(groups.get(item.path, ""), 2), FIRST not in item.path.as_posix()))
+
+
 @dataclass(frozen=True)
 class Source:
     """One Python file of the project. ``path`` is relative to the root; the package's patches appear as ``patches/...``."""

@@ -80,6 +80,7 @@ def test_a_run_with_every_term_makes_one_version_per_batch_and_resumes_exactly(r
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
+@pytest.mark.long
 def test_every_term_is_the_same_with_the_vocabulary_sharded_over_two_ranks(runs, server, small_replay, text, tmp_path):
     name, flavor = FLAVORS["llama3"]
     others = replace(runs, model=write_tiny_model("llama3", tmp_path / "model", seed=1))

@@ -76,6 +76,7 @@ def test_a_run_does_not_need_dev_shm(runs, site, small_replay, tmp_path):
     assert summary["digest_mismatches"] == 0
 
 
+@pytest.mark.long
 def test_one_of_two_servers_is_killed_and_training_goes_on_with_the_other(runs, site, vllm_python, tmp_path):
     python = vllm_python
     wrapper = tmp_path / "python"

@@ -89,7 +89,9 @@ def test_the_reward_rises_beside_both_engines_and_every_promised_file_is_there(r
     assert not [line for line in said.splitlines() if "[titan]" in line or "Warning" in line or line.startswith("  ")]
 
 
-@pytest.mark.parametrize("moment", ["starting", "step"], ids=["servers start", "training"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("starting", id="servers start", marks=pytest.mark.long), pytest.param("step", id="training")]
+)
 def test_ctrl_c_ends_everything_soon(moment, runs, mark, tmp_path):
     with start(runs.root, mark, "--steps", "1000", "--out", str(tmp_path / "run")) as process:
         for line in process.stdout:

@@ -71,6 +71,7 @@ def export(runs, dump: Path, version: int, out: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_one_rank_with_many_micro_batches_trains_like_two_ranks_with_one_each(runs, site, small_replay, whole, tmp_path):
     arguments = [*small_replay.arguments, *SMOOTH, "--training.steps=6", "--grpo.token_budget=64"]
     runs.complete(tmp_path, [site.url], *arguments)
@@ -83,6 +84,7 @@ def test_one_rank_with_many_micro_batches_trains_like_two_ranks_with_one_each(ru
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), (a["step"], name)
 
 
+@pytest.mark.long
 def test_kl_to_a_reference_starts_at_zero_and_grows_as_the_policy_moves(runs, site, small_replay, tmp_path):
     runs.complete(tmp_path, [site.url], *small_replay.arguments, "--training.steps=4", "--grpo.kl_beta=0.1", nproc=2)
     kl = [row[names.KL] for row in read_metrics(tmp_path / "metrics.jsonl")]

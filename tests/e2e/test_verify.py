@@ -49,6 +49,7 @@ def planted(root, tmp_path_factory, vllm_python) -> tuple[subprocess.CompletedPr
     return verify(root, tmp_path_factory.mktemp("planted"), "--plant", "bytes,mixed,backwards,modes")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "run", "words"),
     [
@@ -67,6 +68,7 @@ def test_a_planted_violation_is_named(planted, kind: str, run: str, words: str) 
     assert f"VIOLATION {kind} in run {run}" in done.stdout
 
 
+@pytest.mark.long
 def test_what_was_planted_in_one_run_is_not_held_against_another(planted) -> None:
     _, result = planted
     assert "async replay" not in {v["run"] for v in result["violations"]}

@@ -137,7 +137,9 @@ def served(kind: str, python: str, folder: Path, run_key: Key | None = RUN_KEY, 
             yield Site(kind, server, driver, VllmControl(server.url, API_KEY, 60.0), new_run_id(time.time()), options)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=() if kind == "qwen3_moe" else pytest.mark.long) for kind in KINDS]
+)
 def site(request, vllm_python, tmp_path_factory) -> Iterator[Site]:
     with served(request.param, vllm_python, tmp_path_factory.mktemp(request.param)) as running:
         yield running
@@ -294,7 +296,7 @@ def register():
 """
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
 def test_without_the_cpu_patch_the_server_computes_other_weights_and_says_nothing(kind, vllm_python, tmp_path):
     info = tmp_path / "plugins" / "unrepaired-0.dist-info"
     info.mkdir(parents=True)
