@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -100,6 +101,44 @@ def test_the_least_loaded_accepting_server_is_picked():
     assert pool.pick(4, 0.0, always).url == "b"
     assert pool.pick(4, 0.0, always, avoid="b").url == "a"
     assert pool.pick(4, 0.0, lambda v: v > 1) is None
+
+
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(0, 4))
+def test_a_group_goes_to_a_server_that_may_take_it_and_to_none_that_is_worse_by_load_and_lag(seed, count, needed):
+    chance = random.Random(seed)
+    pool = Pool(16)
+    states = [
+        ServerState(f"s{i}", chance.choice((None, 2, 3, 4, 5)), chance.random() < 0.7, "label", "vllm") for i in range(count)
+    ]
+    servers = [pool.set(state) for state in states]
+    for server in servers:
+        server.in_flight = chance.choice((0, 4, 8, 12, 16))
+        if chance.random() < 0.2:
+            pool.failed(server, 0.0)
+    able = [s for s in servers if s.accepting and s.version is not None and s.version >= needed]
+    able = [s for s in able if (s.in_flight == 0 or s.in_flight + 4 <= 16) and s.health.askable(0.1)]
+    avoid = "s0"
+    picked = pool.pick(4, 0.1, lambda v: v >= needed, avoid)
+    if not able:
+        assert picked is None
+        return
+    assert picked in able
+    assert picked.url != avoid or len(able) == 1
+    for other in able:
+        if other.url != avoid and other.version >= picked.version:
+            assert other.in_flight >= picked.in_flight or picked.url == avoid
+        if other.url != avoid and other.in_flight <= picked.in_flight:
+            assert other.version <= picked.version or picked.url == avoid
+
+
+def test_a_server_behind_by_one_version_is_as_good_as_one_with_one_more_group():
+    pool = Pool(64)
+    late = pool.set(ServerState("late", 4, True, "4", "vllm"))
+    newest = pool.set(ServerState("newest", 5, True, "5", "vllm"))
+    newest.in_flight = 4
+    assert pool.pick(8, 0.0, always) is newest
+    newest.in_flight = 16
+    assert pool.pick(8, 0.0, always) is late
 
 
 def test_a_full_server_takes_nothing_but_an_idle_one_takes_a_group_of_any_size():

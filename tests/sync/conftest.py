@@ -61,9 +61,10 @@ class Rig:
     """Servers, shelf, fleet, worker and the publisher of the only rank; ``publish`` sends ``version`` as every element."""
 
     def __init__(self, folder: Path, urls: tuple[str, ...], remote_writers: tuple[int, ...] = (), **config: Any) -> None:
-        """``config``: keys of [weight_sync], ``watch``, and ``run_keys``: "trainer" or a server's name -> its run key."""
+        """``config``: keys of [weight_sync], ``watch``, ``drain``, and ``run_keys``: "trainer" or a server's name -> its run key."""
         run_keys: dict[str, Key] = config.pop("run_keys", {})
         watch: Watch = config.pop("watch", nobody)
+        drain: Callable[[str], None] | None = config.pop("drain", None)
         self.loaded = {url: Weights() for url in urls}
         self.servers = {url: ReceiverServer(url, self.loaded[url], run_keys.get(url)) for url in urls}
         self.config = WeightSync(**(SHORT | config))
@@ -93,6 +94,7 @@ class Rig:
             fleet=self.fleet,
             recorder=self.recorder,
             watch=watch,
+            drain=drain,
         )
         self.run_id = context.run_id
         self.worker = SyncWorker(context, self.images, self.store, remote_writers)
