@@ -13,6 +13,7 @@ from titan_grpo.engines.drivers import HttpRefused
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.engines.sglang_stock import Group, StockRoutes
 from titan_grpo.errors import ServerRefused
+from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.store import host_store
 from titan_grpo.testing.suites import commits, streaming
 from titan_grpo.testing.suites.engine import EngineUnderTest
@@ -54,6 +55,16 @@ def test_a_staged_lane_says_what_is_missing(stock) -> None:
         weights, _ = trainer.make(1)
         with pytest.raises(ServerRefused, match=r"install titan_grpo in the server's environment.*apply = \"streamed\""):
             trainer.link(weights).__enter__()
+
+
+def test_a_run_with_a_run_key_does_not_write_to_a_server_that_can_not_prove_it(stock) -> None:
+    before = stock.run(sglang.label())
+    with streaming.trainer(stock, key=Key.generate()) as run:
+        weights, _ = run.make(1)
+        run.start(weights.manifest)
+        assert run.fleet.wait(lambda: run.fleet.last_error(run.url) is not None, 60.0)
+        assert "can neither prove it nor ask for it" in str(run.fleet.take_error())
+    assert stock.run(sglang.label()) == before
 
 
 def test_a_group_whose_trainer_is_gone_is_refused_and_the_server_goes_on(stock) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.sglang_stock import NOT_RECEIVED, Announced, Group, StockRoutes
-from titan_grpo.errors import PeerError, TransferFailed
+from titan_grpo.errors import PeerError, ServerRefused, TransferFailed
 from titan_grpo.layout.manifest import Manifest, TensorSpec
 from titan_grpo.layout.stock import buckets, names_problem
 from titan_grpo.protocol.version import UNUSABLE
@@ -75,6 +75,11 @@ class StockLink:
         """Whether it needs a whole version before it may generate, which its label tells. What else the label says is not
         believed: a server that was restarted takes one without an update. So every new connection sends a whole version.
         """
+        if self._options.run_key is not None:
+            raise ServerRefused(
+                f"{control.url}: this run has a run key, and a server without our plugin can neither prove it nor ask for it: "
+                "install titan_grpo there, or run without a key"
+            )
         self._workers = self._routes.workers(timeout_s)
         self._intact = control.label() != UNUSABLE
         return Joined(1, True, "", "stock", 0, "", -1, "", self._intact)

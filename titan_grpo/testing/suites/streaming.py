@@ -17,6 +17,7 @@ from titan_grpo.protocol.ledger import Standing
 from titan_grpo.protocol.points import Passing, Point, Watch, nobody
 from titan_grpo.protocol.version import UNUSABLE, Label
 from titan_grpo.protocol.wire import new_run_id
+from titan_grpo.runkey import Key
 from titan_grpo.sync.fleet import Fleet
 from titan_grpo.sync.lane import LaneContext, LaneThread
 from titan_grpo.sync.sender import LinkOptions
@@ -35,11 +36,13 @@ CONFIG = WeightSync(apply="streamed", lane_deadline_s=30.0, commit_deadline_s=30
 class LaneTrainer:
     """The sync half of a trainer: shelf, ledger and one lane to the server."""
 
-    def __init__(self, e: EngineUnderTest, watch: Watch = nobody) -> None:
+    def __init__(self, e: EngineUnderTest, watch: Watch = nobody, key: Key | None = None) -> None:
         self.e, self.url, self._watch = e, e.access.url, watch
         self.run_id = new_run_id(time.time())
         self.folder = e.folder / self.run_id
-        self.options = LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET_BYTES, CONFIG.lane_deadline_s, apply="streamed")
+        self.options = LinkOptions(
+            "gloo", "127.0.0.1", "xxh3", BUCKET_BYTES, CONFIG.lane_deadline_s, apply="streamed", run_key=key
+        )
         self.fleet = Fleet([self.url], lambda *_: None)
         self._recorder = Recorder(self.folder / "run")
         self._shelf = Shelf(2)
@@ -92,9 +95,9 @@ class LaneTrainer:
 
 
 @contextmanager
-def trainer(e: EngineUnderTest, watch: Watch = nobody) -> Iterator[LaneTrainer]:
+def trainer(e: EngineUnderTest, watch: Watch = nobody, key: Key | None = None) -> Iterator[LaneTrainer]:
     """A new run on the server."""
-    made = LaneTrainer(e, watch)
+    made = LaneTrainer(e, watch, key)
     try:
         yield made
     finally:
