@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""Does a server go on generating while weights arrive? The gaps between the tokens of one long request, by phase.
+"""Does a server go on generating while weights arrive? The gaps between the tokens of long requests, by phase.
 
-    python scripts/bench_generation_gap.py [--engine vllm sglang] [--stretch 2] [--json PATH]
+    python scripts/bench_generation_gap.py [--engine vllm sglang] [--requests 64] [--kv keep recompute] [--json PATH]
 
-A request of 900 tokens is streamed from a real server. Meanwhile: nothing; a staged transfer whose sender takes ``--stretch``
-seconds over it (a slow network); its commit. Printed are the longest gaps in seconds. The longest of all belongs to the commit,
-and is as long as the commit, if nothing else stands in the way of the tokens.
+Requests of 900 tokens are streamed from a real server, one or more of them at a time. Meanwhile: nothing; a staged transfer
+whose sender takes ``--stretch`` seconds over it (a slow network); its commit. Printed are the longest gaps in seconds, over all
+requests. The longest of all belongs to the commit, and is as long as the commit, if nothing else stands in the way of the
+tokens; with ``kv = "recompute"`` the first step after it computes the KV of all requests anew.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import httpx
@@ -33,9 +35,12 @@ QUIET_S = 0.5
 
 @dataclass(frozen=True)
 class Gaps:
-    """Longest time between two tokens in each phase, how many came during the transfer, and the commit's length. Seconds."""
+    """Longest time between two tokens of a request in each phase, how many tokens came during the transfer, and the commit's
+    length. Seconds."""
 
     engine: str
+    requests: int
+    kv: str
     quiet_s: float
     transfer_s: float
     commit_s: float
@@ -46,13 +51,13 @@ class Gaps:
 class Listener(threading.Thread):
     """Streams one long request and notes when each piece came."""
 
-    def __init__(self, engine: str, url: str) -> None:
+    def __init__(self, engine: str, url: str, seed: int) -> None:
         super().__init__(daemon=True)
         if engine == "vllm":
-            self._path, body = "/v1/completions", {"prompt": prompt(1), "max_tokens": TOKENS, "ignore_eos": True}
+            self._path, body = "/v1/completions", {"prompt": prompt(seed), "max_tokens": TOKENS, "ignore_eos": True}
         else:
             self._path = "/generate"
-            body = {"input_ids": prompt(1), "sampling_params": {"max_new_tokens": TOKENS, "ignore_eos": True}}
+            body = {"input_ids": prompt(seed), "sampling_params": {"max_new_tokens": TOKENS, "ignore_eos": True}}
         self._url, self._body = url, {**body, "stream": True}
         self.times: list[float] = []
         self.began = threading.Event()
@@ -73,15 +78,42 @@ class Listener(threading.Thread):
         return max(gaps, default=0.0), sum(start <= t <= end for t in self.times)
 
 
-def measure(engine: str, stretch_s: float, folder: Path) -> Gaps:
-    """One server, one request, one version."""
+class Crowd:
+    """Listeners at work."""
+
+    def __init__(self, engine: str, url: str, count: int) -> None:
+        self.listeners = [Listener(engine, url, seed) for seed in range(1, count + 1)]
+
+    def start(self) -> None:
+        """Start them all, and wait until each has tokens."""
+        for listener in self.listeners:
+            listener.start()
+        for listener in self.listeners:
+            assert listener.began.wait(60.0), "no tokens came"
+
+    def between(self, start: float, end: float) -> tuple[float, int]:
+        """(longest gap of any, pieces of all)."""
+        found = [listener.between(start, end) for listener in self.listeners]
+        return max(gap for gap, _ in found), sum(count for _, count in found)
+
+    def join(self) -> None:
+        """To the end of every one; none may be cut short."""
+        for listener in self.listeners:
+            listener.join(120.0)
+            assert len(listener.times) >= TOKENS / 2, len(listener.times)
+
+
+def measure(engine: str, requests: int, kv: str, stretch_s: float, folder: Path) -> Gaps:
+    """One server, one crowd of requests, one version."""
 
     def remake(seed: int, path: Path) -> Path:
         return write_tiny_model("qwen3", path, seed, std=0.05, dtype="bfloat16")
 
     model = remake(100, folder / "start")
     python = ROOT / f".venv-{engine}" / "bin" / "python"
-    spec = ServerSpec(str(python), str(model), str(folder / "server.log"), engine, max_model_len=1024, max_num_seqs=8)
+    spec = ServerSpec(
+        str(python), str(model), str(folder / "server.log"), engine, max_model_len=1024, max_num_seqs=max(8, requests)
+    )
     with Server(spec) as server:
         server.wait_healthy(STARTUP_S)
         e = EngineUnderTest(engine, ServerAccess(server.url, 60.0), model, remake, folder, False, False)
@@ -90,10 +122,9 @@ def measure(engine: str, stretch_s: float, folder: Path) -> Gaps:
             trainer.sync(1, 1)
             weights, _ = trainer.make(2)
             buckets = -(-weights.manifest.total_bytes // BUCKET_BYTES)
-            listener = Listener(engine, server.url)
+            crowd = Crowd(engine, server.url, requests)
             with trainer.link(weights) as link:
-                listener.start()
-                assert listener.began.wait(60.0), "no tokens came"
+                crowd.start()
                 quiet = time.monotonic()
                 never.wait(QUIET_S)
                 sent = time.monotonic()
@@ -102,21 +133,24 @@ def measure(engine: str, stretch_s: float, folder: Path) -> Gaps:
                 assert staged.ok, staged.error
                 paused = time.monotonic()
                 trainer.control.pause()
+                if kv == "recompute":
+                    trainer.control.drop_kv()
                 trainer.control.load(link.commit(staged).to_dict())
                 assert link.wait_applied(NUMBER, STEP_S).ok
                 trainer.control.finish(trainer.label(2))
                 trainer.control.resume()
                 resumed = time.monotonic()
-                assert listener.is_alive(), f"the request must be longer: it ended after {len(listener.times)} tokens"
+                assert all(one.is_alive() for one in crowd.listeners), "the requests must be longer: one has ended"
                 never.wait(QUIET_S / 2)
-            listener.join(120.0)
-        assert len(listener.times) >= TOKENS / 2, len(listener.times)
-    transfer, count = listener.between(sent, paused)
+            crowd.join()
+    transfer, count = crowd.between(sent, paused)
     return Gaps(
         engine,
-        listener.between(quiet, sent)[0],
+        requests,
+        kv,
+        crowd.between(quiet, sent)[0],
         transfer,
-        listener.between(paused, resumed)[0],
+        crowd.between(paused, resumed)[0],
         count,
         resumed - paused,
     )
@@ -126,18 +160,20 @@ def main() -> int:
     """Print one line per engine; 1 if an engine stood still during a transfer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", nargs="+", choices=("vllm", "sglang"), default=("vllm", "sglang"))
+    parser.add_argument("--requests", type=int, default=1)
+    parser.add_argument("--kv", nargs="+", choices=("keep", "recompute"), default=("keep",))
     parser.add_argument("--stretch", type=float, default=2.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = []
     heads = ("quiet", "transfer", "commit", "pause..resume", "tokens in transfer")
-    print(f"{'engine':8}{heads[0]:>9}{heads[1]:>10}{heads[2]:>9}{heads[3]:>15}{heads[4]:>20}")
-    for engine in options.engine:
+    print(f"{'engine':8}{'kv':10}{heads[0]:>9}{heads[1]:>10}{heads[2]:>9}{heads[3]:>15}{heads[4]:>20}")
+    for engine, kv in product(options.engine, options.kv):
         with tempfile.TemporaryDirectory() as folder:
-            g = measure(engine, options.stretch, Path(folder))
+            g = measure(engine, options.requests, kv, options.stretch, Path(folder))
         found.append(g)
         print(
-            f"{engine:8}{g.quiet_s:9.3f}{g.transfer_s:10.3f}{g.commit_s:9.3f}{g.pause_to_resume_s:15.3f}{g.tokens_during_transfer:20}",
+            f"{engine:8}{kv:10}{g.quiet_s:9.3f}{g.transfer_s:10.3f}{g.commit_s:9.3f}{g.pause_to_resume_s:15.3f}{g.tokens_during_transfer:20}",
             flush=True,
         )
     if options.json:

@@ -61,7 +61,7 @@ class Rig:
     """Servers, shelf, fleet, worker and the publisher of the only rank; ``publish`` sends ``version`` as every element."""
 
     def __init__(self, folder: Path, urls: tuple[str, ...], remote_writers: tuple[int, ...] = (), **config: Any) -> None:
-        """``config``: keys of [weight_sync], ``watch``, ``drain``, and ``run_keys``: "trainer" or a server's name -> its run key."""
+        """``config``: keys of [weight_sync], ``watch``, ``drain``, and ``run_keys``: "trainer" or a server -> its run key."""
         run_keys: dict[str, Key] = config.pop("run_keys", {})
         watch: Watch = config.pop("watch", nobody)
         drain: Callable[[str], None] | None = config.pop("drain", None)

@@ -1,0 +1,152 @@
+"""A version is committed under 64 running requests of the rollout process, on a real vLLM: none is lost, none made twice."""
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.testing.suites.commits import Sender, sender
+from titan_grpo.testing.suites.engine import EngineUnderTest
+from titan_grpo.titan.tiny import write_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+API_KEY_VARIABLE = "TITAN_GRPO_TEST_IN_FLIGHT_KEY"
+PROMPTS, GROUP, TOKENS, BEFORE, AFTER = 4, 16, 200, 40, 41
+SPEC = RolloutSpec(
+    "",
+    BEFORE,
+    prompts_per_step=PROMPTS,
+    group_size=GROUP,
+    max_completion_tokens=TOKENS,
+    max_staleness=0,
+    api_key_env=API_KEY_VARIABLE,
+)
+WAIT_S = 60.0
+
+
+def remake(seed: int, folder: Path) -> Path:
+    return write_tiny_model("qwen3", folder, seed, std=0.05, dtype="bfloat16")
+
+
+@pytest.fixture
+def trainer(site, tmp_path) -> Iterator[Sender]:
+    with sender(EngineUnderTest("vllm", site.access, Path(site.server.spec.model), remake, tmp_path, False, False)) as one:
+        one.sync(BEFORE, BEFORE)
+        yield one
+
+
+@pytest.fixture
+def client(site, monkeypatch) -> Iterator[RolloutClient]:
+    monkeypatch.setenv(API_KEY_VARIABLE, site.access.api_key)
+    one = RolloutClient(replace(SPEC, model_dir=site.server.spec.model))
+    one.start(WAIT_S)
+    yield one
+    one.close()
+
+
+class Witness:
+    """Stands before the server: which requests came by, and which answers went back. A request's seed is its own."""
+
+    def __init__(self, site) -> None:
+        self.asked: list[int] = []
+        self.answered: list[int] = []
+        witness, changed = self, threading.Condition()
+        self._changed = changed
+        limits = httpx.Limits(max_connections=PROMPTS * GROUP)
+        self._client = httpx.Client(base_url=site.url, timeout=WAIT_S, trust_env=False, limits=limits)
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                seed, headers = json.loads(body)["seed"], {k: self.headers[k] for k in ("Authorization", "Content-Type")}
+                with changed:
+                    witness.asked.append(seed)
+                    changed.notify_all()
+                answer = witness._client.post(self.path, content=body, headers=headers)
+                with changed:
+                    witness.answered.append(seed)
+                self.send_response(answer.status_code)
+                self.send_header("Content-Length", str(len(answer.content)))
+                self.end_headers()
+                self.wfile.write(answer.content)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Quiet."""
+
+        class Server(http.server.ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = PROMPTS * GROUP
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._client.close()
+
+    def wait_asked(self) -> None:
+        """Until all requests came by; most of them are at work then."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.asked) >= PROMPTS * GROUP, WAIT_S), len(self.asked)
+        assert len(self.answered) < GROUP, "the requests must be longer than that"
+
+    def saw_each_request_once(self) -> bool:
+        return len(set(self.asked)) == len(self.asked) == PROMPTS * GROUP and sorted(self.asked) == sorted(self.answered)
+
+
+@pytest.fixture
+def witness(site) -> Iterator[Witness]:
+    with closing(Witness(site)) as one:
+        yield one
+
+
+def bounds_of_all(client: RolloutClient) -> list[tuple[int, int]]:
+    """Versions of the 64 completions, which are all there are."""
+    groups = client.next_batch(BEFORE, PROMPTS, WAIT_S)
+    completions = [c for group in groups for c in group.completions]
+    assert sorted(group.prompt.index for group in groups) == list(range(PROMPTS))
+    assert len(completions) == PROMPTS * GROUP
+    assert all(len(c.token_ids) == len(c.logprobs) <= TOKENS and c.finish_reason in ("stop", "length") for c in completions)
+    counters = client.counters()
+    assert counters["requests"] == PROMPTS * GROUP
+    assert not {"outages", "interrupted", "skipped", "moved"} & set(counters), counters
+    return [(c.version_first, c.version_last) for c in completions]
+
+
+def test_an_update_under_64_running_requests_loses_none_and_makes_none_twice(trainer, client, witness):
+    weights, _ = trainer.make(AFTER)
+    with trainer.link(weights) as link:
+        client.set_server(witness.url, BEFORE, True, trainer.label(BEFORE))
+        witness.wait_asked()
+        assert trainer.commit(link, weights, AFTER).ok
+        client.set_server(witness.url, AFTER, False, trainer.label(AFTER))  # and no more than these
+        bounds = bounds_of_all(client)
+    assert bounds.count((BEFORE, AFTER)) >= PROMPTS * GROUP // 2, bounds
+    assert set(bounds) <= {(BEFORE, BEFORE), (BEFORE, AFTER)}
+    assert witness.saw_each_request_once()
+
+
+def test_a_server_that_finishes_its_requests_first_has_completions_of_one_version_only(trainer, client, witness):
+    weights, _ = trainer.make(AFTER)
+    with trainer.link(weights) as link:
+        client.set_server(witness.url, BEFORE, True, trainer.label(BEFORE))
+        witness.wait_asked()
+        client.set_server(witness.url, BEFORE, False, trainer.label(BEFORE))
+        client.drain(witness.url, WAIT_S)
+        assert witness.saw_each_request_once(), "all were answered before the commit"
+        assert trainer.commit(link, weights, AFTER).ok
+        client.set_server(witness.url, AFTER, False, trainer.label(AFTER))  # and no more than these
+        assert set(bounds_of_all(client)) == {(BEFORE, BEFORE)}
