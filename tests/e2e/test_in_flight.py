@@ -150,3 +150,20 @@ def test_a_server_that_finishes_its_requests_first_has_completions_of_one_versio
         assert trainer.commit(link, weights, AFTER).ok
         client.set_server(witness.url, AFTER, False, trainer.label(AFTER))  # and no more than these
         assert set(bounds_of_all(client)) == {(BEFORE, BEFORE)}
+
+
+def test_a_run_that_finishes_requests_before_each_commit_and_computes_kv_anew(runs, site, tmp_path):
+    """The whole path: lanes ask the rollouts to drain, the engine is asked to drop its KV, and training goes on."""
+    out = tmp_path / "run"
+    summary = runs.complete(
+        out,
+        [site.url],
+        "--training.steps=3",
+        "--rollout.no-in-flight-weight-updates",
+        "--weight_sync.kv_after_update=recompute",
+    )
+    assert summary["steps"] == 3
+    assert site.label().version == 3
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["staleness/max"] <= 1
+    site.assert_serves()

@@ -17,20 +17,21 @@ def _over_a_commit(
     trainer.sync(version, version)
     weights, folder = trainer.make(version + 1)
     labels = [trainer.label(version), trainer.label(version + 1)]
-    with trainer.link(weights) as link, e.crowd(labels[0]) as running:
+    with trainer.link(weights) as link:
         staged = link.send(NUMBER, version + 1, weights.image, weights.digests, weights.fingerprint)
         assert staged.ok, staged.error
-        trainer.control.pause()
-        try:
-            held = [seed for seed, future in enumerate(running) if not future.done()]
-            if recompute:
-                trainer.control.drop_kv()
-            trainer.control.load(link.commit(staged).to_dict())
-            assert link.wait_applied(NUMBER, STEP_S).ok
-            trainer.control.finish(labels[1])
-        finally:
-            trainer.control.resume()
-        answers = [future.result(REQUEST_S) for future in running]
+        with e.crowd(labels[0]) as running:
+            trainer.control.pause()
+            try:
+                held = [seed for seed, future in enumerate(running) if not future.done()]
+                if recompute:
+                    trainer.control.drop_kv()
+                trainer.control.load(link.commit(staged).to_dict())
+                assert link.wait_applied(NUMBER, STEP_S).ok
+                trainer.control.finish(labels[1])
+            finally:
+                trainer.control.resume()
+            answers = [future.result(REQUEST_S) for future in running]
     for sampled in answers:
         assert_sound(e, sampled, labels)
     assert held, "the requests must be longer than that"
