@@ -94,6 +94,7 @@ MEANING: dict[str, str] = {
     CONNECT_S: "opening a lane to a server, seconds",
     SEND_S: "bytes of a version on their way to one server, seconds",
     VERIFY_S: "the server's check of the digests that was left after the last byte, seconds",
+    DRAIN_S: "a server finished its requests before a commit (rollout.in_flight_weight_updates = false), seconds",
     COMMIT_S: "from pause to resume on one server, as the lane sees it, seconds",
     PAUSE_S: "generation stood still on one server, seconds",
     SYNC_S: "publish to verified commit on one server, seconds",
