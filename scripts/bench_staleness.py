@@ -1,0 +1,116 @@
+#!/usr/bin/env python
+"""Does bounded staleness cost reward? The quickstart's task, trained with bounds 0 (on-policy), 1, 2, 4, and 4 uncorrected.
+
+    python scripts/bench_staleness.py [--seeds 3] [--steps 30] [--engine vllm|sglang] [--out DIR] [--json PATH]
+
+One real server and two CPU ranks for all runs; a run starts from the same weights and publishes them first. The final reward is
+the mean of a run's last five steps. Printed per bound: its mean over the seeds, its share of the on-policy one, and the
+staleness that the consumed groups really had.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from titan_grpo.commands.processes import run_logged, torchrun
+from titan_grpo.commands.server_group import ServerGroup
+from titan_grpo.observe import names
+from titan_grpo.observe.recorder import read_metrics
+from titan_grpo.runkey import Key, with_run_key
+from titan_grpo.titan.tiny import write_tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = "train_configs/quickstart_cpu.toml"
+LAST = 5
+UNCORRECTED = ("--grpo.rollout_is_threshold", "0", "--grpo.allow_uncorrected_off_policy")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of the table."""
+
+    bound: int
+    corrected: bool = True
+
+    @property
+    def name(self) -> str:
+        """As printed."""
+        return f"{self.bound}" + ("" if self.corrected else " uncorrected")
+
+
+SETTINGS = (Setting(0), Setting(1), Setting(2), Setting(4), Setting(4, False))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: mean reward of the last steps, mean staleness of the consumed groups."""
+
+    setting: str
+    seed: int
+    reward: float
+    staleness: float
+
+
+def train(setting: Setting, seed: int, url: str, options: argparse.Namespace, env: Mapping[str, str]) -> Outcome:
+    """One run to its end."""
+    out = Path(options.out) / f"bound{setting.name.replace(' ', '-')}-seed{seed}"
+    values = {
+        "rollout.servers": url,
+        "rollout.seed": seed,
+        "rollout.max_staleness": setting.bound,
+        "job.dump_folder": out,
+        "model.hf_assets_path": Path(options.out) / "model",
+        "training.steps": options.steps,
+        "debug.seed": seed,
+    }
+    arguments = [text for key, value in values.items() for text in (f"--{key}", str(value))]
+    arguments += ["--grpo.async-weight-update", *(() if setting.corrected else UNCORRECTED)]
+    run_logged(torchrun(2, RECIPE, arguments), out / "train.log", env, None)
+    rows = list(read_metrics(out / "metrics.jsonl"))[-LAST:]
+    return Outcome(
+        setting.name,
+        seed,
+        statistics.mean(row[names.REWARD] for row in rows),
+        statistics.mean(row[names.STALENESS] for row in rows),
+    )
+
+
+def main() -> int:
+    """Print the table; 1 if a corrected bound is more than 2 % below on-policy."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--out", default="outputs/bench_staleness")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    out, key = Path(options.out), Key.generate()
+    write_tiny_model("qwen3", out / "model", seed=1)
+    write_tiny_model("qwen3", out / "server_model", seed=2)
+    env = {**with_run_key(os.environ, key), "OMP_NUM_THREADS": "1"}
+    pythons = {options.engine: str(ROOT / f".venv-{options.engine}" / "bin" / "python")}
+    found: list[Outcome] = []
+    with ServerGroup(pythons, str(out / "server_model"), out, 1, run_key=key) as servers:
+        servers.wait_healthy(lambda text: print(text, file=sys.stderr, flush=True))
+        print(f"{'bound':16}{'seed':>5}{'reward':>9}{'staleness':>11}", flush=True)
+        for seed in range(options.seeds):
+            for setting in SETTINGS:
+                result = train(setting, seed, servers.urls[0], options, env)
+                found.append(result)
+                print(f"{result.setting:16}{seed:5}{result.reward:9.3f}{result.staleness:11.2f}", flush=True)
+    means = {s.name: statistics.mean(r.reward for r in found if r.setting == s.name) for s in SETTINGS}
+    print(f"\n{'bound':16}{'reward':>9}{'of on-policy':>14}")
+    for name, reward in means.items():
+        print(f"{name:16}{reward:9.3f}{reward / means['0']:14.1%}")
+    if options.json:
+        options.json.write_text(json.dumps({"runs": [asdict(r) for r in found], "means": means}, indent=1) + "\n")
+    return int(any(means[s.name] < 0.98 * means["0"] for s in SETTINGS if s.corrected))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
