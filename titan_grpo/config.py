@@ -79,10 +79,23 @@ class Rollout:
     """Name of the environment variable with the key that environments must show; empty: none, on a loopback address only."""
 
     task: str = "digits"
-    """A built-in task (digits, gsm8k) or a dotted path "package.module:Class" to your own."""
+    """A built-in task (digits, gsm8k, calculator) or a dotted path "package.module:Class" to your own."""
 
     task_path: str = ""
     """Data file of the task (gsm8k: a JSONL file with "question" and "answer")."""
+
+    task_concurrency: int = 64
+    """Calls of the task's asynchronous methods in flight; further ones wait."""
+
+    task_timeout_s: float = 600.0
+    """Deadline of one such call, in seconds. It ends calls that await, not ones that block."""
+
+    task_error_budget: int = 0
+    """How many of any 100 groups in a row may be lost to the task's own exceptions and timeouts (dropped as task_error and
+    made again); one more stops the run with its traceback. Errors of servers do not count."""
+
+    max_turns: int = 8
+    """With a task of several turns: the most that the model gets in one completion."""
 
     seed: int = 0
     """Seed of prompt order and of sampling; request seeds derive from it and from prompt and sample index."""
@@ -94,7 +107,7 @@ class Rollout:
     """Completions per prompt."""
 
     max_completion_tokens: int = 256
-    """Longest completion."""
+    """Longest completion; with a task of several turns the longest episode after its prompt, the task's tokens included."""
 
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by the same."""
@@ -285,8 +298,16 @@ def _rollout_violations(r: Rollout) -> list[str]:
     out += _rule(r.group_size < 2, "rollout.group_size", "2 or more (an advantage needs a group to compare with)", r.group_size)
     out += _rule(r.max_staleness < 0, "rollout.max_staleness", "0 or greater", r.max_staleness)
     out += _drain_violations(r)
-    counts = ("prompts_per_step", "max_completion_tokens", "max_concurrent_requests", "launch_count")
-    out += _positive("rollout", r, (*counts, "temperature", "request_timeout_s", "batch_timeout_s"))
+    counts = (
+        "prompts_per_step",
+        "max_completion_tokens",
+        "max_concurrent_requests",
+        "launch_count",
+        "task_concurrency",
+        "max_turns",
+    )
+    out += _positive("rollout", r, (*counts, "temperature", "request_timeout_s", "batch_timeout_s", "task_timeout_s"))
+    out += _rule(not 0 <= r.task_error_budget <= 100, "rollout.task_error_budget", "0 to 100", r.task_error_budget)
     out += _rule(
         bool(r.record_path) and r.record_path == r.replay_path,
         "rollout.record_path",

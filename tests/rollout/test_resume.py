@@ -8,6 +8,7 @@ import pytest
 from titan_grpo.engines.drivers import AsyncDriver
 from titan_grpo.engines.sampling import Sampled
 from titan_grpo.errors import PeerError
+from titan_grpo.rollout.asking import Asker
 from titan_grpo.rollout.client import consumption_order
 from titan_grpo.rollout.messages import GroupDone, Ticket
 from titan_grpo.rollout.partial import Partial, oldest, worth_keeping
@@ -67,7 +68,7 @@ def test_what_is_finished_when_a_server_fails_is_kept_and_not_asked_for_again(co
     server = completion_server()
     server.behaviour = lambda _: (500, {"error": "engine is dead"})
     spec = RolloutSpec(model_dir, group_size=3, max_completion_tokens=4)
-    sampler = Sampler(spec, load_task("digits", TaskOptions()), TextCodec(model_dir))
+    sampler = Sampler(spec, Asker(load_task("digits", TaskOptions()), TextCodec(model_dir), 8, 20.0))
     state = Server(server.url, 4, True, "r:4:f", "vllm")
     parts = [FINISHED, OPEN, FINISHED]
 

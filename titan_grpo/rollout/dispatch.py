@@ -9,7 +9,8 @@ from titan_grpo.engines.drivers import AsyncDriver, HttpRefused
 from titan_grpo.errors import DataError, PeerError
 from titan_grpo.protocol import admission
 from titan_grpo.protocol.admission import Admission, too_stale
-from titan_grpo.rollout import messages
+from titan_grpo.rollout import budget, messages
+from titan_grpo.rollout.asking import TaskFailed
 from titan_grpo.rollout.cursor import Cursor
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial, oldest, worth_keeping
@@ -42,8 +43,8 @@ class Running:
 class Dispatcher:
     """Starts groups, retries, drops, skips. ``send`` carries results to the trainer and must not block.
 
-    All methods run in the loop's thread. An exception that is neither a server's nor a drop (a task's bug) goes to
-    ``fail`` and ends the process.
+    All methods run in the loop's thread. An exception that is neither a server's nor a drop (a bug, or one of the
+    task's beyond its budget) goes to ``fail`` and ends the process.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Dispatcher:
         self._oldest_usable = spec.base_version - spec.max_staleness
         self._counts: Counter[str] = Counter()
         self._skips_in_a_row = 0
+        self._task_errors = budget.ErrorBudget(spec.task_error_budget)
         self._closing = False
 
     def on(self, message: messages.ToWorker) -> None:
@@ -121,10 +123,15 @@ class Dispatcher:
         task.add_done_callback(self._ended)
 
     async def _make(self, run: Running) -> None:
-        self._counts["requests"] += sum(not part.finish_reason for part in run.parts)
-        group = await self._sampler.group(run.ticket, run.parts, run.server, self._driver(run.server.url))
+        answers = sum(part.answers for part in run.parts)
+        self._counts["requests"] += sum(not (part.finish_reason or part.waits) for part in run.parts)
+        try:
+            group = await self._sampler.group(run.ticket, run.parts, run.server, self._driver(run.server.url))
+        finally:
+            self._counts["requests"] += sum(part.answers for part in run.parts) - answers
         self._skips_in_a_row = 0
-        self._counts["tokens"] += sum(len(c.token_ids) for c in group.completions)
+        self._task_errors = self._task_errors.after(failed=False)
+        self._counts["tokens"] += sum(c.num_sampled for c in group.completions)
         self._send(messages.GroupDone(run.ticket.done(), group, dict(self._counts)))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -144,6 +151,8 @@ class Dispatcher:
             self._pool.succeeded(run.server)
         elif isinstance(error, GroupDropped):
             self._drop(run, error.reason)
+        elif isinstance(error, TaskFailed):
+            self._task_error(run, error)
         elif isinstance(error, HttpRefused) and error.status in BAD_REQUEST:
             self._drop(run, "refused", str(error))
         elif isinstance(error, PeerError):
@@ -201,6 +210,15 @@ class Dispatcher:
         self._skips_in_a_row += ticket.drops >= MAX_DROPS and reason != "stale_in_flight"
         if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
             self._fail(DataError(f"{MAX_SKIPS_IN_A_ROW} prompts in a row gave no usable group; the last one: {text}"))
+
+    def _task_error(self, run: Running, failed: TaskFailed) -> None:
+        self._task_errors = self._task_errors.after(failed=True)
+        if not self._task_errors.spent:
+            self._drop(run, "task_error", str(failed))
+            return
+        allowed, error = self._spec.task_error_budget, failed.error
+        error.add_note(f"{failed}; rollout.task_error_budget allows {allowed} of any {budget.WINDOW} groups in a row")
+        self._fail(error)
 
     def _outage(self, run: Running, error: PeerError) -> None:
         self._counts["outages"] += 1

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from titan_grpo.samples import Completion, Group
 
 
-def request_seed(seed: int, index: int, sample: int, attempt: int) -> int:
-    """63-bit seed of one request: the same four numbers give the same seed everywhere, different ones unrelated seeds."""
-    digest = hashlib.blake2b(f"{seed}/{index}/{sample}/{attempt}".encode(), digest_size=8).digest()
+def request_seed(seed: int, index: int, sample: int, attempt: int, answers: int = 0) -> int:
+    """63-bit seed of one request: the same numbers give the same seed everywhere, different ones unrelated seeds.
+
+    ``answers``: the task's turns before it.
+    """
+    text = f"{seed}/{index}/{sample}/{attempt}" + (f"/{answers}" if answers else "")
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 

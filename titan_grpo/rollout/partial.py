@@ -1,7 +1,8 @@
 """What a completion has so far, when its request ended before it did: it goes on from there, on whichever server. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from titan_grpo.engines.sampling import Sampled
 from titan_grpo.samples import Completion
@@ -15,6 +16,7 @@ class Partial:
     """Tokens sampled so far, with their log-probabilities and the versions that made them, over one request or several.
 
     ``finish_reason`` is empty while more is to come; ``first`` and ``last`` mean something only where there are tokens.
+    ``sampled`` is as in samples.Completion. ``waits``: the policy's turn is over, and the task has not said how it goes on.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -22,6 +24,8 @@ class Partial:
     first: int = -1
     last: int = -1
     finish_reason: str = ""
+    sampled: tuple[bool, ...] = ()
+    waits: bool = False
 
     def __repr__(self) -> str:
         return f"<{len(self.token_ids)} tokens of v{self.first} to v{self.last}, {self.finish_reason or 'unfinished'}>"
@@ -39,10 +43,43 @@ class Partial:
         reason = sampled.finish_reason
         if reason == ABORTED:
             reason = "length" if len(token_ids) >= budget else ""
+        flags = self.sampled + (True,) * len(sampled.token_ids) if self.sampled else ()
         if not sampled.token_ids:
-            return Partial(token_ids, logprobs, self.first, self.last, reason)
+            return Partial(token_ids, logprobs, self.first, self.last, reason, flags)
         made = (*versions, self.first, self.last) if self.token_ids else tuple(versions)
-        return Partial(token_ids, logprobs, min(made), max(made), reason)
+        return Partial(token_ids, logprobs, min(made), max(made), reason, flags)
+
+    def waiting(self) -> "Partial":
+        """With its turn over, but not the completion: the task is to be asked."""
+        return replace(self, finish_reason="", waits=True)
+
+    def told(self, context: Sequence[int] | None, budget: int) -> "Partial":
+        """With the task's answer, which no version made; None ends it. One that leaves no room to go on is left out.
+
+        >>> part = Partial((5,), (-1.0,), 3, 3, waits=True).told((8, 9), 4)
+        >>> part.token_ids, part.sampled, part.told((8,), 4).finish_reason, part.told(None, 4).finish_reason
+        ((5, 8, 9), (True, False, False), 'length', 'stop')
+        """
+        if context is None or len(context) >= self.left(budget):
+            return replace(self, finish_reason="stop" if context is None else "length", waits=False)
+        flags = (self.sampled or (True,) * len(self.token_ids)) + (False,) * len(context)
+        logprobs = self.logprobs + (0.0,) * len(context)
+        return replace(self, token_ids=(*self.token_ids, *context), logprobs=logprobs, sampled=flags, waits=False)
+
+    def stretches(self) -> tuple[tuple[bool, tuple[int, ...]], ...]:
+        """(sampled, token ids) of each turn in its order.
+
+        >>> Partial((5, 8, 9), (-1.0, 0.0, 0.0), sampled=(True, False, False)).stretches()
+        ((True, (5,)), (False, (8, 9)))
+        """
+        flags = self.sampled or (True,) * len(self.token_ids)
+        pairs = groupby(zip(flags, self.token_ids, strict=True), key=lambda pair: pair[0])
+        return tuple((flag, tuple(token for _, token in run)) for flag, run in pairs)
+
+    @property
+    def answers(self) -> int:
+        """How many of its turns are the task's."""
+        return sum(not sampled for sampled, _ in self.stretches())
 
     def left(self, budget: int) -> int:
         """How many tokens it may still get."""
@@ -50,7 +87,9 @@ class Partial:
 
     def completion(self, server: str) -> Completion:
         """The finished completion, without its reward; ``server`` is the one that finished it."""
-        return Completion(self.token_ids, self.logprobs, self.finish_reason, self.first, self.last, server)
+        return Completion(
+            self.token_ids, self.logprobs, self.finish_reason, self.first, self.last, server, sampled=self.sampled
+        )
 
 
 def oldest(parts: Sequence[Partial]) -> int | None:

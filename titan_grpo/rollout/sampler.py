@@ -1,20 +1,24 @@
-"""Making one group on one server: n requests, checks, rewards."""
+"""Making one group on one server: requests, the task's turns in between, checks, rewards."""
 
 import asyncio
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from titan_grpo.engines.dialect import dialect
 from titan_grpo.engines.drivers import AsyncDriver
 from titan_grpo.engines.sampling import Sampled, Sampling
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.protocol.version import Label
+from titan_grpo.rollout.asking import Asker
 from titan_grpo.rollout.groups import completion_fault, first_fault, group_fault, request_seed
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.tasks.base import Codec, Task
-from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.samples import Group, Prompt
+
+T = TypeVar("T")
 
 
 class GroupDropped(TitanGrpoError):
@@ -30,45 +34,57 @@ class Interrupted(TitanGrpoError):
 
 
 class Sampler:
-    """Samples groups. One request per completion, so that each has its own seed and one failure is seen alone."""
+    """Samples groups. One request per completion and turn, so that each has its own seed and one failure is seen alone."""
 
-    def __init__(self, spec: RolloutSpec, task: Task, codec: Codec) -> None:
-        self._spec = spec
-        self._task = task
-        self._codec = codec
+    def __init__(self, spec: RolloutSpec, asker: Asker) -> None:
+        self._spec, self._asker = spec, asker
 
     async def group(self, ticket: Ticket, parts: list[Partial], server: Server, driver: AsyncDriver) -> Group:
         """Finish the completions of ``parts``, which always holds what there is, also after an error.
 
         Raises PeerError where the server failed (the other requests are cancelled), Interrupted where it cut completions
-        short, GroupDropped where the result is unfit, and whatever the task raises.
+        short, GroupDropped where the result is unfit, TaskFailed for what the task raises.
         """
-        prompt = self._task.prompt(ticket.index, self._codec)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for sample, part in enumerate(parts):
-                    if not part.finish_reason:
-                        tasks.create_task(self._goes_on(prompt, ticket, sample, parts, server, driver))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        prompt = self._asker.prompt(ticket.index)
+        await at_once([self._finish(prompt, ticket, sample, parts, server, driver) for sample in range(len(parts))])
         if any(not part.finish_reason for part in parts):
             raise Interrupted(f"{server.url} cut {sum(not p.finish_reason for p in parts)} of {len(parts)} completions short")
         completions = [part.completion(server.url) for part in parts]
         if fault := first_fault(completions, self._spec.max_completion_tokens):
             raise GroupDropped(fault)
-        group = Group(prompt, tuple([await self._rewarded(prompt, c) for c in completions]))
+        rewards = await at_once([self._asker.reward(prompt, c) for c in completions])
+        group = Group(prompt, tuple(replace(c, reward=r) for c, r in zip(completions, rewards, strict=True)))
         if fault := group_fault(group, self._spec.group_size, self._spec.max_completion_tokens):
             raise GroupDropped(fault)
         return group
 
+    async def _finish(
+        self, prompt: Prompt, ticket: Ticket, sample: int, parts: list[Partial], server: Server, driver: AsyncDriver
+    ) -> None:
+        """Turn after turn, until the completion ends or an engine cuts it short."""
+        while not parts[sample].finish_reason:
+            if not parts[sample].waits:
+                await self._goes_on(prompt, ticket, sample, parts, server, driver)
+            if not parts[sample].waits:
+                return
+            parts[sample] = await self._told(prompt, parts[sample])
+
+    async def _told(self, prompt: Prompt, part: Partial) -> Partial:
+        """With what the task says to a turn; it is not asked where nothing could follow, or nothing came."""
+        spec, stretches = self._spec, part.stretches()
+        silent = not stretches or not stretches[-1][0]
+        if silent or part.answers + 1 >= spec.max_turns or part.left(spec.max_completion_tokens) < 2:
+            return part.told(None, spec.max_completion_tokens)
+        return part.told(await self._asker.turn(prompt, part), spec.max_completion_tokens)
+
     async def _goes_on(
         self, prompt: Prompt, ticket: Ticket, sample: int, parts: list[Partial], server: Server, driver: AsyncDriver
     ) -> None:
-        """One request, from where the completion stands to its end."""
+        """One request, from where the completion stands to the end of its turn."""
         spec, first, part = self._spec, server.version, parts[sample]
         if first is None:
             raise GroupDropped("version_unknown")
-        seed = request_seed(spec.seed, ticket.index, sample, ticket.attempt)
+        seed = request_seed(spec.seed, ticket.index, sample, ticket.attempt, part.answers)
         label, budget = server.label, spec.max_completion_tokens
         sampling = Sampling(part.left(budget), spec.temperature, seed, label or str(first))
         call = dialect(server.engine).generate((*prompt.token_ids, *part.token_ids), sampling, spec.request_timeout_s)
@@ -81,13 +97,21 @@ class Sampler:
         if spec.kv_recomputed and kv_survived(sampled):
             raise GroupDropped("kv_kept")
         after = part.after(sampled, versions, budget)
+        if self._asker.multi_turn and after.finish_reason == "stop":
+            after = after.waiting()
         if not after.finish_reason and (fault := completion_fault(after.completion(server.url), budget, finished=False)):
             raise GroupDropped(fault)
         parts[sample] = after
 
-    async def _rewarded(self, prompt: Prompt, completion: Completion) -> Completion:
-        text = self._codec.decode(completion.token_ids)
-        return replace(completion, reward=float(await self._task.reward(prompt, text, completion.token_ids)))
+
+async def at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results, in their order. The first error cancels the other calls, and is raised once they have ended."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def made_by(sampled: Sampled, label: str, first: int, last: int) -> tuple[int, ...] | None:

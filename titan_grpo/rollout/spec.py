@@ -19,6 +19,10 @@ class RolloutSpec:
     state: dict[str, Any] = field(default_factory=dict)
     task: str = "digits"
     task_path: str = ""
+    task_concurrency: int = 64
+    task_timeout_s: float = 600.0
+    task_error_budget: int = 0
+    max_turns: int = 8
     seed: int = 0
     prompts_per_step: int = 8
     group_size: int = 8
@@ -47,6 +51,10 @@ class RolloutSpec:
         names: tuple[str, ...] = (
             "task",
             "task_path",
+            "task_concurrency",
+            "task_timeout_s",
+            "task_error_budget",
+            "max_turns",
             "seed",
             "prompts_per_step",
             "group_size",

@@ -12,6 +12,7 @@ from typing import Any
 
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout import messages
+from titan_grpo.rollout.asking import Asker
 from titan_grpo.rollout.dispatch import Dispatcher
 from titan_grpo.rollout.external import External, open_source
 from titan_grpo.rollout.sampler import Sampler
@@ -66,9 +67,9 @@ class Worker:
             await source.start()
             return source
         task = load_task(spec.task, TaskOptions(spec.seed, spec.task_path))
-        sampler = Sampler(spec, task, TextCodec(spec.model_dir))
+        asker = Asker(task, TextCodec(spec.model_dir), spec.task_concurrency, spec.task_timeout_s)
         key = os.environ.get(spec.api_key_env, "") if spec.api_key_env else ""
-        return Dispatcher(spec, sampler, self._out.put, self._fail, key)
+        return Dispatcher(spec, Sampler(spec, asker), self._out.put, self._fail, key)
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error

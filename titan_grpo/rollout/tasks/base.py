@@ -3,12 +3,13 @@
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from titan_grpo.errors import ConfigError
 from titan_grpo.samples import Prompt
 
 BUILT_IN = {
+    "calculator": "titan_grpo.rollout.tasks.calculator:Calculator",
     "digits": "titan_grpo.rollout.tasks.digits:Digits",
     "gsm8k": "titan_grpo.rollout.tasks.gsm8k:Gsm8k",
 }
@@ -34,19 +35,48 @@ class TaskOptions:
     path: str = ""
 
 
-class Task(Protocol):
-    """An endless, seeded sequence of prompts and a reward. Built as ``TheClass(TaskOptions)``, lives in the rollout process."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One stretch of an episode after its prompt: made by the policy (``sampled``), or what the task answered."""
+
+    token_ids: tuple[int, ...]
+    sampled: bool
+    text: str
+
+
+class Prompts(Protocol):
+    """An endless, seeded sequence of prompts. Built as ``TheClass(TaskOptions)``, lives in the rollout process."""
 
     def prompt(self, index: int, codec: Codec) -> Prompt:
         """Prompt ``index`` (0, 1, ...): the same index and seed give the same prompt in every run."""
         ...
+
+
+class Task(Prompts, Protocol):
+    """Prompts and a reward of single completions."""
 
     async def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
         """Reward of one completion, finite. Long computations go to a thread (asyncio.to_thread), never into the loop."""
         ...
 
 
-def load_task(name: str, options: TaskOptions) -> Task:
+@runtime_checkable
+class MultiTurnTask(Prompts, Protocol):
+    """Prompts, a loop of turns and a reward of whole episodes. A class with ``turn`` is one of these."""
+
+    async def turn(self, prompt: Prompt, turns: Sequence[Turn], codec: Codec) -> Sequence[int] | None:
+        """The policy ended its turn, the last of ``turns``: at least one token of context with which it goes on, or None.
+
+        None ends the episode. A call that was cancelled (its server failed, its weights are too old) may be made again.
+        """
+        ...
+
+    async def episode_reward(self, prompt: Prompt, turns: Sequence[Turn]) -> float:
+        """Reward of the whole episode, finite."""
+        ...
+
+
+def load_task(name: str, options: TaskOptions) -> Task | MultiTurnTask:
     """A built-in task, or the class at "package.module:Class". Raises ConfigError if it is not there or refuses its options."""
     path = BUILT_IN.get(name, name)
     module_name, _, class_name = path.partition(":")
@@ -56,5 +86,7 @@ def load_task(name: str, options: TaskOptions) -> Task:
         factory = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"rollout.task {name!r} can not be imported: {error}") from error
-    task: Task = factory(options)
+    task: Task | MultiTurnTask = factory(options)
+    if hasattr(task, "turn") != hasattr(task, "episode_reward"):
+        raise ConfigError(f"rollout.task {name!r} must have both of turn and episode_reward, or neither: it has one of them")
     return task

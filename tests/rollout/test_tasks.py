@@ -1,0 +1,303 @@
+"""Tasks of several turns, how a task is called, and what its own errors may cost."""
+
+import asyncio
+import dataclasses
+import random
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+
+from titan_grpo.engines.sampling import Sampled
+from titan_grpo.errors import ConfigError, PeerError
+from titan_grpo.rollout.asking import Asker, TaskFailed
+from titan_grpo.rollout.budget import WINDOW, ErrorBudget
+from titan_grpo.rollout.client import RolloutClient, RolloutStopped
+from titan_grpo.rollout.groups import request_seed
+from titan_grpo.rollout.partial import Partial
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.tasks.base import TaskOptions, Turn, load_task
+from titan_grpo.samples import Completion, Prompt
+
+DONE = Completion((5, 6), (-0.5, -1.0), "stop", 0, 0, "")
+PROMPT = Prompt(0, (1,))
+
+
+class Letters:
+    """A codec with one token per character."""
+
+    def encode(self, text):
+        return tuple(map(ord, text))
+
+    def decode(self, token_ids):
+        return "".join(map(chr, token_ids))
+
+
+def asker(reward, limit=8, timeout_s=20.0):
+    return Asker(SimpleNamespace(reward=reward), Letters(), limit, timeout_s)
+
+
+def test_the_budget_is_spent_by_one_error_more_than_it_allows_in_any_window():
+    chance = random.Random(3)
+    for allowed in (0, 1, 5):
+        budget, recent = ErrorBudget(allowed), deque(maxlen=WINDOW)
+        for _ in range(2000):
+            failed = chance.random() < allowed / WINDOW
+            recent.append(failed)
+            budget = budget.after(failed)
+            assert budget.spent == (sum(recent) > allowed)
+
+
+def test_an_episode_keeps_its_budget_and_knows_which_tokens_are_the_policys():
+    chance = random.Random(4)
+    for _ in range(500):
+        part, made, budget = Partial(), [], 30
+        while not part.finish_reason:
+            count = chance.randint(1, part.left(budget))
+            ids = tuple(chance.randrange(99) for _ in range(count))
+            made += [(token, -1.0, True) for token in ids]
+            part = part.after(Sampled(ids, (-1.0,) * count, "stop"), (chance.randrange(9),), budget).waiting()
+            context = tuple(chance.randrange(99) for _ in range(chance.randint(1, 9))) if chance.random() < 0.8 else None
+            room = part.left(budget)
+            part = part.told(context, budget)
+            assert part.finish_reason == ("stop" if context is None else "length" if len(context) >= room else "")
+            made += [(token, 0.0, False) for token in context or ()] if not part.finish_reason else []
+        done = part.completion("")
+        assert [t for t, _, _ in made] == list(done.token_ids)
+        assert [p for _, p, _ in made] == list(done.logprobs)
+        assert done.num_sampled == sum(sampled for _, _, sampled in made)
+        assert [sampled for sampled, _ in part.stretches()] == [turn % 2 == 0 for turn in range(2 * part.answers + 1)]
+        assert len(made) <= budget
+
+
+def test_the_seeds_of_an_episodes_turns_differ_and_its_first_is_that_of_a_single_turn():
+    assert request_seed(1, 2, 3, 4, 0) == request_seed(1, 2, 3, 4)
+    assert len({request_seed(1, 2, 3, 4, turn) for turn in range(9)}) == 9
+
+
+def test_no_more_calls_of_a_task_are_in_flight_than_its_limit():
+    async def run():
+        inside, most, full = 0, 0, asyncio.Event()
+
+        async def reward(*_):
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            if inside == 3:
+                full.set()
+            await asyncio.wait_for(full.wait(), 20)
+            inside -= 1
+            return 1.0
+
+        ask = asker(reward, limit=3)
+        rewards = await asyncio.gather(*(ask.reward(PROMPT, DONE) for _ in range(20)))
+        return most, sum(rewards)
+
+    assert asyncio.run(run()) == (3, 20.0)
+
+
+def test_a_call_past_its_deadline_is_the_tasks_error():
+    async def never(*_):
+        await asyncio.Event().wait()
+
+    with pytest.raises(TaskFailed, match="reward failed: TimeoutError") as caught:
+        asyncio.run(asker(never, timeout_s=0.05).reward(PROMPT, DONE))
+    assert caught.value.error.__notes__ == ["rollout.task_timeout_s = 0.05 ran out in the task's reward"]
+
+
+def test_a_servers_error_or_a_cancellation_that_a_task_lets_out_is_the_tasks_error():
+    async def judge(*_):
+        raise PeerError("the judge is down")
+
+    async def cancelled(*_):
+        raise asyncio.CancelledError
+
+    for reward in (judge, cancelled):
+        with pytest.raises(TaskFailed):
+            asyncio.run(asker(reward).reward(PROMPT, DONE))
+
+
+def test_a_cancelled_call_is_cancelled_and_not_the_tasks_error():
+    async def run():
+        entered = asyncio.Event()
+
+        async def reward(*_):
+            entered.set()
+            await asyncio.Event().wait()
+
+        call = asyncio.create_task(asker(reward).reward(PROMPT, DONE))
+        await asyncio.wait_for(entered.wait(), 20)
+        call.cancel()
+        await asyncio.wait([call], timeout=20)
+        return call.cancelled()
+
+    assert asyncio.run(run())
+
+
+@pytest.mark.parametrize("answer", [(), (1, -2), "text"])
+def test_an_answer_that_is_no_tokens_is_the_tasks_error(answer):
+    async def turn(*_):
+        return answer
+
+    task = SimpleNamespace(prompt=turn, turn=turn, episode_reward=turn)
+    with pytest.raises(TaskFailed, match="at least one token id"):
+        asyncio.run(Asker(task, Letters(), 8, 20.0).turn(PROMPT, Partial((1,), (-1.0,), 0, 0)))
+
+
+def test_a_task_with_half_a_loop_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "half_task.py").write_text(
+        "from titan_grpo.rollout.tasks.digits import Digits\nclass Half(Digits):\n    async def turn(self, *_): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="both of turn and episode_reward"):
+        load_task("half_task:Half", TaskOptions())
+
+
+def test_the_calculator_answers_calls_and_rewards_what_the_policy_says_after_them():
+    task, codec = load_task("calculator", TaskOptions(seed=1)), Letters()
+    prompt = task.prompt(4, codec)
+    assert prompt == load_task("calculator", TaskOptions(seed=1)).prompt(4, codec)
+    total = prompt.payload["sum"]
+
+    def turns(*texts):
+        return [Turn(codec.encode(text), place % 2 == 0, text) for place, text in enumerate(texts)]
+
+    assert codec.decode(asyncio.run(task.turn(prompt, turns("so [12+30]"), codec))) == "=42\n"
+    assert asyncio.run(task.turn(prompt, turns("[12+30] is 42"), codec)) is None
+    assert asyncio.run(task.episode_reward(prompt, turns("[1+1]", "=2\n", f"it is {total}"))) == 1
+    assert asyncio.run(task.episode_reward(prompt, turns("[1+1]", "=2\n", "no idea"))) == 0
+    assert asyncio.run(task.episode_reward(prompt, turns(f"[{total}+0]", f"={total}\n"))) == 0
+
+
+GROUP = 2
+
+
+@pytest.fixture
+def start(model_dir):
+    """A factory of started clients of the calculator; changes of the spec as keywords."""
+    clients = []
+    spec = RolloutSpec(
+        model_dir, seed=5, max_staleness=0, prompts_per_step=2, group_size=GROUP, max_completion_tokens=40, task="calculator"
+    )
+
+    def make(**changes):
+        clients.append(RolloutClient(dataclasses.replace(spec, **changes)))
+        clients[-1].start(60)
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close(5)
+
+
+def ids(text):
+    return [ord(c) - 29 for c in text]
+
+
+def text_of(token_ids):
+    return "".join(chr(t + 29) for t in token_ids)
+
+
+EOS = 2
+
+
+@pytest.fixture
+def sums(completion_server):
+    """A server whose model asks the calculator for the prompt's sum, and then says what it was told."""
+    server = completion_server()
+
+    def behaviour(body):
+        question, _, rest = text_of(body["prompt"]).partition("?")
+        *_, answered = rest.rpartition("=")
+        said = f"so {answered.strip(chr(29))}" if "=" in rest else f"[{question.removesuffix('=')}]"
+        tokens = [*ids(said), EOS]
+        return server.answer(tokens, [-1.0] * len(tokens), "stop")
+
+    server.behaviour = behaviour
+    return server
+
+
+@pytest.mark.e2e
+def test_a_tool_loop_makes_episodes_whose_tool_tokens_are_not_trained_on(start, sums):
+    client = start()
+    client.set_server(sums.url, 0, True, "r:0:f")
+    batch = client.next_batch(0, 2, 20)
+    for group in batch:
+        total = str(group.prompt.payload["sum"])
+        for completion in group.completions:
+            stretches = Partial(completion.token_ids, completion.logprobs, sampled=completion.sampled).stretches()
+            call, told, said = (text_of(t for t in tokens if t != EOS) for _, tokens in stretches)
+            assert [sampled for sampled, _ in stretches] == [True, False, True]
+            assert (call[0], told.strip("\x1d\n"), said, completion.reward) == ("[", f"={total}", f"so {total}", 1.0)
+            assert completion.num_sampled == len(completion.token_ids) - len(stretches[1][1])
+            assert {p for p, s in zip(completion.logprobs, completion.sampled, strict=True) if s} == {-1.0}
+    counters = client.counters()
+    assert counters["requests"] == len(sums.bodies) == 2 * GROUP * 2
+    assert counters["tokens"] == sum(c.num_sampled for group in batch for c in group.completions)
+    for body in sums.bodies:
+        longer = [b for b in sums.bodies if len(b["prompt"]) > len(body["prompt"]) and b["prompt"][0] == body["prompt"][0]]
+        assert all(b["max_tokens"] < body["max_tokens"] for b in longer)
+
+
+@pytest.mark.e2e
+def test_the_turns_of_an_episode_are_bounded(start, sums):
+    def always_asks(body):
+        tokens = [*ids("[1+1]"), EOS]
+        return sums.answer(tokens, [-1.0] * len(tokens), "stop")
+
+    sums.behaviour = always_asks
+    client = start(max_turns=3, max_completion_tokens=400)
+    client.set_server(sums.url, 0, True, "r:0:f")
+    batch = client.next_batch(0, 2, 20)
+    parts = [Partial(c.token_ids, c.logprobs, sampled=c.sampled) for group in batch for c in group.completions]
+    assert {part.answers for part in parts} == {2}
+    assert {c.finish_reason for group in batch for c in group.completions} == {"stop"}
+    assert len(sums.bodies) == 3 * 2 * GROUP
+
+
+BROKEN = """
+from titan_grpo.rollout.tasks.calculator import Calculator
+class Broken(Calculator):
+    async def turn(self, prompt, turns, codec):
+        if prompt.index == 0:
+            raise KeyError("the tool is gone")
+        return await super().turn(prompt, turns, codec)
+"""
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """A calculator that fails for its first prompt."""
+    (tmp_path / "broken_tool.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    return "broken_tool:Broken"
+
+
+@pytest.mark.e2e
+def test_a_tasks_errors_within_their_budget_cost_groups_and_not_the_run(start, sums, broken):
+    client = start(task=broken, task_error_budget=3)
+    client.set_server(sums.url, 0, True, "r:0:f")
+    assert [g.prompt.index for g in client.next_batch(0, 2, 20)] == [1, 2]
+    counters = client.counters()
+    assert (counters["dropped.task_error"], counters["skipped"]) == (3, 1)
+
+
+@pytest.mark.e2e
+def test_a_tasks_error_beyond_its_budget_stops_the_run_with_its_traceback(start, sums, broken):
+    client = start(task=broken, task_error_budget=2)
+    client.set_server(sums.url, 0, True, "r:0:f")
+    with pytest.raises(RolloutStopped, match=r"(?s)in turn.*the tool is gone.*task_error_budget allows 2"):
+        client.next_batch(0, 2, 20)
+
+
+@pytest.mark.e2e
+def test_errors_of_servers_never_count_against_the_tasks_budget(start, sums, completion_server):
+    dead, client = completion_server(), start(task_error_budget=0)
+    dead.behaviour = lambda _: (500, {"error": "engine is dead"})
+    client.set_server(dead.url, 0, True, "r:0:f")
+    dead.wait_for_requests(2 * GROUP)
+    client.set_server(sums.url, 0, True, "r:0:f")
+    assert len(client.next_batch(0, 2, 20)) == 2
+    counters = client.counters()
+    assert counters["outages"] >= 1
+    assert "dropped.task_error" not in counters
