@@ -47,6 +47,7 @@ ENDED_BY: dict[str, str] = {
     "titan_grpo/rollout/dispatch.py _ended": DONE,
     "titan_grpo/rollout/external.py _ended": DONE,
     "titan_grpo/rollout/external.py _take_batches": "room for a batch, when the trainer takes one; or close(), by cancelling",
+    "titan_grpo/rollout/sampler.py at_once": DONE,
     "titan_grpo/rollout/worker.py _read_loop": OTHER_END,
     "titan_grpo/rollout/worker.py _serve": "Stop, an error, or the end of the trainer, which the reader turns into Stop",
     "titan_grpo/rollout/worker.py _write_loop": SENTINEL,

@@ -8,13 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from titan_grpo.config import GRPO, JobConfig, Rollout, violations
+from titan_grpo.engines.drivers import AsyncDriver
 from titan_grpo.engines.sampling import Sampled
 from titan_grpo.errors import ConfigError, PeerError
 from titan_grpo.rollout.asking import Asker, TaskFailed
 from titan_grpo.rollout.budget import WINDOW, ErrorBudget
 from titan_grpo.rollout.client import RolloutClient, RolloutStopped
 from titan_grpo.rollout.groups import request_seed
+from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial
+from titan_grpo.rollout.pool import Server
+from titan_grpo.rollout.sampler import Sampler
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.tasks.base import TaskOptions, Turn, load_task
 from titan_grpo.samples import Completion, Prompt
@@ -153,6 +158,16 @@ def test_a_task_with_half_a_loop_is_refused(tmp_path, monkeypatch):
         load_task("half_task:Half", TaskOptions())
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("task_error_budget", -1), ("task_error_budget", 101), ("task_concurrency", 0), ("task_timeout_s", 0.0), ("max_turns", 0)],
+)
+def test_limits_of_a_task_out_of_their_range_are_refused(key, value):
+    (found,) = violations(JobConfig(GRPO(), Rollout(servers=["http://a:1"], **{key: value})))
+    assert found.startswith(f"rollout.{key} must be")
+    assert getattr(RolloutSpec.from_config(Rollout(**{key: value}), "m"), key) == value
+
+
 def test_the_calculator_answers_calls_and_rewards_what_the_policy_says_after_them():
     task, codec = load_task("calculator", TaskOptions(seed=1)), Letters()
     prompt = task.prompt(4, codec)
@@ -167,6 +182,42 @@ def test_the_calculator_answers_calls_and_rewards_what_the_policy_says_after_the
     assert asyncio.run(task.episode_reward(prompt, turns("[1+1]", "=2\n", f"it is {total}"))) == 1
     assert asyncio.run(task.episode_reward(prompt, turns("[1+1]", "=2\n", "no idea"))) == 0
     assert asyncio.run(task.episode_reward(prompt, turns(f"[{total}+0]", f"={total}\n"))) == 0
+
+
+def test_an_episode_that_waited_for_the_task_when_it_was_cancelled_samples_nothing_again(model_dir):
+    spec = RolloutSpec(model_dir, group_size=2, max_completion_tokens=40)
+    sampler = Sampler(spec, Asker(load_task("calculator", TaskOptions()), Letters(), 8, 20.0))
+    said = tuple(map(ord, "it is 7"))
+    parts = [Partial(said, (-1.0,) * len(said), 3, 4, waits=True), Partial((1,), (-1.0,), 4, 4, "stop")]
+    state = Server("http://127.0.0.1:9", 5, True, "r:5:f", "vllm")  # Nobody is there: a request would fail.
+
+    async def run():
+        driver = AsyncDriver(state.url)
+        try:
+            return await sampler.group(Ticket(0), parts, state, driver)
+        finally:
+            await driver.close()
+
+    group = asyncio.run(run())
+    assert [(c.token_ids, c.version_first, c.finish_reason) for c in group.completions] == [
+        (said, 3, "stop"),
+        ((1,), 4, "stop"),
+    ]
+
+
+def test_the_example_of_the_documentation_is_a_task(root):
+    source = (root / "docs" / "tasks.md").read_text().partition("```python\n")[2].partition("```")[0]
+    space = {}
+    exec(source, space)
+    task, codec = space["GuessTheNumber"](TaskOptions(seed=2)), Letters()
+    prompt = task.prompt(3, codec)
+    secret = prompt.payload["secret"]
+    low, right = Turn((1,), True, str(secret - 1)), Turn((1,), True, str(secret))
+    ask = Asker(task, codec, 8, 20.0)
+    assert ask.multi_turn
+    assert codec.decode(asyncio.run(task.turn(prompt, [low], codec))) == " too low. Again: "
+    assert asyncio.run(task.turn(prompt, [low, Turn((2,), False, "?"), right], codec)) is None
+    assert asyncio.run(task.episode_reward(prompt, [right])) == 1.0
 
 
 GROUP = 2
