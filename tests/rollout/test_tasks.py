@@ -19,7 +19,7 @@ from titan_grpo.rollout.groups import request_seed
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.pool import Server
-from titan_grpo.rollout.sampler import Sampler
+from titan_grpo.rollout.sampler import Interrupted, Sampler
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.tasks.base import TaskOptions, Turn, load_task
 from titan_grpo.samples import Completion, Prompt
@@ -203,6 +203,26 @@ def test_an_episode_that_waited_for_the_task_when_it_was_cancelled_samples_nothi
         (said, 3, "stop"),
         ((1,), 4, "stop"),
     ]
+
+
+def test_an_episode_goes_on_elsewhere_when_nobody_knows_what_its_server_holds_after_a_turn(model_dir):
+    spec = RolloutSpec(model_dir, group_size=1, max_completion_tokens=40)
+    sampler = Sampler(spec, Asker(load_task("calculator", TaskOptions()), Letters(), 8, 20.0))
+    said = tuple(map(ord, "[3+4]"))
+    parts = [Partial(said, (-1.0,) * len(said), 3, 4, waits=True)]
+    state = Server("http://127.0.0.1:9", None, False, "", "vllm")
+
+    async def run():
+        driver = AsyncDriver(state.url)
+        try:
+            with pytest.raises(Interrupted):
+                await sampler.group(Ticket(0), parts, state, driver)
+        finally:
+            await driver.close()
+
+    asyncio.run(run())
+    assert parts[0].token_ids == (*said, *map(ord, "=7\n"))
+    assert not parts[0].waits
 
 
 def test_the_example_of_the_documentation_is_a_task(root):

@@ -83,7 +83,7 @@ class Sampler:
         """One request, from where the completion stands to the end of its turn."""
         spec, first, part = self._spec, server.version, parts[sample]
         if first is None:
-            raise GroupDropped("version_unknown")
+            return  # Lost between two turns: nothing was made that is of no version, so the episode goes on elsewhere.
         seed = request_seed(spec.seed, ticket.index, sample, ticket.attempt, part.answers)
         label, budget = server.label, spec.max_completion_tokens
         sampling = Sampling(part.left(budget), spec.temperature, seed, label or str(first))
