@@ -122,13 +122,19 @@ def test_a_servers_error_or_a_cancellation_that_a_task_lets_out_is_the_tasks_err
             asyncio.run(asker(reward).reward(PROMPT, DONE))
 
 
-def test_a_cancelled_call_is_cancelled_and_not_the_tasks_error():
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_cancelled_call_is_cancelled_and_not_the_tasks_error(hides):
     async def run():
         entered = asyncio.Event()
 
         async def reward(*_):
             entered.set()
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if hides:
+                    raise RuntimeError("the tool was cut off") from None
+                raise
 
         call = asyncio.create_task(asker(reward).reward(PROMPT, DONE))
         await asyncio.wait_for(entered.wait(), 20)

@@ -76,13 +76,10 @@ class Asker:
             try:
                 async with asyncio.timeout(self._timeout_s) as deadline:
                     return await ask()
-            except asyncio.CancelledError as error:
+            except (Exception, asyncio.CancelledError) as error:  # A user's code may let out a cancellation of its own.
                 running = asyncio.current_task()
                 if running is None or running.cancelling():
-                    raise
-                # Nobody cancelled us: the task let out a cancellation of its own, which would pass for ours.
-                raise TaskFailed(what, error) from error
-            except Exception as error:  # The boundary to a user's code: told apart, and counted or raised
+                    raise asyncio.CancelledError from error  # Whatever a task makes of our cancelling is none of its errors.
                 if deadline.expired():
                     error.add_note(f"rollout.task_timeout_s = {self._timeout_s:g} ran out in the task's {what}")
                 raise TaskFailed(what, error) from error

@@ -79,7 +79,7 @@ class Partial:
     @property
     def answers(self) -> int:
         """How many of its turns are the task's."""
-        return sum(not sampled for sampled, _ in self.stretches())
+        return sum(not sampled for sampled, _ in groupby(self.sampled))
 
     def left(self, budget: int) -> int:
         """How many tokens it may still get."""
