@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from titan_grpo.engines.launch import Server
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# How long a draw takes says something about who else needs the two cores, and nothing about the code.
+settings.register_profile("shared_cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared_cores")
 
 
 SHARED = {"sglang_site": "sglang", "site": "vllm"}

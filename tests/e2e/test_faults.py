@@ -68,6 +68,7 @@ def small_shm(size: str) -> tuple[str, ...]:
     return command
 
 
+@pytest.mark.long
 def test_a_run_does_not_need_dev_shm(runs, site, small_replay, tmp_path):
     # One image of this model is 1 MB: what 64 MB are to a real one.
     arguments = [*small_replay.arguments, "--training.steps=2"]

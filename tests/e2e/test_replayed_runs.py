@@ -51,6 +51,7 @@ def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(runs, site, s
     assert largest_difference(runs.weights(tmp_path / "earlier"), resumed) > 1e-3
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_with_the_prompts_where_it_stopped(runs, site, tmp_path):
     record = tmp_path / "record.jsonl"
     arguments = [f"--rollout.record_path={record}", "--rollout.max_completion_tokens=8", "--rollout.prompts_per_step=4"]

@@ -258,6 +258,7 @@ def assert_keys_are_demanded_and_hidden(site: Site, manifest: Manifest) -> None:
         assert not any(secret.hex() in text for text in seen)
 
 
+@pytest.mark.long
 def test_two_tensor_parallel_workers_load_their_halves_and_refuse_together(vllm_python, tmp_path):
     args = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
     with served("qwen3", vllm_python, tmp_path, args=args) as site:

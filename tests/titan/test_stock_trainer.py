@@ -20,11 +20,17 @@ def test_the_stock_trainer_learns_on_two_ranks(stock, kind) -> None:
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
     [
-        (1, ()),
-        (2, ("--activation_checkpoint.mode=full", "--compile.enable", "--compile.components=model")),
-        (4, ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2")),
+        pytest.param(1, (), id="one rank"),
+        pytest.param(
+            2,
+            ("--activation_checkpoint.mode=full", "--compile.enable", "--compile.components=model"),
+            id="activation checkpointing and compile",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            4, ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"), id="HSDP"
+        ),
     ],
-    ids=["one rank", "activation checkpointing and compile", "HSDP"],
 )
 def test_losses_and_gradients_do_not_depend_on_how_the_model_is_split(stock, ranks, arguments) -> None:
     run = stock("qwen3", ranks, *arguments)
