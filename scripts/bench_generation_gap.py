@@ -162,7 +162,7 @@ def main() -> int:
     parser.add_argument("--engine", nargs="+", choices=("vllm", "sglang"), default=("vllm", "sglang"))
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--kv", nargs="+", choices=("keep", "recompute"), default=("keep",))
-    parser.add_argument("--stretch", type=float, default=2.0)
+    parser.add_argument("--stretch", type=float, default=1.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = []
