@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from titan_grpo.errors import PeerError
@@ -29,7 +28,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import CheckpointNames
 from titan_grpo.receive.door import Door, knock
 from titan_grpo.receive.engine import Counted, Engine, EngineSide, package_version
-from titan_grpo.receive.workers import OneWorker, Workers
+from titan_grpo.receive.workers import Workers, workers_of
 from titan_grpo.runkey import Key, environment_key
 
 LOADER = "titan_grpo.receive.sglang_plugin.commit"
@@ -120,9 +119,7 @@ def _add_routes() -> None:
 
 def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """Scheduler process, after the model is loaded."""
-    workers: Workers = SglangWorkers(scheduler)
-    if workers.size == 1:
-        workers = OneWorker()
+    workers = workers_of(scheduler.tp_group)
     run_key, key_problem = environment_key(os.environ)
     problem = compatibility(scheduler.server_args) or key_problem
     plugin.side = plugin.make_side(SglangModel(scheduler), workers, problem, run_key)
@@ -143,28 +140,6 @@ def compatibility(args: Any) -> str:
     if LOADER not in (args.custom_weight_loader or []):
         return f"start the server with --custom-weight-loader {LOADER}"
     return ""
-
-
-class SglangWorkers:
-    """The tensor-parallel schedulers of one server."""
-
-    def __init__(self, scheduler: Any) -> None:
-        group = scheduler.tp_group
-        self._group = group.cpu_group
-        self.rank: int = group.rank_in_group
-        self.size: int = group.world_size
-
-    def share(self, value: Any) -> Any:
-        """See Workers."""
-        box = [value]
-        dist.broadcast_object_list(box, group_src=0, group=self._group)
-        return box[0]
-
-    def gather(self, value: str) -> list[str]:
-        """See Workers."""
-        values = [""] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
 
 
 class SglangModel:

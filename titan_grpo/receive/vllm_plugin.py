@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -23,7 +22,7 @@ from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import CheckpointNames
 from titan_grpo.receive.engine import Counted, Engine, EngineSide
-from titan_grpo.receive.workers import OneWorker, Workers
+from titan_grpo.receive.workers import Workers, workers_of
 from titan_grpo.runkey import Key, environment_key
 
 BACKEND = "titan_grpo"
@@ -49,28 +48,6 @@ class RawInfo:
     """A request's body as it came: it is validated where a refusal can be reported instead of raised."""
 
     data: dict[str, Any]
-
-
-class VllmWorkers:
-    """The tensor- and pipeline-parallel workers of one server."""
-
-    def __init__(self) -> None:
-        group = get_world_group()
-        self._group = group.cpu_group
-        self.rank: int = group.rank_in_group
-        self.size: int = group.world_size
-
-    def share(self, value: Any) -> Any:
-        """See Workers."""
-        box = [value]
-        dist.broadcast_object_list(box, group_src=0, group=self._group)
-        return box[0]
-
-    def gather(self, value: str) -> list[str]:
-        """See Workers."""
-        values = [""] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
 
 
 def compatibility(vllm_config: Any) -> tuple[bool, str]:
@@ -134,9 +111,7 @@ class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         repair, problem = compatibility(self.vllm_config)
-        workers: Workers = VllmWorkers()
-        if workers.size == 1:
-            workers = OneWorker()
+        workers = workers_of(get_world_group())
         run_key, key_problem = environment_key(os.environ)
         problem = problem or key_problem
         self._side = self.make_side(VllmModel(self, repair), workers, problem, run_key)
