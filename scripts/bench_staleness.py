@@ -69,7 +69,8 @@ def train(setting: Setting, seed: int, url: str, options: argparse.Namespace, en
         "debug.seed": seed,
     }
     arguments = [text for key, value in values.items() for text in (f"--{key}", str(value))]
-    arguments += ["--grpo.async-weight-update", *(() if setting.corrected else UNCORRECTED)]
+    mode = "async-weight-update" if setting.bound else "no-async-weight-update"
+    arguments += [f"--grpo.{mode}", *(() if setting.corrected else UNCORRECTED)]
     run_logged(torchrun(2, RECIPE, arguments), out / "train.log", env, None)
     rows = list(read_metrics(out / "metrics.jsonl"))[-LAST:]
     return Outcome(

@@ -15,7 +15,7 @@ from titan_grpo.engines.sampling import Sampling
 from titan_grpo.errors import PeerError, ServerRefused
 from titan_grpo.protocol import lease
 from titan_grpo.protocol.version import Label
-from titan_grpo.protocol.wire import Applied, Joined, new_run_id
+from titan_grpo.protocol.wire import Applied, Joined, Staged, new_run_id
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.sync import keeper
@@ -85,8 +85,16 @@ class Sender:
 
     def commit(self, link: LaneLink, weights: Weights, version: int) -> Applied:
         """One transfer and its commit, as a lane does it; the label is ``version`` if the load went well, else what it was."""
+        return self.apply(link, self.stage(link, weights, version), version)
+
+    def stage(self, link: LaneLink, weights: Weights, version: int) -> Staged:
+        """The transfer alone: the receiver has the version, and the server still serves what it served."""
         staged = link.send(NUMBER, version, weights.image, weights.digests, weights.fingerprint)
         assert staged.ok, staged.error
+        return staged
+
+    def apply(self, link: LaneLink, staged: Staged, version: int) -> Applied:
+        """The commit of what ``stage`` brought."""
         before = self.control.label()
         self.control.pause()
         try:
