@@ -3,16 +3,16 @@
 import asyncio
 import hmac
 import json
-import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.ingest import MAX_BYTES, RETRY_AFTER_S, SCHEMA, Incoming, Reply, parse
+from titan_grpo.rollout.serving import Serving
 
 READ_S = 30.0
 """How long a connection may stay silent, in seconds."""
@@ -42,14 +42,11 @@ class Door:
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"rollout.push_address must be an address of this host, got {address!r}: {error}") from error
         self.address = f"{host}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="door", daemon=True)
-        self._thread.start()
+        self._server.begin("door")
 
     def close(self) -> None:
         """Take no further request. Idempotent."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5.0)
+        self._server.end()
 
     def answer(self, method: str, path: str, body: Callable[[], bytes]) -> Reply:
         """Reply to one request, in a connection's thread."""
@@ -85,9 +82,7 @@ class _TooLarge(Exception):
     pass
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False  # an environment that says nothing must not hold up the end of the run
+class _Server(Serving, HTTPServer):
     request_queue_size = 64
 
     def __init__(self, address: tuple[str, int], door: Door) -> None:

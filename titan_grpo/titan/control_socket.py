@@ -9,13 +9,13 @@ import logging
 import os
 import socket
 import socketserver
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from titan_grpo.errors import DataError, PeerError, ServerRefused, ServerUnreachable
+from titan_grpo.rollout.serving import Serving
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,7 @@ class _Handler(socketserver.StreamRequestHandler):
             return {"ok": False, "text": f"a request must be one line of JSON: {error}"}
 
 
-class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    daemon_threads = True
-    block_on_close = False  # a caller that says nothing must not hold up the end of the run
-
+class _Server(Serving, socketserver.UnixStreamServer):
     def __init__(self, address: str, answer: Answer) -> None:
         self.answer = answer
         super().__init__(address, _Handler)
@@ -88,8 +85,7 @@ class ControlSocket:
             except OSError as error:
                 raise ServerRefused(f"{self._path} can not be made a socket: {error}") from error
         self._inode = self._path.stat().st_ino
-        self._thread = threading.Thread(target=self._server.serve_forever, name="control socket", daemon=True)
-        self._thread.start()
+        self._server.begin("control socket")
 
     def _remove_stale(self, address: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -105,10 +101,7 @@ class ControlSocket:
 
     def close(self) -> None:
         """Stop listening and remove the socket. Idempotent; bounded."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join(READ_S)
-        self._server.server_close()
+        self._server.end()
         with suppress(OSError):
             if self._path.stat().st_ino == self._inode:
                 self._path.unlink()

@@ -1,0 +1,69 @@
+"""A real server socket: it sleeps until somebody comes, and ends at once."""
+
+import http.server
+import socketserver
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from titan_grpo.engines.calls import Call
+from titan_grpo.engines.drivers import SyncDriver
+from titan_grpo.errors import ServerUnreachable
+from titan_grpo.rollout.serving import Serving
+
+UPSTREAMS_LOOK_S = 0.5
+"""How often socketserver's own loop wakes."""
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "4")
+        self.end_headers()
+        self.wfile.write(b"true")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+class Web(Serving, http.server.HTTPServer):
+    pass
+
+
+class Unix(Serving, socketserver.UnixStreamServer):
+    pass
+
+
+ASK = Call("GET", "/", 5.0, bool)
+
+
+def switches(thread: threading.Thread) -> int:
+    """How often a thread has gone to sleep."""
+    lines = Path(f"/proc/self/task/{thread.native_id}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("voluntary_ctxt_switches")))
+
+
+def test_it_answers_and_does_not_wake_in_between() -> None:
+    server = Web(("127.0.0.1", 0), Handler)
+    server.begin("web")
+    with SyncDriver(f"http://127.0.0.1:{server.server_address[1]}") as driver:
+        assert driver.run(ASK)
+        thread = next(thread for thread in threading.enumerate() if thread.name == "web")
+        before = switches(thread)
+        threading.Event().wait(2.5 * UPSTREAMS_LOOK_S)
+        assert switches(thread) - before <= 1, "but for the one that it was about to make"
+        server.end()
+        assert not thread.is_alive()
+    with SyncDriver(f"http://127.0.0.1:{server.server_address[1]}") as driver, pytest.raises(ServerUnreachable):
+        driver.run(ASK)
+
+
+def test_it_ends_at_once_and_twice(tmp_path) -> None:
+    server = Unix(str(tmp_path / "socket"), Handler)
+    server.begin("unix")
+    start = time.monotonic()
+    server.end()
+    server.end()
+    assert time.monotonic() - start < UPSTREAMS_LOOK_S / 2
