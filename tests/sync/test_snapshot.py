@@ -17,7 +17,7 @@ from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import Chunk, CopyOp, Layout, assign_writers, copy_ops, learn
 from titan_grpo.sync.cuda_copy import loaded_library
-from titan_grpo.sync.snapshot import Snapshotter
+from titan_grpo.sync.snapshot import CudaCopy, Snapshotter
 
 RANKS = Path(__file__).with_name("snapshot_ranks.py")
 CPU = torch.device("cpu")
@@ -217,3 +217,34 @@ def test_on_a_gpu_a_copy_that_is_late_is_a_sync_error_and_the_host_did_not_wait(
     with pytest.raises(SyncError, match=r"must end within 0\.05 s"):
         copy.wait(0.05)
     assert copy.wait(30.0) > 0
+
+
+class Device:
+    """Stands for an event of a device that is there on GPUs only: done when the test says so."""
+
+    def __init__(self, error: str = "") -> None:
+        self.done, self._error = threading.Event(), error
+
+    def synchronize(self) -> None:
+        assert self.done.wait(10.0)
+        if self._error:
+            raise RuntimeError(self._error)
+
+    def elapsed_time(self, _: "Device") -> float:
+        return 250.0
+
+
+def test_a_device_copy_is_waited_for_asleep_up_to_its_deadline_and_may_be_waited_for_again() -> None:
+    event = Device()
+    copy = CudaCopy(event, event, [])  # type: ignore[arg-type]
+    with pytest.raises(SyncError, match=r"must end within 0\.01 s"):
+        copy.wait(0.01)
+    event.done.set()
+    assert copy.wait(5.0) == 0.25
+
+
+def test_an_error_of_the_device_reaches_who_waits_for_the_copy() -> None:
+    event = Device("an illegal address")
+    event.done.set()
+    with pytest.raises(RuntimeError, match="illegal address"):
+        CudaCopy(event, event, []).wait(5.0)  # type: ignore[arg-type]

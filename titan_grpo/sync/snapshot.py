@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +24,6 @@ from titan_grpo.layout.plan import CopyOp, matrix_shape
 from titan_grpo.sync.cuda_copy import Block, CudaRuntime
 
 logger = logging.getLogger(__name__)
-
-POLL_S = 0.001
-"""How often a waiting worker thread asks whether the device is done: CUDA has no wait with a deadline."""
 
 WIDEST_ITEM = 8
 """Bytes of the widest element that a shard can have (float64)."""
@@ -76,19 +74,28 @@ class CudaCopy(Copy):
         torch.cuda.current_stream().wait_event(self._ended)
 
     def wait(self, timeout_s: float) -> float:
-        """Ask the event until it is done or the deadline is over."""
-        deadline = time.monotonic() + timeout_s
-        pause = threading.Event()
-        while not self._ended.query():
-            if time.monotonic() > deadline:
-                raise SyncError(
-                    f"the copy of this rank's weights must end within {timeout_s:g} s, it did not: this version is not "
-                    "published; a training collective may hang, or the host's memory is not pinned"
-                )
-            pause.wait(POLL_S)
+        """Sleep until the event is done. CUDA has no wait with a deadline: another thread waits, and ends when CUDA does."""
+        done: Future[None] = Future()
+        threading.Thread(target=_synchronize, args=(self._ended, done), name="device copy", daemon=True).start()
+        try:
+            done.result(timeout_s)
+        except TimeoutError:
+            raise SyncError(
+                f"the copy of this rank's weights must end within {timeout_s:g} s, it did not: this version is not "
+                "published; a training collective may hang, or the host's memory is not pinned"
+            ) from None
         self._shards = None
         milliseconds: float = self._started.elapsed_time(self._ended)
         return milliseconds / 1000.0
+
+
+def _synchronize(event: torch.cuda.Event, done: "Future[None]") -> None:
+    try:
+        event.synchronize()
+    except Exception as error:  # noqa: BLE001 - top of a thread: raised where the copy is waited for
+        done.set_exception(error)
+    else:
+        done.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +225,8 @@ class _CudaSide:
         return refusal is None
 
     def start(self, plan: Mapping[str, Sequence[_Task]], shards: Mapping[str, torch.Tensor]) -> CudaCopy:
-        started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # blocking: whoever waits for the end sleeps, where CUDA would spin on a core
+        started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
         with torch.cuda.device(self._device):
             # the optimizer's kernels are still queued on the current stream: read the weights after them
             self._stream.wait_stream(torch.cuda.current_stream(self._device))

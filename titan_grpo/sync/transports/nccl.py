@@ -89,7 +89,10 @@ class NcclTransport(Transport):
             options.rootRank = 0
             with torch.cuda.stream(self._stream):
                 group.broadcast([part], options).wait()
-                self._stream.synchronize()
+                # the stream's own synchronize spins on a core for the whole transfer
+                done = torch.cuda.Event(blocking=True)
+                done.record(self._stream)
+                done.synchronize()
         except RuntimeError as error:
             raise TransferFailed(f"NCCL broadcast of {part.numel()} bytes failed: {str(error).splitlines()[0]}") from error
         finally:
