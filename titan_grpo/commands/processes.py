@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from titan_grpo.engines.processes import wait_process
 from titan_grpo.errors import ConfigError, TitanGrpoError
 from titan_grpo.observe import terminal
 
@@ -80,7 +81,7 @@ def end_group(process: "subprocess.Popen[str]") -> None:
         if process.poll() is None:
             _signal_group(process.pid, number)
             try:
-                process.wait(wait_s)
+                wait_process(process, wait_s)
             except subprocess.TimeoutExpired:
                 continue
     _signal_group(process.pid, signal.SIGKILL)

@@ -18,6 +18,7 @@ from titan_grpo.engines.calls import Call, ignore
 from titan_grpo.engines.drivers import SyncDriver
 from titan_grpo.engines.guard import kill_group
 from titan_grpo.engines.launch_spec import ServerSpec
+from titan_grpo.engines.processes import wait_process
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.runkey import with_run_key
 
@@ -122,11 +123,11 @@ class Server:
         self._owner.close()
         self.signal(signal.SIGCONT)
         try:
-            self._guard.wait(self._grace_s + 5.0)
+            wait_process(self._guard, self._grace_s + 5.0)
         except subprocess.TimeoutExpired:
             self.signal(signal.SIGKILL)
             self._guard.kill()
-            self._guard.wait(5.0)
+            wait_process(self._guard, 5.0)
 
     def _forget_start(self) -> None:
         """What only the start needed. Idempotent."""

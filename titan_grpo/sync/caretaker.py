@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_grpo.config import WeightSync
+from titan_grpo.engines.processes import wait_process
 from titan_grpo.protocol.lease import Terms
 from titan_grpo.protocol.points import Passing, Point
 from titan_grpo.runkey import KEY_VARIABLES
@@ -120,7 +121,7 @@ class Caretaker:
         for killed in self._killed:
             killed.poll()
         try:
-            self._process.wait(CLOSE_S)
+            wait_process(self._process, CLOSE_S)
         except subprocess.TimeoutExpired:
             logger.warning("process %s still looks after servers that were left paused: %s", self.pid, sorted(self._open))
 
