@@ -285,7 +285,7 @@ def test_a_recorded_run_replays_bit_for_bit(start, completion_server, tmp_path):
 
 def test_a_killed_process_surfaces_in_next_batch(start):
     client = start()
-    psutil.Process(client._process.pid).send_signal(signal.SIGKILL)
+    psutil.Process(client._link.pid).send_signal(signal.SIGKILL)
     with pytest.raises(RolloutStopped, match="ended with exit code -9"):
         client.next_batch(0, PER_STEP, 20)
 
@@ -319,7 +319,7 @@ def test_close_ends_a_process_with_requests_in_flight(start, completion_server):
     server.behaviour = server.hang
     client.set_server(server.url, 0, True, "0")
     server.wait_for_requests(GROUP)
-    child = psutil.Process(client._process.pid)
+    child = psutil.Process(client._link.pid)
     begin = time.monotonic()
     client.close(10)
     assert time.monotonic() - begin < 5

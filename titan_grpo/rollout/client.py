@@ -1,39 +1,28 @@
-"""The trainer's handle of the rollout process. Owned by rank 0; only next_batch, start and close wait, with deadlines."""
+"""The trainer's handle of its rollouts, wherever they are made. Owned by rank 0; only next_batch, start, drain, in_flight and
+close wait, with deadlines."""
 
 import logging
-import os
-import queue
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from dataclasses import replace
 from itertools import accumulate, count
-from multiprocessing.connection import Connection
 from typing import Any
 
 from titan_grpo.errors import ConfigError, DataError, TitanGrpoError
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.cursor import Cursor
+from titan_grpo.rollout.link import Forgotten, Heard, Link, RolloutStopped
+from titan_grpo.rollout.local import LocalLink
 from titan_grpo.rollout.records import GroupRecorder
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Group
 
 logger = logging.getLogger(__name__)
 
-DISTRIBUTED_PREFIXES = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
-DISTRIBUTED_NAMES = frozenset({"RANK", "WORLD_SIZE"})
-
-
 DRAIN_MARGIN_S = 5.0
 """How much longer than its deadline a drain waits for the rollout process's word, in seconds."""
-
-
-class RolloutStopped(TitanGrpoError):
-    """The rollout process ended, or stopped delivering: no further batch can come."""
 
 
 class RolloutsLate(RolloutStopped):
@@ -41,10 +30,16 @@ class RolloutsLate(RolloutStopped):
 
 
 class RolloutClient:
-    """Starts the rollout process, tells it versions, takes finished groups from it."""
+    """Has rollouts made at the other end of a link: tells it versions, takes finished groups from it.
 
-    def __init__(self, spec: RolloutSpec, record_path: str = "") -> None:
+    What the far end forgets (``Forgotten``) it is told anew: finished groups are kept, since they hold their prompts and
+    their places in the admission, and those that were being made are made again.
+    """
+
+    def __init__(self, spec: RolloutSpec, record_path: str = "", link: Link | None = None) -> None:
+        """``link``: a child process unless another one is given."""
         self._spec = spec
+        self._link: Link = link if link is not None else LocalLink()
         self._cursor = Cursor.from_state(spec.state.get("cursor", {}))
         self._own: dict[str, int] = {k: int(v) for k, v in spec.state.get("counters", {}).items()}
         self._theirs: dict[str, int] = {}
@@ -52,33 +47,22 @@ class RolloutClient:
         self._ready: dict[int, messages.GroupDone] = {}
         self._load: dict[str, int] | None = None
         self._error: TitanGrpoError | None = None
-        self._started = self._closing = self._hurried = False
+        self._running = self._started = self._closing = self._hurried = False
         self._numbers = count()
         self._drains: dict[int, str] = {}
+        self._servers: dict[str, messages.ServerState] = {}
+        self._version = spec.base_version
+        self._places = 0
+        """Groups used since the start, less those that made no version."""
         self._changed = threading.Condition()
-        self._out: queue.SimpleQueue[messages.ToWorker | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, timeout_s: float = 120.0) -> None:
-        """Start the process and wait until its task and tokenizer are loaded.
+        """Start the far end and wait until its task and tokenizer are loaded.
 
         Raises ConfigError or DataError as the task or the tokenizer does, RolloutStopped past the deadline.
         """
-        ours, theirs = socket.socketpair()
-        self._socket = ours
-        command = [sys.executable, "-m", "titan_grpo.rollout.worker", "--fd", str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command, env=_environment(os.environ), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-        )
-        theirs.close()
-        # A second descriptor: the socket can then be shut down while threads sit in the connection.
-        self._connection: Connection[Any, Any] = Connection(os.dup(ours.fileno()))
-        self._connection.send(self._spec)
-        for target in (self._send_loop, self._receive_loop):
-            thread = threading.Thread(target=target, name=f"rollout-{target.__name__.strip('_')}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._running = True
+        self._link.start(self._spec, self._take, timeout_s)
         with self._changed:
             self._changed.wait_for(lambda: self._started or self._error is not None, timeout_s)
             self._raise_latched()
@@ -91,11 +75,15 @@ class RolloutClient:
         ``label`` is the version label as the server knows it, used as the cache salt of its requests. ``engine`` is the name
         of its dialect; it may be empty as long as nothing else is known either.
         """
-        self._out.put(messages.ServerState(url, version, accepting, label, engine))
+        with self._changed:
+            self._servers[url] = messages.ServerState(url, version, accepting, label, engine)
+            self._link.send(self._servers[url])
 
     def remove_server(self, url: str) -> None:
         """A server left the run: what runs on it is made elsewhere. Any thread; never blocks."""
-        self._out.put(messages.ServerLeft(url))
+        with self._changed:
+            self._servers.pop(url, None)
+            self._link.send(messages.ServerLeft(url))
 
     def drain(self, url: str, within_s: float) -> None:
         """Wait until nothing runs on a server, which the ledger says takes nothing meanwhile; past ``within_s`` seconds what
@@ -103,7 +91,7 @@ class RolloutClient:
         with self._changed:
             number = next(self._numbers)
             self._drains[number] = url
-            self._out.put(messages.Drain(url, number, 0.0 if self._hurried else within_s))
+            self._link.send(messages.Drain(url, number, 0.0 if self._hurried else within_s), within_s + DRAIN_MARGIN_S)
             over = lambda: number not in self._drains or self._error is not None or self._closing  # noqa: E731
             self._changed.wait_for(over, within_s + DRAIN_MARGIN_S)
             self._drains.pop(number, None)
@@ -113,19 +101,21 @@ class RolloutClient:
         with self._changed:
             self._hurried = True
             for number, url in self._drains.items():
-                self._out.put(messages.Drain(url, number, 0.0))
+                self._link.send(messages.Drain(url, number, 0.0), DRAIN_MARGIN_S)
 
     def in_flight(self, timeout_s: float = 1.0) -> dict[str, int]:
         """Requests in flight by server URL; empty if the rollout process does not say within ``timeout_s`` seconds."""
         with self._changed:
             self._load = None
-            self._out.put(messages.AskLoad())
+            self._link.send(messages.AskLoad(), timeout_s)
             self._changed.wait_for(lambda: self._load is not None or self._error is not None, timeout_s)
             return dict(self._load or {})
 
     def set_trainer_version(self, version: int) -> None:
         """Tell the version the trainer is at: groups in flight that can no longer be used are aborted. Never blocks."""
-        self._out.put(messages.TrainerVersion(version))
+        with self._changed:
+            self._version = version
+            self._link.send(messages.TrainerVersion(version))
 
     def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
         """The groups for the trainer at ``version``: ``count`` of them, as ``rollout.consume`` orders them, none staler than
@@ -150,7 +140,8 @@ class RolloutClient:
             for item in done:
                 self._cursor.use(item.ticket.index)
             self._count("consumed_groups", len(done))
-        self._out.put(messages.Used(tuple(chosen)))
+            self._places += len(done)
+            self._link.send(messages.Used(tuple(chosen)))
         groups = [item.group for item in done]
         if self._record is not None:
             self._record.write(version, groups)
@@ -169,7 +160,8 @@ class RolloutClient:
         """``count`` consumed groups made no version (left out, or their step was skipped): as many more may start."""
         with self._changed:
             self._count("unversioned_groups", count)
-        self._out.put(messages.Unversioned(count))
+            self._places -= count
+            self._link.send(messages.Unversioned(count))
 
     def counters(self) -> dict[str, int]:
         """Counts so far, resumed ones included: ``consumed_groups``, ``requests``, ``tokens``, ``outages``, ``skipped``,
@@ -186,45 +178,22 @@ class RolloutClient:
             return {"cursor": self._cursor.state(), "counters": counts}
 
     def close(self, deadline_s: float = 10.0) -> None:
-        """Stop the process (killed past the deadline) and the threads. Idempotent; raises nothing."""
+        """End the far end and the link, within the deadline. Idempotent; raises nothing."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._out.put(messages.Stop())
-        self._out.put(None)
-        if self._process is not None:
-            try:
-                self._process.wait(deadline_s)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait(5.0)
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            for thread in self._threads:
-                thread.join(5.0)
-            self._connection.close()
-            self._socket.close()
-            self._process = None
+        self._link.close(deadline_s)
+        self._running = False
         if self._record is not None:
             self._record.close()
 
-    def _send_loop(self) -> None:
-        while (message := self._out.get()) is not None:
-            try:
-                self._connection.send(message)
-            except OSError:
-                return  # The process is gone; the receiving thread reports it.
-
-    def _receive_loop(self) -> None:
-        try:
-            while True:
-                self._take(self._connection.recv())
-        except (EOFError, OSError):
-            self._latch(RolloutStopped(f"the rollout process ended with {self._exit_status()}; its last output is above"))
-        except Exception as error:  # noqa: BLE001 - top of a thread: latched, and raised by next_batch
-            self._latch(RolloutStopped(f"the rollout process sent something unreadable: {error!r}"))
-
-    def _take(self, message: messages.FromWorker) -> None:
+    def _take(self, message: Heard) -> None:
+        if isinstance(message, TitanGrpoError):
+            self._latch(message)
+            return
+        if isinstance(message, Forgotten):
+            self._tell_anew(message)
+            return
         if isinstance(message, messages.Failed):
             kinds = {"config": ConfigError, "data": DataError}
             self._latch(kinds.get(message.kind, RolloutStopped)(message.text))
@@ -246,12 +215,32 @@ class RolloutClient:
         if isinstance(message, messages.Event):
             logger.warning("rollout: %s", message.text)
 
+    def _tell_anew(self, forgotten: Forgotten) -> None:
+        with self._changed:
+            for name, number in self._theirs.items():
+                self._count(name, number)
+            self._theirs = {}
+            # What ran is gone with the far end: drains have nothing to wait for any more.
+            self._drains.clear()
+            self._count("sessions_lost", 1)
+            spec = replace(
+                self._spec,
+                state={"cursor": self._cursor.state()},
+                places=self._places + len(self._ready),
+                waiting={index: len(done.group.completions) for index, done in self._ready.items()},
+            )
+            forgotten.tell(spec, (messages.TrainerVersion(self._version), *self._servers.values()))
+            self._changed.notify_all()
+        logger.warning(
+            "rollout: the far end forgot this run; %d finished groups are kept, others made again", len(spec.waiting)
+        )
+
     def _drop_stale(self, version: int) -> None:
         bound = self._spec.max_staleness
         stale = [i for i, item in self._ready.items() if too_stale(item.group.version, version, bound)]
         for index in stale:
             self._count("dropped.stale", 1)
-            self._out.put(messages.GiveBack(self._ready.pop(index).ticket))
+            self._link.send(messages.GiveBack(self._ready.pop(index).ticket))
 
     def _late(self, version: int, count: int, timeout_s: float) -> RolloutsLate:
         return RolloutsLate(
@@ -272,16 +261,8 @@ class RolloutClient:
     def _raise_latched(self) -> None:
         if self._error is not None:
             raise self._error
-        if self._process is None:
+        if not self._running:
             raise RolloutStopped("the rollout client is not running: start it first, and do not use it after close")
-
-    def _exit_status(self) -> str:
-        process = self._process
-        if process is None:
-            return "its client"
-        with suppress(subprocess.TimeoutExpired):
-            return f"exit code {process.wait(5.0)}"
-        return "its connection closed while it still runs"
 
 
 def consumption_order(ready: Mapping[int, messages.GroupDone], consume: str) -> list[int]:
@@ -289,9 +270,3 @@ def consumption_order(ready: Mapping[int, messages.GroupDone], consume: str) -> 
     if consume == "freshest":
         return sorted(ready, key=lambda index: (-ready[index].group.version, index))
     return sorted(ready)
-
-
-def _environment(base: Mapping[str, str]) -> dict[str, str]:
-    """The process is no rank of torchrun's and has no business on a GPU."""
-    kept = {k: v for k, v in base.items() if k not in DISTRIBUTED_NAMES and not k.startswith(DISTRIBUTED_PREFIXES)}
-    return kept | {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}

@@ -11,7 +11,6 @@ from titan_grpo.protocol import admission
 from titan_grpo.protocol.admission import Admission, too_stale
 from titan_grpo.rollout import budget, messages
 from titan_grpo.rollout.asking import TaskFailed
-from titan_grpo.rollout.cursor import Cursor
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial, oldest, worth_keeping
 from titan_grpo.rollout.pool import Pool, Server
@@ -57,8 +56,8 @@ class Dispatcher:
     ) -> None:
         self._spec, self._sampler, self._send, self._fail, self._api_key = spec, sampler, send, fail, api_key
         self._pool = Pool(spec.max_concurrent_requests)
-        self._admission = Admission(spec.base_version, spec.prompts_per_step, spec.max_staleness)
-        self._fresh = Cursor.from_state(spec.state.get("cursor", {})).unused()
+        self._admission = Admission(spec.base_version, spec.prompts_per_step, spec.max_staleness, spec.places)
+        self._fresh = spec.unused_prompts()
         self._again: deque[tuple[Ticket, str]] = deque()
         self._running: dict[asyncio.Task[None], Running] = {}
         self._drivers: dict[str, AsyncDriver] = {}

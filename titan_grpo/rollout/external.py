@@ -13,7 +13,6 @@ from dataclasses import replace
 from titan_grpo.engines.drivers import AsyncDriver, HttpRefused
 from titan_grpo.errors import ConfigError, DataError, PeerError, ServerRefused
 from titan_grpo.rollout import atropos, messages
-from titan_grpo.rollout.cursor import Cursor
 from titan_grpo.rollout.door import Door
 from titan_grpo.rollout.ingest import Desk, Incoming, Reply
 from titan_grpo.rollout.messages import Ticket
@@ -38,8 +37,8 @@ class External:
 
     def __init__(self, spec: RolloutSpec, send: Send, fail: Fail) -> None:
         self._spec, self._send, self._fail = spec, send, fail
-        self._indices = Cursor.from_state(spec.state.get("cursor", {})).unused()
-        self._waiting: dict[int, int] = {}
+        self._indices = spec.unused_prompts()
+        self._waiting = dict(spec.waiting)
         self._versions: dict[str, int] = {}
         self._counts: Counter[str] = Counter()
         self._trainer_version = spec.base_version

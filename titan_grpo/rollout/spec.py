@@ -1,9 +1,11 @@
 """What the rollout process is told once, at its start."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from titan_grpo.config import Rollout
+from titan_grpo.rollout.cursor import Cursor
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,25 @@ class RolloutSpec:
     """Servers throw the KV of running requests away at each commit (``weight_sync.kv_after_update``)."""
     max_concurrent_requests: int = 64
     request_timeout_s: float = 300.0
+    stream_completions: bool = True
     api_key_env: str = ""
     source: str = "task"
     atropos_url: str = ""
     push_address: str = ""
     push_key_env: str = ""
+    places: int = 0
+    """Groups of before that hold places in the admission from base_version on: a far end that was restarted starts there."""
+    waiting: dict[int, int] = field(default_factory=dict)
+    """Prompt index -> completions of the finished groups that the trainer has and did not use yet."""
     registration: dict[str, Any] = field(default_factory=dict)
     """What an Atropos API is told of the run (fields of ``atropos.Registration``, without batch_size)."""
+
+    def unused_prompts(self) -> Iterator[int]:
+        """Indices of the prompts whose groups nobody has made, in order, without end. Raises DataError for a bad ``state``."""
+        cursor = Cursor.from_state(self.state.get("cursor", {}))
+        for index in self.waiting:
+            cursor.use(index)
+        return cursor.unused()
 
     @classmethod
     def from_config(
@@ -67,6 +81,7 @@ class RolloutSpec:
             "max_staleness",
             "max_concurrent_requests",
             "request_timeout_s",
+            "stream_completions",
             "api_key_env",
         )
         names += ("source", "atropos_url", "push_address", "push_key_env")
