@@ -28,6 +28,7 @@ FIRST = "tests/e2e/"
 """What takes longest comes first, so that no worker is left alone with it in the end."""
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files stay whole, on one worker (``--dist loadgroup``); those that share a server go together."""
     groups: dict[Path, str] = {}

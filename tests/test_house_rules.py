@@ -1,6 +1,7 @@
 """The house rules that a machine can check: sizes, docstrings, broad handlers, texts, and that the README is true."""
 
 import ast
+import os
 import re
 import statistics
 from collections.abc import Iterator
@@ -159,3 +160,9 @@ def test_scripts_are_executable_and_strict(root) -> None:
     for script in scripts:
         assert script.stat().st_mode & 0o111, f"{script.name} is not executable"
         assert "set -euo pipefail" in script.read_text(), f"{script.name} goes on after an error"
+
+
+def test_files_that_share_a_server_stay_on_one_worker(request) -> None:
+    """Where the plugin does not see the groups, every server is started by every worker, and nothing else tells."""
+    if os.environ.get("PYTEST_XDIST_WORKER") and request.config.getvalue("loadgroup"):
+        assert request.node.nodeid.endswith("@tests/test_house_rules.py")
