@@ -1,6 +1,7 @@
 """Runs on the same recorded rollouts end in the same weights: resumed, split over ranks, accumulated."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,10 @@ SMOOTH = ["--optimizer.eps=1e-2", "--weight_sync.wire_dtype=float32"]
 
 @pytest.fixture(scope="module")
 def whole(runs, site, small_replay, tmp_path_factory) -> Path:
-    """Six steps on two ranks in one go."""
+    """Six steps on two ranks in one go, with a checkpoint in the middle."""
     out = tmp_path_factory.mktemp("whole")
-    summary = runs.complete(out, [site.url], *small_replay.arguments, *SMOOTH, "--training.steps=6", nproc=2)
+    arguments = [*small_replay.arguments, *SMOOTH, "--checkpoint.interval=3", "--training.steps=6"]
+    summary = runs.complete(out, [site.url], *arguments, nproc=2)
     assert summary["versions_committed"][site.url]["last"] == 6
     return out
 
@@ -32,19 +34,18 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
 
 
 def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(runs, site, small_replay, whole, tmp_path):
-    arguments = [*small_replay.arguments, *SMOOTH, "--checkpoint.interval=3"]
-    runs.complete(tmp_path, [site.url], *arguments, "--training.steps=3", nproc=2)
-    halfway = site.label()
-    assert halfway.version == 3
-    summary = runs.complete(tmp_path, [site.url], *arguments, "--training.steps=6", nproc=2)
+    before = site.label()
+    shutil.copytree(whole / "checkpoint/step-3", tmp_path / "checkpoint/step-3")
+    arguments = [*small_replay.arguments, *SMOOTH, "--checkpoint.interval=3", "--training.steps=6"]
+    summary = runs.complete(tmp_path, [site.url], *arguments, nproc=2)
     assert summary["steps"] == 3
     committed = summary["versions_committed"][site.url]["committed"]
     assert (committed[0], committed[-1]) == (3, 6), "the resumed version is published first, and again: it is another run's"
-    assert site.label().run_id > halfway.run_id
+    assert site.label().run_id > before.run_id
     expected, resumed = runs.weights(whole / "hf"), runs.weights(tmp_path / "hf")
     assert largest_difference(expected, runs.weights(runs.model)) > 1e-3, "training must have changed the weights"
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
-    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [4, 5, 6]
     export(runs, tmp_path, 6, tmp_path / "exported")
     assert (tmp_path / "exported/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
     export(runs, tmp_path, 3, tmp_path / "earlier")
