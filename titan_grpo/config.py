@@ -128,7 +128,11 @@ class Rollout:
     """Requests in flight on one server."""
 
     request_timeout_s: float = 300.0
-    """Deadline of one generation request, in seconds."""
+    """Deadline of one generation request, in seconds. With stream_completions that of each silence of its answer."""
+
+    stream_completions: bool = True
+    """Have completions sent in pieces of 32 tokens: when a connection breaks, they go on at another server from the last piece.
+    false: they come whole at their end, and a broken connection loses what was made."""
 
     batch_timeout_s: float = 1800.0
     """How long the trainer waits for one step's groups before it stops the run, in seconds."""

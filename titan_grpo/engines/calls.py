@@ -9,6 +9,14 @@ from titan_grpo.errors import ServerRefused
 T = TypeVar("T")
 
 
+class HttpRefused(ServerRefused):
+    """A non-2xx answer, or an error in the middle of one. ``status`` is its HTTP status code."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
     """One HTTP request and the pure function that turns its 2xx answer into a value.

@@ -3,13 +3,15 @@
 import asyncio
 import json
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from titan_grpo.engines.calls import Call
-from titan_grpo.errors import ServerRefused, ServerUnreachable
+from titan_grpo.engines.calls import Call, HttpRefused
+from titan_grpo.errors import ServerUnreachable
+
+__all__ = ["AsyncDriver", "HttpRefused", "Sink", "SyncDriver", "public_url"]
 
 T = TypeVar("T")
 BODY_CHARS = 300
@@ -19,12 +21,18 @@ KEEPALIVE_S = 1.0
 that meets the closing connection fails with a read error although nothing is wrong (met in practice on a busy host)."""
 
 
-class HttpRefused(ServerRefused):
-    """A non-2xx answer. ``status`` is its HTTP status code."""
+class Sink(Protocol):
+    """Who takes a streamed answer."""
 
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
+    def take(self, chunk: bytes) -> None:
+        """The next bytes of its body; raises for what it can not be."""
+
+    def end(self) -> None:
+        """The body ended; raises likewise."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing of the answer is missing."""
 
 
 def public_url(url: str) -> str:
@@ -49,12 +57,16 @@ def _limits(connections: int) -> httpx.Limits:
 
 
 def _finish(call: Call[T], url: str, response: httpx.Response) -> T:
+    _succeeded(call, url, response)
+    return call.parse(_decode(response))
+
+
+def _succeeded(call: Call[Any], url: str, response: httpx.Response) -> None:
     if not response.is_success:
         body = response.text[:BODY_CHARS]
         raise HttpRefused(
             f"{url}: {call.method} {call.path} was refused with {response.status_code}: {body}", response.status_code
         )
-    return call.parse(_decode(response))
 
 
 def _decode(response: httpx.Response) -> Any:
@@ -64,8 +76,12 @@ def _decode(response: httpx.Response) -> Any:
         return None
 
 
-def _unreachable(call: Call[Any], url: str, error: Exception) -> ServerUnreachable:
+def _unreachable(call: Call[Any], url: str, error: Exception, began: bool = False) -> ServerUnreachable:
     cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if began:
+        return ServerUnreachable(
+            f"{url}: {call.method} {call.path} broke off, or was silent for {call.timeout_s:g} s ({cause})"
+        )
     return ServerUnreachable(f"{url}: {call.method} {call.path} got no answer within {call.timeout_s:g} s ({cause})")
 
 
@@ -141,6 +157,39 @@ class AsyncDriver:
         except (httpx.HTTPError, TimeoutError) as error:
             raise _unreachable(call, self.url, error) from error
         return _finish(call, self.url, response)
+
+    async def stream(self, call: Call[Any], sink: Sink) -> None:
+        """Execute, and hand the body of a 2xx answer to ``sink`` as it comes.
+
+        ``call.timeout_s`` bounds the time to the first byte and each silence after it, not the whole. Raises as ``run`` does,
+        ServerUnreachable too where the body ends before the sink has all; once it has, nothing is wrong any more.
+        """
+        began, clock = False, asyncio.get_running_loop().time
+        try:
+            async with (
+                asyncio.timeout(call.timeout_s) as silence,
+                self._client.stream(
+                    call.method,
+                    call.path,
+                    params=dict(call.params),
+                    json=call.json,
+                    timeout=None,
+                    headers=self._keys.headers(call),
+                ) as response,
+            ):
+                if not response.is_success:
+                    await response.aread()
+                    _succeeded(call, self.url, response)
+                async for chunk in response.aiter_bytes():
+                    began = True
+                    silence.reschedule(clock() + call.timeout_s)
+                    sink.take(chunk)
+            sink.end()
+        except (httpx.HTTPError, TimeoutError) as error:
+            if not sink.whole:
+                raise _unreachable(call, self.url, error, began) from error
+        if not sink.whole:
+            raise _unreachable(call, self.url, EOFError("the answer has no end"), began)
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""

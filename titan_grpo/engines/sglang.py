@@ -7,15 +7,17 @@ admin key everywhere else. ``/server_info`` answers with both keys in clear text
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_grpo.engines.calls import Call, ignore, want
+from titan_grpo.engines.calls import Call, HttpRefused, ignore, want
 from titan_grpo.engines.sampling import Sampled, Sampling, logprob, salt, version_spans
+from titan_grpo.engines.streamed import INTERVAL, Piece, StreamedCall
 from titan_grpo.errors import ServerRefused
 
 NAME = "sglang"
 GENERATE = "/generate"
+BAD_REQUEST = 400
 LOADER = "titan_grpo.receive.sglang_plugin.commit"
 """Our custom weight loader, as the server was started with it (``--custom-weight-loader``)."""
 
@@ -168,6 +170,36 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
     return Call("POST", GENERATE, timeout_s, parse_sampled, json=body)
 
 
+def stream(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> StreamedCall:
+    """``generate`` with the answer in pieces. Each has all tokens so far, unless the server runs with
+    ``--incremental-streaming-output``, as ours do."""
+    call = generate(prompt_ids, sampling, timeout_s)
+    parameters = {**call.json["sampling_params"], "stream_interval": INTERVAL}
+    return StreamedCall(replace(call, json={**call.json, "sampling_params": parameters, "stream": True}), parse_piece)
+
+
+def parse_piece(event: Any) -> Piece:
+    """Read one event of a streamed answer, whichever of both kinds it is: it counts the tokens so far, so what it has are the
+    last of them. (A list of all tokens may have got longer than that before it was sent.)
+
+    A status code at its end is what an unstreamed answer would be refused with. Raises HttpRefused for it.
+    """
+    meta = want(event, "meta_info", dict, GENERATE)
+    ids = want(event, "output_ids", list, GENERATE)
+    entries = want(meta, "output_token_logprobs", list, GENERATE) if ids else []
+    count = int(want(meta, "completion_tokens", int, GENERATE))
+    reason = meta.get("finish_reason")
+    ended = want(reason, "type", str, GENERATE) if reason is not None else ""
+    status = reason.get("status_code") if reason is not None else None
+    if ended == "abort" and isinstance(status, int) and status >= BAD_REQUEST:
+        raise HttpRefused(f"{GENERATE} broke its answer off: {str(reason)[:300]}", status)
+    start = max(count - len(ids), 0)
+    # An answer that ends in the queue has the one last token and the log-probabilities of all.
+    ids, entries = ids[: count - start], entries[start if len(entries) >= count else 0 :][: count - start]
+    spans = version_spans(meta.get("weight_versions"), GENERATE)
+    return Piece(tuple(int(t) for t in ids), tuple(_first(e) for e in entries), ended, spans, _retractions(meta), start)
+
+
 def score(token_ids: Sequence[int], timeout_s: float, cache_salt: str = "") -> Call[tuple[float, ...]]:
     """Log-probabilities of a given sequence under the server's weights, at temperature 1.
 
@@ -193,9 +225,12 @@ def parse_sampled(answer: Any) -> Sampled:
     entries = want(meta, "output_token_logprobs", list, GENERATE)
     reason = want(want(meta, "finish_reason", dict, GENERATE), "type", str, GENERATE)
     spans = version_spans(meta.get("weight_versions"), GENERATE)
+    return Sampled(tuple(int(t) for t in ids), tuple(_first(entry) for entry in entries), reason, spans, _retractions(meta))
+
+
+def _retractions(meta: Mapping[str, Any]) -> int | None:
     count = meta.get("num_retractions")
-    retractions = count if isinstance(count, int) else None
-    return Sampled(tuple(int(t) for t in ids), tuple(_first(entry) for entry in entries), reason, spans, retractions)
+    return count if isinstance(count, int) else None
 
 
 def _parse_scores(answer: Any, count: int) -> tuple[float, ...]:

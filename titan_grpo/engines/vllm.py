@@ -4,10 +4,12 @@ The routes for weight transfer and pausing exist only where the server runs with
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from titan_grpo.engines.calls import Call, ignore, want
 from titan_grpo.engines.sampling import Sampled, Sampling, logprob, salt, version_spans
+from titan_grpo.engines.streamed import INTERVAL, Piece, StreamedCall
 from titan_grpo.errors import ServerRefused
 
 NAME = "vllm"
@@ -130,6 +132,21 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
     return Call("POST", COMPLETIONS, timeout_s, parse_sampled, json=body)
 
 
+def stream(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> StreamedCall:
+    """``generate`` with the answer in pieces. Which weights made which token is said in the last one only (from 0.33 on)."""
+    call = generate(prompt_ids, sampling, timeout_s)
+    return StreamedCall(replace(call, json={**call.json, "stream": True, "stream_interval": INTERVAL}), parse_piece)
+
+
+def parse_piece(event: Any) -> Piece:
+    """Read one event of a streamed answer; one without a choice says nothing of tokens."""
+    if want(event, "choices", list, COMPLETIONS) == []:
+        return Piece()
+    choice = _only_choice(event)
+    sampled = _read(choice, choice.get("finish_reason") or "")
+    return Piece(sampled.token_ids, sampled.logprobs, sampled.finish_reason, sampled.versions)
+
+
 def score(token_ids: Sequence[int], timeout_s: float, cache_salt: str = "") -> Call[tuple[float, ...]]:
     """Log-probabilities of a given sequence under the server's weights, at temperature 1.
 
@@ -153,11 +170,14 @@ def score(token_ids: Sequence[int], timeout_s: float, cache_salt: str = "") -> C
 def parse_sampled(answer: Any) -> Sampled:
     """Read one choice of /v1/completions. Comparing lengths is the caller's: a mismatch is a sample to drop, not an outage."""
     choice = _only_choice(answer)
+    return _read(choice, str(choice.get("finish_reason")))
+
+
+def _read(choice: Mapping[str, Any], reason: str) -> Sampled:
     ids = want(choice, "token_ids", list, COMPLETIONS)
     logprobs = want(want(choice, "logprobs", dict, COMPLETIONS), "token_logprobs", list, COMPLETIONS)
-    reason = choice.get("finish_reason")
     spans = version_spans(choice.get("weight_versions"), COMPLETIONS)
-    return Sampled(tuple(int(t) for t in ids), tuple(logprob(x) for x in logprobs), str(reason), spans)
+    return Sampled(tuple(int(t) for t in ids), tuple(logprob(x) for x in logprobs), reason, spans)
 
 
 def _parse_scores(answer: Any, count: int) -> tuple[float, ...]:

@@ -2,18 +2,21 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from titan_grpo.engines.dialect import dialect
 from titan_grpo.engines.drivers import AsyncDriver
 from titan_grpo.engines.sampling import Sampled, Sampling
-from titan_grpo.errors import TitanGrpoError
+from titan_grpo.engines.streamed import Answer
+from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol.version import Label
 from titan_grpo.rollout.asking import Asker
 from titan_grpo.rollout.groups import completion_fault, first_fault, group_fault, request_seed
 from titan_grpo.rollout.messages import Ticket
-from titan_grpo.rollout.partial import Partial
+from titan_grpo.rollout.partial import ABORTED, Partial
 from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Group, Prompt
@@ -85,12 +88,29 @@ class Sampler:
         if first is None:
             return  # Lost between two turns: nothing was made that is of no version, so the episode goes on elsewhere.
         seed = request_seed(spec.seed, ticket.index, sample, ticket.attempt, part.answers)
-        label, budget = server.label, spec.max_completion_tokens
-        sampling = Sampling(part.left(budget), spec.temperature, seed, label or str(first))
-        call = dialect(server.engine).generate((*prompt.token_ids, *part.token_ids), sampling, spec.request_timeout_s)
-        sampled = await driver.run(call)
+        sampling = Sampling(part.left(spec.max_completion_tokens), spec.temperature, seed, server.label or str(first))
+        speak, token_ids = dialect(server.engine), (*prompt.token_ids, *part.token_ids)
+        added = partial(self._added, part, server.label, first, server.url)
+        if not spec.stream_completions:
+            sampled = await driver.run(speak.generate(token_ids, sampling, spec.request_timeout_s))
+            parts[sample] = added(sampled, server.version)
+            return
+        call = speak.stream(token_ids, sampling, spec.request_timeout_s)
+        heard = Heard(Answer(call), server)
+        try:
+            await driver.stream(call.call, heard)
+        except (PeerError, asyncio.CancelledError):
+            # What broke off is kept; where it is unfit, the request is made again as if nothing had come.
+            with suppress(GroupDropped):
+                parts[sample] = added(heard.kept(), heard.version)
+            raise
+        parts[sample] = added(heard.sampled(), server.version)
+
+    def _added(self, part: Partial, label: str, first: int, url: str, sampled: Sampled, last: int | None) -> Partial:
+        """``part`` with an answer to a request that was made under ``label`` when the ledger had ``first``, and ``last`` at its
+        end. Raises GroupDropped."""
+        spec, budget = self._spec, self._spec.max_completion_tokens
         # None: the ledger lost track of the server while this ran, so nobody knows which weights made the tokens.
-        last = server.version
         versions = made_by(sampled, label, first, last) if last is not None else None
         if versions is None:
             raise GroupDropped("version_unknown")
@@ -99,9 +119,50 @@ class Sampler:
         after = part.after(sampled, versions, budget)
         if self._asker.multi_turn and after.finish_reason == "stop":
             after = after.waiting()
-        if not after.finish_reason and (fault := completion_fault(after.completion(server.url), budget, finished=False)):
+        if not after.finish_reason and (fault := completion_fault(after.completion(url), budget, finished=False)):
             raise GroupDropped(fault)
-        parts[sample] = after
+        return after
+
+
+class Heard:
+    """A streamed answer of a server, with what the ledger had of that server when each part of it came.
+
+    When a server fails, the ledger may lose track of it before its connections break. What came until then is as good as
+    before: ``kept``, made by ``version`` at the latest; None where that is nothing.
+    """
+
+    def __init__(self, answer: Answer, server: Server) -> None:
+        self._answer, self._server = answer, server
+        self._count = 0
+        self.version: int | None = None
+
+    def take(self, chunk: bytes) -> None:
+        """The next bytes."""
+        self._answer.take(chunk)
+        self._note()
+
+    def end(self) -> None:
+        """There are no more."""
+        self._answer.end()
+        self._note()
+
+    def _note(self) -> None:
+        if self._server.version is not None and self._answer.count:
+            self._count, self.version = self._answer.count, self._server.version
+
+    @property
+    def whole(self) -> bool:
+        """Whether the engine has said how the answer ended."""
+        return self._answer.whole
+
+    def kept(self) -> Sampled:
+        """What can be kept of an answer that broke off: a whole one, if nothing but the connection's end was missing."""
+        whole = self.whole and self._count == self._answer.count
+        return self._answer.sampled(self._count, self._answer.finish_reason if whole else ABORTED)
+
+    def sampled(self) -> Sampled:
+        """The whole answer."""
+        return self._answer.sampled(self._answer.count, self._answer.finish_reason)
 
 
 async def at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,0 +1,159 @@
+#!/usr/bin/env python
+"""What does it cost to have completions streamed? Tokens per second, and CPU seconds on both sides, with and without.
+
+    python scripts/bench_streamed.py [--engine vllm sglang] [--requests 64 256] [--intervals 0 1 8 32] [--tokens 512]
+
+Requests of ``--tokens`` tokens each are sent at once to a real server of a tiny model, by the driver of the rollout process.
+Interval 0 is unstreamed; the others are the tokens in a piece. ``client`` is the CPU time of this process and ``server`` that
+of all processes of the server, both in milliseconds per 1000 tokens. Rounds of all intervals alternate; medians are printed.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from titan_grpo.engines.calls import Call
+from titan_grpo.engines.dialect import dialect
+from titan_grpo.engines.drivers import AsyncDriver
+from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.engines.sampling import Sampled, Sampling
+from titan_grpo.engines.streamed import Answer
+from titan_grpo.testing.suites.engine import prompt
+from titan_grpo.titan.tiny import write_tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent
+STARTUP_S, REQUEST_S = 300.0, 300.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One round. Tokens per second of wall time; CPU milliseconds per 1000 tokens."""
+
+    tokens_per_s: float
+    client_ms: float
+    server_ms: float
+
+
+def server_cpu(group: int) -> float:
+    """CPU seconds of all processes of a process group."""
+    total = 0.0
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group:
+                total += sum(process.cpu_times()[:2])
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            continue
+    return total
+
+
+def endless(call: Call[Sampled]) -> Call[Sampled]:
+    """The same request without an end before its last token."""
+    body = dict(call.json)
+    if "sampling_params" in body:
+        body["sampling_params"] = body["sampling_params"] | {"ignore_eos": True}
+    else:
+        body["ignore_eos"] = True
+    return replace(call, json=body)
+
+
+def every(call: Call[Sampled], interval: int) -> Call[Sampled]:
+    """The same request with pieces of ``interval`` tokens."""
+    body = dict(call.json)
+    if "sampling_params" in body:
+        body["sampling_params"] = body["sampling_params"] | {"stream_interval": interval}
+    else:
+        body["stream_interval"] = interval
+    return replace(call, json=body)
+
+
+async def one(engine: str, driver: AsyncDriver, seed: int, tokens: int, interval: int) -> int:
+    """One request; its tokens."""
+    speak, sampling = dialect(engine), Sampling(tokens, 1.0, seed)
+    if not interval:
+        return len((await driver.run(endless(speak.generate(prompt(seed), sampling, REQUEST_S)))).token_ids)
+    call = speak.stream(prompt(seed), sampling, REQUEST_S)
+    answer = Answer(call)
+    await driver.stream(every(endless(call.call), interval), answer)
+    return len(answer.sampled(answer.count, answer.finish_reason).token_ids)
+
+
+async def round_of(engine: str, server: Server, requests: int, tokens: int, interval: int) -> Cost:
+    """All requests at once."""
+    driver = AsyncDriver(server.url, max_connections=requests)
+    before, cpu, wall = server_cpu(server.group), time.process_time(), time.perf_counter()
+    made = await asyncio.gather(*(one(engine, driver, seed, tokens, interval) for seed in range(1, requests + 1)))
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    used = server_cpu(server.group) - before
+    await driver.close()
+    assert sum(made) == requests * tokens, made
+    return Cost(sum(made) / wall, cpu * 1e6 / sum(made), used * 1e6 / sum(made))
+
+
+def measure(engine: str, options: argparse.Namespace, folder: Path) -> list[dict]:
+    """One server; all numbers of requests and all intervals."""
+    model = write_tiny_model("qwen3", folder / "model", 100, std=0.05, dtype="bfloat16")
+    python, most = ROOT / f".venv-{engine}" / "bin" / "python", max(options.requests)
+    log = folder / "server.log"
+    spec = ServerSpec(
+        str(python),
+        str(model),
+        str(log),
+        engine,
+        max_model_len=1024,
+        max_num_seqs=most,
+        weight_transfer=False,
+        args=tuple(options.args),
+    )
+    out = []
+    with Server(spec) as server:
+        server.wait_healthy(STARTUP_S)
+        asyncio.run(round_of(engine, server, 8, 64, 0))
+        for requests in options.requests:
+            rounds: dict[int, list[Cost]] = {interval: [] for interval in options.intervals}
+            for _ in range(options.rounds):
+                for interval, costs in rounds.items():
+                    costs.append(asyncio.run(round_of(engine, server, requests, options.tokens, interval)))
+            for interval, costs in rounds.items():
+                middle = [statistics.median(column) for column in zip(*(asdict(c).values() for c in costs), strict=True)]
+                out.append({"engine": engine, "requests": requests, "interval": interval} | asdict(Cost(*middle)))
+                print(
+                    "{engine:8}{requests:9}{interval:10}{tokens_per_s:11.0f}{client_ms:12.2f}{server_ms:12.1f}".format(
+                        **out[-1]
+                    ),
+                    flush=True,
+                )
+    return out
+
+
+def main() -> int:
+    """Print one line per engine, number of requests and interval."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", nargs="+", choices=("vllm", "sglang"), default=("vllm", "sglang"))
+    parser.add_argument("--requests", nargs="+", type=int, default=(64, 256))
+    parser.add_argument("--intervals", nargs="+", type=int, default=(0, 1, 8, 32))
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--args", nargs="*", default=())
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    print(f"{'engine':8}{'requests':>9}{'interval':>10}{'tokens/s':>11}{'client ms':>12}{'server ms':>12}")
+    found: list[dict] = []
+    for engine in options.engine:
+        with tempfile.TemporaryDirectory() as folder:
+            found += measure(engine, options, Path(folder))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

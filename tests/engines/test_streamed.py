@@ -1,0 +1,243 @@
+"""Completions in pieces: wherever the bytes are cut, the same tokens come out as of an answer in one piece."""
+
+import asyncio
+import http.server
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+
+from titan_grpo.engines import sglang, vllm
+from titan_grpo.engines.drivers import AsyncDriver, HttpRefused
+from titan_grpo.engines.sampling import Sampled, Sampling
+from titan_grpo.engines.streamed import INTERVAL, Answer, Events
+from titan_grpo.errors import ServerRefused, ServerUnreachable
+
+IDS, LOGPROBS = tuple(range(40, 49)), tuple(-0.5 - i for i in range(9))
+VLLM, SGLANG = (engine.stream([1, 2], Sampling(9, seed=3), 1.0) for engine in (vllm, sglang))
+SPANS = [{"version": "r:7:f", "start": 0, "end": 5}, {"version": "r:8:f", "start": 5, "end": 9}]
+CUTS = ((0, 1), (1, 5), (5, 9))
+
+
+def events(*contents: object, end: bytes = b"\n\n") -> bytes:
+    """A body of server-sent events."""
+    return b"".join(
+        b"data: " + (c if isinstance(c, bytes) else json.dumps(c, ensure_ascii=False).encode()) + end for c in contents
+    )
+
+
+def of_vllm(start: int, end: int, reason: str | None = None) -> dict:
+    """An event of vLLM: what is new, with text of several bytes a character."""
+    logprobs = {"token_logprobs": LOGPROBS[start:end], "tokens": ["Î"] * (end - start)}
+    spans = {"weight_versions": SPANS} if reason else {}
+    choice = {"index": 0, "text": "Î🙂" * (end - start), "token_ids": IDS[start:end], "logprobs": logprobs}
+    return {"id": "cmpl-1", "choices": [choice | {"finish_reason": reason} | spans]}
+
+
+def of_sglang(start: int, end: int, reason: dict | None = None, late: int = 0) -> dict:
+    """An event of SGLang: the tokens from ``start`` on. ``late``: so many tokens came after its numbers were written."""
+    meta = {
+        "output_token_logprobs": [[lp, i, None] for lp, i in zip(LOGPROBS, IDS, strict=True)][start : end + late],
+        "completion_tokens": end,
+        "finish_reason": reason,
+        "weight_versions": [s | {"end": min(s["end"], end)} for s in SPANS if s["start"] < end],
+        "num_retractions": 1,
+    }
+    return {"text": "Î🙂" * end, "output_ids": IDS[start : end + late], "meta_info": meta}
+
+
+LENGTH = {"type": "length", "length": 9}
+BODIES = {
+    "vllm": (VLLM, events(*(of_vllm(a, b) for a, b in CUTS[:2]), of_vllm(5, 9, "length"), b"[DONE]")),
+    "vllm, its end alone": (VLLM, events(*(of_vllm(a, b) for a, b in CUTS), of_vllm(9, 9, "length"), b"[DONE]")),
+    "vllm, with usage": (VLLM, events(of_vllm(0, 9, "length"), {"choices": [], "usage": {}}, b"[DONE]", end=b"\r\n\r\n")),
+    "sglang, all so far": (SGLANG, events(of_sglang(0, 1), of_sglang(0, 5), of_sglang(0, 9, LENGTH), b"[DONE]")),
+    "sglang, overtaken": (SGLANG, events(of_sglang(0, 1, late=2), of_sglang(0, 5, late=4), of_sglang(0, 9, LENGTH), b"[DONE]")),
+    "sglang, what is new": (SGLANG, events(of_sglang(0, 1), of_sglang(1, 5), of_sglang(5, 9, LENGTH), b"[DONE]")),
+}
+VERSIONS = (("r:7:f", 0, 5), ("r:8:f", 5, 9))
+
+
+def whole(answer: Answer) -> Sampled:
+    answer.end()
+    assert answer.whole
+    return answer.sampled(answer.count, answer.finish_reason)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_wherever_a_body_is_cut_its_tokens_are_the_same(name):
+    call, body = BODIES[name]
+    wanted = Sampled(IDS, LOGPROBS, "length", VERSIONS, 1 if call is SGLANG else None)
+    chance = random.Random(3)
+    for count in (0, len(body) - 1, *range(1, 40)):
+        cuts = [0, *sorted(chance.sample(range(1, len(body)), count)), len(body)]
+        answer = Answer(call)
+        for start, end in pairwise(cuts):
+            answer.take(body[start:end])
+            assert answer.count == len(answer._logprobs)
+        assert whole(answer) == wanted
+
+
+def test_payloads_come_when_their_line_is_whole_and_other_lines_say_nothing():
+    taken = Events()
+    assert taken.take(b": ping\r\n\r\nevent: x\ndata:1\nda") == [b"1"]
+    assert taken.take("ta: Î".encode()[:-1]) == []
+    assert taken.take("Î".encode()[-1:] + b"\n\n") == ["Î".encode()]
+
+
+@pytest.mark.parametrize("call", [VLLM, SGLANG], ids=["vllm", "sglang"])
+def test_a_streamed_request_differs_from_the_other_one_in_nothing_but_that(call):
+    dialect = vllm if call is VLLM else sglang
+    plain = dialect.generate([1, 2], Sampling(9, seed=3), 1.0)
+    asked = dict(call.call.json)
+    assert asked.pop("stream") is True
+    parameters = asked if dialect is vllm else asked["sampling_params"]
+    assert parameters.pop("stream_interval") == INTERVAL
+    assert (asked, call.call.path, call.call.timeout_s) == (plain.json, plain.path, plain.timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("call", "event", "status"),
+    [
+        (VLLM, {"error": {"message": "engine is dead", "type": "InternalServerError", "code": 500}}, 500),
+        (VLLM, {"error": "engine is dead"}, 500),
+        (SGLANG, {"error": {"message": "too long", "code": 400}}, 400),
+        (SGLANG, of_sglang(0, 0, {"type": "abort", "message": "too long", "status_code": 400}), 400),
+    ],
+)
+def test_an_error_among_the_events_is_a_refusal_and_what_came_before_it_stays(call, event, status):
+    answer = Answer(call)
+    answer.take(events(of_vllm(0, 5) if call is VLLM else of_sglang(0, 5)))
+    with pytest.raises(HttpRefused, match="broke its answer off") as refused:
+        answer.take(events(event))
+    assert refused.value.status == status
+    assert answer.sampled(5, "abort").token_ids == IDS[:5]
+
+
+@pytest.mark.parametrize(
+    ("call", "event"), [(VLLM, of_vllm(5, 6, "abort")), (SGLANG, of_sglang(0, 6, {"type": "abort", "message": "Aborted"}))]
+)
+def test_an_abort_is_an_end_with_what_there_is(call, event):
+    answer = Answer(call)
+    answer.take(events(of_vllm(0, 5) if call is VLLM else of_sglang(0, 5), event, b"[DONE]"))
+    sampled = whole(answer)
+    assert (sampled.token_ids, sampled.logprobs, sampled.finish_reason) == (IDS[:6], LOGPROBS[:6], "abort")
+
+
+def test_an_abort_in_sglangs_queue_repeats_the_last_token_with_the_log_probabilities_of_all():
+    answer, last = Answer(SGLANG), of_sglang(0, 5, {"type": "abort", "message": "Aborted"})
+    answer.take(events(of_sglang(0, 1), of_sglang(1, 5), last | {"output_ids": IDS[4:5]}))
+    sampled = whole(answer)
+    assert (sampled.token_ids, sampled.logprobs) == (IDS[:5], LOGPROBS[:5])
+
+
+def test_what_is_kept_of_an_answer_has_the_spans_of_its_tokens_only():
+    answer = Answer(SGLANG)
+    answer.take(events(of_sglang(0, 9)))
+    assert not answer.whole
+    assert answer.sampled(6, "abort").versions == (("r:7:f", 0, 5), ("r:8:f", 5, 6))
+    assert answer.sampled(5, "abort").versions == (("r:7:f", 0, 5),)
+    assert answer.sampled(0, "abort") == Sampled((), (), "abort", (), 1)
+
+
+@pytest.mark.parametrize(
+    "body", [b"data: {\n\n", b"data: 1\n\n", b'data: {"choices": [1, 2]}\n\n', b'data: {"choices": [{}]}\n\n']
+)
+def test_an_event_of_another_form_is_refused(body):
+    for call in (VLLM, SGLANG):
+        with pytest.raises(ServerRefused, match="must"):
+            Answer(call).take(body)
+
+
+def test_tokens_that_were_left_out_are_refused():
+    answer = Answer(SGLANG)
+    answer.take(events(of_sglang(0, 1)))
+    with pytest.raises(ServerRefused, match="left out the tokens 1 to 4"):
+        answer.take(events(of_sglang(5, 9)))
+
+
+def test_an_answer_that_comes_whole_all_the_same_is_read():
+    choice = {"token_ids": IDS, "logprobs": {"token_logprobs": LOGPROBS}, "finish_reason": "stop", "index": 0, "text": "Î"}
+    body, answer = json.dumps({"choices": [choice]}).encode(), Answer(VLLM)
+    for byte in body:
+        answer.take(bytes([byte]))
+    assert not answer.whole
+    assert whole(answer) == Sampled(IDS, LOGPROBS, "stop")
+
+
+Send = Callable[[bytes], None]
+
+
+@pytest.fixture
+def speaker() -> Iterator[Callable[[Callable[[Send], None]], str]]:
+    """Starts a real server that answers as a test writes it, and then drops the connection; its URL."""
+    servers: list[http.server.ThreadingHTTPServer] = []
+
+    def start(speak: Callable[[Send], None]) -> str:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(200)
+                self.send_header("Content-Length", "1000000")
+                self.end_headers()
+                speak(lambda data: (self.wfile.write(data), self.wfile.flush()))
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Quiet."""
+
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        servers[-1].daemon_threads = True
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def listen(url: str, answer: Answer, call=VLLM) -> None:
+    async def run() -> None:
+        driver = AsyncDriver(url)
+        try:
+            await driver.stream(call.call, answer)
+        finally:
+            await driver.close()
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_breaks_leaves_what_came(speaker):
+    url, answer = speaker(lambda send: send(events(of_vllm(0, 5)))), Answer(VLLM)
+    with pytest.raises(ServerUnreachable, match="broke off") as broken:
+        listen(url, answer)
+    assert url in str(broken.value)
+    assert answer.sampled(answer.count, "abort").token_ids == IDS[:5]
+
+
+def test_a_connection_that_breaks_after_the_last_token_has_broken_nothing(speaker):
+    answer = Answer(VLLM)
+    listen(speaker(lambda send: send(events(of_vllm(0, 9, "length")))), answer)
+    assert whole(answer).token_ids == IDS
+
+
+def test_silence_counts_as_broken_and_slowness_does_not(speaker):
+    over = threading.Event()
+    call = vllm.stream([1], Sampling(9), 0.5)
+
+    def slowly(send: Send) -> None:
+        for start in range(6):
+            send(events(of_vllm(start, start + 1)))
+            over.wait(0.2)
+        over.wait(20)
+
+    answer = Answer(call)
+    try:
+        with pytest.raises(ServerUnreachable, match=r"silent for 0\.5 s"):
+            listen(speaker(slowly), answer, call)
+    finally:
+        over.set()
+    assert answer.count == 6, "1.2 s in all, and no silence of 0.5 s before the last token"
