@@ -46,6 +46,7 @@ RANGES = {
     "httpx": Range("0.27", "1", "all talk with the servers goes through it"),
     "xxhash": Range("3.4", "5", "the default digest of the weight sync"),
     "blake3": Range("1.0", "2", 'weight_sync.digest = "blake3"'),
+    "cattrs": Range("24.1", "27", "rollout.controller at a URL speaks JSON with it"),
     "safetensors": Range("0.4", "", "checkpoints are exported with it"),
     "tokenizers": Range("0.20", "", "prompts are encoded with it"),
     "math-verify": Range("0.7", "1", "rewards of the gsm8k task", required=False),

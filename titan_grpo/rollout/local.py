@@ -11,6 +11,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from titan_grpo.engines.processes import wait_process
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.link import Hear, RolloutStopped
 from titan_grpo.rollout.spec import RolloutSpec
@@ -61,10 +62,10 @@ class LocalLink:
         if self._process is None:
             return
         try:
-            self._process.wait(deadline_s)
+            wait_process(self._process, deadline_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(5.0)
+            wait_process(self._process, 5.0)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
@@ -94,7 +95,7 @@ class LocalLink:
         if process is None:
             return "its client"
         with suppress(subprocess.TimeoutExpired):
-            return f"exit code {process.wait(5.0)}"
+            return f"exit code {wait_process(process, 5.0)}"
         return "its connection closed while it still runs"
 
 

@@ -1,0 +1,130 @@
+"""Two ends of a stream over a way that loses, repeats, delays and reorders, with restarts: once, and in order."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_grpo.errors import ProtocolError
+from titan_grpo.protocol import stream as S
+
+
+@dataclass
+class Wires:
+    """Both ends, and all posts and acknowledgements that are still on their way: nothing is ever known to be gone."""
+
+    epoch: int = 0
+    outbox: S.Outbox = field(default_factory=lambda: S.Outbox("0"))
+    inbox: S.Inbox = field(default_factory=lambda: S.Inbox("0"))
+    put: list[str] = field(default_factory=list)
+    expired: set[str] = field(default_factory=set)
+    delivered: list[str] = field(default_factory=list)
+    posts: list[S.Post] = field(default_factory=list)
+    acks: list[tuple[str, int]] = field(default_factory=list)
+
+    def put_one(self, until: float | None = None) -> None:
+        frame = f"{self.epoch}/{len(self.put)}"
+        self.put.append(frame)
+        self.outbox, _ = S.send(self.outbox, S.Put(frame, until=until))
+
+    def post(self, now: float = 0.0, most: int = 3) -> None:
+        self.outbox, post = S.send(self.outbox, S.Due(now, most))
+        if post is not None:
+            self.posts.append(post)
+
+    def arrive(self, index: int, keep: bool) -> None:
+        """Any post that was ever made, whichever came before it; kept, it will come once more."""
+        if self.posts:
+            post = self.posts[index % len(self.posts)]
+            if not keep:
+                self.posts.remove(post)
+            self.inbox, action = S.take(self.inbox, S.Got(post.session, post.first, post.frames))
+            if isinstance(action, S.Deliver):
+                self.delivered += action.frames
+                self.acks.append((self.inbox.session, self.inbox.have))
+            assert isinstance(action, S.Stranger) == (post.session != self.inbox.session)
+
+    def acknowledge(self, index: int) -> None:
+        """An answer gets through, however old; the driver drops those of other sessions."""
+        if self.acks:
+            session, have = self.acks[index % len(self.acks)]
+            if session == self.outbox.session:
+                self.outbox, _ = S.send(self.outbox, S.Acknowledged(have))
+
+    def restart(self) -> None:
+        """Either end is new: what was not delivered is lost, and what is on its way is of no session."""
+        self.epoch += 1
+        self.outbox, self.inbox = S.Outbox(str(self.epoch)), S.Inbox(str(self.epoch))
+        self.put, self.delivered = [], []
+
+    def check(self) -> None:
+        assert len(self.delivered) == self.inbox.have
+        assert all(got in (sent, S.EMPTY) for got, sent in zip(self.delivered, self.put, strict=False))
+        assert self.outbox.first <= self.inbox.have <= self.outbox.end == len(self.put)
+
+    def settle(self) -> None:
+        """From now on nothing is lost: what is missing is asked for."""
+        for _ in self.put:
+            self.outbox, _ = S.send(self.outbox, S.Acknowledged(self.inbox.have))
+            self.posts = []
+            self.post(now=0.0)
+            self.arrive(0, keep=False)
+        assert self.delivered == self.put
+
+
+MOVES = st.lists(st.tuples(st.sampled_from("pppsssaaakkr"), st.integers(0, 1000), st.booleans()), max_size=80)
+
+
+@settings(max_examples=300, deadline=None)
+@given(MOVES)
+def test_every_frame_is_delivered_once_and_in_order(moves):
+    wires = Wires()
+    for kind, number, keep in moves:
+        match kind:
+            case "p":
+                wires.put_one()
+            case "s":
+                wires.post(most=1 + number % 4)
+            case "a":
+                wires.arrive(number, keep)
+            case "k":
+                wires.acknowledge(number)
+            case "r":
+                wires.restart()
+        wires.check()
+    wires.settle()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.one_of(st.none(), st.integers(0, 9)), st.integers(0, 9)), min_size=1, max_size=20), st.data())
+def test_a_frame_past_its_time_is_never_sent_and_its_number_is(frames, data):
+    wires, now = Wires(), 0
+    for until, passes in frames:
+        wires.put_one(None if until is None else float(now + until))
+        if data.draw(st.booleans()):
+            now += passes
+            wires.post(float(now), most=99)
+            post = wires.posts[-1]
+            late = {k.until for k in wires.outbox.kept if k.until is not None and k.until <= now}
+            assert late == set()
+            assert len(post.frames) == len(wires.outbox.kept)
+            wires.arrive(len(wires.posts) - 1, keep=True)
+            wires.check()
+
+
+def test_posts_are_bounded_and_never_empty():
+    box = S.Outbox("s")
+    for size in (5, 1, 1, 9):
+        box, _ = S.send(box, S.Put(f"of {size}", size))
+    sizes = []
+    while (post := S.send(box, S.Due(0.0, most=4))[1]) is not None:
+        sizes.append(post.frames)
+        box, _ = S.send(box, S.Acknowledged(post.first + len(post.frames)))
+    assert sizes == [("of 5",), ("of 1", "of 1"), ("of 9",)]
+
+
+def test_an_acknowledgement_of_what_was_never_sent_is_refused():
+    box, _ = S.send(S.Outbox("s"), S.Put("a"))
+    with pytest.raises(ProtocolError, match="2 frames were acknowledged, there are 1"):
+        S.send(box, S.Acknowledged(2))
