@@ -1,4 +1,7 @@
-"""A tokenizer on disk, and an HTTP server that answers /v1/completions as vLLM does and can be told to misbehave."""
+"""A tokenizer on disk, and an HTTP server that answers /v1/completions as vLLM does and can be told to misbehave.
+
+It answers whole, streamed or not; a behaviour may give an iterator of bytes in place of the content, after which it hangs up.
+"""
 
 import http.server
 import json
@@ -24,11 +27,24 @@ def answer(ids: list[int], logprobs: list[float | None], reason: str = "length")
     return 200, {"choices": [choice]}
 
 
+def piece(ids: list[int], reason: str | None = None) -> bytes:
+    """An event of a streamed answer: tokens of log-probability -1."""
+    choice = {
+        "index": 0,
+        "text": "",
+        "finish_reason": reason,
+        "token_ids": ids,
+        "logprobs": {"token_logprobs": [-1.0] * len(ids)},
+    }
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
 class CompletionServer:
     """A real HTTP server on loopback. ``behaviour`` may be replaced while it runs; ``bodies`` are the requests it got."""
 
     good = staticmethod(good)
     answer = staticmethod(answer)
+    piece = staticmethod(piece)
 
     def __init__(self) -> None:
         self.behaviour: Behaviour = good
@@ -46,11 +62,15 @@ class CompletionServer:
                     outer.bodies.append(body)
                     outer._arrived.notify_all()
                 status, content = outer.behaviour(body)
-                data = json.dumps(content).encode()
+                # Bytes in pieces are an answer that never ends: the connection does.
+                torn = isinstance(content, Iterator)
+                data = b"" if torn else json.dumps(content).encode()
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
+                self.send_header("Content-Length", str(1 << 20 if torn else len(data)))
                 self.end_headers()
-                self.wfile.write(data)
+                for part in content if torn else [data]:
+                    self.wfile.write(part)
+                self.close_connection = torn
 
             def log_message(self, format: str, *args: object) -> None:
                 """Quiet."""
