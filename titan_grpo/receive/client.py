@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+from titan_grpo.engines.processes import wait_process
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.fence import CommitAsked, Event, Greeted, Holding, Loaded, Refuse, step
 from titan_grpo.protocol.wire import PROBE, Applied, Commit, Hello, Message
@@ -83,7 +84,7 @@ class ReceiverProcess:
 
     def _wait(self) -> int | None:
         try:
-            return self._process.wait(KILL_S)
+            return wait_process(self._process, KILL_S)
         except subprocess.TimeoutExpired:
             log.warning("receiver process %d was killed but is not gone after %s s", self.pid, KILL_S)
             return None
