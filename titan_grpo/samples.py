@@ -3,6 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+LARGEST_REWARD = 3e38
+"""In float32, which advantages are trained on in, there is hardly a larger number."""
+
+
+def sound_reward(reward: float) -> bool:
+    """Whether that is a reward: neither NaN nor larger than ``LARGEST_REWARD`` either way, so that sums of them are finite."""
+    return abs(reward) <= LARGEST_REWARD
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titan_grpo.algorithm import health
-from titan_grpo.algorithm.batch import BatchOptions, assemble
+from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.entropy import token_entropy
 from titan_grpo.algorithm.logits import logit_mean_square
 from titan_grpo.algorithm.logprobs import token_logprobs
@@ -94,7 +94,7 @@ def train_step(num_ranks, rank, pack):
     table.requires_grad_()
     total, parts = torch.zeros((), dtype=torch.float64), []
     options = BatchOptions(token_budget=16, max_len=8, num_minibatches=2, pack=pack)
-    for batch in assemble(make_groups(), num_ranks, options).ranks[rank]:
+    for batch in plan(make_groups(), num_ranks, options).micro_batches()[rank]:
         logits, labels = table[batch["inputs"]], batch["labels"]
         terms = LogitTerms(token_entropy(logits, 1.0, 3), logit_mean_square(logits, 3))
         ref = token_logprobs(reference[batch["inputs"]], labels, 1.0, 3)

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_grpo.algorithm.balance import TokenCost
-from titan_grpo.algorithm.batch import IGNORE_INDEX, BatchOptions, assemble
+from titan_grpo.algorithm.batch import BatchOptions, plan
+from titan_grpo.algorithm.microbatches import IGNORE_INDEX
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.samples import Completion, Group, Prompt
 
@@ -24,7 +25,7 @@ def group(*completions, prompt=(5, 6), index=0):
 
 
 def only_micro_batch(groups, options=OPTIONS):
-    [[micro_batch]] = assemble(groups, 1, options).ranks
+    [[micro_batch]] = plan(groups, 1, options).micro_batches()
     return micro_batch
 
 
@@ -72,29 +73,30 @@ def test_the_weights_of_the_docstring_example(normalization, one_token, three_to
         ("bad_logprob", completion((7, 8), logprobs=(-1.0, 1.0))),
         ("bad_logprob", completion((7, 8), logprobs=(-1e39, -1.0))),
         ("bad_reward", completion((7, 8), reward=math.nan)),
+        ("bad_reward", completion((7, 8), reward=-1.7e308)),
     ],
 )
 def test_a_defective_completion_is_counted_and_leaves_its_group_as_if_it_never_was(reason, bad):
     good = (completion(reward=1.0), completion(reward=0.25))
-    batch = assemble([group(*good, bad)], 1, OPTIONS)
+    batch = plan([group(*good, bad)], 1, OPTIONS)
     assert batch.dropped == {reason: 1}
     assert batch.sequences == 2
     without = only_micro_batch([group(*good)])
-    for name, tensor in batch.ranks[0][0].items():
+    for name, tensor in batch.micro_batches()[0][0].items():
         assert torch.equal(tensor, without[name]), name
 
 
 def test_an_overlong_completion_is_left_out_but_its_reward_counts_in_the_mean():
-    batch = assemble([group(completion(reward=1.0), completion((7,) * 31, reward=0.0))], 1, OPTIONS)
+    batch = plan([group(completion(reward=1.0), completion((7,) * 31, reward=0.0))], 1, OPTIONS)
     assert batch.dropped == {"too_long": 1}
-    assert batch.ranks[0][0]["advantages"][0, :3].tolist() == pytest.approx([1.0] * 3, abs=1e-5)
+    assert batch.micro_batches()[0][0]["advantages"][0, :3].tolist() == pytest.approx([1.0] * 3, abs=1e-5)
     assert batch.tokens == 2
 
 
 def test_what_the_policy_did_not_sample_is_context_only():
     turns = replace(completion((7, 8, 9), logprobs=(-1.0, 1.0, -2.0), reward=1.0), sampled=(True, False, True))
-    batch = assemble([group(turns, completion((3,), reward=0.0))], 1, replace(OPTIONS, normalization="sequence"))
-    [mb] = batch.ranks[0]
+    batch = plan([group(turns, completion((3,), reward=0.0))], 1, replace(OPTIONS, normalization="sequence"))
+    [mb] = batch.micro_batches()[0]
     x = IGNORE_INDEX
     assert batch.tokens == 3
     assert mb["inputs"][0].tolist() == [5, 6, 7, 8, 1, 1, 1, 1]
@@ -122,9 +124,9 @@ def test_packed_sequences_lie_in_one_row_and_positions_begin_anew():
 
 def test_a_packed_row_may_be_longer_than_any_sequence_but_not_than_the_budget():
     groups = [group(*[completion(tuple(range(10, 38)), reward=r) for r in range(5)])]
-    batch = assemble(groups, 1, replace(OPTIONS, pack=True))
-    assert [tuple(mb["inputs"].shape) for mb in batch.ranks[0]] == [(1, 64), (1, 64), (1, 32)]
-    assert max(int(mb["positions"].max()) for mb in batch.ranks[0]) == 28
+    batch = plan(groups, 1, replace(OPTIONS, pack=True))
+    assert [tuple(mb["inputs"].shape) for mb in batch.micro_batches()[0]] == [(1, 64), (1, 64), (1, 32)]
+    assert max(int(mb["positions"].max()) for mb in batch.micro_batches()[0]) == 28
 
 
 def sequences_of(micro_batches):
@@ -145,11 +147,11 @@ def prompts_of(micro_batches):
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_group_stays_on_one_rank_unless_it_may_be_split(pack):
     groups = [group(*[completion((7,) * (n + 1)) for n in range(4)], prompt=(50 + g, 60), index=g) for g in range(5)]
-    whole = assemble(groups, 3, replace(OPTIONS, pack=pack))
-    prompts = [prompts_of(rank) for rank in whole.ranks]
+    whole = plan(groups, 3, replace(OPTIONS, pack=pack))
+    prompts = [prompts_of(rank) for rank in whole.micro_batches()]
     assert sum(len(p) for p in prompts) == 5
     assert sorted(map(len, prompts)) == [1, 2, 2]
-    split = assemble(groups, 3, replace(OPTIONS, pack=pack, split_groups=True))
+    split = plan(groups, 3, replace(OPTIONS, pack=pack, split_groups=True))
     assert max(split.loads) - min(split.loads) < max(whole.loads) - min(whole.loads)
 
 
@@ -157,14 +159,14 @@ def test_work_is_balanced_against_what_dealing_would_give():
     long, short = completion((7,) * 29), completion((7,))
     groups = [group(*[long if g % 2 == 0 else short] * 2, prompt=(50 + g, 60), index=g) for g in range(4)]
     cost = TokenCost(1.0, 0.1)
-    batch = assemble(groups, 2, replace(OPTIONS, cost=cost))
+    batch = plan(groups, 2, replace(OPTIONS, cost=cost))
     assert batch.work == (2 * cost.of(30) + 2 * cost.of(2),) * 2
     assert batch.dealt_work == (4 * cost.of(30), 4 * cost.of(2))
-    assert assemble(groups, 2, replace(OPTIONS, cost=cost, balance=False)).work == batch.dealt_work
+    assert plan(groups, 2, replace(OPTIONS, cost=cost, balance=False)).work == batch.dealt_work
 
 
 def test_a_prompt_without_tokens_is_dropped_because_nothing_predicts_its_first_token():
-    batch = assemble([group(completion(), completion(), prompt=()), group(completion())], 1, OPTIONS)
+    batch = plan([group(completion(), completion(), prompt=()), group(completion())], 1, OPTIONS)
     assert batch.dropped == {"empty_prompt": 2}
 
 
@@ -176,13 +178,13 @@ def test_a_row_of_exactly_the_greatest_length_fits():
 
 def test_a_step_without_a_trainable_row_is_an_error_that_names_the_reasons():
     with pytest.raises(DataError, match="empty_completion"):
-        assemble([group(completion(()))], 1, OPTIONS)
+        plan([group(completion(()))], 1, OPTIONS)
 
 
 def test_ranks_without_rows_get_an_all_masked_micro_batch():
-    batch = assemble([group(completion())], 3, OPTIONS)
-    assert [len(rank) for rank in batch.ranks] == [1, 1, 1]
-    for rank in batch.ranks[1:]:
+    batch = plan([group(completion())], 3, OPTIONS)
+    assert [len(rank) for rank in batch.micro_batches()] == [1, 1, 1]
+    for rank in batch.micro_batches()[1:]:
         assert rank[0]["inputs"].tolist() == [[1] * 8]
         assert (rank[0]["labels"] == IGNORE_INDEX).all()
         assert not rank[0]["weights"].any()
@@ -218,15 +220,15 @@ a_group = st.builds(
 def test_packed_and_padded_batches_hold_the_same_sequences_with_the_same_weights(groups, num_ranks, split, balance):
     options = replace(OPTIONS, split_groups=split, balance=balance)
     try:
-        padded = assemble(groups, num_ranks, options)
+        padded = plan(groups, num_ranks, options)
     except DataError:
         return
-    packed = assemble(groups, num_ranks, replace(options, pack=True))
+    packed = plan(groups, num_ranks, replace(options, pack=True))
     assert packed.work == padded.work
     assert packed.padded_tokens <= padded.padded_tokens or num_ranks > 1
-    for one, other in zip(packed.ranks, padded.ranks, strict=True):
+    for one, other in zip(packed.micro_batches(), padded.micro_batches(), strict=True):
         assert sequences_of(one) == sequences_of(other)
-        assert len(one) == len(packed.ranks[0])
+        assert len(one) == len(packed.micro_batches()[0])
         for mb in one:
             assert mb["inputs"].numel() <= options.token_budget
             for number in range(int(mb["sequence"].max()) + 1):
@@ -241,10 +243,10 @@ def test_a_batch_holds_every_short_enough_completion_once_within_the_budget(grou
     options = replace(OPTIONS, normalization=normalization, constant=34)
     if not fits:
         with pytest.raises(DataError):
-            assemble(groups, num_ranks, options)
+            plan(groups, num_ranks, options)
         return
-    batch = assemble(groups, num_ranks, options)
-    micro_batches = [mb for rank in batch.ranks for mb in rank]
+    batch = plan(groups, num_ranks, options)
+    micro_batches = [mb for rank in batch.micro_batches() for mb in rank]
     seen, weight = [], 0.0
     for mb in micro_batches:
         assert mb["inputs"].numel() <= options.token_budget
@@ -259,9 +261,9 @@ def test_a_batch_holds_every_short_enough_completion_once_within_the_budget(grou
                 at = int(mask[row].nonzero()[0]) + 1
                 seen.append((tuple(mb["inputs"][row, :at].tolist()), tuple(mb["labels"][row][mask[row]].tolist())))
     assert sorted(seen) == sorted((g.prompt.token_ids, c.token_ids) for g, c in fits)
-    assert len({len(rank) for rank in batch.ranks}) == 1
+    assert len({len(rank) for rank in batch.micro_batches()}) == 1
     expected = sum(len(c.token_ids) for _, c in fits) / (34 * len(fits)) if normalization == "constant" else 1
     assert weight == pytest.approx(expected, rel=1e-5)
-    again = assemble(groups, num_ranks, options)
-    for one, two in zip(micro_batches, (mb for rank in again.ranks for mb in rank), strict=True):
+    again = plan(groups, num_ranks, options)
+    for one, two in zip(micro_batches, (mb for rank in again.micro_batches() for mb in rank), strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from titan_grpo.algorithm.batch import IGNORE_INDEX
 from titan_grpo.algorithm.correction import Correction, rollout_weights
 from titan_grpo.algorithm.kl import kl_estimate
 from titan_grpo.algorithm.loss import grpo_loss
 from titan_grpo.algorithm.metrics import accumulate, pack, summarize, unpack
+from titan_grpo.algorithm.microbatches import IGNORE_INDEX
 from titan_grpo.algorithm.proximal import interpolated
 from titan_grpo.algorithm.ratios import clipped_objective, policy_ratio
 from titan_grpo.algorithm.sequences import spans_of

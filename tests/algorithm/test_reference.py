@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from titan_grpo.algorithm.advantages import AdvantageOptions
-from titan_grpo.algorithm.batch import BatchOptions, assemble
+from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.logprobs import token_logprobs
 from titan_grpo.algorithm.loss import grpo_loss
 from titan_grpo.algorithm.metrics import accumulate, summarize
@@ -125,7 +125,7 @@ def measured(grpo, options, num_ranks=1, old="current", chunk_tokens=5):
     """(loss, gradient, metrics) of the code under test: losses of all micro-batches of all ranks, added up."""
     table = torch.tensor(POLICY, requires_grad=True)
     losses, parts = [], []
-    for micro_batches in assemble(GROUPS, num_ranks, options).ranks:
+    for micro_batches in plan(GROUPS, num_ranks, options).micro_batches():
         for batch in micro_batches:
             args = (batch["labels"], TEMPERATURE, chunk_tokens)
             logprobs = token_logprobs(table[batch["inputs"]], *args)

@@ -33,9 +33,9 @@ def test_log_probabilities_stay_with_their_own_tokens() -> None:
 
 
 def test_a_token_and_its_log_probability_meet_in_the_batch() -> None:
-    from titan_grpo.algorithm.batch import BatchOptions, assemble
+    from titan_grpo.algorithm.batch import BatchOptions, plan
 
-    [[batch]] = assemble([group_of(item(), 0)], 1, BatchOptions(token_budget=64, max_len=32)).ranks
+    [[batch]] = plan([group_of(item(), 0)], 1, BatchOptions(token_budget=64, max_len=32)).micro_batches()
     trained = batch["labels"] != M
     pairs = set(zip(batch["labels"][trained].tolist(), batch["rollout_logprobs"][trained].tolist(), strict=True))
     assert pairs == {(8, -0.25), (9, -0.5), (8, -2.0)}

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from titan_grpo.algorithm.batch import BatchOptions, assemble
+from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.logprobs import token_logprobs
 from titan_grpo.algorithm.packing import attention_rows
 from titan_grpo.errors import ConfigError
@@ -76,7 +76,8 @@ def test_packed_and_padded_rows_give_the_same_logprobs_and_gradients(kind) -> No
     for seed in range(6):
         groups = random_groups(seed)
         [padded_batches], [packed_batches] = (
-            assemble(groups, 1, BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=pack)).ranks for pack in (False, True)
+            plan(groups, 1, BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=pack)).micro_batches()
+            for pack in (False, True)
         )
         expected, expected_grads = computed(plain, None, padded_batches)
         got, grads = computed(model, packed, packed_batches)
@@ -92,8 +93,8 @@ def test_packed_and_padded_rows_give_the_same_logprobs_and_gradients(kind) -> No
 
 def test_without_the_seam_packed_sequences_see_each_other() -> None:
     model = built("llama3")
-    [batches] = assemble(random_groups(0), 1, BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=True)).ranks
-    [padded] = assemble(random_groups(0), 1, OPTIONS).ranks
+    [batches] = plan(random_groups(0), 1, BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=True)).micro_batches()
+    [padded] = plan(random_groups(0), 1, OPTIONS).micro_batches()
     expected, _ = computed(model, None, padded)
     got, _ = computed(model, None, batches)
     assert max(float((a - b).abs().max()) for key in expected for a, b in zip(expected[key], got[key], strict=True)) > 0.1
@@ -105,7 +106,7 @@ def test_a_rank_without_sequences_runs_forward_and_backward_to_zero_gradients() 
     model, packed = built("llama3"), PackedAttention()
     packed.install(model)
     options = BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=True)
-    idle = assemble(random_groups(0)[:1], 2, options).ranks
+    idle = plan(random_groups(0)[:1], 2, options).micro_batches()
     [empty] = [rank for rank in idle if int(rank[0]["sequence"].max()) < 0]
     found, grads = computed(model, packed, empty)
     assert found == {}

@@ -1,5 +1,7 @@
 """Dynamic sampling: what is kept, what is replaced, and where it ends."""
 
+import math
+
 from titan_grpo.algorithm.advantages import AdvantageOptions
 from titan_grpo.algorithm.shaping import Overlong
 from titan_grpo.samples import Completion, Group, Prompt
@@ -62,6 +64,12 @@ def test_spread_is_that_of_the_shaped_rewards():
     assert [g.prompt.index for g in found.groups] == [1]
     found = varied_groups(lambda count: groups, lambda count: None, 2, 0, AdvantageOptions(overlong=Overlong(8, 4)))
     assert [g.prompt.index for g in found.groups] == [0, 1]
+
+
+def test_a_completion_that_is_not_trained_on_makes_no_spread_and_its_reward_stops_nothing():
+    groups = [group(0, 1, math.nan), group(1, 0, math.inf), group(2, 0, 1)]
+    found = varied_groups(lambda count: groups, lambda count: None, 3, 0, KIND)
+    assert [g.prompt.index for g in found.groups] == [2]
 
 
 def test_more_groups_than_asked_for_are_all_kept_and_none_is_asked_for_again():

@@ -1,28 +1,20 @@
-"""From groups of completions to one list of micro-batches per data-parallel rank."""
+"""From groups of completions to the rows of every data-parallel rank, cut into micro-batches: all that is decided on rank 0."""
 
 import math
-from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress, groupby
 from typing import Literal, TypeVar
 
-import torch
-
 from titan_grpo.algorithm.advantages import AdvantageOptions, Scored, step_advantages
 from titan_grpo.algorithm.balance import TokenCost, cut_packed, cut_padded, deal, padded_length, partition
+from titan_grpo.algorithm.microbatches import Layout, MicroBatch, Row, Rows, build, compact
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.samples import Completion, Group, Prompt
-
-IGNORE_INDEX = -100
-"""Label of positions that are not a completion token; torchtitan's and torch's own value."""
+from titan_grpo.samples import Completion, Group, Prompt, sound_reward
 
 LOGPROB_RANGE = (-1e30, 1e-3)
 """A log-probability outside this is not one: NaN, infinite, past float32, or positive by more than rounding."""
-
-MicroBatch = dict[str, torch.Tensor]
-"""R rows of L tokens; see ``assemble`` for the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +74,17 @@ class BatchOptions:
         if self.normalization == "constant" and self.constant < 1:
             raise ConfigError(f'the divisor of loss_normalization = "constant" must be greater than 0, got {self.constant}')
 
+    @property
+    def layout(self) -> Layout:
+        """What a rank needs to know of them to build its tensors."""
+        return Layout(self.token_budget, self.max_len, self.pad_id, self.pad_multiple, self.pack)
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work: ``ranks[rank][k]`` is that rank's k-th micro-batch; every rank has the same number."""
+    """One step's work, decided: ``rows[rank]`` is that rank's share. Every rank has the same number of micro-batches."""
 
-    ranks: list[list[MicroBatch]]
+    rows: list[Rows]
     steps: tuple[int, ...]
     """Micro-batches of each optimizer step, in order: the first ``steps[0]`` of every rank belong to the first, and so on."""
     sequences: int
@@ -111,19 +108,9 @@ class Batch:
         """Share of the padded tokens that are real."""
         return sum(self.loads) / self.padded_tokens
 
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    group: int
-    """Place of its group in the step."""
-    prompt: Prompt
-    completion: Completion
-    advantage: float
-
-    @property
-    def length(self) -> int:
-        """Input length: the last token of a sequence is only ever a label."""
-        return len(self.prompt.token_ids) + len(self.completion.token_ids) - 1
+    def micro_batches(self) -> list[list[MicroBatch]]:
+        """The tensors of all ranks, built here and now; ``[rank][k]`` is that rank's k-th."""
+        return [build(rows) for rows in self.rows]
 
 
 def defect(prompt: Prompt, completion: Completion) -> str:
@@ -145,27 +132,15 @@ def defect(prompt: Prompt, completion: Completion) -> str:
     least, most = min(logprobs), max(logprobs)
     if not (math.isfinite(sum(logprobs)) and LOGPROB_RANGE[0] < least and most < LOGPROB_RANGE[1]):
         return "bad_logprob"
-    return "" if math.isfinite(completion.reward) else "bad_reward"
+    return "" if sound_reward(completion.reward) else "bad_reward"
 
 
-def assemble(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batch:
+def plan(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batch:
     """Rows, advantages and weights of one step, balanced over ``num_ranks`` data-parallel ranks. Deterministic.
-
-    Tensors of a micro-batch with R rows of L tokens, on the CPU, all [R, L]:
-
-    * ``inputs`` int64: prompt and completion without the last token, then ``pad_id``;
-    * ``labels`` int64: the next token where that is a sampled one of the completion, else ``IGNORE_INDEX``;
-    * ``sequence`` int64: number of the sequence, from 0 in each micro-batch; its tokens lie together. -1 is padding;
-    * ``rollout_logprobs`` float32: the engine's log-probability of the label, 0 where ignored;
-    * ``weights`` float32: the normalisation over the whole step, 0 where ignored;
-    * ``advantages`` float32 and ``versions`` int64 (the oldest policy version in the sequence): 0 at padding;
-    * ``positions`` int64, with ``options.pack`` only: place of the token in its sequence.
-
-    Example: prompt (5, 6), completion (7, 8) -> inputs 5 6 7, labels -100 7 8.
 
     A defective completion is left out, also of its group's mean; one with more than ``max_len`` tokens is
     left out but its reward counts in that mean. Both are counted in ``Batch.dropped``. Ranks that run out
-    of rows get an all-masked micro-batch, because every rank must run every collective.
+    of rows get micro-batches without any, because every rank must run every collective.
 
     Raises DataError if no row is left.
     """
@@ -173,17 +148,19 @@ def assemble(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> 
     if not rows:
         raise DataError(f"no completion of this step can be trained on: {len(groups)} groups, dropped {dropped}")
     parts = [[row for row in rows if row.group % options.num_minibatches == m] for m in range(options.num_minibatches)]
-    dealt = [_deal(part, num_ranks, options) for part in parts if part]
-    ranks = [[mb for minibatch in dealt for mb in minibatch.ranks[rank]] for rank in range(num_ranks)]
+    dealt = [_deal(_weighted(part, options), num_ranks, options) for part in parts if part]
+    ranks = [[cut for minibatch in dealt for cut in minibatch.ranks[rank]] for rank in range(num_ranks)]
+    layout = options.layout
+    shapes = [layout.shape([row.length for row in cut]) for cuts in ranks for cut in cuts]
     return Batch(
-        ranks=ranks,
+        rows=[compact(cuts, layout) for cuts in ranks],
         steps=tuple(len(minibatch.ranks[0]) for minibatch in dealt),
         sequences=len(rows),
         tokens=sum(row.completion.num_sampled for row in rows),
         loads=_summed([minibatch.loads for minibatch in dealt]),
         work=_summed([minibatch.work for minibatch in dealt]),
         dealt_work=_summed([minibatch.dealt_work for minibatch in dealt]),
-        padded_tokens=sum(mb["inputs"].numel() for rank in ranks for mb in rank),
+        padded_tokens=sum(math.prod(shape) for shape in shapes),
         dropped=dropped,
     )
 
@@ -198,32 +175,32 @@ def _summed(of_minibatches: Sequence[Sequence[_Number]]) -> tuple[_Number, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Dealt:
-    ranks: list[list[MicroBatch]]
+    ranks: list[list[list[Row]]]
+    """Rows of each micro-batch of each rank."""
     loads: list[int]
     work: list[float]
     dealt_work: list[float]
 
 
-def _deal(rows: Sequence[_Row], num_ranks: int, options: BatchOptions) -> _Dealt:
-    """The micro-batches of one optimizer step."""
+def _deal(rows: Sequence[Row], num_ranks: int, options: BatchOptions) -> _Dealt:
+    """The rows of one optimizer step."""
     items = [[row] for row in rows] if options.split_groups else [list(g) for _, g in groupby(rows, lambda row: row.group)]
     costs = [sum(options.cost.of(row.length) for row in item) for item in items]
     dealt = deal(len(items), num_ranks)
     parts = partition(costs, num_ranks, options.equal_counts) if options.balance else dealt
     shares = [[row for item in part for row in items[item]] for part in parts]
-    tokens = sum(row.completion.num_sampled for row in rows)
     return _Dealt(
-        ranks=[[_micro_batch(cut, len(rows), tokens, options) for cut in cuts] for cuts in _cuts(shares, options)],
+        ranks=_cuts(shares, options),
         loads=[sum(row.length for row in share) for share in shares],
         work=[sum(costs[item] for item in part) for part in parts],
         dealt_work=[sum(costs[item] for item in part) for part in dealt],
     )
 
 
-def _cuts(shares: Sequence[Sequence[_Row]], options: BatchOptions) -> list[list[list[_Row]]]:
+def _cuts(shares: Sequence[Sequence[Row]], options: BatchOptions) -> list[list[list[Row]]]:
     """Rows of each micro-batch of each rank; all ranks have as many as the one that needs most, some of them empty."""
 
-    def cut(share: Sequence[_Row], at_least: int) -> list[list[int]]:
+    def cut(share: Sequence[Row], at_least: int) -> list[list[int]]:
         lengths = [row.length for row in share]
         if options.pack:
             return cut_packed(lengths, options.token_budget, at_least)
@@ -238,9 +215,9 @@ def _cuts(shares: Sequence[Sequence[_Row]], options: BatchOptions) -> list[list[
     return out
 
 
-def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[_Row], dict[str, int]]:
+def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], dict[str, int]]:
     """Rows in the order of groups and completions, and what was left out, by reason."""
-    rows: list[_Row] = []
+    rows: list[Row] = []
     dropped: Counter[str] = Counter()
     sound: list[list[Completion]] = []
     for group in groups:
@@ -254,8 +231,14 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[_Row], d
             if len(prompt.token_ids) + len(completion.token_ids) > options.max_len:
                 dropped["too_long"] += 1
             else:
-                rows.append(_Row(number, prompt, completion, 0.0 if completion.zero_advantage else advantage))
+                rows.append(Row(number, prompt, completion, 0.0 if completion.zero_advantage else advantage))
     return rows, dict(dropped)
+
+
+def _weighted(rows: Sequence[Row], options: BatchOptions) -> list[Row]:
+    """The rows of one optimizer step, each with its weight."""
+    tokens = sum(row.completion.num_sampled for row in rows)
+    return [replace(row, weight=_row_weight(row.completion.num_sampled, len(rows), tokens, options)) for row in rows]
 
 
 def _row_weight(length: int, sequences: int, tokens: int, options: BatchOptions) -> float:
@@ -267,50 +250,3 @@ def _row_weight(length: int, sequences: int, tokens: int, options: BatchOptions)
     if options.normalization == "token":
         return 1 / tokens
     return 1 / (sequences * (length if options.normalization == "sequence" else options.constant))
-
-
-def _shape(rows: Sequence[_Row], options: BatchOptions) -> tuple[int, int]:
-    """Rows and padded length of one micro-batch."""
-    if options.pack:
-        # A packed row may be longer than max_len: positions begin anew with each sequence.
-        return 1, padded_length(max(sum(row.length for row in rows), 1), options.pad_multiple, options.token_budget)
-    longest = max((row.length for row in rows), default=1)
-    return max(len(rows), 1), padded_length(longest, options.pad_multiple, options.max_len)
-
-
-def _micro_batch(rows: Sequence[_Row], sequences: int, tokens: int, options: BatchOptions) -> MicroBatch:
-    """Tensors of one micro-batch; no rows give one all-masked row of the least length."""
-    shape = _shape(rows, options)
-    out = {
-        "inputs": torch.full(shape, options.pad_id, dtype=torch.int64),
-        "labels": torch.full(shape, IGNORE_INDEX, dtype=torch.int64),
-        "sequence": torch.full(shape, -1, dtype=torch.int64),
-        "rollout_logprobs": torch.zeros(shape),
-        "weights": torch.zeros(shape),
-        "advantages": torch.zeros(shape),
-        "versions": torch.zeros(shape, dtype=torch.int64),
-    }
-    if options.pack:
-        out["positions"] = torch.zeros(shape, dtype=torch.int64)
-    flat = {name: tensor.view(-1) for name, tensor in out.items()}
-    start = 0
-    for number, row in enumerate(rows):
-        completion = row.completion
-        stop, first = start + row.length, start + len(row.prompt.token_ids) - 1
-        # Through array: torch.tensor takes six times as long on a tuple.
-        ids = torch.frombuffer(array("q", row.prompt.token_ids + completion.token_ids), dtype=torch.int64)
-        flat["inputs"][start:stop] = ids[:-1]
-        flat["labels"][first:stop] = ids[first - start + 1 :]
-        flat["sequence"][start:stop] = number
-        flat["rollout_logprobs"][first:stop] = torch.frombuffer(array("f", completion.logprobs), dtype=torch.float32)
-        flat["weights"][first:stop] = _row_weight(completion.num_sampled, sequences, tokens, options)
-        if completion.sampled:
-            context = ~torch.tensor(completion.sampled)
-            for name, nothing in (("labels", IGNORE_INDEX), ("rollout_logprobs", 0), ("weights", 0)):
-                flat[name][first:stop][context] = nothing
-        flat["advantages"][start:stop] = row.advantage
-        flat["versions"][start:stop] = completion.version_first
-        if options.pack:
-            flat["positions"][start:stop] = torch.arange(row.length)
-        start = stop if options.pack else start + shape[1]
-    return out

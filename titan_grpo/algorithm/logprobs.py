@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_grpo.algorithm.batch import IGNORE_INDEX
+from titan_grpo.algorithm.microbatches import IGNORE_INDEX
 from titan_grpo.algorithm.vocabulary import VocabularyShard, chunks, join_normalizers, local_logits, working_dtype
 
 

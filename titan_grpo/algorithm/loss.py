@@ -19,10 +19,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from titan_grpo.algorithm.batch import IGNORE_INDEX, MicroBatch
 from titan_grpo.algorithm.correction import Correction, Weights, rollout_weights
 from titan_grpo.algorithm.kl import KLEstimator, kl_estimate
 from titan_grpo.algorithm.metrics import Metrics
+from titan_grpo.algorithm.microbatches import IGNORE_INDEX, MicroBatch
 from titan_grpo.algorithm.proximal import interpolated
 from titan_grpo.algorithm.ratios import cispo_objective, clipped_objective, policy_ratio
 from titan_grpo.algorithm.sequences import Spans, spans_of
@@ -95,7 +95,7 @@ def grpo_loss(
     """Loss (scalar with gradient) and metrics of one micro-batch; sum the losses, see metrics.py for the metrics.
 
     ``logprobs`` [R, L] are ``token_logprobs`` of the model, at the sampling temperature. ``batch`` is one of
-    ``assemble``'s, moved to the same device. ``ref_logprobs`` [R, L] belong to the reference model and are needed when
+    ``build``'s, moved to the same device. ``ref_logprobs`` [R, L] belong to the reference model and are needed when
     ``options.kl_beta`` > 0; ``old_logprobs`` [R, L] to the policy before the batch's first optimizer step. Only the policy
     term is importance-weighted. An all-masked micro-batch gives a zero that still has a graph, so that every rank runs the
     same backward collectives.

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 
-from titan_grpo.samples import Completion, Group
+from titan_grpo.samples import Completion, Group, sound_reward
 
 
 def request_seed(seed: int, index: int, sample: int, attempt: int, answers: int = 0) -> int:
@@ -34,7 +34,7 @@ def completion_fault(completion: Completion, max_tokens: int, finished: bool = T
         return "positive_logprob"
     if finished and completion.finish_reason not in ("stop", "length"):
         return "unfinished"
-    return None if math.isfinite(completion.reward) else "bad_reward"
+    return None if sound_reward(completion.reward) else "bad_reward"
 
 
 def group_fault(group: Group, size: int, max_tokens: int) -> str | None:

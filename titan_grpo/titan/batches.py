@@ -1,11 +1,12 @@
-"""The data loader that torchtitan iterates: rank 0 takes groups, assembles all ranks' micro-batches, and scatters them.
+"""The data loader that torchtitan iterates: rank 0 takes groups, plans all ranks' work, and scatters it.
 
 The scatter carries everything that all ranks must agree on: the micro-batches, the slot of the next version image, the
-resume state, and an error that stops the run. It runs on a gloo group of its own, with a deadline of its own, because the
+resume state, and an error that stops the run. Micro-batches travel as tensors, or as the rows that each rank builds the very
+same tensors of (``grpo.single_rank_load``). It runs on a gloo group of its own, with a deadline of its own, because the
 wait for rollouts may be longer than torchtitan's training timeout.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
 
-from titan_grpo.algorithm.batch import MicroBatch
+from titan_grpo.algorithm.microbatches import MicroBatch, Rows, build
 from titan_grpo.algorithm.packing import attention_rows
 from titan_grpo.errors import ProtocolError, TitanGrpoError
 
@@ -26,7 +27,8 @@ SCATTER_MARGIN_S = 120.0
 class Share:
     """What one rank gets for one step."""
 
-    microbatches: list[MicroBatch] = field(default_factory=list)
+    microbatches: list[MicroBatch] | Rows = field(default_factory=list)
+    """The tensors, or what this rank is to build them of."""
     steps: tuple[int, ...] = ()
     """Micro-batches of each optimizer step, in order."""
     slot: int | None = None
@@ -41,7 +43,7 @@ class Share:
 class StepWork:
     """What rank 0 prepared for all ranks: ``ranks[dp_rank]`` micro-batches, ``steps`` of them for each optimizer step."""
 
-    ranks: list[list[MicroBatch]]
+    ranks: Sequence[list[MicroBatch] | Rows]
     steps: tuple[int, ...]
     slot: int | None
     state: str
@@ -94,7 +96,8 @@ class BatchLoader(BaseDataLoader):
         if share.error:
             raise RunStopped(share.error)
         self.state = share.state
-        self._queue = list(share.microbatches)
+        work = share.microbatches
+        self._queue = build(work) if isinstance(work, Rows) else list(work)
         return share
 
     def _prepare(self, prepare: Callable[[], StepWork]) -> list[Share]:

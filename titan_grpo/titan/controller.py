@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_grpo.algorithm.advantages import AdvantageOptions
 from titan_grpo.algorithm.balance import TokenCost, variation
-from titan_grpo.algorithm.batch import Batch, BatchOptions, assemble
+from titan_grpo.algorithm.batch import Batch, BatchOptions, plan
 from titan_grpo.algorithm.health import Collapse
 from titan_grpo.algorithm.shaping import Overlong
 from titan_grpo.config_grpo import normalization_of
@@ -26,7 +26,7 @@ from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.records import ReplayClient
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.runkey import find_run_key
-from titan_grpo.samples import Group
+from titan_grpo.samples import Group, sound_reward
 from titan_grpo.sync.worker import SyncWorker
 from titan_grpo.titan.batches import StepWork
 from titan_grpo.titan.crew import Crew, Rollouts
@@ -180,12 +180,13 @@ class Controller:
         except RolloutsLate as error:
             raise RolloutsLate(f"{error}; {crew.text()}") from error
         self._collapse = self._collapse.after([c.reward for g in groups for c in g.completions])
-        batch = assemble(groups, num_ranks, self._options)
+        batch = plan(groups, num_ranks, self._options)
         for reason, count in batch.dropped.items():
             self.recorder.count(names.dropped(f"completion_{reason}"), count)
             logger.warning("step after version %d: %d completions are not trained on (%s)", version, count, reason)
         self._step_values = _group_values(groups, batch, version)
-        return StepWork(batch.ranks, batch.steps, self._worker().take_slot(), json.dumps(rollouts.state()))
+        ranks = batch.micro_batches() if self._job.grpo.single_rank_load else batch.rows
+        return StepWork(ranks, batch.steps, self._worker().take_slot(), json.dumps(rollouts.state()))
 
     def _take(self, rollouts: Rollouts, version: int) -> list[Group]:
         """The groups of one step; with dynamic sampling those without reward spread are replaced."""
@@ -331,7 +332,7 @@ class Controller:
 
 def _group_values(groups: Sequence[Group], batch: Batch, version: int) -> dict[str, float]:
     """A step's rollout figures: rewards over completions, staleness over groups, in versions."""
-    rewards = [c.reward for g in groups for c in g.completions]
+    rewards = [c.reward for g in groups for c in g.completions if sound_reward(c.reward)]
     staleness = [version - g.version for g in groups]
     return {
         names.REWARD: statistics.fmean(rewards),

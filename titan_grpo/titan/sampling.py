@@ -4,10 +4,11 @@ All completions of a prompt that is always or never solved have the same reward,
 shrink the batch that the gradient is made of.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_grpo.algorithm.advantages import AdvantageOptions, Scored, has_spread
+from titan_grpo.algorithm.batch import defect
 from titan_grpo.samples import Group
 
 Take = Callable[[int], list[Group]]
@@ -47,5 +48,6 @@ def varied_groups(
 
 
 def _varied(group: Group, kind: AdvantageOptions) -> bool:
-    scored: Sequence[Scored] = [Scored(c.reward, c.num_sampled) for c in group.completions]
-    return has_spread(scored, kind)
+    # Only of what is trained on: a reward that is none would stop the run here, where it is dropped later on.
+    sound = [c for c in group.completions if not defect(group.prompt, c)]
+    return has_spread([Scored(c.reward, c.num_sampled) for c in sound], kind)

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torchtitan.distributed import utils as dist_utils
 
 from titan_grpo.algorithm import health
-from titan_grpo.algorithm.batch import IGNORE_INDEX
 from titan_grpo.algorithm.entropy import token_entropy
 from titan_grpo.algorithm.logits import logit_mean_square
 from titan_grpo.algorithm.logprobs import token_logprobs
 from titan_grpo.algorithm.loss import LogitTerms, grpo_loss
 from titan_grpo.algorithm.metrics import Metrics, accumulate
+from titan_grpo.algorithm.microbatches import IGNORE_INDEX
 from titan_grpo.titan.packed import PackedAttention
 from titan_grpo.titan.text import TextMixin, text_weight
 
