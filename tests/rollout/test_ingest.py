@@ -11,9 +11,10 @@ import httpx
 import pytest
 
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.rollout import ingest
+from titan_grpo.rollout import httpd, ingest
 from titan_grpo.rollout.door import Door
-from titan_grpo.rollout.ingest import Desk, Reply, parse
+from titan_grpo.rollout.httpd import Reply
+from titan_grpo.rollout.ingest import Desk, parse
 
 
 def body(**changes):
@@ -186,7 +187,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(door) -> None:
     connection = http.client.HTTPConnection(door.address, timeout=10)
     connection.putrequest("POST", "/groups")
     connection.putheader("Authorization", "Bearer secret")
-    connection.putheader("Content-Length", str(ingest.MAX_BYTES + 1))
+    connection.putheader("Content-Length", str(httpd.MAX_BYTES + 1))
     connection.endheaders()
     assert connection.getresponse().status == 413
     connection.close()

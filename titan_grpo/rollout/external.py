@@ -14,7 +14,8 @@ from titan_grpo.engines.drivers import AsyncDriver, HttpRefused
 from titan_grpo.errors import ConfigError, DataError, PeerError, ServerRefused
 from titan_grpo.rollout import atropos, messages
 from titan_grpo.rollout.door import Door
-from titan_grpo.rollout.ingest import Desk, Incoming, Reply
+from titan_grpo.rollout.httpd import Reply
+from titan_grpo.rollout.ingest import Desk, Incoming
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Group

@@ -6,7 +6,7 @@
 202  taken; ``duplicates`` of them were here before (same ``id``) and are not taken again
 400  not JSON, or not of the schema's form: the text names the place, the rule and what was there
 409  made by a version that the trainer can no longer use, or that does not exist yet
-413  more than ``MAX_BYTES``
+413  more than ``httpd.MAX_BYTES``
 429  the trainer has enough waiting: come again after ``Retry-After`` seconds
 503  the run is ending
 ==== =====================================================================================================================
@@ -21,13 +21,12 @@ from typing import Any
 
 from titan_grpo.errors import DataError
 from titan_grpo.protocol.admission import too_stale
+from titan_grpo.rollout.httpd import RETRY_AFTER_S, Reply
 from titan_grpo.samples import Completion, Group, Prompt
 
-MAX_BYTES = 256 << 20
 LARGEST_LOGPROB = 1e-3
 """Rounding may make a certain token's log-probability that large; the mark of a masked one (1.0 in Atropos) is larger."""
 
-RETRY_AFTER_S = 1
 REMEMBERED_IDS = 100_000
 """Ids kept to recognise a group that is sent again."""
 
@@ -86,15 +85,6 @@ class Incoming:
 
     id: str
     group: Group
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What the sender is told."""
-
-    status: int
-    body: Mapping[str, Any]
-    retry_after_s: int | None = None
 
 
 def parse(body: bytes) -> list[Incoming]:

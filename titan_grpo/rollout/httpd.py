@@ -1,0 +1,176 @@
+"""A small HTTP server with a key: threads that read requests, hand them over, and write the answers as JSON."""
+
+import hmac
+import json
+import socket
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from titan_grpo.errors import ConfigError
+
+READ_S = 30.0
+"""How long a connection may stay silent, in seconds."""
+
+MAX_BYTES = 256 << 20
+"""Longest body of a request."""
+
+RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What somebody asked; ``body`` is empty for a GET, and unpacked where it came gzipped."""
+
+    method: str
+    path: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What they are told."""
+
+    status: int
+    body: Mapping[str, Any]
+    retry_after_s: int | None = None
+
+
+class HttpServer:
+    """Listens from construction to ``close`` at ``host:port`` (port 0: any). ``answer`` runs in the connections' threads.
+
+    With a ``key`` every request needs ``Authorization: Bearer KEY``. Raises ConfigError, which begins with ``what``, where the
+    address can not be bound.
+    """
+
+    def __init__(self, address: str, key: str, answer: Callable[[Request], Reply], what: str) -> None:
+        self.key, self.answer = key, answer
+        self._closed = threading.Event()
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        try:
+            self._server = _Server(host, int(port), self)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConfigError(f"{what} must be an address of this host, got {address!r}: {error}") from error
+        self.address = f"{f'[{host}]' if ':' in host else host}:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._accept, name="http", daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether requests are only refused."""
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        """Take no further request, also not over connections that are open. Idempotent."""
+        self._closed.set()
+        with suppress(OSError):
+            self._server.socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(5.0)
+        self._server.server_close()
+
+    def _accept(self) -> None:
+        # serve_forever() of the standard library looks twice a second whether it is to end.
+        while not self.closed:
+            try:
+                connection, address = self._server.get_request()
+            except OSError:
+                self._closed.wait(0.1)  # closed; or no descriptor is left, which may pass
+                continue
+            try:
+                self._server.process_request(connection, address)
+            except RuntimeError:  # no thread is left
+                self._server.shutdown_request(connection)
+
+
+class _TooLarge(Exception):
+    pass
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False  # somebody who says nothing must not hold up the end of the run
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int, owner: HttpServer) -> None:
+        self.owner = owner
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients may go away; anything else is a bug of ours, and shown."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = READ_S
+    wbufsize = -1  # head and body in one packet: the second of two small ones would wait for the first one's ACK
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def do_GET(self) -> None:
+        """Questions."""
+        self._reply("GET")
+
+    def do_POST(self) -> None:
+        """Everything else."""
+        self._reply("POST")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet: what is refused is told to the one who asked."""
+
+    def _reply(self, method: str) -> None:
+        owner = self.server.owner
+        if owner.closed:
+            return self._write(Reply(503, {"error": "this server is ending"}, RETRY_AFTER_S), False)
+        given = self.headers.get("Authorization", "")
+        if owner.key and not hmac.compare_digest(given.encode(), f"Bearer {owner.key}".encode()):
+            return self._write(Reply(401, {"error": "a request needs the header Authorization: Bearer KEY"}), False)
+        try:
+            body = self._body() if method == "POST" else b""
+        except _TooLarge:
+            return self._write(Reply(413, {"error": f"a body must not be larger than {MAX_BYTES} bytes"}), False)
+        except (ValueError, zlib.error) as error:
+            return self._write(Reply(400, {"error": f"the body can not be read: {error}"}), False)
+        parts = urlsplit(self.path)
+        return self._write(owner.answer(Request(method, parts.path, dict(parse_qsl(parts.query)), body)), True)
+
+    def _body(self) -> bytes:
+        if "Content-Length" not in self.headers:
+            raise ValueError("a request needs the header Content-Length")
+        length = int(self.headers["Content-Length"])
+        if length > MAX_BYTES:
+            raise _TooLarge
+        body = self.rfile.read(max(length, 0))
+        if self.headers.get("Content-Encoding", "identity").lower() != "gzip":
+            return body
+        gunzip = zlib.decompressobj(wbits=31)
+        plain = gunzip.decompress(body, MAX_BYTES)
+        if gunzip.unconsumed_tail:
+            raise _TooLarge
+        if not gunzip.eof:
+            raise ValueError("the gzip stream is torn")
+        return plain
+
+    def _write(self, reply: Reply, keep: bool) -> None:
+        data = json.dumps(reply.body).encode()
+        self.send_response(reply.status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        if reply.retry_after_s is not None:
+            self.send_header("Retry-After", str(reply.retry_after_s))
+        if not keep:
+            # What was not read of the request would be taken for the next one.
+            self.send_header("Connection", "close")
+            self.close_connection = True
+        self.end_headers()
+        self.wfile.write(data)
