@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from titan_grpo.engines.controls import ServerAccess
-from titan_grpo.testing.suites import commits, engine, kv
+from titan_grpo.testing.suites import commits, engine, kv, pieces
 from titan_grpo.testing.suites.engine import EngineUnderTest
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -30,7 +30,9 @@ def vllm(site, tmp_path_factory) -> EngineUnderTest:
 def sglang(sglang_site, tmp_path_factory) -> EngineUnderTest:
     """The same, of SGLang."""
     model, folder = Path(sglang_site.server.spec.model), tmp_path_factory.mktemp("sglang")
-    return EngineUnderTest("sglang", sglang_site.access, model, remake, folder, True, True, None, sglang_site.restart)
+    return EngineUnderTest(
+        "sglang", sglang_site.access, model, remake, folder, True, True, None, sglang_site.restart, follows_seeds=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +48,12 @@ def named(checks) -> dict:
     return {"argvalues": checks, "ids": [check.__name__ for check in checks]}
 
 
-@pytest.mark.parametrize("check", **named(engine.CHECKS + commits.CHECKS + kv.CHECKS))
+@pytest.mark.parametrize("check", **named(engine.CHECKS + pieces.CHECKS + commits.CHECKS + kv.CHECKS))
 def test_vllm(check, vllm) -> None:
     check(vllm)
 
 
-@pytest.mark.parametrize("check", **named(engine.CHECKS + commits.CHECKS + kv.CHECKS + commits.RESTART_CHECKS))
+@pytest.mark.parametrize("check", **named(engine.CHECKS + pieces.CHECKS + commits.CHECKS + kv.CHECKS + commits.RESTART_CHECKS))
 def test_sglang(check, sglang, sglang_site) -> None:
     check(sglang)
     assert sglang_site.kernel_calls == [], "the stand-in for SGLang's compiled kernels takes part in nothing"

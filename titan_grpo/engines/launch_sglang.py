@@ -22,6 +22,8 @@ def command(spec: ServerSpec, keys_path: str = "") -> list[str]:
     out += ["--max-running-requests", str(spec.max_num_seqs), "--log-level-http", "warning"]
     # An idle scheduler polls, which keeps a core busy; with this it waits for the next message (2 % of a core, not 90 %).
     out += ["--sleep-on-idle"]
+    # Each piece of a streamed answer has what is new; without, it has all tokens so far, and their log-probabilities.
+    out += ["--incremental-streaming-output"]
     if spec.tensor_parallel > 1:
         out += ["--tp", str(spec.tensor_parallel)]
     if spec.cpu:

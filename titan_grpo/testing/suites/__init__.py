@@ -1,7 +1,7 @@
 """Suites that every implementation of one of our seams has to pass, against the real thing: start here for a new one.
 
-``engine.py`` (generation, pauses, labels, keys) and ``commits.py`` (weights) are for an inference engine. What a third engine
-needs, in this order:
+``engine.py`` (generation, pauses, labels, keys), ``pieces.py`` (streamed answers) and ``commits.py`` (weights) are for an
+inference engine. What a third engine needs, in this order:
 
 1. ``engines/<name>.py`` with the functions of ``engines.dialect.Dialect``, and its line in DIALECTS;
 2. ``engines/<name>_control.py``, an ``engines.control.ServerControl``; its line in ``controls.make_control`` and in

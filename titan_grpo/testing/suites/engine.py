@@ -43,6 +43,7 @@ class EngineUnderTest:
     weights; ``remake(seed, folder)`` writes the same model with other weights to a directory and returns that.
     ``says_versions``: its answers tell which weights made which token. ``guards_control``: without a key nobody pauses it.
     ``keeps_prefixes``: a commit on an idle server leaves the prefixes of the older weights in its cache.
+    ``follows_seeds``: the same request gets the same tokens again.
     ``restart``: ends the server and starts it again at its URL with the weights of ``model``; None: not to be tried.
     """
 
@@ -56,6 +57,7 @@ class EngineUnderTest:
     run_key: Key | None = None
     restart: Callable[[], None] | None = None
     keeps_prefixes: bool = True
+    follows_seeds: bool = True
 
     @property
     def speak(self) -> Dialect:
@@ -227,7 +229,7 @@ def an_abort_answers_every_request_with_what_it_has(e: EngineUnderTest) -> None:
 
 def a_request_that_can_not_be_is_refused_and_not_the_servers_fault(e: EngineUnderTest) -> None:
     """A prompt that is too long: 400, which costs a prompt and not a server."""
-    refused = _refusal(lambda: e.run(e.speak.generate(prompt(1) * 1000, Sampling(4), REQUEST_S)))
+    refused = refusal(lambda: e.run(e.speak.generate(prompt(1) * 1000, Sampling(4), REQUEST_S)))
     assert isinstance(refused, HttpRefused), refused
     assert refused.status == 400, refused
 
@@ -253,11 +255,12 @@ def a_server_without_an_open_update_takes_no_label_from_the_end_of_one(e: Engine
     """It is what a server looks like that was restarted in the middle of a commit."""
     before = e.run(e.speak.label())
     with e.control() as control:
-        assert isinstance(_refusal(lambda: control.finish("of-another-life")), ServerRefused)
+        assert isinstance(refusal(lambda: control.finish("of-another-life")), ServerRefused)
         assert control.label() == before
 
 
-def _refusal(act: Callable[[], Any]) -> ServerRefused:
+def refusal(act: Callable[[], Any]) -> ServerRefused:
+    """What ``act`` is refused with, which it must be."""
     try:
         answer = act()
     except ServerRefused as refusal:
@@ -266,7 +269,7 @@ def _refusal(act: Callable[[], Any]) -> ServerRefused:
 
 
 def _assert_denied(act: Callable[[], Any]) -> None:
-    refused = _refusal(act)
+    refused = refusal(act)
     assert isinstance(refused, HttpRefused), refused
     assert refused.status in (401, 403), refused
 
