@@ -1,0 +1,193 @@
+#!/usr/bin/env python
+"""What the controller costs while it waits: processor time of rank 0 and of the rollout process with 256 requests outstanding.
+
+    python scripts/bench_idle.py [--engine vllm|sglang] [--hold stop|work] [--requests 256] [--window 20] [--json PATH]
+
+A real run: two CPU ranks, their lanes, caretaker, rollout process, one real server. Once all requests are at the server it is
+stopped (SIGSTOP), so that none of them can end while the processor time is read: whatever is used then is used for waiting. The
+lanes meanwhile find their server silent and try again, as they would. With ``--hold work`` the server is left at work on
+completions that are longer than the measurement, and what comes of them is read as it comes: that is no longer idle, and is
+not judged. Printed per process: median over the windows of user and system time, in percent of one core.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from signal import SIGCONT, SIGSTOP
+from urllib.parse import urlsplit
+
+import psutil
+
+from titan_grpo.commands.processes import end_group, torchrun
+from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.runkey import Key, with_run_key
+from titan_grpo.titan.tiny import write_tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = "train_configs/quickstart_cpu.toml"
+LIMIT_PERCENT = 2.0
+GROUP = 8
+TOKENS = 900
+START_S = 300.0
+SETTLE_S = 2.0
+ROLES = {"rank 0": "titan_grpo.train", "rollouts": "titan_grpo.rollout.worker", "caretaker": "titan_grpo.sync.keeper"}
+"""Process -> module that it runs. torchrun, which starts the ranks, and the other rank are not the controller."""
+
+NEVER = threading.Event()
+
+
+@dataclass(frozen=True)
+class Window:
+    """One stretch of time, per process: percent of a core, and how often per second it went to sleep and woke."""
+
+    percent: dict[str, float]
+    wakes: dict[str, float]
+
+
+def arguments(options: argparse.Namespace, url: str, out: Path) -> list[str]:
+    """What the recipe becomes."""
+    values = {
+        "rollout.servers": url,
+        "rollout.prompts_per_step": options.requests // GROUP,
+        "rollout.group_size": GROUP,
+        "rollout.max_completion_tokens": TOKENS,
+        "rollout.max_concurrent_requests": options.requests,
+        "rollout.request_timeout_s": 3600,
+        "rollout.batch_timeout_s": 3600,
+        "training.seq_len": 1024,
+        "job.dump_folder": out / "run",
+        "model.hf_assets_path": out / "model",
+    }
+    return [text for key, value in values.items() for text in (f"--{key}", str(value))]
+
+
+@contextmanager
+def training(options: argparse.Namespace, url: str, out: Path, key: Key) -> Iterator[psutil.Process]:
+    """A run, from its start to its end."""
+    env = {**with_run_key(os.environ, key), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = torchrun(2, RECIPE, arguments(options, url, out))
+    with (out / "train.log").open("w") as log:
+        run = subprocess.Popen(
+            command, cwd=ROOT, env=env, text=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            yield psutil.Process(run.pid)
+        finally:
+            end_group(run)
+
+
+def controller(run: psutil.Process) -> dict[str, psutil.Process]:
+    """Role -> process, of those that are there."""
+    below = [process for process in run.children(recursive=True) if process.environ().get("RANK", "0") == "0"]
+    return {role: process for process in below for role, module in ROLES.items() if module in process.cmdline()}
+
+
+def outstanding(process: psutil.Process, url: str) -> int:
+    """Connections to the server: each carries one request."""
+    port = urlsplit(url).port
+    made = process.net_connections("tcp")
+    return sum(c.status == psutil.CONN_ESTABLISHED and bool(c.raddr) and c.raddr.port == port for c in made)
+
+
+def wait_outstanding(run: psutil.Process, url: str, count: int, log: Path) -> dict[str, psutil.Process]:
+    """Until the rollout process has that many requests at the server; the controller's processes."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and run.is_running() and run.status() != psutil.STATUS_ZOMBIE:
+        found = controller(run)
+        if len(found) == len(ROLES) and outstanding(found["rollouts"], url) >= count:
+            return found
+        NEVER.wait(0.2)
+    raise SystemExit(f"{count} requests must be at the server within {START_S:g} s, they were not; see {log}")
+
+
+def used(process: psutil.Process) -> tuple[float, int]:
+    """(processor seconds, times that it went to sleep) up to now, all threads."""
+    times, threads = process.cpu_times(), process.threads()
+    switches = 0
+    for thread in threads:
+        status = Path(f"/proc/{process.pid}/task/{thread.id}/status")
+        lines = status.read_text().splitlines() if status.exists() else []
+        switches += next((int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches")), 0)
+    return times.user + times.system, switches
+
+
+def window(processes: dict[str, psutil.Process], seconds: float) -> Window:
+    """Look twice."""
+    began, before = time.monotonic(), {role: used(process) for role, process in processes.items()}
+    NEVER.wait(seconds)
+    took, after = time.monotonic() - began, {role: used(process) for role, process in processes.items()}
+    return Window(
+        {role: 100.0 * (after[role][0] - before[role][0]) / took for role in processes},
+        {role: (after[role][1] - before[role][1]) / took for role in processes},
+    )
+
+
+def measure(options: argparse.Namespace, out: Path) -> list[Window]:
+    """One server, one run, several windows. SystemExit if a request ended meanwhile."""
+    key = Key.generate()
+    model = write_tiny_model("qwen3", out / "model", seed=1)
+    python = ROOT / f".venv-{options.engine}" / "bin" / "python"
+    spec = ServerSpec(
+        str(python),
+        str(model),
+        str(out / "server.log"),
+        options.engine,
+        max_model_len=1024,
+        max_num_seqs=options.requests,
+        run_key=key,
+    )
+    with Server(spec) as server:
+        server.wait_healthy(START_S)
+        with training(options, server.url, out, key) as run:
+            processes = wait_outstanding(run, server.url, options.requests, out / "train.log")
+            if options.hold == "stop":
+                server.signal(SIGSTOP)
+            NEVER.wait(SETTLE_S)
+            found = [window(processes, options.window) for _ in range(options.windows)]
+            left = outstanding(processes["rollouts"], server.url)
+            if left < options.requests:
+                raise SystemExit(f"{options.requests} requests must be outstanding to the end, {left} were")
+            # A run that is told to end while its server stands still waits for it.
+            server.signal(SIGCONT)
+    return found
+
+
+def main() -> int:
+    """Print a line per process; 1 if rank 0 and the rollout process together use more than 2 % of a core to wait."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--hold", choices=("stop", "work"), default="stop")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--window", type=float, default=20.0, help="seconds")
+    parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("outputs/bench_idle"))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    found = measure(options, out)
+    print(f"{options.requests} requests outstanding, {options.windows} windows of {options.window:g} s, {options.hold}")
+    print(f"{'process':12}{'% of a core':>13}{'least':>8}{'most':>8}{'wakes/s':>9}")
+    for role in ROLES:
+        values = [w.percent[role] for w in found]
+        wakes = statistics.median(w.wakes[role] for w in found)
+        print(f"{role:12}{statistics.median(values):13.2f}{min(values):8.2f}{max(values):8.2f}{wakes:9.1f}")
+    total = statistics.median(w.percent["rank 0"] + w.percent["rollouts"] for w in found)
+    print(f"{'controller':12}{total:13.2f}   rank 0 and rollouts; at most {LIMIT_PERCENT:g} when idle")
+    if options.json:
+        record = {"engine": options.engine, "hold": options.hold, "requests": options.requests, "controller_percent": total}
+        options.json.write_text(json.dumps(record | {"windows": [asdict(w) for w in found]}, indent=1) + "\n")
+    return int(options.hold == "stop" and total > LIMIT_PERCENT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
