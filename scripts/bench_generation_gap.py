@@ -22,14 +22,18 @@ from pathlib import Path
 import httpx
 
 from titan_grpo.engines.controls import ServerAccess
+from titan_grpo.engines.dialect import dialect
 from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.engines.sampling import Sampling
+from titan_grpo.engines.streamed import DONE, Events
 from titan_grpo.testing.suites.commits import BUCKET_BYTES, NUMBER, STEP_S, sender
-from titan_grpo.testing.suites.engine import EngineUnderTest, prompt
+from titan_grpo.testing.suites.engine import EngineUnderTest, endless, prompt
 from titan_grpo.titan.tiny import write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 900
 STARTUP_S = 300.0
+STREAM_S = 120.0
 QUIET_S = 0.5
 
 
@@ -53,23 +57,19 @@ class Listener(threading.Thread):
 
     def __init__(self, engine: str, url: str, seed: int) -> None:
         super().__init__(daemon=True)
-        if engine == "vllm":
-            self._path, body = "/v1/completions", {"prompt": prompt(seed), "max_tokens": TOKENS, "ignore_eos": True}
-        else:
-            self._path = "/generate"
-            body = {"input_ids": prompt(seed), "sampling_params": {"max_new_tokens": TOKENS, "ignore_eos": True}}
-        self._url, self._body = url, {**body, "stream": True}
+        call = dialect(engine).stream(prompt(seed), Sampling(TOKENS), STREAM_S, 1)
+        self._url, self._call = url, endless(call.call)
         self.times: list[float] = []
         self.began = threading.Event()
 
     def run(self) -> None:
         """Read to the end."""
-        with httpx.stream("POST", self._url + self._path, json=self._body, timeout=120.0, trust_env=False) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data:") and "[DONE]" not in line:
-                    self.times.append(time.monotonic())
-                    if len(self.times) > 20:
-                        self.began.set()
+        events, call = Events(), self._call
+        with httpx.stream(call.method, self._url + call.path, json=call.json, timeout=STREAM_S, trust_env=False) as answer:
+            for chunk in answer.iter_bytes():
+                self.times += [time.monotonic()] * sum(payload != DONE for payload in events.take(chunk))
+                if len(self.times) > 20:
+                    self.began.set()
 
     def between(self, start: float, end: float) -> tuple[float, int]:
         """(longest gap that touches the time from ``start`` to ``end``, pieces in it)."""

@@ -16,18 +16,17 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-from titan_grpo.engines.calls import Call
 from titan_grpo.engines.dialect import dialect
 from titan_grpo.engines.drivers import AsyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.sampling import Sampled, Sampling
+from titan_grpo.engines.sampling import Sampling
 from titan_grpo.engines.streamed import Answer
-from titan_grpo.testing.suites.engine import prompt
+from titan_grpo.testing.suites.engine import endless, prompt
 from titan_grpo.titan.tiny import write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,34 +54,14 @@ def server_cpu(group: int) -> float:
     return total
 
 
-def endless(call: Call[Sampled]) -> Call[Sampled]:
-    """The same request without an end before its last token."""
-    body = dict(call.json)
-    if "sampling_params" in body:
-        body["sampling_params"] = body["sampling_params"] | {"ignore_eos": True}
-    else:
-        body["ignore_eos"] = True
-    return replace(call, json=body)
-
-
-def every(call: Call[Sampled], interval: int) -> Call[Sampled]:
-    """The same request with pieces of ``interval`` tokens."""
-    body = dict(call.json)
-    if "sampling_params" in body:
-        body["sampling_params"] = body["sampling_params"] | {"stream_interval": interval}
-    else:
-        body["stream_interval"] = interval
-    return replace(call, json=body)
-
-
 async def one(engine: str, driver: AsyncDriver, seed: int, tokens: int, interval: int) -> int:
     """One request; its tokens."""
     speak, sampling = dialect(engine), Sampling(tokens, 1.0, seed)
     if not interval:
         return len((await driver.run(endless(speak.generate(prompt(seed), sampling, REQUEST_S)))).token_ids)
-    call = speak.stream(prompt(seed), sampling, REQUEST_S)
+    call = speak.stream(prompt(seed), sampling, REQUEST_S, interval)
     answer = Answer(call)
-    await driver.stream(every(endless(call.call), interval), answer)
+    await driver.stream(endless(call.call), answer)
     return len(answer.sampled(answer.count, answer.finish_reason).token_ids)
 
 

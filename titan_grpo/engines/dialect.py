@@ -40,8 +40,9 @@ class Dialect(Protocol):
         """Sample one continuation of a token-id prompt, with the log-probability of each sampled token under the
         distribution it was drawn from: plain softmax at the temperature, whatever the model's directory recommends."""
 
-    def stream(self, prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> StreamedCall:
-        """``generate`` with an answer in pieces of ``streamed.INTERVAL`` tokens; ``timeout_s`` bounds each silence."""
+    def stream(self, prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float, interval: int = ...) -> StreamedCall:
+        """``generate`` with an answer in pieces of ``interval`` tokens, the first and the last of which may be shorter;
+        ``timeout_s`` bounds each silence."""
 
     def score(self, token_ids: Sequence[int], timeout_s: float, cache_salt: str = ...) -> Call[tuple[float, ...]]:
         """Log-probabilities of a given sequence at temperature 1: ``len(token_ids) - 1`` values, of all tokens but the first.

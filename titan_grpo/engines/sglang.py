@@ -170,11 +170,11 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
     return Call("POST", GENERATE, timeout_s, parse_sampled, json=body)
 
 
-def stream(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> StreamedCall:
+def stream(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float, interval: int = INTERVAL) -> StreamedCall:
     """``generate`` with the answer in pieces. Each has all tokens so far, unless the server runs with
     ``--incremental-streaming-output``, as ours do."""
     call = generate(prompt_ids, sampling, timeout_s)
-    parameters = {**call.json["sampling_params"], "stream_interval": INTERVAL}
+    parameters = {**call.json["sampling_params"], "stream_interval": interval}
     return StreamedCall(replace(call, json={**call.json, "sampling_params": parameters, "stream": True}), parse_piece)
 
 

@@ -132,10 +132,10 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
     return Call("POST", COMPLETIONS, timeout_s, parse_sampled, json=body)
 
 
-def stream(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> StreamedCall:
+def stream(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float, interval: int = INTERVAL) -> StreamedCall:
     """``generate`` with the answer in pieces. Which weights made which token is said in the last one only (from 0.33 on)."""
     call = generate(prompt_ids, sampling, timeout_s)
-    return StreamedCall(replace(call, json={**call.json, "stream": True, "stream_interval": INTERVAL}), parse_piece)
+    return StreamedCall(replace(call, json={**call.json, "stream": True, "stream_interval": interval}), parse_piece)
 
 
 def parse_piece(event: Any) -> Piece:

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,6 +111,16 @@ def prompt(seed: int, count: int = 24) -> list[int]:
     """Random ids of ordinary tokens."""
     draw = random.Random(seed)
     return [draw.randrange(4, 100) for _ in range(count)]
+
+
+def endless(call: Call[T]) -> Call[T]:
+    """The same generation request, which no end token ends."""
+    body = dict(call.json)
+    if "sampling_params" in body:
+        body["sampling_params"] = body["sampling_params"] | {"ignore_eos": True}
+    else:
+        body["ignore_eos"] = True
+    return replace(call, json=body)
 
 
 def furthest(values: Sequence[float], others: Sequence[float]) -> float:
