@@ -74,6 +74,7 @@ def test_a_run_with_every_term_makes_one_version_per_batch_and_resumes_exactly(r
     assert rows[-1][names.PTX_LOSS] < rows[0][names.PTX_LOSS]
 
     shutil.copytree(tmp_path / "whole/checkpoint/step-2", tmp_path / "resumed/checkpoint/step-2")
+    arguments.append("--grpo.no-single-rank-load")
     summary = runs.complete(tmp_path / "resumed", [server.url], *arguments, "--training.steps=4", nproc=2)
     assert summary["steps"] == 2
     expected, resumed = runs.weights(tmp_path / "whole/hf"), runs.weights(tmp_path / "resumed/hf")
@@ -99,8 +100,13 @@ def test_every_term_is_the_same_with_the_vocabulary_sharded_over_two_ranks(runs,
             assert sharded[metric] == pytest.approx(whole[metric], rel=2e-4, abs=1e-6), metric
 
 
-def rewritten(small_replay, path, batches, flat=()):
-    """A recording of these batches of another, each the next version; in those named ``flat`` every reward is the same."""
+HUGE = (3e38, -3e38, -3e38, -3e38)
+"""Rewards of a group that a float32 holds, while it does not hold the first one less their mean."""
+
+
+def rewritten(small_replay, path, batches, flat=(), huge=()):
+    """A recording of these batches of another, each the next version; in those named ``flat`` every reward is the same, in
+    those named ``huge`` one group has HUGE rewards."""
     source = ReplayClient(str(small_replay.path))
     groups = [source.next_batch(version, PROMPTS, 0) for version in range(max(batches) + 1)]
     recorder = GroupRecorder(str(path), 0)
@@ -112,17 +118,22 @@ def rewritten(small_replay, path, batches, flat=()):
         for group in lines[version]["groups"]:
             for completion in group["completions"]:
                 completion["reward"] = 1.0
+    for version in huge:
+        for completion, reward in zip(lines[version]["groups"][0]["completions"], HUGE, strict=True):
+            completion["reward"] = reward
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return [f"--rollout.replay_path={path}"]
 
 
 def test_a_skipped_step_changes_nothing_publishes_nothing_and_the_next_one_goes_on(runs, server, small_replay, tmp_path):
-    arguments = [*small_replay.arguments, *SMOOTH, "--grpo.reward_collapse_steps=1"]
-    skipping = rewritten(small_replay, tmp_path / "flat.jsonl", (0, 1, 2, 3), flat=(2,))
-    summary = runs.complete(tmp_path / "skipped", [server.url], *arguments, *skipping, "--training.steps=4", nproc=2)
-    assert summary["steps"] == 4
+    arguments = [*small_replay.arguments, *SMOOTH, "--grpo.reward_collapse_steps=1", "--grpo.no-normalize-advantage-std"]
+    skipping = rewritten(small_replay, tmp_path / "flat.jsonl", (0, 1, 2, 3, 3), flat=(2,), huge=(3,))
+    summary = runs.complete(tmp_path / "skipped", [server.url], *arguments, *skipping, "--training.steps=5", nproc=2)
+    assert summary["steps"] == 5
     assert committed(summary)[-1] == 3
     assert [error for error in summary["errors"] if "step 3: 1 optimizer step skipped (all rewards were equal" in error]
+    # The group is on one rank, and so is the loss that is not a number; a step taken by the other would show in the weights.
+    assert [error for error in summary["errors"] if "step 4: 1 optimizer step skipped (the loss is not finite" in error]
     without = rewritten(small_replay, tmp_path / "without.jsonl", (0, 1, 3))
     runs.complete(tmp_path / "without", [server.url], *arguments, *without, "--training.steps=3", nproc=2)
     expected, skipped = runs.weights(tmp_path / "without/hf"), runs.weights(tmp_path / "skipped/hf")

@@ -37,6 +37,8 @@ def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(runs, site, s
     before = site.label()
     shutil.copytree(whole / "checkpoint/step-3", tmp_path / "checkpoint/step-3")
     arguments = [*small_replay.arguments, *SMOOTH, "--checkpoint.interval=3", "--training.steps=6"]
+    # And in the other mode: in the whole run rank 0 builds the tensors of both.
+    arguments.append("--grpo.no-single-rank-load")
     summary = runs.complete(tmp_path, [site.url], *arguments, nproc=2)
     assert summary["steps"] == 3
     committed = summary["versions_committed"][site.url]["committed"]
