@@ -38,6 +38,7 @@ OTHER_END = "ends with the other process, whose end closes the stream"
 
 ENDED_BY: dict[str, str] = {
     "titan_grpo/commands/facts.py call_back": "the probe was made with the deadline",
+    "titan_grpo/commands/rollouts.py run": "a service in the foreground; Ctrl-C or SIGTERM",
     "titan_grpo/commands/processes.py run_logged": "a command in the foreground, which lasts as long as the training; Ctrl-C",
     "titan_grpo/engines/processes.py wait_process": "the process has ended",
     "titan_grpo/engines/guard.py main": "the end of the owner, a signal, or the end of the child, which is killed after that",
@@ -53,6 +54,7 @@ ENDED_BY: dict[str, str] = {
     "titan_grpo/rollout/external.py _ended": DONE,
     "titan_grpo/rollout/external.py _take_batches": "room for a batch, when the trainer takes one; or close(), by cancelling",
     "titan_grpo/rollout/sampler.py at_once": DONE,
+    "titan_grpo/rollout/session.py _call_back": "a frame for the trainer, or close()",
     "titan_grpo/rollout/worker.py _read_loop": OTHER_END,
     "titan_grpo/rollout/worker.py _serve": "Stop, an error, or the end of the trainer, which the reader turns into Stop",
     "titan_grpo/rollout/worker.py _write_loop": SENTINEL,
@@ -96,6 +98,10 @@ BY_THE_CLOCK: dict[str, str] = {
     "titan_grpo/rollout/dispatch.py _outage": ASKED + "a server that failed, after a rest that doubles",
     "titan_grpo/rollout/external.py _paused": ASKED + "an Atropos API has a batch or not; only while there is room for one",
     "titan_grpo/rollout/external.py _take_batches": "the bounds of that pause",
+    "titan_grpo/rollout/httpd.py _accept": ASKED + "whether a descriptor is free again; a connection wakes it otherwise",
+    "titan_grpo/rollout/remote.py _wait": ASKED + "a service whose callbacks are lost, after 5 s of silence; a message wakes it",
+    "titan_grpo/rollout/service.py _watch": "the end of an open lease",
+    "titan_grpo/rollout/session.py _call_back": ASKED + "a trainer that did not take a callback, after a rest that doubles",
     "titan_grpo/rollout/worker.py _read_loop": ONCE + ", after the end of the trainer",
     "titan_grpo/sync/fleet.py wait_held": REST,
     "titan_grpo/sync/keeper.py run": "woken by a line, a result, the trainer's end; else at the end of an open lease",

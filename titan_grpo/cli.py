@@ -25,6 +25,7 @@ COMMANDS = {
     ),
     "config": Command("titan_grpo.commands.config", "print every configuration key with its meaning"),
     "servers": Command("titan_grpo.commands.servers", "show, add and remove the servers of a run that goes on"),
+    "rollouts": Command("titan_grpo.commands.rollouts", "make the rollouts of a run whose trainer is elsewhere"),
     "export": Command("titan_grpo.commands.export", "write a checkpointed version as HF safetensors"),
 }
 """Name -> command."""

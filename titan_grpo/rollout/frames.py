@@ -46,7 +46,8 @@ def spec_to_json(spec: RolloutSpec) -> dict[str, Any]:
 
 def spec_from_json(data: Any) -> RolloutSpec:
     """Inverse of spec_to_json. Raises PeerError."""
-    return _structure(data, RolloutSpec)
+    spec: RolloutSpec = _structure(data, RolloutSpec)
+    return spec
 
 
 def _text(data: Any, what: str) -> str:

@@ -106,7 +106,7 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients may go away; anything else is a bug of ours, and shown."""
-        if not isinstance(sys.exception(), OSError):
+        if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 

@@ -1,0 +1,346 @@
+"""Both ways between the trainer and its rollouts: what a client may rely on, and what a remote one outlives."""
+
+import dataclasses
+import json
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+
+import httpx
+import psutil
+import pytest
+
+from titan_grpo.engines.launch import free_port
+from titan_grpo.errors import ConfigError
+from titan_grpo.rollout.client import RolloutClient, RolloutsLate
+from titan_grpo.rollout.httpd import HttpServer, Reply, Request
+from titan_grpo.rollout.link import RolloutStopped
+from titan_grpo.rollout.local import LocalLink
+from titan_grpo.rollout.remote import RemoteLink
+from titan_grpo.rollout.service import Service
+from titan_grpo.rollout.spec import RolloutSpec
+
+PER_STEP, GROUP, KEY = 2, 2, "a-secret"
+ANY = "127.0.0.1:0"
+
+
+class Relay:
+    """An HTTP server that passes requests on as ``way`` has it: a list of "" (as it is), "drop" (before), "lose" (the answer),
+    "twice", or "late" (after the next one). Its key is that of whoever asks."""
+
+    def __init__(self, target: Callable[[], str], way: Callable[[], str]) -> None:
+        self.target, self.way = target, way
+        self.passed = 0
+        self._late: list[tuple[Request, str]] = []
+        self._lock = threading.Lock()
+        self._server = HttpServer(ANY, "", self._answer, "the relay")
+        self.url = f"http://{self._server.address}"
+        self.key = ""
+
+    def _answer(self, request: Request) -> Reply:
+        with self._lock:
+            way = self.way()
+            late, self._late = self._late, []
+            lost = Reply(502, {"error": "lost on the way"})
+            if way == "late":
+                self._late = [(request, self.key)]
+            answers = [self._pass(request) for _ in range({"drop": 0, "late": 0, "twice": 2}.get(way, 1))]
+            for old, _ in late:
+                self._pass(old)
+        return lost if way in ("drop", "lose", "late") else answers[-1]
+
+    def _pass(self, request: Request) -> Reply:
+        self.passed += 1
+        headers = {"Authorization": f"Bearer {self.key}"}
+        url = self.target() + request.path
+        try:
+            answer = httpx.request(
+                request.method, url, params=request.query, content=request.body, headers=headers, trust_env=False, timeout=20
+            )
+        except httpx.HTTPError as error:
+            return Reply(502, {"error": repr(error)})
+        return Reply(answer.status_code, answer.json())
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class Site:
+    """A service that can be restarted at its address, and clients of it, with one life: everything ends with the test."""
+
+    def __init__(self, spec: RolloutSpec) -> None:
+        self.spec = spec
+        self.address = f"127.0.0.1:{free_port()}"
+        self.said: list[str] = []
+        self.lease_s = 30.0
+        self.service: Service | None = None
+        self.closing: list = []
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+    def serve(self) -> None:
+        self.service = Service(self.address, KEY, self.lease_s, self.said.append)
+
+    def stop(self) -> None:
+        if self.service is not None:
+            self.service.close()
+
+    def link(self, **changes) -> RemoteLink:
+        return RemoteLink(
+            **{"url": self.url, "key": KEY, "callback_address": ANY, "deadline_s": 20.0, "reconcile_s": 0.2, **changes}
+        )
+
+    def client(self, link=None, **changes) -> RolloutClient:
+        client = RolloutClient(dataclasses.replace(self.spec, **changes), "", link if link is not None else self.link())
+        self.closing.insert(0, lambda: client.close(5))
+        return client
+
+    def relay(self, target: Callable[[], str], way: Callable[[], str]) -> Relay:
+        relay = Relay(target, way)
+        self.closing.append(relay.close)
+        return relay
+
+    def run(self) -> str:
+        """The run that has the service."""
+        headers = {"Authorization": f"Bearer {KEY}"}
+        return httpx.get(f"{self.url}/status", headers=headers, trust_env=False, timeout=10).json()["run"]
+
+
+@pytest.fixture
+def site(model_dir) -> Iterator[Site]:
+    sizes = {"prompts_per_step": PER_STEP, "group_size": GROUP, "max_completion_tokens": 4, "request_timeout_s": 20.0}
+    site = Site(RolloutSpec(model_dir=model_dir, seed=5, max_staleness=1, **sizes))
+    yield site
+    for close in site.closing:
+        close()
+    site.stop()
+
+
+@pytest.fixture(params=["local", "remote"])
+def start(request, site):
+    """A factory of started clients, over each of the links."""
+    if request.param == "remote":
+        site.serve()
+
+    def make(**changes):
+        client = site.client(LocalLink() if request.param == "local" else site.link(), **changes)
+        client.start(60)
+        return client
+
+    return make
+
+
+def children() -> set[int]:
+    """Rollout processes of this one that run."""
+    found = [p for p in psutil.Process(os.getpid()).children() if p.status() != psutil.STATUS_ZOMBIE]
+    return {p.pid for p in found if "titan_grpo.rollout.worker" in " ".join(p.cmdline())}
+
+
+def indices(*batches) -> list[int]:
+    return [group.prompt.index for batch in batches for group in batch]
+
+
+def test_a_link_carries_versions_groups_drains_and_what_is_in_flight(start, completion_server):
+    server, client = completion_server(), start()
+    client.set_server(server.url, 0, True, "0")
+    first = client.next_batch(0, PER_STEP, 20)
+    assert len({*indices(first)}) == PER_STEP
+    assert {c.server for g in first for c in g.completions} == {server.url}
+    client.next_batch(1, PER_STEP, 20)
+    with pytest.raises(RolloutsLate, match="0 of 2 groups for version 2"):
+        client.next_batch(2, PER_STEP, 0.3)
+    server.behaviour = server.hang
+    client.set_server(server.url, 2, True, "2")
+    server.wait_for_requests(3 * PER_STEP * GROUP)
+    assert client.in_flight(20.0)[server.url] >= PER_STEP * GROUP
+    client.set_server(server.url, 2, False, "2")
+    client.drain(server.url, 0.0)
+    assert client.in_flight(20.0) == {server.url: 0}
+    server.behaviour = server.good
+    client.set_server(server.url, 2, True, "2")
+    assert {group.version for group in client.next_batch(2, PER_STEP, 20)} == {2}
+
+
+def test_a_links_far_end_says_why_it_can_not_serve(start, site, tmp_path):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        start(model_dir=str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match=r"rollout\.task"):
+        start(task="nonsense")
+
+
+def test_a_link_that_is_closed_leaves_no_process(start, completion_server):
+    server, client = completion_server(), start()
+    server.behaviour = server.hang
+    client.set_server(server.url, 0, True, "0")
+    server.wait_for_requests(GROUP)
+    assert children()
+    client.close(10)
+    assert not children()
+    with pytest.raises(RolloutStopped, match="not running"):
+        client.next_batch(0, PER_STEP, 1)
+
+
+def test_a_process_that_dies_surfaces_over_the_link(start):
+    client = start()
+    (child,) = children()
+    psutil.Process(child).kill()
+    with pytest.raises(RolloutStopped, match="ended with exit code -9"):
+        client.next_batch(0, PER_STEP, 20)
+
+
+def test_a_run_without_a_single_callback_goes_on(site, completion_server):
+    site.serve()
+    server = completion_server()
+    client = site.client(site.link(callback_url=f"http://127.0.0.1:{free_port()}"))
+    client.start(60)
+    for version in range(3):
+        client.set_server(server.url, version, True, str(version))
+        assert len(client.next_batch(version, PER_STEP, 20)) == PER_STEP
+    assert client.counters()["consumed_groups"] == 3 * PER_STEP
+
+
+def test_what_is_lost_doubled_delayed_and_reordered_on_the_way_changes_nothing(site, completion_server):
+    site.serve()
+    server, chance = completion_server(), random.Random(0)
+    ways = ["", "", "", "drop", "lose", "twice", "late"]
+    there = site.relay(lambda: site.url, lambda: chance.choice(ways))
+    there.key = KEY
+    link = site.link(url=there.url)
+    back = site.relay(lambda: f"http://{link._endpoint.address}", lambda: chance.choice(ways))
+    back.key = link._callback_key
+    link._callback_url = back.url
+    client = site.client(link, max_staleness=5)
+    client.start(60)
+    client.set_server(server.url, 0, True, "0")
+    batches = [client.next_batch(version, PER_STEP, 20) for version in range(6)]
+    assert sorted(indices(*batches)) == list(range(6 * PER_STEP))  # all that may be made of version 0
+    assert client.in_flight(20.0) == {server.url: 0}
+    assert not client.counters().keys() & {"sessions_lost", "skipped"}
+    assert len(server.bodies) == 6 * PER_STEP * GROUP
+    assert there.passed > 4
+    assert back.passed > 0
+
+
+def test_a_restarted_service_is_told_everything_anew_and_no_prompt_is_lost_or_used_twice(site, completion_server):
+    site.serve()
+    server, client = completion_server(), site.client()
+    client.start(60)
+    client.set_server(server.url, 0, True, "0")
+    batches = [client.next_batch(0, PER_STEP, 20)]
+    server.wait_for_requests(2 * PER_STEP * GROUP)
+    in_time = client.in_flight(20.0)
+    assert in_time == {server.url: 0}
+    ready = client.counters()["ready"]
+    server.behaviour = server.hang
+    client.set_server(server.url, 1, True, "1")
+    server.wait_for_requests(3 * PER_STEP * GROUP)
+    site.stop()
+    site.serve()
+    server.wait_for_requests(4 * PER_STEP * GROUP)  # what hung is made again
+    assert client.counters()["sessions_lost"] == 1
+    assert client.counters()["ready"] == ready == PER_STEP
+    server.released.set()
+    batches += [client.next_batch(version, PER_STEP, 20) for version in (1, 2)]
+    assert indices(*batches) == list(range(3 * PER_STEP))
+    # The places of the groups that were kept still count: no more runs ahead than before.
+    assert client.in_flight(20.0) == {server.url: 0}
+    assert len(server.bodies) == 4 * PER_STEP * GROUP
+    assert (client.counters()["consumed_groups"], client.counters()["ready"]) == (3 * PER_STEP, 0)
+
+
+def test_a_drain_ends_when_the_service_is_restarted(site, completion_server):
+    site.serve()
+    server, client = completion_server(), site.client()
+    client.start(60)
+    server.behaviour = server.hang
+    client.set_server(server.url, 0, True, "0")
+    server.wait_for_requests(PER_STEP * GROUP)
+    client.set_server(server.url, 0, False, "0")
+    draining = threading.Thread(target=client.drain, args=(server.url, 60.0), daemon=True)
+    draining.start()
+    assert client.in_flight(20.0)[server.url] > 0
+    assert draining.is_alive()
+    site.stop()
+    site.serve()
+    draining.join(20)
+    assert not draining.is_alive()
+
+
+def test_a_silent_trainer_loses_its_session_and_is_told_anew_when_it_is_back(site, completion_server):
+    site.lease_s = 2.0
+    site.serve()
+    cut = threading.Event()
+    relay = site.relay(lambda: site.url, lambda: "drop" if cut.is_set() else "")
+    relay.key = KEY
+    server, client = completion_server(), site.client(site.link(url=relay.url))
+    client.start(60)
+    server.behaviour = server.hang
+    client.set_server(server.url, 0, True, "0")
+    server.wait_for_requests(PER_STEP * GROUP)
+    (child,) = children()
+    cut.set()
+    psutil.wait_procs([psutil.Process(child)], timeout=20)
+    assert child not in children()
+    assert site.run() == ""
+    assert any("silent for 2 s" in text for text in site.said)
+    server.behaviour = server.good
+    cut.clear()
+    assert len(client.next_batch(0, PER_STEP, 20)) == PER_STEP
+    assert client.counters()["sessions_lost"] == 1
+
+
+def test_a_newer_run_replaces_an_older_one_which_is_told_so(site, completion_server):
+    site.serve()
+    server, older = completion_server(), site.client()
+    older.start(60)
+    older_run = site.run()
+    (first,) = children()
+    newer = site.client()
+    newer.start(60)
+    assert site.run() > older_run
+    assert first not in children()
+    with pytest.raises(RolloutStopped, match="another run, started later, has the rollout service"):
+        older.next_batch(0, PER_STEP, 20)
+    newer.set_server(server.url, 0, True, "0")
+    assert len(newer.next_batch(0, PER_STEP, 20)) == PER_STEP
+
+
+def test_a_wrong_key_and_a_url_of_something_else_are_mistakes_of_the_configuration(site, completion_server):
+    site.serve()
+    with pytest.raises(ConfigError, match=r"wants another key.*rollout\.controller_key_env"):
+        site.client(site.link(key="other")).start(60)
+    other = HttpServer(ANY, "", lambda request: Reply(404, {}), "a test")
+    site.closing.append(other.close)
+    with pytest.raises(ConfigError, match=r"rollout\.controller must be the URL of a rollout service"):
+        site.client(site.link(url=f"http://{other.address}")).start(60)
+    with pytest.raises(ConfigError, match=r"rollout\.callback_address must be an address of this host"):
+        site.client(site.link(callback_address="192.0.2.1:0")).start(60)
+
+
+def test_a_service_of_another_version_is_a_mistake_of_the_configuration(site):
+    site.serve()
+    headers, body = {"Authorization": f"Bearer {KEY}"}, {"format": "another"}
+    answer = httpx.post(f"{site.url}/open", content=json.dumps(body), headers=headers, trust_env=False, timeout=10)
+    assert (answer.status_code, "must run the same titan_grpo" in answer.json()["error"]) == (400, True)
+
+
+def test_nobody_posts_groups_to_the_trainer_without_the_sessions_key(site):
+    site.serve()
+    link = site.link()
+    site.client(link).start(60)
+    url = f"http://{link._endpoint.address}/frames"
+    body = {"session": link._outbox.session, "first": 0, "frames": ['{"frame":"Ready"}']}
+    assert httpx.post(url, json=body, trust_env=False, timeout=10).status_code == 401
+    headers = {"Authorization": f"Bearer {link._callback_key}"}
+    other = httpx.post(url, json=body | {"session": "other"}, headers=headers, trust_env=False, timeout=10)
+    assert other.status_code == 410
+    unreadable = httpx.post(url, json=body | {"first": link._inbox.have, "frames": ["x"]}, headers=headers, trust_env=False)
+    assert unreadable.status_code == 400
+
+
+def test_a_service_that_stays_away_stops_the_run_and_names_url_and_remedy(site):
+    with pytest.raises(RolloutStopped, match=rf"service {site.url} was not there for 0\.5 s.*titan-grpo rollouts --bind"):
+        site.client(site.link(deadline_s=0.5)).start(60)
