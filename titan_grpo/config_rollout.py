@@ -231,8 +231,19 @@ def _controller_violations(r: Rollout) -> list[str]:
         r.controller_key_env,
     )
     host, _, port = r.callback_address.rpartition(":")
-    bad = bool(r.callback_address) and not (host and port.isdigit() and int(port) < 65536 and host not in ("0.0.0.0", "[::]"))
-    out += rule(bad, "rollout.callback_address", "host:port as the service reaches it", r.callback_address)
+    wrong = not (host and port.isdigit() and int(port) < 65536 and host not in ("0.0.0.0", "[::]"))
+    out += rule(
+        bool(r.callback_address) and wrong,
+        "rollout.callback_address",
+        "host:port as the service reaches it",
+        r.callback_address,
+    )
+    out += rule(
+        not bad and r.servers == [LAUNCH] and not is_loopback(url.hostname or ""),
+        "rollout.servers",
+        "URLs while rollout.controller is on another host (launched servers listen on loopback)",
+        r.servers,
+    )
     out += rule(
         bool(r.replay_path), "rollout.controller", '"local" with rollout.replay_path (nothing is sampled)', r.controller
     )

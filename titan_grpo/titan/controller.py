@@ -7,7 +7,6 @@ import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from titan_grpo.observe import names, report, terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lag, members
 from titan_grpo.receive.engine import tensor_views
-from titan_grpo.rollout.client import RolloutClient, RolloutsLate
-from titan_grpo.rollout.records import ReplayClient
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.client import RolloutsLate
 from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group, sound_reward
 from titan_grpo.sync.worker import SyncWorker
@@ -33,7 +30,7 @@ from titan_grpo.titan.crew import Crew, Rollouts
 from titan_grpo.titan.hf_files import copy_assets, write_weights
 from titan_grpo.titan.launching import Launcher
 from titan_grpo.titan.members import Hands, MemberThread
-from titan_grpo.titan.registration import registration
+from titan_grpo.titan.rollouts import start_rollouts
 from titan_grpo.titan.sampling import Sampled, varied_groups
 from titan_grpo.titan.sources import Known, ServersFile
 from titan_grpo.titan.syncing import Drain, TrainerSync
@@ -113,16 +110,8 @@ class Controller:
 
     def start(self, version: int, state: str) -> None:
         """Start servers and rollouts for training that continues from ``version``; ``state`` is a checkpoint's."""
-        rollout = self._job.rollout
         self._known = self._launcher.start(self._job.weight_sync.startup_deadline_s, os.environ)
-        if rollout.replay_path:
-            self._rollouts = ReplayClient(rollout.replay_path, json.loads(state) if state else {})
-        else:
-            spec = RolloutSpec.from_config(rollout, self._model_dir, version, json.loads(state) if state else {})
-            recomputed = self._job.weight_sync.kv_after_update == "recompute"
-            spec = replace(spec, registration=registration(self._job, version), kv_recomputed=recomputed)
-            self._rollouts = RolloutClient(spec, rollout.record_path)
-        self._rollouts.start()
+        self._rollouts = start_rollouts(self._job, self._model_dir, version, state, os.environ)
         self._crew = Crew(self._known.urls, self._rollouts, self.recorder)
         self._crew.version = version
 
