@@ -110,6 +110,7 @@ def test_sglang_killed_under_requests_which_vllm_finishes_and_restarted(sglang, 
     groups, counters = client.next_batch(13, SAMPLED.prompts_per_step, 60.0), client.counters()
     assert counters["outages"] >= 1, counters
     assert counters["resumed"] >= 1, counters
+    assert counters["resumed_tokens"] >= INTERVAL, counters
     reference, servers = Reference(weights), set()
     for completion, prompt in [(c, list(g.prompt.token_ids)) for g in groups for c in g.completions]:
         assert (completion.version_first, completion.version_last) == (13, 13)

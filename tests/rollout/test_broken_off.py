@@ -149,4 +149,5 @@ def test_the_rollout_process_goes_on_at_another_server_and_the_broken_one_gets_i
     assert ((7, 8) in starts) == streamed, starts
     assert all(len(completion.token_ids) == TOKENS for completion in group.completions)
     assert counters["outages"] >= 1
-    assert (counters.get("resumed", 0) > 0) == streamed, counters
+    assert (counters["resumed"] > 0) == streamed, counters
+    assert counters["resumed_tokens"] == 2 * counters["resumed"]

@@ -115,7 +115,9 @@ class Dispatcher:
             self._start(Running(ticket, list(parts), server, server.version if first is None else min(first, server.version)))
 
     def _start(self, run: Running) -> None:
-        self._counts["resumed"] += sum(bool(part.token_ids) for part in run.parts)
+        resumed = [len(part.token_ids) for part in run.parts if part.token_ids and not part.finish_reason]
+        self._counts["resumed"] += len(resumed)
+        self._counts["resumed_tokens"] += sum(resumed)
         run.server.in_flight += self._spec.group_size
         task = asyncio.get_running_loop().create_task(self._make(run))
         self._running[task] = run
