@@ -50,6 +50,12 @@ class Run:
             self.waiting.append(self._take())
             self.give_back()
 
+    def forget(self) -> None:
+        """Whatever makes the groups is restarted: it is told what was used and what waits to be, and the rest is lost."""
+        self.running, self.waiting = [], []
+        a = self.admission
+        self.admission = Admission(a.base, a.per_step, a.max_staleness, self.consumed + len(self.ready))
+
     def sync(self) -> None:
         """A server gets the newest version, or one before it: versions may be skipped, never reordered."""
         server = self.chance.randrange(len(self.held))
@@ -110,6 +116,7 @@ class Run:
 
 def test_the_bound_holds_and_nothing_leaks_or_starves_in_ten_thousand_random_schedules():
     moves = (Run.start, Run.start, Run.start, Run.finish, Run.finish, Run.fail, Run.cut, Run.sync, Run.train, Run.abort)
+    moves += moves + (Run.forget,)
     trained = stalest = 0
     for seed in range(SCHEDULES):
         chance = random.Random(seed)

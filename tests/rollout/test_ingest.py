@@ -196,6 +196,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(door) -> None:
 def test_without_the_key_nothing_is_let_in(client) -> None:
     for headers in ({"Authorization": "Bearer other"}, {"Authorization": ""}):
         assert client.post("/groups", json=body(), headers=headers).status_code == 401
+    assert client.post("/groups", json=body(), headers={"Origin": "http://a.example"}).status_code == 403
     assert client.get("/status").json()["waiting"] == 0
 
 

@@ -135,6 +135,9 @@ class _Handler(BaseHTTPRequestHandler):
         given = self.headers.get("Authorization", "")
         if owner.key and not hmac.compare_digest(given.encode(), f"Bearer {owner.key}".encode()):
             return self._write(Reply(401, {"error": "a request needs the header Authorization: Bearer KEY"}), False)
+        if "Origin" in self.headers:
+            # A web page that somebody looks at on this host reaches loopback too.
+            return self._write(Reply(403, {"error": "requests of web pages are refused"}), False)
         try:
             body = self._body() if method == "POST" else b""
         except _TooLarge:
