@@ -212,14 +212,14 @@ def test_what_is_lost_doubled_delayed_and_reordered_on_the_way_changes_nothing(s
     back = site.relay(lambda: f"http://{link._endpoint.address}", lambda: chance.choice(ways))
     back.key = link._callback_key
     link._callback_url = back.url
-    client = site.client(link, max_staleness=5)
+    client = site.client(link, max_staleness=3)
     client.start(60)
     client.set_server(server.url, 0, True, "0")
-    batches = [client.next_batch(version, PER_STEP, 20) for version in range(6)]
-    assert sorted(indices(*batches)) == list(range(6 * PER_STEP))  # all that may be made of version 0
+    batches = [client.next_batch(version, PER_STEP, 20) for version in range(4)]
+    assert sorted(indices(*batches)) == list(range(4 * PER_STEP))  # all that may be made of version 0
     assert client.in_flight(20.0) == {server.url: 0}
     assert not client.counters().keys() & {"sessions_lost", "skipped"}
-    assert len(server.bodies) == 6 * PER_STEP * GROUP
+    assert len(server.bodies) == 4 * PER_STEP * GROUP
     assert there.passed > 4
     assert back.passed > 0
 
@@ -270,7 +270,7 @@ def test_a_drain_ends_when_the_service_is_restarted(site, completion_server):
 
 
 def test_a_silent_trainer_loses_its_session_and_is_told_anew_when_it_is_back(site, completion_server):
-    site.lease_s = 2.0
+    site.lease_s = 1.5
     site.serve()
     cut = threading.Event()
     relay = site.relay(lambda: site.url, lambda: "drop" if cut.is_set() else "")
@@ -285,11 +285,11 @@ def test_a_silent_trainer_loses_its_session_and_is_told_anew_when_it_is_back(sit
     psutil.wait_procs([psutil.Process(child)], timeout=20)
     assert child not in children()
     assert site.run() == ""
-    assert any("silent for 2 s" in text for text in site.said)
+    assert any("silent for 1.5 s" in text for text in site.said)
     server.behaviour = server.good
     cut.clear()
-    assert len(client.next_batch(0, PER_STEP, 20)) == PER_STEP
-    assert client.counters()["sessions_lost"] == 1
+    assert len(client.next_batch(0, PER_STEP, 40)) == PER_STEP
+    assert client.counters()["sessions_lost"] >= 1
 
 
 def test_a_newer_run_replaces_an_older_one_which_is_told_so(site, completion_server):

@@ -27,7 +27,7 @@ RECONCILE_S = 5.0
 """After that much silence the service is asked what there is, in seconds. Callbacks are hints: the trainer does not rely on
 them."""
 
-PACE = peer.Pace(first_s=0.25, longest_s=5.0)
+PACE = peer.Pace(first_s=0.25, longest_s=2.0)
 """How long a service that did not answer is left alone, in seconds."""
 
 

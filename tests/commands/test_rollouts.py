@@ -1,0 +1,26 @@
+import pytest
+
+from titan_grpo.commands import rollouts
+from titan_grpo.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--bind", "0.0.0.0:8910"],
+            r"--bind must be on loopback while TITAN_GRPO_CONTROLLER_KEY is empty, got 0\.0\.0\.0:8910",
+        ),
+        (["--bind", "10.0.0.1:0", "--key-env", "OTHER"], "--bind must be on loopback while OTHER is empty"),
+        (["--lease", "0"], "--lease must be greater than 0, got 0"),
+        (["--bind", "127.0.0.1:70000"], "--bind must be an address of this host, got '127.0.0.1:70000'"),
+    ],
+)
+def test_a_service_that_anybody_could_use_and_what_can_not_be_bound_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        rollouts.run(arguments, {})
+
+
+def test_with_a_key_an_address_of_another_host_is_only_impossible():
+    with pytest.raises(ConfigError, match="--bind must be an address of this host"):
+        rollouts.run(["--bind", "192.0.2.1:0"], {rollouts.KEY_VARIABLE: "secret"})
