@@ -43,10 +43,10 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         )
     if options.lease <= 0:
         raise ConfigError(f"--lease must be greater than 0, got {options.lease:g}")
+    service = Service(options.bind, key, options.lease, _say)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    service = Service(options.bind, key, options.lease, _say)
     _say(f"serving at http://{service.address}, {'with' if key else 'without'} a key")
     ended.wait()
     service.close()
