@@ -31,7 +31,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from titan_grpo.config import Rollout, WeightSync
-from titan_grpo.engines.control import ServerControl
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
@@ -107,15 +106,6 @@ class Weights(torch.nn.Module):
         with torch.no_grad():
             for p in self.layers:
                 p.to_local().mul_(1.01)
-
-
-class BenchSync(TrainerSync):
-    """A rank's weight sync as the trainer builds it, with calls instead of HTTP to the server."""
-
-    server: ReceiverServer
-
-    def _control(self, rollout: Rollout, url: str) -> ServerControl:
-        return DirectControl(self.server)
 
 
 class RawSocket:
@@ -195,7 +185,7 @@ def memcpy(source: torch.Tensor, target: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def one_version(sync: BenchSync, recorder: Recorder | None, version: int) -> tuple[dict[str, float], int]:
+def one_version(sync: TrainerSync, recorder: Recorder | None, version: int) -> tuple[dict[str, float], int]:
     """Publish ``version`` and, on rank 0, wait for its commit: (figures of rank 0, the slot that was used)."""
     worker = sync.worker
     box: list[Any] = [worker.wait_slot(WAIT_S) if worker is not None else None]
@@ -229,14 +219,14 @@ def rounds(options: Options, rank: int, folder: str) -> list[dict[str, float]]:
         bucket_bytes=options.bucket_mib << 20,
         digest=options.digest,  # type: ignore[arg-type]
     )
-    sync = BenchSync(model, dict, config, torch.device("cpu"), dist.group.WORLD)
+    sync = TrainerSync(model, dict, config, torch.device("cpu"), dist.group.WORLD)
     nbytes = sync.plan.manifest.total_bytes
     comparison = Comparison()
     recorder = Recorder(folder) if rank == 0 else None
     raw = RawSocket(rank, nbytes, config.bucket_bytes)
     out = []
     with ReceiverServer("http://127.0.0.1/bench", comparison) as server:
-        sync.server = server
+        sync.make_control = lambda engine, access: DirectControl(server)  # instead of HTTP
         sync.start(Rollout(), [server.url], lambda *_: None, recorder)
         source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
         for version in range(options.rounds + 2):

@@ -51,6 +51,7 @@ ENDED_BY: dict[str, str] = {
     "titan_grpo/rollout/local.py _receive_loop": OTHER_END,
     "titan_grpo/rollout/local.py _send_loop": SENTINEL,
     "titan_grpo/rollout/dispatch.py _ended": DONE,
+    "titan_grpo/rollout/engine_calls.py _serve": SENTINEL,
     "titan_grpo/rollout/external.py _ended": DONE,
     "titan_grpo/rollout/external.py _take_batches": "room for a batch, when the trainer takes one; or close(), by cancelling",
     "titan_grpo/rollout/sampler.py at_once": DONE,

@@ -82,7 +82,9 @@ def test_a_run_outlives_the_service_that_makes_its_rollouts(runs, site, service,
     assert site.label().version == STEPS
     summary = runs.summary(out)
     assert summary["versions_committed"][site.url]["last"] == STEPS
-    assert (summary["digest_mismatches"], summary["errors"]) == (0, [])
+    assert summary["digest_mismatches"] == 0
+    # A commit whose calls went through the service at that moment was made again.
+    assert all("the rollout service forgot" in error for error in summary["errors"]), summary["errors"]
     for row in read_metrics(out / "metrics.jsonl"):
         # The server computes what the trainer does: it has the trainer's weights.
         assert row.get(names.ON_POLICY_GAP, 0.0) < 0.02, row

@@ -11,7 +11,7 @@ from titan_grpo.engines import sglang
 from titan_grpo.engines.controls import ServerAccess
 from titan_grpo.engines.drivers import HttpRefused
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.sglang_stock import Group, StockRoutes
+from titan_grpo.engines.sglang_stock import Group, HttpStockRoutes
 from titan_grpo.errors import ServerRefused
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.store import host_store
@@ -68,7 +68,7 @@ def test_a_run_with_a_run_key_does_not_write_to_a_server_that_can_not_prove_it(s
 
 
 def test_a_group_whose_trainer_is_gone_is_refused_and_the_server_goes_on(stock) -> None:
-    routes = StockRoutes(stock.access.url, stock.access.api_key, stock.access.admin_key)
+    routes = HttpStockRoutes(stock.access.url, stock.access.api_key, stock.access.admin_key)
     store = host_store("127.0.0.1")
     answers: list[HttpRefused] = []
 

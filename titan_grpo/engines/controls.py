@@ -1,6 +1,6 @@
 """Making a server's control plane: of a named engine, or of the one that the server says it is."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,10 @@ class ServerAccess:
     load_deadline_s: float | None = None
     api_key: str = field(default="", repr=False)
     admin_key: str = field(default="", repr=False)
+
+
+MakeControl = Callable[[str, ServerAccess], ServerControl]
+"""(value of ``rollout.engine``, access) -> control plane. Nothing is asked yet."""
 
 
 def make_control(engine: str, access: ServerAccess) -> ServerControl:

@@ -8,7 +8,7 @@ from titan_grpo.engines.calls import Call
 from titan_grpo.engines.control import NOT_RECOMPUTED
 from titan_grpo.engines.drivers import HttpRefused, SyncDriver
 from titan_grpo.engines.sampling import Sampling
-from titan_grpo.engines.sglang_stock import StockRoutes
+from titan_grpo.engines.sglang_stock import HttpStockRoutes, StockRoutes
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 
 LOOK_S = 10.0
@@ -50,7 +50,7 @@ class SglangControl:
         return self._driver.run(sglang.label(self._look_s))
 
     def stock(self) -> StockRoutes | None:
-        return None if self._state() is not None else StockRoutes(*self._access)
+        return None if self._state() is not None else HttpStockRoutes(*self._access)
 
     def greet(self, hello: Mapping[str, Any]) -> None:
         try:

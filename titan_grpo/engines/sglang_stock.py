@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from titan_grpo.engines import sglang
 from titan_grpo.engines.calls import Call, ignore, want
@@ -69,30 +69,50 @@ def _parse_names(answer: Any) -> frozenset[str]:
     return frozenset(str(name) for name in want(ranks[0], "checksums", dict, "/weights_checker"))
 
 
-class StockRoutes:
-    """These routes of one server, over connections of their own: for one thread, beside the lane's control."""
+class StockRoutes(Protocol):
+    """These routes of one server, for one thread beside the lane's control. Every method raises PeerError by its deadline."""
+
+    def workers(self, timeout_s: float) -> int:
+        """Tensor-parallel workers."""
+
+    def parameter_names(self, timeout_s: float) -> frozenset[str]:
+        """See the function."""
+
+    def init_group(self, group: Group, timeout_s: float) -> None:
+        """See the function."""
+
+    def destroy_group(self, name: str, timeout_s: float) -> None:
+        """See the function."""
+
+    def begin(self, timeout_s: float) -> None:
+        """Open an update; one that was left open is ended first."""
+
+    def update(self, group: str, announced: Announced, timeout_s: float) -> None:
+        """See the function."""
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+
+
+class HttpStockRoutes:
+    """The routes over connections of their own."""
 
     def __init__(self, url: str, api_key: str, admin_key: str) -> None:
         self._driver = SyncDriver(url, api_key, admin_key)
 
     def workers(self, timeout_s: float) -> int:
-        """Tensor-parallel workers."""
         return self._driver.run(sglang.world_size(timeout_s))
 
     def parameter_names(self, timeout_s: float) -> frozenset[str]:
-        """See the function."""
         return self._driver.run(parameter_names(timeout_s))
 
     def init_group(self, group: Group, timeout_s: float) -> None:
-        """See the function."""
         self._driver.run(init_group(group, timeout_s))
 
     def destroy_group(self, name: str, timeout_s: float) -> None:
-        """See the function."""
         self._driver.run(destroy_group(name, timeout_s))
 
     def begin(self, timeout_s: float) -> None:
-        """Open an update; one that was left open is ended first."""
         try:
             self._driver.run(sglang.begin_weight_update(timeout_s))
         except ServerRefused:
@@ -100,9 +120,7 @@ class StockRoutes:
             self._driver.run(sglang.begin_weight_update(timeout_s))
 
     def update(self, group: str, announced: Announced, timeout_s: float) -> None:
-        """See the function."""
         self._driver.run(update(group, announced, timeout_s))
 
     def close(self) -> None:
-        """Close the connections. Idempotent."""
         self._driver.close()

@@ -9,13 +9,16 @@ from dataclasses import replace
 from itertools import accumulate, count
 from typing import Any
 
-from titan_grpo.errors import ConfigError, DataError, TitanGrpoError
+from titan_grpo.engines.control import ServerControl
+from titan_grpo.engines.controls import ServerAccess
+from titan_grpo.errors import ConfigError, DataError, ServerUnreachable, TitanGrpoError
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.cursor import Cursor
 from titan_grpo.rollout.link import Forgotten, Heard, Link, RolloutStopped
 from titan_grpo.rollout.local import LocalLink
 from titan_grpo.rollout.records import GroupRecorder
+from titan_grpo.rollout.remote_control import Outstanding, RemoteControl
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Group
 
@@ -50,6 +53,7 @@ class RolloutClient:
         self._running = self._started = self._closing = self._hurried = False
         self._numbers = count()
         self._drains: dict[int, str] = {}
+        self._calls = Outstanding()
         self._servers: dict[str, messages.ServerState] = {}
         self._version = spec.base_version
         self._places = 0
@@ -102,6 +106,44 @@ class RolloutClient:
             self._hurried = True
             for number, url in self._drains.items():
                 self._link.send(messages.Drain(url, number, 0.0), DRAIN_MARGIN_S)
+
+    def control(self, engine: str, access: ServerAccess) -> ServerControl:
+        """A server's control plane, as make_control's, whose calls the far end makes with its own keys."""
+        return RemoteControl(self, engine, access)
+
+    @property
+    def era(self) -> int:
+        """How often the far end has forgotten everything."""
+        return self._calls.era
+
+    def engine_call(
+        self, url: str, method: str, arguments: tuple[Any, ...], within_s: float, era: int | None = None
+    ) -> messages.EngineAnswer:
+        """Have the far end call a server (messages.EngineCall), and wait for what comes of it. Any thread.
+
+        ServerUnreachable if that is not known within ``within_s`` seconds, or never will be; also if ``era`` is over.
+        """
+        with self._changed:
+            if self._error is not None or not self._running:
+                raise ServerUnreachable(f"{url}: {method} was not called: the rollouts have ended, and engine calls with them")
+            if era is not None and era != self._calls.era:
+                raise ServerUnreachable(f"{url}: {method} was not called: the rollout service forgot what it had open there")
+            number = next(self._numbers)
+            future = self._calls.begin(number)
+            self._link.send(messages.EngineCall(number, url, method, arguments, within_s), within_s)
+        try:
+            return future.result(within_s)
+        except TimeoutError:
+            with self._changed:
+                self._calls.give_up(number)
+            raise ServerUnreachable(f"{url}: no outcome of {method} came from the rollouts within {within_s:g} s") from None
+
+    def engine_tell(self, url: str, method: str, arguments: tuple[Any, ...]) -> None:
+        """The same, with no outcome. Never blocks."""
+        with self._changed:
+            if self._running:
+                number = next(self._numbers)
+                self._link.send(messages.EngineCall(number, url, method, arguments, DRAIN_MARGIN_S))
 
     def in_flight(self, timeout_s: float = 1.0) -> dict[str, int]:
         """Requests in flight by server URL; empty if the rollout process does not say within ``timeout_s`` seconds."""
@@ -165,7 +207,9 @@ class RolloutClient:
 
     def counters(self) -> dict[str, int]:
         """Counts so far, resumed ones included: ``consumed_groups``, ``requests``, ``tokens``, ``outages``, ``skipped``,
-        ``moved`` (their server left), ``dropped.<reason>``; and ``ready``, the finished groups that wait."""
+        ``moved`` (their server left), ``resumed`` (completions that went on from ``resumed_tokens`` tokens),
+        ``dropped.<reason>``, ``sessions_lost`` (times that the far end was told anew); and ``ready``, the finished groups
+        that wait."""
         with self._changed:
             names = {**self._own, **self._theirs}
             return {k: self._own.get(k, 0) + self._theirs.get(k, 0) for k in names} | {"ready": len(self._ready)}
@@ -183,7 +227,9 @@ class RolloutClient:
             self._closing = True
             self._changed.notify_all()
         self._link.close(deadline_s)
-        self._running = False
+        with self._changed:
+            self._running = False
+            self._calls.lose("the rollouts have ended, and engine calls with them")
         if self._record is not None:
             self._record.close()
 
@@ -205,6 +251,9 @@ class RolloutClient:
                 self._load = message.in_flight
             elif isinstance(message, messages.Drained):
                 self._drains.pop(message.number, None)
+            elif isinstance(message, messages.EngineAnswer):
+                if not self._calls.answered(message):
+                    self._count("late_engine_answers", 1)
             else:
                 self._theirs = message.counters
             if isinstance(message, messages.GroupDone):
@@ -222,6 +271,7 @@ class RolloutClient:
             self._theirs = {}
             # What ran is gone with the far end: drains have nothing to wait for any more.
             self._drains.clear()
+            self._calls.lose("the rollout service forgot this run while it made the call: what came of it is unknown")
             self._count("sessions_lost", 1)
             spec = replace(
                 self._spec,
@@ -256,6 +306,7 @@ class RolloutClient:
         with self._changed:
             if self._error is None and not self._closing:
                 self._error = error
+            self._calls.lose(f"the rollouts have ended, and engine calls with them: {error}")
             self._changed.notify_all()
 
     def _raise_latched(self) -> None:

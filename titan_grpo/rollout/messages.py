@@ -1,7 +1,7 @@
-"""Frames between the trainer's rank 0 and its rollout process. Pickled: both ends are ours, over a socketpair."""
+"""Frames between the trainer's rank 0 and its rollout process: pickled over a socket pair, or as JSON from another host."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.samples import Group
@@ -108,6 +108,31 @@ class Unversioned:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineCall:
+    """To the rollout process: call a method of a server's ServerControl (engine_calls.METHODS), or of its own update routes;
+    ``arguments`` are JSON values. Calls of one server are made in order; one that could not begin within ``within_s`` seconds
+    is not made."""
+
+    number: int
+    url: str
+    method: str
+    arguments: tuple[Any, ...]
+    within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswer:
+    """From the rollout process: what came of an EngineCall, as a JSON value. ``kind``: empty, or the name of the error that
+    ``error`` is the text of. ``engine``: what answers at that URL, empty as long as nobody has asked."""
+
+    number: int
+    value: Any
+    engine: str = ""
+    error: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """To the rollout process: abort everything and exit."""
 
@@ -150,5 +175,5 @@ class Failed:
     text: str
 
 
-ToWorker = ServerState | ServerLeft | Drain | TrainerVersion | AskLoad | GiveBack | Used | Unversioned | Stop
-FromWorker = Ready | GroupDone | Load | Drained | Event | Failed
+ToWorker = ServerState | ServerLeft | Drain | TrainerVersion | AskLoad | GiveBack | Used | Unversioned | EngineCall | Stop
+FromWorker = Ready | GroupDone | Load | Drained | EngineAnswer | Event | Failed

@@ -39,6 +39,12 @@ class RolloutSpec:
     request_timeout_s: float = 300.0
     stream_completions: bool = True
     api_key_env: str = ""
+    admin_key_env: str = ""
+    engine: str = "auto"
+    commit_deadline_s: float = 60.0
+    """Of each engine call (EngineCall), in seconds."""
+    load_deadline_s: float = 60.0
+    """Of the load, which may wait for a transfer, in seconds."""
     source: str = "task"
     atropos_url: str = ""
     push_address: str = ""
@@ -83,6 +89,8 @@ class RolloutSpec:
             "request_timeout_s",
             "stream_completions",
             "api_key_env",
+            "admin_key_env",
+            "engine",
         )
         names += ("source", "atropos_url", "push_address", "push_key_env")
         values = {name: getattr(rollout, name) for name in names}

@@ -2,11 +2,13 @@
 
 import argparse
 import asyncio
+import functools
 import os
 import queue
 import signal
 import threading
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,6 +16,7 @@ from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.asking import Asker
 from titan_grpo.rollout.dispatch import Dispatcher
+from titan_grpo.rollout.engine_calls import EngineCalls
 from titan_grpo.rollout.external import External, open_source
 from titan_grpo.rollout.sampler import Sampler
 from titan_grpo.rollout.spec import RolloutSpec
@@ -54,10 +57,13 @@ class Worker:
         loop.set_exception_handler(
             lambda _loop, context: self._fail(context.get("exception") or RuntimeError(context["message"]))
         )
-        reader = threading.Thread(target=self._read_loop, args=(loop, source), name="read", daemon=True)
+        calls = EngineCalls(spec, self._out.put)
+        take = functools.partial(self._take, source)
+        reader = threading.Thread(target=self._read_loop, args=(loop, take, calls), name="read", daemon=True)
         self._out.put(messages.Ready())
         reader.start()
         await self._stop.wait()
+        calls.close()
         await source.close()
 
     async def _source(self, spec: RolloutSpec) -> Dispatcher | External:
@@ -81,14 +87,19 @@ class Worker:
         elif not self._stop.is_set():
             source.on(message)
 
-    def _read_loop(self, loop: asyncio.AbstractEventLoop, source: Dispatcher | External) -> None:
+    def _read_loop(
+        self, loop: asyncio.AbstractEventLoop, take: Callable[[messages.ToWorker], None], calls: EngineCalls
+    ) -> None:
         message: messages.ToWorker = messages.Stop()
         while True:
             try:
                 message = self._connection.recv()
             except (EOFError, OSError):
                 message = messages.Stop()
-            loop.call_soon_threadsafe(self._take, source, message)
+            if isinstance(message, messages.EngineCall):
+                calls.take(message)  # a commit does not wait for a loop that is busy with a user's reward
+                continue
+            loop.call_soon_threadsafe(take, message)
             if isinstance(message, messages.Stop):
                 break
         # A user's reward that never returns to the loop must not keep this process alive after its trainer.

@@ -16,12 +16,13 @@ from titan_grpo.algorithm.batch import Batch, BatchOptions, plan
 from titan_grpo.algorithm.health import Collapse
 from titan_grpo.algorithm.shaping import Overlong
 from titan_grpo.config_grpo import normalization_of
+from titan_grpo.engines.controls import MakeControl, make_control
 from titan_grpo.errors import ProtocolError, ServerUnreachable, SyncError
 from titan_grpo.observe import names, report, terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lag, members
 from titan_grpo.receive.engine import tensor_views
-from titan_grpo.rollout.client import RolloutsLate
+from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group, sound_reward
 from titan_grpo.sync.worker import SyncWorker
@@ -124,6 +125,13 @@ class Controller:
         """What a lane asks before a commit; None where commits do not wait for requests."""
         within_s = self._job.weight_sync.drain_deadline_s
         return None if self._job.rollout.in_flight_weight_updates else lambda url: self._servers().drain(url, within_s)
+
+    @property
+    def make_control(self) -> MakeControl:
+        """How lanes come to a server's control plane: from here, or through the service that makes the rollouts."""
+        rollouts = self._running()
+        remote = self._job.rollout.controller != "local" and isinstance(rollouts, RolloutClient)
+        return rollouts.control if remote else make_control
 
     def adopt(self, sync: TrainerSync) -> None:
         """Take over the started sync. From now on servers may come and go."""
@@ -287,10 +295,13 @@ class Controller:
         if self._crew is not None:
             self._crew.end()
         if rollouts is not None:
+            rollouts.hurry()
+        if self._sync is not None:
+            # before the rollouts: a lane may finish its commit by calls that go through them
+            self._sync.close()
+        if rollouts is not None:
             self._count_dropped(rollouts.counters())
             rollouts.close()
-        if self._sync is not None:
-            self._sync.close()
         self._launcher.stop()
         if rollouts is not None:
             mode = "async" if self._job.grpo.async_weight_update else "sync"

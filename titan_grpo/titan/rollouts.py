@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from titan_grpo.config import Rollout
+from titan_grpo.config import Rollout, WeightSync
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.link import Link
@@ -16,7 +16,7 @@ from titan_grpo.rollout.remote import RemoteLink
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.titan.crew import Rollouts
 from titan_grpo.titan.registration import registration
-from titan_grpo.titan.syncing import resolve_bind_host
+from titan_grpo.titan.syncing import load_deadline_s, resolve_bind_host
 
 LOAD_S = 120.0
 """How long task and tokenizer may take to load, in seconds."""
@@ -34,6 +34,8 @@ def start_rollouts(job_config: Any, model_dir: str, version: int, state: str, en
     spec = RolloutSpec.from_config(rollout, model_dir, version, before)
     recomputed = job_config.weight_sync.kv_after_update == "recompute"
     spec = replace(spec, registration=registration(job_config, version), kv_recomputed=recomputed)
+    sync: WeightSync = job_config.weight_sync
+    spec = replace(spec, commit_deadline_s=sync.commit_deadline_s, load_deadline_s=load_deadline_s(sync))
     if rollout.controller == "local":
         client, start_s = RolloutClient(spec, rollout.record_path, LocalLink()), LOAD_S
     else:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from titan_grpo.config import Rollout, WeightSync
 from titan_grpo.engines.control import ServerControl
-from titan_grpo.engines.controls import ServerAccess, make_control
+from titan_grpo.engines.controls import MakeControl, ServerAccess, make_control
 from titan_grpo.errors import ProtocolError, SyncError
 from titan_grpo.layout.digest import KEYED, block_digests, fingerprint
 from titan_grpo.layout.image import ImageAddress, SharedImage
@@ -87,6 +87,11 @@ def resolve_bind_host(configured: str, url: str) -> str:
     return LOOPBACK
 
 
+def load_deadline_s(config: WeightSync) -> float:
+    """Of a server's load call, which streamed waits for the transfer too, in seconds."""
+    return config.commit_deadline_s + (config.lane_deadline_s if config.apply == "streamed" else 0.0)
+
+
 class TrainerSync:
     """One rank's weight sync. Built collectively; afterwards no collective of the trainer is involved any more."""
 
@@ -101,6 +106,8 @@ class TrainerSync:
         self.worker: SyncWorker | None = None
         self.run_key: Key | None = None
         self._rollout: Rollout | None = None
+        self.make_control: MakeControl = make_control
+        """Set before ``start`` where engine calls do not go from here."""
         self._controls: dict[str, ServerControl] = {}
         """The newest control plane of each server, which knows what engine it met."""
         self._caretaker: Caretaker | None = None
@@ -217,8 +224,8 @@ class TrainerSync:
         if self._caretaker is not None:
             self._caretaker.know(url, api_key, admin_key)
         config = self._config
-        load_s = config.commit_deadline_s + (config.lane_deadline_s if config.apply == "streamed" else 0.0)
-        control = make_control(rollout.engine, ServerAccess(url, config.commit_deadline_s, load_s, api_key, admin_key))
+        load_s = load_deadline_s(config)
+        control = self.make_control(rollout.engine, ServerAccess(url, config.commit_deadline_s, load_s, api_key, admin_key))
         self._controls[url] = control
         return control
 

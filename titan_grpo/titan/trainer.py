@@ -147,6 +147,7 @@ class GRPOTrainer(Trainer):
         if controller is not None:
             controller.start(self.version, self.loader.state)
             recorder = controller.recorder
+            self.sync.make_control = controller.make_control
             self.sync.start(
                 self.job_config.rollout, controller.urls, controller.on_server, recorder, controller.run_key, controller.drain
             )

@@ -1,0 +1,269 @@
+"""Engine calls through the far end, over each of the links: real processes, and servers that answer what a test wrote down."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from titan_grpo.engines.controls import ServerAccess, make_control
+from titan_grpo.engines.drivers import HttpRefused
+from titan_grpo.engines.launch import free_port
+from titan_grpo.engines.sglang_stock import Announced, Group
+from titan_grpo.errors import ProtocolError, ServerRefused, ServerUnreachable, TransferFailed
+from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.engine_calls import kind_of
+from titan_grpo.rollout.frames import decode, encode
+from titan_grpo.rollout.httpd import HttpServer, Reply, Request
+from titan_grpo.rollout.local import LocalLink
+from titan_grpo.rollout.messages import EngineAnswer, EngineCall, FromWorker, ToWorker
+from titan_grpo.rollout.remote import RemoteLink
+from titan_grpo.rollout.remote_control import RemoteControl, value_of
+from titan_grpo.rollout.service import Service
+from titan_grpo.rollout.spec import RolloutSpec
+
+ANY, ENGINE_KEY, KEY_VARIABLE = "127.0.0.1:0", "the-engines-own-key", "TITAN_GRPO_TEST_ENGINE_KEY"
+CALL_S, WAIT_S = 10.0, 20.0
+
+VLLM = {
+    "GET /weight_info": {"weight_version": "r:1:f"},
+    "GET /is_paused": {"is_paused": True},
+    "POST /reset_prefix_cache": {"success": True},
+} | {
+    f"POST /{name}": {}
+    for name in (
+        *("init_weight_transfer_engine", "pause", "resume", "start_weight_update", "update_weights"),
+        *("finish_weight_update", "update_weight_version"),
+    )
+}
+
+STOCK = {
+    "GET /model_info": {"weight_version": "default"},
+    "GET /server_info": {"tp_size": 2, "pp_size": 1},
+    "POST /weights_checker": {"ranks": [{"checksums": {"a": 1, "b": 2}}]},
+} | {
+    f"POST /{name}": {}
+    for name in (
+        *("init_weights_update_group", "destroy_weights_update_group", "begin_weight_update"),
+        "update_weights_from_distributed",
+    )
+}
+
+
+class Engine:
+    """An HTTP server with a key. Routes in ``held`` are answered when the test lets them go, or is over."""
+
+    def __init__(self, routes: dict[str, dict]) -> None:
+        self.routes, self.held, self.released = dict(routes), "", threading.Event()
+        self.asked: list[tuple[str, str]] = []
+        self.holding = threading.Event()
+        self._server = HttpServer(ANY, ENGINE_KEY, self._answer, "the engine")
+        self.url = f"http://{self._server.address}"
+
+    def _answer(self, request: Request) -> Reply:
+        route = f"{request.method} {request.path}"
+        self.asked.append((route, request.body.decode()))
+        if route == self.held:
+            self.holding.set()
+            self.released.wait(WAIT_S)
+        return Reply(200, self.routes[route]) if route in self.routes else Reply(404, {})
+
+    @property
+    def paths(self) -> list[str]:
+        return [route for route, _ in self.asked]
+
+    def close(self) -> None:
+        self.released.set()
+        self._server.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Engine]]:
+    """A factory."""
+    made: list[Engine] = []
+
+    def make(routes: dict[str, dict] = VLLM) -> Engine:
+        made.append(Engine(routes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def spec(model_dir, monkeypatch) -> RolloutSpec:
+    monkeypatch.setenv(KEY_VARIABLE, ENGINE_KEY)
+    return RolloutSpec(model_dir=model_dir, api_key_env=KEY_VARIABLE, commit_deadline_s=CALL_S, load_deadline_s=CALL_S)
+
+
+class Far:
+    """A service at one address, which may be started again there."""
+
+    def __init__(self) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.start()
+
+    def start(self) -> None:
+        self.service = Service(self.address, "", 30.0, lambda _: None)
+
+    def restart(self) -> None:
+        self.service.close()
+        self.start()
+
+
+@pytest.fixture
+def far() -> Iterator[Far]:
+    one = Far()
+    yield one
+    one.service.close()
+
+
+@pytest.fixture(params=["local", "remote"])
+def client(request, spec) -> Iterator[RolloutClient]:
+    link = LocalLink() if request.param == "local" else RemoteLink(f"http://{request.getfixturevalue('far').address}", "", ANY)
+    one = RolloutClient(spec, "", link)
+    one.start(60)
+    yield one
+    one.close(5)
+
+
+def control(client: RolloutClient, engine: Engine, name: str = "auto"):
+    """Without a key: that is the far end's."""
+    return client.control(name, ServerAccess(engine.url, CALL_S))
+
+
+def everything(one) -> list:
+    """What a lane asks of a server, and what it is answered."""
+    one.greet({"run": "r", "epoch": 2})
+    found = [one.stock(), one.engine, one.label(), one.paused(), one.pause(), one.drop_kv(), one.load({"number": 1})]
+    return [*found, one.finish("r:2:g"), one.relabel("r:3:h"), one.resume()]
+
+
+def test_what_reaches_the_server_is_what_a_control_from_here_would_send(client, engine):
+    near, away = engine(), engine()
+    direct = make_control("auto", ServerAccess(near.url, CALL_S, None, ENGINE_KEY))
+    assert everything(control(client, away)) == everything(direct)
+    direct.close()
+    assert away.asked == near.asked
+    assert "POST /update_weights" in away.paths
+
+
+def test_a_stock_servers_own_routes_are_called_as_from_here(client, engine):
+    near, away = engine(STOCK), engine(STOCK)
+    direct = make_control("auto", ServerAccess(near.url, CALL_S, None, ENGINE_KEY))
+    found = []
+    for one in (direct, control(client, away)):
+        routes = one.stock()
+        assert routes is not None
+        found.append([routes.workers(CALL_S), routes.parameter_names(CALL_S)])
+        routes.init_group(Group("g", "127.0.0.1", 1, 3, "gloo"), CALL_S)
+        routes.begin(CALL_S)
+        routes.update("g", Announced(["a"], ["bfloat16"], [(2, 3)]), CALL_S)
+        routes.destroy_group("g", CALL_S)
+        routes.close()
+        one.close()
+    assert found[0] == found[1] == [2, {"a", "b"}]
+    assert away.asked == near.asked
+
+
+def test_errors_keep_their_types_and_words(client, engine):
+    server = engine({"GET /weight_info": {"weight_version": "7"}})
+    one = control(client, server)
+    with pytest.raises(ServerRefused, match=f"{server.url}: POST /resume was refused with 404"):
+        one.resume()
+    with pytest.raises(ProtocolError, match=r"must be one of .*got '__class__'"):
+        value_of(client.engine_call(server.url, "__class__", (), CALL_S))
+    nobody = client.control("auto", ServerAccess(f"http://127.0.0.1:{free_port()}", CALL_S))
+    with pytest.raises(ServerUnreachable, match="got no answer within 10 s"):
+        nobody.label()
+
+
+def test_a_server_that_hangs_holds_up_neither_another_one_nor_the_rollouts(client, engine, completion_server):
+    hangs, answers, prompts = engine(), engine(), completion_server()
+    hangs.held = "POST /pause"
+    with ThreadPoolExecutor(1) as pool:
+        paused = pool.submit(control(client, hangs).pause)
+        assert hangs.holding.wait(WAIT_S)
+        assert control(client, answers).label() == "r:1:f"
+        client.set_server(prompts.url, 0, True, "0")
+        assert client.next_batch(0, 1, WAIT_S)
+        assert not paused.done()
+        hangs.released.set()
+        paused.result(WAIT_S)
+
+
+def test_an_outcome_that_is_late_is_dropped_and_what_waited_too_long_is_not_called(client, engine):
+    server = engine()
+    server.held = "GET /weight_info"
+    assert control(client, server).engine == ""
+    for method, within_s in (("paused", 0.3), ("pause", 0.1)):
+        with pytest.raises(ServerUnreachable, match=f"no outcome of {method} came from the rollouts within {within_s:g} s"):
+            client.engine_call(server.url, method, (), within_s)
+    server.released.set()
+    control(client, server).resume()
+    assert "POST /pause" not in server.paths
+    assert client.counters()["late_engine_answers"] == 2
+
+
+def test_no_call_is_made_after_the_end(client, engine):
+    server = engine()
+    server.held = "POST /pause"
+    one = control(client, server)
+    with ThreadPoolExecutor(1) as pool:
+        pausing = pool.submit(one.pause)
+        assert server.holding.wait(WAIT_S)
+        client.close(5)
+        for act in (lambda: pausing.result(WAIT_S), one.resume):
+            with pytest.raises(ServerUnreachable, match="the rollouts have ended"):
+                act()
+    one.close()
+
+
+def test_a_service_that_was_restarted_fails_what_it_had_begun_and_nothing_else(spec, far, engine):
+    server = engine()
+    client = RolloutClient(spec, "", RemoteLink(f"http://{far.address}", "", ANY))
+    client.start(60)
+    one = control(client, server)
+    one.load({"number": 1})
+    server.held = "POST /pause"
+    with ThreadPoolExecutor(1) as pool:
+        pausing = pool.submit(one.pause)
+        assert server.holding.wait(WAIT_S)
+        far.restart()
+        with pytest.raises(ServerUnreachable, match="forgot this run while it made the call"):
+            pausing.result(WAIT_S)
+    with pytest.raises(ServerUnreachable, match="finish was not called: the rollout service forgot"):
+        one.finish("r:2:g")
+    assert not {"POST /finish_weight_update", "POST /resume"} & {*server.paths}
+    one.resume()
+    assert one.label() == "r:1:f"
+    client.close(5)
+
+
+def test_calls_and_outcomes_are_json_and_hold_no_key(spec, engine):
+    asked: list[EngineCall] = []
+
+    class Caller:
+        era = 0
+
+        def engine_call(self, url, method, arguments, within_s, era):
+            asked.append(EngineCall(len(asked), url, method, arguments, within_s))
+            return EngineAnswer(0, None)
+
+    one = RemoteControl(Caller(), "auto", ServerAccess("http://a:1", 60.0, None, ENGINE_KEY, ENGINE_KEY))
+    for act in (lambda: one.greet({"run": "r"}), one.pause, lambda: one.load({"number": 1}), lambda: one.finish("r:2:g")):
+        act()
+    texts = [encode(call, ToWorker) for call in asked]
+    assert [decode(text, ToWorker) for text in texts] == asked
+    assert ENGINE_KEY not in "".join(texts)
+    for answer in (EngineAnswer(1, True, "vllm"), EngineAnswer(2, ["a"]), EngineAnswer(3, None, "", "no", "ServerRefused")):
+        assert decode(encode(answer, FromWorker), FromWorker) == answer
+
+
+def test_an_error_crosses_as_the_nearest_that_has_a_name_there():
+    assert [kind_of(e) for e in (HttpRefused("no", 500), TransferFailed("t"), KeyError("k"))] == [
+        "ServerRefused",
+        "TransferFailed",
+        "ProtocolError",
+    ]
