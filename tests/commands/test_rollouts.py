@@ -1,7 +1,9 @@
 import pytest
 
-from titan_grpo.commands import rollouts
+from titan_grpo.commands import checks, facts, rollouts
 from titan_grpo.errors import ConfigError
+from titan_grpo.rollout.frames import FORMAT
+from titan_grpo.rollout.service import Service
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,18 @@ def test_a_service_that_anybody_could_use_and_what_can_not_be_bound_are_refused(
 def test_with_a_key_an_address_of_another_host_is_only_impossible():
     with pytest.raises(ConfigError, match="--bind must be an address of this host"):
         rollouts.run(["--bind", "192.0.2.1:0"], {rollouts.KEY_VARIABLE: "secret"})
+
+
+def test_the_doctor_looks_at_the_service_of_a_job():
+    service = Service("127.0.0.1:0", "secret", 60.0, str)
+    url = f"http://{service.address}"
+    try:
+        answer, error = facts.controller_answer(url, "secret", 10.0)
+        assert checks.controller(url, answer, error, FORMAT).line().endswith("is free")
+        other = checks.controller(url, answer, error, "another form")
+        assert (other.status, other.text) == ("problem", f"{url} runs another titan_grpo")
+        refused = checks.controller(url, *facts.controller_answer(url, "wrong", 10.0), FORMAT)
+        assert (refused.status, "refused with 401" in refused.text) == ("problem", True)
+    finally:
+        service.close()
+    assert checks.controller(url, *facts.controller_answer(url, "secret", 10.0), FORMAT).status == "problem"

@@ -87,6 +87,18 @@ def package(name: str, version: str | None, allowed: Range) -> Finding:
     return Finding("ok", name, version)
 
 
+def controller(url: str, answer: tuple[str, str] | None, error: str, ours: str) -> Finding:
+    """A rollout service; ``answer`` and ``error`` as of facts.controller_answer, ``ours`` the form of this end's messages."""
+    if answer is None:
+        remedy = "start it there: titan-grpo rollouts --bind HOST:PORT, with the key that rollout.controller_key_env names"
+        return Finding("problem", "controller", f"{url}: {error}", remedy)
+    if answer[0] != ours:
+        return Finding("problem", "controller", f"{url} runs another titan_grpo", "install the same one at both ends")
+    return Finding(
+        "ok", "controller", f"{url} {f'serves run {answer[1]}, which a new one replaces' if answer[1] else 'is free'}"
+    )
+
+
 def torchrun(env: Mapping[str, str]) -> Finding:
     """torchrun's variables: none, or all of them."""
     present = [name for name in TORCHRUN if name in env]

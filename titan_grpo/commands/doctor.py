@@ -10,6 +10,7 @@ from titan_grpo.commands import checks, facts
 from titan_grpo.config import LAUNCH
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.memory import available_memory
+from titan_grpo.rollout.frames import FORMAT
 from titan_grpo.runkey import find_run_key
 
 WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -29,6 +30,9 @@ class Wanted:
     slots: int = 2
     wire_bytes: int = 2
     run_key_file: str = ""
+    controller: str = ""
+    """URL of the rollout service, if there is to be one."""
+    controller_key_env: str = ""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,6 +76,8 @@ def wanted(args: argparse.Namespace, rest: list[str], env: Mapping[str, str]) ->
     out.admin_key_env = out.admin_key_env or rollout.admin_key_env
     out.bind_host, out.slots, out.wire_bytes = sync.bind_host, sync.slots, WIRE_BYTES[sync.wire_dtype]
     out.model, out.run_key_file = config.model.hf_assets_path, sync.run_key_file
+    out.controller = "" if rollout.controller == "local" else rollout.controller
+    out.controller_key_env = rollout.controller_key_env
     return out, checks.Finding("ok", "configuration", "valid")
 
 
@@ -126,6 +132,9 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
     show([configuration] if configuration else [])
     show(machine(want, env))
+    if want.controller:
+        key = _key(env, "controller_key_env", want.controller_key_env)
+        show([checks.controller(want.controller, *facts.controller_answer(want.controller, key, args.timeout), FORMAT)])
     for url in want.servers:
         show(checks.server(facts.server_facts(url, access)))
     print(f"{problems} problems, {warnings} warnings")

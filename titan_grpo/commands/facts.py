@@ -56,6 +56,19 @@ def engine_answer(python: str) -> tuple[dict[str, str] | None, str]:
         return None, str(error)
 
 
+def controller_answer(url: str, key: str, timeout_s: float) -> tuple[tuple[str, str] | None, str]:
+    """What a rollout service says of itself, (form of its messages, run that has it); or None and why."""
+
+    def parse(answer: Any) -> tuple[str, str]:
+        return str(want(answer, "format", str, "/status")), str(want(answer, "run", str, "/status"))
+
+    try:
+        with SyncDriver(url, key) as driver:
+            return driver.run(Call("GET", "/status", timeout_s, parse)), ""
+    except PeerError as error:
+        return None, str(error)
+
+
 def shm_size(path: str = "/dev/shm") -> int | None:
     """Bytes of the file system at /dev/shm, None if it is not there."""
     try:
