@@ -11,7 +11,8 @@ from titan_grpo.errors import ServerRefused
 
 INTERVAL = 32
 """Tokens in one piece, but for the first and the last: what a broken connection costs of each request at most. Both engines
-take it with the request; one token a piece would cost vLLM a third of its speed (docs/measurements.md)."""
+take it with the request. At this the engines' own cost does not show; one token a piece costs them up to two thirds more CPU
+time, and this side several times as much (docs/measurements.md)."""
 
 DONE = b"[DONE]"
 
