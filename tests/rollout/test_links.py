@@ -269,6 +269,24 @@ def test_a_drain_ends_when_the_service_is_restarted(site, completion_server):
     assert not draining.is_alive()
 
 
+def test_a_question_that_nobody_waits_for_any_more_is_not_delivered_late(site):
+    site.serve()
+    cut = threading.Event()
+    relay = site.relay(lambda: site.url, lambda: "drop" if cut.is_set() else "")
+    relay.key = KEY
+    link = site.link(url=relay.url)
+    client = site.client(link)
+    client.start(60)
+    client.set_server("http://127.0.0.1:9", 0, False, "0")
+    assert client.in_flight(20.0) == {"http://127.0.0.1:9": 0}
+    answers = link._inbox.have
+    cut.set()
+    assert client.in_flight(0.2) == {}
+    cut.clear()
+    assert client.in_flight(20.0) == {"http://127.0.0.1:9": 0}
+    assert link._inbox.have == answers + 1
+
+
 def test_a_silent_trainer_loses_its_session_and_is_told_anew_when_it_is_back(site, completion_server):
     site.lease_s = 1.5
     site.serve()
@@ -306,6 +324,8 @@ def test_a_newer_run_replaces_an_older_one_which_is_told_so(site, completion_ser
         older.next_batch(0, PER_STEP, 20)
     newer.set_server(server.url, 0, True, "0")
     assert len(newer.next_batch(0, PER_STEP, 20)) == PER_STEP
+    newer.close(10)
+    assert site.run() == ""
 
 
 def test_a_wrong_key_and_a_url_of_something_else_are_mistakes_of_the_configuration(site, completion_server):
