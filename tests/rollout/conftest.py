@@ -1,6 +1,6 @@
 """A tokenizer on disk, and an HTTP server that answers /v1/completions as vLLM does and can be told to misbehave.
 
-It answers whole, streamed or not; a behaviour may give an iterator of bytes in place of the content, after which it hangs up.
+A behaviour may give an iterator of bytes in place of the content, after which it hangs up.
 """
 
 import http.server
@@ -39,6 +39,18 @@ def piece(ids: list[int], reason: str | None = None) -> bytes:
     return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
 
 
+def in_pieces(content: Any) -> bytes:
+    """An answer as events: its first token, then the others with the rest. One without choices comes whole."""
+    if not isinstance(content, dict) or "choices" not in content:
+        return json.dumps(content).encode()
+    (choice,) = content["choices"]
+    values = choice["logprobs"]["token_logprobs"]
+    first = choice | {"finish_reason": None, "token_ids": choice["token_ids"][:1], "logprobs": {"token_logprobs": values[:1]}}
+    last = choice | {"token_ids": choice["token_ids"][1:], "logprobs": {"token_logprobs": values[1:]}}
+    events = [json.dumps({"choices": [one]}) for one in (first, last)]
+    return "".join(f"data: {event}\n\n" for event in (*events, "[DONE]")).encode()
+
+
 class CompletionServer:
     """A real HTTP server on loopback. ``behaviour`` may be replaced while it runs; ``bodies`` are the requests it got."""
 
@@ -64,7 +76,7 @@ class CompletionServer:
                 status, content = outer.behaviour(body)
                 # Bytes in pieces are an answer that never ends: the connection does.
                 torn = isinstance(content, Iterator)
-                data = b"" if torn else json.dumps(content).encode()
+                data = b"" if torn else in_pieces(content) if body.get("stream") else json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(1 << 20 if torn else len(data)))
                 self.end_headers()
