@@ -283,8 +283,9 @@ def test_a_question_that_nobody_waits_for_any_more_is_not_delivered_late(site):
     cut.set()
     assert client.in_flight(0.2) == {}
     cut.clear()
-    assert client.in_flight(20.0) == {"http://127.0.0.1:9": 0}
-    assert link._inbox.have == answers + 1
+    for _ in range(2):  # once more: what came before its answer has come
+        assert client.in_flight(20.0) == {"http://127.0.0.1:9": 0}
+    assert link._inbox.have == answers + 2
 
 
 def test_a_silent_trainer_loses_its_session_and_is_told_anew_when_it_is_back(site, completion_server):
