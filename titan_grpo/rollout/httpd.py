@@ -7,13 +7,13 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from titan_grpo.errors import ConfigError
+from titan_grpo.rollout.serving import Serving
 
 READ_S = 30.0
 """How long a connection may stay silent, in seconds."""
@@ -60,8 +60,7 @@ class HttpServer:
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"{what} must be an address of this host, got {address!r}: {error}") from error
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._accept, name="http", daemon=True)
-        self._thread.start()
+        self._server.begin("http")
 
     @property
     def closed(self) -> bool:
@@ -71,32 +70,14 @@ class HttpServer:
     def close(self) -> None:
         """Take no further request, also not over connections that are open. Idempotent."""
         self._closed.set()
-        with suppress(OSError):
-            self._server.socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(5.0)
-        self._server.server_close()
-
-    def _accept(self) -> None:
-        # serve_forever() of the standard library looks twice a second whether it is to end.
-        while not self.closed:
-            try:
-                connection, address = self._server.get_request()
-            except OSError:
-                self._closed.wait(0.1)  # closed; or no descriptor is left, which may pass
-                continue
-            try:
-                self._server.process_request(connection, address)
-            except RuntimeError:  # no thread is left
-                self._server.shutdown_request(connection)
+        self._server.end()
 
 
 class _TooLarge(Exception):
     pass
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False  # somebody who says nothing must not hold up the end of the run
+class _Server(Serving, HTTPServer):
     request_queue_size = 64
 
     def __init__(self, host: str, port: int, owner: HttpServer) -> None:

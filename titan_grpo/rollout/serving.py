@@ -9,6 +9,10 @@ END_S = 5.0
 """How long ``end`` waits for the loop, in seconds; it has nothing to finish but the start of one connection's thread."""
 
 
+SPENT_S = 0.1
+"""Rest after a connection could not be taken, in seconds: the process has no descriptor left, which may pass."""
+
+
 class Serving(socketserver.ThreadingMixIn, socketserver.TCPServer):
     """A stream server that sleeps until somebody connects, with a thread for each connection.
 
@@ -20,18 +24,26 @@ class Serving(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def begin(self, name: str) -> None:
         """Serve in a thread called ``name``, until ``end``."""
-        self._ending = False
+        self._ending = threading.Event()
         self._loop = threading.Thread(target=self._serve, name=name, daemon=True)
         self._loop.start()
 
     def end(self) -> None:
         """Stop listening, at once. Requests under way are not waited for. Idempotent; bounded."""
-        self._ending = True
+        self._ending.set()
         with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the loop: a listening socket that was shut down is readable
+            self.socket.shutdown(socket.SHUT_RDWR)  # ends the loop's accept
         self._loop.join(END_S)
         self.server_close()
 
     def _serve(self) -> None:
-        while not self._ending:
-            self.handle_request()
+        while not self._ending.is_set():
+            try:
+                connection, address = self.get_request()
+            except OSError:
+                self._ending.wait(SPENT_S)
+                continue
+            try:
+                self.process_request(connection, address)
+            except RuntimeError:  # no thread is left
+                self.shutdown_request(connection)
