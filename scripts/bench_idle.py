@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """What the controller costs while it waits: processor time of rank 0 and of the rollout process with 256 requests outstanding.
 
-    python scripts/bench_idle.py [--engine vllm|sglang] [--hold stop|work] [--requests 256] [--window 20] [--json PATH]
+    python scripts/bench_idle.py [--engine vllm|sglang] [--hold stop|work] [--remote] [--window 20] [--json PATH]
 
 A real run: two CPU ranks, their lanes, caretaker, rollout process, one real server. Once all requests are at the server it is
 stopped (SIGSTOP), so that none of them can end while the processor time is read: whatever is used then is used for waiting. The
-lanes meanwhile find their server silent and try again, as they would. With ``--hold work`` the server is left at work on
+lanes meanwhile find their server silent and try again, as they would. With ``--remote`` the rollouts are made, and the engine
+calls too, by a rollout service in place of rank 0's child. With ``--hold work`` the server is left at work on
 completions that are longer than the measurement, and what comes of them is read as it comes: that is no longer idle, and is
 not judged. Printed per process: median over the windows of user and system time, in percent of one core.
 """
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import SIGCONT, SIGSTOP
@@ -28,7 +29,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from titan_grpo.commands.processes import end_group, torchrun
-from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.engines.launch import Server, ServerSpec, free_port
 from titan_grpo.runkey import Key, with_run_key
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -39,8 +40,15 @@ GROUP = 8
 TOKENS = 900
 START_S = 300.0
 SETTLE_S = 2.0
-ROLES = {"rank 0": "titan_grpo.train", "rollouts": "titan_grpo.rollout.worker", "caretaker": "titan_grpo.sync.keeper"}
+ROLES = {
+    "rank 0": "titan_grpo.train",
+    "rollouts": "titan_grpo.rollout.worker",
+    "service": "titan_grpo.cli",
+    "caretaker": "titan_grpo.sync.keeper",
+}
 """Process -> module that it runs. torchrun, which starts the ranks, and the other rank are not the controller."""
+
+CONTROLLER = ("rank 0", "rollouts", "service")
 
 NEVER = threading.Event()
 
@@ -53,10 +61,11 @@ class Window:
     wakes: dict[str, float]
 
 
-def arguments(options: argparse.Namespace, url: str, out: Path) -> list[str]:
+def arguments(options: argparse.Namespace, url: str, out: Path, controller: str) -> list[str]:
     """What the recipe becomes."""
     values = {
         "rollout.servers": url,
+        "rollout.controller": controller,
         "rollout.prompts_per_step": options.requests // GROUP,
         "rollout.group_size": GROUP,
         "rollout.max_completion_tokens": TOKENS,
@@ -74,20 +83,22 @@ def arguments(options: argparse.Namespace, url: str, out: Path) -> list[str]:
 def training(options: argparse.Namespace, url: str, out: Path, key: Key) -> Iterator[psutil.Process]:
     """A run, from its start to its end."""
     env = {**with_run_key(os.environ, key), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = torchrun(2, RECIPE, arguments(options, url, out))
-    with (out / "train.log").open("w") as log:
-        run = subprocess.Popen(
-            command, cwd=ROOT, env=env, text=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            yield psutil.Process(run.pid)
-        finally:
-            end_group(run)
+    address = f"127.0.0.1:{free_port()}"
+    commands = [[sys.executable, "-m", "titan_grpo.cli", "rollouts", "--bind", address]] if options.remote else []
+    commands.append(torchrun(2, RECIPE, arguments(options, url, out, f"http://{address}" if options.remote else "local")))
+    with (out / "train.log").open("w") as log, ExitStack() as stack:
+        for command in commands:
+            started = subprocess.Popen(
+                command, cwd=ROOT, env=env, text=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+            stack.callback(end_group, started)
+        yield psutil.Process(started.pid)
 
 
-def controller(run: psutil.Process) -> dict[str, psutil.Process]:
+def controller() -> dict[str, psutil.Process]:
     """Role -> process, of those that are there."""
-    below = [process for process in run.children(recursive=True) if process.environ().get("RANK", "0") == "0"]
+    below = [process for process in psutil.Process().children(recursive=True) if process.environ().get("RANK", "0") == "0"]
+    below = [process for process in below if "torch.distributed.run" not in process.cmdline()]
     return {role: process for process in below for role, module in ROLES.items() if module in process.cmdline()}
 
 
@@ -98,12 +109,12 @@ def outstanding(process: psutil.Process, url: str) -> int:
     return sum(c.status == psutil.CONN_ESTABLISHED and bool(c.raddr) and c.raddr.port == port for c in made)
 
 
-def wait_outstanding(run: psutil.Process, url: str, count: int, log: Path) -> dict[str, psutil.Process]:
+def wait_outstanding(run: psutil.Process, url: str, options: argparse.Namespace, log: Path) -> dict[str, psutil.Process]:
     """Until the rollout process has that many requests at the server; the controller's processes."""
-    deadline = time.monotonic() + START_S
+    deadline, count, roles = time.monotonic() + START_S, options.requests, len(ROLES) - (not options.remote)
     while time.monotonic() < deadline and run.is_running() and run.status() != psutil.STATUS_ZOMBIE:
-        found = controller(run)
-        if len(found) == len(ROLES) and outstanding(found["rollouts"], url) >= count:
+        found = controller()
+        if len(found) == roles and outstanding(found["rollouts"], url) >= count:
             return found
         NEVER.wait(0.2)
     raise SystemExit(f"{count} requests must be at the server within {START_S:g} s, they were not; see {log}")
@@ -148,7 +159,7 @@ def measure(options: argparse.Namespace, out: Path) -> list[Window]:
     with Server(spec) as server:
         server.wait_healthy(START_S)
         with training(options, server.url, out, key) as run:
-            processes = wait_outstanding(run, server.url, options.requests, out / "train.log")
+            processes = wait_outstanding(run, server.url, options, out / "train.log")
             if options.hold == "stop":
                 server.signal(SIGSTOP)
             NEVER.wait(SETTLE_S)
@@ -162,10 +173,11 @@ def measure(options: argparse.Namespace, out: Path) -> list[Window]:
 
 
 def main() -> int:
-    """Print a line per process; 1 if rank 0 and the rollout process together use more than 2 % of a core to wait."""
+    """Print a line per process; 1 if rank 0, rollouts and service together use more than 2 % of a core to wait."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--hold", choices=("stop", "work"), default="stop")
+    parser.add_argument("--remote", action="store_true", help="with a rollout service")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--window", type=float, default=20.0, help="seconds")
     parser.add_argument("--windows", type=int, default=5)
@@ -177,14 +189,20 @@ def main() -> int:
     found = measure(options, out)
     print(f"{options.requests} requests outstanding, {options.windows} windows of {options.window:g} s, {options.hold}")
     print(f"{'process':12}{'% of a core':>13}{'least':>8}{'most':>8}{'wakes/s':>9}")
-    for role in ROLES:
+    for role in found[0].percent:
         values = [w.percent[role] for w in found]
         wakes = statistics.median(w.wakes[role] for w in found)
         print(f"{role:12}{statistics.median(values):13.2f}{min(values):8.2f}{max(values):8.2f}{wakes:9.1f}")
-    total = statistics.median(w.percent["rank 0"] + w.percent["rollouts"] for w in found)
-    print(f"{'controller':12}{total:13.2f}   rank 0 and rollouts; at most {LIMIT_PERCENT:g} when idle")
+    total = statistics.median(sum(w.percent.get(role, 0.0) for role in CONTROLLER) for w in found)
+    print(f"{'controller':12}{total:13.2f}   all but the caretaker; at most {LIMIT_PERCENT:g} when idle")
     if options.json:
-        record = {"engine": options.engine, "hold": options.hold, "requests": options.requests, "controller_percent": total}
+        record = {
+            "engine": options.engine,
+            "hold": options.hold,
+            "remote": options.remote,
+            "requests": options.requests,
+            "controller_percent": total,
+        }
         options.json.write_text(json.dumps(record | {"windows": [asdict(w) for w in found]}, indent=1) + "\n")
     return int(options.hold == "stop" and total > LIMIT_PERCENT)
 

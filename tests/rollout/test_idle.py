@@ -1,0 +1,52 @@
+"""A real client and its rollout process with requests outstanding: nobody wakes, and nobody uses a core."""
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.local import LocalLink
+from titan_grpo.rollout.spec import RolloutSpec
+
+REQUESTS, QUIET_S = 64, 1.0
+MOST_WAKES = 3
+"""Of all threads together in that time: what was about to sleep when it was counted first."""
+
+
+@dataclass(frozen=True)
+class Used:
+    wakes: int
+    seconds: float
+
+
+def used(pid: int, threads: list[int] | None = None) -> Used:
+    """By all threads of a process, or by some: times that they went to sleep, seconds of a core."""
+    wakes = ticks = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        if threads is None or int(task.name) in threads:
+            lines = (task / "status").read_text().splitlines()
+            wakes += next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return Used(wakes, ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def test_waiting_for_completions_costs_nothing(completion_server, model_dir) -> None:
+    server, link = completion_server(), LocalLink()
+    server.behaviour = server.hang
+    spec = RolloutSpec(model_dir=model_dir, prompts_per_step=8, group_size=8, max_staleness=0)
+    client = RolloutClient(spec, "", link)
+    client.start(60)
+    ours = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("rollout-")]
+    client.set_server(server.url, 0, True, "0")
+    server.wait_for_requests(REQUESTS)
+    assert ours
+    assert sum(client.in_flight(20).values()) == REQUESTS
+    before = used(link.pid), used(os.getpid(), ours)
+    threading.Event().wait(QUIET_S)
+    after = used(link.pid), used(os.getpid(), ours)
+    assert sum(b.wakes - a.wakes for a, b in zip(before, after, strict=True)) <= MOST_WAKES
+    assert sum(b.seconds - a.seconds for a, b in zip(before, after, strict=True)) <= 0.02 * QUIET_S
+    server.released.set()
+    client.close(5)
