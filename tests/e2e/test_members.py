@@ -1,25 +1,27 @@
 """A real run whose servers change under it: one joins late, the first one leaves and comes back."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
-from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.engines.sglang import GENERATE
+from titan_grpo.observe import names
+from titan_grpo.observe.recorder import read_metrics
+from titan_grpo.testing.proxy import Proxy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-TALKATIVE = """#!/bin/bash
-arguments=()
-for each in "$@"; do [ "$each" = --disable-uvicorn-access-log ] || arguments+=("$each"); done
-exec {python} "${{arguments[@]}}"
-"""
-"""An interpreter that starts the server with its access log: what the server itself says about who asked what, and when."""
+COMMIT = ("/titan_grpo/hello", "/update_weights_from_tensor", "/update_weight_version", "/continue_generation")
+"""What a lane asks of SGLang, in its order."""
 
-REQUEST = re.compile(r'"(?:GET|POST) (/[\w/]+)(?:\?\S*)? HTTP/1.1" 200')
+
+PROMPTS = 4
+SPARSE = [f"--rollout.prompts_per_step={PROMPTS}", "--rollout.group_size=2", "--rollout.max_completion_tokens=4"]
+"""Two completions of four tokens, and a digit is rare: many groups have no spread, and dynamic sampling takes others."""
 
 
 def servers(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -28,27 +30,18 @@ def servers(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def requests(log: Path) -> list[str]:
-    """Paths of the requests that a server has answered, in order."""
-    return REQUEST.findall(log.read_text(errors="replace"))
-
-
 def test_a_late_server_gets_the_newest_version_before_its_first_rollout_and_the_first_one_may_leave(
-    runs, site, vllm_python, tmp_path
+    runs, site, sglang_site, tmp_path
 ):
-    wrapper, log, out = tmp_path / "python", tmp_path / "late.log", tmp_path / "out"
-    wrapper.write_text(TALKATIVE.format(python=vllm_python))
-    wrapper.chmod(0o755)
+    out, parts = tmp_path / "out", urlsplit(sglang_site.url)
+    arguments = [*SPARSE, "--grpo.dynamic_sampling", "--training.steps=5000"]
     assert servers(tmp_path, "list").returncode == 1, "no run yet"
-    with (
-        Server(ServerSpec(python=str(wrapper), model=str(runs.model), log_path=str(log))) as late,
-        runs.start(out, [site.url], "--training.steps=5000") as training,
-    ):
+    # The proxy notes what the late server is asked, and in which order.
+    with Proxy((parts.hostname, parts.port)) as late, runs.start(out, [site.url], *arguments) as training:
         training.wait_step(2)
-        late.wait_healthy(200)
         added = servers(out, "add", late.url)
         assert (added.returncode, late.url in added.stdout) == (0, True), added.stderr
-        assert training.wait_until(lambda: "/v1/completions" in requests(log)), training.log
+        assert training.wait_until(lambda: GENERATE in late.granted), training.log
         assert servers(out, "add", late.url).returncode == 1
         lines = {line["url"]: line for line in json.loads(servers(out, "list", "--json").stdout)}
         assert set(lines) == {site.url, late.url}
@@ -66,15 +59,16 @@ def test_a_late_server_gets_the_newest_version_before_its_first_rollout_and_the_
         assert servers(out, "add", site.url).returncode == 0
         assert training.wait_until(lambda: site.label().version > label.version), training.log
         training.stop()
-    site.assert_serves()
-    asked = requests(log)
-    commit = [
-        asked.index(path) for path in ("/init_weight_transfer_engine", "/update_weights", "/finish_weight_update", "/resume")
-    ]
-    assert [*commit, asked.index("/v1/completions")] == sorted([*commit, asked.index("/v1/completions")]), asked[:40]
+    for server in (site, sglang_site):
+        server.assert_serves()
+    order = [late.granted.index(path) for path in (*COMMIT, GENERATE)]
+    assert order == sorted(order), late.granted[:40]
     summary = runs.summary(out)
     changes = [(change["server"], change["event"]) for change in summary["membership"]]
     assert changes == [(late.url, "joined"), (site.url, "left"), (site.url, "joined")]
     assert summary["versions_committed"][late.url]["committed"][0] >= 1
     assert summary["digest_mismatches"] == 0
     assert summary["errors"] == []
+    # Each gave its place back: without that, so many would have left no place to start another group in.
+    assert summary["dropped"]["no_spread"] > 2 * PROMPTS
+    assert max(row[names.STALENESS_MAX] for row in read_metrics(out / "metrics.jsonl")) <= 1

@@ -79,6 +79,7 @@ class Proxy:
         self._host = host
         self._rules: list[Rule] = []
         self._struck: list[tuple[str, Act]] = []
+        self._granted: list[str] = []
         self._open: set[socket.socket] = set()
         self._ended = threading.Event()
         self._listener: socket.socket | None = _listen(host, 0)
@@ -101,6 +102,12 @@ class Proxy:
         """(path, act) of every rule that has struck, in order."""
         with self._lock:
             return list(self._struck)
+
+    @property
+    def granted(self) -> list[str]:
+        """Paths of the requests that the server has answered with 200, in order."""
+        with self._lock:
+            return list(self._granted)
 
     def aim(self, target: tuple[str, int]) -> None:
         """From the next request on, another server answers under the same URL."""
@@ -215,7 +222,11 @@ class Proxy:
         try:
             upstream.request(request.method, request.target, request.body or None, dict(request.headers))
             response = upstream.getresponse()
-            return response.status, tuple(response.getheaders()), response.read()
+            body = response.read()
+            if response.status == http.client.OK:
+                with self._lock:
+                    self._granted.append(request.path)
+            return response.status, tuple(response.getheaders()), body
         finally:
             upstream.close()
 
