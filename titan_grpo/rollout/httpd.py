@@ -8,7 +8,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -77,8 +77,9 @@ class _TooLarge(Exception):
     pass
 
 
-class _Server(Serving, HTTPServer):
+class _Server(Serving):  # not HTTPServer, which asks for its own name in the DNS, without a deadline
     request_queue_size = 64
+    allow_reuse_address = True
 
     def __init__(self, host: str, port: int, owner: HttpServer) -> None:
         self.owner = owner
