@@ -1,14 +1,13 @@
 #!/usr/bin/env python
 """What the controller costs while it waits: processor time of rank 0 and of the rollout process with 256 requests outstanding.
 
-    python scripts/bench_idle.py [--engine vllm|sglang] [--hold stop|work] [--remote] [--window 20] [--json PATH]
+    python scripts/bench_idle.py [--engine vllm|sglang] [--requests 256] [--remote] [--window 20] [--json PATH]
 
 A real run: two CPU ranks, their lanes, caretaker, rollout process, one real server. Once all requests are at the server it is
 stopped (SIGSTOP), so that none of them can end while the processor time is read: whatever is used then is used for waiting. The
 lanes meanwhile find their server silent and try again, as they would. With ``--remote`` the rollouts are made, and the engine
-calls too, by a rollout service in place of rank 0's child. With ``--hold work`` the server is left at work on
-completions that are longer than the measurement, and what comes of them is read as it comes: that is no longer idle, and is
-not judged. Printed per process: median over the windows of user and system time, in percent of one core.
+calls too, by a rollout service in place of rank 0's child. Printed per process: median over the windows of user and system
+time, in percent of one core.
 """
 
 import argparse
@@ -160,8 +159,7 @@ def measure(options: argparse.Namespace, out: Path) -> list[Window]:
         server.wait_healthy(START_S)
         with training(options, server.url, out, key) as run:
             processes = wait_outstanding(run, server.url, options, out / "train.log")
-            if options.hold == "stop":
-                server.signal(SIGSTOP)
+            server.signal(SIGSTOP)
             NEVER.wait(SETTLE_S)
             found = [window(processes, options.window) for _ in range(options.windows)]
             left = outstanding(processes["rollouts"], server.url)
@@ -176,7 +174,6 @@ def main() -> int:
     """Print a line per process; 1 if rank 0, rollouts and service together use more than 2 % of a core to wait."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
-    parser.add_argument("--hold", choices=("stop", "work"), default="stop")
     parser.add_argument("--remote", action="store_true", help="with a rollout service")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--window", type=float, default=20.0, help="seconds")
@@ -187,7 +184,7 @@ def main() -> int:
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     found = measure(options, out)
-    print(f"{options.requests} requests outstanding, {options.windows} windows of {options.window:g} s, {options.hold}")
+    print(f"{options.requests} requests outstanding, {options.windows} windows of {options.window:g} s")
     print(f"{'process':12}{'% of a core':>13}{'least':>8}{'most':>8}{'wakes/s':>9}")
     for role in found[0].percent:
         values = [w.percent[role] for w in found]
@@ -198,13 +195,12 @@ def main() -> int:
     if options.json:
         record = {
             "engine": options.engine,
-            "hold": options.hold,
             "remote": options.remote,
             "requests": options.requests,
             "controller_percent": total,
         }
         options.json.write_text(json.dumps(record | {"windows": [asdict(w) for w in found]}, indent=1) + "\n")
-    return int(options.hold == "stop" and total > LIMIT_PERCENT)
+    return int(total > LIMIT_PERCENT)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -28,8 +28,13 @@ from titan_grpo.observe import schema
 from titan_grpo.observe.terminal import Cause, shown
 from titan_grpo.patches import sglang_cpu
 from titan_grpo.protocol.version import Label
+from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.records import GroupRecorder
+from titan_grpo.rollout.remote import RemoteLink
+from titan_grpo.rollout.service import Service
+from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.testing.suites.engine import EngineUnderTest
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.site import Devices, server_spec
 
@@ -307,6 +312,30 @@ def sglang_site(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> 
             yield shared
         finally:
             shared.server.stop()
+
+
+FAR_KEYS = ("TITAN_GRPO_TEST_FAR_API_KEY", "TITAN_GRPO_TEST_FAR_ADMIN_KEY")
+"""Variables of a rollout service's environment; nobody else reads them."""
+
+
+@pytest.fixture
+def through_service(monkeypatch) -> Iterator[Callable[[EngineUnderTest], EngineUnderTest]]:
+    """The same server, whose control plane is reached by calls of a rollout service, which alone has the keys."""
+    with ExitStack() as stack:
+
+        def reached(server: EngineUnderTest) -> EngineUnderTest:
+            for name, key in zip(FAR_KEYS, (server.access.api_key, server.access.admin_key), strict=True):
+                monkeypatch.setenv(name, key)
+            spec = RolloutSpec(model_dir=str(server.model), api_key_env=FAR_KEYS[0], admin_key_env=FAR_KEYS[1])
+            service = Service("127.0.0.1:0", "", 30.0, lambda _: None)
+            stack.callback(service.close)
+            client = RolloutClient(spec, "", RemoteLink(f"http://{service.address}", "", "127.0.0.1:0"))
+            stack.callback(client.close)
+            client.start(60.0)
+            keyless = lambda engine, access: client.control(engine, replace(access, api_key="", admin_key=""))  # noqa: E731
+            return replace(server, make=keyless)
+
+        yield reached
 
 
 @pytest.fixture(scope="session")

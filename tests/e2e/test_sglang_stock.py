@@ -50,6 +50,10 @@ def test_stock_sglang(check, stock) -> None:
     check(stock)
 
 
+def test_a_rollout_service_calls_its_routes_for_a_lane_elsewhere(stock, through_service) -> None:
+    streaming.streamed_weights_are_computed_also_the_second_time(through_service(stock))
+
+
 def test_a_staged_lane_says_what_is_missing(stock) -> None:
     with commits.sender(stock) as trainer:
         weights, _ = trainer.make(1)

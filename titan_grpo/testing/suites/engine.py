@@ -5,13 +5,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from titan_grpo.engines.calls import Call
 from titan_grpo.engines.control import ServerControl
-from titan_grpo.engines.controls import AUTO, ServerAccess, make_control
+from titan_grpo.engines.controls import AUTO, MakeControl, ServerAccess, make_control
 from titan_grpo.engines.detect import detect
 from titan_grpo.engines.dialect import Dialect, dialect
 from titan_grpo.engines.drivers import HttpRefused, SyncDriver
@@ -28,8 +28,8 @@ REQUEST_S = 60.0
 FROZEN_S = 1.0
 """For how long nothing may end that a pause holds, in seconds."""
 
-CROWD, LENGTH = 8, 160
-"""Long requests at a time, and their greatest length: a random model ends each of them early some time, hardly ever all."""
+CROWD, LENGTH = 8, 320
+"""Long requests at a time, and their length where they ignore the end token that a random model writes some time."""
 
 MAX_DIFFERENCE = 0.05
 """Largest difference of a log-probability between an engine in bf16 and transformers in fp32, in nats."""
@@ -45,6 +45,7 @@ class EngineUnderTest:
     ``keeps_prefixes``: a commit on an idle server leaves the prefixes of the older weights in its cache.
     ``follows_seeds``: the same request gets the same tokens again.
     ``restart``: ends the server and starts it again at its URL with the weights of ``model``; None: not to be tried.
+    ``make``: how its control plane is reached.
     """
 
     engine: str
@@ -58,6 +59,7 @@ class EngineUnderTest:
     restart: Callable[[], None] | None = None
     keeps_prefixes: bool = True
     follows_seeds: bool = True
+    make: MakeControl = make_control
 
     @property
     def speak(self) -> Dialect:
@@ -73,7 +75,7 @@ class EngineUnderTest:
     @contextmanager
     def control(self) -> Iterator[ServerControl]:
         """A control plane that asks the server what it is."""
-        control = make_control(AUTO, self.access)
+        control = self.make(AUTO, self.access)
         try:
             yield control
         finally:
@@ -89,7 +91,8 @@ class EngineUnderTest:
         """CROWD long requests that are being generated: some of them for a while yet. They are awaited at the end."""
         prompts = [prompt(seed) for seed in range(CROWD)]
         with ThreadPoolExecutor(CROWD) as pool:
-            calls = [self.speak.generate(ids, Sampling(LENGTH, 1.0, 17 + i, label), REQUEST_S) for i, ids in enumerate(prompts)]
+            long = [Sampling(LENGTH, 1.0, 17 + i, label, ignore_eos=True) for i in range(CROWD)]
+            calls = [self.speak.generate(ids, each, REQUEST_S) for ids, each in zip(prompts, long, strict=True)]
             running = [pool.submit(self.run, call) for call in calls]
             # two short ones, one after the other, behind the long ones
             for seed in (1, 2):
@@ -111,16 +114,6 @@ def prompt(seed: int, count: int = 24) -> list[int]:
     """Random ids of ordinary tokens."""
     draw = random.Random(seed)
     return [draw.randrange(4, 100) for _ in range(count)]
-
-
-def endless(call: Call[T]) -> Call[T]:
-    """The same generation request, which no end token ends."""
-    body = dict(call.json)
-    if "sampling_params" in body:
-        body["sampling_params"] = body["sampling_params"] | {"ignore_eos": True}
-    else:
-        body["ignore_eos"] = True
-    return replace(call, json=body)
 
 
 def furthest(values: Sequence[float], others: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from titan_grpo.config import WeightSync
-from titan_grpo.engines.controls import AUTO, make_control
+from titan_grpo.engines.controls import AUTO
 from titan_grpo.engines.sampling import Sampled, Sampling
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe.recorder import Recorder
@@ -62,7 +62,7 @@ class LaneTrainer:
             self.run_id, manifest, self._images, CONFIG, self.options, self._shelf, self.fleet, recorder, self._watch
         )
         recorder.known_server(self.url)
-        self.lane = LaneThread(context, make_control(AUTO, self.e.access))
+        self.lane = LaneThread(context, self.e.make(AUTO, self.e.access))
         self.lane.start()
 
     def publish(self, version: int, weights: Weights) -> str:
