@@ -27,7 +27,7 @@ from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.engines.sampling import Sampling
 from titan_grpo.engines.streamed import DONE, Events
 from titan_grpo.testing.suites.commits import BUCKET_BYTES, NUMBER, STEP_S, sender
-from titan_grpo.testing.suites.engine import EngineUnderTest, endless, prompt
+from titan_grpo.testing.suites.engine import EngineUnderTest, prompt
 from titan_grpo.titan.tiny import write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,8 +57,8 @@ class Listener(threading.Thread):
 
     def __init__(self, engine: str, url: str, seed: int) -> None:
         super().__init__(daemon=True)
-        call = dialect(engine).stream(prompt(seed), Sampling(TOKENS), STREAM_S, 1)
-        self._url, self._call = url, endless(call.call)
+        call = dialect(engine).stream(prompt(seed), Sampling(TOKENS, ignore_eos=True), STREAM_S, 1)
+        self._url, self._call = url, call.call
         self.times: list[float] = []
         self.began = threading.Event()
 

@@ -26,7 +26,7 @@ from titan_grpo.engines.drivers import AsyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.engines.sampling import Sampling
 from titan_grpo.engines.streamed import Answer
-from titan_grpo.testing.suites.engine import endless, prompt
+from titan_grpo.testing.suites.engine import prompt
 from titan_grpo.titan.tiny import write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,12 +56,12 @@ def server_cpu(group: int) -> float:
 
 async def one(engine: str, driver: AsyncDriver, seed: int, tokens: int, interval: int) -> int:
     """One request; its tokens."""
-    speak, sampling = dialect(engine), Sampling(tokens, 1.0, seed)
+    speak, sampling = dialect(engine), Sampling(tokens, 1.0, seed, ignore_eos=True)
     if not interval:
-        return len((await driver.run(endless(speak.generate(prompt(seed), sampling, REQUEST_S)))).token_ids)
+        return len((await driver.run(speak.generate(prompt(seed), sampling, REQUEST_S))).token_ids)
     call = speak.stream(prompt(seed), sampling, REQUEST_S, interval)
     answer = Answer(call)
-    await driver.stream(endless(call.call), answer)
+    await driver.stream(call.call, answer)
     return len(answer.sampled(answer.count, answer.finish_reason).token_ids)
 
 

@@ -152,8 +152,8 @@ class GRPO:
     """Balance single completions and not whole groups: for fewer groups than ranks, which leave ranks idle otherwise."""
 
     single_rank_load: bool = True
-    """Rank 0 builds the tensors of all ranks and sends them. false: it sends each rank the tokens of its own share, and the rank
-    builds the very same tensors, for batches so large that rank 0 would keep the others waiting. Rank 0 plans in both."""
+    """Rank 0 builds the tensors of all ranks and sends them. false: it sends each rank the tokens of its own share, and the
+    rank builds the very same tensors, for batches so large that rank 0 would keep the others waiting. Rank 0 plans in both."""
 
     pack_sequences: bool = False
     """Several sequences in one row of up to token_budget tokens, with attention kept inside each, in place of padding."""

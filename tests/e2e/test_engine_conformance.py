@@ -96,7 +96,7 @@ def test_sglang_killed_under_requests_which_vllm_finishes_and_restarted(sglang, 
         assert time.monotonic() < deadline, "no requests were made"
     client.set_server(url, 13, False, labels[0], "sglang")  # and no more than these
     # Behind them in the queue: once it has its tokens, they have some.
-    sglang.run(engine.endless(sglang.speak.generate(engine.prompt(1), Sampling(2 * INTERVAL), 60.0)))
+    sglang.run(sglang.speak.generate(engine.prompt(1), Sampling(2 * INTERVAL, ignore_eos=True), 60.0))
     with sglang.control() as control:
         control.pause()  # as the commit would in a moment
 

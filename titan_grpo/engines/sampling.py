@@ -40,6 +40,9 @@ class Sampling:
     """Version label the request is admitted under: a pause that keeps requests does not clear the prefix cache, so KV blocks of
     older weights would be reused; a salt per version keeps them apart."""
 
+    ignore_eos: bool = False
+    """Go on to ``max_tokens`` whatever is sampled: requests of a known length, for checks and measurements."""
+
 
 def salt(label: str) -> str:
     """A cache salt for any label: hashed, since vLLM refuses salts over 128 characters or with "/", "@" or a backslash."""

@@ -155,7 +155,7 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
         "min_new_tokens": 0,
-        "ignore_eos": False,
+        "ignore_eos": sampling.ignore_eos,
     }
     if sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed

@@ -121,6 +121,7 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
         "top_k": -1,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
+        "ignore_eos": sampling.ignore_eos,
         "logprobs": 0,
         "return_token_ids": True,
         "return_weight_versions": True,

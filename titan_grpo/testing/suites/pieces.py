@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 from titan_grpo.engines.drivers import AsyncDriver, HttpRefused
 from titan_grpo.engines.sampling import Sampled, Sampling
@@ -15,15 +14,11 @@ from titan_grpo.testing.suites.engine import (
     REQUEST_S,
     EngineUnderTest,
     assert_sound,
-    endless,
     furthest,
     prompt,
     refusal,
 )
 from titan_grpo.testing.suites.reference import Reference
-
-LONG = 220
-"""Tokens of requests that must still be at work when something happens to them."""
 
 
 class Steps:
@@ -86,8 +81,8 @@ def _crowd(e: EngineUnderTest, label: str) -> list[StreamedCall]:
 
 def _long_crowd(e: EngineUnderTest, label: str) -> list[StreamedCall]:
     """Requests that are all at work for a while, whatever else the machine does."""
-    calls = [e.speak.stream(prompt(seed), Sampling(LONG, 1.0, 17 + seed, label), REQUEST_S) for seed in range(CROWD)]
-    return [replace(call, call=endless(call.call)) for call in calls]
+    long = [Sampling(LENGTH, 1.0, 17 + seed, label, ignore_eos=True) for seed in range(CROWD)]
+    return [e.speak.stream(prompt(seed), each, REQUEST_S) for seed, each in enumerate(long)]
 
 
 def answers_in_pieces_are_the_ones_that_come_whole(e: EngineUnderTest) -> None:
@@ -119,7 +114,7 @@ def a_label_in_a_pause_marks_the_tokens_after_it_in_pieces_too(e: EngineUnderTes
 
     answers = [one.sampled() for one in stream(e, *_long_crowd(e, "relabelled"), meanwhile=relabel)]
     for sampled in answers:
-        assert_sound(e, sampled, [before, "in-pieces"], LONG)
+        assert_sound(e, sampled, [before, "in-pieces"], LENGTH)
     assert not e.says_versions or any(len(sampled.versions) == 2 for sampled in answers), answers
 
 
@@ -129,7 +124,7 @@ def an_abort_ends_answers_in_pieces_with_what_they_have(e: EngineUnderTest) -> N
     answers = [one.sampled() for one in steps]
     aborted = [sampled for sampled in answers if sampled.finish_reason == "abort"]
     assert any(sampled.token_ids for sampled in aborted), answers
-    assert all(len(sampled.token_ids) == len(sampled.logprobs) < LONG for sampled in aborted), aborted
+    assert all(len(sampled.token_ids) == len(sampled.logprobs) < LENGTH for sampled in aborted), aborted
 
 
 def a_request_that_can_not_be_is_refused_in_pieces_too(e: EngineUnderTest) -> None:
