@@ -99,8 +99,9 @@ BY_THE_CLOCK: dict[str, str] = {
     "titan_grpo/rollout/dispatch.py _outage": ASKED + "a server that failed, after a rest that doubles",
     "titan_grpo/rollout/external.py _paused": ASKED + "an Atropos API has a batch or not; only while there is room for one",
     "titan_grpo/rollout/external.py _take_batches": "the bounds of that pause",
-    "titan_grpo/rollout/serving.py _serve": ASKED + "whether a descriptor is free again; a connection wakes it otherwise",
-    "titan_grpo/rollout/remote.py _wait": ASKED + "a service whose callbacks are lost, after 5 s of silence; a message wakes it",
+    "titan_grpo/rollout/serving.py _serve": ASKED + "whether a descriptor is free again; else a connection wakes it",
+    "titan_grpo/rollout/remote.py _wait": ASKED
+    + "a service whose callbacks are lost, after 5 s of silence; a message wakes it",
     "titan_grpo/rollout/service.py _watch": "the end of an open lease",
     "titan_grpo/rollout/session.py _call_back": ASKED + "a trainer that did not take a callback, after a rest that doubles",
     "titan_grpo/rollout/worker.py _read_loop": ONCE + ", after the end of the trainer",
