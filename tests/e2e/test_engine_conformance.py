@@ -32,16 +32,20 @@ def remake(seed: int, folder: Path) -> Path:
 def vllm(site, tmp_path_factory) -> EngineUnderTest:
     """The server that all end-to-end tests share."""
     model, folder = Path(site.server.spec.model), tmp_path_factory.mktemp("vllm")
-    return EngineUnderTest("vllm", site.access, model, remake, folder, False, False)
+    e = EngineUnderTest("vllm", site.access, model, remake, folder, False, False)
+    commits.bring_back(e)
+    return e
 
 
 @pytest.fixture(scope="module")
 def sglang(sglang_site, tmp_path_factory) -> EngineUnderTest:
     """The same, of SGLang."""
     model, folder = Path(sglang_site.server.spec.model), tmp_path_factory.mktemp("sglang")
-    return EngineUnderTest(
+    e = EngineUnderTest(
         "sglang", sglang_site.access, model, remake, folder, True, True, None, sglang_site.restart, follows_seeds=False
     )
+    commits.bring_back(e)
+    return e
 
 
 @pytest.fixture(scope="module")

@@ -126,6 +126,15 @@ def sender(e: EngineUnderTest) -> Iterator[Sender]:
         yield Sender(e, control)
 
 
+def bring_back(e: EngineUnderTest) -> None:
+    """Have the server serve the weights of ``e.model`` again, whoever used it before."""
+    with sender(e) as trainer:
+        weights = Weights(e.model, trainer.options, trainer.run_id)
+        with trainer.link(weights) as link:
+            applied = trainer.commit(link, weights, 0)
+    assert applied.ok, applied.error
+
+
 def difference(e: EngineUnderTest, folder: Path) -> float:
     """Largest difference between what the server computes and a model directory, over three sequences."""
     reference = Reference(folder)
