@@ -41,7 +41,7 @@ def assert_equal(folder: Path, model: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
 def test_an_exported_checkpoint_is_bit_for_bit_the_model_it_was_loaded_from(kind: str, tmp_path) -> None:
     model = write_tiny_model(kind, tmp_path / "model", seed=3)
     arguments = job(kind, model, tmp_path / "dump")

@@ -15,7 +15,7 @@ from titan_grpo.testing.proxy import Proxy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-COMMIT = ("/titan_grpo/hello", "/update_weights_from_tensor", "/update_weight_version", "/continue_generation")
+COMMIT = ("/titan_grpo/hello", "/update_weights_from_tensor", "/continue_generation")
 """What a lane asks of SGLang, in its order."""
 
 

@@ -90,7 +90,7 @@ def test_the_reward_rises_beside_both_engines_and_every_promised_file_is_there(r
 
 
 @pytest.mark.parametrize(
-    "moment", [pytest.param("starting", id="servers start", marks=pytest.mark.long), pytest.param("step", id="training")]
+    "moment", [pytest.param("starting", id="servers start"), pytest.param("step", id="training", marks=pytest.mark.long)]
 )
 def test_ctrl_c_ends_everything_soon(moment, runs, mark, tmp_path):
     with start(runs.root, mark, "--steps", "1000", "--out", str(tmp_path / "run")) as process:

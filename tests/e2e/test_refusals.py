@@ -22,9 +22,9 @@ def train(runs, *arguments: str) -> tuple[int, list[str]]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--rollout.max_staleness=0.5"], ["max-staleness", "0.5"]),
+        pytest.param(["--rollout.max_staleness=0.5"], ["max-staleness", "0.5"], marks=pytest.mark.long),
         (["--rollout.group_sice=8"], ["group_sice", "did you mean --rollout.group-size?"]),
-        (["--model.hf_assets_path=nowhere"], ["model.hf_assets_path", "nowhere"]),
+        pytest.param(["--model.hf_assets_path=nowhere"], ["model.hf_assets_path", "nowhere"], marks=pytest.mark.long),
         (["--model.hf_assets_path={model}"], ["must be started by torchrun"]),
     ],
     ids=["wrong type", "unknown key", "no model", "no torchrun"],
@@ -50,7 +50,7 @@ def test_under_torchrun_one_rank_says_it(runs, tmp_path):
 def test_a_server_that_is_not_there_is_named_with_what_was_tried(runs, small_replay, tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
     arguments = [*small_replay.arguments, "--weight_sync.startup_deadline_s=3", "--weight_sync.backoff_s=0.2"]
-    with runs.start(tmp_path, [url], *arguments, "--training.steps=2", nproc=2) as training:
+    with runs.start(tmp_path, [url], *arguments, "--training.steps=2") as training:
         assert training.finish() != 0
     assert "ServerUnreachable: no server committed version 0 within 3 s" in training.cause, training.log
     assert f"tried {url}" in training.cause

@@ -96,6 +96,7 @@ def test_kl_to_a_reference_starts_at_zero_and_grows_as_the_policy_moves(runs, si
     assert kl[-1] > 1e-4
 
 
+@pytest.mark.long
 def test_packed_rows_train_like_padded_ones_and_the_balance_is_reported(runs, site, small_replay, whole, tmp_path):
     runs.complete(
         tmp_path, [site.url], *small_replay.arguments, *SMOOTH, "--training.steps=6", "--grpo.pack_sequences", nproc=2

@@ -10,7 +10,7 @@ from titan_grpo.testing.suites.commits import NUMBER, STEP_S, difference, sender
 from titan_grpo.testing.suites.engine import MAX_DIFFERENCE, EngineUnderTest
 from titan_grpo.titan.tiny import write_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
 
 BREAKING = """
 from titan_grpo.receive import sglang_plugin

@@ -49,6 +49,7 @@ def test_with_stop_the_first_failed_sync_ends_the_run_with_server_and_version(ru
     assert "/update_weights was refused with 500" in training.cause
 
 
+@pytest.mark.long
 def test_with_continue_it_is_said_counted_and_tried_again(runs, between, endless, tmp_path):
     with runs.start(tmp_path, [between.url], *endless, "--weight_sync.on_sync_error=continue") as training:
         training.wait_step(2)

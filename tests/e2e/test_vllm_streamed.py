@@ -31,7 +31,7 @@ from titan_grpo.sync.sender import LinkOptions
 from titan_grpo.sync.shelf import Published, Shelf
 from titan_grpo.titan.tiny import tiny_weights, write_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 KIND = "qwen3"
 BLOCK, BUCKET = 8 << 10, 16 << 10

@@ -297,7 +297,8 @@ def register():
 """
 
 
-@pytest.mark.parametrize("kind", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_without_the_cpu_patch_the_server_computes_other_weights_and_says_nothing(kind, vllm_python, tmp_path):
     info = tmp_path / "plugins" / "unrepaired-0.dist-info"
     info.mkdir(parents=True)

@@ -16,6 +16,8 @@ from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Group
 from titan_grpo.titan.tiny import write_tiny_model
 
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
 PER_STEP, GROUP, TOKENS = 8, 8, 16
 
 

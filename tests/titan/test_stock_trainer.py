@@ -8,7 +8,7 @@ LEARNS_BELOW = 4.2
 """Random tokens of 16 out of 128 words: the loss starts near ln 128 = 4.85 and falls towards ln 16 = 2.77."""
 
 
-@pytest.mark.parametrize("kind", ["llama3", "qwen3_untied", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama3", pytest.param("qwen3_untied", marks=pytest.mark.long), "qwen3_moe"])
 def test_the_stock_trainer_learns_on_two_ranks(stock, kind) -> None:
     run = stock(kind, 2)
     assert run.returncode == 0, run.log[-20000:]

@@ -75,9 +75,10 @@ class EngineUnderTest:
 
     @contextmanager
     def control(self) -> Iterator[ServerControl]:
-        """A control plane that asks the server what it is."""
+        """A control plane that has asked the server what it is: its next call is one request."""
         control = self.make(AUTO, self.access)
         try:
+            control.label()
             yield control
         finally:
             control.close()
@@ -100,15 +101,15 @@ class EngineUnderTest:
                 self.run(self.speak.generate(prompt(seed), Sampling(4, 1.0, seed, label), REQUEST_S))
             yield running
 
-    @contextmanager
-    def paused(self) -> Iterator[ServerControl]:
-        """The server between pause and resume."""
-        with self.control() as control:
-            control.pause()
-            try:
-                yield control
-            finally:
-                control.resume()
+
+@contextmanager
+def paused(control: ServerControl) -> Iterator[None]:
+    """The server between pause and resume."""
+    control.pause()
+    try:
+        yield
+    finally:
+        control.resume()
 
 
 def prompt(seed: int, count: int = 24) -> list[int]:
@@ -186,11 +187,10 @@ def given_sequences_are_scored(e: EngineUnderTest) -> None:
 
 def a_pause_holds_running_and_new_requests_and_loses_none(e: EngineUnderTest) -> None:
     """And the server stays alive, says that it is paused, and tells its label."""
-    with e.control() as control:
-        assert not control.paused()
     label = e.run(e.speak.label())
-    with ThreadPoolExecutor(1) as pool, e.crowd() as running:
-        with e.paused() as control:
+    with e.control() as control, ThreadPoolExecutor(1) as pool:
+        assert not control.paused()
+        with e.crowd() as running, paused(control):
             assert control.paused()
             held = [future for future in running if not future.done()]
             assert held, "the requests must be longer than that"
@@ -202,7 +202,6 @@ def a_pause_holds_running_and_new_requests_and_loses_none(e: EngineUnderTest) ->
             assert control.paused(), "a second pause changes nothing"
         for future in (*running, late):
             assert_sound(e, future.result(REQUEST_S), [label])
-    with e.control() as control:
         assert not control.paused()
     # what a failed health check in a pause leaves behind would show here
     e.run(e.speak.health())
@@ -211,8 +210,8 @@ def a_pause_holds_running_and_new_requests_and_loses_none(e: EngineUnderTest) ->
 def a_label_in_a_pause_marks_the_tokens_after_it(e: EngineUnderTest) -> None:
     """Read back at once; requests that ran over it have tokens of both, where the engine says so."""
     before = e.run(e.speak.label())
-    with e.crowd() as running:
-        with e.paused() as control:
+    with e.control() as control, e.crowd() as running:
+        with paused(control):
             control.relabel("conformance")
             assert control.label() == "conformance"
         answers = [future.result(REQUEST_S) for future in running]

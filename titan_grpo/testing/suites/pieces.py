@@ -15,6 +15,7 @@ from titan_grpo.testing.suites.engine import (
     EngineUnderTest,
     assert_sound,
     furthest,
+    paused,
     prompt,
     refusal,
 )
@@ -108,11 +109,13 @@ def a_label_in_a_pause_marks_the_tokens_after_it_in_pieces_too(e: EngineUnderTes
     """None is lost over a pause, and the spans of the last piece are those of the whole answer."""
     before = e.run(e.speak.label())
 
-    def relabel() -> None:
-        with e.paused() as control:
-            control.relabel("in-pieces")
+    with e.control() as control:
 
-    answers = [one.sampled() for one in stream(e, *_long_crowd(e, "relabelled"), meanwhile=relabel)]
+        def relabel() -> None:
+            with paused(control):
+                control.relabel("in-pieces")
+
+        answers = [one.sampled() for one in stream(e, *_long_crowd(e, "relabelled"), meanwhile=relabel)]
     for sampled in answers:
         assert_sound(e, sampled, [before, "in-pieces"], LENGTH)
     assert not e.says_versions or any(len(sampled.versions) == 2 for sampled in answers), answers
