@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from titan_grpo.engines.sampling import Sampling
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.testing.suites.commits import Sender, sender
@@ -54,7 +55,10 @@ def client(site, monkeypatch) -> Iterator[RolloutClient]:
 
 
 class Witness:
-    """Stands before the server: which requests came by, and which answers went back. A request's seed is its own."""
+    """Stands before the server: which requests came by, and which answers went back. A request's seed is its own.
+
+    It lets them through once all are there: the first ones would end before the last ones begin on a slow machine.
+    """
 
     def __init__(self, site) -> None:
         self.asked: list[int] = []
@@ -73,6 +77,7 @@ class Witness:
                 with changed:
                     witness.asked.append(seed)
                     changed.notify_all()
+                    changed.wait_for(witness.all_asked, WAIT_S)
                 answer = witness._client.post(self.path, content=body, headers=headers)
                 with changed:
                     witness.answered.append(seed)
@@ -97,11 +102,13 @@ class Witness:
         self._server.server_close()
         self._client.close()
 
+    def all_asked(self) -> bool:
+        return len(self.asked) >= PROMPTS * GROUP
+
     def wait_asked(self) -> None:
-        """Until all requests came by; most of them are at work then."""
+        """Until all requests came by."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.asked) >= PROMPTS * GROUP, WAIT_S), len(self.asked)
-        assert len(self.answered) < GROUP, "the requests must be longer than that"
+            assert self._changed.wait_for(self.all_asked, WAIT_S), len(self.asked)
 
     def saw_each_request_once(self) -> bool:
         return len(set(self.asked)) == len(self.asked) == PROMPTS * GROUP and sorted(self.asked) == sorted(self.answered)
@@ -126,13 +133,14 @@ def bounds_of_all(client: RolloutClient) -> list[tuple[int, int]]:
     return [(c.version_first, c.version_last) for c in completions]
 
 
-def test_an_update_under_64_running_requests_loses_none_and_makes_none_twice(trainer, client, witness):
+def test_an_update_under_64_running_requests_loses_none_and_makes_none_twice(trainer, client, witness, site):
     weights, _ = trainer.make(AFTER)
     with trainer.link(weights) as link:
         # Random weights end a completion at any token: staged before they start, the commit meets most of them.
         staged = trainer.stage(link, weights, AFTER)
         client.set_server(witness.url, BEFORE, True, trainer.label(BEFORE))
         witness.wait_asked()
+        site.driver.run(site.speak.generate([1, 40, 41], Sampling(max_tokens=4), WAIT_S))  # behind them: they have begun
         assert trainer.apply(link, staged, AFTER).ok
         client.set_server(witness.url, AFTER, False, trainer.label(AFTER))  # and no more than these
         bounds = bounds_of_all(client)
