@@ -61,6 +61,7 @@ def test_an_exported_checkpoint_is_bit_for_bit_the_model_it_was_loaded_from(kind
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_a_checkpoint_that_two_sharded_ranks_wrote_is_exported_whole(tmp_path, root) -> None:
     # Learning rate 0: the trained weights are those of the start, but they went through FSDP2, AdamW and two ranks' files.
     model = write_tiny_model("llama3", tmp_path / "model", seed=5)

@@ -27,6 +27,7 @@ def receiver_of(server: Server) -> psutil.Process:
     return receiver
 
 
+@pytest.mark.long
 def test_a_trainer_killed_in_mid_transfer_leaves_the_old_version_and_the_next_one_resumes(runs, site, make_replay, tmp_path):
     # Steps so long that a commit is over well before the next one.
     replay = make_replay(tmp_path / "replay.jsonl", prompts=8, group=8, tokens=440).write(40)

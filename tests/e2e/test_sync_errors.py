@@ -63,6 +63,7 @@ def test_with_continue_it_is_said_counted_and_tried_again(runs, between, endless
     assert "500" in error
 
 
+@pytest.mark.long
 def test_a_fleet_that_commits_nothing_for_max_lag_versions_stops_the_run_naming_every_server(runs, between, endless, tmp_path):
     with runs.start(tmp_path, [between.url], *endless, "--weight_sync.max_lag=25") as training:
         training.wait_step(3)
