@@ -29,7 +29,7 @@ from titan_grpo.titan.tiny import write_tiny_model
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "train_configs/quickstart_cpu.toml"
 LAST = 5
-FAR = ("--optimizer.lr", "5e-3", "--grpo.num_microbatches", "4")
+FAR = ("--optimizer.lr", "1e-2", "--grpo.num_microbatches", "4")
 UNCORRECTED = ("--grpo.rollout_is_threshold", "0", "--grpo.allow_uncorrected_off_policy")
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -41,11 +42,10 @@ def start_rollouts(job_config: Any, model_dir: str, version: int, state: str, en
     else:
         client = RolloutClient(placed(spec), rollout.record_path, remote_link(rollout, environ))
         start_s = LOAD_S + rollout.controller_deadline_s
-    try:
+    with ExitStack() as failed:
+        failed.callback(client.close)
         client.start(start_s)
-    except BaseException:
-        client.close()
-        raise
+        failed.pop_all()
     return client
 
 
