@@ -331,7 +331,7 @@ def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_
     leaving.behaviour = leaving.hang
     client.set_server(leaving.url, 0, True, "0")
     leaving.wait_for_requests(2 * PER_STEP * GROUP)
-    assert client.in_flight() == {leaving.url: 2 * PER_STEP * GROUP}
+    assert client.in_flight(20.0) == {leaving.url: 2 * PER_STEP * GROUP}
     client.remove_server(leaving.url)
     staying = completion_server()
     client.set_server(staying.url, 0, True, "0")
@@ -342,7 +342,7 @@ def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_
     counters = client.counters()
     assert counters["moved"] == 2 * PER_STEP
     assert not any(name.startswith("dropped") or name == "outages" for name in counters)
-    assert client.in_flight() == {staying.url: 0}
+    assert client.in_flight(20.0) == {staying.url: 0}
 
 
 def test_a_server_that_left_may_come_back(start, completion_server):
