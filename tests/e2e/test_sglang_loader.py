@@ -58,7 +58,7 @@ def test_a_load_that_raises_half_way_is_reported_and_the_next_version_is_whole(s
         with sender(e) as trainer:
             weights, _ = trainer.make(1)
             with trainer.link(weights) as link:
-                staged = link.send(NUMBER, 1, weights.image, weights.digests, weights.fingerprint)
+                staged = trainer.stage(link, weights, 1)
                 trainer.control.pause()
                 trainer.control.load(link.commit(staged).to_dict())
                 applied = link.wait_applied(NUMBER, STEP_S)

@@ -47,9 +47,17 @@ class _Keys:
     def __init__(self, api_key: str, admin_key: str) -> None:
         self._api_key, self._admin_key = api_key, admin_key
 
-    def headers(self, call: Call[Any]) -> dict[str, str]:
+    def request(self, call: Call[Any], timeout_s: float | None = None) -> dict[str, Any]:
+        """Arguments of httpx for a call; without a deadline of its own where the loop keeps it."""
         key = self._admin_key if call.admin and self._admin_key else self._api_key
-        return {"Authorization": f"Bearer {key}"} if key else {}
+        return {
+            "method": call.method,
+            "url": call.path,
+            "params": dict(call.params),
+            "json": call.json,
+            "timeout": timeout_s,
+            "headers": {"Authorization": f"Bearer {key}"} if key else {},
+        }
 
 
 def _limits(connections: int) -> httpx.Limits:
@@ -104,14 +112,7 @@ class SyncDriver:
     def run(self, call: Call[T]) -> T:
         """Execute. Raises ServerUnreachable (no answer), HttpRefused (not 2xx), ServerRefused (unreadable answer)."""
         try:
-            response = self._client.request(
-                call.method,
-                call.path,
-                params=dict(call.params),
-                json=call.json,
-                timeout=call.timeout_s,
-                headers=self._keys.headers(call),
-            )
+            response = self._client.request(**self._keys.request(call, call.timeout_s))
         except httpx.HTTPError as error:
             raise _unreachable(call, self.url, error) from error
         if response.is_server_error:
@@ -146,14 +147,7 @@ class AsyncDriver:
         which makes the engine abort the request."""
         try:
             async with asyncio.timeout(call.timeout_s):
-                response = await self._client.request(
-                    call.method,
-                    call.path,
-                    params=dict(call.params),
-                    json=call.json,
-                    timeout=None,
-                    headers=self._keys.headers(call),
-                )
+                response = await self._client.request(**self._keys.request(call))
         except (httpx.HTTPError, TimeoutError) as error:
             raise _unreachable(call, self.url, error) from error
         return _finish(call, self.url, response)
@@ -168,14 +162,7 @@ class AsyncDriver:
         try:
             async with (
                 asyncio.timeout(call.timeout_s) as silence,
-                self._client.stream(
-                    call.method,
-                    call.path,
-                    params=dict(call.params),
-                    json=call.json,
-                    timeout=None,
-                    headers=self._keys.headers(call),
-                ) as response,
+                self._client.stream(**self._keys.request(call)) as response,
             ):
                 if not response.is_success:
                     await response.aread()
