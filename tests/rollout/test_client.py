@@ -11,6 +11,7 @@ import pytest
 from titan_grpo.engines.sampling import salt
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.client import RolloutClient, RolloutStopped
+from titan_grpo.rollout.dispatch import MAX_DROPS
 from titan_grpo.rollout.records import ReplayClient
 from titan_grpo.rollout.spec import RolloutSpec
 
@@ -247,6 +248,22 @@ def test_groups_in_flight_that_came_too_late_are_aborted(start, completion_serve
     batch = client.next_batch(7, PER_STEP, 20)
     assert {c.server for g in batch for c in g.completions} == {fast.url}
     assert client.counters()["dropped.stale_in_flight"] == 2 * PER_STEP
+
+
+def test_a_prompt_that_is_too_stale_more_often_than_a_bad_one_may_be_dropped_is_trained_all_the_same(start, completion_server):
+    server, client = completion_server(), start(max_staleness=0)
+    server.behaviour = server.hang
+    for version in range(2 * MAX_DROPS):
+        client.set_server(server.url, version, True, str(version))
+        server.wait_for_requests((version + 1) * PER_STEP * GROUP)
+        client.set_trainer_version(version + 1)
+    server.behaviour = server.good
+    client.set_server(server.url, 2 * MAX_DROPS, True, "last")
+    begun = PER_STEP * (2 * MAX_DROPS + 1)
+    batch = client.next_batch(2 * MAX_DROPS, begun, 20)
+    assert {g.prompt.index for g in batch} == set(range(begun))
+    assert "skipped" not in client.counters()
+    server.released.set()
 
 
 def test_a_resumed_run_goes_on_with_the_unused_prompts(start, completion_server):

@@ -82,7 +82,7 @@ class Dispatcher:
         elif isinstance(message, messages.TrainerVersion):
             self._abort_useless(message.version)
         elif isinstance(message, messages.GiveBack):
-            self._settle(message.ticket.dropped(), "")
+            self._settle(message.ticket.stale(), "")
         elif isinstance(message, messages.Unversioned):
             for _ in range(message.count):
                 self._admission, _ = admission.step(self._admission, admission.GiveBack())
@@ -147,7 +147,9 @@ class Dispatcher:
             self._counts["moved"] += 1
             self._settle(run.ticket.moved(tuple(run.parts)), "")
         elif task.cancelled():
-            self._drop(run, "stale_in_flight")
+            self._counts["dropped.stale_in_flight"] += 1
+            self._say(f"group of prompt {run.ticket.index} from {run.server.url} is too stale to be used, and is made again")
+            self._settle(run.ticket.stale(), "")
         elif (error := task.exception()) is None:
             self._pool.succeeded(run.server)
         elif isinstance(error, GroupDropped):
@@ -208,7 +210,7 @@ class Dispatcher:
         self._say(text)
         ticket = run.ticket.dropped()
         self._settle(ticket, "")
-        self._skips_in_a_row += ticket.drops >= MAX_DROPS and reason != "stale_in_flight"
+        self._skips_in_a_row += ticket.drops >= MAX_DROPS
         if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
             self._fail(DataError(f"{MAX_SKIPS_IN_A_ROW} prompts in a row gave no usable group; the last one: {text}"))
 
@@ -233,7 +235,7 @@ class Dispatcher:
         self._admission, _ = admission.step(self._admission, admission.GiveBack())
         if ticket.drops >= MAX_DROPS or ticket.outages >= MAX_OUTAGES:
             self._counts["skipped"] += 1
-            text = f"prompt {ticket.index} skipped after {ticket.drops} drops and {ticket.outages} outages"
+            text = f"prompt {ticket.index} skipped after {ticket.drops} drops and {ticket.outages} outages without a token"
             self._send(messages.Event(text, dict(self._counts), skipped=ticket.index))
         else:
             self._again.append((ticket, avoid))

@@ -11,9 +11,10 @@ from titan_grpo.samples import Group
 class Ticket:
     """One prompt on its way: its index, and what has happened to it so far.
 
-    ``attempt`` counts starts and goes into the request seeds. ``drops`` (unusable or over-stale groups) and ``outages``
-    (servers that failed) have separate budgets: a bad prompt must not be tried forever, a bad server must not cost prompts.
-    ``parts``: what its completions have already, one each, or nothing.
+    ``attempt`` counts starts and goes into the request seeds. ``drops`` counts unusable groups: a bad prompt must not be tried
+    forever. ``outages`` counts servers that failed one after the other without one more token: a prompt that ends servers must
+    not be tried forever, and a slow one over a bad network must not be given up. Staleness costs a prompt neither: long
+    completions would be filtered out of the training data. ``parts``: what its completions have already, one each, or nothing.
     """
 
     index: int
@@ -23,12 +24,22 @@ class Ticket:
     parts: tuple[Partial, ...] = ()
 
     def dropped(self) -> "Ticket":
-        """The same prompt after its group was dropped, with all that it had."""
+        """The same prompt after its group was dropped as unusable, with all that it had."""
         return replace(self, attempt=self.attempt + 1, drops=self.drops + 1, parts=())
 
+    def stale(self) -> "Ticket":
+        """The same prompt after its group grew too stale: made again as often as that happens."""
+        return replace(self, attempt=self.attempt + 1, parts=())
+
     def failed(self, parts: tuple[Partial, ...]) -> "Ticket":
-        """The same prompt after a server failed under it, or cut it short."""
-        return replace(self, attempt=self.attempt + 1, outages=self.outages + 1, parts=parts)
+        """The same prompt after a server failed under it, or cut it short.
+
+        >>> ticket = Ticket(0, outages=19)
+        >>> ticket.failed(()).outages, ticket.failed((Partial((5,), (-1.0,), 3, 3),)).outages
+        (20, 1)
+        """
+        more = sum(len(part.token_ids) for part in parts) > sum(len(part.token_ids) for part in self.parts)
+        return replace(self, attempt=self.attempt + 1, outages=1 if more else self.outages + 1, parts=parts)
 
     def moved(self, parts: tuple[Partial, ...]) -> "Ticket":
         """The same prompt after its server left the run: nobody's fault, so it costs no budget."""
