@@ -27,7 +27,8 @@ from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.engines.sampling import Sampling
 from titan_grpo.engines.streamed import DONE, Events
 from titan_grpo.testing.suites.commits import BUCKET_BYTES, NUMBER, STEP_S, sender
-from titan_grpo.testing.suites.engine import EngineUnderTest, prompt
+from titan_grpo.testing.suites.crowd import prompt
+from titan_grpo.testing.suites.engine import EngineUnderTest
 from titan_grpo.titan.tiny import write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent

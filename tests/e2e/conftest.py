@@ -34,6 +34,7 @@ from titan_grpo.rollout.remote import RemoteLink
 from titan_grpo.rollout.service import Service
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.testing.suites.crowd import CONTEXT
 from titan_grpo.testing.suites.engine import EngineUnderTest
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.site import Devices, server_spec
@@ -291,7 +292,7 @@ def site(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator[
     """
     folder = tmp_path_factory.mktemp("site")
     spec = server_spec(vllm_python, write_tiny_model("qwen3", folder / "model", seed=2), folder, Devices("cpu"))
-    with Server(replace(spec, env={**spec.env, "VLLM_API_KEY": API_KEY})) as server:
+    with Server(replace(spec, max_model_len=CONTEXT, env={**spec.env, "VLLM_API_KEY": API_KEY})) as server:
         server.wait_healthy(280)
         with SyncDriver(server.url, API_KEY) as driver:
             yield Site(server, driver)
@@ -304,7 +305,7 @@ def sglang_site(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> 
     model = write_tiny_model("qwen3", folder / "model", seed=2)
     spec = server_spec(sglang_python, model, folder, Devices("cpu"), engine="sglang")
     env = {**spec.env, sglang_cpu.CALLS_VARIABLE: str(folder / "kernel_calls")}
-    server = Server(replace(spec, env=env, api_key=API_KEY, admin_key=ADMIN_KEY))
+    server = Server(replace(spec, max_model_len=CONTEXT, env=env, api_key=API_KEY, admin_key=ADMIN_KEY))
     with SyncDriver(server.url, API_KEY, ADMIN_KEY) as driver:
         shared = Site(server, driver)
         try:

@@ -13,7 +13,7 @@ from titan_grpo.engines.sampling import Sampling
 from titan_grpo.engines.streamed import INTERVAL
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.testing.suites import commits, engine, kv, pieces
+from titan_grpo.testing.suites import commits, crowd, engine, kv, pieces
 from titan_grpo.testing.suites.engine import EngineUnderTest
 from titan_grpo.testing.suites.reference import Reference
 from titan_grpo.titan.tiny import write_tiny_model
@@ -100,7 +100,7 @@ def test_sglang_killed_under_requests_which_vllm_finishes_and_restarted(sglang, 
         assert time.monotonic() < deadline, "no requests were made"
     client.set_server(url, 13, False, labels[0], "sglang")  # and no more than these
     # Behind them in the queue: once it has its tokens, they have some.
-    sglang.run(sglang.speak.generate(engine.prompt(1), Sampling(2 * INTERVAL, ignore_eos=True), 60.0))
+    sglang.run(sglang.speak.generate(crowd.prompt(1), Sampling(2 * INTERVAL, ignore_eos=True), 60.0))
     with sglang.control() as control:
         control.pause()  # as the commit would in a moment
 

@@ -16,7 +16,8 @@ import pytest
 from titan_grpo.engines.sampling import Sampled, Sampling
 from titan_grpo.protocol.wire import Hello, new_run_id
 from titan_grpo.testing.suites.commits import difference, sender
-from titan_grpo.testing.suites.engine import LENGTH, MAX_DIFFERENCE, REQUEST_S, EngineUnderTest, assert_sound, prompt
+from titan_grpo.testing.suites.crowd import REQUEST_S, prompt
+from titan_grpo.testing.suites.engine import LENGTH, MAX_DIFFERENCE, EngineUnderTest, assert_sound
 from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

@@ -16,6 +16,7 @@ from titan_grpo.errors import ServerRefused
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.store import host_store
 from titan_grpo.testing.suites import commits, streaming
+from titan_grpo.testing.suites.crowd import CONTEXT
 from titan_grpo.testing.suites.engine import EngineUnderTest
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -35,6 +36,7 @@ def stock(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> Iterat
         str(model),
         str(folder / "server.log"),
         "sglang",
+        max_model_len=CONTEXT,
         weight_transfer=False,
         env={"SGLANG_PLUGINS": "none"},
         api_key="api",

@@ -35,7 +35,7 @@ class TinyShape:
     experts: int = 8
     experts_per_token: int = 2
     expert_ffn: int = 128
-    max_positions: int = 1024
+    max_positions: int = 16384
 
 
 SHAPE = TinyShape()

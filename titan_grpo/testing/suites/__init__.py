@@ -9,7 +9,8 @@ inference engine. What a third engine needs, in this order:
 3. ``engines/launch_<name>.py``, how a server of it is started;
 4. ``receive/<name>_plugin.py``, which runs inside the server: a ``receive.engine.Engine`` around its model, and a way in for
    the hello and the commit;
-5. a fixture in tests/e2e/test_engine_conformance.py that starts a server and describes it by an ``EngineUnderTest``.
+5. a fixture in tests/e2e/test_engine_conformance.py that starts a server with a context of ``crowd.CONTEXT`` tokens and
+   describes it by an ``EngineUnderTest``.
 
 A check is a function of an EngineUnderTest; it raises AssertionError with what it saw.
 """

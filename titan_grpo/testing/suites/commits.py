@@ -20,7 +20,8 @@ from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.sync import keeper
 from titan_grpo.sync.sender import LaneLink, LinkOptions
-from titan_grpo.testing.suites.engine import MAX_DIFFERENCE, REQUEST_S, EngineUnderTest, assert_sound, furthest, prompt
+from titan_grpo.testing.suites.crowd import REQUEST_S, prompt
+from titan_grpo.testing.suites.engine import MAX_DIFFERENCE, EngineUnderTest, assert_aborted, assert_sound, furthest
 from titan_grpo.testing.suites.reference import Reference, Weights
 
 BUCKET_BYTES = 256 << 10
@@ -154,15 +155,13 @@ def the_server_computes_what_was_committed_also_the_second_time(e: EngineUnderTe
 
 
 def requests_run_over_a_commit_and_none_is_lost(e: EngineUnderTest) -> None:
-    """Each is answered whole; its tokens are of the version before and of the one after it, in that order."""
+    """Each goes on; its tokens are of the version before and of the one after it, in that order."""
     with sender(e) as trainer:
         trainer.sync(3, 3)
         weights, _ = trainer.make(4)
-        with trainer.link(weights) as link, e.crowd(trainer.label(3)) as running:
+        with trainer.link(weights) as link, e.crowd(trainer.label(3)) as crowd:
             assert trainer.commit(link, weights, 4).ok
-            answers = [future.result(REQUEST_S) for future in running]
-        for sampled in answers:
-            assert_sound(e, sampled, [trainer.label(3), trainer.label(4)])
+            assert_aborted(e, crowd.end(), [trainer.label(3), trainer.label(4)])
 
 
 def requests_are_answered_between_any_two_buckets_of_a_transfer(e: EngineUnderTest) -> None:
@@ -229,12 +228,11 @@ def a_sender_that_dies_in_the_middle_leaves_the_old_version_and_another_one_goes
             if offset > weights.manifest.total_bytes // 2:
                 raise _Broken
 
-        with e.crowd(trainer.label(9)) as running:
+        with e.crowd(trainer.label(9)) as crowd:
             with suppress(_Broken), trainer.link(weights) as link:
                 link.send(NUMBER, 10, weights.image, weights.digests, weights.fingerprint, half)
                 raise AssertionError("the transfer must be longer than one bucket")
-            for future in running:
-                assert_sound(e, future.result(REQUEST_S), [trainer.label(9)])
+            assert_aborted(e, crowd.end(), [trainer.label(9)])
         assert trainer.control.label() == trainer.label(9)
         assert difference(e, path) <= MAX_DIFFERENCE
         assert difference(e, trainer.sync(10, 10)) <= MAX_DIFFERENCE
@@ -280,17 +278,17 @@ def a_server_whose_trainer_died_in_a_pause_goes_on(e: EngineUnderTest) -> None:
     access = keeper.Access("127.0.0.1", STEP_S, STEP_S, key)
     with sender(e) as trainer:
         path = trainer.sync(16, 16)
-        with e.crowd(trainer.label(16)) as running:
+        with e.crowd(trainer.label(16)) as crowd:
             trainer.control.pause()
             trainer.control.relabel("half-way")
             ask = lease.Settle(e.access.url, trainer.run_id, trainer.epoch, doubtful=False)
             keeper.look_after(trainer.control, access, ask, threading.Event())
-            answers = [future.result(REQUEST_S) for future in running]
+            answers = crowd.end()
         assert not trainer.control.paused()
         held = Label.parse(trainer.control.label())
         assert held is not None
         assert (held.run_id, held.version) == (trainer.run_id, 16), held
-        assert all(len(sampled.token_ids) == len(sampled.logprobs) > 0 for sampled in answers), answers
+        assert_aborted(e, answers, [trainer.label(16), "half-way", str(held)])
         assert difference(e, path) <= MAX_DIFFERENCE
 
 

@@ -1,9 +1,8 @@
 """What every engine must do before weights come into it: generation, scores, pauses, labels, spans, aborts, keys."""
 
 import math
-import random
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +17,13 @@ from titan_grpo.engines.drivers import HttpRefused, SyncDriver
 from titan_grpo.engines.sampling import Sampled, Sampling
 from titan_grpo.errors import ServerRefused
 from titan_grpo.runkey import Key
+from titan_grpo.testing.suites.crowd import CROWD, FROZEN_S, REQUEST_S, Crowd, prompt
 from titan_grpo.testing.suites.reference import Reference
 
 T = TypeVar("T")
 
-REQUEST_S = 60.0
-"""Deadline of one request, in seconds."""
-
-FROZEN_S = 1.0
-"""For how long nothing may end that a pause holds, in seconds."""
-
-CROWD, LENGTH = 8, 220
-"""Long requests at a time, and their length where they ignore the end token that a random model writes some time. With their
-prompts they fit into 256 tokens."""
+LENGTH = 220
+"""The most tokens of a request that ends by itself."""
 
 MAX_DIFFERENCE = 0.05
 """Largest difference of a log-probability between an engine in bf16 and transformers in fp32, in nats."""
@@ -89,17 +82,15 @@ class EngineUnderTest:
             return driver.run(call)
 
     @contextmanager
-    def crowd(self, label: str = "crowd") -> Iterator[list[Future[Sampled]]]:
-        """CROWD long requests that are being generated: some of them for a while yet. They are awaited at the end."""
-        prompts = [prompt(seed) for seed in range(CROWD)]
-        with ThreadPoolExecutor(CROWD) as pool:
-            long = [Sampling(LENGTH, 1.0, 17 + i, label, ignore_eos=True) for i in range(CROWD)]
-            calls = [self.speak.generate(ids, each, REQUEST_S) for ids, each in zip(prompts, long, strict=True)]
-            running = [pool.submit(self.run, call) for call in calls]
-            # two short ones, one after the other, behind the long ones
-            for seed in (1, 2):
-                self.run(self.speak.generate(prompt(seed), Sampling(4, 1.0, seed, label), REQUEST_S))
-            yield running
+    def crowd(self, label: str = "crowd") -> Iterator[Crowd]:
+        """Requests that generate until the check ends them; on the way out those that it left."""
+        with ThreadPoolExecutor(CROWD + 1) as pool:
+            crowd = Crowd(self.access, self.speak, label, pool)
+            try:
+                crowd.wait_begun()
+                yield crowd
+            finally:
+                crowd.abort()
 
 
 @contextmanager
@@ -110,12 +101,6 @@ def paused(control: ServerControl) -> Iterator[None]:
         yield
     finally:
         control.resume()
-
-
-def prompt(seed: int, count: int = 24) -> list[int]:
-    """Random ids of ordinary tokens."""
-    draw = random.Random(seed)
-    return [draw.randrange(4, 100) for _ in range(count)]
 
 
 def furthest(values: Sequence[float], others: Sequence[float]) -> float:
@@ -129,10 +114,22 @@ def assert_sound(e: EngineUnderTest, sampled: Sampled, labels: Sequence[str], mo
     """A whole answer: as many values as tokens, and each token made under one of ``labels``, in their order."""
     assert 1 <= len(sampled.token_ids) <= most, sampled
     assert sampled.finish_reason in ("stop", "length"), sampled
+    _assert_consistent(e, sampled, labels)
+
+
+def assert_aborted(e: EngineUnderTest, answers: Sequence[Sampled], labels: Sequence[str]) -> None:
+    """What ``Crowd.end`` returns: each was at work until then, and has what it made, as a whole answer has it."""
+    for sampled in answers:
+        assert sampled.finish_reason == "abort", sampled
+        _assert_consistent(e, sampled, labels)
+    assert all(sampled.token_ids for sampled in answers[:CROWD]), answers
+
+
+def _assert_consistent(e: EngineUnderTest, sampled: Sampled, labels: Sequence[str]) -> None:
     assert len(sampled.logprobs) == len(sampled.token_ids), sampled
     assert all(-math.inf < value <= 0.0 for value in sampled.logprobs), sampled
     spans = sampled.versions
-    assert bool(spans) == e.says_versions, spans
+    assert bool(spans) == (e.says_versions and bool(sampled.token_ids)), spans
     if spans:
         bounds = [0, *(end for _, _, end in spans)]
         assert [start for _, start, _ in spans] == bounds[:-1], spans
@@ -190,18 +187,18 @@ def a_pause_holds_running_and_new_requests_and_loses_none(e: EngineUnderTest) ->
     label = e.run(e.speak.label())
     with e.control() as control, ThreadPoolExecutor(1) as pool:
         assert not control.paused()
-        with e.crowd() as running, paused(control):
-            assert control.paused()
-            held = [future for future in running if not future.done()]
-            assert held, "the requests must be longer than that"
-            late = pool.submit(e.run, e.speak.generate(prompt(9), Sampling(4, 1.0, 9), REQUEST_S))
-            assert not wait([*held, late], FROZEN_S).done, "a request ended on a paused server"
-            e.run(e.speak.alive())
-            assert e.run(e.speak.label()) == label
-            control.pause()
-            assert control.paused(), "a second pause changes nothing"
-        for future in (*running, late):
-            assert_sound(e, future.result(REQUEST_S), [label])
+        with e.crowd() as crowd:
+            with paused(control):
+                assert control.paused()
+                late = pool.submit(e.run, e.speak.generate(prompt(9), Sampling(4, 1.0, 9), REQUEST_S))
+                crowd.wait_still()
+                assert not wait([late], FROZEN_S).done, "a request ended on a paused server"
+                e.run(e.speak.alive())
+                assert e.run(e.speak.label()) == label
+                control.pause()
+                assert control.paused(), "a second pause changes nothing"
+            assert_sound(e, late.result(REQUEST_S), [label])
+            assert_aborted(e, crowd.end(), [label])
         assert not control.paused()
     # what a failed health check in a pause leaves behind would show here
     e.run(e.speak.health())
@@ -210,24 +207,20 @@ def a_pause_holds_running_and_new_requests_and_loses_none(e: EngineUnderTest) ->
 def a_label_in_a_pause_marks_the_tokens_after_it(e: EngineUnderTest) -> None:
     """Read back at once; requests that ran over it have tokens of both, where the engine says so."""
     before = e.run(e.speak.label())
-    with e.control() as control, e.crowd() as running:
+    with e.control() as control, e.crowd() as crowd:
         with paused(control):
             control.relabel("conformance")
             assert control.label() == "conformance"
-        answers = [future.result(REQUEST_S) for future in running]
-    for sampled in answers:
-        assert_sound(e, sampled, [before, "conformance"])
+        answers = crowd.end()
+    assert_aborted(e, answers, [before, "conformance"])
     assert not e.says_versions or any(len(sampled.versions) == 2 for sampled in answers), answers
 
 
 def an_abort_answers_every_request_with_what_it_has(e: EngineUnderTest) -> None:
-    """And the server goes on."""
-    with e.crowd() as running:
-        e.run(e.speak.abort_all(10.0))
-        answers = [future.result(REQUEST_S) for future in running]
-    aborted = [sampled for sampled in answers if sampled.finish_reason == "abort"]
-    assert aborted, answers
-    assert all(len(sampled.token_ids) == len(sampled.logprobs) < LENGTH for sampled in aborted), aborted
+    """Whole or in pieces: the tokens that were not sent yet come with the end. And the server goes on."""
+    label = e.run(e.speak.label())
+    with e.crowd() as crowd:
+        assert_aborted(e, crowd.end(), [label])
     e.run(e.speak.generate(prompt(1), Sampling(2), REQUEST_S))
 
 

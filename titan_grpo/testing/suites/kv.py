@@ -6,24 +6,24 @@ from pathlib import Path
 
 from titan_grpo.engines.sampling import Sampled
 from titan_grpo.testing.suites.commits import NUMBER, STEP_S, Sender, sender
-from titan_grpo.testing.suites.engine import MAX_DIFFERENCE, REQUEST_S, EngineUnderTest, assert_sound, furthest, prompt
+from titan_grpo.testing.suites.crowd import CROWD, prompt
+from titan_grpo.testing.suites.engine import MAX_DIFFERENCE, EngineUnderTest, assert_aborted, furthest
 from titan_grpo.testing.suites.reference import Reference
 
 
 def _over_a_commit(
     e: EngineUnderTest, trainer: Sender, version: int, recompute: bool
 ) -> tuple[Path, list[tuple[int, Sampled]]]:
-    """Long requests over a commit: the directory of the new weights, and (seed, answer) of those that the pause held."""
+    """Requests over a commit: the directory of the new weights, and (seed, answer) of those that the pause held."""
     trainer.sync(version, version)
     weights, folder = trainer.make(version + 1)
     labels = [trainer.label(version), trainer.label(version + 1)]
     with trainer.link(weights) as link:
         staged = link.send(NUMBER, version + 1, weights.image, weights.digests, weights.fingerprint)
         assert staged.ok, staged.error
-        with e.crowd(labels[0]) as running:
+        with e.crowd(labels[0]) as crowd:
             trainer.control.pause()
             try:
-                held = [seed for seed, future in enumerate(running) if not future.done()]
                 if recompute:
                     trainer.control.drop_kv()
                 trainer.control.load(link.commit(staged).to_dict())
@@ -31,11 +31,10 @@ def _over_a_commit(
                 trainer.control.finish(labels[1])
             finally:
                 trainer.control.resume()
-            answers = [future.result(REQUEST_S) for future in running]
-    for sampled in answers:
-        assert_sound(e, sampled, labels)
-    assert held, "the requests must be longer than that"
-    return folder, [(seed, answers[seed]) for seed in held]
+            answers = crowd.end()
+    assert_aborted(e, answers, labels)
+    # Of the one whose answer comes whole it is not known whether it was at work when the pause came.
+    return folder, list(enumerate(answers[:CROWD]))
 
 
 def _last_off(folder: Path, held: list[tuple[int, Sampled]]) -> list[float]:

@@ -1,24 +1,16 @@
-"""What every engine must do with answers in pieces: they are the answers that would have come whole."""
+"""What every engine must do with answers in pieces: they are the answers that would have come whole.
+
+engine.py has them over pauses, labels and aborts.
+"""
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from titan_grpo.engines.drivers import AsyncDriver, HttpRefused
 from titan_grpo.engines.sampling import Sampled, Sampling
 from titan_grpo.engines.streamed import INTERVAL, Answer, StreamedCall
-from titan_grpo.testing.suites.engine import (
-    CROWD,
-    LENGTH,
-    MAX_DIFFERENCE,
-    REQUEST_S,
-    EngineUnderTest,
-    assert_sound,
-    furthest,
-    paused,
-    prompt,
-    refusal,
-)
+from titan_grpo.testing.suites.crowd import CROWD, REQUEST_S, prompt
+from titan_grpo.testing.suites.engine import LENGTH, MAX_DIFFERENCE, EngineUnderTest, assert_sound, furthest, refusal
 from titan_grpo.testing.suites.reference import Reference
 
 
@@ -48,27 +40,14 @@ class Steps:
         return self.answer.sampled(self.answer.count, self.answer.finish_reason)
 
 
-def stream(e: EngineUnderTest, *calls: StreamedCall, meanwhile: Callable[[], None] = lambda: None) -> list[Steps]:
-    """The calls at once, through one driver; ``meanwhile`` runs in a thread once one of them has tokens."""
+def stream(e: EngineUnderTest, *calls: StreamedCall) -> list[Steps]:
+    """The calls at once, through one driver."""
 
     async def run() -> list[Steps]:
-        driver = AsyncDriver(e.access.url, e.access.api_key, len(calls))
-        loop, began = asyncio.get_running_loop(), asyncio.Event()
-
-        class Announced(Steps):
-            def take(self, chunk: bytes) -> None:
-                super().take(chunk)
-                if self.answer.count:
-                    began.set()
-
-        sinks = [Announced(call) for call in calls]
-        running = asyncio.gather(*(driver.stream(call.call, sink) for call, sink in zip(calls, sinks, strict=True)))
+        driver, sinks = AsyncDriver(e.access.url, e.access.api_key, len(calls)), [Steps(call) for call in calls]
         try:
             async with asyncio.timeout(REQUEST_S):
-                await began.wait()
-                with ThreadPoolExecutor(1) as pool:
-                    await loop.run_in_executor(pool, meanwhile)
-                await running
+                await asyncio.gather(*(driver.stream(call.call, sink) for call, sink in zip(calls, sinks, strict=True)))
         finally:
             await driver.close()
         return sinks
@@ -78,12 +57,6 @@ def stream(e: EngineUnderTest, *calls: StreamedCall, meanwhile: Callable[[], Non
 
 def _crowd(e: EngineUnderTest, label: str) -> list[StreamedCall]:
     return [e.speak.stream(prompt(seed), Sampling(LENGTH, 1.0, 17 + seed, label), REQUEST_S) for seed in range(CROWD)]
-
-
-def _long_crowd(e: EngineUnderTest, label: str) -> list[StreamedCall]:
-    """Requests that are all at work for a while, whatever else the machine does."""
-    long = [Sampling(LENGTH, 1.0, 17 + seed, label, ignore_eos=True) for seed in range(CROWD)]
-    return [e.speak.stream(prompt(seed), each, REQUEST_S) for seed, each in enumerate(long)]
 
 
 def answers_in_pieces_are_the_ones_that_come_whole(e: EngineUnderTest) -> None:
@@ -105,31 +78,6 @@ def answers_in_pieces_are_the_ones_that_come_whole(e: EngineUnderTest) -> None:
             assert furthest(one.sampled().logprobs, whole.logprobs) <= MAX_DIFFERENCE, (one.sampled(), whole)
 
 
-def a_label_in_a_pause_marks_the_tokens_after_it_in_pieces_too(e: EngineUnderTest) -> None:
-    """None is lost over a pause, and the spans of the last piece are those of the whole answer."""
-    before = e.run(e.speak.label())
-
-    with e.control() as control:
-
-        def relabel() -> None:
-            with paused(control):
-                control.relabel("in-pieces")
-
-        answers = [one.sampled() for one in stream(e, *_long_crowd(e, "relabelled"), meanwhile=relabel)]
-    for sampled in answers:
-        assert_sound(e, sampled, [before, "in-pieces"], LENGTH)
-    assert not e.says_versions or any(len(sampled.versions) == 2 for sampled in answers), answers
-
-
-def an_abort_ends_answers_in_pieces_with_what_they_have(e: EngineUnderTest) -> None:
-    """As whole ones: the tokens that were not sent yet come with the end."""
-    steps = stream(e, *_long_crowd(e, "aborted"), meanwhile=lambda: e.run(e.speak.abort_all(10.0)))
-    answers = [one.sampled() for one in steps]
-    aborted = [sampled for sampled in answers if sampled.finish_reason == "abort"]
-    assert any(sampled.token_ids for sampled in aborted), answers
-    assert all(len(sampled.token_ids) == len(sampled.logprobs) < LENGTH for sampled in aborted), aborted
-
-
 def a_request_that_can_not_be_is_refused_in_pieces_too(e: EngineUnderTest) -> None:
     """With the same status, although SGLang says 200 first."""
     call = e.speak.stream(prompt(1) * 1000, Sampling(4), REQUEST_S)
@@ -148,8 +96,6 @@ def a_request_that_can_not_be_is_refused_in_pieces_too(e: EngineUnderTest) -> No
 
 CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     answers_in_pieces_are_the_ones_that_come_whole,
-    a_label_in_a_pause_marks_the_tokens_after_it_in_pieces_too,
-    an_abort_ends_answers_in_pieces_with_what_they_have,
     a_request_that_can_not_be_is_refused_in_pieces_too,
 )
 """They need the first weights."""

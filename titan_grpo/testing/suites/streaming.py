@@ -23,7 +23,8 @@ from titan_grpo.sync.lane import LaneContext, LaneThread
 from titan_grpo.sync.sender import LinkOptions
 from titan_grpo.sync.shelf import Published, Shelf
 from titan_grpo.testing.suites.commits import difference
-from titan_grpo.testing.suites.engine import MAX_DIFFERENCE, REQUEST_S, EngineUnderTest, assert_sound, prompt
+from titan_grpo.testing.suites.crowd import REQUEST_S, prompt
+from titan_grpo.testing.suites.engine import MAX_DIFFERENCE, EngineUnderTest, assert_aborted, assert_sound
 from titan_grpo.testing.suites.reference import Weights
 
 BUCKET_BYTES = 64 << 10
@@ -216,12 +217,10 @@ def no_request_runs_between_two_buckets_and_none_is_lost(e: EngineUnderTest) -> 
             run.start(first.manifest)
             before = run.publish(1, first)
             run.until(Standing.HOLDS, 1)
-            with e.crowd(before) as running:
+            with e.crowd(before) as crowd:
                 after = run.publish(2, second)
                 run.until(Standing.HOLDS, 2)
-                answers = [future.result(REQUEST_S) for future in running]
-            for sampled in answers:
-                assert_sound(e, sampled, [before, after])
+                assert_aborted(e, crowd.end(), [before, after])
             assert_sound(e, late[0].result(REQUEST_S), [after])
 
 
