@@ -1,4 +1,5 @@
-"""Let torchtitan's trainer run where there is no accelerator: device type, memory monitor, barrier."""
+"""Let torchtitan's trainer run where there is no accelerator: device type, memory monitor,
+barrier."""
 
 import sys
 from typing import Any
@@ -11,8 +12,9 @@ from titan_grpo.errors import ProtocolError
 from titan_grpo.patches.versions import Range, require
 
 WHY = (
-    'torchtitan reads its device type once at import and falls back to "cuda"; its memory monitor and its barrier call '
-    "functions that torch.cpu lacks (get_device_name, an integer current_device)"
+    'torchtitan reads its device type once at import and falls back to "cuda"; its memory monitor'
+    " and its barrier call functions that torch.cpu lacks (get_device_name, an integer"
+    " current_device)"
 )
 APPLIES_TO: Range = ("torchtitan", "0.2.2", "0.3")
 DELETE_WHEN = "torchtitan trains on CPU as released, or < 0.3 is no longer supported"
@@ -25,12 +27,14 @@ def _cpu_device_type() -> str:
 
 
 def no_accelerator() -> bool:
-    """True where training runs on the CPU. MPS counts as none: no process group backend reduces on it."""
+    """True where training runs on the CPU. MPS counts as none: no process group backend reduces on
+    it."""
     return torch._utils._get_available_device_type() in (None, "cpu", "mps")
 
 
 class CpuDeviceModule:
-    """torch.cpu, except that the current device is an index, as ``barrier(device_ids=...)`` wants it."""
+    """torch.cpu, except that the current device is an index, as ``barrier(device_ids=...)`` wants
+    it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -59,7 +63,8 @@ class CpuMemoryMonitor:
 def apply() -> bool:
     """Make torchtitan see a CPU; nothing where an accelerator is present.
 
-    Must run before torchtitan is imported (after ``torchtitan_triton``), since modules copy the device type by name.
+    Must run before torchtitan is imported (after ``torchtitan_triton``), since modules copy the
+    device type by name.
 
     Raises:
         UpstreamError: torchtitan's version is not in ``APPLIES_TO``.
@@ -71,8 +76,9 @@ def apply() -> bool:
     loaded = sys.modules.get(_UTILS)
     if loaded is not None and loaded.device_type != "cpu":
         raise ProtocolError(
-            f"patch {__name__} came after `import torchtitan`, which holds device type {loaded.device_type!r} by now; "
-            "call titan_grpo.titan.compat.prepare() before anything imports torchtitan"
+            f"patch {__name__} came after `import torchtitan`, which holds device type"
+            f" {loaded.device_type!r} by now; call titan_grpo.titan.compat.prepare() before"
+            " anything imports torchtitan"
         )
     torch._utils._get_available_device_type = _cpu_device_type
     import torchtitan.components.metrics as metrics

@@ -8,18 +8,20 @@ from torch.distributed.fsdp import FSDPModule
 from titan_grpo.patches.versions import Range, require
 
 WHY = (
-    "torchtitan turns FSDP2's gradient division off with set_gradient_divide_factor(1.0); FSDP2 then reduces with "
-    "PREMUL_SUM(1 / 1.0), an operation that only NCCL has: gloo raises in the first backward"
+    "torchtitan turns FSDP2's gradient division off with set_gradient_divide_factor(1.0); FSDP2"
+    " then reduces with PREMUL_SUM(1 / 1.0), an operation that only NCCL has: gloo raises in the"
+    " first backward"
 )
 APPLIES_TO: Range = ("torch", "2.11", "2.16")
 DELETE_WHEN = "FSDP2 uses SUM for a factor of 1, or gloo learns PREMUL_SUM"
 
 
 def apply(model_parts: Iterable[torch.nn.Module]) -> bool:
-    """Make every FSDP module on CPU reduce with SUM; the factor stays what torchtitan set, applied after the sum.
+    """Make every FSDP module on CPU reduce with SUM; the factor stays what torchtitan set, applied
+    after the sum.
 
-    Must run after parallelize and before the first backward. Modules on other devices are left alone.
-    Returns whether any module was changed.
+    Must run after parallelize and before the first backward. Modules on other devices are left
+    alone. Returns whether any module was changed.
 
     Raises:
         UpstreamError: torch's version is not in ``APPLIES_TO``.

@@ -6,8 +6,9 @@ from typing import Any
 from titan_grpo.patches.versions import Range, inside, release, require
 
 WHY = (
-    "torchtitan shards tok_embeddings and [norm, output] as two FSDP groups; with tied weights both manage one parameter, "
-    "which torch >= 2.12 refuses: Parameter 'None' is shared with a parameter already managed by another FSDP group"
+    "torchtitan shards tok_embeddings and [norm, output] as two FSDP groups; with tied weights both"
+    " manage one parameter, which torch >= 2.12 refuses: Parameter 'None' is shared with a"
+    " parameter already managed by another FSDP group"
 )
 APPLIES_TO: Range = ("torchtitan", "0.2.2", "0.3")
 TORCH: Range = ("torch", "2.12", "2.16")
@@ -21,9 +22,14 @@ def _shard_together(model: Any, mesh: Any, kwargs: dict[str, Any]) -> list[Any]:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     modules = [getattr(model, name) for name in _MODULES]
-    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if kwargs.get("cpu_offload") else {}
-    policy = MixedPrecisionPolicy(param_dtype=kwargs["param_dtype"], reduce_dtype=kwargs["reduce_dtype"])
-    # The group holds the first and the last layer, so its weights are needed again at once: do not reshard by default.
+    options: dict[str, Any] = (
+        {"offload_policy": CPUOffloadPolicy()} if kwargs.get("cpu_offload") else {}
+    )
+    policy = MixedPrecisionPolicy(
+        param_dtype=kwargs["param_dtype"], reduce_dtype=kwargs["reduce_dtype"]
+    )
+    # The group holds the first and the last layer, so its weights are needed again at once: do not
+    # reshard by default.
     reshard = kwargs.get("reshard_after_forward_policy", "default") == "always"
     fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, **options)
     return modules
@@ -35,7 +41,8 @@ def _grouping(original: Any) -> Any:
             original(model, dp_mesh, **kwargs)
             return
         modules = _shard_together(model, dp_mesh, kwargs)
-        # The original skips modules that are None; the root group is then left with nothing of theirs to manage.
+        # The original skips modules that are None; the root group is then left with nothing of
+        # theirs to manage.
         for name in _MODULES:
             setattr(model, name, None)
         try:
@@ -52,7 +59,8 @@ def _grouping(original: Any) -> Any:
 
 
 def apply() -> bool:
-    """Shard the tied trio as one group in torchtitan's qwen3; nothing with torch < 2.12, which accepts the original.
+    """Shard the tied trio as one group in torchtitan's qwen3; nothing with torch < 2.12, which
+    accepts the original.
 
     Imports torchtitan: on a machine without an accelerator the CPU patches come first.
 

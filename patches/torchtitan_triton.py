@@ -9,8 +9,8 @@ from titan_grpo.errors import UpstreamError
 from titan_grpo.patches.versions import Range, require
 
 WHY = (
-    "`import torchtitan` reaches models/moe/kernels.py, which imports triton unconditionally; the CPU build of torch brings "
-    "none, so nothing of torchtitan can be imported"
+    "`import torchtitan` reaches models/moe/kernels.py, which imports triton unconditionally; the"
+    " CPU build of torch brings none, so nothing of torchtitan can be imported"
 )
 APPLIES_TO: Range = ("torchtitan", "0.2.2", "0.3")
 DELETE_WHEN = "torchtitan guards that import, or < 0.3 is no longer supported"
@@ -19,7 +19,8 @@ _MODULE = "torchtitan.models.moe.kernels"
 
 
 def _placeholder() -> dict[str, types.ModuleType]:
-    """What kernels.py touches at import time: ``triton.jit`` as a decorator, ``tl.constexpr`` as an annotation."""
+    """What kernels.py touches at import time: ``triton.jit`` as a decorator, ``tl.constexpr`` as an
+    annotation."""
     language = types.ModuleType("triton.language")
     language.constexpr = object  # type: ignore[attr-defined]
     triton = types.ModuleType("triton")
@@ -29,7 +30,8 @@ def _placeholder() -> dict[str, types.ModuleType]:
 
 
 def _fill_indices(*args: object, block_size: int = 128, max_blocks: int = 1024) -> object:
-    """Upstream's wrapper, answered by upstream's own CPU reference; launch sizes mean nothing there."""
+    """Upstream's wrapper, answered by upstream's own CPU reference; launch sizes mean nothing
+    there."""
     del block_size, max_blocks
     return sys.modules[_MODULE].fill_indices_cpu(*args)
 
@@ -39,7 +41,8 @@ def _unloaded_module() -> types.ModuleType:
     package = importlib.util.find_spec("torchtitan")
     if package is None or package.origin is None:
         raise UpstreamError(
-            "torchtitan is installed without its package directory; reinstall it (pip install --force-reinstall)"
+            "torchtitan is installed without its package directory; reinstall it (pip install"
+            " --force-reinstall)"
         )
     path = Path(package.origin).parent / "models" / "moe" / "kernels.py"
     spec = importlib.util.spec_from_file_location(_MODULE, path)
@@ -49,7 +52,8 @@ def _unloaded_module() -> types.ModuleType:
 
 
 def apply() -> bool:
-    """Load kernels.py with a throw-away triton and use upstream's CPU reference; nothing where triton is installed.
+    """Load kernels.py with a throw-away triton and use upstream's CPU reference; nothing where
+    triton is installed.
 
     Must run before torchtitan is imported.
 

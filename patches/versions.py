@@ -1,7 +1,9 @@
-"""The version gate of every patch. A patch changes upstream code that it was read against, and nothing else.
+"""The version gate of every patch. A patch changes upstream code that it was read against, and
+nothing else.
 
-A patch module declares ``WHY`` (the upstream reason), ``APPLIES_TO`` (package, first version, first version
-beyond it), ``DELETE_WHEN``, and ``apply() -> bool``: True if the patch is in place, False if it is not needed here.
+A patch module declares ``WHY`` (the upstream reason), ``APPLIES_TO`` (package, first version, first
+version beyond it), ``DELETE_WHEN``, and ``apply() -> bool``: True if the patch is in place, False
+if it is not needed here.
 """
 
 import re
@@ -14,10 +16,13 @@ Range = tuple[str, str, str]
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Numeric release of a version, without suffixes: "2.13.0+cpu" -> (2, 13, 0), "0.3.0rc1" -> (0, 3, 0)."""
+    """Numeric release of a version, without suffixes: "2.13.0+cpu" -> (2, 13, 0), "0.3.0rc1" -> (0,
+    3, 0)."""
     found = re.match(r"\d+(\.\d+)*", version)
     if found is None:
-        raise UpstreamError(f"version {version!r} has no numeric release; the patches can not tell what it contains")
+        raise UpstreamError(
+            f"version {version!r} has no numeric release; the patches can not tell what it contains"
+        )
     return tuple(int(part) for part in found.group().split("."))
 
 
@@ -30,14 +35,15 @@ def inside(version: str, applies_to: Range) -> bool:
 def require(applies_to: Range, patch: str) -> str:
     """Installed version of the package.
 
-    Raises:
-        UpstreamError: it lies outside the range; the message names patch, range, version and remedy.
+    Raises: UpstreamError: it lies outside the range; the message names patch, range, version and
+        remedy.
     """
     package, first, beyond = applies_to
     version = metadata.version(package)
     if not inside(version, applies_to):
         raise UpstreamError(
-            f"patch {patch} is written for {package} >={first},<{beyond}, found {version}: applied blindly it could corrupt "
-            f"training silently; install a {package} in that range, or check the patch against {version} and widen its range"
+            f"patch {patch} is written for {package} >={first},<{beyond}, found {version}: applied"
+            f" blindly it could corrupt training silently; install a {package} in that range, or"
+            f" check the patch against {version} and widen its range"
         )
     return version

@@ -1,10 +1,13 @@
 #!/usr/bin/env python
-"""Do servers compute what the trainer's weights say? Every engine, architecture and number of tensor-parallel workers.
+"""Do servers compute what the trainer's weights say? Every engine, architecture and number of
+tensor-parallel workers.
 
-    python scripts/bench_agreement.py [--engine vllm sglang] [--kind qwen3 ...] [--tp 1 2] [--json PATH]
+    python scripts/bench_agreement.py [--engine vllm sglang] [--kind qwen3 ...] [--tp 1 2] [--json
+    PATH]
 
-Each row starts a real server with other weights, syncs two versions in the background (staged) and compares the server's
-log-probabilities with transformers in fp32 on the same bfloat16 weights. Exit code 1 if one differs by more than 0.05.
+Each row starts a real server with other weights, syncs two versions in the background (staged) and
+compares the server's log-probabilities with transformers in fp32 on the same bfloat16 weights. Exit
+code 1 if one differs by more than 0.05.
 """
 
 import argparse
@@ -17,23 +20,25 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from titan_grpo.engines.controls import ServerAccess
+from tests.conformance.commits import difference, sender
+from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest
 from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.engines.server import ServerAccess
 from titan_grpo.errors import PeerError
-from titan_grpo.testing.suites.commits import difference, sender
-from titan_grpo.testing.suites.engine import MAX_DIFFERENCE, EngineUnderTest
 from titan_grpo.titan.tiny import Kind, write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 STD = 0.05
-"""Weights large enough that two seeds differ by whole units of log-probability, small enough for bf16."""
+"""Weights large enough that two seeds differ by whole units of log-probability, small enough for
+bf16."""
 
 STARTUP_S = 300.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One server. Differences in nats: to the first version before it came, then to each version after it was committed."""
+    """One server. Differences in nats: to the first version before it came, then to each version
+    after it was committed."""
 
     engine: str
     kind: str
@@ -45,7 +50,11 @@ class Row:
     @property
     def ok(self) -> bool:
         """Other weights showed, and the synced ones agree."""
-        return not self.failure and self.before > 4 * MAX_DIFFERENCE and max(self.after) <= MAX_DIFFERENCE
+        return (
+            not self.failure
+            and self.before > 4 * MAX_DIFFERENCE
+            and max(self.after) <= MAX_DIFFERENCE
+        )
 
 
 def remake(kind: Kind, seed: int, folder: Path) -> Path:
@@ -57,12 +66,31 @@ def measure(engine: str, kind: Kind, tp: int, folder: Path) -> Row:
     """Start, sync twice, compare."""
     model = remake(kind, 100, folder / "start")
     python = ROOT / f".venv-{engine}" / "bin" / "python"
-    args = ("--tensor-parallel-size", str(tp), "--distributed-executor-backend", "mp") if engine == "vllm" and tp > 1 else ()
+    args = (
+        ("--tensor-parallel-size", str(tp), "--distributed-executor-backend", "mp")
+        if engine == "vllm" and tp > 1
+        else ()
+    )
     parallel = tp if engine == "sglang" else 1
-    spec = ServerSpec(str(python), str(model), str(folder / "server.log"), engine, tensor_parallel=parallel, args=args)
+    spec = ServerSpec(
+        str(python),
+        str(model),
+        str(folder / "server.log"),
+        engine,
+        tensor_parallel=parallel,
+        args=args,
+    )
     with Server(spec) as server:
         server.wait_healthy(STARTUP_S)
-        e = EngineUnderTest(engine, ServerAccess(server.url, 60.0), model, partial(remake, kind), folder, False, False)
+        e = EngineUnderTest(
+            engine,
+            ServerAccess(server.url, 60.0),
+            model,
+            partial(remake, kind),
+            folder,
+            False,
+            False,
+        )
         with sender(e) as trainer:
             before = difference(e, trainer.make(1)[1])
             after = tuple(difference(e, trainer.sync(version, version)) for version in (1, 2))
@@ -71,14 +99,20 @@ def measure(engine: str, kind: Kind, tp: int, folder: Path) -> Row:
 
 def main() -> int:
     """Print the table; 1 if a row is not right."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", nargs="+", choices=("vllm", "sglang"), default=("vllm", "sglang"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--engine", nargs="+", choices=("vllm", "sglang"), default=("vllm", "sglang")
+    )
     parser.add_argument("--kind", nargs="+", choices=get_args(Kind), default=get_args(Kind))
     parser.add_argument("--tp", nargs="+", type=int, default=(1, 2))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: list[Row] = []
-    print(f"{'engine':8}{'model':14}{'tp':>3}{'before':>9}{'after v1':>10}{'after v2':>10}{'seconds':>9}")
+    print(
+        f"{'engine':8}{'model':14}{'tp':>3}{'before':>9}{'after v1':>10}{'after v2':>10}{'seconds':>9}"
+    )
     for engine in options.engine:
         for kind in options.kind:
             for tp in options.tp:
@@ -87,18 +121,27 @@ def main() -> int:
                     try:
                         row = measure(engine, kind, tp, Path(folder))
                     except (PeerError, AssertionError) as error:
-                        row = Row(engine, kind, tp, 0.0, (), (str(error).splitlines() or ["failed"])[0])
+                        row = Row(
+                            engine, kind, tp, 0.0, (), (str(error).splitlines() or ["failed"])[0]
+                        )
                 rows.append(row)
                 took = time.monotonic() - start
                 values = "".join(f"{value:10.4f}" for value in row.after) or f"  {row.failure}"
                 print(
-                    f"{engine:8}{kind:14}{tp:3}{row.before:9.3f}{values}{took:9.1f}  {'ok' if row.ok else 'WRONG'}", flush=True
+                    f"{engine:8}{kind:14}{tp:3}{row.before:9.3f}{values}{took:9.1f} "
+                    f" {'ok' if row.ok else 'WRONG'}",
+                    flush=True,
                 )
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) | {"ok": row.ok} for row in rows], indent=1) + "\n")
+        options.json.write_text(
+            json.dumps([asdict(row) | {"ok": row.ok} for row in rows], indent=1) + "\n"
+        )
     wrong = [row for row in rows if not row.ok]
     worst = max((max(row.after) for row in rows if row.after), default=0.0)
-    print(f"{len(rows) - len(wrong)} of {len(rows)} agree; largest difference {worst:.4f} nat (allowed {MAX_DIFFERENCE})")
+    print(
+        f"{len(rows) - len(wrong)} of {len(rows)} agree; largest difference {worst:.4f} nat"
+        f" (allowed {MAX_DIFFERENCE})"
+    )
     return 1 if wrong else 0
 
 

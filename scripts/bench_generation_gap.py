@@ -1,7 +1,9 @@
 #!/usr/bin/env python
-"""Does a server go on generating while weights arrive? The gaps between the tokens of long requests, by phase.
+"""Does a server go on generating while weights arrive? The gaps between the tokens of long
+requests, by phase.
 
-    python scripts/bench_generation_gap.py [--engine vllm sglang] [--requests 64] [--kv keep recompute] [--json PATH]
+    python scripts/bench_generation_gap.py [--engine vllm sglang] [--requests 64] [--kv keep
+    recompute] [--json PATH]
 
 Requests of 900 tokens are streamed from a real server, one or more of them at a time. Meanwhile: nothing; a staged transfer
 whose sender takes ``--stretch`` seconds over it (a slow network); its commit. Printed are the longest gaps in seconds, over all
@@ -21,14 +23,12 @@ from pathlib import Path
 
 import httpx
 
-from titan_grpo.engines.controls import ServerAccess
-from titan_grpo.engines.dialect import dialect
+from tests.conformance.commits import BUCKET_BYTES, NUMBER, STEP_S, sender
+from tests.conformance.crowd import prompt
+from tests.conformance.engine import EngineUnderTest
+from titan_grpo.engines.generation import DONE, Events, Sampling
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.sampling import Sampling
-from titan_grpo.engines.streamed import DONE, Events
-from titan_grpo.testing.suites.commits import BUCKET_BYTES, NUMBER, STEP_S, sender
-from titan_grpo.testing.suites.crowd import prompt
-from titan_grpo.testing.suites.engine import EngineUnderTest
+from titan_grpo.engines.server import ServerAccess, dialect
 from titan_grpo.titan.tiny import write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,8 +40,8 @@ QUIET_S = 0.5
 
 @dataclass(frozen=True)
 class Gaps:
-    """Longest time between two tokens of a request in each phase, how many tokens came during the transfer, and the commit's
-    length. Seconds."""
+    """Longest time between two tokens of a request in each phase, how many tokens came during the
+    transfer, and the commit's length. Seconds."""
 
     engine: str
     requests: int
@@ -66,9 +66,13 @@ class Listener(threading.Thread):
     def run(self) -> None:
         """Read to the end."""
         events, call = Events(), self._call
-        with httpx.stream(call.method, self._url + call.path, json=call.json, timeout=STREAM_S, trust_env=False) as answer:
+        with httpx.stream(
+            call.method, self._url + call.path, json=call.json, timeout=STREAM_S, trust_env=False
+        ) as answer:
             for chunk in answer.iter_bytes():
-                self.times += [time.monotonic()] * sum(payload != DONE for payload in events.take(chunk))
+                self.times += [time.monotonic()] * sum(
+                    payload != DONE for payload in events.take(chunk)
+                )
                 if len(self.times) > 20:
                     self.began.set()
 
@@ -113,11 +117,18 @@ def measure(engine: str, requests: int, kv: str, stretch_s: float, folder: Path)
     model = remake(100, folder / "start")
     python = ROOT / f".venv-{engine}" / "bin" / "python"
     spec = ServerSpec(
-        str(python), str(model), str(folder / "server.log"), engine, max_model_len=1024, max_num_seqs=max(8, requests)
+        str(python),
+        str(model),
+        str(folder / "server.log"),
+        engine,
+        max_model_len=1024,
+        max_num_seqs=max(8, requests),
     )
     with Server(spec) as server:
         server.wait_healthy(STARTUP_S)
-        e = EngineUnderTest(engine, ServerAccess(server.url, 60.0), model, remake, folder, False, False)
+        e = EngineUnderTest(
+            engine, ServerAccess(server.url, 60.0), model, remake, folder, False, False
+        )
         never = threading.Event()
         with sender(e) as trainer:
             trainer.sync(1, 1)
@@ -130,7 +141,9 @@ def measure(engine: str, requests: int, kv: str, stretch_s: float, folder: Path)
                 never.wait(QUIET_S)
                 sent = time.monotonic()
                 slowly = lambda _: never.wait(stretch_s / buckets)  # noqa: E731
-                staged = link.send(NUMBER, 2, weights.image, weights.digests, weights.fingerprint, slowly)
+                staged = link.send(
+                    NUMBER, 2, weights.image, weights.digests, weights.fingerprint, slowly
+                )
                 assert staged.ok, staged.error
                 paused = time.monotonic()
                 trainer.control.pause()
@@ -141,7 +154,9 @@ def measure(engine: str, requests: int, kv: str, stretch_s: float, folder: Path)
                 trainer.control.finish(trainer.label(2))
                 trainer.control.resume()
                 resumed = time.monotonic()
-                assert all(one.is_alive() for one in crowd.listeners), "the requests must be longer: one has ended"
+                assert all(one.is_alive() for one in crowd.listeners), (
+                    "the requests must be longer: one has ended"
+                )
                 never.wait(QUIET_S / 2)
             crowd.join()
     transfer, count = crowd.between(sent, paused)
@@ -159,8 +174,12 @@ def measure(engine: str, requests: int, kv: str, stretch_s: float, folder: Path)
 
 def main() -> int:
     """Print one line per engine; 1 if an engine stood still during a transfer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", nargs="+", choices=("vllm", "sglang"), default=("vllm", "sglang"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--engine", nargs="+", choices=("vllm", "sglang"), default=("vllm", "sglang")
+    )
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--kv", nargs="+", choices=("keep", "recompute"), default=("keep",))
     parser.add_argument("--stretch", type=float, default=1.0)
@@ -168,7 +187,9 @@ def main() -> int:
     options = parser.parse_args()
     found = []
     heads = ("quiet", "transfer", "commit", "pause..resume", "tokens in transfer")
-    print(f"{'engine':8}{'kv':10}{heads[0]:>9}{heads[1]:>10}{heads[2]:>9}{heads[3]:>15}{heads[4]:>20}")
+    print(
+        f"{'engine':8}{'kv':10}{heads[0]:>9}{heads[1]:>10}{heads[2]:>9}{heads[3]:>15}{heads[4]:>20}"
+    )
     for engine, kv in product(options.engine, options.kv):
         with tempfile.TemporaryDirectory() as folder:
             g = measure(engine, options.requests, kv, options.stretch, Path(folder))
@@ -179,8 +200,16 @@ def main() -> int:
         )
     if options.json:
         options.json.write_text(json.dumps([asdict(g) for g in found], indent=1) + "\n")
-    stood = [g.engine for g in found if g.transfer_s > options.stretch / 2 or not g.tokens_during_transfer]
-    print(f"stood still during the transfer: {', '.join(stood)}" if stood else "tokens kept coming during every transfer")
+    stood = [
+        g.engine
+        for g in found
+        if g.transfer_s > options.stretch / 2 or not g.tokens_during_transfer
+    ]
+    print(
+        f"stood still during the transfer: {', '.join(stood)}"
+        if stood
+        else "tokens kept coming during every transfer"
+    )
     return 1 if stood else 0
 
 

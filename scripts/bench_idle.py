@@ -1,7 +1,9 @@
 #!/usr/bin/env python
-"""What the controller costs while it waits: processor time of rank 0 and of the rollout process with 256 requests outstanding.
+"""What the controller costs while it waits: processor time of rank 0 and of the rollout process
+with 256 requests outstanding.
 
-    python scripts/bench_idle.py [--engine vllm|sglang] [--requests 256] [--remote] [--window 20] [--json PATH]
+    python scripts/bench_idle.py [--engine vllm|sglang] [--requests 256] [--remote] [--window 20]
+    [--json PATH]
 
 A real run: two CPU ranks, their lanes, caretaker, rollout process, one real server. Once all requests are at the server it is
 stopped (SIGSTOP), so that none of them can end while the processor time is read: whatever is used then is used for waiting. The
@@ -43,9 +45,10 @@ ROLES = {
     "rank 0": "titan_grpo.train",
     "rollouts": "titan_grpo.rollout.worker",
     "service": "titan_grpo.cli",
-    "caretaker": "titan_grpo.sync.keeper",
+    "caretaker": "titan_grpo.sync.pause_guard_main",
 }
-"""Process -> module that it runs. torchrun, which starts the ranks, and the other rank are not the controller."""
+"""Process -> module that it runs. torchrun, which starts the ranks, and the other rank are not the
+controller."""
 
 CONTROLLER = ("rank 0", "rollouts", "service")
 
@@ -54,7 +57,8 @@ NEVER = threading.Event()
 
 @dataclass(frozen=True)
 class Window:
-    """One stretch of time, per process: percent of a core, and how often per second it went to sleep and woke."""
+    """One stretch of time, per process: percent of a core, and how often per second it went to
+    sleep and woke."""
 
     percent: dict[str, float]
     wakes: dict[str, float]
@@ -79,16 +83,35 @@ def arguments(options: argparse.Namespace, url: str, out: Path, controller: str)
 
 
 @contextmanager
-def training(options: argparse.Namespace, url: str, out: Path, key: Key) -> Iterator[psutil.Process]:
+def training(
+    options: argparse.Namespace, url: str, out: Path, key: Key
+) -> Iterator[psutil.Process]:
     """A run, from its start to its end."""
     env = {**with_run_key(os.environ, key), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     address = f"127.0.0.1:{free_port()}"
-    commands = [[sys.executable, "-m", "titan_grpo.cli", "rollouts", "--bind", address]] if options.remote else []
-    commands.append(torchrun(2, RECIPE, arguments(options, url, out, f"http://{address}" if options.remote else "local")))
+    commands = (
+        [[sys.executable, "-m", "titan_grpo.cli", "rollouts", "--bind", address]]
+        if options.remote
+        else []
+    )
+    commands.append(
+        torchrun(
+            2,
+            RECIPE,
+            arguments(options, url, out, f"http://{address}" if options.remote else "local"),
+        )
+    )
     with (out / "train.log").open("w") as log, ExitStack() as stack:
         for command in commands:
             started = subprocess.Popen(
-                command, cwd=ROOT, env=env, text=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=env,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
             stack.callback(end_group, started)
         yield psutil.Process(started.pid)
@@ -96,27 +119,47 @@ def training(options: argparse.Namespace, url: str, out: Path, key: Key) -> Iter
 
 def controller() -> dict[str, psutil.Process]:
     """Role -> process, of those that are there."""
-    below = [process for process in psutil.Process().children(recursive=True) if process.environ().get("RANK", "0") == "0"]
+    below = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.environ().get("RANK", "0") == "0"
+    ]
     below = [process for process in below if "torch.distributed.run" not in process.cmdline()]
-    return {role: process for process in below for role, module in ROLES.items() if module in process.cmdline()}
+    return {
+        role: process
+        for process in below
+        for role, module in ROLES.items()
+        if module in process.cmdline()
+    }
 
 
 def outstanding(process: psutil.Process, url: str) -> int:
     """Connections to the server: each carries one request."""
     port = urlsplit(url).port
     made = process.net_connections("tcp")
-    return sum(c.status == psutil.CONN_ESTABLISHED and bool(c.raddr) and c.raddr.port == port for c in made)
+    return sum(
+        c.status == psutil.CONN_ESTABLISHED and bool(c.raddr) and c.raddr.port == port for c in made
+    )
 
 
-def wait_outstanding(run: psutil.Process, url: str, options: argparse.Namespace, log: Path) -> dict[str, psutil.Process]:
-    """Until the rollout process has that many requests at the server; the controller's processes."""
-    deadline, count, roles = time.monotonic() + START_S, options.requests, len(ROLES) - (not options.remote)
+def wait_outstanding(
+    run: psutil.Process, url: str, options: argparse.Namespace, log: Path
+) -> dict[str, psutil.Process]:
+    """Until the rollout process has that many requests at the server; the controller's
+    processes."""
+    deadline, count, roles = (
+        time.monotonic() + START_S,
+        options.requests,
+        len(ROLES) - (not options.remote),
+    )
     while time.monotonic() < deadline and run.is_running() and run.status() != psutil.STATUS_ZOMBIE:
         found = controller()
         if len(found) == roles and outstanding(found["rollouts"], url) >= count:
             return found
         NEVER.wait(0.2)
-    raise SystemExit(f"{count} requests must be at the server within {START_S:g} s, they were not; see {log}")
+    raise SystemExit(
+        f"{count} requests must be at the server within {START_S:g} s, they were not; see {log}"
+    )
 
 
 def used(process: psutil.Process) -> tuple[float, int]:
@@ -126,7 +169,10 @@ def used(process: psutil.Process) -> tuple[float, int]:
     for thread in threads:
         status = Path(f"/proc/{process.pid}/task/{thread.id}/status")
         lines = status.read_text().splitlines() if status.exists() else []
-        switches += next((int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches")), 0)
+        switches += next(
+            (int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches")),
+            0,
+        )
     return times.user + times.system, switches
 
 
@@ -134,7 +180,10 @@ def window(processes: dict[str, psutil.Process], seconds: float) -> Window:
     """Look twice."""
     began, before = time.monotonic(), {role: used(process) for role, process in processes.items()}
     NEVER.wait(seconds)
-    took, after = time.monotonic() - began, {role: used(process) for role, process in processes.items()}
+    took, after = (
+        time.monotonic() - began,
+        {role: used(process) for role, process in processes.items()},
+    )
     return Window(
         {role: 100.0 * (after[role][0] - before[role][0]) / took for role in processes},
         {role: (after[role][1] - before[role][1]) / took for role in processes},
@@ -164,15 +213,20 @@ def measure(options: argparse.Namespace, out: Path) -> list[Window]:
             found = [window(processes, options.window) for _ in range(options.windows)]
             left = outstanding(processes["rollouts"], server.url)
             if left < options.requests:
-                raise SystemExit(f"{options.requests} requests must be outstanding to the end, {left} were")
+                raise SystemExit(
+                    f"{options.requests} requests must be outstanding to the end, {left} were"
+                )
             # A run that is told to end while its server stands still waits for it.
             server.signal(SIGCONT)
     return found
 
 
 def main() -> int:
-    """Print a line per process; 1 if rank 0, rollouts and service together use more than 2 % of a core to wait."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Print a line per process; 1 if rank 0, rollouts and service together use more than 2 % of a
+    core to wait."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--remote", action="store_true", help="with a rollout service")
     parser.add_argument("--requests", type=int, default=256)
@@ -184,14 +238,22 @@ def main() -> int:
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     found = measure(options, out)
-    print(f"{options.requests} requests outstanding, {options.windows} windows of {options.window:g} s")
+    print(
+        f"{options.requests} requests outstanding, {options.windows} windows of"
+        f" {options.window:g} s"
+    )
     print(f"{'process':12}{'% of a core':>13}{'least':>8}{'most':>8}{'wakes/s':>9}")
     for role in found[0].percent:
         values = [w.percent[role] for w in found]
         wakes = statistics.median(w.wakes[role] for w in found)
-        print(f"{role:12}{statistics.median(values):13.2f}{min(values):8.2f}{max(values):8.2f}{wakes:9.1f}")
+        print(
+            f"{role:12}{statistics.median(values):13.2f}{min(values):8.2f}{max(values):8.2f}{wakes:9.1f}"
+        )
     total = statistics.median(sum(w.percent.get(role, 0.0) for role in CONTROLLER) for w in found)
-    print(f"{'controller':12}{total:13.2f}   all but the caretaker; at most {LIMIT_PERCENT:g} when idle")
+    print(
+        f"{'controller':12}{total:13.2f}   all but the caretaker; at most {LIMIT_PERCENT:g} when"
+        " idle"
+    )
     if options.json:
         record = {
             "engine": options.engine,
@@ -199,7 +261,9 @@ def main() -> int:
             "requests": options.requests,
             "controller_percent": total,
         }
-        options.json.write_text(json.dumps(record | {"windows": [asdict(w) for w in found]}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps(record | {"windows": [asdict(w) for w in found]}, indent=1) + "\n"
+        )
     return int(total > LIMIT_PERCENT)
 
 

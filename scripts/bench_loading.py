@@ -1,7 +1,9 @@
-"""What a step's data costs rank 0: python scripts/bench_loading.py [--ranks 64] [--sequences 4096] [--runs 5]. Prints a table.
+"""What a step's data costs rank 0: python scripts/bench_loading.py [--ranks 64] [--sequences 4096]
+[--runs 5]. Prints a table.
 
-Both modes of grpo.single_rank_load on the same random groups: the plan, the tensors of all ranks or none, and the pickles that
-one scatter sends; torch makes all of them as long as the longest. Then what one rank has left to do.
+Both modes of grpo.single_rank_load on the same random groups: the plan, the tensors of all ranks or
+none, and the pickles that one scatter sends; torch makes all of them as long as the longest. Then
+what one rank has left to do.
 """
 
 import argparse
@@ -14,7 +16,7 @@ from typing import Any
 
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import BatchOptions, plan
-from titan_grpo.algorithm.microbatches import build
+from titan_grpo.algorithm.rows import build
 from titan_grpo.samples import Completion, Group, Prompt
 
 GROUP, LONGEST, MEDIAN_LOG, SPREAD = 8, 8192, 7.0, 0.9
@@ -34,7 +36,10 @@ def step_groups(sequences: int) -> list[Group]:
     source = random.Random(0)
     return [
         Group(
-            Prompt(index, tuple(source.randrange(1000, 150_000) for _ in range(source.randint(50, 250)))),
+            Prompt(
+                index,
+                tuple(source.randrange(1000, 150_000) for _ in range(source.randint(50, 250))),
+            ),
             tuple(completion(source) for _ in range(GROUP)),
         )
         for index in range(sequences // GROUP)
@@ -62,12 +67,20 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
     groups = step_groups(options.sequences)
-    print(f"{options.sequences} sequences, {sum(g.num_tokens for g in groups):,} tokens, {options.ranks} ranks")
-    print("| rows | rank 0 builds | planned s | built s | pickled s | rank 0 in all s | MB sent | one rank builds s |")
+    print(
+        f"{options.sequences} sequences, {sum(g.num_tokens for g in groups):,} tokens,"
+        f" {options.ranks} ranks"
+    )
+    print(
+        "| rows | rank 0 builds | planned s | built s | pickled s | rank 0 in all s | MB sent | one"
+        " rank builds s |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for pack in (False, True):
         settings = BatchOptions(token_budget=32768, max_len=LONGEST, cost=QWEN3_8B, pack=pack)
-        planned = timed(options.runs, lambda settings=settings: plan(groups, options.ranks, settings))
+        planned = timed(
+            options.runs, lambda settings=settings: plan(groups, options.ranks, settings)
+        )
         batch = plan(groups, options.ranks, settings)
         own = timed(options.runs, lambda batch=batch: build(batch.rows[0]))
         for single in (True, False):
@@ -76,8 +89,9 @@ def main() -> None:
             sent = timed(options.runs, lambda shares=shares: pickled(shares))
             megabytes = max(pickled(shares)) * (options.ranks - 1) / 1e6
             print(
-                f"| {'packed' if pack else 'padded'} | {'all (single)' if single else 'its own'} | {planned:.2f} | {built:.2f} "
-                f"| {sent:.2f} | {planned + built + sent:.2f} | {megabytes:.0f} | {0 if single else own:.3f} |"
+                f"| {'packed' if pack else 'padded'} | {'all (single)' if single else 'its own'} |"
+                f" {planned:.2f} | {built:.2f} | {sent:.2f} | {planned + built + sent:.2f} |"
+                f" {megabytes:.0f} | {0 if single else own:.3f} |"
             )
 
 

@@ -1,13 +1,17 @@
 #!/usr/bin/env python
-"""Does bounded staleness cost reward? The quickstart's task, trained with bounds 0 (on-policy), 1, 2, 4, and 4 uncorrected.
+"""Does bounded staleness cost reward? The quickstart's task, trained with bounds 0 (on-policy), 1,
+2, 4, and 4 uncorrected.
 
-    python scripts/bench_staleness.py [--seeds 3] [--steps 20] [--engine vllm|sglang] [--out DIR] [--json PATH]
+    python scripts/bench_staleness.py [--seeds 3] [--steps 20] [--engine vllm|sglang] [--out DIR]
+    [--json PATH]
 
-One real server and two CPU ranks for all runs; a run starts from the same weights and publishes them first. Each batch is four
-optimizer steps at a high learning rate, so that the policy has moved far from the one that sampled. Printed per bound, as means
-over the seeds: the final reward (of a run's last five steps), its share of the on-policy one, the reward over the whole run,
-and the staleness that the consumed groups really had. The toy is learnt in the end with or without a correction; what is lost
-without one is the way there, so the reward over the whole run is what tells.
+One real server and two CPU ranks for all runs; a run starts from the same weights and publishes
+them first. Each batch is four optimizer steps at a high learning rate, so that the policy has moved
+far from the one that sampled. Printed per bound, as means over the seeds: the final reward (of a
+run's last five steps), its share of the on-policy one, the reward over the whole run, and the
+staleness that the consumed groups really had. The toy is learnt in the end with or without a
+correction; what is lost without one is the way there, so the reward over the whole run is what
+tells.
 """
 
 import argparse
@@ -60,7 +64,9 @@ class Outcome:
     staleness: float
 
 
-def train(setting: Setting, seed: int, url: str, options: argparse.Namespace, env: Mapping[str, str]) -> Outcome:
+def train(
+    setting: Setting, seed: int, url: str, options: argparse.Namespace, env: Mapping[str, str]
+) -> Outcome:
     """One run to its end."""
     out = Path(options.out) / f"bound{setting.name.replace(' ', '-')}-seed{seed}"
     values = {
@@ -79,19 +85,25 @@ def train(setting: Setting, seed: int, url: str, options: argparse.Namespace, en
     rows = list(read_metrics(out / "metrics.jsonl"))
     rewards = [row[names.REWARD] for row in rows]
     staleness = statistics.mean(row[names.STALENESS] for row in rows)
-    return Outcome(setting.name, seed, statistics.mean(rewards[-LAST:]), statistics.mean(rewards), staleness)
+    return Outcome(
+        setting.name, seed, statistics.mean(rewards[-LAST:]), statistics.mean(rewards), staleness
+    )
 
 
 def report(found: list[Outcome]) -> int:
-    """Print the table; 1 if a corrected bound ends more than 2 % below on-policy, or the correction makes no difference."""
+    """Print the table; 1 if a corrected bound ends more than 2 % below on-policy, or the correction
+    makes no difference."""
     print(f"\n{'bound':16}{'final':>9}{'of on-policy':>14}{'whole run':>11}{'staleness':>11}")
     final, overall = {}, {}
     for name in (s.name for s in SETTINGS):
         runs = [run for run in found if run.setting == name]
         final[name], overall[name], staleness = (
-            statistics.mean(getattr(run, column) for run in runs) for column in ("final", "overall", "staleness")
+            statistics.mean(getattr(run, column) for run in runs)
+            for column in ("final", "overall", "staleness")
         )
-        print(f"{name:16}{final[name]:9.3f}{final[name] / final['0']:14.1%}{overall[name]:11.3f}{staleness:11.2f}")
+        print(
+            f"{name:16}{final[name]:9.3f}{final[name] / final['0']:14.1%}{overall[name]:11.3f}{staleness:11.2f}"
+        )
     corrected, uncorrected = (overall[Setting(4, by).name] for by in (True, False))
     print(f"uncorrected at 4: {uncorrected / corrected - 1:+.1%} reward over the whole run")
     lost = any(final[s.name] < 0.98 * final["0"] for s in SETTINGS if s.corrected)
@@ -100,7 +112,9 @@ def report(found: list[Outcome]) -> int:
 
 def main() -> int:
     """Run all settings; see ``report`` for the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")

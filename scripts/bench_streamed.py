@@ -1,7 +1,9 @@
 #!/usr/bin/env python
-"""What does it cost to have completions streamed? Tokens per second, and CPU seconds on both sides, with and without.
+"""What does it cost to have completions streamed? Tokens per second, and CPU seconds on both sides,
+with and without.
 
-    python scripts/bench_streamed.py [--engine vllm sglang] [--requests 64 256] [--intervals 0 1 8 32] [--tokens 512]
+    python scripts/bench_streamed.py [--engine vllm sglang] [--requests 64 256] [--intervals 0 1 8
+    32] [--tokens 512]
 
 Requests of ``--tokens`` tokens each are sent at once to a real server of a tiny model, by the driver of the rollout process.
 Interval 0 is unstreamed; the others are the tokens in a piece. ``client`` is the CPU time of this process and ``server`` that
@@ -21,12 +23,11 @@ from pathlib import Path
 
 import psutil
 
-from titan_grpo.engines.dialect import dialect
-from titan_grpo.engines.drivers import AsyncDriver
+from tests.conformance.engine import prompt
+from titan_grpo.engines.generation import Answer, Sampling
+from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.sampling import Sampling
-from titan_grpo.engines.streamed import Answer
-from titan_grpo.testing.suites.engine import prompt
+from titan_grpo.engines.server import dialect
 from titan_grpo.titan.tiny import write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,7 +70,9 @@ async def round_of(engine: str, server: Server, requests: int, tokens: int, inte
     """All requests at once."""
     driver = AsyncDriver(server.url, max_connections=requests)
     before, cpu, wall = server_cpu(server.group), time.process_time(), time.perf_counter()
-    made = await asyncio.gather(*(one(engine, driver, seed, tokens, interval) for seed in range(1, requests + 1)))
+    made = await asyncio.gather(
+        *(one(engine, driver, seed, tokens, interval) for seed in range(1, requests + 1))
+    )
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     used = server_cpu(server.group) - before
     await driver.close()
@@ -100,10 +103,18 @@ def measure(engine: str, options: argparse.Namespace, folder: Path) -> list[dict
             rounds: dict[int, list[Cost]] = {interval: [] for interval in options.intervals}
             for _ in range(options.rounds):
                 for interval, costs in rounds.items():
-                    costs.append(asyncio.run(round_of(engine, server, requests, options.tokens, interval)))
+                    costs.append(
+                        asyncio.run(round_of(engine, server, requests, options.tokens, interval))
+                    )
             for interval, costs in rounds.items():
-                middle = [statistics.median(column) for column in zip(*(asdict(c).values() for c in costs), strict=True)]
-                out.append({"engine": engine, "requests": requests, "interval": interval} | asdict(Cost(*middle)))
+                middle = [
+                    statistics.median(column)
+                    for column in zip(*(asdict(c).values() for c in costs), strict=True)
+                ]
+                out.append(
+                    {"engine": engine, "requests": requests, "interval": interval}
+                    | asdict(Cost(*middle))
+                )
                 print(
                     "{engine:8}{requests:9}{interval:10}{tokens_per_s:11.0f}{client_ms:12.2f}{server_ms:12.1f}".format(
                         **out[-1]
@@ -115,8 +126,12 @@ def measure(engine: str, options: argparse.Namespace, folder: Path) -> list[dict
 
 def main() -> int:
     """Print one line per engine, number of requests and interval."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", nargs="+", choices=("vllm", "sglang"), default=("vllm", "sglang"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--engine", nargs="+", choices=("vllm", "sglang"), default=("vllm", "sglang")
+    )
     parser.add_argument("--requests", nargs="+", type=int, default=(64, 256))
     parser.add_argument("--intervals", nargs="+", type=int, default=(0, 1, 8, 32))
     parser.add_argument("--tokens", type=int, default=512)
@@ -124,7 +139,9 @@ def main() -> int:
     parser.add_argument("--args", nargs="*", default=())
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    print(f"{'engine':8}{'requests':>9}{'interval':>10}{'tokens/s':>11}{'client ms':>12}{'server ms':>12}")
+    print(
+        f"{'engine':8}{'requests':>9}{'interval':>10}{'tokens/s':>11}{'client ms':>12}{'server ms':>12}"
+    )
     found: list[dict] = []
     for engine in options.engine:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,14 @@
 #!/usr/bin/env python
-"""Seconds from publish to verified commit on one host, and its goodput as a share of a raw socket and of a memcpy.
+"""Seconds from publish to verified commit on one host, and its goodput as a share of a raw socket
+and of a memcpy.
 
     python scripts/bench_sync.py [--mib 256] [--rounds 5] [--json PATH]
 
-Two ranks hold float32 masters sharded by FSDP2. Everything between them and the server is the real thing: layout,
-shared images, snapshot, sealer, lane, receiver process. The server has no engine: its commit lends the image, attaches
-it and visits every tensor. In each round, one after the other: a memcpy by one thread, the same bytes through one
-TCP socket from rank 0 to rank 1, and one version. Before the figures count, one version is compared byte for byte.
+Two ranks hold float32 masters sharded by FSDP2. Everything between them and the server is the real
+thing: layout, shared images, snapshot, sealer, lane, receiver process. The server has no engine:
+its commit lends the image, attaches it and visits every tensor. In each round, one after the other:
+a memcpy by one thread, the same bytes through one TCP socket from rank 0 to rank 1, and one
+version. Before the figures count, one version is compared byte for byte.
 """
 
 import argparse
@@ -30,12 +32,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from titan_grpo.config import Rollout, WeightSync
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.testing.receiver_server import DirectControl, ReceiverServer
-from titan_grpo.titan.syncing import TrainerSync
+from titan_grpo.titan.weight_sync import TrainerSync
 
 RANKS = 2
 COLUMNS = 4096
@@ -45,18 +47,24 @@ REFERENCES = {
     "torchstore_put_and_get_s": 0.24,
     "gloo_alone_share_of_raw_socket": 0.93,
 }
-"""The field's own figures for 256 MiB, taken on another machine: for orientation, nothing here is compared with them."""
+"""The field's own figures for 256 MiB, taken on another machine: for orientation, nothing here is
+compared with them."""
 
 MEANING = {
     "total_s": "publish to verified commit, on rank 0's clock",
-    "copy_s": "float32 shards cast into the image, the slower rank (inside publish: what the trainer pays)",
+    "copy_s": (
+        "float32 shards cast into the image, the slower rank (inside publish: what the trainer"
+        " pays)"
+    ),
     "digest_s": "the trainer's hash of all blocks",
     "send_s": "the lane: bytes, and what of the receiver's check was left after the last one",
     "verify_s": "the receiver's check after the last byte (part of send_s)",
     "commit_s": "pause, lend, attach, visit, label, resume, read back",
     "rest_s": "total less copy, digest, send and commit: hand-overs between threads and ranks",
     "memcpy_s": "as many bytes, one thread, memory that is mapped already",
-    "socket_s": "as many bytes, rank 0 to rank 1, one TCP stream over loopback, the same bucket size",
+    "socket_s": (
+        "as many bytes, rank 0 to rank 1, one TCP stream over loopback, the same bucket size"
+    ),
 }
 
 
@@ -76,29 +84,54 @@ class Options:
 
 def parse(argv: list[str]) -> Options:
     defaults = WeightSync()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=256, help="bytes of one version on the wire, in MiB")
-    parser.add_argument("--layers", type=int, default=16, help="number of parameters that make it up")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds after one warm-up round")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mib", type=int, default=256, help="bytes of one version on the wire, in MiB"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=16, help="number of parameters that make it up"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measured rounds after one warm-up round"
+    )
     parser.add_argument("--wire-dtype", choices=sorted(WIRE_BYTES), default=defaults.wire_dtype)
-    parser.add_argument("--bucket-mib", type=int, default=defaults.bucket_bytes >> 20, help="bytes of one broadcast, in MiB")
-    parser.add_argument("--block-mib", type=int, default=defaults.block_bytes >> 20, help="bytes under one digest, in MiB")
+    parser.add_argument(
+        "--bucket-mib",
+        type=int,
+        default=defaults.bucket_bytes >> 20,
+        help="bytes of one broadcast, in MiB",
+    )
+    parser.add_argument(
+        "--block-mib",
+        type=int,
+        default=defaults.block_bytes >> 20,
+        help="bytes under one digest, in MiB",
+    )
     parser.add_argument("--digest", choices=("xxh3", "blake3"), default=defaults.digest)
-    parser.add_argument("--json", default="", metavar="PATH", help="write every figure of every round there")
+    parser.add_argument(
+        "--json", default="", metavar="PATH", help="write every figure of every round there"
+    )
     return Options(**vars(parser.parse_args(argv)))
 
 
 class Weights(torch.nn.Module):
-    """Matrices of ``COLUMNS`` columns that make up ``options.mib`` MiB on the wire; masters are float32."""
+    """Matrices of ``COLUMNS`` columns that make up ``options.mib`` MiB on the wire; masters are
+    float32."""
 
     def __init__(self, options: Options) -> None:
         super().__init__()
         rows = (options.mib << 20) // (options.layers * COLUMNS * WIRE_BYTES[options.wire_dtype])
         if rows < RANKS:
-            raise SystemExit(f"--mib {options.mib} must leave {RANKS} or more rows for each of --layers {options.layers}")
+            raise SystemExit(
+                f"--mib {options.mib} must leave {RANKS} or more rows for each of --layers"
+                f" {options.layers}"
+            )
         generator = torch.Generator().manual_seed(7)
         self.layers = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.randn(rows, COLUMNS, generator=generator)) for _ in range(options.layers)
+            torch.nn.Parameter(torch.randn(rows, COLUMNS, generator=generator))
+            for _ in range(options.layers)
         )
 
     def change(self) -> None:
@@ -109,7 +142,8 @@ class Weights(torch.nn.Module):
 
 
 class RawSocket:
-    """One TCP stream over loopback between two ranks: rank 0 sends, rank 1 receives and answers with one byte."""
+    """One TCP stream over loopback between two ranks: rank 0 sends, rank 1 receives and answers
+    with one byte."""
 
     def __init__(self, rank: int, nbytes: int, bucket_bytes: int) -> None:
         self._rank, self._bucket_bytes = rank, bucket_bytes
@@ -127,7 +161,8 @@ class RawSocket:
         self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def run(self) -> float:
-        """Seconds until the receiver has everything (rank 0); the other rank's return value means nothing."""
+        """Seconds until the receiver has everything (rank 0); the other rank's return value means
+        nothing."""
         view, step = self._image.buffer, self._bucket_bytes
         start = time.perf_counter()
         for offset in range(0, len(view), step):
@@ -156,7 +191,8 @@ class RawSocket:
 
 
 class Comparison:
-    """Collects what the server sees of one version, tensor by tensor, and compares it with the trainer's image."""
+    """Collects what the server sees of one version, tensor by tensor, and compares it with the
+    trainer's image."""
 
     def __init__(self) -> None:
         self.wanted = threading.Event()
@@ -164,17 +200,23 @@ class Comparison:
 
     def __call__(self, name: str, tensor: torch.Tensor) -> None:
         if self.wanted.is_set():
-            self.seen[name] = hashlib.blake2b(memoryview(tensor.view(torch.uint8).view(-1).numpy())).hexdigest()
+            self.seen[name] = hashlib.blake2b(
+                memoryview(tensor.view(torch.uint8).view(-1).numpy())
+            ).hexdigest()
 
     def check(self, sync: TrainerSync, slot: int) -> None:
         """Raise SystemExit unless the server saw the bytes that the trainer published."""
         buffer = sync.images[slot].buffer
         tensors = sync.plan.manifest.tensors
-        held = {t.name: hashlib.blake2b(buffer[t.offset : t.offset + t.nbytes]).hexdigest() for t in tensors}
+        held = {
+            t.name: hashlib.blake2b(buffer[t.offset : t.offset + t.nbytes]).hexdigest()
+            for t in tensors
+        }
         if held != self.seen:
             wrong = [name for name in held if held[name] != self.seen.get(name)]
             raise SystemExit(
-                f"the server must hold the trainer's bytes, {len(wrong)} of {len(held)} tensors differ: {wrong[:3]}"
+                f"the server must hold the trainer's bytes, {len(wrong)} of {len(held)} tensors"
+                f" differ: {wrong[:3]}"
             )
 
 
@@ -185,8 +227,11 @@ def memcpy(source: torch.Tensor, target: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def one_version(sync: TrainerSync, recorder: Recorder | None, version: int) -> tuple[dict[str, float], int]:
-    """Publish ``version`` and, on rank 0, wait for its commit: (figures of rank 0, the slot that was used)."""
+def one_version(
+    sync: TrainerSync, recorder: Recorder | None, version: int
+) -> tuple[dict[str, float], int]:
+    """Publish ``version`` and, on rank 0, wait for its commit: (figures of rank 0, the slot that
+    was used)."""
     worker = sync.worker
     box: list[Any] = [worker.wait_slot(WAIT_S) if worker is not None else None]
     dist.broadcast_object_list(box, src=0)
@@ -197,14 +242,26 @@ def one_version(sync: TrainerSync, recorder: Recorder | None, version: int) -> t
     figures: dict[str, float] = {}
     if worker is not None and recorder is not None:
         if not worker.wait_held(version, WAIT_S, everyone=True):
-            raise SystemExit(f"version {version} must be committed within {WAIT_S} s, it was not: {worker.take_error()}")
-        series = {"digest_s": names.DIGEST_S, "send_s": names.SEND_S, "verify_s": names.VERIFY_S, "commit_s": names.COMMIT_S}
-        figures = {"total_s": time.perf_counter() - start} | {k: recorder.series(v)[-1] for k, v in series.items()}
+            raise SystemExit(
+                f"version {version} must be committed within {WAIT_S} s, it was not:"
+                f" {worker.take_error()}"
+            )
+        series = {
+            "digest_s": names.DIGEST_S,
+            "send_s": names.SEND_S,
+            "verify_s": names.VERIFY_S,
+            "commit_s": names.COMMIT_S,
+        }
+        figures = {"total_s": time.perf_counter() - start} | {
+            k: recorder.series(v)[-1] for k, v in series.items()
+        }
     dist.all_reduce(copied, dist.ReduceOp.MAX)
     sync.fence()
     if figures:
         figures["copy_s"] = copied.item()
-        figures["rest_s"] = figures["total_s"] - sum(figures[k] for k in ("copy_s", "digest_s", "send_s", "commit_s"))
+        figures["rest_s"] = figures["total_s"] - sum(
+            figures[k] for k in ("copy_s", "digest_s", "send_s", "commit_s")
+        )
     return figures, box[0]
 
 
@@ -246,13 +303,17 @@ def rounds(options: Options, rank: int, folder: str) -> list[dict[str, float]]:
     raw.close()
     if recorder is not None:
         recorder.close()
-    return out[2:] if rank == 0 else []  # the compared version, and one warm-up with both slots used
+    return (
+        out[2:] if rank == 0 else []
+    )  # the compared version, and one warm-up with both slots used
 
 
 def rank_main(options: Options, rank: int, folder: str) -> None:
     """One rank: measure, and on rank 0 write rounds.json."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
     measured = rounds(options, rank, folder)
     dist.destroy_process_group()
     if rank == 0:
@@ -261,7 +322,11 @@ def rank_main(options: Options, rank: int, folder: str) -> None:
 
 def machine() -> str:
     """What matters about this machine, without its name."""
-    gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "no GPU"
+    gpu = (
+        f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        if torch.cuda.is_available()
+        else "no GPU"
+    )
     return f"{os.cpu_count()} {platform.machine()} cores, {gpu}, torch {torch.__version__}"
 
 
@@ -288,17 +353,32 @@ def result(options: Options, measured: list[dict[str, float]]) -> dict[str, Any]
 def table(record: dict[str, Any]) -> str:
     """The result for a terminal."""
     o = record["options"]
-    lines = [f"{o['mib']} MiB ({o['wire_dtype']}) from {RANKS} ranks to one server; median of {o['rounds']} rounds", ""]
+    lines = [
+        (
+            f"{o['mib']} MiB ({o['wire_dtype']}) from {RANKS} ranks to one server; median of"
+            f" {o['rounds']} rounds"
+        ),
+        "",
+    ]
     for key, meaning in MEANING.items():
         values = [r[key] for r in record["rounds"]]
-        lines.append(f"{key:9} {record['median'][key]:8.4f}  [{min(values):.4f} .. {max(values):.4f}]  {meaning}")
+        lines.append(
+            f"{key:9} {record['median'][key]:8.4f}  [{min(values):.4f} .. {max(values):.4f}] "
+            f" {meaning}"
+        )
     lines += [
         "",
-        f"goodput {record['goodput_gib_s']:.2f} GiB/s: {record['goodput_share_of_socket']:.2f} of the raw socket, "
-        f"{record['goodput_share_of_memcpy']:.2f} of the memcpy; send over socket {record['send_share_of_socket']:.2f}",
+        (
+            f"goodput {record['goodput_gib_s']:.2f} GiB/s: {record['goodput_share_of_socket']:.2f}"
+            f" of the raw socket, {record['goodput_share_of_memcpy']:.2f} of the memcpy; send over"
+            f" socket {record['send_share_of_socket']:.2f}"
+        ),
         f"total is {record['total_over_copy_plus_socket']:.2f} x (copy + raw socket)",
         f"machine: {record['machine']}",
-        "reference only, measured elsewhere: TorchStore put + get of 256 MiB 0.24 s; gloo alone 0.93 of a raw socket",
+        (
+            "reference only, measured elsewhere: TorchStore put + get of 256 MiB 0.24 s; gloo alone"
+            " 0.93 of a raw socket"
+        ),
     ]
     return "\n".join(lines)
 
@@ -309,7 +389,14 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, *argv]
         ranks = [
-            subprocess.Popen(command, env=os.environ | {"TITAN_GRPO_BENCH": f"{rank}:{folder}", "TORCH_CPP_LOG_LEVEL": "ERROR"})
+            subprocess.Popen(
+                command,
+                env=os.environ
+                | {
+                    "TITAN_GRPO_BENCH": f"{rank}:{folder}",
+                    "TORCH_CPP_LOG_LEVEL": "ERROR",
+                },
+            )
             for rank in range(RANKS)
         ]
         try:

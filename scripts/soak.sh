@@ -6,4 +6,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh --only trainer >&2
-exec .venv/bin/python -m titan_grpo.testing.soak "$@"
+exec .venv/bin/python -m tests.soak "$@"

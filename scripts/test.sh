@@ -23,8 +23,8 @@ step "ruff check"
 .venv/bin/ruff check .
 step "mypy"
 .venv/bin/mypy
-step "titan-grpo explore"
-[ $# -gt 0 ] || .venv/bin/titan-grpo explore --ranks 2 --servers 2 --versions 3
+step "every state of the protocol"
+[ $# -gt 0 ] || .venv/bin/python -m tests.model_check --ranks 2 --servers 2 --versions 3
 step "pytest"
 # Two workers: most of the time is spent waiting for servers and processes to start. What shares a server stays on one worker
 # (tests/conftest.py). The longest tests are named, because the whole has to stay within what a person waits for.

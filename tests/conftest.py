@@ -1,4 +1,5 @@
-"""What all rooms' tests share: the parsed sources, the servers' interpreter, and a check that nothing outlives the run."""
+"""What all rooms' tests share: the parsed sources, the servers' interpreter, and a check that
+nothing outlives the run."""
 
 import ast
 import subprocess
@@ -16,13 +17,17 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# How long a draw takes says something about who else needs the two cores, and nothing about the code.
-settings.register_profile("shared_cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long a draw takes says something about who else needs the two cores, and nothing about the
+# code.
+settings.register_profile(
+    "shared_cores", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("shared_cores")
 
 
 SHARED = {"sglang_site": "sglang", "site": "vllm"}
-"""Fixture of a server that takes long to start -> group of the tests that use it: one worker runs them, on one server."""
+"""Fixture of a server that takes long to start -> group of the tests that use it: one worker runs
+them, on one server."""
 
 FIRST = "tests/e2e/"
 """What takes longest comes first, so that no worker is left alone with it in the end."""
@@ -34,18 +39,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     groups: dict[Path, str] = {}
     for item in items:
         for fixture, group in SHARED.items():
-            known = item._fixtureinfo.name2fixturedefs.get(fixture, ()) if isinstance(item, pytest.Function) else ()
+            known = (
+                item._fixtureinfo.name2fixturedefs.get(fixture, ())
+                if isinstance(item, pytest.Function)
+                else ()
+            )
             if known and known[-1].scope == "session" and groups.get(item.path) != "sglang":
                 groups[item.path] = group
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups.get(item.path, item.path.relative_to(ROOT).as_posix())))
+        item.add_marker(
+            pytest.mark.xdist_group(groups.get(item.path, item.path.relative_to(ROOT).as_posix()))
+        )
     order = {"sglang": 0, "vllm": 1}
-    items.sort(key=lambda item: (order.get(groups.get(item.path, ""), 2), FIRST not in item.path.as_posix()))
+    items.sort(
+        key=lambda item: (
+            order.get(groups.get(item.path, ""), 2),
+            FIRST not in item.path.as_posix(),
+        )
+    )
 
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file of the project. ``path`` is relative to the root; the package's patches appear as ``patches/...``."""
+    """One Python file of the project. ``path`` is relative to the root; the package's patches
+    appear as ``patches/...``."""
 
     path: str
     text: str
@@ -85,10 +102,13 @@ def sources(tracked: list[Path]) -> list[Source]:
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
-    """Interpreter of the vLLM environment. Its absence is a failure, not a skip: the real server is the point."""
+    """Interpreter of the vLLM environment. Its absence is a failure, not a skip: the real server is
+    the point."""
     python = ROOT / ".venv-vllm" / "bin" / "python"
     if not python.exists():
-        pytest.fail("the vLLM environment is missing, so no real server can be tested; run scripts/setup.sh")
+        pytest.fail(
+            "the vLLM environment is missing, so no real server can be tested; run scripts/setup.sh"
+        )
     return str(python)
 
 
@@ -97,7 +117,10 @@ def sglang_python() -> str:
     """Interpreter of the SGLang environment. Its absence is a failure, not a skip."""
     python = ROOT / ".venv-sglang" / "bin" / "python"
     if not python.exists():
-        pytest.fail("the SGLang environment is missing, so no real server can be tested; run scripts/setup.sh")
+        pytest.fail(
+            "the SGLang environment is missing, so no real server can be tested; run"
+            " scripts/setup.sh"
+        )
     return str(python)
 
 
@@ -106,13 +129,17 @@ def atropos_python() -> str:
     """Interpreter of the environment with the Atropos API. Its absence is a failure, not a skip."""
     python = ROOT / ".venv-atropos" / "bin" / "python"
     if not python.exists():
-        pytest.fail("the Atropos environment is missing, so its real server can not be tested; run scripts/setup.sh")
+        pytest.fail(
+            "the Atropos environment is missing, so its real server can not be tested; run"
+            " scripts/setup.sh"
+        )
     return str(python)
 
 
 @pytest.fixture(scope="session")
 def tiny_server(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator["Server"]:
-    """A real vLLM server with our plugin, a tiny qwen3 and a run key, shared by tests that leave it as they found it."""
+    """A real vLLM server with our plugin, a tiny qwen3 and a run key, shared by tests that leave it
+    as they found it."""
     from titan_grpo.engines.launch import Server, ServerSpec
     from titan_grpo.runkey import Key
     from titan_grpo.titan.tiny import write_tiny_model
@@ -120,7 +147,12 @@ def tiny_server(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> It
     folder = tmp_path_factory.mktemp("tiny_server")
     model = str(write_tiny_model("qwen3", folder / "model", seed=1))
     with Server(
-        ServerSpec(python=vllm_python, model=model, log_path=str(folder / "server.log"), run_key=Key.generate())
+        ServerSpec(
+            python=vllm_python,
+            model=model,
+            log_path=str(folder / "server.log"),
+            run_key=Key.generate(),
+        )
     ) as server:
         server.wait_healthy(280)
         yield server
@@ -130,7 +162,11 @@ def tiny_server(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> It
 def nothing_outlives_the_tests() -> Iterator[None]:
     """Fail the run if a process that a test started is still there at its end."""
     yield
-    left = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(_command(p))]
+    left = [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if "resource_tracker" not in " ".join(_command(p))
+    ]
     _, alive = psutil.wait_procs(left, timeout=5)
     names = [" ".join(_command(p))[:200] for p in alive]
     for process in alive:

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-BASE = {"errors", "samples", "config", "config_grpo", "config_rollout", "runkey"}
+BASE = {"errors", "samples", "config", "config_grpo", "config_rollout", "runkey", "subprocesses"}
 TABLES = BASE | {"protocol", "observe"}
 PARTS = TABLES | {"layout", "algorithm", "engines"}
 MOVERS = PARTS | {"sync.transports"}
 RUNTIME = MOVERS | {"sync", "receive", "rollout", "patches"}
-TOP = RUNTIME | {"explore", "titan", "verify", "commands"}
+TOP = RUNTIME | {"titan", "verify", "commands"}
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -21,8 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     "config_grpo": {"errors"},
     "config_rollout": {"errors"},
     "runkey": {"errors"},
+    "subprocesses": BASE - {"subprocesses"},
     "protocol": BASE,
-    "explore": BASE | {"protocol"},
     "observe": BASE,
     "layout": TABLES,
     "algorithm": TABLES,
@@ -32,22 +32,27 @@ ALLOWED: dict[str, set[str]] = {
     "sync": MOVERS,
     "receive": MOVERS | {"patches"},
     "rollout": MOVERS,
-    "testing": RUNTIME,
     "titan": RUNTIME,
-    "verify": RUNTIME | {"testing"},
-    "commands": RUNTIME | {"titan", "verify", "explore"},
+    "verify": RUNTIME,
+    "commands": RUNTIME | {"titan", "verify"},
     "train": RUNTIME | {"titan"},
     "cli": TOP,
 }
 """Room -> rooms that it may import besides itself. Rooms of one level do not see each other."""
 
 NO_TORCH = ("errors", "samples", "config", "config_grpo", "config_rollout", "runkey")
-NO_TORCH += ("explore", "protocol", "observe", "engines", "rollout")
-"""Rooms that run without torch: the rollout process, the tools, and everything that must start fast."""
+NO_TORCH += ("subprocesses", "protocol", "observe", "engines", "rollout")
+"""Rooms that run without torch: the rollout process, the tools, and everything that must start
+fast."""
 
 ONLY_HERE = {
     "torchtitan": ("titan_grpo/titan/", "titan_grpo/train.py", "patches/", "tests/"),
-    "vllm": ("titan_grpo/receive/vllm_plugin.py", "patches/vllm_", "tests/"),
+    "vllm": (
+        "titan_grpo/receive/vllm_plugin.py",
+        "titan_grpo/verify/recording.py",
+        "patches/vllm_",
+        "tests/",
+    ),
     "sglang": ("titan_grpo/receive/sglang_plugin.py", "patches/sglang_", "tests/"),
     "httpx": ("titan_grpo/engines/", "scripts/bench_", "tests/"),
     "matplotlib": ("titan_grpo/observe/report.py", "tests/"),
@@ -62,14 +67,19 @@ def module_of(path: str) -> str:
 
 def room_of(module: str) -> str:
     parts = module.split(".")[1:]
-    return ".".join(parts[:2]) if parts[:2] == ["sync", "transports"] else (parts[0] if parts else "")
+    return (
+        ".".join(parts[:2]) if parts[:2] == ["sync", "transports"] else (parts[0] if parts else "")
+    )
 
 
 def at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that run when the module is imported: not the bodies of functions, not what only type checkers read."""
+    """Nodes that run when the module is imported: not the bodies of functions, not what only type
+    checkers read."""
     for child in ast.iter_child_nodes(node):
         typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-        if not typing and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if not typing and not isinstance(
+            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        ):
             yield child
             yield from at_import(child)
 
@@ -82,7 +92,9 @@ def imports(nodes: Iterable[ast.AST], module: str, is_package: bool) -> Iterator
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                parent = module.split(".")[: None if is_package and node.level == 1 else -(node.level - is_package)]
+                parent = module.split(".")[
+                    : None if is_package and node.level == 1 else -(node.level - is_package)
+                ]
                 base = ".".join([*parent, *base.split(".")]).rstrip(".")
             yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
 
@@ -94,7 +106,9 @@ def edges(sources) -> list[tuple[str, str, str, int]]:
     for source in sources:
         if source.path.startswith(("titan_grpo/", "patches/")):
             module = module_of(source.path)
-            for name, line in imports(ast.walk(source.tree), module, source.path.endswith("__init__.py")):
+            for name, line in imports(
+                ast.walk(source.tree), module, source.path.endswith("__init__.py")
+            ):
                 out.append((source.path, module, name, line))
     return out
 
@@ -103,7 +117,12 @@ def wrong_arrows(edges: list[tuple[str, str, str, int]]) -> list[str]:
     wrong = []
     for path, module, name, line in edges:
         here, there = room_of(module), room_of(name)
-        if name.split(".")[0] != "titan_grpo" or here in ("", there) or there == "" or there.startswith("__"):
+        if (
+            name.split(".")[0] != "titan_grpo"
+            or here in ("", there)
+            or there == ""
+            or there.startswith("__")
+        ):
             continue
         if there not in ALLOWED.get(here, set()):
             wrong.append(f"{path}:{line} ({here}) imports {name} ({there})")
@@ -123,12 +142,27 @@ def test_the_arrow_check_catches_an_upward_and_a_sideways_import() -> None:
     assert len(wrong_arrows(edges)) == 2
 
 
-PURE = {"collections", "dataclasses", "enum", "functools", "itertools", "json", "math", "re", "secrets", "types", "typing"}
-"""What the tables of protocol/ may import: no clock, no thread, no socket, no torch. (``secrets`` makes a run id's digits.)"""
+PURE = {
+    "collections",
+    "dataclasses",
+    "enum",
+    "functools",
+    "itertools",
+    "json",
+    "math",
+    "re",
+    "secrets",
+    "types",
+    "typing",
+}
+"""What the tables of protocol/ may import: no clock, no thread, no socket, no torch. (``secrets``
+makes a run id's digits.)"""
 
 
 def test_the_protocol_imports_the_pure_part_of_the_standard_library_only(edges) -> None:
-    found = {name.split(".")[0] for path, _, name, _ in edges if path.startswith("titan_grpo/protocol/")}
+    found = {
+        name.split(".")[0] for path, _, name, _ in edges if path.startswith("titan_grpo/protocol/")
+    }
     assert found - PURE == {"titan_grpo"}
 
 
@@ -148,7 +182,9 @@ def test_modules_do_not_import_each_other_in_a_circle(sources) -> None:
     done: set[str] = set()
 
     def walk(module: str, trail: tuple[str, ...]) -> None:
-        assert module not in trail, f"circle: {' -> '.join([*trail[trail.index(module) :], module])}"
+        assert module not in trail, (
+            f"circle: {' -> '.join([*trail[trail.index(module) :], module])}"
+        )
         if module not in done:
             for target in sorted(graph[module]):
                 walk(target, (*trail, module))
@@ -163,20 +199,25 @@ def test_an_upstream_package_is_imported_in_its_own_place_only(package: str, sou
     wrong = [
         f"{source.path}:{line}"
         for source in sources
-        for name, line in imports(ast.walk(source.tree), module_of(source.path), source.path.endswith("__init__.py"))
+        for name, line in imports(
+            ast.walk(source.tree), module_of(source.path), source.path.endswith("__init__.py")
+        )
         if name.split(".")[0] == package and not source.path.startswith(ONLY_HERE[package])
     ]
     assert wrong == []
 
 
 def loaded_by(modules: list[str], suspect: str) -> str:
-    """Which of ``modules`` first pulls in ``suspect``; empty if none does. A fresh interpreter, since this one has it."""
+    """Which of ``modules`` first pulls in ``suspect``; empty if none does. A fresh interpreter,
+    since this one has it."""
     code = (
         "import importlib, sys\n"
         f"for m in {modules!r}:\n    importlib.import_module(m)\n"
         f"    if {suspect!r} in sys.modules: print(m); break\n"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    ).stdout.strip()
 
 
 def modules_of(rooms: tuple[str, ...], sources) -> list[str]:
@@ -189,5 +230,9 @@ def test_rooms_that_must_start_fast_load_no_torch(sources) -> None:
 
 
 def test_the_receiver_loads_no_torchtitan(sources) -> None:
-    modules = [m for m in modules_of(("receive",), sources) if not m.endswith(("vllm_plugin", "sglang_plugin"))]
+    modules = [
+        m
+        for m in modules_of(("receive",), sources)
+        if not m.endswith(("vllm_plugin", "sglang_plugin"))
+    ]
     assert loaded_by(modules, "torchtitan") == ""

@@ -13,13 +13,28 @@ REMOTE = replace(LOCAL, controller="http://10.0.0.1:8910", controller_key_env="K
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"controller": "remote"}, "rollout.controller must be \"local\" or a URL such as http://host:8910, got 'remote'"),
+        (
+            {"controller": "remote"},
+            "rollout.controller must be \"local\" or a URL such as http://host:8910, got 'remote'",
+        ),
         ({"controller": "http://:8910"}, 'rollout.controller must be "local" or a URL'),
-        ({"controller_key_env": ""}, "rollout.controller_key_env must be set while rollout.controller is not on loopback"),
-        ({"callback_address": "10.0.0.2"}, "rollout.callback_address must be host:port as the service reaches it"),
-        ({"callback_address": "0.0.0.0:1"}, "rollout.callback_address must be host:port as the service reaches it"),
+        (
+            {"controller_key_env": ""},
+            "rollout.controller_key_env must be set while rollout.controller is not on loopback",
+        ),
+        (
+            {"callback_address": "10.0.0.2"},
+            "rollout.callback_address must be host:port as the service reaches it",
+        ),
+        (
+            {"callback_address": "0.0.0.0:1"},
+            "rollout.callback_address must be host:port as the service reaches it",
+        ),
         ({"controller_deadline_s": 0.0}, "rollout.controller_deadline_s must be greater than 0"),
-        ({"servers": ["launch"], "launch_python": "p"}, "rollout.servers must be URLs while rollout.controller is on another"),
+        (
+            {"servers": ["launch"], "launch_python": "p"},
+            "rollout.servers must be URLs while rollout.controller is on another",
+        ),
         ({"replay_path": "r.jsonl"}, 'rollout.controller must be "local" with rollout.replay_path'),
     ],
 )

@@ -14,9 +14,16 @@ def test_a_bound_over_one_needs_updates_in_flight(bound):
     found = violations(JobConfig(GRPO(), replace(DRAINING, max_staleness=bound)))
     assert [v for v in found if "no request outlives a commit" in v] == found
     assert len(found) == (bound > 1)
-    assert violations(JobConfig(GRPO(), replace(DRAINING, max_staleness=bound, in_flight_weight_updates=True))) == []
+    assert (
+        violations(
+            JobConfig(GRPO(), replace(DRAINING, max_staleness=bound, in_flight_weight_updates=True))
+        )
+        == []
+    )
 
 
 def test_requests_of_environments_can_not_be_waited_for():
     (found,) = violations(JobConfig(GRPO(), replace(DRAINING, source="push")))
-    assert found.startswith("rollout.in_flight_weight_updates must be true with rollout.source"), found
+    assert found.startswith("rollout.in_flight_weight_updates must be true with rollout.source"), (
+        found
+    )

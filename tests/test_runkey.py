@@ -27,18 +27,24 @@ def test_a_key_is_found_in_the_environment_or_in_a_file(tmp_path):
 
 
 def test_two_places_for_one_key_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"TITAN_GRPO_RUN_KEY and weight_sync.run_key_file are set"):
+    with pytest.raises(
+        ConfigError, match=r"TITAN_GRPO_RUN_KEY and weight_sync.run_key_file are set"
+    ):
         find_run_key({KEY_VARIABLE: KEY.hex()}, str(tmp_path / "key"))
 
 
 def test_a_missing_file_is_named_with_its_setting(tmp_path):
-    with pytest.raises(ConfigError, match=r"weight_sync.run_key_file must name a readable file .* No such file"):
+    with pytest.raises(
+        ConfigError, match=r"weight_sync.run_key_file must name a readable file .* No such file"
+    ):
         find_run_key({}, str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match=KEY_FILE_VARIABLE):
         find_run_key({KEY_FILE_VARIABLE: str(tmp_path)})
 
 
-@pytest.mark.parametrize("text", ["", "zz" * 32, "ab" * 31, "ab" * 33, "correct horse battery staple"])
+@pytest.mark.parametrize(
+    "text", ["", "zz" * 32, "ab" * 31, "ab" * 33, "correct horse battery staple"]
+)
 def test_what_is_no_key_is_refused_without_being_shown(text, tmp_path):
     path = tmp_path / "key"
     path.write_text(text)
@@ -60,9 +66,16 @@ def test_no_way_of_showing_a_key_shows_it():
 
 
 def test_every_use_has_a_key_of_its_own():
-    uses = [EpochKeys.of(key, run, epoch) for key in (KEY, Key.generate()) for run in ("a", "b") for epoch in (1, 2)]
+    uses = [
+        EpochKeys.of(key, run, epoch)
+        for key in (KEY, Key.generate())
+        for run in ("a", "b")
+        for epoch in (1, 2)
+    ]
     assert len({keys.messages.raw for keys in uses}) == len(uses)
-    assert len({keys.blocks.raw for keys in uses}) == 4  # one per key and run: a lane's epochs share an image's digests
+    assert (
+        len({keys.blocks.raw for keys in uses}) == 4
+    )  # one per key and run: a lane's epochs share an image's digests
     assert KEY.derive("a", "b").raw != KEY.derive("ab").raw != KEY.derive("a,b").raw
 
 

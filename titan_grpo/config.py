@@ -1,9 +1,11 @@
 """Every knob of titan_grpo, validated. torchtitan merges these sections into its own JobConfig.
 
-A job names this module with ``[job] custom_config_module = "titan_grpo.config"``; torchtitan then finds
-``JobConfig`` here and adds the sections ``[grpo]``, ``[rollout]`` and ``[weight_sync]`` to TOML and command line.
+A job names this module with ``[job] custom_config_module = "titan_grpo.config"``; torchtitan then
+finds ``JobConfig`` here and adds the sections ``[grpo]``, ``[rollout]`` and ``[weight_sync]`` to
+TOML and command line.
 
-No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as objects.
+No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as
+objects.
 """
 
 from dataclasses import dataclass, field
@@ -34,25 +36,31 @@ class WeightSync:
     """Bytes of one broadcast; a multiple of block_bytes. A lane's device memory is one bucket."""
 
     slots: int = 2
-    """Version images kept in host memory (slots x model bytes). Two let one be written while another is sent."""
+    """Version images kept in host memory (slots x model bytes). Two let one be written while
+    another is sent."""
 
     apply: Literal["staged", "streamed"] = "staged"
-    """staged: receive whole, then pause only for the local load. streamed: no image on the server but a window of four buckets;
-    the server stands still for the whole transfer, and after one that broke off half-way until the next whole one."""
+    """staged: receive whole, then pause only for the local load. streamed: no image on the server
+    but a window of four buckets; the server stands still for the whole transfer, and after one that
+    broke off half-way until the next whole one."""
 
     kv_after_update: Literal["keep", "recompute"] = "keep"
-    """KV of requests that run over a commit. keep: they go on with it, so that later tokens are of both weights. recompute: the
-    engine throws it away, and each of them is computed anew up to where it was, with the new weights."""
+    """KV of requests that run over a commit. keep: they go on with it, so that later tokens are of
+    both weights. recompute: the engine throws it away, and each of them is computed anew up to
+    where it was, with the new weights."""
 
     digest: Literal["xxh3", "blake3"] = "xxh3"
-    """Hash of the blocks: xxh3 is the fastest, blake3 is cryptographic. With a run key it is always blake3, keyed."""
+    """Hash of the blocks: xxh3 is the fastest, blake3 is cryptographic. With a run key it is always
+    blake3, keyed."""
 
     run_key_file: str = ""
-    """File with the run key (64 hexadecimal digits): servers that have it take weights from nobody without. The environment
-    variables TITAN_GRPO_RUN_KEY and TITAN_GRPO_RUN_KEY_FILE do the same; launched servers are given a key by themselves."""
+    """File with the run key (64 hexadecimal digits): servers that have it take weights from nobody
+    without. The environment variables TITAN_GRPO_RUN_KEY and TITAN_GRPO_RUN_KEY_FILE do the same;
+    launched servers are given a key by themselves."""
 
     bind_host: str = ""
-    """Address that the lanes' sockets bind to; empty: loopback if every server is local, else this host's address."""
+    """Address that the lanes' sockets bind to; empty: loopback if every server is local, else this
+    host's address."""
 
     connect_deadline_s: float = 60.0
     """Deadline for a server's receiver to join its lane, in seconds."""
@@ -64,18 +72,20 @@ class WeightSync:
     """Deadline of each commit call (pause, load, version, resume), in seconds."""
 
     drain_deadline_s: float = 120.0
-    """With rollout.in_flight_weight_updates = false: how long a server gets to finish its requests before a commit. What still
-    runs then is given up and made again. In seconds."""
+    """With rollout.in_flight_weight_updates = false: how long a server gets to finish its requests
+    before a commit. What still runs then is given up and made again. In seconds."""
 
     startup_deadline_s: float = 600.0
-    """How long the start waits for the first version to be committed by at least one server, in seconds."""
+    """How long the start waits for the first version to be committed by at least one server, in
+    seconds."""
 
     shutdown_deadline_s: float = 60.0
     """How long the end waits for the newest version to be flushed to the servers, in seconds."""
 
     max_lag: int = 1000
-    """Stop the run at the step boundary after that many versions in a row without a commit on any server; 0: never. Fresh
-    rollouts end sooner in that case (rollout.max_staleness, then batch_timeout_s); a run on recorded ones would never end."""
+    """Stop the run at the step boundary after that many versions in a row without a commit on any
+    server; 0: never. Fresh rollouts end sooner in that case (rollout.max_staleness, then
+    batch_timeout_s); a run on recorded ones would never end."""
 
     backoff_s: float = 0.5
     """First pause after a lane failed, in seconds; doubles up to backoff_max_s."""
@@ -84,12 +94,14 @@ class WeightSync:
     """Longest pause between two attempts of a lane, in seconds."""
 
     on_sync_error: Literal["continue", "stop"] = "continue"
-    """What a latched background error does at the next step boundary: log it and go on, or stop the run."""
+    """What a latched background error does at the next step boundary: log it and go on, or stop the
+    run."""
 
 
 @dataclass
 class JobConfig:
-    """What torchtitan's ConfigManager merges into its own JobConfig; the name is torchtitan's rule."""
+    """What torchtitan's ConfigManager merges into its own JobConfig; the name is torchtitan's
+    rule."""
 
     grpo: GRPO = field(default_factory=GRPO)
     rollout: Rollout = field(default_factory=Rollout)
@@ -100,7 +112,10 @@ def _weight_sync_violations(w: WeightSync) -> list[str]:
     seconds = tuple(n for n in vars(w) if n.endswith("_s"))
     out = positive("weight_sync", w, seconds)
     out += rule(
-        w.block_bytes <= 0 or w.block_bytes % 4096 != 0, "weight_sync.block_bytes", "a positive multiple of 4096", w.block_bytes
+        w.block_bytes <= 0 or w.block_bytes % 4096 != 0,
+        "weight_sync.block_bytes",
+        "a positive multiple of 4096",
+        w.block_bytes,
     )
     out += rule(
         w.block_bytes > 0 and (w.bucket_bytes <= 0 or w.bucket_bytes % w.block_bytes != 0),
@@ -109,16 +124,29 @@ def _weight_sync_violations(w: WeightSync) -> list[str]:
         w.bucket_bytes,
     )
     out += rule(w.max_lag < 0, "weight_sync.max_lag", "0 (never) or greater", w.max_lag)
-    out += rule(w.slots < 2, "weight_sync.slots", "2 or more (one is written while another is sent)", w.slots)
-    out += rule(w.backoff_max_s < w.backoff_s, "weight_sync.backoff_max_s", "at least weight_sync.backoff_s", w.backoff_max_s)
+    out += rule(
+        w.slots < 2,
+        "weight_sync.slots",
+        "2 or more (one is written while another is sent)",
+        w.slots,
+    )
+    out += rule(
+        w.backoff_max_s < w.backoff_s,
+        "weight_sync.backoff_max_s",
+        "at least weight_sync.backoff_s",
+        w.backoff_max_s,
+    )
     return out
 
 
 def violations(config: Any) -> list[str]:
-    """All broken rules of the three sections, each as "key must be rule, got value". Pure; empty if none."""
+    """All broken rules of the three sections, each as "key must be rule, got value". Pure; empty if
+    none."""
     grpo, rollout = config.grpo, config.rollout
     out = (
-        config_grpo.violations(grpo, rollout) + config_rollout.violations(rollout) + _weight_sync_violations(config.weight_sync)
+        config_grpo.violations(grpo, rollout)
+        + config_rollout.violations(rollout)
+        + _weight_sync_violations(config.weight_sync)
     )
     out += rule(
         grpo.async_weight_update and rollout.max_staleness == 0,

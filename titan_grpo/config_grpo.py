@@ -1,6 +1,8 @@
-"""The section ``[grpo]``: the algorithm's knobs and their rules. The formulas of all of them: docs/algorithm.md.
+"""The section ``[grpo]``: the algorithm's knobs and their rules. The formulas of all of them:
+docs/algorithm.md.
 
-No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as objects.
+No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as
+objects.
 """
 
 from collections.abc import Iterator
@@ -10,52 +12,64 @@ from typing import Any, Literal
 
 @dataclass
 class GRPO:
-    """The algorithm; docs/algorithm.md has every key's formula. Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476),
-    GSPO (2507.18071), Dr.GRPO (2503.20783), CISPO (2506.13585), decoupled PPO (2110.00641), RLOO (2402.14740)."""
+    """The algorithm; docs/algorithm.md has every key's formula. Sources: GRPO (arXiv 2402.03300),
+    DAPO (2503.14476), GSPO (2507.18071), Dr.GRPO (2503.20783), CISPO (2506.13585), decoupled PPO
+    (2110.00641), RLOO (2402.14740)."""
 
     async_weight_update: bool = False
-    """Sync weights in the background while training goes on; false waits for every healthy server after each step."""
+    """Sync weights in the background while training goes on; false waits for every healthy server
+    after each step."""
 
     policy_loss: Literal["clip", "cispo"] = "clip"
-    """clip: PPO's clipped objective. cispo: the clipped ratio, without gradient, weights the log-probability."""
+    """clip: PPO's clipped objective. cispo: the clipped ratio, without gradient, weights the
+    log-probability."""
 
     policy_ratio_type: Literal["token", "sequence"] = "token"
-    """Importance ratio per token (GRPO) or one per sequence, the exponential of its mean log-ratio (GSPO)."""
+    """Importance ratio per token (GRPO) or one per sequence, the exponential of its mean log-ratio
+    (GSPO)."""
 
     clip_ratio_lower_bound: float = 0.2
-    """A ratio below 1 - this gives no gradient where the advantage is negative. 1: no lower bound."""
+    """A ratio below 1 - this gives no gradient where the advantage is negative. 1: no lower
+    bound."""
 
     clip_ratio_upper_bound: float = 0.28
-    """A ratio above 1 + this gives no gradient where the advantage is positive (DAPO's clip-higher)."""
+    """A ratio above 1 + this gives no gradient where the advantage is positive (DAPO's
+    clip-higher)."""
 
     num_microbatches: int = 1
-    """Optimizer steps per batch: its groups are dealt to that many PPO minibatches. One batch makes one version, whatever
-    their number."""
+    """Optimizer steps per batch: its groups are dealt to that many PPO minibatches. One batch makes
+    one version, whatever their number."""
 
     proximal_logprobs: Literal["recompute", "interpolate", "rollout"] = "recompute"
-    """What the ratio's denominator is. recompute: the policy before the batch's first optimizer step. interpolate: between the
-    engine's log-probabilities and the current ones, by staleness. rollout: the engine's; rollout_is_* then has no effect."""
+    """What the ratio's denominator is. recompute: the policy before the batch's first optimizer
+    step. interpolate: between the engine's log-probabilities and the current ones, by staleness.
+    rollout: the engine's; rollout_is_* then has no effect."""
 
     kl_beta: float = 0.0
     """Weight of the KL term to the reference model; 0 builds no reference model."""
 
     kl_estimator_type: Literal["k1", "k2", "k3", "mse", "abs"] = "k3"
-    """KL estimator per token: k1 = -log r, k2 = mse = (log r)^2 / 2, k3 = r - 1 - log r, abs = |log r|, with r = p_ref / p."""
+    """KL estimator per token: k1 = -log r, k2 = mse = (log r)^2 / 2, k3 = r - 1 - log r, abs = |log
+    r|, with r = p_ref / p."""
 
     reference_model: str = ""
-    """Directory of HF safetensors for the reference model; empty: model.hf_assets_path. Used if kl_beta > 0."""
+    """Directory of HF safetensors for the reference model; empty: model.hf_assets_path. Used if
+    kl_beta > 0."""
 
     ref_model_ema: float = 0.0
-    """After each step reference = this * reference + (1 - this) * policy; 0 and 1 leave the reference as it is."""
+    """After each step reference = this * reference + (1 - this) * policy; 0 and 1 leave the
+    reference as it is."""
 
     normalize_advantage_std: bool = True
     """Divide centred rewards by a standard deviation (GRPO); false leaves it out (Dr.GRPO)."""
 
     advantage_normalization: Literal["group", "batch"] = "group"
-    """Which standard deviation that is: the group's own (GRPO), or one for the whole step (REINFORCE++ with a baseline)."""
+    """Which standard deviation that is: the group's own (GRPO), or one for the whole step
+    (REINFORCE++ with a baseline)."""
 
     advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What a reward is compared with: the mean of its group (GRPO), or the mean of the others in it (RLOO)."""
+    """What a reward is compared with: the mean of its group (GRPO), or the mean of the others in it
+    (RLOO)."""
 
     scale_adv_by_len: bool = False
     """Multiply each reward by its completion's tokens before it is compared."""
@@ -67,25 +81,30 @@ class GRPO:
     """Factor on the others."""
 
     overlong_cache_tokens: int = 0
-    """Completions longer than rollout.max_completion_tokens minus this lose reward, growing linearly (DAPO); 0: off."""
+    """Completions longer than rollout.max_completion_tokens minus this lose reward, growing
+    linearly (DAPO); 0: off."""
 
     overlong_penalty: float = 1.0
     """What a completion of the full length loses by that."""
 
     dynamic_sampling: bool = False
-    """Leave out groups whose rewards are all equal and take others in their place (DAPO). A replayed run takes no others."""
+    """Leave out groups whose rewards are all equal and take others in their place (DAPO). A
+    replayed run takes no others."""
 
     dynamic_sampling_rounds: int = 3
     """How often that is tried in one step; then the step is made of what there is."""
 
     loss_normalization: Literal["token", "sequence", "constant"] = "token"
-    """Mean over all tokens (DAPO), mean over sequences of their token means (GRPO), or sum over a constant (Dr.GRPO)."""
+    """Mean over all tokens (DAPO), mean over sequences of their token means (GRPO), or sum over a
+    constant (Dr.GRPO)."""
 
     grpo_by_token: bool | None = None
-    """The existing trainer's key for loss_normalization: true is "token", false "sequence"; unset: that key decides."""
+    """The existing trainer's key for loss_normalization: true is "token", false "sequence"; unset:
+    that key decides."""
 
     onpolicy_logp_threshold: float = 0.0
-    """Tokens to which the policy gives a probability below this are left out of every term of the loss; 0 and 1: none is."""
+    """Tokens to which the policy gives a probability below this are left out of every term of the
+    loss; 0 and 1: none is."""
 
     logit_loss_weight: float = 0.0
     """Adds the mean over the vocabulary of (this * logit)^2 per token."""
@@ -94,40 +113,47 @@ class GRPO:
     """Subtracts this times the entropy per token: greater keeps the policy more random."""
 
     rollout_is_level: Literal["token", "sequence", "geometric"] = "token"
-    """Importance correction for trainer/engine mismatch and staleness: one weight per token, per sequence (the product of its
-    tokens'), or the sequence's geometric mean."""
+    """Importance correction for trainer/engine mismatch and staleness: one weight per token, per
+    sequence (the product of its tokens'), or the sequence's geometric mean."""
 
     rollout_is_mode: Literal["truncate", "mask"] = "truncate"
-    """truncate: weights above the threshold become the threshold. mask: what lies outside the bounds counts nothing."""
+    """truncate: weights above the threshold become the threshold. mask: what lies outside the
+    bounds counts nothing."""
 
     rollout_is_threshold: float = 2.0
-    """Upper bound of that weight. 0: no weight; then only proximal_logprobs = "rollout" corrects, by the clip bounds."""
+    """Upper bound of that weight. 0: no weight; then only proximal_logprobs = "rollout" corrects,
+    by the clip bounds."""
 
     rollout_is_threshold_lower: float = 0.0
     """Lower bound for rollout_is_mode = "mask"; 0: 1 / rollout_is_threshold."""
 
     rollout_is_veto_threshold: float = 1e-4
-    """One token with a ratio of trainer to engine below this takes its whole sequence out of the policy term; 0: off."""
+    """One token with a ratio of trainer to engine below this takes its whole sequence out of the
+    policy term; 0: off."""
 
     allow_uncorrected_off_policy: bool = False
-    """Train on stale data without a correction all the same: the gradient is then biased, for experiments."""
+    """Train on stale data without a correction all the same: the gradient is then biased, for
+    experiments."""
 
     ptx_mixin_batchsize: int = 0
-    """Sequences of plain text, over all ranks, whose cross-entropy is mixed into each optimizer step; 0: none. They come from
-    torchtitan's own loader (training.dataset, training.dataset_path)."""
+    """Sequences of plain text, over all ranks, whose cross-entropy is mixed into each optimizer
+    step; 0: none. They come from torchtitan's own loader (training.dataset,
+    training.dataset_path)."""
 
     ptx_scale: float = 1.0
     """Weight of that cross-entropy, a mean over its tokens."""
 
     ptx_scale_by_tokens: bool = False
-    """Multiply that weight by the text's tokens over the completion tokens of the same optimizer step."""
+    """Multiply that weight by the text's tokens over the completion tokens of the same optimizer
+    step."""
 
     temperature: float = 0.0
-    """The existing trainer's key for rollout.temperature, which decides. 0: not used; any other value must be equal to that."""
+    """The existing trainer's key for rollout.temperature, which decides. 0: not used; any other
+    value must be equal to that."""
 
     on_unhealthy: Literal["skip", "stop"] = "skip"
-    """An optimizer step with NaN or Inf in loss or gradient, or past the two bounds below: skip it on every rank, or stop the
-    run. A training step without any optimizer step makes no version."""
+    """An optimizer step with NaN or Inf in loss or gradient, or past the two bounds below: skip it
+    on every rank, or stop the run. A training step without any optimizer step makes no version."""
 
     max_unhealthy_steps: int = 5
     """Stop the run after that many training steps in a row without an optimizer step."""
@@ -139,24 +165,29 @@ class GRPO:
     """That many steps in a row in which all rewards are equal are unhealthy; 0: off."""
 
     token_budget: int = 0
-    """Rows times padded length of one microbatch on one rank; 0: training.local_batch_size * training.seq_len."""
+    """Rows times padded length of one microbatch on one rank; 0: training.local_batch_size *
+    training.seq_len."""
 
     balance_batch: bool = True
-    """Give the data-parallel ranks equal work (Karmarkar-Karp on the operations that the model's dimensions say; groups stay
-    whole); false deals groups to them in the order in which they came."""
+    """Give the data-parallel ranks equal work (Karmarkar-Karp on the operations that the model's
+    dimensions say; groups stay whole); false deals groups to them in the order in which they
+    came."""
 
     balance_equal_counts: bool = False
     """Balanced shares have the same number of groups, give or take one."""
 
     balance_split_groups: bool = False
-    """Balance single completions and not whole groups: for fewer groups than ranks, which leave ranks idle otherwise."""
+    """Balance single completions and not whole groups: for fewer groups than ranks, which leave
+    ranks idle otherwise."""
 
     single_rank_load: bool = True
-    """Rank 0 builds the tensors of all ranks and sends them. false: it sends each rank the tokens of its own share, and the
-    rank builds the very same tensors, for batches so large that rank 0 would keep the others waiting. Rank 0 plans in both."""
+    """Rank 0 builds the tensors of all ranks and sends them. false: it sends each rank the tokens
+    of its own share, and the rank builds the very same tensors, for batches so large that rank 0
+    would keep the others waiting. Rank 0 plans in both."""
 
     pack_sequences: bool = False
-    """Several sequences in one row of up to token_budget tokens, with attention kept inside each, in place of padding."""
+    """Several sequences in one row of up to token_budget tokens, with attention kept inside each,
+    in place of padding."""
 
 
 def normalization_of(grpo: GRPO) -> Literal["token", "sequence", "constant"]:
@@ -171,9 +202,22 @@ def _bounds(g: Any) -> Iterator[tuple[bool, str, str]]:
     yield not 0 < g.clip_ratio_lower_bound <= 1, "clip_ratio_lower_bound", "in (0, 1]"
     yield g.clip_ratio_upper_bound <= 0, "clip_ratio_upper_bound", "greater than 0"
     yield g.ptx_scale <= 0, "ptx_scale", "greater than 0"
-    for name in ("kl_beta", "pos_scaler", "neg_scaler", "logit_loss_weight", "entropy_loss_weight", "overlong_penalty"):
+    for name in (
+        "kl_beta",
+        "pos_scaler",
+        "neg_scaler",
+        "logit_loss_weight",
+        "entropy_loss_weight",
+        "overlong_penalty",
+    ):
         yield getattr(g, name) < 0, name, "0 or greater"
-    for name in ("ptx_mixin_batchsize", "grad_norm_limit", "reward_collapse_steps", "temperature", "overlong_cache_tokens"):
+    for name in (
+        "ptx_mixin_batchsize",
+        "grad_norm_limit",
+        "reward_collapse_steps",
+        "temperature",
+        "overlong_cache_tokens",
+    ):
         yield getattr(g, name) < 0, name, "0 (off) or greater"
     for name in ("num_microbatches", "dynamic_sampling_rounds", "max_unhealthy_steps"):
         yield getattr(g, name) < 1, name, "1 or greater"
@@ -182,7 +226,11 @@ def _bounds(g: Any) -> Iterator[tuple[bool, str, str]]:
     yield not 0 <= g.rollout_is_veto_threshold < 1, "rollout_is_veto_threshold", "in [0, 1)"
     yield g.token_budget < 0, "token_budget", "0 (derived) or greater"
     small = g.rollout_is_threshold != 0 and g.rollout_is_threshold < 1
-    yield small, "rollout_is_threshold", "0 (off) or at least 1 (a smaller one would cut on-policy tokens)"
+    yield (
+        small,
+        "rollout_is_threshold",
+        "0 (off) or at least 1 (a smaller one would cut on-policy tokens)",
+    )
 
 
 def _combinations(g: Any) -> Iterator[tuple[bool, str, str]]:
@@ -219,13 +267,18 @@ def _across(g: Any, r: Any) -> Iterator[tuple[bool, str, str]]:
     yield (
         g.num_microbatches > r.prompts_per_step,
         "num_microbatches",
-        f"at most rollout.prompts_per_step ({r.prompts_per_step}; a minibatch is made of whole groups)",
+        (
+            f"at most rollout.prompts_per_step ({r.prompts_per_step}; a minibatch is made of whole"
+            " groups)"
+        ),
     )
     yield (
         g.temperature not in (0, r.temperature),
         "temperature",
-        f"0, or the same as rollout.temperature ({r.temperature}; log-probabilities at another temperature than sampling had "
-        "make every ratio wrong)",
+        (
+            f"0, or the same as rollout.temperature ({r.temperature}; log-probabilities at another"
+            " temperature than sampling had make every ratio wrong)"
+        ),
     )
     yield (
         g.overlong_cache_tokens > r.max_completion_tokens,
@@ -243,20 +296,39 @@ def _off_policy(g: Any, r: Any) -> Iterator[tuple[bool, str, str]]:
     """(broken, key, rule): off-policy data needs a correction, unless the user forces it."""
     if g.allow_uncorrected_off_policy:
         return
-    force = "off-policy data without a correction biases the gradient; grpo.allow_uncorrected_off_policy = true forces it"
+    force = (
+        "off-policy data without a correction biases the gradient;"
+        " grpo.allow_uncorrected_off_policy = true forces it"
+    )
     yield (
         r.max_staleness > 0 and g.rollout_is_threshold == 0 and g.proximal_logprobs != "rollout",
         "rollout_is_threshold",
-        f'1 or more when rollout.max_staleness > 0, or grpo.proximal_logprobs = "rollout" ({force})',
+        (
+            '1 or more when rollout.max_staleness > 0, or grpo.proximal_logprobs = "rollout"'
+            f" ({force})"
+        ),
     )
     yield (
         g.num_microbatches > 1 and g.proximal_logprobs == "interpolate",
         "num_microbatches",
-        f'1 with grpo.proximal_logprobs = "interpolate", which does not see the optimizer steps inside a batch ({force})',
+        (
+            '1 with grpo.proximal_logprobs = "interpolate", which does not see the optimizer steps'
+            f" inside a batch ({force})"
+        ),
     )
 
 
 def violations(grpo: Any, rollout: Any) -> list[str]:
-    """All broken rules of the section, each as "key must be rule, got value". Pure; empty if none."""
-    found = [*_bounds(grpo), *_combinations(grpo), *_across(grpo, rollout), *_off_policy(grpo, rollout)]
-    return [f"grpo.{key} must be {rule}, got {getattr(grpo, key)!r}" for broken, key, rule in found if broken]
+    """All broken rules of the section, each as "key must be rule, got value". Pure; empty if
+    none."""
+    found = [
+        *_bounds(grpo),
+        *_combinations(grpo),
+        *_across(grpo, rollout),
+        *_off_policy(grpo, rollout),
+    ]
+    return [
+        f"grpo.{key} must be {rule}, got {getattr(grpo, key)!r}"
+        for broken, key, rule in found
+        if broken
+    ]

@@ -1,6 +1,7 @@
 """Every knob of [rollout], validated.
 
-No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as objects.
+No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as
+objects.
 """
 
 import ipaddress
@@ -17,18 +18,22 @@ class Rollout:
     """Where and how completions are sampled."""
 
     engine: Literal["auto", "vllm", "sglang"] = "auto"
-    """Which server software answers at the URLs; auto asks each server when its lane connects, and a fleet may mix."""
+    """Which server software answers at the URLs; auto asks each server when its lane connects, and
+    a fleet may mix."""
 
     servers: list[str] = field(default_factory=list)
-    """Base URLs of the servers, or the single word "launch" to start them on this host. Those of servers_file and servers_slurm
-    come on top; `titan-grpo servers add|remove URL --run DIR` changes them while training runs."""
+    """Base URLs of the servers, or the single word "launch" to start them on this host. Those of
+    servers_file and servers_slurm come on top; `titan-grpo servers add|remove URL --run DIR`
+    changes them while training runs."""
 
     servers_file: str = ""
-    """File with further URLs, one per line, # for comments, looked at every second: a server that it names joins, one that it
-    drops leaves. Replace it as a whole (write another file, then rename it); a malformed or empty one changes nothing."""
+    """File with further URLs, one per line, # for comments, looked at every second: a server that
+    it names joins, one that it drops leaves. Replace it as a whole (write another file, then rename
+    it); a malformed or empty one changes nothing."""
 
     servers_slurm: str = ""
-    """Environment variable with a SLURM host list, such as SLURM_JOB_NODELIST_HET_GROUP_1: one server on each of its hosts."""
+    """Environment variable with a SLURM host list, such as SLURM_JOB_NODELIST_HET_GROUP_1: one
+    server on each of its hosts."""
 
     servers_port: int = 8000
     """Port of the servers that servers_slurm names."""
@@ -40,7 +45,8 @@ class Rollout:
     """How many servers of each of these engines to start when servers = "launch"."""
 
     launch_python: str = ""
-    """Interpreter of vLLM's own environment, for servers = "launch" (its environment differs from the trainer's)."""
+    """Interpreter of vLLM's own environment, for servers = "launch" (its environment differs from
+    the trainer's)."""
 
     launch_sglang_python: str = ""
     """Interpreter of SGLang's own environment, likewise."""
@@ -55,39 +61,46 @@ class Rollout:
     """Name of the environment variable that holds the servers' API key; empty: no key is sent."""
 
     admin_key_env: str = ""
-    """Name of the environment variable that holds the admin key of SGLang servers, which with one take pauses and weights with
-    that key only; empty: the API key is sent there too. vLLM has none."""
+    """Name of the environment variable that holds the admin key of SGLang servers, which with one
+    take pauses and weights with that key only; empty: the API key is sent there too. vLLM has
+    none."""
 
     controller: str = "local"
-    """Where rollouts are made and engine calls go from. local: a child process of rank 0. A URL such as http://host:8910: a
-    service that you start near the servers with `titan-grpo rollouts`; model and task_path must be at the same place there."""
+    """Where rollouts are made and engine calls go from. local: a child process of rank 0. A URL
+    such as http://host:8910: a service that you start near the servers with `titan-grpo rollouts`;
+    model and task_path must be at the same place there."""
 
     controller_key_env: str = ""
-    """Name of the environment variable with that service's key; empty: none, on a loopback URL only."""
+    """Name of the environment variable with that service's key; empty: none, on a loopback URL
+    only."""
 
     callback_address: str = ""
-    """host:port of rank 0 where that service posts what it has made; empty: a free port on the address that faces it. Where it
-    can not be reached, rank 0 asks every 5 s."""
+    """host:port of rank 0 where that service posts what it has made; empty: a free port on the
+    address that faces it. Where it can not be reached, rank 0 asks every 5 s."""
 
     controller_deadline_s: float = 120.0
     """How long that service may be unreachable before the run stops, in seconds."""
 
     source: Literal["task", "atropos", "push"] = "task"
-    """task: prompts of a task, sampled on the servers. atropos: batches of an Atropos API. push: groups that environments
-    POST."""
+    """task: prompts of a task, sampled on the servers. atropos: batches of an Atropos API. push:
+    groups that environments POST."""
 
     atropos_url: str = ""
-    """Base URL of the Atropos API. A step takes one batch, of prompts_per_step * group_size sequences."""
+    """Base URL of the Atropos API. A step takes one batch, of prompts_per_step * group_size
+    sequences."""
 
     push_address: str = "127.0.0.1:8900"
-    """host:port where environments POST groups (GET /schema there says how). Up to 1 + max_staleness steps' worth may wait;
-    a step takes as many groups as make prompts_per_step * group_size completions."""
+    """host:port where environments POST groups (GET /schema there says how). Up to 1 +
+    max_staleness steps' worth may wait; a step takes as many groups as make prompts_per_step *
+    group_size completions."""
 
     push_key_env: str = ""
-    """Name of the environment variable with the key that environments must show; empty: none, on a loopback address only."""
+    """Name of the environment variable with the key that environments must show; empty: none, on a
+    loopback address only."""
 
     task: str = "digits"
-    """A built-in task (digits, gsm8k, calculator) or a dotted path "package.module:Class" to your own."""
+    """A built-in task (digits, gsm8k, calculator) or a dotted path "package.module:Class" to your
+    own."""
 
     task_path: str = ""
     """Data file of the task (gsm8k: a JSONL file with "question" and "answer")."""
@@ -99,14 +112,16 @@ class Rollout:
     """Deadline of one such call, in seconds. It ends calls that await, not ones that block."""
 
     task_error_budget: int = 0
-    """How many of any 100 groups in a row may be lost to the task's own exceptions and timeouts (dropped as task_error and
-    made again); one more stops the run with its traceback. Errors of servers do not count."""
+    """How many of any 100 groups in a row may be lost to the task's own exceptions and timeouts
+    (dropped as task_error and made again); one more stops the run with its traceback. Errors of
+    servers do not count."""
 
     max_turns: int = 8
     """With a task of several turns: the most that the model gets in one completion."""
 
     seed: int = 0
-    """Seed of prompt order and of sampling; request seeds derive from it and from prompt and sample index."""
+    """Seed of prompt order and of sampling; request seeds derive from it and from prompt and sample
+    index."""
 
     prompts_per_step: int = 8
     """Groups that one training step consumes."""
@@ -115,32 +130,36 @@ class Rollout:
     """Completions per prompt."""
 
     max_completion_tokens: int = 256
-    """Longest completion; with a task of several turns the longest episode after its prompt, the task's tokens included."""
+    """Longest completion; with a task of several turns the longest episode after its prompt, the
+    task's tokens included."""
 
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by the same."""
 
     max_staleness: int = 1
-    """Greatest trainer version minus the version that made a token; 0 is on-policy. Checked at admission and again at use.
-    (Elsewhere: max_trajectory_age_steps.)"""
+    """Greatest trainer version minus the version that made a token; 0 is on-policy. Checked at
+    admission and again at use. (Elsewhere: max_trajectory_age_steps.)"""
 
     in_flight_weight_updates: bool = True
-    """true: a version is committed while requests run, which go on with it. false: a server finishes its running requests
-    first, and gets no others meanwhile; the other servers go on. No completion is of two versions then."""
+    """true: a version is committed while requests run, which go on with it. false: a server
+    finishes its running requests first, and gets no others meanwhile; the other servers go on. No
+    completion is of two versions then."""
 
     consume: Literal["oldest", "freshest"] = "oldest"
-    """Which of the finished groups a step takes if there are more: those of the lowest prompts, or those of the newest
-    weights (the others may then grow too stale, and are made again)."""
+    """Which of the finished groups a step takes if there are more: those of the lowest prompts, or
+    those of the newest weights (the others may then grow too stale, and are made again)."""
 
     max_concurrent_requests: int = 64
     """Requests in flight on one server."""
 
     request_timeout_s: float = 300.0
-    """Deadline of one generation request, in seconds. With stream_completions that of each silence of its answer."""
+    """Deadline of one generation request, in seconds. With stream_completions that of each silence
+    of its answer."""
 
     stream_completions: bool = True
-    """Have completions sent in pieces of 32 tokens: when a connection breaks, they go on at another server from the last piece.
-    false: they come whole at their end, and a broken connection loses what was made."""
+    """Have completions sent in pieces of 32 tokens: when a connection breaks, they go on at another
+    server from the last piece. false: they come whole at their end, and a broken connection loses
+    what was made."""
 
     batch_timeout_s: float = 1800.0
     """How long the trainer waits for one step's groups before it stops the run, in seconds."""
@@ -149,7 +168,8 @@ class Rollout:
     """Write every consumed group to this JSONL file."""
 
     replay_path: str = ""
-    """Train on the groups of a recorded file instead of sampling; servers still get every version."""
+    """Train on the groups of a recorded file instead of sampling; servers still get every
+    version."""
 
 
 def rule(broken: bool, key: str, wanted: str, value: Any) -> list[str]:
@@ -172,31 +192,50 @@ def _launch_violations(r: Rollout) -> list[str]:
     out = rule(bad, "rollout.launch_engines", '"vllm", "sglang" or both, each once', wanted)
     for engine, key in zip(known, ("launch_python", "launch_sglang_python"), strict=True):
         missing = engine in wanted and not getattr(r, key)
-        out += rule(missing, f"rollout.{key}", f'set when rollout.servers = ["launch"] starts "{engine}"', getattr(r, key))
+        out += rule(
+            missing,
+            f"rollout.{key}",
+            f'set when rollout.servers = ["launch"] starts "{engine}"',
+            getattr(r, key),
+        )
     other = r.engine != "auto" and any(engine != r.engine for engine in wanted)
-    return out + rule(other, "rollout.engine", f'"auto" for launched servers of {", ".join(wanted)}', r.engine)
+    return out + rule(
+        other, "rollout.engine", f'"auto" for launched servers of {", ".join(wanted)}', r.engine
+    )
 
 
 def _server_violations(r: Rollout) -> list[str]:
-    out = rule(not 0 < r.servers_port < 65536, "rollout.servers_port", "a port, 1 to 65535", r.servers_port)
+    out = rule(
+        not 0 < r.servers_port < 65536, "rollout.servers_port", "a port, 1 to 65535", r.servers_port
+    )
     if r.servers == [LAUNCH]:
         return out + _launch_violations(r)
     none = not (r.servers or r.servers_file or r.servers_slurm)
     out += rule(
-        none, "rollout.servers", 'a list of URLs, or ["launch"], unless servers_file or servers_slurm is set', r.servers
+        none,
+        "rollout.servers",
+        'a list of URLs, or ["launch"], unless servers_file or servers_slurm is set',
+        r.servers,
     )
     for url in r.servers:
         parts = urlsplit(url)
         bad = parts.scheme not in ("http", "https") or not parts.hostname
         out += rule(bad, "rollout.servers", "URLs such as http://host:8000", url)
-    out += rule(len(set(r.servers)) != len(r.servers), "rollout.servers", "without repetition", r.servers)
+    out += rule(
+        len(set(r.servers)) != len(r.servers), "rollout.servers", "without repetition", r.servers
+    )
     return out
 
 
 def _source_violations(r: Rollout) -> list[str]:
     url = urlsplit(r.atropos_url)
     bad = r.source == "atropos" and (url.scheme not in ("http", "https") or not url.hostname)
-    out = rule(bad, "rollout.atropos_url", 'a URL such as http://host:8000 with source = "atropos"', r.atropos_url)
+    out = rule(
+        bad,
+        "rollout.atropos_url",
+        'a URL such as http://host:8000 with source = "atropos"',
+        r.atropos_url,
+    )
     host, _, port = r.push_address.rpartition(":")
     bad = r.source == "push" and not (host and port.isdigit() and int(port) < 65536)
     out += rule(bad, "rollout.push_address", "host:port", r.push_address)
@@ -204,7 +243,8 @@ def _source_violations(r: Rollout) -> list[str]:
     out += rule(
         open_door and not bad,
         "rollout.push_key_env",
-        f"set while rollout.push_address is not on loopback (anybody who reaches {r.push_address} could teach the model)",
+        f"set while rollout.push_address is not on loopback (anybody who reaches {r.push_address}"
+        " could teach the model)",
         r.push_key_env,
     )
     return out
@@ -227,7 +267,8 @@ def _controller_violations(r: Rollout) -> list[str]:
     out += rule(
         not bad and not r.controller_key_env and not is_loopback(url.hostname or ""),
         "rollout.controller_key_env",
-        "set while rollout.controller is not on loopback (anybody who answers there could teach the model)",
+        "set while rollout.controller is not on loopback (anybody who answers there could teach the"
+        " model)",
         r.controller_key_env,
     )
     host, _, port = r.callback_address.rpartition(":")
@@ -245,7 +286,10 @@ def _controller_violations(r: Rollout) -> list[str]:
         r.servers,
     )
     out += rule(
-        bool(r.replay_path), "rollout.controller", '"local" with rollout.replay_path (nothing is sampled)', r.controller
+        bool(r.replay_path),
+        "rollout.controller",
+        '"local" with rollout.replay_path (nothing is sampled)',
+        r.controller,
     )
     return out + positive("rollout", r, ("controller_deadline_s",))
 
@@ -253,7 +297,10 @@ def _controller_violations(r: Rollout) -> list[str]:
 def _drain_violations(r: Rollout) -> list[str]:
     if r.in_flight_weight_updates:
         return []
-    why = "no request outlives a commit without them, so finished groups would only wait longer and be staler"
+    why = (
+        "no request outlives a commit without them, so finished groups would only wait longer and"
+        " be staler"
+    )
     out = rule(
         r.max_staleness > 1,
         "rollout.max_staleness",
@@ -263,7 +310,8 @@ def _drain_violations(r: Rollout) -> list[str]:
     return out + rule(
         r.source != "task",
         "rollout.in_flight_weight_updates",
-        f'true with rollout.source = "{r.source}" (environments ask the servers by themselves; nobody here sees what runs)',
+        f'true with rollout.source = "{r.source}" (environments ask the servers by themselves;'
+        " nobody here sees what runs)",
         r.in_flight_weight_updates,
     )
 
@@ -271,7 +319,12 @@ def _drain_violations(r: Rollout) -> list[str]:
 def violations(r: Rollout) -> list[str]:
     """All broken rules of the section. Pure; empty if none."""
     out = _server_violations(r) + _source_violations(r) + _controller_violations(r)
-    out += rule(r.group_size < 2, "rollout.group_size", "2 or more (an advantage needs a group to compare with)", r.group_size)
+    out += rule(
+        r.group_size < 2,
+        "rollout.group_size",
+        "2 or more (an advantage needs a group to compare with)",
+        r.group_size,
+    )
     out += rule(r.max_staleness < 0, "rollout.max_staleness", "0 or greater", r.max_staleness)
     out += _drain_violations(r)
     counts = (
@@ -282,13 +335,27 @@ def violations(r: Rollout) -> list[str]:
         "task_concurrency",
         "max_turns",
     )
-    out += positive("rollout", r, (*counts, "temperature", "request_timeout_s", "batch_timeout_s", "task_timeout_s"))
-    out += rule(not 0 <= r.task_error_budget <= 100, "rollout.task_error_budget", "0 to 100", r.task_error_budget)
+    out += positive(
+        "rollout",
+        r,
+        (*counts, "temperature", "request_timeout_s", "batch_timeout_s", "task_timeout_s"),
+    )
+    out += rule(
+        not 0 <= r.task_error_budget <= 100,
+        "rollout.task_error_budget",
+        "0 to 100",
+        r.task_error_budget,
+    )
     out += rule(
         bool(r.record_path) and r.record_path == r.replay_path,
         "rollout.record_path",
         "another file than rollout.replay_path",
         r.record_path,
     )
-    out += rule(r.task == "gsm8k" and not r.task_path, "rollout.task_path", 'set for task = "gsm8k"', r.task_path)
+    out += rule(
+        r.task == "gsm8k" and not r.task_path,
+        "rollout.task_path",
+        'set for task = "gsm8k"',
+        r.task_path,
+    )
     return out

@@ -1,4 +1,5 @@
-"""The exception tree. The type says who is wrong; the message says rule, value, consequence and remedy.
+"""The exception tree. The type says who is wrong; the message says rule, value, consequence and
+remedy.
 
 ::
 
@@ -37,16 +38,20 @@ class DataError(TitanGrpoError):
 
 
 class UnhealthyError(TitanGrpoError):
-    """The numbers of a training step are bad, and the configuration says that the run stops. Raised on every rank alike."""
+    """The numbers of a training step are bad, and the configuration says that the run stops. Raised
+    on every rank alike."""
 
 
 class SyncError(TitanGrpoError):
-    """A background weight sync failed: which server, version and block (where there is one), and why.
+    """A background weight sync failed: which server, version and block (where there is one), and
+    why.
 
     Latched by the thread that met it and raised, or logged, at the next step boundary.
     """
 
-    def __init__(self, cause: str, *, url: str = "", version: int | None = None, block: int | None = None) -> None:
+    def __init__(
+        self, cause: str, *, url: str = "", version: int | None = None, block: int | None = None
+    ) -> None:
         where = [url] if url else []
         where += [f"version {version}"] if version is not None else []
         where += [f"block {block}"] if block is not None else []
@@ -62,7 +67,8 @@ class SyncError(TitanGrpoError):
 
 
 class PeerError(TitanGrpoError):
-    """A server is wrong or gone. Never our own bug, and never a reason to stop the trainer by itself."""
+    """A server is wrong or gone. Never our own bug, and never a reason to stop the trainer by
+    itself."""
 
 
 class ServerUnreachable(PeerError):
@@ -74,7 +80,8 @@ class ServerRefused(PeerError):
 
 
 class TransferFailed(PeerError):
-    """A transfer ended without the announced bytes: lost, late, or different. ``block``: the first one that differed."""
+    """A transfer ended without the announced bytes: lost, late, or different. ``block``: the first
+    one that differed."""
 
     def __init__(self, message: str, block: int | None = None) -> None:
         super().__init__(message)

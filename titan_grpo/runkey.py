@@ -1,8 +1,10 @@
-"""The run key: 32 secret bytes that trainer and servers share. Whoever has it may write weights; nobody else may.
+"""The run key: 32 secret bytes that trainer and servers share. Whoever has it may write weights;
+nobody else may.
 
-It comes from a file or from the environment, never from a command line, and no repr, log, error or pickle shows it.
-Nothing is proven or hashed with the run key itself: each use has a key of its own, derived by HMAC-SHA256 (the
-construction of HKDF's expand step, RFC 5869) from the run key and what the use is about.
+It comes from a file or from the environment, never from a command line, and no repr, log, error or
+pickle shows it. Nothing is proven or hashed with the run key itself: each use has a key of its own,
+derived by HMAC-SHA256 (the construction of HKDF's expand step, RFC 5869) from the run key and what
+the use is about.
 """
 
 import hashlib
@@ -45,15 +47,17 @@ class Key:
 
     @classmethod
     def parse(cls, text: str, source: str) -> "Key":
-        """From hexadecimal digits, surrounding blanks allowed. ConfigError names ``source`` and never shows the text."""
+        """From hexadecimal digits, surrounding blanks allowed. ConfigError names ``source`` and
+        never shows the text."""
         try:
             raw = bytes.fromhex(text)
         except ValueError:
             raw = b""
         if len(raw) != KEY_BYTES:
             raise ConfigError(
-                f"{source} must hold a run key of {2 * KEY_BYTES} hexadecimal digits, it holds {len(text.strip())} characters "
-                "that are none; make one with: openssl rand -hex 32"
+                f"{source} must hold a run key of {2 * KEY_BYTES} hexadecimal digits, it holds"
+                f" {len(text.strip())} characters that are none; make one with: openssl rand"
+                " -hex 32"
             )
         return cls(raw)
 
@@ -71,11 +75,13 @@ class Key:
         return Key(hmac.digest(self._raw, json.dumps(purpose).encode(), hashlib.sha256))
 
     def proof(self, message: str) -> str:
-        """What only somebody with this key can say about ``message``: its HMAC-SHA256, 64 hexadecimal digits."""
+        """What only somebody with this key can say about ``message``: its HMAC-SHA256, 64
+        hexadecimal digits."""
         return hmac.new(self._raw, message.encode(), hashlib.sha256).hexdigest()
 
     def proves(self, message: str, proof: str) -> bool:
-        """Whether ``proof`` is the one of ``message``; the comparison takes the same time wherever they differ."""
+        """Whether ``proof`` is the one of ``message``; the comparison takes the same time wherever
+        they differ."""
         return hmac.compare_digest(self.proof(message).encode(), proof.encode())
 
     def __repr__(self) -> str:
@@ -87,14 +93,16 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class EpochKeys:
-    """What one epoch needs: ``messages`` proves who wrote a message of it, ``blocks`` keys the digests of its run."""
+    """What one epoch needs: ``messages`` proves who wrote a message of it, ``blocks`` keys the
+    digests of its run."""
 
     messages: Key
     blocks: Key
 
     @classmethod
     def of(cls, run_key: Key, run_id: str, epoch: int) -> "EpochKeys":
-        """Derived: a message of another epoch proves nothing in this one, nor does a block's digest of another run."""
+        """Derived: a message of another epoch proves nothing in this one, nor does a block's digest
+        of another run."""
         return cls(run_key.derive("messages", run_id, str(epoch)), run_key.derive("blocks", run_id))
 
     def to_hex(self) -> dict[str, str]:
@@ -104,25 +112,37 @@ class EpochKeys:
     @classmethod
     def from_hex(cls, data: Mapping[str, str]) -> "EpochKeys":
         """to_hex() back."""
-        return cls(*(Key.parse(data[name], f"the epoch's key for {name}") for name in ("messages", "blocks")))
+        return cls(
+            *(
+                Key.parse(data[name], f"the epoch's key for {name}")
+                for name in ("messages", "blocks")
+            )
+        )
 
 
 def with_run_key(environ: Mapping[str, str], key: Key | None) -> dict[str, str]:
-    """``environ`` for a child process that is to have ``key``, in place of any other; unchanged without a key. Pure."""
+    """``environ`` for a child process that is to have ``key``, in place of any other; unchanged
+    without a key. Pure."""
     if key is None:
         return dict(environ)
-    return {name: value for name, value in environ.items() if name not in KEY_VARIABLES} | {KEY_VARIABLE: key.hex()}
+    return {name: value for name, value in environ.items() if name not in KEY_VARIABLES} | {
+        KEY_VARIABLE: key.hex()
+    }
 
 
 def find_run_key(environ: Mapping[str, str], path: str = "") -> Key | None:
     """The run key, None if there is none.
 
-    ``path`` is a configured file. ConfigError if a named file is missing or holds no key, or if more than one place is named.
+    ``path`` is a configured file. ConfigError if a named file is missing or holds no key, or if
+    more than one place is named.
     """
-    sources = [name for name in KEY_VARIABLES if environ.get(name)] + (["weight_sync.run_key_file"] if path else [])
+    sources = [name for name in KEY_VARIABLES if environ.get(name)] + (
+        ["weight_sync.run_key_file"] if path else []
+    )
     if len(sources) > 1:
         raise ConfigError(
-            f"the run key must come from one place, {' and '.join(sources)} are set: which one counts? unset all but one"
+            f"the run key must come from one place, {' and '.join(sources)} are set: which one"
+            " counts? unset all but one"
         )
     if environ.get(KEY_VARIABLE):
         return Key.parse(environ[KEY_VARIABLE], KEY_VARIABLE)
@@ -132,14 +152,18 @@ def find_run_key(environ: Mapping[str, str], path: str = "") -> Key | None:
     try:
         text = Path(path).read_text(encoding="ascii", errors="replace")
     except OSError as error:
-        raise ConfigError(f"{sources[0]} must name a readable file with the run key, got {path!r}: {error.strerror}") from error
+        raise ConfigError(
+            f"{sources[0]} must name a readable file with the run key, got {path!r}:"
+            f" {error.strerror}"
+        ) from error
     return Key.parse(text, f"{sources[0]} ({path})")
 
 
 def environment_key(environ: Mapping[str, str]) -> tuple[Key | None, str]:
     """A server's run key: (the key or None, why all weights must be refused or empty).
 
-    A server whose key is missing where it was said to be takes no weights at all: without it, it would take anybody's.
+    A server whose key is missing where it was said to be takes no weights at all: without it, it
+    would take anybody's.
     """
     try:
         return find_run_key(environ), ""

@@ -1,4 +1,5 @@
-"""Records that cross rooms. Standard library only: the rollout process and the servers load no torch for them."""
+"""Records that cross rooms. Standard library only: the rollout process and the servers load no
+torch for them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +9,8 @@ LARGEST_REWARD = 3e38
 
 
 def sound_reward(reward: float) -> bool:
-    """Whether that is a reward: neither NaN nor larger than ``LARGEST_REWARD`` either way, so that sums of them are finite."""
+    """Whether that is a reward: neither NaN nor larger than ``LARGEST_REWARD`` either way, so that
+    sums of them are finite."""
     return abs(reward) <= LARGEST_REWARD
 
 
@@ -16,8 +18,8 @@ def sound_reward(reward: float) -> bool:
 class Prompt:
     """One prompt of a task.
 
-    ``index`` is its place in the task's endless, seeded sequence: the same index gives the same prompt
-    in every run with that seed, which is what makes a resumed run exact.
+    ``index`` is its place in the task's endless, seeded sequence: the same index gives the same
+    prompt in every run with that seed, which is what makes a resumed run exact.
     """
 
     index: int
@@ -30,9 +32,9 @@ class Prompt:
 class Completion:
     """One sampled continuation, token in and token out.
 
-    ``logprobs[i]`` is the engine's log-probability (natural logarithm) of ``token_ids[i]`` under the
-    distribution it was sampled from. ``version_first`` and ``version_last`` bound the policy versions
-    that made its tokens: equal unless weights were committed while it ran.
+    ``logprobs[i]`` is the engine's log-probability (natural logarithm) of ``token_ids[i]`` under
+    the distribution it was sampled from. ``version_first`` and ``version_last`` bound the policy
+    versions that made its tokens: equal unless weights were committed while it ran.
     """
 
     token_ids: tuple[int, ...]
@@ -44,11 +46,12 @@ class Completion:
     reward: float = 0.0
 
     sampled: tuple[bool, ...] = ()
-    """Which of ``token_ids`` the policy sampled; the others (a tool's answer) are context, and their ``logprobs`` mean nothing.
-    Empty: all of them."""
+    """Which of ``token_ids`` the policy sampled; the others (a tool's answer) are context, and
+    their ``logprobs`` mean nothing. Empty: all of them."""
 
     zero_advantage: bool = False
-    """The reward counts for the others of its group, but this completion itself is not learnt from."""
+    """The reward counts for the others of its group, but this completion itself is not learnt
+    from."""
 
     @property
     def num_sampled(self) -> int:
@@ -58,7 +61,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All completions of one prompt; the unit of advantages, of admission and of the data cursor."""
+    """All completions of one prompt; the unit of advantages, of admission and of the data
+    cursor."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]

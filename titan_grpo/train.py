@@ -1,4 +1,5 @@
-"""``torchrun ... -m titan_grpo.train --job.config_file X.toml``: the trainer's entry point on every rank."""
+"""``torchrun ... -m titan_grpo.train --job.config_file X.toml``: the trainer's entry point on every
+rank."""
 
 import ctypes
 import os
@@ -11,10 +12,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def _stop_on_signals() -> None:
-    """Let the first SIGTERM or SIGINT end this rank the ordinary way: lanes, rollouts and servers are closed.
+    """Let the first SIGTERM or SIGINT end this rank the ordinary way: lanes, rollouts and servers
+    are closed.
 
-    The later ones are ignored: torchrun repeats its signals, and would cut the closing short. It kills after its grace.
-    If torchrun itself is killed, its ranks (each in a session of its own) would train on alone: the kernel sends SIGTERM.
+    The later ones are ignored: torchrun repeats its signals, and would cut the closing short. It
+    kills after its grace. If torchrun itself is killed, its ranks (each in a session of its own)
+    would train on alone: the kernel sends SIGTERM.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
@@ -30,7 +33,11 @@ def _stop_on_signals() -> None:
 def _check_environment() -> None:
     from titan_grpo.errors import ConfigError
 
-    missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+    missing = [
+        name
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
+        if name not in os.environ
+    ]
     if missing:
         raise ConfigError(
             f"titan_grpo.train must be started by torchrun, which sets {', '.join(missing)}: "
@@ -49,14 +56,15 @@ def _run(argv: list[str]) -> None:
     job_config = parse(argv, int(world) if world.isdigit() else None)
     check_files(job_config, os.environ)
     _check_environment()
-    from titan_grpo.titan.run import run
+    from titan_grpo.titan.trainer import run
 
     _stop_on_signals()
     run(job_config)
 
 
 def main(argv: list[str]) -> int:
-    """Run one rank. 0: trained; 2: the configuration is refused; 1: another error of ours. Both are said in one line."""
+    """Run one rank. 0: trained; 2: the configuration is refused; 1: another error of ours. Both are
+    said in one line."""
     from titan_grpo.errors import ConfigError, DataError, TitanGrpoError, UpstreamError
     from titan_grpo.observe.terminal import complain
 

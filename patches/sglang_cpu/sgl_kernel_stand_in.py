@@ -1,4 +1,5 @@
-"""Stands in for the package ``sgl_kernel`` and its module ``sgl_kernel.mamba``: any function can be imported, none computes."""
+"""Stands in for the package ``sgl_kernel`` and its module ``sgl_kernel.mamba``: any function can be
+imported, none computes."""
 
 import os
 from collections.abc import Callable
@@ -8,7 +9,8 @@ from titan_grpo.patches.sglang_cpu import CALLS_VARIABLE
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
-    # Python itself asks for such names (__path__, __wrapped__, ...) and must be told that there are none.
+    # Python itself asks for such names (__path__, __wrapped__, ...) and must be told that there are
+    # none.
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -17,8 +19,9 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
             with open(path, "a") as calls:
                 calls.write(f"{__name__}.{name}\n")
         raise NotImplementedError(
-            f"{__name__}.{name} was called, and only a stand-in for import is here: SGLang needs its compiled kernels for this "
-            "model, option or processor; install them (sglang-kernel), or start SGLang as docs/configuration.md says"
+            f"{__name__}.{name} was called, and only a stand-in for import is here: SGLang needs"
+            " its compiled kernels for this model, option or processor; install them"
+            " (sglang-kernel), or start SGLang as docs/configuration.md says"
         )
 
     missing.__name__ = missing.__qualname__ = name

@@ -1,7 +1,8 @@
-"""Runs at the start of every Python process whose PYTHONPATH has this directory; what it does and why: ``__init__.py``.
+"""Runs at the start of every Python process whose PYTHONPATH has this directory; what it does and
+why: ``__init__.py``.
 
-It imports nothing but the standard library until SGLang's imports come to it, and then runs the ``sitecustomize`` that this one
-hides, if there is another on the path.
+It imports nothing but the standard library until SGLang's imports come to it, and then runs the
+``sitecustomize`` that this one hides, if there is another on the path.
 """
 
 import importlib.machinery
@@ -24,11 +25,15 @@ _kept: list[object] = []
 
 
 class MissingKernels:
-    """Finds ``sgl_kernel`` where nobody else does: it is asked last, so an installed one is always preferred."""
+    """Finds ``sgl_kernel`` where nobody else does: it is asked last, so an installed one is always
+    preferred."""
 
     @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> object:
-        """The stand-in's spec. UpstreamError for a version of SGLang that it was not written for."""
+    def find_spec(
+        name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> object:
+        """The stand-in's spec. UpstreamError for a version of SGLang that it was not written
+        for."""
         if name not in KERNELS:
             return None
         from titan_grpo.patches import sglang_cpu
@@ -40,11 +45,13 @@ class MissingKernels:
 
 
 class MissingSchemas:
-    """Acts on the way to the module that registers torchvision's shape functions, and leaves finding it to the others."""
+    """Acts on the way to the module that registers torchvision's shape functions, and leaves
+    finding it to the others."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Define the operators that torchvision's own library, which has been tried by then, did not bring."""
+        """Define the operators that torchvision's own library, which has been tried by then, did
+        not bring."""
         if name == "torchvision._meta_registrations":
             import torch
 
@@ -56,7 +63,8 @@ class MissingSchemas:
 
 
 def run_hidden() -> None:
-    """Run the sitecustomize that Python would have found without this one. What it raises is for site.py, as ever."""
+    """Run the sitecustomize that Python would have found without this one. What it raises is for
+    site.py, as ever."""
     others = [entry for entry in sys.path if os.path.realpath(entry) != HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
@@ -64,5 +72,5 @@ def run_hidden() -> None:
 
 
 sys.meta_path.append(MissingKernels)  # type: ignore[arg-type]
-sys.meta_path.insert(0, MissingSchemas)  # type: ignore[arg-type]
+sys.meta_path.insert(0, MissingSchemas)
 run_hidden()

@@ -1,4 +1,5 @@
-"""One of two gloo ranks, started by test_two_ranks.py: RANK STORE_FILE. Prints one JSON line of figures."""
+"""One of two gloo ranks, started by test_two_ranks.py: RANK STORE_FILE. Prints one JSON line of
+figures."""
 
 import json
 import sys
@@ -9,11 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from titan_grpo.algorithm import health
+from titan_grpo.algorithm import metrics
 from titan_grpo.algorithm.batch import BatchOptions, plan
-from titan_grpo.algorithm.entropy import token_entropy
-from titan_grpo.algorithm.logits import logit_mean_square
-from titan_grpo.algorithm.logprobs import token_logprobs
+from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy, token_logprobs
 from titan_grpo.algorithm.loss import LogitTerms, grpo_loss
 from titan_grpo.algorithm.metrics import accumulate, summarize, unpack
 from titan_grpo.algorithm.metrics import pack as pack_metrics
@@ -28,7 +27,11 @@ def make_logits():
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, WORDS, (3, 5), generator=generator)
     labels[0, :2] = -100
-    return torch.randn(3, 5, WORDS, generator=generator), labels, torch.randn(3, 5, generator=generator)
+    return (
+        torch.randn(3, 5, WORDS, generator=generator),
+        labels,
+        torch.randn(3, 5, generator=generator),
+    )
 
 
 READERS = {
@@ -52,7 +55,10 @@ def vocabulary_parallel(mesh, reader):
         assert not isinstance(out, DTensor)
         out.backward(upstream)
         assert sharded.grad.placements == (placement,)
-        differences += [(out - expected).abs().max().item(), (sharded.grad.full_tensor() - whole.grad).abs().max().item()]
+        differences += [
+            (out - expected).abs().max().item(),
+            (sharded.grad.full_tensor() - whole.grad).abs().max().item(),
+        ]
     return differences
 
 
@@ -68,8 +74,14 @@ def refusal(mesh):
 def make_groups():
     groups = []
     for index in range(5):
-        tokens = [tuple((index * 3 + k * 5 + t) % WORDS for t in range(1 + (index + k) % 4)) for k in range(3)]
-        completions = tuple(Completion(t, (-1.5,) * len(t), "stop", 0, 0, "s", float(k)) for k, t in enumerate(tokens))
+        tokens = [
+            tuple((index * 3 + k * 5 + t) % WORDS for t in range(1 + (index + k) % 4))
+            for k in range(3)
+        ]
+        completions = tuple(
+            Completion(t, (-1.5,) * len(t), "stop", 0, 0, "s", float(k))
+            for k, t in enumerate(tokens)
+        )
         groups.append(Group(Prompt(index, (1, 2, 3)), completions))
     return groups
 
@@ -88,7 +100,8 @@ OPTIONS = GRPO(
 
 
 def train_step(num_ranks, rank, pack):
-    """(loss, gradient, metrics) of this rank's micro-batches of a step over ``num_ranks``, with every term of the loss on."""
+    """(loss, gradient, metrics) of this rank's micro-batches of a step over ``num_ranks``, with
+    every term of the loss on."""
     table = torch.arange(WORDS * WORDS, dtype=torch.float64).view(WORDS, WORDS).sin()
     reference = table.flip(0)
     table.requires_grad_()
@@ -98,7 +111,9 @@ def train_step(num_ranks, rank, pack):
         logits, labels = table[batch["inputs"]], batch["labels"]
         terms = LogitTerms(token_entropy(logits, 1.0, 3), logit_mean_square(logits, 3))
         ref = token_logprobs(reference[batch["inputs"]], labels, 1.0, 3)
-        loss, metrics = grpo_loss(token_logprobs(logits, labels, 1.0, 3), batch, OPTIONS, ref, None, terms)
+        loss, metrics = grpo_loss(
+            token_logprobs(logits, labels, 1.0, 3), batch, OPTIONS, ref, None, terms
+        )
         loss.backward()
         total += loss.detach()
         parts.append(metrics)
@@ -127,18 +142,21 @@ def compared(rank, pack):
 
 
 def agreed(rank):
-    """What both ranks say of a step in which only the last one has a NaN, and only the first knows that rewards collapsed."""
+    """What both ranks say of a step in which only the last one has a NaN, and only the first knows
+    that rewards collapsed."""
     loss = torch.tensor(float("nan") if rank == 1 else 0.5)
-    found = health.flags(loss, torch.tensor(2.0), 3.0, collapsed=rank == 0)
+    found = metrics.flags(loss, torch.tensor(2.0), 3.0, collapsed=rank == 0)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return health.reasons(found.tolist())
+    return metrics.reasons(found.tolist())
 
 
 def main():
     rank = int(sys.argv[1])
     torch.set_num_threads(1)
     store = dist.FileStore(sys.argv[2], 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
     mesh = init_device_mesh("cpu", (2,))
     figures = {
         "vocabulary": {name: vocabulary_parallel(mesh, reader) for name, reader in READERS.items()},

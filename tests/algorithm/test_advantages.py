@@ -5,8 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_grpo.algorithm.advantages import AdvantageOptions, Scored, has_spread, step_advantages
-from titan_grpo.algorithm.shaping import Overlong, overlong_penalty
+from titan_grpo.algorithm.advantages import (
+    AdvantageOptions,
+    Overlong,
+    Scored,
+    has_spread,
+    overlong_penalty,
+    step_advantages,
+)
 from titan_grpo.errors import ConfigError, DataError
 
 GROUP, NONE, BATCH = (AdvantageOptions(normalization=kind) for kind in ("group", "none", "batch"))
@@ -65,7 +71,9 @@ def reference(groups, options):
         if options.overlong is not None:
             start = options.overlong.max_tokens - options.overlong.cache_tokens
             penalty = np.where(n <= start, 0.0, (start - n) / options.overlong.cache_tokens)
-            r = r + options.overlong.factor * np.where(n >= options.overlong.max_tokens, -1.0, penalty)
+            r = r + options.overlong.factor * np.where(
+                n >= options.overlong.max_tokens, -1.0, penalty
+            )
         if options.scale_by_len:
             r = r * n
         if options.baseline == "leave_one_out":
@@ -86,7 +94,10 @@ def reference(groups, options):
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 def test_advantages_are_those_of_the_formulas(baseline, normalization, scale_by_len, overlong):
     rng = np.random.default_rng(5)
-    groups = [[(float(rng.normal()), int(rng.integers(1, 45))) for _ in range(size)] for size in (2, 3, 8, 5)]
+    groups = [
+        [(float(rng.normal()), int(rng.integers(1, 45))) for _ in range(size)]
+        for size in (2, 3, 8, 5)
+    ]
     options = AdvantageOptions(baseline, normalization, scale_by_len, overlong)
     ours = step_advantages([[Scored(r, n) for r, n in group] for group in groups], options)
     for mine, theirs in zip(ours, reference(groups, options), strict=True):
@@ -95,7 +106,9 @@ def test_advantages_are_those_of_the_formulas(baseline, normalization, scale_by_
 
 def test_the_batch_scale_is_the_same_for_every_group_and_the_group_scale_is_not():
     groups = [[Scored(0.0, 1), Scored(1.0, 1)], [Scored(0.0, 1), Scored(10.0, 1)]]
-    assert step_advantages(groups, GROUP)[0] == pytest.approx(step_advantages(groups, GROUP)[1], rel=1e-5)
+    assert step_advantages(groups, GROUP)[0] == pytest.approx(
+        step_advantages(groups, GROUP)[1], rel=1e-5
+    )
     small, large = step_advantages(groups, BATCH)
     assert large[1] == pytest.approx(10 * small[1])
 

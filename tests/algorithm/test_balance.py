@@ -6,7 +6,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from titan_grpo.algorithm.balance import TokenCost, cut_packed, cut_padded, deal, padded_length, partition, variation
+from titan_grpo.algorithm.balance import (
+    TokenCost,
+    cut_packed,
+    cut_padded,
+    deal,
+    padded_length,
+    partition,
+    variation,
+)
 
 costs = st.lists(st.floats(0.01, 1000), max_size=60)
 lengths = st.lists(st.integers(1, 64), min_size=1, max_size=60)
@@ -49,7 +57,10 @@ def test_every_item_is_in_one_part_and_equal_counts_are_equal(costs, parts, equa
 @example([8.0, 7.0, 6.0, 5.0, 4.0], 2)
 def test_the_costliest_part_is_within_a_third_of_the_best_possible(costs, parts):
     best = min(
-        max(sum(c for c, at in zip(costs, places, strict=True) if at == part) for part in range(parts))
+        max(
+            sum(c for c, at in zip(costs, places, strict=True) if at == part)
+            for part in range(parts)
+        )
         for places in itertools.product(range(parts), repeat=len(costs))
     )
     assert max(loads_of(partition(costs, parts), costs)) <= best * (4 / 3)
@@ -57,7 +68,9 @@ def test_the_costliest_part_is_within_a_third_of_the_best_possible(costs, parts)
 
 @given(st.lists(st.floats(0.01, 1000), min_size=1, max_size=40), num_parts)
 def test_balanced_shares_are_not_worse_than_dealt_ones(costs, parts):
-    assert max(loads_of(partition(costs, parts), costs)) <= max(loads_of(deal(len(costs), parts), costs)) * (1 + 1e-9)
+    assert max(loads_of(partition(costs, parts), costs)) <= max(
+        loads_of(deal(len(costs), parts), costs)
+    ) * (1 + 1e-9)
 
 
 @given(st.lists(st.floats(1, 1000), min_size=1, max_size=8))
@@ -78,7 +91,9 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6), quadratic=st.sampled_from((0.0, 1e-5, 1e-4)))
-def test_4096_sequences_over_64_ranks_are_within_one_percent_of_the_mean(name, equal, seed, quadratic):
+def test_4096_sequences_over_64_ranks_are_within_one_percent_of_the_mean(
+    name, equal, seed, quadratic
+):
     source, cost = random.Random(seed), TokenCost(1.0, quadratic)
     costs = [cost.of(DISTRIBUTIONS[name](source)) for _ in range(4096)]
     loads = loads_of(partition(costs, 64, equal), costs)

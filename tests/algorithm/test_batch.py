@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import BatchOptions, plan
-from titan_grpo.algorithm.microbatches import IGNORE_INDEX
+from titan_grpo.algorithm.rows import IGNORE_INDEX
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.samples import Completion, Group, Prompt
 
@@ -34,9 +34,18 @@ def test_tokens_labels_and_logprobs_are_aligned_by_the_next_token():
     x = IGNORE_INDEX
     assert mb["inputs"].tolist() == [[5, 6, 7, 1, 1, 1, 1, 1], [5, 6, 1, 1, 1, 1, 1, 1]]
     assert mb["labels"].tolist() == [[x, 7, 8, x, x, x, x, x], [x, 9, x, x, x, x, x, x]]
-    assert mb["rollout_logprobs"].tolist() == [[0, -0.5, -1.0, 0, 0, 0, 0, 0], [0, -0.5, 0, 0, 0, 0, 0, 0]]
-    assert mb["sequence"].tolist() == [[0, 0, 0, -1, -1, -1, -1, -1], [1, 1, -1, -1, -1, -1, -1, -1]]
-    assert torch.equal(mb["advantages"].round(), torch.tensor([[1.0, 1, 1, 0, 0, 0, 0, 0], [-1, -1, 0, 0, 0, 0, 0, 0]]))
+    assert mb["rollout_logprobs"].tolist() == [
+        [0, -0.5, -1.0, 0, 0, 0, 0, 0],
+        [0, -0.5, 0, 0, 0, 0, 0, 0],
+    ]
+    assert mb["sequence"].tolist() == [
+        [0, 0, 0, -1, -1, -1, -1, -1],
+        [1, 1, -1, -1, -1, -1, -1, -1],
+    ]
+    assert torch.equal(
+        mb["advantages"].round(),
+        torch.tensor([[1.0, 1, 1, 0, 0, 0, 0, 0], [-1, -1, 0, 0, 0, 0, 0, 0]]),
+    )
     assert mb["versions"].tolist() == [[3, 3, 3, 0, 0, 0, 0, 0], [3, 3, 0, 0, 0, 0, 0, 0]]
     assert {name: t.dtype for name, t in mb.items()} == {
         "inputs": torch.int64,
@@ -89,13 +98,19 @@ def test_a_defective_completion_is_counted_and_leaves_its_group_as_if_it_never_w
 def test_an_overlong_completion_is_left_out_but_its_reward_counts_in_the_mean():
     batch = plan([group(completion(reward=1.0), completion((7,) * 31, reward=0.0))], 1, OPTIONS)
     assert batch.dropped == {"too_long": 1}
-    assert batch.micro_batches()[0][0]["advantages"][0, :3].tolist() == pytest.approx([1.0] * 3, abs=1e-5)
+    assert batch.micro_batches()[0][0]["advantages"][0, :3].tolist() == pytest.approx(
+        [1.0] * 3, abs=1e-5
+    )
     assert batch.tokens == 2
 
 
 def test_what_the_policy_did_not_sample_is_context_only():
-    turns = replace(completion((7, 8, 9), logprobs=(-1.0, 1.0, -2.0), reward=1.0), sampled=(True, False, True))
-    batch = plan([group(turns, completion((3,), reward=0.0))], 1, replace(OPTIONS, normalization="sequence"))
+    turns = replace(
+        completion((7, 8, 9), logprobs=(-1.0, 1.0, -2.0), reward=1.0), sampled=(True, False, True)
+    )
+    batch = plan(
+        [group(turns, completion((3,), reward=0.0))], 1, replace(OPTIONS, normalization="sequence")
+    )
     [mb] = batch.micro_batches()[0]
     x = IGNORE_INDEX
     assert batch.tokens == 3
@@ -125,12 +140,17 @@ def test_packed_sequences_lie_in_one_row_and_positions_begin_anew():
 def test_a_packed_row_may_be_longer_than_any_sequence_but_not_than_the_budget():
     groups = [group(*[completion(tuple(range(10, 38)), reward=r) for r in range(5)])]
     batch = plan(groups, 1, replace(OPTIONS, pack=True))
-    assert [tuple(mb["inputs"].shape) for mb in batch.micro_batches()[0]] == [(1, 64), (1, 64), (1, 32)]
+    assert [tuple(mb["inputs"].shape) for mb in batch.micro_batches()[0]] == [
+        (1, 64),
+        (1, 64),
+        (1, 32),
+    ]
     assert max(int(mb["positions"].max()) for mb in batch.micro_batches()[0]) == 28
 
 
 def sequences_of(micro_batches):
-    """(inputs, labels, rollout log-probabilities, weights, advantages) of every sequence, by its own tokens."""
+    """(inputs, labels, rollout log-probabilities, weights, advantages) of every sequence, by its
+    own tokens."""
     names = ("inputs", "labels", "rollout_logprobs", "weights", "advantages", "versions")
     out = []
     for mb in micro_batches:
@@ -146,7 +166,10 @@ def prompts_of(micro_batches):
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_group_stays_on_one_rank_unless_it_may_be_split(pack):
-    groups = [group(*[completion((7,) * (n + 1)) for n in range(4)], prompt=(50 + g, 60), index=g) for g in range(5)]
+    groups = [
+        group(*[completion((7,) * (n + 1)) for n in range(4)], prompt=(50 + g, 60), index=g)
+        for g in range(5)
+    ]
     whole = plan(groups, 3, replace(OPTIONS, pack=pack))
     prompts = [prompts_of(rank) for rank in whole.micro_batches()]
     assert sum(len(p) for p in prompts) == 5
@@ -157,7 +180,9 @@ def test_a_group_stays_on_one_rank_unless_it_may_be_split(pack):
 
 def test_work_is_balanced_against_what_dealing_would_give():
     long, short = completion((7,) * 29), completion((7,))
-    groups = [group(*[long if g % 2 == 0 else short] * 2, prompt=(50 + g, 60), index=g) for g in range(4)]
+    groups = [
+        group(*[long if g % 2 == 0 else short] * 2, prompt=(50 + g, 60), index=g) for g in range(4)
+    ]
     cost = TokenCost(1.0, 0.1)
     batch = plan(groups, 2, replace(OPTIONS, cost=cost))
     assert batch.work == (2 * cost.of(30) + 2 * cost.of(2),) * 2
@@ -208,16 +233,22 @@ def test_impossible_options_are_refused(change, message):
 
 
 a_completion = st.builds(
-    lambda n, reward: completion(tuple(range(10, 10 + n)), reward=reward), st.integers(1, 34), st.floats(0, 1)
+    lambda n, reward: completion(tuple(range(10, 10 + n)), reward=reward),
+    st.integers(1, 34),
+    st.floats(0, 1),
 )
 a_group = st.builds(
-    lambda n, cs: group(*cs, prompt=range(50, 50 + n)), st.integers(1, 6), st.lists(a_completion, min_size=2, max_size=6)
+    lambda n, cs: group(*cs, prompt=range(50, 50 + n)),
+    st.integers(1, 6),
+    st.lists(a_completion, min_size=2, max_size=6),
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(a_group, min_size=1, max_size=6), st.integers(1, 5), st.booleans(), st.booleans())
-def test_packed_and_padded_batches_hold_the_same_sequences_with_the_same_weights(groups, num_ranks, split, balance):
+def test_packed_and_padded_batches_hold_the_same_sequences_with_the_same_weights(
+    groups, num_ranks, split, balance
+):
     options = replace(OPTIONS, split_groups=split, balance=balance)
     try:
         padded = plan(groups, num_ranks, options)
@@ -237,9 +268,20 @@ def test_packed_and_padded_batches_hold_the_same_sequences_with_the_same_weights
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(a_group, min_size=1, max_size=6), st.integers(1, 5), st.sampled_from(["token", "sequence", "constant"]))
-def test_a_batch_holds_every_short_enough_completion_once_within_the_budget(groups, num_ranks, normalization):
-    fits = [(g, c) for g in groups for c in g.completions if len(g.prompt.token_ids) + len(c.token_ids) <= 32]
+@given(
+    st.lists(a_group, min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.sampled_from(["token", "sequence", "constant"]),
+)
+def test_a_batch_holds_every_short_enough_completion_once_within_the_budget(
+    groups, num_ranks, normalization
+):
+    fits = [
+        (g, c)
+        for g in groups
+        for c in g.completions
+        if len(g.prompt.token_ids) + len(c.token_ids) <= 32
+    ]
     options = replace(OPTIONS, normalization=normalization, constant=34)
     if not fits:
         with pytest.raises(DataError):
@@ -259,11 +301,22 @@ def test_a_batch_holds_every_short_enough_completion_once_within_the_budget(grou
         for row in range(len(mask)):
             if mask[row].any():
                 at = int(mask[row].nonzero()[0]) + 1
-                seen.append((tuple(mb["inputs"][row, :at].tolist()), tuple(mb["labels"][row][mask[row]].tolist())))
+                seen.append(
+                    (
+                        tuple(mb["inputs"][row, :at].tolist()),
+                        tuple(mb["labels"][row][mask[row]].tolist()),
+                    )
+                )
     assert sorted(seen) == sorted((g.prompt.token_ids, c.token_ids) for g, c in fits)
     assert len({len(rank) for rank in batch.micro_batches()}) == 1
-    expected = sum(len(c.token_ids) for _, c in fits) / (34 * len(fits)) if normalization == "constant" else 1
+    expected = (
+        sum(len(c.token_ids) for _, c in fits) / (34 * len(fits))
+        if normalization == "constant"
+        else 1
+    )
     assert weight == pytest.approx(expected, rel=1e-5)
     again = plan(groups, num_ranks, options)
-    for one, two in zip(micro_batches, (mb for rank in again.micro_batches() for mb in rank), strict=True):
+    for one, two in zip(
+        micro_batches, (mb for rank in again.micro_batches() for mb in rank), strict=True
+    ):
         assert all(torch.equal(one[name], two[name]) for name in one)

@@ -1,19 +1,23 @@
-"""Entropy and mean square of the logits: values, gradients, chunks, types. Sharded logits: test_two_ranks.py."""
+"""Entropy and mean square of the logits: values, gradients, chunks, types. Sharded logits:
+test_two_ranks.py."""
 
 import math
 
 import pytest
 import torch
 
-from titan_grpo.algorithm.entropy import token_entropy
-from titan_grpo.algorithm.logits import logit_mean_square
+from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy
 
 CHUNKS = [0, 1, 4, 100]
 
 
 def make(dtype=torch.float64, rows=3, length=5, words=11):
     generator = torch.Generator().manual_seed(1)
-    return (3 * torch.randn(rows, length, words, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+    return (
+        (3 * torch.randn(rows, length, words, generator=generator, dtype=torch.float64))
+        .to(dtype)
+        .requires_grad_()
+    )
 
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
@@ -45,7 +49,9 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda z: logit_mean_square(z, 2), (logits,))
 
 
-@pytest.mark.parametrize("read", [lambda z: token_entropy(z, 1.0, 4), lambda z: logit_mean_square(z, 4)])
+@pytest.mark.parametrize(
+    "read", [lambda z: token_entropy(z, 1.0, 4), lambda z: logit_mean_square(z, 4)]
+)
 def test_only_the_logits_as_they_are_and_numbers_per_token_are_kept_for_backward(read):
     logits = make(torch.bfloat16, rows=2, length=8, words=64)
     kept = []

@@ -1,6 +1,8 @@
-"""Every term of the loss, and its gradient, against the papers' formulas in float64: sequence by sequence, plain autograd.
+"""Every term of the loss, and its gradient, against the papers' formulas in float64: sequence by
+sequence, plain autograd.
 
-The reference knows nothing of rows, masks, chunks or sequence numbers, and shares no code with what it checks.
+The reference knows nothing of rows, masks, chunks or sequence numbers, and shares no code with what
+it checks.
 """
 
 import math
@@ -10,12 +12,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from titan_grpo.algorithm.entropy import token_entropy
-from titan_grpo.algorithm.health import flags
-from titan_grpo.algorithm.logits import logit_mean_square
-from titan_grpo.algorithm.logprobs import token_logprobs
+from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy, token_logprobs
 from titan_grpo.algorithm.loss import LogitTerms, grpo_loss
-from titan_grpo.algorithm.metrics import accumulate
+from titan_grpo.algorithm.metrics import accumulate, flags
 from titan_grpo.config_grpo import GRPO
 
 WORDS, TEMPERATURE = 7, 0.8
@@ -48,7 +47,9 @@ def make_sequences(seed=0, count=9):
         # Around the policy, so that ratios fall inside and outside of every bound.
         old, engine, reference = near + 0.3 * randn(n), near + 0.5 * randn(n), near + 0.7 * randn(n)
         weights = torch.rand(n, generator=generator, dtype=torch.float64)
-        sequence = Sequence(logits, tokens, old, engine, reference, weights, float(randn(())), number % 4)
+        sequence = Sequence(
+            logits, tokens, old, engine, reference, weights, float(randn(())), number % 4
+        )
         out.append(sequence)
     out[1].engine = out[1].engine + 12.0
     out[2].advantage = 0.0
@@ -71,7 +72,11 @@ def reference_loss(sequence, z, g, old_given):
         prox = sequence.engine + alpha * (now - sequence.engine)
     else:
         prox = now
-    kept = [t for t in range(len(now)) if not 0 < g.onpolicy_logp_threshold < 1 or now[t].exp() >= g.onpolicy_logp_threshold]
+    kept = [
+        t
+        for t in range(len(now))
+        if not 0 < g.onpolicy_logp_threshold < 1 or now[t].exp() >= g.onpolicy_logp_threshold
+    ]
     if not kept:
         return 0 * z.sum()
     advantage = sequence.advantage * (g.pos_scaler if sequence.advantage > 0 else g.neg_scaler)
@@ -79,16 +84,26 @@ def reference_loss(sequence, z, g, old_given):
     # Importance of the proximal policy against the engine.
     d = prox - sequence.engine
     tokens_d = [d[t].item() for t in kept]
-    vetoed = g.rollout_is_veto_threshold > 0 and any(math.exp(x) < g.rollout_is_veto_threshold for x in tokens_d)
+    vetoed = g.rollout_is_veto_threshold > 0 and any(
+        math.exp(x) < g.rollout_is_veto_threshold for x in tokens_d
+    )
 
     def importance(t):
         if g.rollout_is_threshold == 0:
             return 1.0
-        level = {"token": d[t].item(), "sequence": sum(tokens_d), "geometric": sum(tokens_d) / len(kept)}[g.rollout_is_level]
+        level = {
+            "token": d[t].item(),
+            "sequence": sum(tokens_d),
+            "geometric": sum(tokens_d) / len(kept),
+        }[g.rollout_is_level]
         w = math.exp(min(max(level, -20), 20))
         if g.rollout_is_mode == "truncate":
             w = min(w, g.rollout_is_threshold)
-        elif not (g.rollout_is_threshold_lower or 1 / g.rollout_is_threshold) <= w <= g.rollout_is_threshold:
+        elif (
+            not (g.rollout_is_threshold_lower or 1 / g.rollout_is_threshold)
+            <= w
+            <= g.rollout_is_threshold
+        ):
             w = 0.0
         return 0.0 if vetoed else w
 
@@ -105,10 +120,18 @@ def reference_loss(sequence, z, g, old_given):
             objective = advantage * (ratio if ratio >= low else low + 0 * ratio)
         term = -importance(t) * objective
         x = sequence.reference[t] - logp[t]
-        kl = {"k1": -x, "k2": x * x / 2, "k3": torch.exp(x) - 1 - x, "mse": x * x / 2, "abs": x.abs()}[g.kl_estimator_type]
+        kl = {
+            "k1": -x,
+            "k2": x * x / 2,
+            "k3": torch.exp(x) - 1 - x,
+            "mse": x * x / 2,
+            "abs": x.abs(),
+        }[g.kl_estimator_type]
         term = term + g.kl_beta * kl
         term = term + ((g.logit_loss_weight * z[t]) ** 2).sum() / WORDS
-        term = term + g.entropy_loss_weight * sum(logp_all[t, j].exp() * logp_all[t, j] for j in range(WORDS))
+        term = term + g.entropy_loss_weight * sum(
+            logp_all[t, j].exp() * logp_all[t, j] for j in range(WORDS)
+        )
         total = total + sequence.weights[t] * term
     return total
 
@@ -121,7 +144,8 @@ def expected(g, old_given):
 
 
 def places(layout):
-    """(rows, length, where each sequence begins): one per row, or as many in a row as fit into 14 tokens, prompts between."""
+    """(rows, length, where each sequence begins): one per row, or as many in a row as fit into 14
+    tokens, prompts between."""
     if layout == "rows":
         return len(SEQUENCES), 8, [(row, 1) for row in range(len(SEQUENCES))]
     out, row, column = [], 0, 0
@@ -188,23 +212,36 @@ ALL_ON = GRPO(
 CASES = {
     "grpo": GRPO(),
     "dapo clip-higher": GRPO(clip_ratio_lower_bound=0.1, clip_ratio_upper_bound=0.5),
-    "gspo": GRPO(policy_ratio_type="sequence", clip_ratio_lower_bound=0.1, clip_ratio_upper_bound=0.1),
+    "gspo": GRPO(
+        policy_ratio_type="sequence", clip_ratio_lower_bound=0.1, clip_ratio_upper_bound=0.1
+    ),
     "cispo": GRPO(policy_loss="cispo", clip_ratio_lower_bound=1.0, clip_ratio_upper_bound=0.1),
-    "cispo of sequences": GRPO(policy_loss="cispo", policy_ratio_type="sequence", clip_ratio_upper_bound=0.1),
+    "cispo of sequences": GRPO(
+        policy_loss="cispo", policy_ratio_type="sequence", clip_ratio_upper_bound=0.1
+    ),
     "scalers": GRPO(pos_scaler=2.0, neg_scaler=0.25),
     "entropy": GRPO(entropy_loss_weight=0.3),
     "logits": GRPO(logit_loss_weight=0.7),
     "likely tokens": GRPO(onpolicy_logp_threshold=0.1),
-    "likely tokens, gspo": GRPO(onpolicy_logp_threshold=0.1, policy_ratio_type="sequence", rollout_is_level="sequence"),
+    "likely tokens, gspo": GRPO(
+        onpolicy_logp_threshold=0.1, policy_ratio_type="sequence", rollout_is_level="sequence"
+    ),
     "engine as proximal": GRPO(proximal_logprobs="rollout"),
     "interpolated": GRPO(proximal_logprobs="interpolate"),
     "no correction": GRPO(rollout_is_threshold=0.0),
     "veto": GRPO(rollout_is_veto_threshold=0.5),
     "all": ALL_ON,
-    "all, cispo, interpolated": replace(ALL_ON, policy_loss="cispo", proximal_logprobs="interpolate"),
-} | {f"kl {kind}": GRPO(kl_beta=0.4, kl_estimator_type=kind) for kind in ("k1", "k2", "k3", "mse", "abs")}
+    "all, cispo, interpolated": replace(
+        ALL_ON, policy_loss="cispo", proximal_logprobs="interpolate"
+    ),
+} | {
+    f"kl {kind}": GRPO(kl_beta=0.4, kl_estimator_type=kind)
+    for kind in ("k1", "k2", "k3", "mse", "abs")
+}
 CASES |= {
-    f"correction {level} {mode}": GRPO(rollout_is_level=level, rollout_is_mode=mode, rollout_is_threshold=1.3)
+    f"correction {level} {mode}": GRPO(
+        rollout_is_level=level, rollout_is_mode=mode, rollout_is_threshold=1.3
+    )
     for level in ("token", "sequence", "geometric")
     for mode in ("truncate", "mask")
 }
@@ -228,7 +265,9 @@ def test_the_cases_differ_from_each_other():
     seen = {}
     for case, loss in losses.items():
         if loss in seen:
-            assert case in same.get(seen[loss], ""), f"{case} gives the loss of {seen[loss]}: one of them tests nothing"
+            assert case in same.get(seen[loss], ""), (
+                f"{case} gives the loss of {seen[loss]}: one of them tests nothing"
+            )
         seen.setdefault(loss, case)
 
 
@@ -261,8 +300,14 @@ def test_loss_and_metrics_ask_the_device_for_no_value():
     # A fake tensor has none, so whatever would wait for the device raises.
     with FakeTensorMode():
         logits = torch.randn(2, 6, WORDS, requires_grad=True)
-        batch = {name: torch.randn(2, 6) for name in ("weights", "advantages", "rollout_logprobs", "staleness")}
-        batch |= {"labels": torch.ones(2, 6, dtype=torch.int64), "sequence": torch.zeros(2, 6, dtype=torch.int64)}
+        batch = {
+            name: torch.randn(2, 6)
+            for name in ("weights", "advantages", "rollout_logprobs", "staleness")
+        }
+        batch |= {
+            "labels": torch.ones(2, 6, dtype=torch.int64),
+            "sequence": torch.zeros(2, 6, dtype=torch.int64),
+        }
         batch["on_policy"] = torch.ones(2, 6, dtype=torch.bool)
         terms = LogitTerms(token_entropy(logits, 1.0, 4), logit_mean_square(logits, 4))
         for g in (ALL_ON, replace(ALL_ON, policy_loss="cispo", proximal_logprobs="interpolate")):
@@ -278,10 +323,14 @@ def test_loss_and_metrics_ask_the_device_for_no_value():
 
 @pytest.mark.parametrize("layout", ["rows", "packed"])
 def test_the_loss_passes_gradcheck_where_it_is_smooth(layout):
-    g = replace(ALL_ON, onpolicy_logp_threshold=0.0, clip_ratio_lower_bound=0.9, clip_ratio_upper_bound=9.0)
+    g = replace(
+        ALL_ON, onpolicy_logp_threshold=0.0, clip_ratio_lower_bound=0.9, clip_ratio_upper_bound=9.0
+    )
     rows, length, _ = places(layout)
     generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(rows, length, WORDS, dtype=torch.float64, generator=generator, requires_grad=True)
+    logits = torch.randn(
+        rows, length, WORDS, dtype=torch.float64, generator=generator, requires_grad=True
+    )
     labels = torch.randint(0, WORDS, (rows, length), generator=generator)
     old = token_logprobs(logits, labels, TEMPERATURE, 0).detach()
     noise = torch.randn(rows, length, dtype=torch.float64, generator=generator)
@@ -294,6 +343,8 @@ def test_the_loss_passes_gradcheck_where_it_is_smooth(layout):
 
     def loss(z):
         terms = LogitTerms(token_entropy(z, TEMPERATURE, 5), logit_mean_square(z, 5))
-        return grpo_loss(token_logprobs(z, labels, TEMPERATURE, 5), batch, g, old + noise, old, terms)[0]
+        return grpo_loss(
+            token_logprobs(z, labels, TEMPERATURE, 5), batch, g, old + noise, old, terms
+        )[0]
 
     assert torch.autograd.gradcheck(loss, (logits,), eps=1e-6, atol=1e-7)

@@ -1,11 +1,12 @@
-"""When a step may be taken. That a skipped step is skipped on every rank: test_two_ranks.py and tests/e2e."""
+"""When a step may be taken. That a skipped step is skipped on every rank: test_two_ranks.py and
+tests/e2e."""
 
 import math
 
 import pytest
 import torch
 
-from titan_grpo.algorithm.health import REASONS, Collapse, flags, reasons
+from titan_grpo.algorithm.metrics import REASONS, Collapse, flags, reasons
 
 
 def found(loss=0.5, norm=1.0, limit=0.0, collapsed=False):

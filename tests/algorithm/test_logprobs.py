@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from titan_grpo.algorithm.logprobs import token_logprobs
+from titan_grpo.algorithm.distribution import token_logprobs
 
 
 def make(dtype=torch.float32, rows=3, length=5, words=11, seed=0):
@@ -14,7 +14,11 @@ def make(dtype=torch.float32, rows=3, length=5, words=11, seed=0):
 
 
 def plain(logits, labels, temperature):
-    chosen = torch.log_softmax(logits.float() / temperature, -1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    chosen = (
+        torch.log_softmax(logits.float() / temperature, -1)
+        .gather(-1, labels.clamp(min=0).unsqueeze(-1))
+        .squeeze(-1)
+    )
     return chosen.masked_fill(labels == -100, 0)
 
 
@@ -30,7 +34,9 @@ def test_values_and_gradients_are_those_of_log_softmax_for_every_chunk_size(dtyp
     assert out.dtype == torch.float32
     assert gradient.dtype == dtype
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-6)
+    torch.testing.assert_close(
+        gradient, expected_gradient, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-6
+    )
 
 
 def test_the_gradient_is_that_of_finite_differences():

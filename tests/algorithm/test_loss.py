@@ -5,14 +5,18 @@ import math
 import pytest
 import torch
 
-from titan_grpo.algorithm.correction import Correction, rollout_weights
-from titan_grpo.algorithm.kl import kl_estimate
 from titan_grpo.algorithm.loss import grpo_loss
 from titan_grpo.algorithm.metrics import accumulate, pack, summarize, unpack
-from titan_grpo.algorithm.microbatches import IGNORE_INDEX
-from titan_grpo.algorithm.proximal import interpolated
-from titan_grpo.algorithm.ratios import clipped_objective, policy_ratio
-from titan_grpo.algorithm.sequences import spans_of
+from titan_grpo.algorithm.objective import (
+    Correction,
+    clipped_objective,
+    interpolated,
+    kl_estimate,
+    policy_ratio,
+    rollout_weights,
+    spans_of,
+)
+from titan_grpo.algorithm.rows import IGNORE_INDEX
 from titan_grpo.config import GRPO
 from titan_grpo.errors import ConfigError, ProtocolError
 
@@ -32,7 +36,9 @@ def micro_batch(advantages=(1.0, -1.0), mask=MASK, rollout=-1.0):
     ("advantage", "ratio", "value", "gradient"),
     [(1, 1.5, 1.28, 0), (1, 0.5, 0.5, 1), (-1, 1.5, -1.5, -1), (-1, 0.5, -0.8, 0), (0, 1.5, 0, 0)],
 )
-def test_the_clip_stops_the_gradient_only_where_the_step_would_go_further(advantage, ratio, value, gradient):
+def test_the_clip_stops_the_gradient_only_where_the_step_would_go_further(
+    advantage, ratio, value, gradient
+):
     ratio = torch.tensor([[float(ratio)]], requires_grad=True)
     objective = clipped_objective(ratio, torch.tensor([[float(advantage)]]), 0.2, 0.28)
     objective.sum().backward()
@@ -46,7 +52,9 @@ def test_the_sequence_ratio_is_the_length_th_root_of_the_product_and_shares_its_
     ratio = policy_ratio(logprobs, old, spans_of(MASK[:1], None), "sequence")
     assert ratio[0].tolist() == pytest.approx([math.sqrt(math.exp(0.5) * math.exp(0.3))] * 3)
     ratio[0, 1].backward()
-    assert logprobs.grad[0].tolist() == pytest.approx([0, ratio[0, 0].item() / 2, ratio[0, 0].item() / 2])
+    assert logprobs.grad[0].tolist() == pytest.approx(
+        [0, ratio[0, 0].item() / 2, ratio[0, 0].item() / 2]
+    )
 
 
 def weights_of(old, rollout, **options):
@@ -59,8 +67,12 @@ def test_the_rollout_weight_is_truncated_detached_and_one_when_off():
     token = weights_of(old, rollout, threshold=2.0)
     assert token.weight[0].tolist() == pytest.approx([1, math.exp(0.5), 2.0])
     assert token.cut[0].tolist() == [False, False, True]
-    assert weights_of(old, rollout, level="sequence", threshold=9.0).weight[0, 1].item() == pytest.approx(math.exp(2.0))
-    assert weights_of(old, rollout, level="geometric", threshold=9.0).weight[0, 1].item() == pytest.approx(math.exp(1.0))
+    assert weights_of(old, rollout, level="sequence", threshold=9.0).weight[
+        0, 1
+    ].item() == pytest.approx(math.exp(2.0))
+    assert weights_of(old, rollout, level="geometric", threshold=9.0).weight[
+        0, 1
+    ].item() == pytest.approx(math.exp(1.0))
     assert weights_of(old, rollout, level="sequence", threshold=2.0).weight[0, 1].item() == 2.0
     assert (weights_of(old, rollout, threshold=0).weight == 1).all()
     assert not token.weight.requires_grad
@@ -68,11 +80,17 @@ def test_the_rollout_weight_is_truncated_detached_and_one_when_off():
 
 def test_a_mask_keeps_weights_inside_its_bounds_and_takes_zero_outside():
     old, rollout = torch.zeros(1, 3), torch.tensor([[0.0, -0.5, -2.5]])
-    assert weights_of(old, rollout, mode="mask", threshold=2.0).weight[0, 1:].tolist() == pytest.approx([math.exp(0.5), 0])
+    assert weights_of(old, rollout, mode="mask", threshold=2.0).weight[
+        0, 1:
+    ].tolist() == pytest.approx([math.exp(0.5), 0])
     # The lower bound is 1 / threshold unless it is given.
     low = torch.tensor([[0.0, 1.0, 0.5]])
-    assert weights_of(old, low, mode="mask", threshold=2.0).weight[0, 1:].tolist() == pytest.approx([0, math.exp(-0.5)])
-    assert weights_of(old, low, mode="mask", threshold=2.0, lower=0.3).weight[0, 1].item() == pytest.approx(math.exp(-1))
+    assert weights_of(old, low, mode="mask", threshold=2.0).weight[0, 1:].tolist() == pytest.approx(
+        [0, math.exp(-0.5)]
+    )
+    assert weights_of(old, low, mode="mask", threshold=2.0, lower=0.3).weight[
+        0, 1
+    ].item() == pytest.approx(math.exp(-1))
 
 
 def test_one_token_below_the_veto_takes_its_sequence_out_and_no_other():
@@ -87,7 +105,9 @@ def test_one_token_below_the_veto_takes_its_sequence_out_and_no_other():
 def test_sums_of_sequences_do_not_cross_and_leave_out_what_does_not_count():
     mask = torch.tensor([[True, False, True, True], [True, True, False, False]])
     spans = spans_of(mask, torch.tensor([[0, 0, 0, 1], [2, 2, -1, -1]]))
-    values = torch.tensor([[1.0, 100.0, 2.0, 4.0], [8.0, 16.0, torch.nan, torch.inf]], requires_grad=True)
+    values = torch.tensor(
+        [[1.0, 100.0, 2.0, 4.0], [8.0, 16.0, torch.nan, torch.inf]], requires_grad=True
+    )
     assert spans.total(values).tolist() == [[3, 3, 3, 4], [24, 24, 0, 0]]
     assert spans.mean(values)[:, 0].tolist() == [1.5, 12]
     assert spans.count() == 3
@@ -103,7 +123,10 @@ def test_interpolation_follows_the_staleness():
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [(GRPO(entropy_loss_weight=0.1), "entropy_loss_weight"), (GRPO(logit_loss_weight=0.1), "logit_loss_weight")],
+    [
+        (GRPO(entropy_loss_weight=0.1), "entropy_loss_weight"),
+        (GRPO(logit_loss_weight=0.1), "logit_loss_weight"),
+    ],
 )
 def test_a_weight_without_what_it_weights_is_refused(options, word):
     with pytest.raises(ConfigError, match=word):
@@ -116,14 +139,18 @@ def test_a_kl_estimate_is_zero_at_the_reference_and_has_the_divergence_as_its_me
     near = torch.tensor([0.48, 0.31, 0.21], dtype=torch.float64).log()
     assert not kl_estimate(policy, policy, estimator).any()
     exact = (policy.exp() * (policy - near)).sum()
-    assert (policy.exp() * kl_estimate(policy, near, estimator)).sum().item() == pytest.approx(exact.item(), rel=0.02)
+    assert (policy.exp() * kl_estimate(policy, near, estimator)).sum().item() == pytest.approx(
+        exact.item(), rel=0.02
+    )
 
 
 def test_extreme_differences_stay_finite_in_loss_and_gradient():
     logprobs = torch.full((2, 3), -200.0, requires_grad=True)
     ref = torch.zeros(2, 3)
     grpo = GRPO(kl_beta=0.1, rollout_is_level="sequence", rollout_is_threshold=5.0)
-    loss, metrics = grpo_loss(logprobs, micro_batch(rollout=-400.0), grpo, ref, old_logprobs=torch.full((2, 3), -1.0))
+    loss, metrics = grpo_loss(
+        logprobs, micro_batch(rollout=-400.0), grpo, ref, old_logprobs=torch.full((2, 3), -1.0)
+    )
     loss.backward()
     assert loss.isfinite()
     assert logprobs.grad.isfinite().all()
@@ -134,7 +161,9 @@ def test_an_all_masked_micro_batch_is_a_zero_with_a_graph():
     logprobs = torch.zeros(2, 3, requires_grad=True)
     empty = micro_batch((0.0, 0.0), torch.zeros_like(MASK))
     for level in ("token", "sequence"):
-        loss, metrics = grpo_loss(logprobs, empty, GRPO(policy_ratio_type=level, kl_beta=0.1), torch.zeros(2, 3))
+        loss, metrics = grpo_loss(
+            logprobs, empty, GRPO(policy_ratio_type=level, kl_beta=0.1), torch.zeros(2, 3)
+        )
         loss.backward()
         assert loss.item() == 0
         assert not logprobs.grad.any()
@@ -165,7 +194,9 @@ def test_values_at_ignored_positions_do_not_matter(level):
         batch = micro_batch() | {"rollout_logprobs": 2 * values}
         loss, metrics = grpo_loss(logprobs, batch, grpo, 3 * values, 1.5 * values)
         loss.backward()
-        results.append((loss.item(), logprobs.grad.tolist(), {name: v.item() for name, v in metrics.items()}))
+        results.append(
+            (loss.item(), logprobs.grad.tolist(), {name: v.item() for name, v in metrics.items()})
+        )
     assert results[0] == results[1]
 
 

@@ -1,4 +1,5 @@
-"""What travels to a rank that builds its own tensors, and that it builds the very ones that rank 0 would send it."""
+"""What travels to a rank that builds its own tensors, and that it builds the very ones that rank 0
+would send it."""
 
 import pickle
 import random
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_grpo.algorithm.batch import BatchOptions, plan
-from titan_grpo.algorithm.microbatches import IGNORE_INDEX, Layout, Row, build, compact
+from titan_grpo.algorithm.rows import IGNORE_INDEX, Layout, Row, build, compact
 from titan_grpo.errors import DataError
 from titan_grpo.samples import Completion, Group, Prompt
 
@@ -22,12 +23,25 @@ def completion(source):
     sampled = tuple(source.random() < 0.6 for _ in ids) if source.random() < 0.3 else ()
     version = source.randrange(2**40)
     logprobs = tuple(-9 * source.random() for _ in ids)
-    return Completion(ids, logprobs, "stop", version, version, "s", source.random(), sampled, source.random() < 0.1)
+    return Completion(
+        ids,
+        logprobs,
+        "stop",
+        version,
+        version,
+        "s",
+        source.random(),
+        sampled,
+        source.random() < 0.1,
+    )
 
 
 def step(seed):
     source = random.Random(seed)
-    prompts = [tuple(source.randrange(200_000) for _ in range(source.randint(1, 6))) for _ in range(source.randint(1, 6))]
+    prompts = [
+        tuple(source.randrange(200_000) for _ in range(source.randint(1, 6)))
+        for _ in range(source.randint(1, 6))
+    ]
     return [
         Group(Prompt(index, ids), tuple(completion(source) for _ in range(source.randint(1, 5))))
         for index, ids in enumerate(prompts)
@@ -45,8 +59,12 @@ def same(one, other):
 
 @settings(max_examples=60)
 @given(steps, st.integers(1, 5), st.booleans(), st.integers(1, 2))
-def test_a_rank_builds_from_what_it_is_sent_the_very_tensors_that_rank_0_builds_for_it(groups, num_ranks, pack, minibatches):
-    options = BatchOptions(64, 32, 1, pack=pack, num_minibatches=minibatches, normalization="sequence")
+def test_a_rank_builds_from_what_it_is_sent_the_very_tensors_that_rank_0_builds_for_it(
+    groups, num_ranks, pack, minibatches
+):
+    options = BatchOptions(
+        64, 32, 1, pack=pack, num_minibatches=minibatches, normalization="sequence"
+    )
     try:
         batch = plan(groups, num_ranks, options)
     except DataError:
@@ -63,7 +81,10 @@ def test_a_rank_builds_from_what_it_is_sent_the_very_tensors_that_rank_0_builds_
 @settings(max_examples=30)
 @given(steps, st.booleans())
 def test_tensors_are_copies_that_leave_the_rows_as_they_were(groups, pack):
-    rows = compact([[Row(0, g.prompt, c, 0.5, 0.25) for g in groups for c in g.completions]], Layout(10**4, 64, 0, 8, pack))
+    rows = compact(
+        [[Row(0, g.prompt, c, 0.5, 0.25) for g in groups for c in g.completions]],
+        Layout(10**4, 64, 0, 8, pack),
+    )
     [first] = build(rows)
     kept = {name: tensor.clone() for name, tensor in first.items()}
     for tensor in first.values():
@@ -74,13 +95,21 @@ def test_tensors_are_copies_that_leave_the_rows_as_they_were(groups, pack):
 
 def test_a_token_travels_in_eight_bytes_and_a_prompts_in_four():
     long = Completion((7,) * 1000, (-0.5,) * 1000, "stop", 3, 3, "s")
-    rows = compact([[Row(0, Prompt(0, (5,) * 100), long, 0.0, 1.0) for _ in range(16)]], OPTIONS.layout)
+    rows = compact(
+        [[Row(0, Prompt(0, (5,) * 100), long, 0.0, 1.0) for _ in range(16)]], OPTIONS.layout
+    )
     assert len(pickle.dumps(rows)) < 16 * (8 * 1000 + 4 * 100) + 1000
 
 
 def test_rows_say_which_tokens_were_sampled_only_where_some_were_not():
     whole = Row(0, Prompt(0, (5,)), Completion((7, 8), (-0.5, -1.0), "stop", 3, 3, "s"), 0.0, 1.0)
-    turns = Row(0, Prompt(0, (6,)), Completion((7, 8), (-0.5, 9.0), "stop", 3, 3, "s", sampled=(True, False)), 0.0, 1.0)
+    turns = Row(
+        0,
+        Prompt(0, (6,)),
+        Completion((7, 8), (-0.5, 9.0), "stop", 3, 3, "s", sampled=(True, False)),
+        0.0,
+        1.0,
+    )
     assert compact([[whole], []], OPTIONS.layout).sampled == array("b")
     assert compact([[turns], [whole]], OPTIONS.layout).sampled == array("b", (1, 0, 1, 1))
 

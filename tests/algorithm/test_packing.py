@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_grpo.algorithm.packing import attention_rows
+from titan_grpo.algorithm.rows import attention_rows
 
 
 def test_the_docstring_example():
@@ -37,7 +37,8 @@ def test_every_token_is_at_its_place_in_a_row_of_its_own_sequence_alone(packed, 
     for table in rows:
         for row in table.tolist():
             length = int((flat == flat[row[0]]).sum()) if number else longest
-            # Causal attention: what stands before a token in its row is its own sequence, from the first token on.
+            # Causal attention: what stands before a token in its row is its own sequence, from the
+            # first token on.
             assert row[:length] == list(range(row[0], row[0] + length))
             assert row[0] == 0 or not number or flat[row[0] - 1] != flat[row[0]]
             assert number == 0 or 2 * (length + multiple) > len(row)

@@ -1,7 +1,9 @@
-"""The whole path, groups to gradient, against a float64 reference written from the formulas with plain loops.
+"""The whole path, groups to gradient, against a float64 reference written from the formulas with
+plain loops.
 
-The model is a table: the logits after a token are that token's row. The reference never sees a micro-batch, a padded tensor
-or autograd: it walks through the groups, and its gradient is a central difference.
+The model is a table: the logits after a token are that token's row. The reference never sees a
+micro-batch, a padded tensor or autograd: it walks through the groups, and its gradient is a central
+difference.
 """
 
 import math
@@ -14,7 +16,7 @@ import torch
 
 from titan_grpo.algorithm.advantages import AdvantageOptions
 from titan_grpo.algorithm.batch import BatchOptions, plan
-from titan_grpo.algorithm.logprobs import token_logprobs
+from titan_grpo.algorithm.distribution import token_logprobs
 from titan_grpo.algorithm.loss import grpo_loss
 from titan_grpo.algorithm.metrics import accumulate, summarize
 from titan_grpo.config import GRPO
@@ -38,7 +40,11 @@ def make_groups(seed=0, num_groups=4, group_size=4):
             length = rng.randint(1, 6)
             tokens = tuple(rng.randrange(VOCAB) for _ in range(length))
             logprobs = tuple(as_float32(rng.uniform(-3.0, -0.5)) for _ in range(length))
-            completions.append(Completion(tokens, logprobs, "stop", index, index, "s", reward=rng.choice([0.0, 0.5, 1.0])))
+            completions.append(
+                Completion(
+                    tokens, logprobs, "stop", index, index, "s", reward=rng.choice([0.0, 0.5, 1.0])
+                )
+            )
         prompt = Prompt(index, tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 5))))
         groups.append(Group(prompt, tuple(completions)))
     return groups
@@ -95,11 +101,17 @@ def reference_loss(policy, proximal, grpo, options):
     """``proximal`` is a table held constant, or None for "the engine's own log-probabilities"."""
     per_sequence = []
     for group in GROUPS:
-        advantages = reference_advantages([c.reward for c in group.completions], options.advantage.normalization == "group")
+        advantages = reference_advantages(
+            [c.reward for c in group.completions], options.advantage.normalization == "group"
+        )
         for completion, advantage in zip(group.completions, advantages, strict=True):
             logp = reference_logprobs(policy, group.prompt, completion)
             rollout = list(completion.logprobs)
-            old = rollout if proximal is None else reference_logprobs(proximal, group.prompt, completion)
+            old = (
+                rollout
+                if proximal is None
+                else reference_logprobs(proximal, group.prompt, completion)
+            )
             ref = reference_logprobs(REFERENCE, group.prompt, completion)
             per_sequence.append(reference_sequence_loss(logp, old, rollout, ref, advantage, grpo))
     if options.normalization == "token":
@@ -122,7 +134,8 @@ def reference_gradient(proximal, grpo, options, step=1e-5):
 
 
 def measured(grpo, options, num_ranks=1, old="current", chunk_tokens=5):
-    """(loss, gradient, metrics) of the code under test: losses of all micro-batches of all ranks, added up."""
+    """(loss, gradient, metrics) of the code under test: losses of all micro-batches of all ranks,
+    added up."""
     table = torch.tensor(POLICY, requires_grad=True)
     losses, parts = [], []
     for micro_batches in plan(GROUPS, num_ranks, options).micro_batches():
@@ -131,8 +144,12 @@ def measured(grpo, options, num_ranks=1, old="current", chunk_tokens=5):
             logprobs = token_logprobs(table[batch["inputs"]], *args)
             ref = token_logprobs(torch.tensor(REFERENCE)[batch["inputs"]], *args)
             other = token_logprobs(torch.tensor(OLD)[batch["inputs"]], *args)
-            old_logprobs = {"current": None, "rollout": batch["rollout_logprobs"], "table": other}[old]
-            loss, metrics = grpo_loss(logprobs, batch, grpo, ref if grpo.kl_beta else None, old_logprobs)
+            old_logprobs = {"current": None, "rollout": batch["rollout_logprobs"], "table": other}[
+                old
+            ]
+            loss, metrics = grpo_loss(
+                logprobs, batch, grpo, ref if grpo.kl_beta else None, old_logprobs
+            )
             losses.append(loss)
             parts.append(metrics)
     total = torch.stack(losses).sum()
@@ -145,9 +162,16 @@ CASES = [
     GRPO(rollout_is_threshold=0.0),
     GRPO(rollout_is_level="sequence", rollout_is_threshold=1.5),
     GRPO(policy_ratio_type="sequence", kl_beta=0.3, kl_estimator_type="k1"),
-    GRPO(policy_ratio_type="sequence", rollout_is_level="sequence", kl_beta=0.3, kl_estimator_type="k2"),
+    GRPO(
+        policy_ratio_type="sequence",
+        rollout_is_level="sequence",
+        kl_beta=0.3,
+        kl_estimator_type="k2",
+    ),
     GRPO(kl_beta=0.3, kl_estimator_type="k2"),
-    GRPO(kl_beta=0.3, kl_estimator_type="k3", clip_ratio_lower_bound=0.1, clip_ratio_upper_bound=0.5),
+    GRPO(
+        kl_beta=0.3, kl_estimator_type="k3", clip_ratio_lower_bound=0.1, clip_ratio_upper_bound=0.5
+    ),
 ]
 PROXIMAL = {"current": POLICY, "rollout": None, "table": OLD}
 
@@ -158,12 +182,20 @@ PROXIMAL = {"current": POLICY, "rollout": None, "table": OLD}
 def test_loss_and_gradient_are_the_float64_reference(case, normalization, old):
     grpo, options = (
         CASES[case],
-        replace(OPTIONS, normalization=normalization, advantage=AdvantageOptions(normalization=["group", "none"][case % 2])),
+        replace(
+            OPTIONS,
+            normalization=normalization,
+            advantage=AdvantageOptions(normalization=["group", "none"][case % 2]),
+        ),
     )
     loss, gradient, _ = measured(grpo, options, old=old)
     # 1e-6: advantages and weights are float32 tensors by contract; everything else here is float64.
-    assert loss == pytest.approx(reference_loss(POLICY, PROXIMAL[old], grpo, options), rel=1e-6, abs=1e-7)
-    np.testing.assert_allclose(gradient, reference_gradient(PROXIMAL[old], grpo, options), rtol=2e-6, atol=2e-7)
+    assert loss == pytest.approx(
+        reference_loss(POLICY, PROXIMAL[old], grpo, options), rel=1e-6, abs=1e-7
+    )
+    np.testing.assert_allclose(
+        gradient, reference_gradient(PROXIMAL[old], grpo, options), rtol=2e-6, atol=2e-7
+    )
     assert np.abs(gradient).max() > 1e-3
 
 
@@ -174,7 +206,9 @@ def test_one_rank_and_many_give_the_same_loss_and_gradient(normalization, num_ra
     options = replace(OPTIONS, normalization=normalization)
     one = measured(grpo, options)
     many = measured(grpo, options, num_ranks)
-    other_budget = measured(grpo, replace(options, token_budget=400, pad_multiple=1), num_ranks, chunk_tokens=0)
+    other_budget = measured(
+        grpo, replace(options, token_budget=400, pad_multiple=1), num_ranks, chunk_tokens=0
+    )
     for loss, gradient, metrics in (many, other_budget):
         assert loss == pytest.approx(one[0], rel=1e-12)
         np.testing.assert_allclose(gradient, one[1], rtol=1e-9, atol=1e-12)
@@ -186,7 +220,12 @@ def test_with_the_current_policy_as_proximal_the_clip_bounds_change_nothing():
     narrow = GRPO(clip_ratio_lower_bound=0.001, clip_ratio_upper_bound=0.001)
     np.testing.assert_array_equal(measured(wide, OPTIONS)[1], measured(narrow, OPTIONS)[1])
     assert measured(narrow, OPTIONS)[2]["clipped_high"] == 0
-    assert np.abs(measured(wide, OPTIONS, old="rollout")[1] - measured(narrow, OPTIONS, old="rollout")[1]).max() > 1e-3
+    assert (
+        np.abs(
+            measured(wide, OPTIONS, old="rollout")[1] - measured(narrow, OPTIONS, old="rollout")[1]
+        ).max()
+        > 1e-3
+    )
 
 
 def test_the_metrics_are_those_of_a_plain_loop():
@@ -198,7 +237,9 @@ def test_the_metrics_are_those_of_a_plain_loop():
             old = reference_logprobs(OLD, group.prompt, completion)
             ref = reference_logprobs(REFERENCE, group.prompt, completion)
             gaps += [a - b for a, b in zip(logp, completion.logprobs, strict=True)]
-            weights += [min(math.exp(a - b), 1.5) for a, b in zip(old, completion.logprobs, strict=True)]
+            weights += [
+                min(math.exp(a - b), 1.5) for a, b in zip(old, completion.logprobs, strict=True)
+            ]
             kls += [reference_kl(a, b, "k3") for a, b in zip(logp, ref, strict=True)]
             ratios += [math.exp(a - b) for a, b in zip(logp, old, strict=True)]
     loss, _, metrics = measured(grpo, OPTIONS, num_ranks=2, old="table")

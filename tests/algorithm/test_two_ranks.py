@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_grpo.algorithm.health import REASONS
+from titan_grpo.algorithm.metrics import REASONS
 
 SCRIPT = Path(__file__).with_name("rank_of_two.py")
 DEADLINE_S = 120
@@ -18,12 +18,17 @@ def figures(tmp_path_factory):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(store)], stdout=subprocess.PIPE, env=environment, text=True
+            [sys.executable, str(SCRIPT), str(rank), str(store)],
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
         )
         for rank in (0, 1)
     ]
     try:
-        return [json.loads(rank.communicate(timeout=DEADLINE_S)[0].splitlines()[-1]) for rank in ranks]
+        return [
+            json.loads(rank.communicate(timeout=DEADLINE_S)[0].splitlines()[-1]) for rank in ranks
+        ]
     finally:
         for rank in ranks:
             rank.kill()

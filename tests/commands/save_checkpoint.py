@@ -1,4 +1,5 @@
-"""Write torchtitan's checkpoint of a model directory, in one process. Arguments: version, folder, then a job's."""
+"""Write torchtitan's checkpoint of a model directory, in one process. Arguments: version, folder,
+then a job's."""
 
 import sys
 from pathlib import Path
@@ -22,9 +23,17 @@ def main() -> None:
     adapter = spec.state_dict_adapter(args, config.model.hf_assets_path)
     wrapper = ModelWrapper(model)
     hf_state = adapter.to_hf(wrapper.state_dict())
-    dcp.load(hf_state, storage_reader=adapter.get_hf_storage_reader(config.model.hf_assets_path, False), no_dist=True)
+    dcp.load(
+        hf_state,
+        storage_reader=adapter.get_hf_storage_reader(config.model.hf_assets_path, False),
+        no_dist=True,
+    )
     wrapper.load_state_dict(adapter.from_hf(hf_state))
-    dcp.save(wrapper.state_dict(), checkpoint_id=str(Path(sys.argv[2]) / f"step-{sys.argv[1]}"), no_dist=True)
+    dcp.save(
+        wrapper.state_dict(),
+        checkpoint_id=str(Path(sys.argv[2]) / f"step-{sys.argv[1]}"),
+        no_dist=True,
+    )
 
 
 if __name__ == "__main__":

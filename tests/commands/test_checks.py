@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from titan_grpo.commands import checks
-from titan_grpo.commands.checks import RANGES, ServerFacts, server
-from titan_grpo.protocol.wire import Joined
+from titan_grpo.commands import doctor_checks
+from titan_grpo.commands.doctor_checks import RANGES, ServerFacts, server
+from titan_grpo.protocol.messages import Joined
 
 TORCHRUN_ENV = {
     "RANK": "1",
@@ -33,10 +33,18 @@ def facts(**changes) -> ServerFacts:
 
 
 @pytest.mark.parametrize(
-    ("version", "expected"), [("2.13.0+cpu", (2, 13, 0)), ("0.3.0rc1", (0, 3, 0)), ("0.33.1.dev4+g1", (0, 33, 1)), ("x", ())]
+    ("version", "expected"),
+    [
+        ("2.13.0+cpu", (2, 13, 0)),
+        ("0.3.0rc1", (0, 3, 0)),
+        ("0.33.1.dev4+g1", (0, 33, 1)),
+        ("x", ()),
+    ],
 )
-def test_the_numbers_of_a_version_are_its_leading_ones(version: str, expected: tuple[int, ...]) -> None:
-    assert checks.numbers(version) == expected
+def test_the_numbers_of_a_version_are_its_leading_ones(
+    version: str, expected: tuple[int, ...]
+) -> None:
+    assert doctor_checks.numbers(version) == expected
 
 
 @pytest.mark.parametrize(
@@ -51,8 +59,10 @@ def test_the_numbers_of_a_version_are_its_leading_ones(version: str, expected: t
         ("math-verify", None, "warning"),
     ],
 )
-def test_a_package_outside_its_range_is_named_with_the_command_that_mends_it(name, version, status) -> None:
-    finding = checks.package(name, version, RANGES[name])
+def test_a_package_outside_its_range_is_named_with_the_command_that_mends_it(
+    name, version, status
+) -> None:
+    finding = doctor_checks.package(name, version, RANGES[name])
     assert finding.status == status
     assert (f"pip install '{name}>=" in finding.remedy) == (status != "ok")
 
@@ -61,7 +71,12 @@ def test_a_package_outside_its_range_is_named_with_the_command_that_mends_it(nam
     ("joined", "ours", "status", "words"),
     [
         (JOINED, False, "ok", "it demands no run key"),
-        (replace(JOINED, keyed=True), False, "warning", "it demands a run key, and there is none here"),
+        (
+            replace(JOINED, keyed=True),
+            False,
+            "warning",
+            "it demands a run key, and there is none here",
+        ),
         (replace(JOINED, keyed=True), True, "ok", "it has proven that it has our run key"),
         (
             replace(JOINED, keyed=True, ok=False, error="another run key"),
@@ -69,7 +84,12 @@ def test_a_package_outside_its_range_is_named_with_the_command_that_mends_it(nam
             "problem",
             "refuse a trainer from here: a",
         ),
-        (replace(JOINED, ok=False, error="this end has none"), True, "problem", "this end has none"),
+        (
+            replace(JOINED, ok=False, error="this end has none"),
+            True,
+            "problem",
+            "this end has none",
+        ),
     ],
 )
 def test_what_a_server_says_about_run_keys(joined, ours, status, words) -> None:
@@ -86,36 +106,38 @@ def test_the_ranges_are_those_of_the_packaging(root) -> None:
 
 
 def test_an_old_python_is_a_problem() -> None:
-    assert checks.python((3, 10, 12)).status == "problem"
-    assert checks.python((3, 11, 0)).status == "ok"
+    assert doctor_checks.python((3, 10, 12)).status == "problem"
+    assert doctor_checks.python((3, 11, 0)).status == "ok"
 
 
 def test_torchrun_variables_are_fine_if_all_or_none_are_set() -> None:
-    assert checks.torchrun({}).status == "ok"
-    assert checks.torchrun(TORCHRUN_ENV).status == "ok"
+    assert doctor_checks.torchrun({}).status == "ok"
+    assert doctor_checks.torchrun(TORCHRUN_ENV).status == "ok"
 
 
 @pytest.mark.parametrize("missing", TORCHRUN_ENV)
-def test_left_over_torchrun_variables_are_a_problem_that_names_the_missing_one(missing: str) -> None:
-    finding = checks.torchrun({k: v for k, v in TORCHRUN_ENV.items() if k != missing})
+def test_left_over_torchrun_variables_are_a_problem_that_names_the_missing_one(
+    missing: str,
+) -> None:
+    finding = doctor_checks.torchrun({k: v for k, v in TORCHRUN_ENV.items() if k != missing})
     assert finding.status == "problem"
     assert missing in finding.text
 
 
 def test_64_mib_of_shared_memory_are_enough_without_several_gpus_and_a_problem_with_them() -> None:
-    assert checks.shared_memory(64 << 20, accelerators=0).status == "ok"
-    assert checks.shared_memory(64 << 20, accelerators=1).status == "ok"
-    finding = checks.shared_memory(64 << 20, accelerators=2)
+    assert doctor_checks.shared_memory(64 << 20, accelerators=0).status == "ok"
+    assert doctor_checks.shared_memory(64 << 20, accelerators=1).status == "ok"
+    finding = doctor_checks.shared_memory(64 << 20, accelerators=2)
     assert finding.status == "problem"
     assert "--shm-size" in finding.remedy
-    assert checks.shared_memory(None, accelerators=0).status == "warning"
+    assert doctor_checks.shared_memory(None, accelerators=0).status == "warning"
 
 
 def test_memory_counts_every_slot_and_says_whether_fewer_would_fit() -> None:
     gib = 1 << 30
-    assert checks.memory(10 * gib, 4 * gib, slots=2).status == "ok"
-    assert "fewer weight_sync.slots" in checks.memory(10 * gib, 4 * gib, slots=3).remedy
-    assert "more memory" in checks.memory(7 * gib, 4 * gib, slots=2).remedy
+    assert doctor_checks.memory(10 * gib, 4 * gib, slots=2).status == "ok"
+    assert "fewer weight_sync.slots" in doctor_checks.memory(10 * gib, 4 * gib, slots=3).remedy
+    assert "more memory" in doctor_checks.memory(7 * gib, 4 * gib, slots=2).remedy
 
 
 def statuses(*args, **kwargs) -> list[tuple[str, str]]:
@@ -127,7 +149,11 @@ def test_a_good_server_has_no_findings_but_good_ones() -> None:
 
 
 def test_a_dead_server_is_named_with_its_url_and_what_was_tried() -> None:
-    (finding,) = server(facts(healthy=False, errors={"health": "http://s:8000: GET /health got no answer within 5 s"}))
+    (finding,) = server(
+        facts(
+            healthy=False, errors={"health": "http://s:8000: GET /health got no answer within 5 s"}
+        )
+    )
     assert finding.status == "problem"
     assert "http://s:8000: GET /health" in finding.text
 
@@ -158,21 +184,47 @@ def test_a_paused_server_and_an_old_one_are_found() -> None:
 
 
 def test_an_engine_environment_without_vllm_or_without_the_receiver_is_a_problem() -> None:
-    assert [f.status for f in checks.engine("p", {"vllm": "0.32.0", "vllm_plugin": "yes"}, "")] == ["ok", "ok"]
-    assert [f.status for f in checks.engine("p", {"vllm": "", "vllm_plugin": "no"}, "")] == ["problem", "problem"]
-    assert [f.status for f in checks.engine("p", {"vllm": "0.30", "vllm_plugin": "yes"}, "")] == ["problem", "ok"]
-    assert "gone" in checks.engine("p", None, "gone")[0].text
+    assert [
+        f.status for f in doctor_checks.engine("p", {"vllm": "0.32.0", "vllm_plugin": "yes"}, "")
+    ] == ["ok", "ok"]
+    assert [f.status for f in doctor_checks.engine("p", {"vllm": "", "vllm_plugin": "no"}, "")] == [
+        "problem",
+        "problem",
+    ]
+    assert [
+        f.status for f in doctor_checks.engine("p", {"vllm": "0.30", "vllm_plugin": "yes"}, "")
+    ] == ["problem", "ok"]
+    assert "gone" in doctor_checks.engine("p", None, "gone")[0].text
 
 
 def test_an_sglang_is_judged_by_its_own_measures() -> None:
-    assert [f.status for f in server(facts(engine="sglang", version="0.5.23"))] == ["ok", "ok", "ok"]
+    assert [f.status for f in server(facts(engine="sglang", version="0.5.23"))] == [
+        "ok",
+        "ok",
+        "ok",
+    ]
     assert ("problem", "server") in statuses(engine="sglang", version="0.5.20")
-    assert "continue_generation" in server(facts(engine="sglang", version="0.5.23", paused=True))[2].remedy
-    bare = server(facts(engine="sglang", version="0.5.23", backend=None, joined=None, errors={"backend": "404"}))[-1]
+    assert (
+        "continue_generation"
+        in server(facts(engine="sglang", version="0.5.23", paused=True))[2].remedy
+    )
+    bare = server(
+        facts(
+            engine="sglang", version="0.5.23", backend=None, joined=None, errors={"backend": "404"}
+        )
+    )[-1]
     assert bare.status == "problem"
     assert "--custom-weight-loader" in bare.remedy
-    assert [f.status for f in checks.engine("p", {"sglang": "0.5.23", "sglang_plugin": "yes"}, "", "sglang")] == ["ok", "ok"]
-    assert [f.status for f in checks.engine("p", {"sglang": "0.5.9", "sglang_plugin": "no"}, "", "sglang")] == ["problem"] * 2
+    assert [
+        f.status
+        for f in doctor_checks.engine(
+            "p", {"sglang": "0.5.23", "sglang_plugin": "yes"}, "", "sglang"
+        )
+    ] == ["ok", "ok"]
+    assert [
+        f.status
+        for f in doctor_checks.engine("p", {"sglang": "0.5.9", "sglang_plugin": "no"}, "", "sglang")
+    ] == ["problem"] * 2
 
 
 def test_a_refused_key_is_not_taken_for_anything_else() -> None:
@@ -182,16 +234,16 @@ def test_a_refused_key_is_not_taken_for_anything_else() -> None:
 
 def test_every_finding_that_is_not_good_says_what_to_do() -> None:
     found = [
-        checks.python((3, 9, 0)),
-        *(checks.package(name, None, allowed) for name, allowed in RANGES.items()),
-        checks.torchrun({"RANK": "0"}),
-        checks.shared_memory(None, 0),
-        checks.shared_memory(1, 8),
-        checks.memory(1, 1, 2),
-        checks.bind("10.9.9.9", "no such address"),
-        *checks.engine("p", None, "gone"),
-        *checks.engine("p", {"vllm": "", "vllm_plugin": "no"}, ""),
-        *checks.engine("p", {"sglang": "", "sglang_plugin": "no"}, "", "sglang"),
+        doctor_checks.python((3, 9, 0)),
+        *(doctor_checks.package(name, None, allowed) for name, allowed in RANGES.items()),
+        doctor_checks.torchrun({"RANK": "0"}),
+        doctor_checks.shared_memory(None, 0),
+        doctor_checks.shared_memory(1, 8),
+        doctor_checks.memory(1, 1, 2),
+        doctor_checks.bind("10.9.9.9", "no such address"),
+        *doctor_checks.engine("p", None, "gone"),
+        *doctor_checks.engine("p", {"vllm": "", "vllm_plugin": "no"}, ""),
+        *doctor_checks.engine("p", {"sglang": "", "sglang_plugin": "no"}, "", "sglang"),
         *server(facts(engine="sglang", version="0.5.1", paused=True, backend=None, joined=None)),
         *server(facts(errors={"key": "refused with 401"})),
         *server(facts(healthy=False)),

@@ -11,12 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from titan_grpo import cli
-from titan_grpo.commands import facts
+from titan_grpo.commands import doctor_facts
 
 
 @contextmanager
 def http_server(answers: dict[str, object]) -> Iterator[tuple[str, list[str]]]:
-    """A server that knows these GET paths and answers 404 to the rest; yields its URL and the requests it got."""
+    """A server that knows these GET paths and answers 404 to the rest; yields its URL and the
+    requests it got."""
     seen: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -74,7 +75,7 @@ def test_a_server_with_another_backend_is_never_greeted() -> None:
         "/server_info": {"vllm_config": {"weight_transfer_config": {"backend": "nccl"}}},
     }
     with http_server(answers) as (url, seen):
-        found = facts.server_facts(url, facts.Access(5))
+        found = doctor_facts.server_facts(url, doctor_facts.Access(5))
     assert (found.backend, found.joined) == ("nccl", None)
     assert [request for request in seen if request.startswith("POST")] == []
 
@@ -93,13 +94,16 @@ def test_a_receiver_that_never_calls_back_is_reported_by_the_deadline() -> None:
         "/init_weight_transfer_engine": {},
     }
     with http_server(answers) as (url, seen):
-        found = facts.server_facts(url, facts.Access(1))
+        found = doctor_facts.server_facts(url, doctor_facts.Access(1))
     assert "POST /init_weight_transfer_engine" in seen
     assert found.joined is None
     assert "the deadline passed" in found.errors["joined"]
 
 
-SGLANG = {"/model_info": {"weight_version": "7"}, "/server_info": {"version": "0.5.23", "api_key": "its-own-secret"}}
+SGLANG = {
+    "/model_info": {"weight_version": "7"},
+    "/server_info": {"version": "0.5.23", "api_key": "its-own-secret"},
+}
 
 
 def test_an_sglang_without_our_plugin_is_told_so_and_its_health_is_not_asked(capsys) -> None:
@@ -123,7 +127,12 @@ def test_servers_of_a_file_are_looked_at_too(tmp_path, root, capsys) -> None:
     urls = [f"http://127.0.0.1:{closed_port()}" for _ in range(2)]
     listed = tmp_path / "servers"
     listed.write_text(f"{urls[1]}\n")
-    job = ["--job.config_file", str(root / "train_configs" / "quickstart_cpu.toml"), "--rollout.servers", urls[0]]
+    job = [
+        "--job.config_file",
+        str(root / "train_configs" / "quickstart_cpu.toml"),
+        "--rollout.servers",
+        urls[0],
+    ]
     assert cli.main(["doctor", *job, "--rollout.servers_file", str(listed)]) == 1
     assert f"{urls[1]}: GET /health" in capsys.readouterr().out
     listed.write_text("no url\n")
@@ -132,8 +141,19 @@ def test_servers_of_a_file_are_looked_at_too(tmp_path, root, capsys) -> None:
 
 
 def test_both_engines_of_a_launched_fleet_are_looked_for(root, capsys) -> None:
-    job = ["--job.config_file", str(root / "train_configs" / "quickstart_cpu.toml"), "--rollout.servers", "launch"]
-    job += ["--rollout.launch_engines", "vllm,sglang", "--rollout.launch_python", "/no/v", "--rollout.launch_sglang_python"]
+    job = [
+        "--job.config_file",
+        str(root / "train_configs" / "quickstart_cpu.toml"),
+        "--rollout.servers",
+        "launch",
+    ]
+    job += [
+        "--rollout.launch_engines",
+        "vllm,sglang",
+        "--rollout.launch_python",
+        "/no/v",
+        "--rollout.launch_sglang_python",
+    ]
     assert cli.main(["doctor", *job, "/no/s"]) == 1
     out = capsys.readouterr().out
     assert "/no/v does not run" in out
@@ -155,29 +175,36 @@ def test_left_over_torchrun_variables_are_a_problem(monkeypatch, capsys) -> None
 
 
 def test_the_engine_interpreter_is_asked_for_its_plugin() -> None:
-    answer, error = facts.engine_answer(sys.executable)
+    answer, error = doctor_facts.engine_answer(sys.executable)
     assert (answer["vllm_plugin"], answer["sglang_plugin"], error) == ("yes", "yes", "")
-    assert facts.engine_answer("/no/such/python")[0] is None
+    assert doctor_facts.engine_answer("/no/such/python")[0] is None
 
 
 def test_model_elements_are_read_from_the_headers_of_all_files(tmp_path) -> None:
     for number, shape in enumerate([(4, 8), (3,)]):
         header = json.dumps(
-            {"__metadata__": {"a": "b"}, f"w{number}": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}}
+            {
+                "__metadata__": {"a": "b"},
+                f"w{number}": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]},
+            }
         )
-        (tmp_path / f"model-{number}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
-    assert facts.model_elements(tmp_path) == 35
-    assert facts.model_elements(tmp_path / "nothing") is None
+        (tmp_path / f"model-{number}.safetensors").write_bytes(
+            struct.pack("<Q", len(header)) + header.encode()
+        )
+    assert doctor_facts.model_elements(tmp_path) == 35
+    assert doctor_facts.model_elements(tmp_path / "nothing") is None
 
 
 def test_the_way_to_a_local_server_is_the_loopback_address() -> None:
-    assert facts.address_towards("http://127.0.0.1:8000") == "127.0.0.1"
-    assert facts.listen_error("127.0.0.1") == ""
-    assert facts.listen_error("203.0.113.1") != ""
+    assert doctor_facts.address_towards("http://127.0.0.1:8000") == "127.0.0.1"
+    assert doctor_facts.listen_error("127.0.0.1") == ""
+    assert doctor_facts.listen_error("203.0.113.1") != ""
 
 
 @pytest.mark.parametrize(("argv", "code"), [([], 2), (["--help"], 0), (["no-such-command"], 2)])
-def test_the_command_line_without_a_command_says_what_there_is(argv: list[str], code: int, capsys) -> None:
+def test_the_command_line_without_a_command_says_what_there_is(
+    argv: list[str], code: int, capsys
+) -> None:
     assert cli.main(argv) == code
     captured = capsys.readouterr()
     assert "doctor" in captured.out + captured.err
@@ -185,4 +212,9 @@ def test_the_command_line_without_a_command_says_what_there_is(argv: list[str], 
 
 def test_the_installed_command_starts_without_loading_torch() -> None:
     code = "import sys, titan_grpo.cli as c; c.main(['--help']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, timeout=60, check=False
+        ).returncode
+        == 0
+    )

@@ -14,40 +14,76 @@ from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.hf_files import copy_assets, write_weights
 from titan_grpo.titan.tiny import write_tiny_model
 
-CLI = "import json, sys; from titan_grpo import cli; print([cli.main(argv) for argv in json.loads(sys.argv[1])])"
+CLI = (
+    "import json, sys; from titan_grpo import cli; print([cli.main(argv) for argv in"
+    " json.loads(sys.argv[1])])"
+)
 """Several commands in one interpreter: each start costs seconds."""
 
 
 def job(kind: str, model: Path, dump: Path) -> list[str]:
     name, flavor = FLAVORS[kind]
     return [
-        *("--job.dump_folder", str(dump), "--model.name", name, "--model.flavor", flavor, "--model.hf_assets_path", str(model)),
+        *(
+            "--job.dump_folder",
+            str(dump),
+            "--model.name",
+            name,
+            "--model.flavor",
+            flavor,
+            "--model.hf_assets_path",
+            str(model),
+        ),
         *("--rollout.servers", "http://127.0.0.1:1", "--training.seq_len", "512"),
     ]
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=280, check=False
+    )
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def assert_equal(folder: Path, model: Path) -> None:
     ours, theirs = weights(folder), weights(model)
     assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name].float(), theirs[name].float())] == []
+    assert [
+        name for name in ours if not torch.equal(ours[name].float(), theirs[name].float())
+    ] == []
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
-def test_an_exported_checkpoint_is_bit_for_bit_the_model_it_was_loaded_from(kind: str, tmp_path) -> None:
+def test_an_exported_checkpoint_is_bit_for_bit_the_model_it_was_loaded_from(
+    kind: str, tmp_path
+) -> None:
     model = write_tiny_model(kind, tmp_path / "model", seed=3)
     arguments = job(kind, model, tmp_path / "dump")
-    saved = python(str(Path(__file__).with_name("save_checkpoint.py")), "7", str(tmp_path / "dump" / "checkpoint"), *arguments)
+    saved = python(
+        str(Path(__file__).with_name("save_checkpoint.py")),
+        "7",
+        str(tmp_path / "dump" / "checkpoint"),
+        *arguments,
+    )
     assert saved.returncode == 0, saved.stderr
-    done = python("-m", "titan_grpo.cli", "export", "--version", "7", "--out", str(tmp_path / "out"), *arguments)
+    done = python(
+        "-m",
+        "titan_grpo.cli",
+        "export",
+        "--version",
+        "7",
+        "--out",
+        str(tmp_path / "out"),
+        *arguments,
+    )
     assert done.returncode == 0, done.stderr
     assert_equal(tmp_path / "out", model)
     assert {t.dtype for t in weights(tmp_path / "out").values()} == {torch.bfloat16}
@@ -63,23 +99,63 @@ def test_an_exported_checkpoint_is_bit_for_bit_the_model_it_was_loaded_from(kind
 @pytest.mark.e2e
 @pytest.mark.long
 def test_a_checkpoint_that_two_sharded_ranks_wrote_is_exported_whole(tmp_path, root) -> None:
-    # Learning rate 0: the trained weights are those of the start, but they went through FSDP2, AdamW and two ranks' files.
+    # Learning rate 0: the trained weights are those of the start, but they went through FSDP2,
+    # AdamW and two ranks' files.
     model = write_tiny_model("llama3", tmp_path / "model", seed=5)
     arguments = job("llama3", model, tmp_path / "dump")
-    train = [*arguments[:8], "--training.seq_len", "32", "--training.steps", "2", "--training.local_batch_size", "1"]
-    train += ["--optimizer.lr", "0", "--checkpoint.enable", "--checkpoint.interval", "1", "--checkpoint.initial_load_in_hf"]
+    train = [
+        *arguments[:8],
+        "--training.seq_len",
+        "32",
+        "--training.steps",
+        "2",
+        "--training.local_batch_size",
+        "1",
+    ]
+    train += [
+        "--optimizer.lr",
+        "0",
+        "--checkpoint.enable",
+        "--checkpoint.interval",
+        "1",
+        "--checkpoint.initial_load_in_hf",
+    ]
     train += ["--checkpoint.no-last-save-model-only"]
     script = str(root / "tests" / "titan" / "stock_run.py")
-    trained = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script, *train)
+    trained = python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script, *train
+    )
     assert trained.returncode == 0, trained.stderr[-3000:]
-    export = ["export", "--version", "2", "--dtype", "float32", "--out", str(tmp_path / "out"), *arguments]
+    export = [
+        "export",
+        "--version",
+        "2",
+        "--dtype",
+        "float32",
+        "--out",
+        str(tmp_path / "out"),
+        *arguments,
+    ]
     absent = ["export", "--version", "9", "--out", str(tmp_path / "new"), *arguments]
-    other = ["export", "--version", "2", "--out", str(tmp_path / "new"), *arguments, "--model.flavor", "debugmodel"]
+    other = [
+        "export",
+        "--version",
+        "2",
+        "--out",
+        str(tmp_path / "new"),
+        *arguments,
+        "--model.flavor",
+        "debugmodel",
+    ]
     done = python("-c", CLI, json.dumps([export, export, absent, other]))
     assert done.stdout.splitlines()[-1] == "[0, 2, 2, 2]", done.stderr
     assert_equal(tmp_path / "out", model)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
-    for words in ("new or an empty directory", "it has 1, 2", "must be a checkpoint of model.name and model.flavor"):
+    for words in (
+        "new or an empty directory",
+        "it has 1, 2",
+        "must be a checkpoint of model.name and model.flavor",
+    ):
         assert words in done.stderr
     assert not (tmp_path / "new").exists()
 
@@ -88,7 +164,9 @@ def test_a_missing_version_is_named_with_those_that_are_there(tmp_path) -> None:
     for step in (5, 10):
         (tmp_path / "checkpoint" / f"step-{step}").mkdir(parents=True)
     (tmp_path / "checkpoint" / "step-5" / ".metadata").touch()
-    assert versions_in(tmp_path / "checkpoint") == [5]  # step-10 was being written when the run was killed
+    assert versions_in(tmp_path / "checkpoint") == [
+        5
+    ]  # step-10 was being written when the run was killed
     assert checkpoint_of(tmp_path, 5) == checkpoint_of(tmp_path / "checkpoint", 5)
     with pytest.raises(ConfigError, match="it has 5;"):
         checkpoint_of(tmp_path, 10)
@@ -101,7 +179,9 @@ def test_large_models_are_written_in_shards_that_their_index_finds(tmp_path) -> 
     written = write_weights(tensors.items(), tmp_path, shard_bytes=2 * 1024)
     assert (written.tensors, written.nbytes, written.shards) == (5, 5 * 1024, 3)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == sorted(set(index["weight_map"].values()))
+    assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == sorted(
+        set(index["weight_map"].values())
+    )
     for name, file in index["weight_map"].items():
         with safe_open(tmp_path / file, "pt") as stored:
             assert torch.equal(stored.get_tensor(name), tensors[name])

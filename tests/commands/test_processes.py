@@ -18,7 +18,12 @@ def python(code: str) -> list[str]:
 
 def test_the_log_keeps_everything_and_people_see_marked_lines(tmp_path):
     seen: list[str] = []
-    run_logged(python("print('noise'); print('titan-grpo| step 1/2')"), tmp_path / "log", os.environ, seen.append)
+    run_logged(
+        python("print('noise'); print('titan-grpo| step 1/2')"),
+        tmp_path / "log",
+        os.environ,
+        seen.append,
+    )
     assert seen == ["step 1/2"]
     assert (tmp_path / "log").read_text() == "noise\ntitan-grpo| step 1/2\n"
 
@@ -27,8 +32,16 @@ def test_the_log_keeps_everything_and_people_see_marked_lines(tmp_path):
     ("code", "error", "message"),
     [
         ("print('titan-grpo: bad key'); raise SystemExit(2)", ConfigError, "bad key"),
-        ("print('failed (exitcode: 2)'); print('titan-grpo: bad key'); raise SystemExit(1)", ConfigError, "bad key"),
-        ("raise ValueError('3 rows')", TrainingFailed, r"ValueError: 3 rows \(exit code 1; .*log\)"),
+        (
+            "print('failed (exitcode: 2)'); print('titan-grpo: bad key'); raise SystemExit(1)",
+            ConfigError,
+            "bad key",
+        ),
+        (
+            "raise ValueError('3 rows')",
+            TrainingFailed,
+            r"ValueError: 3 rows \(exit code 1; .*log\)",
+        ),
     ],
     ids=["a refused configuration", "a rank's refused configuration", "an exception"],
 )
@@ -38,13 +51,22 @@ def test_a_failure_is_one_line(code, error, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-# A child in a session of its own that ignores SIGTERM, as a hanging rank of torchrun's does; says its pid.
-HANGING = "import signal, os; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); signal.pause()"
-PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HANGING!r}], start_new_session=True)"
+# A child in a session of its own that ignores SIGTERM, as a hanging rank of torchrun's does; says
+# its pid.
+HANGING = (
+    "import signal, os; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(),"
+    " flush=True); signal.pause()"
+)
+PARENT = (
+    f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HANGING!r}],"
+    " start_new_session=True)"
+)
 
 
 def test_a_grandchild_in_a_session_of_its_own_ends_too():
-    process = subprocess.Popen(python(PARENT), stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        python(PARENT), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     child = psutil.Process(int(process.stdout.readline()))
     pidfds = descendants(process.pid)
     assert len(pidfds) == 1

@@ -1,8 +1,8 @@
 import pytest
 
-from titan_grpo.commands import checks, facts, rollouts
+from titan_grpo.commands import doctor_checks, doctor_facts, rollouts
 from titan_grpo.errors import ConfigError
-from titan_grpo.rollout.frames import FORMAT
+from titan_grpo.rollout.codec import FORMAT
 from titan_grpo.rollout.service import Service
 
 
@@ -11,11 +11,20 @@ from titan_grpo.rollout.service import Service
     [
         (
             ["--bind", "0.0.0.0:8910"],
-            r"--bind must be on loopback while TITAN_GRPO_CONTROLLER_KEY is empty, got 0\.0\.0\.0:8910",
+            (
+                r"--bind must be on loopback while TITAN_GRPO_CONTROLLER_KEY is empty, got"
+                r" 0\.0\.0\.0:8910"
+            ),
         ),
-        (["--bind", "10.0.0.1:0", "--key-env", "OTHER"], "--bind must be on loopback while OTHER is empty"),
+        (
+            ["--bind", "10.0.0.1:0", "--key-env", "OTHER"],
+            "--bind must be on loopback while OTHER is empty",
+        ),
         (["--lease", "0"], "--lease must be greater than 0, got 0"),
-        (["--bind", "127.0.0.1:70000"], "--bind must be an address of this host, got '127.0.0.1:70000'"),
+        (
+            ["--bind", "127.0.0.1:70000"],
+            "--bind must be an address of this host, got '127.0.0.1:70000'",
+        ),
     ],
 )
 def test_a_service_that_anybody_could_use_and_what_can_not_be_bound_are_refused(arguments, message):
@@ -32,12 +41,19 @@ def test_the_doctor_looks_at_the_service_of_a_job():
     service = Service("127.0.0.1:0", "secret", 60.0, str)
     url = f"http://{service.address}"
     try:
-        answer, error = facts.controller_answer(url, "secret", 10.0)
-        assert checks.controller(url, answer, error, FORMAT).line().endswith("is free")
-        other = checks.controller(url, answer, error, "another form")
+        answer, error = doctor_facts.controller_answer(url, "secret", 10.0)
+        assert doctor_checks.controller(url, answer, error, FORMAT).line().endswith("is free")
+        other = doctor_checks.controller(url, answer, error, "another form")
         assert (other.status, other.text) == ("problem", f"{url} runs another titan_grpo")
-        refused = checks.controller(url, *facts.controller_answer(url, "wrong", 10.0), FORMAT)
+        refused = doctor_checks.controller(
+            url, *doctor_facts.controller_answer(url, "wrong", 10.0), FORMAT
+        )
         assert (refused.status, "refused with 401" in refused.text) == ("problem", True)
     finally:
         service.close()
-    assert checks.controller(url, *facts.controller_answer(url, "secret", 10.0), FORMAT).status == "problem"
+    assert (
+        doctor_checks.controller(
+            url, *doctor_facts.controller_answer(url, "secret", 10.0), FORMAT
+        ).status
+        == "problem"
+    )

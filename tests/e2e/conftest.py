@@ -1,4 +1,5 @@
-"""Real runs for the end-to-end tests: torchrun with a watched output, one shared server, synthetic recorded rollouts."""
+"""Real runs for the end-to-end tests: torchrun with a watched output, one shared server, synthetic
+recorded rollouts."""
 
 import json
 import os
@@ -18,24 +19,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.conformance.engine import EngineUnderTest
 from titan_grpo.commands.processes import end_group, torchrun
-from titan_grpo.engines.controls import ServerAccess, make_control
-from titan_grpo.engines.dialect import Dialect, dialect
-from titan_grpo.engines.drivers import SyncDriver
+from titan_grpo.engines.generation import Sampling
+from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.launch import Server
-from titan_grpo.engines.sampling import Sampling
+from titan_grpo.engines.server import Dialect, ServerAccess, dialect, make_control
 from titan_grpo.observe import schema
 from titan_grpo.observe.terminal import Cause, shown
 from titan_grpo.patches import sglang_cpu
-from titan_grpo.protocol.version import Label
+from titan_grpo.protocol.messages import Label
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.records import GroupRecorder
 from titan_grpo.rollout.remote import RemoteLink
 from titan_grpo.rollout.service import Service
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Completion, Group, Prompt
-from titan_grpo.testing.suites.crowd import CONTEXT
-from titan_grpo.testing.suites.engine import EngineUnderTest
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.site import Devices, server_spec
 
@@ -47,7 +46,8 @@ STEP = re.compile(r"^step +(\d+)/")
 
 
 class Training:
-    """A torchrun in a process group of its own, its output read line by line. A context manager: nothing stays."""
+    """A torchrun in a process group of its own, its output read line by line. A context manager:
+    nothing stays."""
 
     def __init__(self, command: list[str], cwd: Path) -> None:
         self.lines: list[str] = []
@@ -83,7 +83,9 @@ class Training:
     @property
     def step(self) -> int:
         """The last finished step; 0 before the first."""
-        return max((int(found.group(1)) for text in self.shown if (found := STEP.match(text))), default=0)
+        return max(
+            (int(found.group(1)) for text in self.shown if (found := STEP.match(text))), default=0
+        )
 
     @property
     def log(self) -> str:
@@ -113,7 +115,9 @@ class Training:
 
     def wait_step(self, step: int, timeout_s: float = 90.0) -> None:
         """Until a step is finished; fails the test with the log otherwise."""
-        assert self.wait_until(lambda: self.step >= step, timeout_s), f"step {step} was not reached:\n{self.log}"
+        assert self.wait_until(lambda: self.step >= step, timeout_s), (
+            f"step {step} was not reached:\n{self.log}"
+        )
 
     def run_on(self, seconds: float) -> None:
         """Let it train that long."""
@@ -132,7 +136,8 @@ class Training:
         return self.finish(60)
 
     def kill(self) -> None:
-        """SIGKILL to torchrun and everything below it, ranks first: torchrun would tell the others."""
+        """SIGKILL to torchrun and everything below it, ranks first: torchrun would tell the
+        others."""
         for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
             process.kill()
         self.finish(30)
@@ -140,7 +145,12 @@ class Training:
     def __enter__(self) -> "Training":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         end_group(self.process)
         self._reader.join(10)
 
@@ -184,7 +194,8 @@ class Site:
 
     @property
     def kernel_calls(self) -> list[str]:
-        """Functions of SGLang's compiled kernels that were called although only a stand-in is there; empty if all is well."""
+        """Functions of SGLang's compiled kernels that were called although only a stand-in is
+        there; empty if all is well."""
         path = Path(self.server.spec.env[sglang_cpu.CALLS_VARIABLE])
         return path.read_text().splitlines() if path.exists() else []
 
@@ -192,7 +203,9 @@ class Site:
         """Healthy, not paused, and a request is answered."""
         self.driver.run(self.speak.health())
         assert not self.paused()
-        assert self.driver.run(self.speak.generate([1, 40, 41], Sampling(max_tokens=4), 30.0)).token_ids
+        assert self.driver.run(
+            self.speak.generate([1, 40, 41], Sampling(max_tokens=4), 30.0)
+        ).token_ids
 
 
 @dataclass
@@ -207,7 +220,14 @@ class Runs:
         """The TOML file that every run starts from."""
         return self.root / RECIPE
 
-    def start(self, out: Path, servers: list[str], *arguments: str, nproc: int = 1, inside: tuple[str, ...] = ()) -> Training:
+    def start(
+        self,
+        out: Path,
+        servers: list[str],
+        *arguments: str,
+        nproc: int = 1,
+        inside: tuple[str, ...] = (),
+    ) -> Training:
         """``inside``: a command line that runs torchrun as its arguments (in a namespace, say)."""
         settings = {
             "job.dump_folder": out,
@@ -220,7 +240,14 @@ class Runs:
         options = [f"--{key}={value}" for key, value in settings.items()]
         return Training([*inside, *torchrun(nproc, RECIPE, [*options, *arguments])], self.root)
 
-    def complete(self, out: Path, servers: list[str], *arguments: str, nproc: int = 1, inside: tuple[str, ...] = ()) -> dict:
+    def complete(
+        self,
+        out: Path,
+        servers: list[str],
+        *arguments: str,
+        nproc: int = 1,
+        inside: tuple[str, ...] = (),
+    ) -> dict:
         """Run to the end; its summary."""
         with self.start(out, servers, *arguments, nproc=nproc, inside=inside) as training:
             assert training.finish() == 0, training.log
@@ -264,17 +291,24 @@ class Replay:
         rng = random.Random(0)
         recorder = GroupRecorder(str(self.path), 0)
         for version in range(versions):
-            recorder.write(version, [self._group(rng, version, index) for index in range(self.prompts)])
+            recorder.write(
+                version, [self._group(rng, version, index) for index in range(self.prompts)]
+            )
         recorder.close()
         return self
 
     def _group(self, rng: random.Random, version: int, index: int) -> Group:
-        prompt = Prompt(version * self.prompts + index, tuple(rng.randrange(4, 100) for _ in range(8)))
+        prompt = Prompt(
+            version * self.prompts + index, tuple(rng.randrange(4, 100) for _ in range(8))
+        )
         return Group(prompt, tuple(self._completion(rng, version) for _ in range(self.group)))
 
     def _completion(self, rng: random.Random, version: int) -> Completion:
-        ids = tuple(rng.randrange(4, 100) for _ in range(rng.randrange(self.tokens // 2, self.tokens + 1)))
-        # Ids 21 to 30 are the digits of the tiny vocabulary; ln 128 is what a random model gives to any token.
+        ids = tuple(
+            rng.randrange(4, 100) for _ in range(rng.randrange(self.tokens // 2, self.tokens + 1))
+        )
+        # Ids 21 to 30 are the digits of the tiny vocabulary; ln 128 is what a random model gives to
+        # any token.
         reward = sum(21 <= i <= 30 for i in ids) / len(ids)
         return Completion(ids, (-4.85,) * len(ids), "length", version, version, "", reward)
 
@@ -286,13 +320,16 @@ def runs(root, tmp_path_factory) -> Runs:
 
 @pytest.fixture(scope="session")
 def site(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator[Site]:
-    """A real server that starts with other weights than the trainers', and answers nobody who has not its key.
+    """A real server that starts with other weights than the trainers', and answers nobody who has
+    not its key.
 
     It records every commit beside its log (verify.site.recorded).
     """
     folder = tmp_path_factory.mktemp("site")
-    spec = server_spec(vllm_python, write_tiny_model("qwen3", folder / "model", seed=2), folder, Devices("cpu"))
-    with Server(replace(spec, max_model_len=CONTEXT, env={**spec.env, "VLLM_API_KEY": API_KEY})) as server:
+    spec = server_spec(
+        vllm_python, write_tiny_model("qwen3", folder / "model", seed=2), folder, Devices("cpu")
+    )
+    with Server(replace(spec, env={**spec.env, "VLLM_API_KEY": API_KEY})) as server:
         server.wait_healthy(280)
         with SyncDriver(server.url, API_KEY) as driver:
             yield Site(server, driver)
@@ -305,7 +342,7 @@ def sglang_site(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> 
     model = write_tiny_model("qwen3", folder / "model", seed=2)
     spec = server_spec(sglang_python, model, folder, Devices("cpu"), engine="sglang")
     env = {**spec.env, sglang_cpu.CALLS_VARIABLE: str(folder / "kernel_calls")}
-    server = Server(replace(spec, max_model_len=CONTEXT, env=env, api_key=API_KEY, admin_key=ADMIN_KEY))
+    server = Server(replace(spec, env=env, api_key=API_KEY, admin_key=ADMIN_KEY))
     with SyncDriver(server.url, API_KEY, ADMIN_KEY) as driver:
         shared = Site(server, driver)
         try:
@@ -321,19 +358,29 @@ FAR_KEYS = ("TITAN_GRPO_TEST_FAR_API_KEY", "TITAN_GRPO_TEST_FAR_ADMIN_KEY")
 
 @pytest.fixture
 def through_service(monkeypatch) -> Iterator[Callable[[EngineUnderTest], EngineUnderTest]]:
-    """The same server, whose control plane is reached by calls of a rollout service, which alone has the keys."""
+    """The same server, whose control plane is reached by calls of a rollout service, which alone
+    has the keys."""
     with ExitStack() as stack:
 
         def reached(server: EngineUnderTest) -> EngineUnderTest:
-            for name, key in zip(FAR_KEYS, (server.access.api_key, server.access.admin_key), strict=True):
+            for name, key in zip(
+                FAR_KEYS, (server.access.api_key, server.access.admin_key), strict=True
+            ):
                 monkeypatch.setenv(name, key)
-            spec = RolloutSpec(model_dir=str(server.model), api_key_env=FAR_KEYS[0], admin_key_env=FAR_KEYS[1])
+            spec = RolloutSpec(
+                model_dir=str(server.model), api_key_env=FAR_KEYS[0], admin_key_env=FAR_KEYS[1]
+            )
             service = Service("127.0.0.1:0", "", 30.0, lambda _: None)
             stack.callback(service.close)
-            client = RolloutClient(spec, "", RemoteLink(f"http://{service.address}", "", "127.0.0.1:0"))
+            client = RolloutClient(
+                spec, "", RemoteLink(f"http://{service.address}", "", "127.0.0.1:0")
+            )
             stack.callback(client.close)
             client.start(60.0)
-            keyless = lambda engine, access: client.control(engine, replace(access, api_key="", admin_key=""))  # noqa: E731
+
+            def keyless(engine, access):
+                return client.control(engine, replace(access, api_key="", admin_key=""))
+
             return replace(server, make=keyless)
 
         yield reached

@@ -1,4 +1,5 @@
-"""Runs with the whole family of terms on, on recorded rollouts and a server without an engine: resumed, skipped, stopped."""
+"""Runs with the whole family of terms on, on recorded rollouts and a server without an engine:
+resumed, skipped, stopped."""
 
 import json
 import shutil
@@ -7,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.rigs.server_handle import ServerProcess
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
-from titan_grpo.testing.server_handle import ServerProcess
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -30,7 +31,10 @@ def server():
 def text(tmp_path_factory):
     """Plain text for torchtitan's own loader."""
     folder = tmp_path_factory.mktemp("text")
-    lines = [json.dumps({"text": f"number {n} is followed by {n + 1}, and so on. " * 4}) for n in range(64)]
+    lines = [
+        json.dumps({"text": f"number {n} is followed by {n + 1}, and so on. " * 4})
+        for n in range(64)
+    ]
     (folder / "data.json").write_text("\n".join(lines))
     return folder
 
@@ -62,9 +66,19 @@ def committed(summary):
     return server["committed"]
 
 
-def test_a_run_with_every_term_makes_one_version_per_batch_and_resumes_exactly(runs, server, small_replay, text, tmp_path):
-    arguments = [*small_replay.arguments, *SMOOTH, *every_term(text), "--grpo.pack_sequences", "--checkpoint.interval=2"]
-    summary = runs.complete(tmp_path / "whole", [server.url], *arguments, "--training.steps=4", nproc=2)
+def test_a_run_with_every_term_makes_one_version_per_batch_and_resumes_exactly(
+    runs, server, small_replay, text, tmp_path
+):
+    arguments = [
+        *small_replay.arguments,
+        *SMOOTH,
+        *every_term(text),
+        "--grpo.pack_sequences",
+        "--checkpoint.interval=2",
+    ]
+    summary = runs.complete(
+        tmp_path / "whole", [server.url], *arguments, "--training.steps=4", nproc=2
+    )
     assert committed(summary)[0] == 0
     assert committed(summary)[-1] == 4, "two optimizer steps of a batch are one version"
     rows = list(read_metrics(tmp_path / "whole/metrics.jsonl"))
@@ -75,17 +89,27 @@ def test_a_run_with_every_term_makes_one_version_per_batch_and_resumes_exactly(r
 
     shutil.copytree(tmp_path / "whole/checkpoint/step-2", tmp_path / "resumed/checkpoint/step-2")
     arguments.append("--grpo.no-single-rank-load")
-    summary = runs.complete(tmp_path / "resumed", [server.url], *arguments, "--training.steps=4", nproc=2)
+    summary = runs.complete(
+        tmp_path / "resumed", [server.url], *arguments, "--training.steps=4", nproc=2
+    )
     assert summary["steps"] == 2
     expected, resumed = runs.weights(tmp_path / "whole/hf"), runs.weights(tmp_path / "resumed/hf")
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
 @pytest.mark.long
-def test_every_term_is_the_same_with_the_vocabulary_sharded_over_two_ranks(runs, server, small_replay, text, tmp_path):
+def test_every_term_is_the_same_with_the_vocabulary_sharded_over_two_ranks(
+    runs, server, small_replay, text, tmp_path
+):
     name, flavor = FLAVORS["llama3"]
     others = replace(runs, model=write_tiny_model("llama3", tmp_path / "model", seed=1))
-    arguments = [*small_replay.arguments, *SMOOTH, *every_term(text), f"--model.name={name}", f"--model.flavor={flavor}"]
+    arguments = [
+        *small_replay.arguments,
+        *SMOOTH,
+        *every_term(text),
+        f"--model.name={name}",
+        f"--model.flavor={flavor}",
+    ]
     # One data-parallel rank reads other text than two do.
     arguments.append("--grpo.ptx_mixin_batchsize=0")
     found = {}
@@ -94,7 +118,14 @@ def test_every_term_is_the_same_with_the_vocabulary_sharded_over_two_ranks(runs,
         parallel = f"--parallelism.tensor_parallel_degree={degree}"
         others.complete(out, [server.url], *arguments, parallel, "--training.steps=2", nproc=2)
         found[degree] = list(read_metrics(out / "metrics.jsonl"))
-    shown = (names.LOSS, names.GRAD_NORM, names.KL, names.ENTROPY, names.LOGIT_SQUARE, names.RATIO_MEAN)
+    shown = (
+        names.LOSS,
+        names.GRAD_NORM,
+        names.KL,
+        names.ENTROPY,
+        names.LOGIT_SQUARE,
+        names.RATIO_MEAN,
+    )
     for whole, sharded in zip(found[1], found[2], strict=True):
         for metric in shown:
             assert sharded[metric] == pytest.approx(whole[metric], rel=2e-4, abs=1e-6), metric
@@ -105,8 +136,8 @@ HUGE = (3e38, -3e38, -3e38, -3e38)
 
 
 def rewritten(small_replay, path, batches, flat=(), huge=()):
-    """A recording of these batches of another, each the next version; in those named ``flat`` every reward is the same, in
-    those named ``huge`` one group has HUGE rewards."""
+    """A recording of these batches of another, each the next version; in those named ``flat`` every
+    reward is the same, in those named ``huge`` one group has HUGE rewards."""
     source = ReplayClient(str(small_replay.path))
     groups = [source.next_batch(version, PROMPTS, 0) for version in range(max(batches) + 1)]
     recorder = GroupRecorder(str(path), 0)
@@ -119,29 +150,60 @@ def rewritten(small_replay, path, batches, flat=(), huge=()):
             for completion in group["completions"]:
                 completion["reward"] = 1.0
     for version in huge:
-        for completion, reward in zip(lines[version]["groups"][0]["completions"], HUGE, strict=True):
+        for completion, reward in zip(
+            lines[version]["groups"][0]["completions"], HUGE, strict=True
+        ):
             completion["reward"] = reward
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return [f"--rollout.replay_path={path}"]
 
 
-def test_a_skipped_step_changes_nothing_publishes_nothing_and_the_next_one_goes_on(runs, server, small_replay, tmp_path):
-    arguments = [*small_replay.arguments, *SMOOTH, "--grpo.reward_collapse_steps=1", "--grpo.no-normalize-advantage-std"]
-    skipping = rewritten(small_replay, tmp_path / "flat.jsonl", (0, 1, 2, 3, 3), flat=(2,), huge=(3,))
-    summary = runs.complete(tmp_path / "skipped", [server.url], *arguments, *skipping, "--training.steps=5", nproc=2)
+def test_a_skipped_step_changes_nothing_publishes_nothing_and_the_next_one_goes_on(
+    runs, server, small_replay, tmp_path
+):
+    arguments = [
+        *small_replay.arguments,
+        *SMOOTH,
+        "--grpo.reward_collapse_steps=1",
+        "--grpo.no-normalize-advantage-std",
+    ]
+    skipping = rewritten(
+        small_replay, tmp_path / "flat.jsonl", (0, 1, 2, 3, 3), flat=(2,), huge=(3,)
+    )
+    summary = runs.complete(
+        tmp_path / "skipped", [server.url], *arguments, *skipping, "--training.steps=5", nproc=2
+    )
     assert summary["steps"] == 5
     assert committed(summary)[-1] == 3
-    assert [error for error in summary["errors"] if "step 3: 1 optimizer step skipped (all rewards were equal" in error]
-    # The group is on one rank, and so is the loss that is not a number; a step taken by the other would show in the weights.
-    assert [error for error in summary["errors"] if "step 4: 1 optimizer step skipped (the loss is not finite" in error]
+    assert [
+        error
+        for error in summary["errors"]
+        if "step 3: 1 optimizer step skipped (all rewards were equal" in error
+    ]
+    # The group is on one rank, and so is the loss that is not a number; a step taken by the other
+    # would show in the weights.
+    assert [
+        error
+        for error in summary["errors"]
+        if "step 4: 1 optimizer step skipped (the loss is not finite" in error
+    ]
     without = rewritten(small_replay, tmp_path / "without.jsonl", (0, 1, 3))
-    runs.complete(tmp_path / "without", [server.url], *arguments, *without, "--training.steps=3", nproc=2)
+    runs.complete(
+        tmp_path / "without", [server.url], *arguments, *without, "--training.steps=3", nproc=2
+    )
     expected, skipped = runs.weights(tmp_path / "without/hf"), runs.weights(tmp_path / "skipped/hf")
     assert all(torch.equal(expected[name], skipped[name]) for name in expected)
 
 
-def test_a_run_without_a_healthy_step_stops_on_every_rank_and_says_why(runs, server, small_replay, tmp_path):
-    arguments = [*small_replay.arguments, "--grpo.grad_norm_limit=1e-9", "--grpo.max_unhealthy_steps=2", "--training.steps=6"]
+def test_a_run_without_a_healthy_step_stops_on_every_rank_and_says_why(
+    runs, server, small_replay, tmp_path
+):
+    arguments = [
+        *small_replay.arguments,
+        "--grpo.grad_norm_limit=1e-9",
+        "--grpo.max_unhealthy_steps=2",
+        "--training.steps=6",
+    ]
     with runs.start(tmp_path, [server.url], *arguments, nproc=2) as training:
         assert training.finish() != 0
     assert "no optimizer step was taken in 2 training steps in a row" in training.cause

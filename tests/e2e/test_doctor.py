@@ -4,17 +4,27 @@ import pytest
 
 from titan_grpo import cli
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.drivers import SyncDriver
+from titan_grpo.engines.http import SyncDriver
 from titan_grpo.runkey import KEY_VARIABLE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
-def test_a_server_that_runs_our_plugin_passes_and_is_left_as_it_was(tiny_server, vllm_python, capsys, monkeypatch) -> None:
+def test_a_server_that_runs_our_plugin_passes_and_is_left_as_it_was(
+    tiny_server, vllm_python, capsys, monkeypatch
+) -> None:
     monkeypatch.setenv(KEY_VARIABLE, tiny_server.spec.run_key.hex())
     with SyncDriver(tiny_server.url) as driver:
         before = driver.run(vllm.weight_info())
-        arguments = ["doctor", "--server", tiny_server.url, "--engine-python", vllm_python, "--timeout", "60"]
+        arguments = [
+            "doctor",
+            "--server",
+            tiny_server.url,
+            "--engine-python",
+            vllm_python,
+            "--timeout",
+            "60",
+        ]
         assert cli.main(arguments) == 0, capsys.readouterr().out
         out = capsys.readouterr().out
         assert "called back, holding its own weights; it has proven that it has our run key" in out
@@ -23,7 +33,9 @@ def test_a_server_that_runs_our_plugin_passes_and_is_left_as_it_was(tiny_server,
         driver.run(vllm.health())
 
 
-def test_a_paused_server_and_a_run_key_that_is_missing_here_are_warnings_with_remedies(tiny_server, capsys) -> None:
+def test_a_paused_server_and_a_run_key_that_is_missing_here_are_warnings_with_remedies(
+    tiny_server, capsys
+) -> None:
     with SyncDriver(tiny_server.url) as driver:
         driver.run(vllm.pause(30))
         try:
@@ -36,12 +48,22 @@ def test_a_paused_server_and_a_run_key_that_is_missing_here_are_warnings_with_re
     assert "2 warnings" in out
 
 
-def test_a_real_sglang_with_its_two_keys_passes_and_is_left_as_it_was(sglang_site, sglang_python, capsys, monkeypatch) -> None:
+def test_a_real_sglang_with_its_two_keys_passes_and_is_left_as_it_was(
+    sglang_site, sglang_python, capsys, monkeypatch
+) -> None:
     spec = sglang_site.server.spec
     monkeypatch.setenv("A_KEY", spec.api_key)
     monkeypatch.setenv("B_KEY", spec.admin_key)
     before = sglang_site.driver.run(sglang.label())
-    arguments = ["doctor", "--server", sglang_site.url, "--sglang-python", sglang_python, "--timeout", "60"]
+    arguments = [
+        "doctor",
+        "--server",
+        sglang_site.url,
+        "--sglang-python",
+        sglang_python,
+        "--timeout",
+        "60",
+    ]
     keys = ["--api-key-env", "A_KEY", "--admin-key-env", "B_KEY"]
     assert cli.main([*arguments, *keys]) == 0, capsys.readouterr().out
     out = capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Both engines pass one suite, on real servers: titan_grpo/testing/suites says what it is and what a third engine needs."""
+"""Both engines pass one suite, on real servers: tests/conformance says what it is and what
+a third engine needs."""
 
 import signal
 import time
@@ -8,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from titan_grpo.engines.controls import ServerAccess
-from titan_grpo.engines.sampling import Sampling
-from titan_grpo.engines.streamed import INTERVAL
+from tests.conformance import commits, crowd, engine, kv, pieces
+from tests.conformance.engine import EngineUnderTest
+from tests.conformance.reference import Reference
+from titan_grpo.engines.generation import INTERVAL, Sampling
+from titan_grpo.engines.server import ServerAccess
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.testing.suites import commits, crowd, engine, kv, pieces
-from titan_grpo.testing.suites.engine import EngineUnderTest
-from titan_grpo.testing.suites.reference import Reference
 from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 STD = 0.05
-"""Weights large enough that two seeds differ by whole units of log-probability, small enough for bf16."""
+"""Weights large enough that two seeds differ by whole units of log-probability, small enough for
+bf16."""
 
 
 def remake(seed: int, folder: Path) -> Path:
@@ -42,7 +43,16 @@ def sglang(sglang_site, tmp_path_factory) -> EngineUnderTest:
     """The same, of SGLang."""
     model, folder = Path(sglang_site.server.spec.model), tmp_path_factory.mktemp("sglang")
     e = EngineUnderTest(
-        "sglang", sglang_site.access, model, remake, folder, True, True, None, sglang_site.restart, follows_seeds=False
+        "sglang",
+        sglang_site.access,
+        model,
+        remake,
+        folder,
+        True,
+        True,
+        None,
+        sglang_site.restart,
+        follows_seeds=False,
     )
     commits.bring_back(e)
     return e
@@ -53,7 +63,14 @@ def keyed(tiny_server, tmp_path_factory) -> EngineUnderTest:
     """A server with a run key, shared by tests that leave it as they found it."""
     spec, access = tiny_server.spec, ServerAccess(tiny_server.url, 60.0)
     return EngineUnderTest(
-        "vllm", access, Path(spec.model), remake, tmp_path_factory.mktemp("keyed"), False, False, run_key=spec.run_key
+        "vllm",
+        access,
+        Path(spec.model),
+        remake,
+        tmp_path_factory.mktemp("keyed"),
+        False,
+        False,
+        run_key=spec.run_key,
     )
 
 
@@ -61,22 +78,35 @@ def named(checks) -> dict:
     return {"argvalues": checks, "ids": [check.__name__ for check in checks]}
 
 
-@pytest.mark.parametrize("check", **named(engine.CHECKS + pieces.CHECKS + commits.CHECKS + kv.CHECKS))
+@pytest.mark.parametrize(
+    "check", **named(engine.CHECKS + pieces.CHECKS + commits.CHECKS + kv.CHECKS)
+)
 def test_vllm(check, vllm) -> None:
     check(vllm)
 
 
-@pytest.mark.parametrize("check", **named(engine.CHECKS + pieces.CHECKS + commits.CHECKS + kv.CHECKS))
+@pytest.mark.parametrize(
+    "check", **named(engine.CHECKS + pieces.CHECKS + commits.CHECKS + kv.CHECKS)
+)
 def test_sglang(check, sglang, sglang_site) -> None:
     check(sglang)
-    assert sglang_site.kernel_calls == [], "the stand-in for SGLang's compiled kernels takes part in nothing"
+    assert sglang_site.kernel_calls == [], (
+        "the stand-in for SGLang's compiled kernels takes part in nothing"
+    )
 
 
 KEY_VARIABLE = "TITAN_GRPO_TEST_BROKEN_KEY"
 SAMPLED = RolloutSpec(
-    "", 13, prompts_per_step=2, group_size=6, max_completion_tokens=200, max_staleness=0, api_key_env=KEY_VARIABLE
+    "",
+    13,
+    prompts_per_step=2,
+    group_size=6,
+    max_completion_tokens=200,
+    max_staleness=0,
+    api_key_env=KEY_VARIABLE,
 )
-"""Completions of version 13, none of which is short enough to be done before the server is killed."""
+"""Completions of version 13, none of which is short enough to be done before the server is
+killed."""
 
 
 @pytest.fixture
@@ -88,8 +118,11 @@ def client(sglang, monkeypatch) -> Iterator[RolloutClient]:
     one.close()
 
 
-def test_sglang_killed_under_requests_which_vllm_finishes_and_restarted(sglang, sglang_site, vllm, client) -> None:
-    """The server dies in a pause of a commit, by SIGKILL. What it has sent goes on elsewhere, and it is another one later."""
+def test_sglang_killed_under_requests_which_vllm_finishes_and_restarted(
+    sglang, sglang_site, vllm, client
+) -> None:
+    """The server dies in a pause of a commit, by SIGKILL. What it has sent goes on elsewhere, and
+    it is another one later."""
     with commits.sender(sglang) as first, commits.sender(vllm) as second:
         labels, weights = (first.label(13), second.label(13)), first.sync(13, 13)
         second.sync(13, 13)
@@ -100,7 +133,9 @@ def test_sglang_killed_under_requests_which_vllm_finishes_and_restarted(sglang, 
         assert time.monotonic() < deadline, "no requests were made"
     client.set_server(url, 13, False, labels[0], "sglang")  # and no more than these
     # Behind them in the queue: once it has its tokens, they have some.
-    sglang.run(sglang.speak.generate(crowd.prompt(1), Sampling(2 * INTERVAL, ignore_eos=True), 60.0))
+    sglang.run(
+        sglang.speak.generate(crowd.prompt(1), Sampling(2 * INTERVAL, ignore_eos=True), 60.0)
+    )
     with sglang.control() as control:
         control.pause()  # as the commit would in a moment
 
@@ -116,9 +151,13 @@ def test_sglang_killed_under_requests_which_vllm_finishes_and_restarted(sglang, 
     assert counters["resumed"] >= 1, counters
     assert counters["resumed_tokens"] >= INTERVAL, counters
     reference, servers = Reference(weights), set()
-    for completion, prompt in [(c, list(g.prompt.token_ids)) for g in groups for c in g.completions]:
+    for completion, prompt in [
+        (c, list(g.prompt.token_ids)) for g in groups for c in g.completions
+    ]:
         assert (completion.version_first, completion.version_last) == (13, 13)
-        assert len(completion.token_ids) == len(completion.logprobs) <= SAMPLED.max_completion_tokens
+        assert (
+            len(completion.token_ids) == len(completion.logprobs) <= SAMPLED.max_completion_tokens
+        )
         computed = reference.logprobs([*prompt, *completion.token_ids])[len(prompt) - 1 :]
         assert engine.furthest(completion.logprobs, computed) <= engine.MAX_DIFFERENCE, completion
         servers.add(completion.server)

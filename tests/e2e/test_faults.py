@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 def wait_idle(site, training) -> None:
-    """Until the server holds what the last finished step made, so that nothing is on its way for a whole step."""
+    """Until the server holds what the last finished step made, so that nothing is on its way for a
+    whole step."""
     end = time.monotonic() + 60
     while site.label().version < training.step or site.paused():
         assert time.monotonic() < end, training.log
@@ -23,16 +24,20 @@ def wait_idle(site, training) -> None:
 
 def receiver_of(server: Server) -> psutil.Process:
     children = psutil.Process(server.group).children(recursive=True)
-    (receiver,) = [p for p in children if "titan_grpo.receive.process" in p.cmdline()]
+    (receiver,) = [p for p in children if "titan_grpo.receive.receiver_main" in p.cmdline()]
     return receiver
 
 
 @pytest.mark.long
-def test_a_trainer_killed_in_mid_transfer_leaves_the_old_version_and_the_next_one_resumes(runs, site, make_replay, tmp_path):
+def test_a_trainer_killed_in_mid_transfer_leaves_the_old_version_and_the_next_one_resumes(
+    runs, site, make_replay, tmp_path
+):
     # Steps so long that a commit is over well before the next one.
     replay = make_replay(tmp_path / "replay.jsonl", prompts=8, group=8, tokens=440).write(40)
     settings = ["--training.seq_len=512", "--checkpoint.interval=1"]
-    with runs.start(tmp_path, [site.url], *replay.arguments, *settings, "--training.steps=40") as training:
+    with runs.start(
+        tmp_path, [site.url], *replay.arguments, *settings, "--training.steps=40"
+    ) as training:
         training.wait_step(2)
         run = site.label().run_id
         receiver = receiver_of(site.server)
@@ -47,9 +52,13 @@ def test_a_trainer_killed_in_mid_transfer_leaves_the_old_version_and_the_next_on
     assert site.label() == held
     assert held.run_id == run
     base = versions_in(tmp_path / "checkpoint")[-1]
-    summary = runs.complete(tmp_path, [site.url], *replay.arguments, *settings, f"--training.steps={base + 2}")
+    summary = runs.complete(
+        tmp_path, [site.url], *replay.arguments, *settings, f"--training.steps={base + 2}"
+    )
     assert summary["steps"] == 2
-    assert summary["versions_committed"][site.url]["committed"][0] == base, "the resumed version comes before any rollout"
+    assert summary["versions_committed"][site.url]["committed"][0] == base, (
+        "the resumed version comes before any rollout"
+    )
     assert summary["versions_committed"][site.url]["last"] == base + 2
     assert summary["digest_mismatches"] == 0
     assert site.label().run_id > run
@@ -61,8 +70,18 @@ IN_SMALL_SHM = 'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
 
 
 def small_shm(size: str) -> tuple[str, ...]:
-    """A command line that runs its arguments with a /dev/shm of that size; skips where namespaces are not permitted."""
-    command = ("unshare", "--mount", "--propagation", "private", "bash", "-c", IN_SMALL_SHM.format(size=size), "bash")
+    """A command line that runs its arguments with a /dev/shm of that size; skips where namespaces
+    are not permitted."""
+    command = (
+        "unshare",
+        "--mount",
+        "--propagation",
+        "private",
+        "bash",
+        "-c",
+        IN_SMALL_SHM.format(size=size),
+        "bash",
+    )
     tried = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
         pytest.skip(f"mount namespaces are not permitted here: {tried.stderr.strip()}")
@@ -79,18 +98,29 @@ def test_a_run_does_not_need_dev_shm(runs, site, small_replay, tmp_path):
 
 
 @pytest.mark.long
-def test_one_of_two_servers_is_killed_and_training_goes_on_with_the_other(runs, site, vllm_python, tmp_path):
+def test_one_of_two_servers_is_killed_and_training_goes_on_with_the_other(
+    runs, site, vllm_python, tmp_path
+):
     python = vllm_python
     wrapper = tmp_path / "python"
     # This one lives with the 64 MB of /dev/shm that containers have by default, if we may.
-    inside = "unshare --mount --propagation private bash -c 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec \"$@\"' bash"
-    wrapper.write_text(f'#!/bin/bash\nunshare --mount true && exec {inside} {python} "$@"\nexec {python} "$@"\n')
+    inside = (
+        "unshare --mount --propagation private bash -c 'mount -t tmpfs -o size=64m tmpfs /dev/shm"
+        ' && exec "$@"\' bash'
+    )
+    wrapper.write_text(
+        f'#!/bin/bash\nunshare --mount true && exec {inside} {python} "$@"\nexec {python} "$@"\n'
+    )
     wrapper.chmod(0o755)
-    spec = ServerSpec(python=str(wrapper), model=str(runs.model), log_path=str(tmp_path / "second.log"))
+    spec = ServerSpec(
+        python=str(wrapper), model=str(runs.model), log_path=str(tmp_path / "second.log")
+    )
     with Server(spec) as second:
         second.wait_healthy(200)
         with runs.start(tmp_path, [site.url, second.url], "--training.steps=12") as training:
-            assert training.wait_until(lambda: training.step >= 4 and holds_both(training.shown)), training.log
+            assert training.wait_until(lambda: training.step >= 4 and holds_both(training.shown)), (
+                training.log
+            )
             second.signal(signal.SIGKILL)
             killed_at = training.step
             assert training.finish() == 0, training.log
@@ -108,6 +138,11 @@ def test_one_of_two_servers_is_killed_and_training_goes_on_with_the_other(runs, 
 
 
 def holds_both(lines: list[str]) -> bool:
-    """Whether the last progress line knows the versions of all servers, and each committed one of training."""
-    held = [word.rpartition("=")[2] for word in lines[-1].partition("versions ")[2].split()] if lines else []
+    """Whether the last progress line knows the versions of all servers, and each committed one of
+    training."""
+    held = (
+        [word.rpartition("=")[2] for word in lines[-1].partition("versions ")[2].split()]
+        if lines
+        else []
+    )
     return len(held) == 2 and all(v.isdigit() and int(v) > 0 for v in held)

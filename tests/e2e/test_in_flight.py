@@ -1,4 +1,5 @@
-"""A version is committed under 64 running requests of the rollout process, on a real vLLM: none is lost, none made twice."""
+"""A version is committed under 64 running requests of the rollout process, on a real vLLM: none is
+lost, none made twice."""
 
 import http.server
 import json
@@ -11,11 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from titan_grpo.engines.sampling import Sampling
+from tests.conformance.commits import Sender, sender
+from tests.conformance.engine import EngineUnderTest
+from titan_grpo.engines.generation import Sampling
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.testing.suites.commits import Sender, sender
-from titan_grpo.testing.suites.engine import EngineUnderTest
 from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -40,7 +41,11 @@ def remake(seed: int, folder: Path) -> Path:
 
 @pytest.fixture
 def trainer(site, tmp_path) -> Iterator[Sender]:
-    with sender(EngineUnderTest("vllm", site.access, Path(site.server.spec.model), remake, tmp_path, False, False)) as one:
+    with sender(
+        EngineUnderTest(
+            "vllm", site.access, Path(site.server.spec.model), remake, tmp_path, False, False
+        )
+    ) as one:
         one.sync(BEFORE, BEFORE)
         yield one
 
@@ -55,9 +60,11 @@ def client(site, monkeypatch) -> Iterator[RolloutClient]:
 
 
 class Witness:
-    """Stands before the server: which requests came by, and which answers went back. A request's seed is its own.
+    """Stands before the server: which requests came by, and which answers went back. A request's
+    seed is its own.
 
-    It lets them through once all are there: the first ones would end before the last ones begin on a slow machine.
+    It lets them through once all are there: the first ones would end before the last ones begin on
+    a slow machine.
     """
 
     def __init__(self, site) -> None:
@@ -66,14 +73,19 @@ class Witness:
         witness, changed = self, threading.Condition()
         self._changed = changed
         limits = httpx.Limits(max_connections=PROMPTS * GROUP)
-        self._client = httpx.Client(base_url=site.url, timeout=WAIT_S, trust_env=False, limits=limits)
+        self._client = httpx.Client(
+            base_url=site.url, timeout=WAIT_S, trust_env=False, limits=limits
+        )
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                seed, headers = json.loads(body)["seed"], {k: self.headers[k] for k in ("Authorization", "Content-Type")}
+                seed, headers = (
+                    json.loads(body)["seed"],
+                    {k: self.headers[k] for k in ("Authorization", "Content-Type")},
+                )
                 with changed:
                     witness.asked.append(seed)
                     changed.notify_all()
@@ -111,7 +123,9 @@ class Witness:
             assert self._changed.wait_for(self.all_asked, WAIT_S), len(self.asked)
 
     def saw_each_request_once(self) -> bool:
-        return len(set(self.asked)) == len(self.asked) == PROMPTS * GROUP and sorted(self.asked) == sorted(self.answered)
+        return len(set(self.asked)) == len(self.asked) == PROMPTS * GROUP and sorted(
+            self.asked
+        ) == sorted(self.answered)
 
 
 @pytest.fixture
@@ -126,21 +140,29 @@ def bounds_of_all(client: RolloutClient) -> list[tuple[int, int]]:
     completions = [c for group in groups for c in group.completions]
     assert sorted(group.prompt.index for group in groups) == list(range(PROMPTS))
     assert len(completions) == PROMPTS * GROUP
-    assert all(len(c.token_ids) == len(c.logprobs) <= TOKENS and c.finish_reason in ("stop", "length") for c in completions)
+    assert all(
+        len(c.token_ids) == len(c.logprobs) <= TOKENS and c.finish_reason in ("stop", "length")
+        for c in completions
+    )
     counters = client.counters()
     assert counters["requests"] == PROMPTS * GROUP
     assert not {"outages", "interrupted", "skipped", "moved"} & set(counters), counters
     return [(c.version_first, c.version_last) for c in completions]
 
 
-def test_an_update_under_64_running_requests_loses_none_and_makes_none_twice(trainer, client, witness, site):
+def test_an_update_under_64_running_requests_loses_none_and_makes_none_twice(
+    trainer, client, witness, site
+):
     weights, _ = trainer.make(AFTER)
     with trainer.link(weights) as link:
-        # Random weights end a completion at any token: staged before they start, the commit meets most of them.
+        # Random weights end a completion at any token: staged before they start, the commit meets
+        # most of them.
         staged = trainer.stage(link, weights, AFTER)
         client.set_server(witness.url, BEFORE, True, trainer.label(BEFORE))
         witness.wait_asked()
-        site.driver.run(site.speak.generate([1, 40, 41], Sampling(max_tokens=4), WAIT_S))  # behind them: they have begun
+        site.driver.run(
+            site.speak.generate([1, 40, 41], Sampling(max_tokens=4), WAIT_S)
+        )  # behind them: they have begun
         assert trainer.apply(link, staged, AFTER).ok
         client.set_server(witness.url, AFTER, False, trainer.label(AFTER))  # and no more than these
         bounds = bounds_of_all(client)
@@ -149,7 +171,9 @@ def test_an_update_under_64_running_requests_loses_none_and_makes_none_twice(tra
     assert witness.saw_each_request_once()
 
 
-def test_a_server_that_finishes_its_requests_first_has_completions_of_one_version_only(trainer, client, witness):
+def test_a_server_that_finishes_its_requests_first_has_completions_of_one_version_only(
+    trainer, client, witness
+):
     weights, _ = trainer.make(AFTER)
     with trainer.link(weights) as link:
         client.set_server(witness.url, BEFORE, True, trainer.label(BEFORE))
@@ -163,7 +187,8 @@ def test_a_server_that_finishes_its_requests_first_has_completions_of_one_versio
 
 
 def test_a_run_that_finishes_requests_before_each_commit_and_computes_kv_anew(runs, site, tmp_path):
-    """The whole path: lanes ask the rollouts to drain, the engine is asked to drop its KV, and training goes on."""
+    """The whole path: lanes ask the rollouts to drain, the engine is asked to drop its KV, and
+    training goes on."""
     out = tmp_path / "run"
     summary = runs.complete(
         out,

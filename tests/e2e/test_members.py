@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.rigs.proxy import Proxy
 from titan_grpo.engines.sglang import GENERATE
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
-from titan_grpo.testing.proxy import Proxy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -20,8 +20,13 @@ COMMIT = ("/titan_grpo/hello", "/update_weights_from_tensor", "/continue_generat
 
 
 PROMPTS = 4
-SPARSE = [f"--rollout.prompts_per_step={PROMPTS}", "--rollout.group_size=2", "--rollout.max_completion_tokens=4"]
-"""Two completions of four tokens, and a digit is rare: many groups have no spread, and dynamic sampling takes others."""
+SPARSE = [
+    f"--rollout.prompts_per_step={PROMPTS}",
+    "--rollout.group_size=2",
+    "--rollout.max_completion_tokens=4",
+]
+"""Two completions of four tokens, and a digit is rare: many groups have no spread, and dynamic
+sampling takes others."""
 
 
 def servers(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -37,7 +42,10 @@ def test_a_late_server_gets_the_newest_version_before_its_first_rollout_and_the_
     arguments = [*SPARSE, "--grpo.dynamic_sampling", "--training.steps=5000"]
     assert servers(tmp_path, "list").returncode == 1, "no run yet"
     # The proxy notes what the late server is asked, and in which order.
-    with Proxy((parts.hostname, parts.port)) as late, runs.start(out, [site.url], *arguments) as training:
+    with (
+        Proxy((parts.hostname, parts.port)) as late,
+        runs.start(out, [site.url], *arguments) as training,
+    ):
         training.wait_step(2)
         added = servers(out, "add", late.url)
         assert (added.returncode, late.url in added.stdout) == (0, True), added.stderr
@@ -69,6 +77,7 @@ def test_a_late_server_gets_the_newest_version_before_its_first_rollout_and_the_
     assert summary["versions_committed"][late.url]["committed"][0] >= 1
     assert summary["digest_mismatches"] == 0
     assert summary["errors"] == []
-    # Each gave its place back: without that, so many would have left no place to start another group in.
+    # Each gave its place back: without that, so many would have left no place to start another
+    # group in.
     assert summary["dropped"]["no_spread"] > 2 * PROMPTS
     assert max(row[names.STALENESS_MAX] for row in read_metrics(out / "metrics.jsonl")) <= 1

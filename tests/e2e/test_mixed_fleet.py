@@ -1,4 +1,5 @@
-"""A fleet of one vLLM and one SGLang server: whichever of them freezes, the other one and the trainer go on."""
+"""A fleet of one vLLM and one SGLang server: whichever of them freezes, the other one and the
+trainer go on."""
 
 import signal
 import statistics
@@ -22,7 +23,8 @@ def rows(out: Path, first: int, last: int) -> list[dict]:
 
 
 def busy_seconds(found: list[dict]) -> list[float]:
-    """Per step: training, and what the weight sync cost the main thread; without the wait for rollouts."""
+    """Per step: training, and what the weight sync cost the main thread; without the wait for
+    rollouts."""
     return [row[names.TRAIN_S] + row[names.BLOCKED_S] for row in found]
 
 
@@ -36,7 +38,9 @@ def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
     servers = (site, sglang_site)
     with runs.start(tmp_path, [server.url for server in servers], *arguments, nproc=2) as training:
         training.wait_step(30)
-        assert training.wait_until(lambda: all(server.label().version > 0 for server in servers), 60), training.log
+        assert training.wait_until(
+            lambda: all(server.label().version > 0 for server in servers), 60
+        ), training.log
         spans = [(10, training.step)]
         for frozen, other in ((sglang_site, site), (site, sglang_site)):
             before, began = other.label().version, training.step
@@ -45,16 +49,26 @@ def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
             ended, during = training.step, other.label().version
             frozen.server.signal(signal.SIGCONT)
             spans.append((began + 1, ended))
-            assert during > before + (ended - began) / 2, f"versions of {other.url} stood still: {before} to {during}"
+            assert during > before + (ended - began) / 2, (
+                f"versions of {other.url} stood still: {before} to {during}"
+            )
             # a new lane, and on it the newest version whole
-            assert training.wait_until(lambda at=ended, to=frozen: to.label().version >= at, 60), training.log
+            assert training.wait_until(lambda at=ended, to=frozen: to.label().version >= at, 60), (
+                training.log
+            )
         training.stop()
     quiet, *frozen_spans = (rows(tmp_path, *span) for span in spans)
     usual = statistics.median(busy_seconds(quiet))
     for name, found in zip(("SGLang", "vLLM"), frozen_spans, strict=True):
         busy, blocked = busy_seconds(found), [row[names.BLOCKED_S] for row in found]
-        figures = f"{name} frozen for {FREEZE_S} s: {len(busy)} steps, median {statistics.median(busy):.4f} s (before: "
-        figures += f"{usual:.4f} s), blocked median {statistics.median(blocked):.5f} s, longest {max(blocked):.5f} s"
+        figures = (
+            f"{name} frozen for {FREEZE_S} s: {len(busy)} steps, median"
+            f" {statistics.median(busy):.4f} s (before: "
+        )
+        figures += (
+            f"{usual:.4f} s), blocked median {statistics.median(blocked):.5f} s, longest"
+            f" {max(blocked):.5f} s"
+        )
         print(figures)
         record_property(f"freeze_{name}", figures)
         assert len(busy) >= 20, "the trainer stood still with the server"

@@ -1,4 +1,5 @@
-"""A run fed by an environment through a real Atropos API: the environment samples on the run's own vLLM server."""
+"""A run fed by an environment through a real Atropos API: the environment samples on the run's own
+vLLM server."""
 
 import threading
 from collections.abc import Iterator
@@ -6,13 +7,13 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from titan_grpo.engines.drivers import SyncDriver
-from titan_grpo.engines.sampling import Sampling, salt
+from tests.rigs.atropos_api import AtroposApi, until
+from titan_grpo.engines.generation import Sampling, salt
+from titan_grpo.engines.http import SyncDriver
 from titan_grpo.errors import PeerError
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
-from titan_grpo.protocol.version import Label
-from titan_grpo.testing.atropos_api import AtroposApi, until
+from titan_grpo.protocol.messages import Label
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -33,7 +34,10 @@ class Environment:
     def _work(self) -> None:
         with closing(SyncDriver(self._site.url, self._site.access.api_key)) as driver:
             try:
-                until(lambda: driver.run(self._site.speak.label()) != self._before, "the run has published its first version")
+                until(
+                    lambda: driver.run(self._site.speak.label()) != self._before,
+                    "the run has published its first version",
+                )
                 number = self._api.environment(GROUP)
                 while not self._ended.is_set():
                     if self._api.ask("GET", "/status")["queue_size"] >= AHEAD:
@@ -47,7 +51,9 @@ class Environment:
         label = driver.run(self._site.speak.label())
         prompt = [1, 40, 41, 42]
         sampling = Sampling(max_tokens=TOKENS, cache_salt=salt(label))
-        samples = [driver.run(self._site.speak.generate(prompt, sampling, 30.0)) for _ in range(GROUP)]
+        samples = [
+            driver.run(self._site.speak.generate(prompt, sampling, 30.0)) for _ in range(GROUP)
+        ]
         return {
             "tokens": [[*prompt, *s.token_ids] for s in samples],
             "masks": [[MASKED] * len(prompt) + list(s.token_ids) for s in samples],
@@ -81,7 +87,10 @@ def test_a_run_trains_on_what_an_environment_sampled_and_the_log_probabilities_f
         "training.steps": STEPS,
     }
     with AtroposApi(atropos_python) as api:
-        arguments = [f"--{key}={value}" for key, value in {**settings, "rollout.atropos_url": api.url}.items()]
+        arguments = [
+            f"--{key}={value}"
+            for key, value in {**settings, "rollout.atropos_url": api.url}.items()
+        ]
         environment = Environment(api, site)
         with runs.start(tmp_path, [site.url], *arguments) as training, environment.at_work():
             assert training.finish() == 0, training.log
@@ -90,7 +99,8 @@ def test_a_run_trains_on_what_an_environment_sampled_and_the_log_probabilities_f
     assert summary["versions_committed"][site.url]["last"] == STEPS
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
-    # The first step is on-policy. Moved by one token, the gap would be that of two different tokens.
+    # The first step is on-policy. Moved by one token, the gap would be that of two different
+    # tokens.
     assert metrics[0][names.STALENESS_MAX] == 0
     assert metrics[0][names.LOGPROB_GAP] < 0.02
     assert max(row[names.STALENESS_MAX] for row in metrics) <= 3

@@ -25,7 +25,8 @@ MARK = "TITAN_GRPO_TEST_MARK"
 
 
 def marked(mark: str) -> list[str]:
-    """Command lines of all processes that inherited our mark, wherever they hang in the tree of processes."""
+    """Command lines of all processes that inherited our mark, wherever they hang in the tree of
+    processes."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -43,7 +44,9 @@ def mark() -> Iterator[str]:
     assert marked(mark) == [], "the quickstart left processes behind"
 
 
-def start(root: Path, mark: str, *arguments: str, run_key: Key | None = None) -> "subprocess.Popen[str]":
+def start(
+    root: Path, mark: str, *arguments: str, run_key: Key | None = None
+) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         ["scripts/quickstart.sh", *arguments],
         cwd=root,
@@ -52,15 +55,28 @@ def start(root: Path, mark: str, *arguments: str, run_key: Key | None = None) ->
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         text=True,
-        # a shell that started the tests in the background made them ignore Ctrl-C, and that is inherited
+        # a shell that started the tests in the background made them ignore Ctrl-C, and that is
+        # inherited
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
-def test_the_reward_rises_beside_both_engines_and_every_promised_file_is_there(runs, mark, tmp_path):
+def test_the_reward_rises_beside_both_engines_and_every_promised_file_is_there(
+    runs, mark, tmp_path
+):
     out = tmp_path / "run"
     run_key = Key.generate()
-    with start(runs.root, mark, "--engine", "both", "--steps", str(STEPS), "--out", str(out), run_key=run_key) as process:
+    with start(
+        runs.root,
+        mark,
+        "--engine",
+        "both",
+        "--steps",
+        str(STEPS),
+        "--out",
+        str(out),
+        run_key=run_key,
+    ) as process:
         said, _ = process.communicate(timeout=350)
     assert process.returncode == 0, said
     assert marked(mark) == []
@@ -83,21 +99,35 @@ def test_the_reward_rises_beside_both_engines_and_every_promised_file_is_there(r
     for log in ("vllm0.log", "sglang0.log"):
         assert "takes weights from who has the run key" in (out / log).read_text()
     kept = [path.read_bytes() for path in out.rglob("*") if path.is_file()]
-    assert not any(shown in text for text in (said.encode(), *kept) for shown in (run_key.hex().encode(), run_key.raw))
+    assert not any(
+        shown in text
+        for text in (said.encode(), *kept)
+        for shown in (run_key.hex().encode(), run_key.raw)
+    )
     # The terminal shows our own lines: progress, table, where the files are.
     assert len(re.findall(rf"^step +\d+/{STEPS}  reward", said, re.MULTILINE)) == STEPS
-    assert not [line for line in said.splitlines() if "[titan]" in line or "Warning" in line or line.startswith("  ")]
+    assert not [
+        line
+        for line in said.splitlines()
+        if "[titan]" in line or "Warning" in line or line.startswith("  ")
+    ]
 
 
 @pytest.mark.parametrize(
-    "moment", [pytest.param("starting", id="servers start"), pytest.param("step", id="training", marks=pytest.mark.long)]
+    "moment",
+    [
+        pytest.param("starting", id="servers start"),
+        pytest.param("step", id="training", marks=pytest.mark.long),
+    ],
 )
 def test_ctrl_c_ends_everything_soon(moment, runs, mark, tmp_path):
     with start(runs.root, mark, "--steps", "1000", "--out", str(tmp_path / "run")) as process:
         for line in process.stdout:
             if line.startswith(moment):
                 break
-        assert len(marked(mark)) >= (3 if moment == "starting" else 5), "quickstart, guard, server; torchrun, two ranks"
+        assert len(marked(mark)) >= (3 if moment == "starting" else 5), (
+            "quickstart, guard, server; torchrun, two ranks"
+        )
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=STOP_S)
@@ -110,9 +140,13 @@ def test_ctrl_c_ends_everything_soon(moment, runs, mark, tmp_path):
 
 
 def test_a_mistake_is_said_in_one_line_before_the_servers_are_up(runs, mark, tmp_path):
-    with start(runs.root, mark, "--out", str(tmp_path / "run"), "--rollout.group_size=1") as process:
+    with start(
+        runs.root, mark, "--out", str(tmp_path / "run"), "--rollout.group_size=1"
+    ) as process:
         said, _ = process.communicate(timeout=100)
     assert process.returncode == 2, said
-    assert said.splitlines()[-1].startswith("titan-grpo quickstart: rollout.group_size must be 2 or more"), said
+    assert said.splitlines()[-1].startswith(
+        "titan-grpo quickstart: rollout.group_size must be 2 or more"
+    ), said
     assert "healthy" not in said
     assert marked(mark) == []

@@ -12,19 +12,37 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 def train(runs, *arguments: str) -> tuple[int, list[str]]:
-    """Exit code and complaints of one rank without torchrun: the configuration is read before any rank meets another."""
-    command = [sys.executable, "-m", "titan_grpo.train", "--job.config_file", str(runs.recipe), *arguments]
+    """Exit code and complaints of one rank without torchrun: the configuration is read before any
+    rank meets another."""
+    command = [
+        sys.executable,
+        "-m",
+        "titan_grpo.train",
+        "--job.config_file",
+        str(runs.recipe),
+        *arguments,
+    ]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=runs.root, timeout=120, check=False, env=env)
-    return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("titan-grpo: ")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=runs.root, timeout=120, check=False, env=env
+    )
+    return done.returncode, [
+        line for line in done.stderr.splitlines() if line.startswith("titan-grpo: ")
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(["--rollout.max_staleness=0.5"], ["max-staleness", "0.5"], marks=pytest.mark.long),
+        pytest.param(
+            ["--rollout.max_staleness=0.5"], ["max-staleness", "0.5"], marks=pytest.mark.long
+        ),
         (["--rollout.group_sice=8"], ["group_sice", "did you mean --rollout.group-size?"]),
-        pytest.param(["--model.hf_assets_path=nowhere"], ["model.hf_assets_path", "nowhere"], marks=pytest.mark.long),
+        pytest.param(
+            ["--model.hf_assets_path=nowhere"],
+            ["model.hf_assets_path", "nowhere"],
+            marks=pytest.mark.long,
+        ),
         (["--model.hf_assets_path={model}"], ["must be started by torchrun"]),
     ],
     ids=["wrong type", "unknown key", "no model", "no torchrun"],
@@ -49,10 +67,16 @@ def test_under_torchrun_one_rank_says_it(runs, tmp_path):
 
 def test_a_server_that_is_not_there_is_named_with_what_was_tried(runs, small_replay, tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
-    arguments = [*small_replay.arguments, "--weight_sync.startup_deadline_s=3", "--weight_sync.backoff_s=0.2"]
+    arguments = [
+        *small_replay.arguments,
+        "--weight_sync.startup_deadline_s=3",
+        "--weight_sync.backoff_s=0.2",
+    ]
     with runs.start(tmp_path, [url], *arguments, "--training.steps=2") as training:
         assert training.finish() != 0
-    assert "ServerUnreachable: no server committed version 0 within 3 s" in training.cause, training.log
+    assert "ServerUnreachable: no server committed version 0 within 3 s" in training.cause, (
+        training.log
+    )
     assert f"tried {url}" in training.cause
     assert "/model_info got no answer" in training.cause
     assert "Connection refused" in training.cause

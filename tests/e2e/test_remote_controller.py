@@ -1,4 +1,5 @@
-"""A real run of two ranks whose rollouts are made by a service, which is killed and started again in the middle of it."""
+"""A real run of two ranks whose rollouts are made by a service, which is killed and started again
+in the middle of it."""
 
 import json
 import os
@@ -32,9 +33,13 @@ class ServiceProcess:
         """Start it, and wait until it listens."""
         command = [sys.executable, "-m", "titan_grpo.cli", "rollouts", "--bind", self.address]
         self._errors = self._log.open("a")
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=self._env)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=self._env
+        )
         assert self.process.stdout is not None
-        assert f"serving at http://{self.address}, with a key" in self.process.stdout.readline(), self._log.read_text()
+        assert f"serving at http://{self.address}, with a key" in self.process.stdout.readline(), (
+            self._log.read_text()
+        )
 
     def kill(self) -> None:
         """SIGKILL; its rollout process ends by itself."""
@@ -84,7 +89,9 @@ def test_a_run_outlives_the_service_that_makes_its_rollouts(runs, site, service,
     assert summary["versions_committed"][site.url]["last"] == STEPS
     assert summary["digest_mismatches"] == 0
     # A commit whose calls went through the service at that moment was made again.
-    assert all("the rollout service forgot" in error for error in summary["errors"]), summary["errors"]
+    assert all("the rollout service forgot" in error for error in summary["errors"]), summary[
+        "errors"
+    ]
     for row in read_metrics(out / "metrics.jsonl"):
         # The server computes what the trainer does: it has the trainer's weights.
         assert row.get(names.ON_POLICY_GAP, 0.0) < 0.02, row

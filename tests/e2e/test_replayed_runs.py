@@ -1,4 +1,5 @@
-"""Runs on the same recorded rollouts end in the same weights: resumed, split over ranks, accumulated."""
+"""Runs on the same recorded rollouts end in the same weights: resumed, split over ranks,
+accumulated."""
 
 import json
 import shutil
@@ -33,7 +34,9 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
-def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(runs, site, small_replay, whole, tmp_path):
+def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(
+    runs, site, small_replay, whole, tmp_path
+):
     before = site.label()
     shutil.copytree(whole / "checkpoint/step-3", tmp_path / "checkpoint/step-3")
     arguments = [*small_replay.arguments, *SMOOTH, "--checkpoint.interval=3", "--training.steps=6"]
@@ -42,14 +45,21 @@ def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(runs, site, s
     summary = runs.complete(tmp_path, [site.url], *arguments, nproc=2)
     assert summary["steps"] == 3
     committed = summary["versions_committed"][site.url]["committed"]
-    assert (committed[0], committed[-1]) == (3, 6), "the resumed version is published first, and again: it is another run's"
+    assert (committed[0], committed[-1]) == (
+        3,
+        6,
+    ), "the resumed version is published first, and again: it is another run's"
     assert site.label().run_id > before.run_id
     expected, resumed = runs.weights(whole / "hf"), runs.weights(tmp_path / "hf")
-    assert largest_difference(expected, runs.weights(runs.model)) > 1e-3, "training must have changed the weights"
+    assert largest_difference(expected, runs.weights(runs.model)) > 1e-3, (
+        "training must have changed the weights"
+    )
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [4, 5, 6]
     export(runs, tmp_path, 6, tmp_path / "exported")
-    assert (tmp_path / "exported/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
+    assert (tmp_path / "exported/model.safetensors").read_bytes() == (
+        tmp_path / "hf/model.safetensors"
+    ).read_bytes()
     export(runs, tmp_path, 3, tmp_path / "earlier")
     assert largest_difference(runs.weights(tmp_path / "earlier"), resumed) > 1e-3
 
@@ -57,54 +67,105 @@ def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(runs, site, s
 @pytest.mark.long
 def test_a_resumed_run_goes_on_with_the_prompts_where_it_stopped(runs, site, tmp_path):
     record = tmp_path / "record.jsonl"
-    arguments = [f"--rollout.record_path={record}", "--rollout.max_completion_tokens=8", "--rollout.prompts_per_step=4"]
+    arguments = [
+        f"--rollout.record_path={record}",
+        "--rollout.max_completion_tokens=8",
+        "--rollout.prompts_per_step=4",
+    ]
     for steps in (2, 4):
         runs.complete(tmp_path, [site.url], *arguments, f"--training.steps={steps}")
     batches = [json.loads(line) for line in record.read_text().splitlines()]
     assert [batch["version"] for batch in batches] == [0, 1, 2, 3]
     prompts = [group["prompt"]["index"] for batch in batches for group in batch["groups"]]
-    # Finished in any order, yet none twice and none left behind for good: only the last ones may still be on their way.
+    # Finished in any order, yet none twice and none left behind for good: only the last ones may
+    # still be on their way.
     assert len(set(prompts)) == len(prompts) == 16
     assert max(prompts) < 16 + 2 * 4
 
 
 def export(runs, dump: Path, version: int, out: Path) -> None:
-    job = ["--job.config_file", str(runs.recipe), f"--job.dump_folder={dump}", f"--model.hf_assets_path={runs.model}"]
-    command = [sys.executable, "-m", "titan_grpo.cli", "export", "--version", str(version), "--out", str(out), *job]
-    done = subprocess.run([*command, "--dtype", "float32"], capture_output=True, text=True, timeout=120, check=False)
+    job = [
+        "--job.config_file",
+        str(runs.recipe),
+        f"--job.dump_folder={dump}",
+        f"--model.hf_assets_path={runs.model}",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "titan_grpo.cli",
+        "export",
+        "--version",
+        str(version),
+        "--out",
+        str(out),
+        *job,
+    ]
+    done = subprocess.run(
+        [*command, "--dtype", "float32"], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.long
-def test_one_rank_with_many_micro_batches_trains_like_two_ranks_with_one_each(runs, site, small_replay, whole, tmp_path):
+def test_one_rank_with_many_micro_batches_trains_like_two_ranks_with_one_each(
+    runs, site, small_replay, whole, tmp_path
+):
     arguments = [*small_replay.arguments, *SMOOTH, "--training.steps=6", "--grpo.token_budget=64"]
     runs.complete(tmp_path, [site.url], *arguments)
     one, two = runs.weights(tmp_path / "hf"), runs.weights(whole / "hf")
-    difference, moved = largest_difference(one, two), largest_difference(two, runs.weights(runs.model))
+    difference, moved = (
+        largest_difference(one, two),
+        largest_difference(two, runs.weights(runs.model)),
+    )
     print(f"largest difference {difference:.2e}, largest movement {moved:.2e}")
     assert difference < 1e-3 * moved
-    for a, b in zip(read_metrics(tmp_path / "metrics.jsonl"), read_metrics(whole / "metrics.jsonl"), strict=True):
+    for a, b in zip(
+        read_metrics(tmp_path / "metrics.jsonl"), read_metrics(whole / "metrics.jsonl"), strict=True
+    ):
         for name in (names.LOSS, names.GRAD_NORM, names.LOGPROB_GAP, names.REWARD):
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), (a["step"], name)
 
 
 @pytest.mark.long
-def test_kl_to_a_reference_starts_at_zero_and_grows_as_the_policy_moves(runs, site, small_replay, tmp_path):
-    runs.complete(tmp_path, [site.url], *small_replay.arguments, "--training.steps=4", "--grpo.kl_beta=0.1", nproc=2)
+def test_kl_to_a_reference_starts_at_zero_and_grows_as_the_policy_moves(
+    runs, site, small_replay, tmp_path
+):
+    runs.complete(
+        tmp_path,
+        [site.url],
+        *small_replay.arguments,
+        "--training.steps=4",
+        "--grpo.kl_beta=0.1",
+        nproc=2,
+    )
     kl = [row[names.KL] for row in read_metrics(tmp_path / "metrics.jsonl")]
     assert kl[0] == pytest.approx(0.0, abs=1e-6)
     assert kl[-1] > 1e-4
 
 
 @pytest.mark.long
-def test_packed_rows_train_like_padded_ones_and_the_balance_is_reported(runs, site, small_replay, whole, tmp_path):
+def test_packed_rows_train_like_padded_ones_and_the_balance_is_reported(
+    runs, site, small_replay, whole, tmp_path
+):
     runs.complete(
-        tmp_path, [site.url], *small_replay.arguments, *SMOOTH, "--training.steps=6", "--grpo.pack_sequences", nproc=2
+        tmp_path,
+        [site.url],
+        *small_replay.arguments,
+        *SMOOTH,
+        "--training.steps=6",
+        "--grpo.pack_sequences",
+        nproc=2,
     )
     packed, padded = runs.weights(tmp_path / "hf"), runs.weights(whole / "hf")
-    difference, moved = largest_difference(packed, padded), largest_difference(padded, runs.weights(runs.model))
+    difference, moved = (
+        largest_difference(packed, padded),
+        largest_difference(padded, runs.weights(runs.model)),
+    )
     print(f"largest difference {difference:.2e}, largest movement {moved:.2e}")
     assert difference < 1e-3 * moved
-    for step, other in zip(read_metrics(tmp_path / "metrics.jsonl"), read_metrics(whole / "metrics.jsonl"), strict=True):
+    for step, other in zip(
+        read_metrics(tmp_path / "metrics.jsonl"), read_metrics(whole / "metrics.jsonl"), strict=True
+    ):
         assert step[names.WORK_CV] == other[names.WORK_CV] <= step[names.WORK_CV_DEALT]
         assert step[names.BATCH_FILL] >= other[names.BATCH_FILL]

@@ -1,4 +1,5 @@
-"""A real SGLang server as our launcher starts it: it generates, keeps to its keys, needs no kernel and no core, and ends."""
+"""A real SGLang server as our launcher starts it: it generates, keeps to its keys, needs no kernel
+and no core, and ends."""
 
 import os
 import time
@@ -8,8 +9,8 @@ import psutil
 import pytest
 
 from titan_grpo.engines import sglang
-from titan_grpo.engines.drivers import HttpRefused, SyncDriver
-from titan_grpo.engines.sampling import Sampling
+from titan_grpo.engines.generation import Sampling
+from titan_grpo.engines.http import HttpRefused, SyncDriver
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -42,7 +43,11 @@ def test_it_generates_without_any_compiled_kernel(sglang_site):
 def test_rollouts_take_the_api_key_and_pauses_the_admin_key_and_no_other(sglang_site):
     spec = sglang_site.server.spec
     pause, generate = sglang.pause(10.0), sglang.generate([1, 40], Sampling(max_tokens=1), 60.0)
-    for keys, refused in ((("", ""), (pause, generate)), ((spec.api_key,), (pause,)), ((spec.admin_key,), (generate,))):
+    for keys, refused in (
+        (("", ""), (pause, generate)),
+        ((spec.api_key,), (pause,)),
+        ((spec.admin_key,), (generate,)),
+    ):
         with SyncDriver(sglang_site.url, *keys) as driver:
             for call in refused:
                 with pytest.raises(HttpRefused, match="401"):
@@ -54,7 +59,11 @@ def test_its_keys_are_in_no_command_line_and_in_no_file_that_others_can_read(sgl
     spec = sglang_site.server.spec
     shown = [" ".join(process.cmdline()) for process in processes(sglang_site.server.group)]
     assert len(shown) >= 3, "HTTP server, scheduler, detokenizer"
-    files = [path for path in Path(spec.log_path).parent.iterdir() if path.is_file() and path.stat().st_mode & 0o077]
+    files = [
+        path
+        for path in Path(spec.log_path).parent.iterdir()
+        if path.is_file() and path.stat().st_mode & 0o077
+    ]
     shown += [path.read_text(errors="replace") for path in files]
     assert not [text for text in shown if spec.api_key in text or spec.admin_key in text]
 

@@ -1,20 +1,21 @@
-"""An exception in SGLang's custom weight loader ends the whole server: ours never lets one out, wherever it comes from."""
+"""An exception in SGLang's custom weight loader ends the whole server: ours never lets one out,
+wherever it comes from."""
 
 from pathlib import Path
 
 import pytest
 
-from titan_grpo.engines.controls import ServerAccess
+from tests.conformance.commits import NUMBER, STEP_S, difference, sender
+from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.testing.suites.commits import NUMBER, STEP_S, difference, sender
-from titan_grpo.testing.suites.engine import MAX_DIFFERENCE, EngineUnderTest
+from titan_grpo.engines.server import ServerAccess
 from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
 
 BREAKING = """
 from titan_grpo.receive import sglang_plugin
-from titan_grpo.receive.engine import EngineSide
+from titan_grpo.receive.commit import EngineSide
 
 
 class Breaking:
@@ -44,7 +45,9 @@ def remake(seed: int, folder: Path) -> Path:
     return write_tiny_model("qwen3", folder, seed, std=0.05, dtype="bfloat16")
 
 
-def test_a_load_that_raises_half_way_is_reported_and_the_next_version_is_whole(sglang_python, tmp_path):
+def test_a_load_that_raises_half_way_is_reported_and_the_next_version_is_whole(
+    sglang_python, tmp_path
+):
     info = tmp_path / "plugins" / "breaking-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: breaking\nVersion: 0\n")
@@ -52,9 +55,13 @@ def test_a_load_that_raises_half_way_is_reported_and_the_next_version_is_whole(s
     (tmp_path / "plugins" / "breaking.py").write_text(BREAKING)
     model = remake(100, tmp_path / "model")
     env = {"PYTHONPATH": str(tmp_path / "plugins")}
-    with Server(ServerSpec(sglang_python, str(model), str(tmp_path / "server.log"), "sglang", env=env)) as server:
+    with Server(
+        ServerSpec(sglang_python, str(model), str(tmp_path / "server.log"), "sglang", env=env)
+    ) as server:
         server.wait_healthy(200.0)
-        e = EngineUnderTest("sglang", ServerAccess(server.url, 60.0), model, remake, tmp_path, True, False)
+        e = EngineUnderTest(
+            "sglang", ServerAccess(server.url, 60.0), model, remake, tmp_path, True, False
+        )
         with sender(e) as trainer:
             weights, _ = trainer.make(1)
             with trainer.link(weights) as link:

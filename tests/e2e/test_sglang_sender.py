@@ -1,4 +1,5 @@
-"""A real sender process is struck in the middle of a transfer to a real SGLang server that has requests to answer."""
+"""A real sender process is struck in the middle of a transfer to a real SGLang server that has
+requests to answer."""
 
 import signal
 import subprocess
@@ -13,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from titan_grpo.engines.sampling import Sampled, Sampling
-from titan_grpo.protocol.wire import Hello, new_run_id
-from titan_grpo.testing.suites.commits import difference, sender
-from titan_grpo.testing.suites.crowd import REQUEST_S, prompt
-from titan_grpo.testing.suites.engine import LENGTH, MAX_DIFFERENCE, EngineUnderTest, assert_sound
+from tests.conformance.commits import difference, sender
+from tests.conformance.crowd import REQUEST_S, prompt
+from tests.conformance.engine import LENGTH, MAX_DIFFERENCE, EngineUnderTest, assert_sound
+from titan_grpo.engines.generation import Sampled, Sampling
+from titan_grpo.protocol.messages import Hello, new_run_id
 from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -39,7 +40,8 @@ class Answer:
 
 
 class Asked:
-    """Answers to requests of several threads, one after the other each; an error of any of them is raised by ``requests``."""
+    """Answers to requests of several threads, one after the other each; an error of any of them is
+    raised by ``requests``."""
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
@@ -50,14 +52,18 @@ class Asked:
         with e.driver() as driver:
             while not self.ended.is_set():
                 began = time.monotonic()
-                sampled = driver.run(e.speak.generate(prompt(seed), Sampling(LENGTH, cache_salt=label), REQUEST_S))
+                sampled = driver.run(
+                    e.speak.generate(prompt(seed), Sampling(LENGTH, cache_salt=label), REQUEST_S)
+                )
                 with self.changed:
                     self.answers.append(Answer(began, time.monotonic(), sampled))
                     self.changed.notify_all()
 
     def wait(self, holds: Callable[[Answer], bool]) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: any(map(holds, self.answers)), REQUEST_S), "requests are no longer answered"
+            assert self.changed.wait_for(lambda: any(map(holds, self.answers)), REQUEST_S), (
+                "requests are no longer answered"
+            )
 
 
 @contextmanager
@@ -75,13 +81,21 @@ def requests(e: EngineUnderTest, label: str) -> Iterator[Asked]:
             future.result(REQUEST_S)
 
 
-@pytest.mark.parametrize(("number", "lasts_s"), [(signal.SIGKILL, 0.0), (signal.SIGSTOP, STALL_S)], ids=["killed", "frozen"])
-def test_a_sender_struck_in_mid_transfer_costs_no_request_and_no_version(number, lasts_s, sglang_site, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "lasts_s"),
+    [(signal.SIGKILL, 0.0), (signal.SIGSTOP, STALL_S)],
+    ids=["killed", "frozen"],
+)
+def test_a_sender_struck_in_mid_transfer_costs_no_request_and_no_version(
+    number, lasts_s, sglang_site, tmp_path
+):
     e = EngineUnderTest("sglang", sglang_site.access, tmp_path, remake, tmp_path, True, True)
     with sender(e) as before:
         path, label = before.sync(1, 1), before.label(1)
         command = [sys.executable, str(SENDER), new_run_id(time.time()), "2", "half"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as struck:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as struck:
             try:
                 before.control.greet(Hello.from_json(struck.stdout.readline()).to_dict())
                 assert struck.stdout.readline().strip() == "half"

@@ -1,4 +1,5 @@
-"""A stock SGLang server, where nothing of ours runs: weights are streamed over its own routes, as safely as these allow."""
+"""A stock SGLang server, where nothing of ours runs: weights are streamed over its own routes, as
+safely as these allow."""
 
 import threading
 from collections.abc import Iterator
@@ -7,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.conformance import commits, streaming
+from tests.conformance.crowd import CONTEXT
+from tests.conformance.engine import EngineUnderTest
 from titan_grpo.engines import sglang
-from titan_grpo.engines.controls import ServerAccess
-from titan_grpo.engines.drivers import HttpRefused
+from titan_grpo.engines.http import HttpRefused
 from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.engines.server import ServerAccess
 from titan_grpo.engines.sglang_stock import Group, HttpStockRoutes
 from titan_grpo.errors import ServerRefused
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.store import host_store
-from titan_grpo.testing.suites import commits, streaming
-from titan_grpo.testing.suites.crowd import CONTEXT
-from titan_grpo.testing.suites.engine import EngineUnderTest
 from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -44,10 +45,20 @@ def stock(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> Iterat
     )
     with Server(spec) as server:
         server.wait_healthy(280.0)
-        yield EngineUnderTest("sglang", ServerAccess(server.url, 60.0, None, "api", "adm"), model, remake, folder, True, True)
+        yield EngineUnderTest(
+            "sglang",
+            ServerAccess(server.url, 60.0, None, "api", "adm"),
+            model,
+            remake,
+            folder,
+            True,
+            True,
+        )
 
 
-@pytest.mark.parametrize("check", streaming.CHECKS, ids=[check.__name__ for check in streaming.CHECKS])
+@pytest.mark.parametrize(
+    "check", streaming.CHECKS, ids=[check.__name__ for check in streaming.CHECKS]
+)
 def test_stock_sglang(check, stock) -> None:
     check(stock)
 
@@ -59,7 +70,10 @@ def test_a_rollout_service_calls_its_routes_for_a_lane_elsewhere(stock, through_
 def test_a_staged_lane_says_what_is_missing(stock) -> None:
     with commits.sender(stock) as trainer:
         weights, _ = trainer.make(1)
-        with pytest.raises(ServerRefused, match=r"install titan_grpo in the server's environment.*apply = \"streamed\""):
+        with pytest.raises(
+            ServerRefused,
+            match=r"install titan_grpo in the server's environment.*apply = \"streamed\"",
+        ):
             trainer.link(weights).__enter__()
 
 
@@ -96,7 +110,8 @@ def test_a_group_whose_trainer_is_gone_is_refused_and_the_server_goes_on(stock) 
 
 
 def test_a_failed_flush_that_left_other_weights_behind_is_never_asked_for() -> None:
-    """SGLang answers 400 after it took the weights if the cache can not be flushed: so no update of ours flushes it."""
+    """SGLang answers 400 after it took the weights if the cache can not be flushed: so no update of
+    ours flushes it."""
     from titan_grpo.engines.sglang_stock import Announced, update
 
     assert update("group", Announced(["a"], ["bfloat16"], [(2,)]), 1.0).json["flush_cache"] is False

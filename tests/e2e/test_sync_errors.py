@@ -1,12 +1,13 @@
-"""What a run makes of a weight sync that fails: it says so at the next step, and stops where it is told to."""
+"""What a run makes of a weight sync that fails: it says so at the next step, and stops where it is
+told to."""
 
 import time
 from urllib.parse import urlsplit
 
 import pytest
 
+from tests.rigs.proxy import Act, Proxy
 from titan_grpo.observe.recorder import read_metrics
-from titan_grpo.testing.proxy import Act, Proxy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -27,7 +28,9 @@ def between(site):
 
 def newest_held(lines: list[str]) -> int:
     """The version that the only server holds, as the last progress line says; -1: unknown."""
-    held = [line.rpartition("=")[2] for line in lines if line.startswith("step") and "versions" in line]
+    held = [
+        line.rpartition("=")[2] for line in lines if line.startswith("step") and "versions" in line
+    ]
     return int(held[-1]) if held and held[-1].isdigit() else -1
 
 
@@ -38,8 +41,12 @@ def endless(make_replay, tmp_path) -> list[str]:
     return [*replay.arguments, "--training.steps=3000"]
 
 
-def test_with_stop_the_first_failed_sync_ends_the_run_with_server_and_version(runs, between, endless, tmp_path):
-    with runs.start(tmp_path, [between.url], *endless, "--weight_sync.on_sync_error=stop") as training:
+def test_with_stop_the_first_failed_sync_ends_the_run_with_server_and_version(
+    runs, between, endless, tmp_path
+):
+    with runs.start(
+        tmp_path, [between.url], *endless, "--weight_sync.on_sync_error=stop"
+    ) as training:
         training.wait_step(2)
         between.script(Act.FAIL, "/update_weights")
         assert training.finish() != 0
@@ -51,10 +58,14 @@ def test_with_stop_the_first_failed_sync_ends_the_run_with_server_and_version(ru
 
 @pytest.mark.long
 def test_with_continue_it_is_said_counted_and_tried_again(runs, between, endless, tmp_path):
-    with runs.start(tmp_path, [between.url], *endless, "--weight_sync.on_sync_error=continue") as training:
+    with runs.start(
+        tmp_path, [between.url], *endless, "--weight_sync.on_sync_error=continue"
+    ) as training:
         training.wait_step(2)
         between.script(Act.FAIL, "/update_weights")
-        assert training.wait_until(lambda: any("weight sync: http" in line for line in training.shown)), training.log
+        assert training.wait_until(
+            lambda: any("weight sync: http" in line for line in training.shown)
+        ), training.log
         failed_at = training.step
         assert training.wait_until(lambda: newest_held(training.shown) > failed_at), training.log
         training.stop()
@@ -64,13 +75,17 @@ def test_with_continue_it_is_said_counted_and_tried_again(runs, between, endless
 
 
 @pytest.mark.long
-def test_a_fleet_that_commits_nothing_for_max_lag_versions_stops_the_run_naming_every_server(runs, between, endless, tmp_path):
+def test_a_fleet_that_commits_nothing_for_max_lag_versions_stops_the_run_naming_every_server(
+    runs, between, endless, tmp_path
+):
     with runs.start(tmp_path, [between.url], *endless, "--weight_sync.max_lag=25") as training:
         training.wait_step(3)
         between.shut()
         assert training.finish() != 0
     assert training.exitcode == 1
-    assert "no server has committed anything for 25 versions (weight_sync.max_lag)" in training.cause, training.log
+    assert (
+        "no server has committed anything for 25 versions (weight_sync.max_lag)" in training.cause
+    ), training.log
     assert f"{between.url} unknown, last error: " in training.cause
     steps = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
     last = runs.summary(tmp_path)["versions_committed"][between.url]["last"]

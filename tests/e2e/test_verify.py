@@ -1,4 +1,5 @@
-"""``titan-grpo verify`` against a real server: passes where nothing is wrong, and names every violation that is planted."""
+"""``titan-grpo verify`` against a real server: passes where nothing is wrong, and names every
+violation that is planted."""
 
 import json
 import subprocess
@@ -13,9 +14,20 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 STEPS = 4
 
 
-def verify(root: Path, out: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def verify(
+    root: Path, out: Path, *arguments: str
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """Exit code and output, and the JSON result."""
-    command = [sys.executable, "-m", "titan_grpo.cli", "verify", "--device", "cpu", "--steps", str(STEPS)]
+    command = [
+        sys.executable,
+        "-m",
+        "titan_grpo.cli",
+        "verify",
+        "--device",
+        "cpu",
+        "--steps",
+        str(STEPS),
+    ]
     command += ["--out", str(out / "run"), "--json", str(out / "result.json"), *arguments]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=500)
     assert (out / "result.json").exists(), done.stdout + done.stderr
@@ -44,9 +56,13 @@ def test_a_good_run_passes_with_all_its_evidence(root, tmp_path, sglang_python) 
 
 
 @pytest.fixture(scope="module")
-def planted(root, tmp_path_factory, vllm_python) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def planted(
+    root, tmp_path_factory, vllm_python
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """One verification, on one server, in which every kind of violation is planted."""
-    return verify(root, tmp_path_factory.mktemp("planted"), "--plant", "bytes,mixed,backwards,modes")
+    return verify(
+        root, tmp_path_factory.mktemp("planted"), "--plant", "bytes,mixed,backwards,modes"
+    )
 
 
 @pytest.mark.long
@@ -54,7 +70,11 @@ def planted(root, tmp_path_factory, vllm_python) -> tuple[subprocess.CompletedPr
     ("kind", "run", "words"),
     [
         ("bytes", "async live", f"version {STEPS} on worker 0: 1 of "),
-        ("backwards", "async live", f"was answered by version {STEPS - 1} after version {STEPS} had been seen"),
+        (
+            "backwards",
+            "async live",
+            f"was answered by version {STEPS - 1} after version {STEPS} had been seen",
+        ),
         ("mixed", "async live", "fits no version"),
         ("foreign", "async live", "was committed by another run"),
         ("modes", "async live and sync replay", "versions [2, 3, 4] differ"),
@@ -72,8 +92,11 @@ def test_a_planted_violation_is_named(planted, kind: str, run: str, words: str) 
 def test_what_was_planted_in_one_run_is_not_held_against_another(planted) -> None:
     _, result = planted
     assert "async replay" not in {v["run"] for v in result["violations"]}
-    # The file is written from the image with the planted bit, the versions are what the trainer had.
-    between = [v["message"] for v in result["violations"] if v["run"] == "async live and async replay"]
+    # The file is written from the image with the planted bit, the versions are what the trainer
+    # had.
+    between = [
+        v["message"] for v in result["violations"] if v["run"] == "async live and async replay"
+    ]
     assert between == ["the files of the trained weights differ"]
 
 

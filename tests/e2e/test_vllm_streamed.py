@@ -1,5 +1,6 @@
-"""A real vLLM server and real lanes with ``weight_sync.apply = "streamed"``: it computes what the trainer's weights say,
-and a transfer that broke off half-way is known as such until a whole version is in.
+"""A real vLLM server and real lanes with ``weight_sync.apply = "streamed"``: it computes what the
+trainer's weights say, and a transfer that broke off half-way is known as such until a whole version
+is in.
 """
 
 import json
@@ -16,19 +17,18 @@ from transformers import AutoModelForCausalLM
 
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
-from titan_grpo.engines.drivers import SyncDriver
+from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.vllm_control import VllmControl
+from titan_grpo.engines.vllm import VllmControl
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.ledger import Standing
-from titan_grpo.protocol.version import UNUSABLE, Label
-from titan_grpo.protocol.wire import new_run_id
-from titan_grpo.sync.fleet import Fleet
+from titan_grpo.protocol.messages import UNUSABLE, Label, new_run_id
 from titan_grpo.sync.lane import LaneContext, LaneThread
-from titan_grpo.sync.sender import LinkOptions
-from titan_grpo.sync.shelf import Published, Shelf
+from titan_grpo.sync.link import LinkOptions
+from titan_grpo.sync.server_set import Fleet
+from titan_grpo.sync.slots import Published, Shelf
 from titan_grpo.titan.tiny import tiny_weights, write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
@@ -36,7 +36,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 KIND = "qwen3"
 BLOCK, BUCKET = 8 << 10, 16 << 10
 STD = 0.05
-"""Weights large enough that two seeds differ by whole units of log-probability, small enough for bf16."""
+"""Weights large enough that two seeds differ by whole units of log-probability, small enough for
+bf16."""
 
 MAX_DIFFERENCE = 0.05
 SENDER = Path(__file__).parent.parent / "receive" / "streaming_sender.py"
@@ -48,20 +49,27 @@ class Version:
 
     def __init__(self, seed: int, folder: Path) -> None:
         tensors = {n: t.bfloat16() for n, t in tiny_weights(KIND, seed, STD).items()}
-        self.manifest = Manifest.build([(n, "bfloat16", tuple(t.shape)) for n, t in tensors.items()], BLOCK)
+        self.manifest = Manifest.build(
+            [(n, "bfloat16", tuple(t.shape)) for n, t in tensors.items()], BLOCK
+        )
         self.image = torch.zeros(self.manifest.total_bytes, dtype=torch.uint8)
         for spec in self.manifest.tensors:
-            self.image[spec.offset : spec.offset + spec.nbytes] = tensors[spec.name].flatten().view(torch.uint8)
+            self.image[spec.offset : spec.offset + spec.nbytes] = (
+                tensors[spec.name].flatten().view(torch.uint8)
+            )
         self.digests = block_digests(memoryview(self.image.numpy()), self.manifest, "xxh3")
         self.fingerprint = fingerprint(self.manifest.digest, self.digests)
         path = write_tiny_model(KIND, folder / f"{seed}", seed, std=STD, dtype="bfloat16")
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     def difference(self, driver: SyncDriver) -> float:
-        """Largest absolute log-probability difference between server and fp32 reference over three sequences."""
+        """Largest absolute log-probability difference between server and fp32 reference over three
+        sequences."""
         ids = torch.randint(4, 124, (3, 10), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            logprobs = self._model(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+            logprobs = (
+                self._model(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+            )
         served = torch.tensor([driver.run(vllm.score(row, 60.0)) for row in ids.tolist()])
         return float((served - logprobs).abs().max())
 
@@ -74,8 +82,12 @@ class Trainer:
         self.shelf, self.recorder = Shelf(2), Recorder(folder / f"run{started_s}")
         self.fleet = Fleet([url], lambda *_: None)
         self.images = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(2))
-        link = LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, CONFIG.lane_deadline_s, apply=CONFIG.apply)
-        context = LaneContext(self.run_id, manifest, self.images, CONFIG, link, self.shelf, self.fleet, self.recorder)
+        link = LinkOptions(
+            "gloo", "127.0.0.1", "xxh3", BUCKET, CONFIG.lane_deadline_s, apply=CONFIG.apply
+        )
+        context = LaneContext(
+            self.run_id, manifest, self.images, CONFIG, link, self.shelf, self.fleet, self.recorder
+        )
         self.lane = LaneThread(context, VllmControl(url, "", 30.0, 60.0))
         self.recorder.known_server(url)
         self.lane.start()
@@ -94,7 +106,9 @@ class Trainer:
 
     def wait(self, standing: Standing) -> None:
         """Until the ledger says so."""
-        assert self.fleet.wait(lambda: self.fleet.entry(self.url).standing is standing, 60.0), self.fleet
+        assert self.fleet.wait(lambda: self.fleet.entry(self.url).standing is standing, 60.0), (
+            self.fleet
+        )
 
     def close(self) -> None:
         self.lane.stop()
@@ -124,12 +138,19 @@ class Site:
     def cut_off(self, weights: Version, buckets: int) -> None:
         """A trainer that pauses the server, sends this many buckets and is killed."""
         self._started_s += 1.0
-        told = {"run_id": new_run_id(self._started_s), "epoch": 1, "bucket_bytes": BUCKET, "timeout_s": 30.0}
+        told = {
+            "run_id": new_run_id(self._started_s),
+            "epoch": 1,
+            "bucket_bytes": BUCKET,
+            "timeout_s": 30.0,
+        }
         (self.folder / "told.json").write_text(json.dumps(told | {"version": 9, "bad_byte": -1}))
         (self.folder / "manifest.json").write_text(weights.manifest.to_json())
         (self.folder / "image").write_bytes(weights.image.numpy().tobytes())
         command = [sys.executable, str(SENDER), str(self.folder), str(buckets)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as sender:
             self.control.greet(json.loads(sender.stdout.readline()))
             commit = json.loads(sender.stdout.readline())
             self.control.pause()
@@ -145,7 +166,9 @@ class Site:
 def site(vllm_python, tmp_path_factory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("streamed")
     first = write_tiny_model(KIND, folder / "start", 100, std=STD)
-    with Server(ServerSpec(vllm_python, str(first), str(folder / "server.log"), cpu_threads=2)) as server:
+    with Server(
+        ServerSpec(vllm_python, str(first), str(folder / "server.log"), cpu_threads=2)
+    ) as server:
         server.wait_healthy(300.0)
         with SyncDriver(server.url) as driver:
             yield Site(server, driver, folder)
@@ -162,7 +185,9 @@ def check_serves(site: Site, trainer: Trainer, version: int, weights: Version) -
 
 def test_the_server_computes_the_streamed_weights_also_after_a_second_update(site, tmp_path):
     first, second = Version(1, tmp_path), Version(2, tmp_path)
-    assert first.difference(site.driver) > 1.0, "the server must start with other weights for this to prove anything"
+    assert first.difference(site.driver) > 1.0, (
+        "the server must start with other weights for this to prove anything"
+    )
     assert first.manifest.total_bytes > 4 * BUCKET
     with site.trainer(first.manifest) as trainer:
         for version, weights in ((1, first), (2, second)):
@@ -209,7 +234,9 @@ def test_a_block_that_differs_quarantines_the_server_until_a_newer_version(site,
         assert f"block {last} of" in str(trainer.fleet.take_error())
 
 
-def test_an_aborted_commit_leaves_a_whole_version_running_or_the_server_paused_and_marked(site, tmp_path):
+def test_an_aborted_commit_leaves_a_whole_version_running_or_the_server_paused_and_marked(
+    site, tmp_path
+):
     weights = Version(8, tmp_path)
     with site.trainer(weights.manifest) as trainer:
         trainer.publish(1, weights)

@@ -1,4 +1,5 @@
-"""A real HTTP server whose routes a test writes down, and which remembers what it was asked with which key."""
+"""A real HTTP server whose routes a test writes down, and which remembers what it was asked with
+which key."""
 
 import http.server
 import json
@@ -12,9 +13,11 @@ Reply = Callable[[Any], tuple[int, Any]]
 
 
 class Board:
-    """``routes``: "METHOD /path" -> a status, or a function of the JSON body that gives (status, answer); others get 404.
+    """``routes``: "METHOD /path" -> a status, or a function of the JSON body that gives (status,
+    answer); others get 404.
 
-    ``asked``: (route, bearer token) in order. A route in ``silent`` gets no answer before the test is over.
+    ``asked``: (route, bearer token) in order. A route in ``silent`` gets no answer before the test
+    is over.
     """
 
     def __init__(self) -> None:
@@ -36,7 +39,9 @@ class Board:
 
             def answer(self, method: str, body: Any) -> None:
                 route = f"{method} {self.path.partition('?')[0]}"
-                board.asked.append((route, (self.headers.get("Authorization") or "").removeprefix("Bearer ")))
+                board.asked.append(
+                    (route, (self.headers.get("Authorization") or "").removeprefix("Bearer "))
+                )
                 if route in board.silent:
                     board.over.wait(20)
                     return

@@ -5,13 +5,19 @@ import math
 import pytest
 
 from titan_grpo.engines import vllm
-from titan_grpo.engines.drivers import public_url
-from titan_grpo.engines.sampling import Sampled, Sampling, salt
+from titan_grpo.engines.generation import Sampled, Sampling, salt
+from titan_grpo.engines.http import public_url
 from titan_grpo.errors import ServerRefused
 
 ANSWER = {
     "choices": [
-        {"index": 0, "text": "ab", "finish_reason": "length", "token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, -1.5]}}
+        {
+            "index": 0,
+            "text": "ab",
+            "finish_reason": "length",
+            "token_ids": [7, 8],
+            "logprobs": {"token_logprobs": [-0.5, -1.5]},
+        }
     ]
 }
 
@@ -52,7 +58,9 @@ def test_null_and_floored_log_probabilities_become_nan_and_minus_infinity():
     assert second == -math.inf
 
 
-@pytest.mark.parametrize("answer", [None, {}, {"choices": []}, {"choices": [{"token_ids": [1]}]}, [], {"choices": "x"}])
+@pytest.mark.parametrize(
+    "answer", [None, {}, {"choices": []}, {"choices": [{"token_ids": [1]}]}, [], {"choices": "x"}]
+)
 def test_an_answer_of_another_form_is_refused(answer):
     with pytest.raises(ServerRefused, match="/v1/completions must"):
         vllm.parse_sampled(answer)

@@ -1,23 +1,34 @@
-"""Control planes over real HTTP: which engine is met, what a commit asks for, when a server counts as paused."""
+"""Control planes over real HTTP: which engine is met, what a commit asks for, when a server counts
+as paused."""
 
 import pytest
 
-from titan_grpo.engines.controls import AskingControl, ServerAccess, make_control
-from titan_grpo.engines.detect import detect
-from titan_grpo.engines.drivers import HttpRefused, SyncDriver
-from titan_grpo.engines.sglang_control import SglangControl
-from titan_grpo.engines.vllm_control import VllmControl
+from titan_grpo.engines.http import HttpRefused, SyncDriver
+from titan_grpo.engines.server import AskingControl, ServerAccess, detect, make_control
+from titan_grpo.engines.sglang import SglangControl
+from titan_grpo.engines.vllm import VllmControl
 from titan_grpo.errors import ConfigError, ServerRefused, ServerUnreachable
 
 SGLANG = {"GET /model_info": lambda _: (200, {"weight_version": "default", "model_path": "m"})}
-VLLM = {"GET /weight_info": lambda _: (200, {"weight_version": "7"}), "POST /init_weight_transfer_engine": 200}
+VLLM = {
+    "GET /weight_info": lambda _: (200, {"weight_version": "7"}),
+    "POST /init_weight_transfer_engine": 200,
+}
 
 
 def plugin(**state):
-    return {"GET /titan_grpo/state": lambda _: (200, {"paused": False, "workers": 2, "boot": "one", **state})}
+    return {
+        "GET /titan_grpo/state": lambda _: (
+            200,
+            {"paused": False, "workers": 2, "boot": "one", **state},
+        )
+    }
 
 
-TOKEN = {"output_ids": [1], "meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 1, None]]}}
+TOKEN = {
+    "output_ids": [1],
+    "meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 1, None]]},
+}
 
 UPDATE = {
     "POST /begin_weight_update": 200,
@@ -46,10 +57,14 @@ def test_each_engine_is_recognised_by_what_only_it_answers(board):
     assert ask(board) == "vllm"
 
 
-@pytest.mark.parametrize("routes", [{}, {"GET /model_info": 200}, {"GET /weight_info": lambda _: (200, ["7"])}])
+@pytest.mark.parametrize(
+    "routes", [{}, {"GET /model_info": 200}, {"GET /weight_info": lambda _: (200, ["7"])}]
+)
 def test_a_stranger_is_refused_with_what_both_engines_would_need(board, routes):
     board.routes = routes
-    with pytest.raises(ServerRefused, match=r"VLLM_SERVER_DEV_MODE=1.*SGLang >= 0\.5\.21") as refusal:
+    with pytest.raises(
+        ServerRefused, match=r"VLLM_SERVER_DEV_MODE=1.*SGLang >= 0\.5\.21"
+    ) as refusal:
         ask(board)
     assert "\n" not in str(refusal.value)
 
@@ -145,9 +160,14 @@ def test_a_server_that_restarts_between_end_and_label_is_found_out(board, sglang
 
 @pytest.mark.parametrize("absent", [401, 404])
 def test_a_server_without_the_plugin_says_what_to_install(board, sglang, absent):
-    board.routes = SGLANG | UPDATE | {"POST /titan_grpo/hello": absent, "GET /titan_grpo/state": absent}
+    board.routes = (
+        SGLANG | UPDATE | {"POST /titan_grpo/hello": absent, "GET /titan_grpo/state": absent}
+    )
     for act in (lambda: sglang.greet({}), lambda: sglang.load({})):
-        with pytest.raises(ServerRefused, match=r"--custom-weight-loader titan_grpo\.receive\.sglang_plugin\.commit"):
+        with pytest.raises(
+            ServerRefused,
+            match=r"--custom-weight-loader titan_grpo\.receive\.sglang_plugin\.commit",
+        ):
             act()
     assert "POST /begin_weight_update" not in board.paths
 
@@ -164,7 +184,9 @@ def test_without_the_plugin_a_ready_server_is_not_paused(board, sglang):
     assert sglang.paused() is False
 
 
-def test_without_the_plugin_a_server_that_was_thought_ill_and_generates_is_not_paused(board, sglang):
+def test_without_the_plugin_a_server_that_was_thought_ill_and_generates_is_not_paused(
+    board, sglang
+):
     board.routes = {"GET /ready": 503, "POST /generate": lambda _: (200, TOKEN)}
     assert sglang.paused() is False
 

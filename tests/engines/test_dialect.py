@@ -4,10 +4,14 @@ import inspect
 
 import pytest
 
-from titan_grpo.engines.dialect import DIALECTS, Dialect, dialect
+from titan_grpo.engines.server import DIALECTS, Dialect, dialect
 from titan_grpo.errors import ProtocolError
 
-FUNCTIONS = [name for name, member in vars(Dialect).items() if inspect.isfunction(member) and not name.startswith("_")]
+FUNCTIONS = [
+    name
+    for name, member in vars(Dialect).items()
+    if inspect.isfunction(member) and not name.startswith("_")
+]
 
 
 def test_the_protocol_has_the_functions_that_are_looked_for():

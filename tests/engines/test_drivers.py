@@ -1,4 +1,5 @@
-"""Drivers against real sockets: every HTTP failure becomes one of ours, with the URL and what was tried."""
+"""Drivers against real sockets: every HTTP failure becomes one of ours, with the URL and what was
+tried."""
 
 import asyncio
 import http.server
@@ -10,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.drivers import AsyncDriver, HttpRefused, SyncDriver
+from titan_grpo.engines.http import AsyncDriver, HttpRefused, SyncDriver
 from titan_grpo.engines.launch import free_port
 from titan_grpo.errors import ServerUnreachable
 
@@ -28,7 +29,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.released.wait(20)
             return
         code = 503 if self.path.startswith("/weight_info") else 200
-        body = json.dumps({"data": [{"id": self.headers.get("Authorization", "none")}], "why": "x" * 1000}).encode()
+        body = json.dumps(
+            {"data": [{"id": self.headers.get("Authorization", "none")}], "why": "x" * 1000}
+        ).encode()
         self.send_response(code)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -84,7 +87,11 @@ def test_admin_calls_go_with_the_admin_key_and_without_one_with_the_other(board)
             await driver.run(call)
         await driver.close()
 
-    for keys, seen in ((("api", "admin"), ["admin", "api"]), (("api",), ["api", "api"]), (("", "admin"), ["admin", ""])):
+    for keys, seen in (
+        (("api", "admin"), ["admin", "api"]),
+        (("api",), ["api", "api"]),
+        (("", "admin"), ["admin", ""]),
+    ):
         with SyncDriver(board.url, *keys) as driver:
             for call in calls:
                 driver.run(call)

@@ -1,4 +1,5 @@
-"""Launching: the command, the environment, and that nothing outlives its owner. No engine here; e2e has the real ones."""
+"""Launching: the command, the environment, and that nothing outlives its owner. No engine here; e2e
+has the real ones."""
 
 import json
 import mmap
@@ -17,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from titan_grpo.engines import launch_sglang
+from titan_grpo.engines import sglang
 from titan_grpo.engines.launch import Server, ServerSpec, command, environment
 from titan_grpo.errors import ServerUnreachable
 from titan_grpo.patches import sglang_cpu
@@ -33,20 +34,34 @@ def stand_in(tmp_path, body: str) -> str:
 
 
 def spec(tmp_path, body: str) -> ServerSpec:
-    return ServerSpec(python=stand_in(tmp_path, body), model="m", log_path=str(tmp_path / "log" / "server.log"))
+    return ServerSpec(
+        python=stand_in(tmp_path, body), model="m", log_path=str(tmp_path / "log" / "server.log")
+    )
 
 
-def sglang(**settings) -> ServerSpec:
+def sglang_spec(**settings) -> ServerSpec:
     return ServerSpec("py", "m", "log", engine="sglang", port=1, **settings)
 
 
 def test_torchrun_variables_do_not_reach_the_server():
-    base = {"RANK": "1", "MASTER_ADDR": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "9", "HOME": "/h"}
+    base = {
+        "RANK": "1",
+        "MASTER_ADDR": "x",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "9",
+        "HOME": "/h",
+    }
     out = environment(base, ServerSpec("py", "m", "log", port=1, cpu=False))
     assert not {"RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS"} & set(out)
     assert (out["HOME"], out["VLLM_SERVER_DEV_MODE"]) == ("/h", "1")
-    out = environment(base, sglang(cpu=False))
-    assert not {"RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS", "PYTHONPATH"} & set(out)
+    out = environment(base, sglang_spec(cpu=False))
+    assert not {
+        "RANK",
+        "MASTER_ADDR",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "OMP_NUM_THREADS",
+        "PYTHONPATH",
+    } & set(out)
     assert out["HOME"] == "/h"
 
 
@@ -58,16 +73,23 @@ def test_a_run_key_goes_by_environment_in_place_of_any_other_and_is_not_shown(en
     assert out[KEY_VARIABLE] == key.hex()
     assert KEY_FILE_VARIABLE not in out
     assert not any(key.hex() in text for text in (*command(spec), repr(spec)))
-    assert environment({KEY_VARIABLE: "k"}, ServerSpec("py", "m", "log", port=1))[KEY_VARIABLE] == "k"
+    assert (
+        environment({KEY_VARIABLE: "k"}, ServerSpec("py", "m", "log", port=1))[KEY_VARIABLE] == "k"
+    )
 
 
 def test_the_backend_of_our_plugin_is_asked_for_unless_switched_off():
     assert '{"backend": "titan_grpo"}' in command(ServerSpec("py", "m", "log", port=1))
-    assert "--weight-transfer-config" not in command(ServerSpec("py", "m", "log", port=1, weight_transfer=False))
+    assert "--weight-transfer-config" not in command(
+        ServerSpec("py", "m", "log", port=1, weight_transfer=False)
+    )
 
 
 def test_a_server_that_shares_cores_has_no_spinning_worker_process():
-    shared, own = ServerSpec("py", "m", "log", port=1), ServerSpec("py", "m", "log", port=1, cpu_threads=0)
+    shared, own = (
+        ServerSpec("py", "m", "log", port=1),
+        ServerSpec("py", "m", "log", port=1, cpu_threads=0),
+    )
     assert "uni" in command(shared)
     assert environment({}, shared)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "uni" not in command(own)
@@ -75,26 +97,32 @@ def test_a_server_that_shares_cores_has_no_spinning_worker_process():
 
 
 def test_sglang_may_call_our_loader_unless_switched_off():
-    assert "titan_grpo.receive.sglang_plugin.commit" in command(sglang())
-    assert "--custom-weight-loader" not in command(sglang(weight_transfer=False))
+    assert "titan_grpo.receive.sglang_plugin.commit" in command(sglang_spec())
+    assert "--custom-weight-loader" not in command(sglang_spec(weight_transfer=False))
 
 
 def test_sglang_on_a_cpu_gets_the_stand_ins_before_any_other_path_and_on_a_gpu_nothing_of_that():
-    on_cpu = environment({"PYTHONPATH": "theirs"}, sglang(env={"PYTHONPATH": "ours"}))
+    on_cpu = environment({"PYTHONPATH": "theirs"}, sglang_spec(env={"PYTHONPATH": "ours"}))
     assert on_cpu["PYTHONPATH"] == os.pathsep.join((sglang_cpu.directory(), "ours"))
-    assert environment({"PYTHONPATH": "theirs"}, sglang())["PYTHONPATH"].endswith(f"{os.pathsep}theirs")
+    assert environment({"PYTHONPATH": "theirs"}, sglang_spec())["PYTHONPATH"].endswith(
+        f"{os.pathsep}theirs"
+    )
     assert (on_cpu["SGLANG_USE_CPU_ENGINE"], on_cpu["CUDA_VISIBLE_DEVICES"]) == ("1", "")
-    on_gpu = environment({}, sglang(cpu=False))
+    on_gpu = environment({}, sglang_spec(cpu=False))
     assert not {"PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "CUDA_VISIBLE_DEVICES"} & set(on_gpu)
-    assert "--device" in command(sglang())
-    assert "--device" not in command(sglang(cpu=False))
+    assert "--device" in command(sglang_spec())
+    assert "--device" not in command(sglang_spec(cpu=False))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_start_commands_of_the_readme_are_those_that_we_use(engine, root):
     readme = (root / "README.md").read_text().replace("\\\n", " ")
-    module = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}[engine]
-    (line,) = [line for line in readme.splitlines() if f".venv-{engine}/bin/python -m {module}" in line]
+    module = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}[
+        engine
+    ]
+    (line,) = [
+        line for line in readme.splitlines() if f".venv-{engine}/bin/python -m {module}" in line
+    ]
     spec = ServerSpec("py", "MODEL", "log", engine=engine, port=1)
     ours, written = command(spec)[1:], shlex.split(line)
     # What a launched server is told of its own place and size, and the noise that it need not make.
@@ -108,30 +136,42 @@ def test_the_start_commands_of_the_readme_are_those_that_we_use(engine, root):
         "--max-running-requests",
     }
     left_out |= {"--log-level-http", "--disable-uvicorn-access-log", "--disable-log-stats"}
-    assert {flag for flag in ours if flag.startswith("--")} - left_out == {flag for flag in written if flag.startswith("--")}
-    set_there = dict(word.split("=", 1) for word in written if "=" in word and not word.startswith(("-", "{")))
+    assert {flag for flag in ours if flag.startswith("--")} - left_out == {
+        flag for flag in written if flag.startswith("--")
+    }
+    set_there = dict(
+        word.split("=", 1) for word in written if "=" in word and not word.startswith(("-", "{"))
+    )
     set_there.pop("PYTHONPATH", None)
     env = environment({}, spec)
     assert {name: env[name] for name in set_there} == set_there
 
 
 def test_ranks_of_sglang_on_a_cpu_are_told_their_cores():
-    assert environment({}, sglang(tensor_parallel=2))["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
-    few = launch_sglang.environment({}, sglang(tensor_parallel=3), [4, 5])
+    assert (
+        environment({}, sglang_spec(tensor_parallel=2))["SGLANG_CPU_OMP_THREADS_BIND"].count("|")
+        == 1
+    )
+    few = sglang.environment({}, sglang_spec(tensor_parallel=3), [4, 5])
     assert few["SGLANG_CPU_OMP_THREADS_BIND"] == "4|5|4"
-    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment({}, sglang())
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment({}, sglang_spec())
 
 
 def test_the_keys_of_an_engine_are_not_on_its_command_line_and_not_shown():
     for engine in ("vllm", "sglang"):
         spec = ServerSpec("py", "m", "log", engine=engine, port=1, api_key="ours", admin_key="boss")
-        assert not any(key in text for text in (*command(spec, "keys"), repr(spec)) for key in ("ours", "boss"))
-    assert environment({}, ServerSpec("py", "m", "log", port=1, api_key="ours"))["VLLM_API_KEY"] == "ours"
-    assert json.loads(launch_sglang.keys(sglang(api_key="ours", admin_key="boss"))) == {
+        assert not any(
+            key in text for text in (*command(spec, "keys"), repr(spec)) for key in ("ours", "boss")
+        )
+    assert (
+        environment({}, ServerSpec("py", "m", "log", port=1, api_key="ours"))["VLLM_API_KEY"]
+        == "ours"
+    )
+    assert json.loads(sglang.keys(sglang_spec(api_key="ours", admin_key="boss"))) == {
         "api-key": "ours",
         "admin-api-key": "boss",
     }
-    assert launch_sglang.keys(sglang()) == ""
+    assert sglang.keys(sglang_spec()) == ""
 
 
 HEALTHY = """\
@@ -179,7 +219,10 @@ SHARES_MEMORY = (
 
 def test_the_shared_memory_of_a_server_goes_with_it_and_that_of_others_stays(tmp_path):
     with ExitStack() as stack:
-        files = [stack.enter_context(tempfile.NamedTemporaryFile(dir="/dev/shm", delete=False)) for _ in range(2)]
+        files = [
+            stack.enter_context(tempfile.NamedTemporaryFile(dir="/dev/shm", delete=False))
+            for _ in range(2)
+        ]
         paths = [file.name for file in files]
         stack.callback(lambda: [Path(path).unlink(missing_ok=True) for path in paths])
         for file in files:
@@ -196,14 +239,20 @@ def test_the_port_of_a_server_that_starts_is_nobody_elses(tmp_path):
         with socket.socket() as other:
             other.bind(("127.0.0.1", port))
 
-    with Server(spec(tmp_path, "import signal; signal.pause()")) as server, pytest.raises(OSError, match="in use"):
+    with (
+        Server(spec(tmp_path, "import signal; signal.pause()")) as server,
+        pytest.raises(OSError, match="in use"),
+    ):
         take(server.spec.port)
     take(server.spec.port)
 
 
 def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path):
     dying = "import sys; print('no such model', flush=True); sys.exit(3)"
-    with Server(spec(tmp_path, dying)) as server, pytest.raises(ServerUnreachable, match=r"exit code 3(.|\n)*no such model"):
+    with (
+        Server(spec(tmp_path, dying)) as server,
+        pytest.raises(ServerUnreachable, match=r"exit code 3(.|\n)*no such model"),
+    ):
         server.wait_healthy(30)
 
 
@@ -231,7 +280,9 @@ server = Server(ServerSpec({path!r}, "m", {str(tmp_path / "log")!r}), stop_grace
 print(server.group, flush=True)
 sys.stdin.read()
 """
-    owner = subprocess.Popen([sys.executable, "-c", owner_code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", owner_code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert owner.stdout is not None
     group = int(owner.stdout.readline())
     server = psutil.Process(group)

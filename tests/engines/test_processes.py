@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from titan_grpo.engines.processes import wait_process
+from titan_grpo.subprocesses import wait_process
 
 LONG = [sys.executable, "-c", "input()"]
 

@@ -1,4 +1,5 @@
-"""SGLang's interface as data: what is asked, what is read (from answers of a real 0.5.23), what is refused and not shown."""
+"""SGLang's interface as data: what is asked, what is read (from answers of a real 0.5.23), what is
+refused and not shown."""
 
 import base64
 import io
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from titan_grpo.engines import sglang
-from titan_grpo.engines.sampling import Sampled, Sampling, salt
+from titan_grpo.engines.generation import Sampled, Sampling, salt
 from titan_grpo.errors import ServerRefused
 
 ANSWER = {
@@ -23,7 +24,10 @@ ANSWER = {
         "weight_version": "r:8:f",
         "input_token_logprobs": [],
         "output_token_logprobs": [[-5.25, 33, None], [-4.5, 87, None], [-4.75, 80, None]],
-        "weight_versions": [{"version": "r:7:f", "start": 0, "end": 2}, {"version": "r:8:f", "start": 2, "end": 3}],
+        "weight_versions": [
+            {"version": "r:7:f", "start": 0, "end": 2},
+            {"version": "r:8:f", "start": 2, "end": 3},
+        ],
     },
 }
 
@@ -38,28 +42,48 @@ def test_a_generation_request_leaves_no_sampling_default_to_the_server():
     plain = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "min_new_tokens": 0, "ignore_eos": False}
     plain |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
     assert {k: parameters[k] for k in plain} == plain
-    assert (parameters["max_new_tokens"], parameters["temperature"], parameters["sampling_seed"]) == (4, 0.7, 9)
-    assert (body["input_ids"], body["return_logprob"], body["extra_key"]) == ([1, 2], True, salt("run/@3"))
+    assert (
+        parameters["max_new_tokens"],
+        parameters["temperature"],
+        parameters["sampling_seed"],
+    ) == (4, 0.7, 9)
+    assert (body["input_ids"], body["return_logprob"], body["extra_key"]) == (
+        [1, 2],
+        True,
+        salt("run/@3"),
+    )
 
 
 def test_requests_under_different_labels_have_different_parts_of_the_cache_and_without_a_label_none():
-    keys = {sglang.generate([1], Sampling(1, cache_salt=label), 1.0).json["extra_key"] for label in ("r:1:a", "r:2:b")}
+    keys = {
+        sglang.generate([1], Sampling(1, cache_salt=label), 1.0).json["extra_key"]
+        for label in ("r:1:a", "r:2:b")
+    }
     assert len(keys) == 2
     assert "extra_key" not in sglang.generate([1], Sampling(1), 1.0).json
 
 
 def test_an_answer_gives_tokens_log_probabilities_and_which_version_made_which_token():
     spans = (("r:7:f", 0, 2), ("r:8:f", 2, 3))
-    assert sglang.parse_sampled(ANSWER) == Sampled((33, 87, 80), (-5.25, -4.5, -4.75), "length", spans)
+    assert sglang.parse_sampled(ANSWER) == Sampled(
+        (33, 87, 80), (-5.25, -4.5, -4.75), "length", spans
+    )
 
 
 def test_an_answer_without_spans_or_values_is_told_apart_from_a_whole_one():
     meta = {k: v for k, v in ANSWER["meta_info"].items() if k != "weight_versions"}
     assert sglang.parse_sampled(ANSWER | {"meta_info": meta}).versions == ()
-    first, second = sglang.parse_sampled(changed(output_token_logprobs=[[None, 1, None], [-3.4e38, 2, None]])).logprobs
+    first, second = sglang.parse_sampled(
+        changed(output_token_logprobs=[[None, 1, None], [-3.4e38, 2, None]])
+    ).logprobs
     assert math.isnan(first)
     assert second == -math.inf
-    assert sglang.parse_sampled(changed(finish_reason={"type": "abort", "message": "Aborted"})).finish_reason == "abort"
+    assert (
+        sglang.parse_sampled(
+            changed(finish_reason={"type": "abort", "message": "Aborted"})
+        ).finish_reason
+        == "abort"
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,17 +113,34 @@ def test_scores_are_of_all_tokens_but_the_first():
 
 
 def test_what_changes_the_server_goes_with_the_admin_key_and_what_asks_it_does_not():
-    changing = [sglang.pause(1.0), sglang.resume(1.0), sglang.begin_weight_update(1.0), sglang.end_weight_update(1.0)]
-    changing += [sglang.update_weights({}, 1, 1.0), sglang.update_weight_version("x", 1.0), sglang.abort_all()]
+    changing = [
+        sglang.pause(1.0),
+        sglang.resume(1.0),
+        sglang.begin_weight_update(1.0),
+        sglang.end_weight_update(1.0),
+    ]
+    changing += [
+        sglang.update_weights({}, 1, 1.0),
+        sglang.update_weight_version("x", 1.0),
+        sglang.abort_all(),
+    ]
     changing += [sglang.hello({}, 1.0), sglang.state()]
-    asking = [sglang.generate([1], Sampling(1), 1.0), sglang.score([1, 2], 1.0), sglang.label(), sglang.models()]
+    asking = [
+        sglang.generate([1], Sampling(1), 1.0),
+        sglang.score([1, 2], 1.0),
+        sglang.label(),
+        sglang.models(),
+    ]
     asking += [sglang.alive(), sglang.world_size()]
     assert all(call.admin for call in changing)
     assert not any(call.admin for call in asking)
 
 
 def test_nothing_is_aborted_or_flushed_by_a_commit():
-    assert sglang.update_weight_version("r:7:f", 1.0).json == {"new_version": "r:7:f", "abort_all_requests": False}
+    assert sglang.update_weight_version("r:7:f", 1.0).json == {
+        "new_version": "r:7:f",
+        "abort_all_requests": False,
+    }
     assert sglang.update_weights({"a": 1}, 1, 1.0).json["flush_cache"] is False
     assert sglang.pause(1.0).json == {"mode": "in_place"}
 
@@ -117,7 +158,9 @@ def test_a_commit_travels_as_the_name_of_an_empty_tensor_once_per_worker(info):
     payloads = sglang.commit_payload(info, 2)
     assert len(payloads) == 2
     for payload in payloads:
-        ((name, tensor),) = ServersUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
+        ((name, tensor),) = ServersUnpickler(
+            io.BytesIO(base64.b64decode(payload, validate=True))
+        ).load()
         assert json.loads(name) == info
         assert tensor.to("cpu").numel() == 0
 

@@ -1,4 +1,5 @@
-"""Completions in pieces: wherever the bytes are cut, the same tokens come out as of an answer in one piece."""
+"""Completions in pieces: wherever the bytes are cut, the same tokens come out as of an answer in
+one piece."""
 
 import asyncio
 import http.server
@@ -11,9 +12,8 @@ from itertools import pairwise
 import pytest
 
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.drivers import AsyncDriver, HttpRefused
-from titan_grpo.engines.sampling import Sampled, Sampling
-from titan_grpo.engines.streamed import INTERVAL, Answer, Events
+from titan_grpo.engines.generation import INTERVAL, Answer, Events, Sampled, Sampling
+from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 
 IDS, LOGPROBS = tuple(range(40, 49)), tuple(-0.5 - i for i in range(9))
@@ -25,7 +25,10 @@ CUTS = ((0, 1), (1, 5), (5, 9))
 def events(*contents: object, end: bytes = b"\n\n") -> bytes:
     """A body of server-sent events."""
     return b"".join(
-        b"data: " + (c if isinstance(c, bytes) else json.dumps(c, ensure_ascii=False).encode()) + end for c in contents
+        b"data: "
+        + (c if isinstance(c, bytes) else json.dumps(c, ensure_ascii=False).encode())
+        + end
+        for c in contents
     )
 
 
@@ -33,14 +36,22 @@ def of_vllm(start: int, end: int, reason: str | None = None) -> dict:
     """An event of vLLM: what is new, with text of several bytes a character."""
     logprobs = {"token_logprobs": LOGPROBS[start:end], "tokens": ["Î"] * (end - start)}
     spans = {"weight_versions": SPANS} if reason else {}
-    choice = {"index": 0, "text": "Î🙂" * (end - start), "token_ids": IDS[start:end], "logprobs": logprobs}
+    choice = {
+        "index": 0,
+        "text": "Î🙂" * (end - start),
+        "token_ids": IDS[start:end],
+        "logprobs": logprobs,
+    }
     return {"id": "cmpl-1", "choices": [choice | {"finish_reason": reason} | spans]}
 
 
 def of_sglang(start: int, end: int, reason: dict | None = None, late: int = 0) -> dict:
-    """An event of SGLang: the tokens from ``start`` on. ``late``: so many tokens came after its numbers were written."""
+    """An event of SGLang: the tokens from ``start`` on. ``late``: so many tokens came after its
+    numbers were written."""
     meta = {
-        "output_token_logprobs": [[lp, i, None] for lp, i in zip(LOGPROBS, IDS, strict=True)][start : end + late],
+        "output_token_logprobs": [[lp, i, None] for lp, i in zip(LOGPROBS, IDS, strict=True)][
+            start : end + late
+        ],
         "completion_tokens": end,
         "finish_reason": reason,
         "weight_versions": [s | {"end": min(s["end"], end)} for s in SPANS if s["start"] < end],
@@ -51,12 +62,32 @@ def of_sglang(start: int, end: int, reason: dict | None = None, late: int = 0) -
 
 LENGTH = {"type": "length", "length": 9}
 BODIES = {
-    "vllm": (VLLM, events(*(of_vllm(a, b) for a, b in CUTS[:2]), of_vllm(5, 9, "length"), b"[DONE]")),
-    "vllm, its end alone": (VLLM, events(*(of_vllm(a, b) for a, b in CUTS), of_vllm(9, 9, "length"), b"[DONE]")),
-    "vllm, with usage": (VLLM, events(of_vllm(0, 9, "length"), {"choices": [], "usage": {}}, b"[DONE]", end=b"\r\n\r\n")),
-    "sglang, all so far": (SGLANG, events(of_sglang(0, 1), of_sglang(0, 5), of_sglang(0, 9, LENGTH), b"[DONE]")),
-    "sglang, overtaken": (SGLANG, events(of_sglang(0, 1, late=2), of_sglang(0, 5, late=4), of_sglang(0, 9, LENGTH), b"[DONE]")),
-    "sglang, what is new": (SGLANG, events(of_sglang(0, 1), of_sglang(1, 5), of_sglang(5, 9, LENGTH), b"[DONE]")),
+    "vllm": (
+        VLLM,
+        events(*(of_vllm(a, b) for a, b in CUTS[:2]), of_vllm(5, 9, "length"), b"[DONE]"),
+    ),
+    "vllm, its end alone": (
+        VLLM,
+        events(*(of_vllm(a, b) for a, b in CUTS), of_vllm(9, 9, "length"), b"[DONE]"),
+    ),
+    "vllm, with usage": (
+        VLLM,
+        events(of_vllm(0, 9, "length"), {"choices": [], "usage": {}}, b"[DONE]", end=b"\r\n\r\n"),
+    ),
+    "sglang, all so far": (
+        SGLANG,
+        events(of_sglang(0, 1), of_sglang(0, 5), of_sglang(0, 9, LENGTH), b"[DONE]"),
+    ),
+    "sglang, overtaken": (
+        SGLANG,
+        events(
+            of_sglang(0, 1, late=2), of_sglang(0, 5, late=4), of_sglang(0, 9, LENGTH), b"[DONE]"
+        ),
+    ),
+    "sglang, what is new": (
+        SGLANG,
+        events(of_sglang(0, 1), of_sglang(1, 5), of_sglang(5, 9, LENGTH), b"[DONE]"),
+    ),
 }
 VERSIONS = (("r:7:f", 0, 5), ("r:8:f", 5, 9))
 
@@ -102,10 +133,18 @@ def test_a_streamed_request_differs_from_the_other_one_in_nothing_but_that(call)
 @pytest.mark.parametrize(
     ("call", "event", "status"),
     [
-        (VLLM, {"error": {"message": "engine is dead", "type": "InternalServerError", "code": 500}}, 500),
+        (
+            VLLM,
+            {"error": {"message": "engine is dead", "type": "InternalServerError", "code": 500}},
+            500,
+        ),
         (VLLM, {"error": "engine is dead"}, 500),
         (SGLANG, {"error": {"message": "too long", "code": 400}}, 400),
-        (SGLANG, of_sglang(0, 0, {"type": "abort", "message": "too long", "status_code": 400}), 400),
+        (
+            SGLANG,
+            of_sglang(0, 0, {"type": "abort", "message": "too long", "status_code": 400}),
+            400,
+        ),
     ],
 )
 def test_an_error_among_the_events_is_a_refusal_and_what_came_before_it_stays(call, event, status):
@@ -118,13 +157,21 @@ def test_an_error_among_the_events_is_a_refusal_and_what_came_before_it_stays(ca
 
 
 @pytest.mark.parametrize(
-    ("call", "event"), [(VLLM, of_vllm(5, 6, "abort")), (SGLANG, of_sglang(0, 6, {"type": "abort", "message": "Aborted"}))]
+    ("call", "event"),
+    [
+        (VLLM, of_vllm(5, 6, "abort")),
+        (SGLANG, of_sglang(0, 6, {"type": "abort", "message": "Aborted"})),
+    ],
 )
 def test_an_abort_is_an_end_with_what_there_is(call, event):
     answer = Answer(call)
     answer.take(events(of_vllm(0, 5) if call is VLLM else of_sglang(0, 5), event, b"[DONE]"))
     sampled = whole(answer)
-    assert (sampled.token_ids, sampled.logprobs, sampled.finish_reason) == (IDS[:6], LOGPROBS[:6], "abort")
+    assert (sampled.token_ids, sampled.logprobs, sampled.finish_reason) == (
+        IDS[:6],
+        LOGPROBS[:6],
+        "abort",
+    )
 
 
 def test_an_abort_in_sglangs_queue_repeats_the_last_token_with_the_log_probabilities_of_all():
@@ -144,7 +191,13 @@ def test_what_is_kept_of_an_answer_has_the_spans_of_its_tokens_only():
 
 
 @pytest.mark.parametrize(
-    "body", [b"data: {\n\n", b"data: 1\n\n", b'data: {"choices": [1, 2]}\n\n', b'data: {"choices": [{}]}\n\n']
+    "body",
+    [
+        b"data: {\n\n",
+        b"data: 1\n\n",
+        b'data: {"choices": [1, 2]}\n\n',
+        b'data: {"choices": [{}]}\n\n',
+    ],
 )
 def test_an_event_of_another_form_is_refused(body):
     for call in (VLLM, SGLANG):
@@ -160,7 +213,13 @@ def test_tokens_that_were_left_out_are_refused():
 
 
 def test_an_answer_that_comes_whole_all_the_same_is_read():
-    choice = {"token_ids": IDS, "logprobs": {"token_logprobs": LOGPROBS}, "finish_reason": "stop", "index": 0, "text": "Î"}
+    choice = {
+        "token_ids": IDS,
+        "logprobs": {"token_logprobs": LOGPROBS},
+        "finish_reason": "stop",
+        "index": 0,
+        "text": "Î",
+    }
     body, answer = json.dumps({"choices": [choice]}).encode(), Answer(VLLM)
     for byte in body:
         answer.take(bytes([byte]))
@@ -173,7 +232,8 @@ Send = Callable[[bytes], None]
 
 @pytest.fixture
 def speaker() -> Iterator[Callable[[Callable[[Send], None]], str]]:
-    """Starts a real server that answers as a test writes it, and then drops the connection; its URL."""
+    """Starts a real server that answers as a test writes it, and then drops the connection; its
+    URL."""
     servers: list[http.server.ThreadingHTTPServer] = []
 
     def start(speak: Callable[[Send], None]) -> str:

@@ -1,9 +1,10 @@
-"""Digests of content: equal for equal values however they lie in memory, different for anything that differs."""
+"""Digests of content: equal for equal values however they lie in memory, different for anything
+that differs."""
 
 import pytest
 import torch
 
-from titan_grpo.layout.content import content_digest, tensor_digest
+from titan_grpo.layout.digest import content_digest, tensor_digest
 
 BASE = torch.arange(12, dtype=torch.float32).view(3, 4).bfloat16()
 

@@ -3,7 +3,13 @@
 import pytest
 
 from titan_grpo.errors import ConfigError
-from titan_grpo.layout.digest import BLOCK_HASHES, block_digests, digest_block, fingerprint, first_difference
+from titan_grpo.layout.digest import (
+    BLOCK_HASHES,
+    block_digests,
+    digest_block,
+    fingerprint,
+    first_difference,
+)
 from titan_grpo.layout.manifest import Manifest
 
 MANIFEST = Manifest.build([("a", "uint8", (1000,))], 256)
@@ -47,11 +53,15 @@ def test_a_fingerprint_names_layout_and_content() -> None:
 
 def test_a_key_changes_every_hash_and_the_published_vector_says_how() -> None:
     key = b"whats the Elvish word for friend"  # the key of BLAKE3's published test vectors
-    assert digest_block(memoryview(b""), "blake3", key).hex() == (
-        "92b2b75604ed3c761f9d6f62392c8a9227ad0ea3f09573e783f1498a4ed60d26"
+    assert (
+        digest_block(memoryview(b""), "blake3", key).hex()
+        == "92b2b75604ed3c761f9d6f62392c8a9227ad0ea3f09573e783f1498a4ed60d26"
     )
     image = memoryview(bytes(1024))
-    plain, keyed = block_digests(image, MANIFEST, "blake3"), block_digests(image, MANIFEST, "blake3", key)
+    plain, keyed = (
+        block_digests(image, MANIFEST, "blake3"),
+        block_digests(image, MANIFEST, "blake3", key),
+    )
     assert all(a != b for a, b in zip(plain, keyed, strict=True))
     assert fingerprint("m", plain) != fingerprint("m", keyed)
 

@@ -14,7 +14,13 @@ from titan_grpo.layout.image import ImageAddress, SharedImage, available_memory
 
 
 def run(code: str, *argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code, *argv],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 WRITER = """
@@ -53,7 +59,11 @@ def test_closing_and_dropping_the_views_gives_the_memory_back() -> None:
     image.close()
     del tensor
     assert "titan_grpo-leak" not in Path("/proc/self/maps").read_text()
-    assert not any("titan_grpo-leak" in os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
+    assert not any(
+        "titan_grpo-leak" in os.readlink(f)
+        for f in Path("/proc/self/fd").iterdir()
+        if f.is_symlink()
+    )
 
 
 def test_an_image_can_not_be_shrunk_under_the_others() -> None:
@@ -63,7 +73,8 @@ def test_an_image_can_not_be_shrunk_under_the_others() -> None:
 
 def test_the_image_of_a_dead_process_is_a_sync_error() -> None:
     made = run(
-        "from titan_grpo.layout.image import *; import json; print(json.dumps(SharedImage.create(4096, 'x').address.to_json()))"
+        "from titan_grpo.layout.image import *; import json;"
+        " print(json.dumps(SharedImage.create(4096, 'x').address.to_json()))"
     )
     address = ImageAddress.from_json(json.loads(made.stdout))
     with pytest.raises(SyncError, match=f"process {address.pid} could not be opened"):
@@ -99,9 +110,13 @@ def in_a_small_shm(*command: str) -> list[str]:
 
 
 def test_an_image_of_256_mib_works_where_dev_shm_has_64_mb() -> None:
-    probe = subprocess.run(in_a_small_shm("true"), capture_output=True, text=True, timeout=30, check=False)
+    probe = subprocess.run(
+        in_a_small_shm("true"), capture_output=True, text=True, timeout=30, check=False
+    )
     if probe.returncode != 0:
-        pytest.skip(f"no mount namespace with its own /dev/shm can be made here: {probe.stderr.strip()}")
+        pytest.skip(
+            f"no mount namespace with its own /dev/shm can be made here: {probe.stderr.strip()}"
+        )
     command = in_a_small_shm(sys.executable, "-c", SMALL_SHM)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == f"{256 << 20}\n", done.stderr

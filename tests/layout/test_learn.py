@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titan_grpo.errors import ConfigError
-from titan_grpo.layout.learn import learn, strip_prefixes
+from titan_grpo.layout.infer import learn, strip_prefixes
 
 State = dict[str, torch.Tensor]
 
@@ -37,7 +37,10 @@ def test_every_other_row_is_a_range_with_a_step() -> None:
 
 
 def test_stacked_experts_become_one_tensor_each() -> None:
-    layout = learn(lambda s: {f"e{i}": part.squeeze(0) for i, part in enumerate(s["w"].split(1))}, {"w": (3, 2, 5)})
+    layout = learn(
+        lambda s: {f"e{i}": part.squeeze(0) for i, part in enumerate(s["w"].split(1))},
+        {"w": (3, 2, 5)},
+    )
     assert [(t.name, t.shape, t.rows) for t in layout.tensors] == [
         ("e0", (2, 5), range(2)),
         ("e1", (2, 5), range(2, 4)),
@@ -74,7 +77,9 @@ def test_a_wrapper_prefix_is_never_lost_in_silence() -> None:
     wrapped = "layers.0._checkpoint_wrapped_module._orig_mod.w"
     with pytest.raises(ConfigError, match="strip wrapper prefixes"):
         learn(knows_its_names, {wrapped: (2, 2)})
-    assert learn(knows_its_names, {strip_prefixes(wrapped): (2, 2)}).tensors[0].name == "hf.layers.0.w"
+    assert (
+        learn(knows_its_names, {strip_prefixes(wrapped): (2, 2)}).tensors[0].name == "hf.layers.0.w"
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,18 +102,25 @@ def test_an_adapter_that_does_more_than_move_rows_is_refused(
 
 
 def test_an_adapter_that_raises_is_named_with_its_parameter() -> None:
-    with pytest.raises(ConfigError, match=r"must convert other \(2, 2\) on its own, it raised KeyError"):
+    with pytest.raises(
+        ConfigError, match=r"must convert other \(2, 2\) on its own, it raised KeyError"
+    ):
         learn(lambda s: {"hf": s["w"]}, {"other": (2, 2)})
 
 
 def test_two_parameters_with_one_hf_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="HF tensor same must come from one parameter, got a and b"):
+    with pytest.raises(
+        ConfigError, match="HF tensor same must come from one parameter, got a and b"
+    ):
         learn(lambda s: {"same": next(iter(s.values()))}, {"a": (2, 2), "b": (2, 2)})
 
 
 def test_the_manifest_keeps_the_adapters_order_and_the_dtypes_asked_for() -> None:
     layout = learn(each(lambda t: t), {"w": (2, 2), "bias": (3,)})
     manifest = layout.manifest("bfloat16", 4096, keep_dtype={"bias": "float32"})
-    assert [(t.name, t.dtype) for t in manifest.tensors] == [("hf.w", "bfloat16"), ("hf.bias", "float32")]
+    assert [(t.name, t.dtype) for t in manifest.tensors] == [
+        ("hf.w", "bfloat16"),
+        ("hf.bias", "float32"),
+    ]
     with pytest.raises(ConfigError, match="got 'nobody'"):
         layout.manifest("bfloat16", 4096, keep_dtype={"nobody": "float32"})

@@ -15,7 +15,11 @@ ENTRIES = [("a", "bfloat16", (3, 5)), ("b", "float32", (2,)), ("c", "int64", ())
 
 def test_tensors_lie_one_after_the_other_at_aligned_offsets() -> None:
     manifest = Manifest.build(ENTRIES, 512)
-    assert [(t.name, t.offset, t.nbytes) for t in manifest.tensors] == [("a", 0, 30), ("b", 256, 8), ("c", 512, 8)]
+    assert [(t.name, t.offset, t.nbytes) for t in manifest.tensors] == [
+        ("a", 0, 30),
+        ("b", 256, 8),
+        ("c", 512, 8),
+    ]
     assert manifest.total_bytes == 768
     assert [manifest.block(i) for i in range(manifest.num_blocks)] == [(0, 512), (512, 768)]
     assert manifest.spec("b").shape == (2,)
@@ -46,7 +50,9 @@ def test_json_brings_the_same_manifest_back() -> None:
         [ENTRIES[1], ENTRIES[0], ENTRIES[2]],
     ],
 )
-def test_every_difference_changes_the_digest(changed: list[tuple[str, str, tuple[int, ...]]]) -> None:
+def test_every_difference_changes_the_digest(
+    changed: list[tuple[str, str, tuple[int, ...]]],
+) -> None:
     assert Manifest.build(changed, 512).digest != Manifest.build(ENTRIES, 512).digest
     assert Manifest.build(ENTRIES, 256).digest != Manifest.build(ENTRIES, 512).digest
 
@@ -60,7 +66,9 @@ def test_every_difference_changes_the_digest(changed: list[tuple[str, str, tuple
         ([("a", "bfloat16", (0, 4))], r"got \(0, 4\)"),
     ],
 )
-def test_a_layout_that_can_not_be_synced_is_refused(entries: list[tuple[str, str, tuple[int, ...]]], message: str) -> None:
+def test_a_layout_that_can_not_be_synced_is_refused(
+    entries: list[tuple[str, str, tuple[int, ...]]], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         Manifest.build(entries, 512)
 
@@ -100,8 +108,12 @@ layouts = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes), min_s
 
 
 @given(layouts, st.integers(1, 3000))
-def test_extents_never_overlap_and_blocks_tile_the_image(rows: list[tuple[str, tuple[int, ...]]], block_bytes: int) -> None:
-    manifest = Manifest.build([(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(rows)], block_bytes)
+def test_extents_never_overlap_and_blocks_tile_the_image(
+    rows: list[tuple[str, tuple[int, ...]]], block_bytes: int
+) -> None:
+    manifest = Manifest.build(
+        [(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(rows)], block_bytes
+    )
     ends = [t.offset + t.nbytes for t in manifest.tensors]
     starts = [t.offset for t in manifest.tensors[1:]] + [manifest.total_bytes]
     assert all(end <= start < end + ALIGNMENT for end, start in zip(ends, starts, strict=True))

@@ -23,7 +23,8 @@ def permuted(shape: tuple[int, ...], order: list[int]) -> Layout:
 
 def test_the_docstrings_example_holds() -> None:
     layout = learn(
-        lambda s: {f"hf.{k}": v if k == "pad" else v[[0, 2, 1, 3]] for k, v in s.items()}, {"pad": (8,), "w": (4, 8)}
+        lambda s: {f"hf.{k}": v if k == "pad" else v[[0, 2, 1, 3]] for k, v in s.items()},
+        {"pad": (8,), "w": (4, 8)},
     )
     ops = copy_ops(layout, layout.manifest("bfloat16", 4096), "w", (0, 0), (2, 8))
     assert ops == [
@@ -35,7 +36,13 @@ def test_the_docstrings_example_holds() -> None:
 def test_a_whole_parameter_is_one_copy() -> None:
     layout = learn(lambda s: s, {"w": (4, 8)})
     (op,) = copy_ops(layout, layout.manifest("float32", 4096), "w", (0, 0), (4, 8))
-    assert (op.rows, op.dest_offset, op.dest_row_stride, op.num_rows, op.num_cols) == (slice(0, 4, 1), 0, 32, 4, 8)
+    assert (op.rows, op.dest_offset, op.dest_row_stride, op.num_rows, op.num_cols) == (
+        slice(0, 4, 1),
+        0,
+        32,
+        4,
+        8,
+    )
 
 
 def test_columns_of_a_tensor_parallel_shard_keep_the_full_row_stride() -> None:
@@ -84,7 +91,9 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[Chunk]]:
 
 @given(tilings())
 @settings(deadline=None)
-def test_any_tiling_of_any_permutation_writes_every_element_once(case: tuple[tuple[int, ...], list[int], list[Chunk]]) -> None:
+def test_any_tiling_of_any_permutation_writes_every_element_once(
+    case: tuple[tuple[int, ...], list[int], list[Chunk]],
+) -> None:
     shape, order, boxes = case
     full = torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.int32).view(shape)
     layout = permuted(shape, order)
@@ -107,7 +116,9 @@ def test_a_replica_is_written_by_the_lowest_rank() -> None:
 
 
 def test_weights_spread_over_several_hosts_are_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"of w \(4, 8\), they hold 16 of 32: .*data_parallel_replicate_degree"):
+    with pytest.raises(
+        ConfigError, match=r"of w \(4, 8\), they hold 16 of 32: .*data_parallel_replicate_degree"
+    ):
         assign_writers([{"w": ((0, 0), (2, 8))}], {"w": (4, 8)})
     with pytest.raises(ConfigError, match="they hold 0 of 32"):
         assign_writers([{}], {"w": (4, 8)})

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_grpo.layout.manifest import ITEM_BYTES, Manifest
-from titan_grpo.layout.stock import buckets, fused, names_problem
+from titan_grpo.layout.manifest import ITEM_BYTES, Manifest, buckets, fused, names_problem
 
 LAYER = "model.layers.0."
 QKV = [f"{LAYER}self_attn.{x}_proj.weight" for x in "qkv"]
@@ -20,15 +19,25 @@ SERVED = [
 
 def test_the_worked_example_of_the_docstring():
     shapes = [(128,), (128,), (15,), (256,)]
-    manifest = Manifest.build([(f"t{i}", "bfloat16", shape) for i, shape in enumerate(shapes)], 4096)
-    assert [[spec.name for spec in bucket] for bucket in buckets(manifest, 1024)] == [["t0", "t1", "t2"], ["t3"]]
+    manifest = Manifest.build(
+        [(f"t{i}", "bfloat16", shape) for i, shape in enumerate(shapes)], 4096
+    )
+    assert [[spec.name for spec in bucket] for bucket in buckets(manifest, 1024)] == [
+        ["t0", "t1", "t2"],
+        ["t3"],
+    ]
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.integers(1, 700)), min_size=1, max_size=20), st.integers(1, 5000)
+    st.lists(
+        st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.integers(1, 700)), min_size=1, max_size=20
+    ),
+    st.integers(1, 5000),
 )
 def test_buckets_are_gapless_aligned_slices_that_hold_every_tensor_once(entries, bucket_bytes):
-    manifest = Manifest.build([(f"t{i}", dtype, (n,)) for i, (dtype, n) in enumerate(entries)], 4096)
+    manifest = Manifest.build(
+        [(f"t{i}", dtype, (n,)) for i, (dtype, n) in enumerate(entries)], 4096
+    )
     found = buckets(manifest, bucket_bytes)
     assert [spec for bucket in found for spec in bucket] == list(manifest.tensors)
     for bucket in found:
@@ -67,7 +76,10 @@ def test_the_right_model_has_no_problem_with_a_tied_head_on_either_side_or_none(
 def test_unknown_and_missing_names_are_named():
     problem = names_problem(["model.embed_tokens.weight", *QKV, "model.nope.weight"], SERVED)
     assert "unknown to the server: model.nope.weight" in problem
-    assert "missing: model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.gate_up_proj.weight" in problem
+    assert (
+        "missing: model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.gate_up_proj.weight"
+        in problem
+    )
 
 
 def test_a_part_of_a_fused_parameter_alone_is_not_enough():

@@ -11,7 +11,8 @@ SERVERS = ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
 
 @pytest.fixture
 def recorder(tmp_path):
-    """A run of ten steps of half a second: one server committed every second version, the other one nothing."""
+    """A run of ten steps of half a second: one server committed every second version, the other one
+    nothing."""
     ticks = iter([t / 2 for t in range(1000)])
     recorder = Recorder(tmp_path / "run", clock=lambda: next(ticks))
     for server in SERVERS:
@@ -39,7 +40,10 @@ def test_the_summary_of_a_run_keeps_its_schema_and_says_what_happened(recorder) 
     assert schema.violations(summary) == []
     assert summary["steps"] == 10
     assert summary["steps_per_s"] == pytest.approx(2.0)
-    assert (summary["reward_first"], summary["reward_last"]) == (pytest.approx(0.15), pytest.approx(0.95))
+    assert (summary["reward_first"], summary["reward_last"]) == (
+        pytest.approx(0.15),
+        pytest.approx(0.95),
+    )
     assert summary["versions_committed"] == {
         SERVERS[0]: {"committed": [2, 4, 6, 8, 10], "last": 10},
         SERVERS[1]: {"committed": [], "last": None},
@@ -48,7 +52,11 @@ def test_the_summary_of_a_run_keeps_its_schema_and_says_what_happened(recorder) 
         {"server": SERVERS[1], "event": "joined", "version": 3},
         {"server": SERVERS[1], "event": "left", "version": 7},
     ]
-    assert (summary["sync_count"], summary["skipped_versions"], summary["digest_mismatches"]) == (5, 5, 0)
+    assert (summary["sync_count"], summary["skipped_versions"], summary["digest_mismatches"]) == (
+        5,
+        5,
+        0,
+    )
     assert summary["blocked_s"]["median"] == pytest.approx(0.0055)
     assert summary["staleness"] == {"mean": 0.5, "max": 1.0}
     assert summary["dropped"] == {"nan_logprobs": 2}
@@ -79,12 +87,18 @@ def test_the_report_writes_a_summary_that_reads_back_and_a_picture(recorder) -> 
         ("reward_last", float("nan"), "reward_last must be a number"),
         ("blocked_s", {"median": 1.0}, "median, p95"),
         ("membership", [{"server": "u", "event": "came", "version": 1}], "membership must be"),
-        ("versions_committed", {"u": {"committed": [1, 2], "last": 1}}, "versions_committed must be"),
+        (
+            "versions_committed",
+            {"u": {"committed": [1, 2], "last": 1}},
+            "versions_committed must be",
+        ),
         ("dropped", {"stale": 1.5}, "dropped must be"),
         ("surprise", 1, "not a key"),
     ],
 )
-def test_a_broken_summary_is_refused_with_key_rule_and_value(recorder, tmp_path, key, value, words) -> None:
+def test_a_broken_summary_is_refused_with_key_rule_and_value(
+    recorder, tmp_path, key, value, words
+) -> None:
     summary = {**report.summarize(recorder, "run", "async"), key: value}
     with pytest.raises(DataError, match=words):
         report.write_summary(tmp_path, summary)
@@ -94,16 +108,32 @@ def test_a_broken_summary_is_refused_with_key_rule_and_value(recorder, tmp_path,
 def test_a_missing_key_is_refused(recorder) -> None:
     summary = report.summarize(recorder, "run", "async")
     for key in schema.SUMMARY:
-        assert schema.violations({k: v for k, v in summary.items() if k != key}) == [f"{key} is missing"]
+        assert schema.violations({k: v for k, v in summary.items() if k != key}) == [
+            f"{key} is missing"
+        ]
 
 
 def test_the_final_table_names_every_server_and_every_drop(recorder) -> None:
     text = report.final_table(report.summarize(recorder, "run", "async"))
-    for words in (*SERVERS, "0.15 -> 0.95", "5 committed, 5 versions skipped", "2 nan_logprobs", "median 5.5 ms"):
+    for words in (
+        *SERVERS,
+        "0.15 -> 0.95",
+        "5 committed, 5 versions skipped",
+        "2 nan_logprobs",
+        "median 5.5 ms",
+    ):
         assert words in text
 
 
 def test_the_progress_line_shows_step_reward_staleness_blocked_time_and_versions() -> None:
-    metrics = {names.REWARD: 0.4312, names.STALENESS_MAX: 1, names.BLOCKED_S: 0.0021, names.STEP_S: 0.612}
+    metrics = {
+        names.REWARD: 0.4312,
+        names.STALENESS_MAX: 1,
+        names.BLOCKED_S: 0.0021,
+        names.STEP_S: 0.612,
+    }
     line = report.progress_line(12, 60, metrics, {"http://127.0.0.1:8000/": 11, "http://b:1": None})
-    assert line == "step 12/60  reward 0.431  stale 1  blocked 2.1 ms  step 612.0 ms  gap -  versions 127.0.0.1:8000=11 b:1=?"
+    assert (
+        line == "step 12/60  reward 0.431  stale 1  blocked 2.1 ms  step 612.0 ms  gap -  versions"
+        " 127.0.0.1:8000=11 b:1=?"
+    )

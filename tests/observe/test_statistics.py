@@ -36,7 +36,14 @@ def test_an_empty_series_has_no_figures() -> None:
 
 @pytest.mark.parametrize(
     ("values", "expected"),
-    [([], (None, None, 0)), ([1.0], (1.0, 1.0, 1)), ([0.0, 1.0, 2.0, 3.0], (0.0, 3.0, 1)), (list(range(60)), (2.0, 57.0, 5))],
+    [
+        ([], (None, None, 0)),
+        ([1.0], (1.0, 1.0, 1)),
+        ([0.0, 1.0, 2.0, 3.0], (0.0, 3.0, 1)),
+        (list(range(60)), (2.0, 57.0, 5)),
+    ],
 )
-def test_the_ends_of_a_series_are_means_over_a_fifth_of_it_at_most_five_values(values, expected) -> None:
+def test_the_ends_of_a_series_are_means_over_a_fifth_of_it_at_most_five_values(
+    values, expected
+) -> None:
     assert ends(values) == expected

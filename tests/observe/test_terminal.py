@@ -27,7 +27,13 @@ def test_only_marked_lines_are_shown(capsys):
 
 def test_the_first_complaint_is_the_cause_whatever_the_other_ranks_say():
     lost = "[rank1]: RuntimeError: gloo/transport/tcp/pair.cc: Connection closed by peer"
-    found = cause(*TRACEBACK, lost, "titan-grpo: rank 0: SyncError: slots", "titan-grpo: rank 1: RunStopped: x", *TORCHRUN)
+    found = cause(
+        *TRACEBACK,
+        lost,
+        "titan-grpo: rank 0: SyncError: slots",
+        "titan-grpo: rank 1: RunStopped: x",
+        *TORCHRUN,
+    )
     assert found.text == "rank 0: SyncError: slots"
     assert found.exitcode == 1
 
@@ -40,6 +46,8 @@ def test_an_exception_counts_more_than_the_connections_it_cut():
 
 
 def test_a_rank_that_was_killed_without_a_word_is_said_to_be():
-    found = cause("E0101 failed (exitcode: -9) local_rank: 1 (pid: 5) of binary: python", *TORCHRUN[1:])
+    found = cause(
+        "E0101 failed (exitcode: -9) local_rank: 1 (pid: 5) of binary: python", *TORCHRUN[1:]
+    )
     assert found.text == "a rank was ended by signal 9 (out of memory, maybe)"
     assert cause("nothing").text == "no rank said why"

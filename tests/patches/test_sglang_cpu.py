@@ -1,4 +1,5 @@
-"""What SGLang's processes find on a machine without its kernels. Each case is a fresh interpreter."""
+"""What SGLang's processes find on a machine without its kernels. Each case is a fresh
+interpreter."""
 
 import os
 import subprocess
@@ -12,11 +13,20 @@ from titan_grpo.patches import sglang_cpu, versions
 pytestmark = pytest.mark.timeout(150)
 
 
-def python(code: str, *path: Path, interpreter: str = sys.executable, **env: str) -> subprocess.CompletedProcess[str]:
+def python(
+    code: str, *path: Path, interpreter: str = sys.executable, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run ``code`` with our directory, then ``path``, on PYTHONPATH."""
     path_of = os.pathsep.join([sglang_cpu.directory(), *map(str, path)])
     environ = os.environ | {"PYTHONPATH": path_of, "CUDA_VISIBLE_DEVICES": ""} | env
-    return subprocess.run([interpreter, "-c", code], capture_output=True, text=True, timeout=120, env=environ, check=False)
+    return subprocess.run(
+        [interpreter, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environ,
+        check=False,
+    )
 
 
 @pytest.fixture
@@ -50,7 +60,10 @@ def test_any_function_can_be_imported_and_none_computes(installed, tmp_path):
     assert first.startswith("sgl_kernel.rmsnorm was called")
     assert second.startswith("sgl_kernel.mamba.causal_conv1d_fwd_cpu was called")
     assert third == "False"
-    assert calls.read_text().splitlines() == ["sgl_kernel.rmsnorm", "sgl_kernel.mamba.causal_conv1d_fwd_cpu"]
+    assert calls.read_text().splitlines() == [
+        "sgl_kernel.rmsnorm",
+        "sgl_kernel.mamba.causal_conv1d_fwd_cpu",
+    ]
 
 
 def test_installed_kernels_are_preferred(installed, tmp_path):
@@ -71,23 +84,33 @@ def test_without_sglang_a_package_that_looks_for_the_kernels_finds_none():
 
 
 def test_the_sitecustomize_that_it_hides_runs_and_may_fail(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("print('theirs')\nraise RuntimeError('theirs broke')\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "print('theirs')\nraise RuntimeError('theirs broke')\n"
+    )
     run = python("print('ours')", tmp_path)
     assert run.stdout.splitlines() == ["theirs", "ours"]
     assert "theirs broke" in run.stderr
 
 
 def test_nothing_is_imported_for_a_process_that_does_not_ask():
-    loaded = python("import sys; print([m for m in ('torch', 'titan_grpo', 'sgl_kernel') if m in sys.modules])")
+    loaded = python(
+        "import sys; print([m for m in ('torch', 'titan_grpo', 'sgl_kernel') if m in sys.modules])"
+    )
     assert loaded.stdout == "[]\n", loaded.stderr
 
 
 def test_torchvision_imports_beside_torch_for_cpu_and_only_so(sglang_python):
     code = "import torchvision, torch; print(torch.ops.torchvision.nms.default._schema)"
-    bare = subprocess.run([sglang_python, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert "operator torchvision::nms does not exist" in bare.stderr, "the schemas are no longer needed: delete them"
+    bare = subprocess.run(
+        [sglang_python, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "operator torchvision::nms does not exist" in bare.stderr, (
+        "the schemas are no longer needed: delete them"
+    )
     run = python(code, interpreter=sglang_python)
-    assert run.stdout.startswith("torchvision::nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"), run.stderr
+    assert run.stdout.startswith(
+        "torchvision::nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+    ), run.stderr
 
 
 def test_it_says_why_for_which_versions_and_until_when():

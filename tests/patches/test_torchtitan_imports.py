@@ -1,4 +1,5 @@
-"""The patches that act at import. Each case is a fresh interpreter, because an import can not be undone."""
+"""The patches that act at import. Each case is a fresh interpreter, because an import can not be
+undone."""
 
 import os
 import subprocess
@@ -10,7 +11,14 @@ import torch
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=env,
+        check=False,
+    )
 
 
 @pytest.fixture
@@ -65,8 +73,8 @@ def test_without_the_device_patch_torchtitan_looks_for_cuda() -> None:
 
 def test_with_the_device_patch_torchtitan_sees_a_cpu_with_an_index_and_a_memory_monitor() -> None:
     run = python(
-        "from titan_grpo.titan import cpu\n"
-        "assert cpu.install() and cpu.install()\n"
+        "from titan_grpo.titan import compat\n"
+        "assert compat.install() and compat.install()\n"
         "from torchtitan.tools.utils import device_type\n"
         "from torchtitan.distributed import utils\n"
         "from torchtitan.components.metrics import build_device_memory_monitor\n"
@@ -91,17 +99,13 @@ def test_a_patch_that_comes_after_torchtitan_says_so() -> None:
 
 def test_integer_histograms_count_like_bincount_and_the_rest_goes_to_torch() -> None:
     run = python(
-        "import torch\n"
-        "before = torch.histc(torch.tensor([0.5, 1.5, 1.6]), bins=3, min=0, max=3)\n"
-        "from titan_grpo.patches import torchtitan_moe_histc as patch\n"
-        "assert patch.apply() and patch.apply()\n"
-        "x = torch.randint(0, 8, (5, 7))\n"
-        "assert torch.equal(torch.histc(x, bins=8, min=0, max=8), torch.bincount(x.flatten(), minlength=8))\n"
-        "assert torch.equal(torch.histc(torch.tensor([0.5, 1.5, 1.6]), bins=3, min=0, max=3), before)\n"
-        "try:\n"
-        "    torch.histc(x, bins=4, min=0, max=8)\n"
-        "except NotImplementedError:\n"
-        "    print('original')\n"
+        "import torch\nbefore = torch.histc(torch.tensor([0.5, 1.5, 1.6]), bins=3, min=0,"
+        " max=3)\nfrom titan_grpo.patches import torchtitan_moe_histc as patch\nassert"
+        " patch.apply() and patch.apply()\nx = torch.randint(0, 8, (5, 7))\nassert"
+        " torch.equal(torch.histc(x, bins=8, min=0, max=8), torch.bincount(x.flatten(),"
+        " minlength=8))\nassert torch.equal(torch.histc(torch.tensor([0.5, 1.5, 1.6]), bins=3,"
+        " min=0, max=3), before)\ntry:\n    torch.histc(x, bins=4, min=0, max=8)\nexcept"
+        " NotImplementedError:\n    print('original')\n"
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "original"

@@ -18,7 +18,13 @@ TORCHTITAN_PATCHES = [
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("2.13.0+cpu", (2, 13, 0)), ("0.3.0rc1", (0, 3, 0)), ("0.2.2.dev5", (0, 2, 2)), ("2.11", (2, 11))]
+    ("text", "expected"),
+    [
+        ("2.13.0+cpu", (2, 13, 0)),
+        ("0.3.0rc1", (0, 3, 0)),
+        ("0.2.2.dev5", (0, 2, 2)),
+        ("2.11", (2, 11)),
+    ],
 )
 def test_a_release_is_its_leading_numbers(text, expected) -> None:
     assert versions.release(text) == expected
@@ -29,13 +35,17 @@ def test_a_version_without_numbers_is_refused() -> None:
         versions.release("nightly")
 
 
-@pytest.mark.parametrize(("text", "expected"), [("2.10.9", False), ("2.11", True), ("2.15.3", True), ("2.16.0", False)])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("2.10.9", False), ("2.11", True), ("2.15.3", True), ("2.16.0", False)]
+)
 def test_a_range_holds_its_first_version_and_not_its_last(text, expected) -> None:
     assert versions.inside(text, ("torch", "2.11", "2.16")) is expected
 
 
 def test_an_installed_version_outside_the_range_is_refused_with_the_remedy() -> None:
-    with pytest.raises(UpstreamError, match=r"patch p is written for pytest >=0\.1,<0\.2, found .*widen its range"):
+    with pytest.raises(
+        UpstreamError, match=r"patch p is written for pytest >=0\.1,<0\.2, found .*widen its range"
+    ):
         versions.require(("pytest", "0.1", "0.2"), "p")
 
 
@@ -53,5 +63,7 @@ def test_the_table_of_patches_is_complete(root) -> None:
     table = (root / "patches" / "README.md").read_text()
     named = set(re.findall(r"^\| `(\w+)(?:\.py|/)`", table, re.MULTILINE))
     patches = root / "patches"
-    present = {p.stem for p in patches.glob("*.py")} | {p.parent.name for p in patches.glob("*/__init__.py")}
+    present = {p.stem for p in patches.glob("*.py")} | {
+        p.parent.name for p in patches.glob("*/__init__.py")
+    }
     assert present - {"__init__", "versions"} <= named

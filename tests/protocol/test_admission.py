@@ -1,4 +1,5 @@
-"""Admission: the staleness bound holds at use, and a server that holds the trainer's version is never starved."""
+"""Admission: the staleness bound holds at use, and a server that holds the trainer's version is
+never starved."""
 
 import random
 
@@ -62,7 +63,9 @@ def test_giving_back_what_was_never_started_is_a_bug_that_is_named():
     servers=st.integers(1, 3),
     seed=st.integers(0, 2**32),
 )
-def test_staleness_at_use_stays_within_the_bound_and_every_step_gets_its_batch(base, per_step, bound, servers, seed):
+def test_staleness_at_use_stays_within_the_bound_and_every_step_gets_its_batch(
+    base, per_step, bound, servers, seed
+):
     """Random schedules: servers lag, groups finish out of order, fail and come back."""
     chance = random.Random(seed)
     admission = Counter(base, per_step, bound)
@@ -89,7 +92,8 @@ def test_staleness_at_use_stays_within_the_bound_and_every_step_gets_its_batch(b
                 used, ready = ready[:per_step], ready[per_step:]
                 assert all(0 <= trainer - v <= bound for v in used)
                 trainer += 1
-    # Nothing starves: with everything in flight settled and one server up to date, the trainer's batch can be filled.
+    # Nothing starves: with everything in flight settled and one server up to date, the trainer's
+    # batch can be filled.
     for version in [*running, *ready]:
         if too_stale(version, trainer, bound):
             admission.give_back()

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol import boundary as B
+from titan_grpo.protocol import image_slots as B
 
 ONE = frozenset({0})
 
@@ -112,14 +112,17 @@ def test_a_revoked_reservation_is_what_it_was_before():
     assert do(b, B.Revoke(slot)) == published(B.Boundary.of(2), 1)
     b = published(published(B.Boundary.of(2), 1), 2)
     reserved, slot = promised(b)
-    assert not reserved.revocable(None), "version 2 is complete and newer than what the reserved slot holds"
+    assert not reserved.revocable(None), (
+        "version 2 is complete and newer than what the reserved slot holds"
+    )
     assert do(reserved, B.Revoke(slot)) == b
     with pytest.raises(ProtocolError, match="only a reservation is revoked"):
         B.step(b, B.Revoke(slot))
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Two writing ranks, three lanes, three slots, any order: what a lane reads never changes under it."""
+    """Two writing ranks, three lanes, three slots, any order: what a lane reads never changes under
+    it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,21 @@
-"""The engine's fence: only a newer trainer is served, versions never go back, and only a finished load changes what is held."""
+"""The engine's fence: only a newer trainer is served, versions never go back, and only a finished
+load changes what is held."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol.fence import CommitAsked, Greeted, Holding, Lend, Loaded, Refuse, Serve, step
+from titan_grpo.protocol.fence import (
+    CommitAsked,
+    Greeted,
+    Holding,
+    Lend,
+    Loaded,
+    Refuse,
+    Serve,
+    step,
+)
 
 RUNS = st.sampled_from(["a", "b", "c"])
 EVENTS = st.one_of(
@@ -42,7 +52,9 @@ def test_a_state_shows_whom_it_obeys_and_what_it_holds():
     assert repr(Holding()) == "<obeys nobody, holds its own weights>"
     held = after(Greeted("r", 2), *loaded("r", 2, 5))
     assert repr(held) == "<obeys r/2, holds r v5 f5>"
-    half = after(CommitAsked("r", 2, 6), Loaded("r", 6, "", False, False), CommitAsked("r", 2, 6), start=held)
+    half = after(
+        CommitAsked("r", 2, 6), Loaded("r", 6, "", False, False), CommitAsked("r", 2, 6), start=held
+    )
     assert repr(half) == "<obeys r/2, holds r v5 f5, broken, loading r v6>"
 
 
@@ -101,11 +113,17 @@ def test_a_load_that_touched_nothing_does_not_mend_broken_weights():
 
 
 def test_a_hello_during_a_load_does_not_hide_what_was_loaded():
-    held = after(Greeted("r", 1), CommitAsked("r", 1, 5), Greeted("s", 1), Loaded("r", 5, "f", True, True))
+    held = after(
+        Greeted("r", 1), CommitAsked("r", 1, 5), Greeted("s", 1), Loaded("r", 5, "f", True, True)
+    )
     assert repr(held) == "<obeys s/1, holds r v5 f>"
 
 
-@pytest.mark.parametrize("start", [Holding(), after(Greeted("r", 1), CommitAsked("r", 1, 5))], ids=["nothing lent", "another"])
+@pytest.mark.parametrize(
+    "start",
+    [Holding(), after(Greeted("r", 1), CommitAsked("r", 1, 5))],
+    ids=["nothing lent", "another"],
+)
 def test_the_end_of_a_load_that_was_not_lent_is_our_bug(start):
     with pytest.raises(ProtocolError, match="not about a commit that was lent"):
         step(start, Loaded("r", 4, "f", True, True))
@@ -130,7 +148,11 @@ def test_what_is_held_never_goes_back_and_changes_by_loads_only(events):
         except ProtocolError:
             continue
         if not isinstance(event, Loaded):
-            assert (new.run, new.version, new.intact) == (holding.run, holding.version, holding.intact)
+            assert (new.run, new.version, new.intact) == (
+                holding.run,
+                holding.version,
+                holding.intact,
+            )
         if new.run == holding.run:
             assert new.version >= holding.version
         if any(isinstance(action, Refuse) for action in actions):

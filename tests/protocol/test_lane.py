@@ -5,7 +5,16 @@ from titan_grpo.protocol import lane as L
 from titan_grpo.protocol import ledger
 
 JOINED = L.Connected(held=None, intact=True)
-GOOD = (L.Started(), JOINED, L.Newer(3), L.Staged(3), L.Paused(), L.Loaded(3, True, True), L.Labelled(), L.Resumed())
+GOOD = (
+    L.Started(),
+    JOINED,
+    L.Newer(3),
+    L.Staged(3),
+    L.Paused(),
+    L.Loaded(3, True, True),
+    L.Labelled(),
+    L.Resumed(),
+)
 LOADING = GOOD[:5]
 
 
@@ -28,8 +37,19 @@ def notes(actions: list[L.Action]) -> list[ledger.Event]:
 def test_a_good_sync_sends_pauses_loads_labels_resumes_and_reads_back():
     state, actions = drive(*GOOD, L.ReadBack(3))
     begin = [L.Connect(1), L.AwaitNewer(), L.Send(3), L.Pause(), L.Load(3)]
-    assert work(actions) == [*begin, L.SetLabel(L.Outcome.NEW, 3), L.Resume(), L.ReadLabel(), L.AwaitNewer()]
-    assert notes(actions) == [ledger.Forgotten(), ledger.Receiving(3), ledger.Committing(), ledger.Holds(3)]
+    assert work(actions) == [
+        *begin,
+        L.SetLabel(L.Outcome.NEW, 3),
+        L.Resume(),
+        L.ReadLabel(),
+        L.AwaitNewer(),
+    ]
+    assert notes(actions) == [
+        ledger.Forgotten(),
+        ledger.Receiving(3),
+        ledger.Committing(),
+        ledger.Holds(3),
+    ]
     assert repr(state) == "<ready epoch 1>"
 
 
@@ -66,7 +86,10 @@ def test_a_half_loaded_server_is_never_resumed(labelled):
 
 def test_a_server_that_is_not_intact_on_joining_is_quarantined_and_one_that_holds_a_version_is_believed():
     assert notes(drive(L.Started(), L.Connected(5, False))[1]) == [ledger.Quarantined()]
-    assert notes(drive(L.Started(), L.Connected(5, True))[1]) == [ledger.Forgotten(), ledger.Holds(5)]
+    assert notes(drive(L.Started(), L.Connected(5, True))[1]) == [
+        ledger.Forgotten(),
+        ledger.Holds(5),
+    ]
 
 
 @pytest.mark.parametrize(("streamed", "released_by"), [(False, L.Staged), (True, L.Loaded)])

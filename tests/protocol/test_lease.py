@@ -1,9 +1,11 @@
-"""Which servers may be left paused, and when somebody looks after them: the table alone, time as numbers."""
+"""Which servers may be left paused, and when somebody looks after them: the table alone, time as
+numbers."""
 
 import pytest
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol.lease import (
+from titan_grpo.protocol.lane_events import Passing, Point
+from titan_grpo.protocol.pause_guard import (
     CallOff,
     Ended,
     Failed,
@@ -17,7 +19,6 @@ from titan_grpo.protocol.lease import (
     Watchlist,
     step,
 )
-from titan_grpo.protocol.points import Passing, Point
 
 TERMS = Terms(pause_s=3.0, greet_s=20.0, again_s=2.0, tries=3, first_s=0.5)
 URL = "http://a"
@@ -36,14 +37,27 @@ def drive(*events) -> tuple[Watchlist, list]:
 
 
 def test_a_commit_in_time_leaves_nothing_open():
-    state, actions = drive(passed(Point.GREET, 0), passed(Point.CONNECTED, 1), passed(Point.PAUSE, 2), passed(Point.RESUMED, 3))
+    state, actions = drive(
+        passed(Point.GREET, 0),
+        passed(Point.CONNECTED, 1),
+        passed(Point.PAUSE, 2),
+        passed(Point.RESUMED, 3),
+    )
     assert (repr(state), actions) == ("<nothing open>", [])
     assert step(state, Ended(clean=False, now=4.0))[0].done
 
 
 def test_points_in_between_change_nothing():
     before, _ = drive(passed(Point.PAUSE, 0))
-    for point in (Point.BEGIN, Point.EXTENT, Point.SENT, Point.STAGED, Point.LOAD, Point.LABEL, Point.RESUME):
+    for point in (
+        Point.BEGIN,
+        Point.EXTENT,
+        Point.SENT,
+        Point.STAGED,
+        Point.LOAD,
+        Point.LABEL,
+        Point.RESUME,
+    ):
         assert step(before, passed(point, 1)) == (before, ())
 
 
@@ -77,13 +91,22 @@ def test_a_look_is_called_off_when_the_lane_speaks(point: Point):
 
 
 def test_a_pause_stays_open_while_the_lane_connects_anew():
-    state, _ = drive(passed(Point.PAUSE, 0), passed(Point.GREET, 1, epoch=4), Ticked(20.9), Ended(clean=True, now=21.0))
+    state, _ = drive(
+        passed(Point.PAUSE, 0),
+        passed(Point.GREET, 1, epoch=4),
+        Ticked(20.9),
+        Ended(clean=True, now=21.0),
+    )
     _, actions = step(state, Ticked(21.0))
     assert actions == (Settle(URL, "run", 4, doubtful=False),)
 
 
 def test_a_dead_trainers_servers_are_looked_at_twice_and_the_others_are_not():
-    events = [passed(Point.PAUSE, 0), passed(Point.PAUSE, 0, url="http://b"), passed(Point.RESUMED, 1, url="http://b")]
+    events = [
+        passed(Point.PAUSE, 0),
+        passed(Point.PAUSE, 0, url="http://b"),
+        passed(Point.RESUMED, 1, url="http://b"),
+    ]
     state, actions = drive(*events, Ended(clean=False, now=1.0), Ticked(1.0))
     assert actions == [Settle(URL, "run", 2, doubtful=False)]
     state, _ = step(state, Settled(URL, 2, 1.5))
@@ -96,7 +119,9 @@ def test_a_dead_trainers_servers_are_looked_at_twice_and_the_others_are_not():
 
 
 def test_a_look_of_before_the_trainers_death_is_followed_by_one_after():
-    state, _ = drive(passed(Point.PAUSE, 0), Ticked(3.0), Ended(clean=False, now=3.1), Settled(URL, 2, 3.2))
+    state, _ = drive(
+        passed(Point.PAUSE, 0), Ticked(3.0), Ended(clean=False, now=3.1), Settled(URL, 2, 3.2)
+    )
     assert not state.done
     state, actions = step(state, Ticked(5.2))
     assert actions == (Settle(URL, "run", 2, doubtful=True),)
@@ -131,7 +156,9 @@ def test_a_silent_server_is_given_up_after_its_tries_with_growing_rests():
 
 
 def test_a_server_that_a_newer_trainer_has_is_left_to_it():
-    state, _ = drive(passed(Point.PAUSE, 0), Ended(clean=False, now=1.0), Ticked(1.0), Taken(URL, 2))
+    state, _ = drive(
+        passed(Point.PAUSE, 0), Ended(clean=False, now=1.0), Ticked(1.0), Taken(URL, 2)
+    )
     assert state.done
 
 

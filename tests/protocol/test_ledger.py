@@ -3,7 +3,7 @@ import pytest
 from titan_grpo.errors import ProtocolError
 from titan_grpo.protocol import ledger as L
 from titan_grpo.protocol.ledger import Entry, Standing
-from titan_grpo.protocol.version import Label
+from titan_grpo.protocol.messages import Label
 
 
 def do(*events: L.Event) -> Entry:
@@ -50,7 +50,15 @@ def test_a_servers_version_never_goes_back():
 
 def test_a_server_that_left_stays_gone_whatever_its_lane_still_says_until_it_comes_again():
     gone = do(L.Holds(3), L.Receiving(4), L.Left())
-    for late in (L.Receiving(5), L.Committing(), L.Holds(5), L.Forgotten(), L.TransferFailed(), L.Quarantined(), L.Left()):
+    for late in (
+        L.Receiving(5),
+        L.Committing(),
+        L.Holds(5),
+        L.Forgotten(),
+        L.TransferFailed(),
+        L.Quarantined(),
+        L.Left(),
+    ):
         assert L.step(gone, late) == (gone, ())
     assert repr(L.step(gone, L.Came())[0]) == "unknown(?)"
 

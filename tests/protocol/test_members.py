@@ -5,7 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol.members import Add, Ended, Join, Leave, Listed, Members, Refuse, Remove, start, step
+from titan_grpo.protocol.members import (
+    Add,
+    Ended,
+    Join,
+    Leave,
+    Listed,
+    Members,
+    Refuse,
+    Remove,
+    start,
+    step,
+)
 
 
 def urls(*names: str) -> frozenset[str]:
@@ -40,7 +51,9 @@ def test_an_empty_list_is_refused_and_the_last_good_one_stays() -> None:
 
 
 def test_a_server_removed_by_command_stays_away_until_the_file_names_it_anew() -> None:
-    members, _ = run(start(urls(), urls("a", "b")), Remove("a"), Ended("a"), Listed(urls("a", "b", "c")))
+    members, _ = run(
+        start(urls(), urls("a", "b")), Remove("a"), Ended("a"), Listed(urls("a", "b", "c"))
+    )
     assert members.present == urls("b", "c")
     _, actions = run(members, Listed(urls("b", "c")), Listed(urls("a", "b", "c")))
     assert actions == [Join("a")]
@@ -87,7 +100,12 @@ def test_an_end_that_nobody_asked_for_raises_and_changes_nothing() -> None:
 
 
 NAMES = st.sampled_from("abcd")
-EVENTS = st.one_of(NAMES.map(Add), NAMES.map(Remove), NAMES.map(Ended), st.frozensets(NAMES, max_size=3).map(Listed))
+EVENTS = st.one_of(
+    NAMES.map(Add),
+    NAMES.map(Remove),
+    NAMES.map(Ended),
+    st.frozensets(NAMES, max_size=3).map(Listed),
+)
 
 
 @given(st.frozensets(NAMES, min_size=1, max_size=2), st.lists(EVENTS, max_size=40))

@@ -1,7 +1,7 @@
 import pytest
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol import peer as P
+from titan_grpo.protocol import recovery as P
 
 PACE = P.Pace(first_s=0.5, longest_s=3.0)
 

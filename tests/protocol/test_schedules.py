@@ -1,4 +1,5 @@
-"""Ten thousand random schedules of servers, groups and a trainer: the bound on staleness holds, and nobody starves."""
+"""Ten thousand random schedules of servers, groups and a trainer: the bound on staleness holds, and
+nobody starves."""
 
 import random
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ SCHEDULES, MOVES = 10_000, 40
 
 @dataclass
 class Run:
-    """The dispatcher's and the trainer's bookkeeping around the table; groups are the oldest version that made any of them."""
+    """The dispatcher's and the trainer's bookkeeping around the table; groups are the oldest
+    version that made any of them."""
 
     chance: random.Random
     admission: Admission
@@ -51,13 +53,17 @@ class Run:
             self.give_back()
 
     def forget(self) -> None:
-        """Whatever makes the groups is restarted: it is told what was used and what waits to be, and the rest is lost."""
+        """Whatever makes the groups is restarted: it is told what was used and what waits to be,
+        and the rest is lost."""
         self.running, self.waiting = [], []
         a = self.admission
-        self.admission = Admission(a.base, a.per_step, a.max_staleness, self.consumed + len(self.ready))
+        self.admission = Admission(
+            a.base, a.per_step, a.max_staleness, self.consumed + len(self.ready)
+        )
 
     def sync(self) -> None:
-        """A server gets the newest version, or one before it: versions may be skipped, never reordered."""
+        """A server gets the newest version, or one before it: versions may be skipped, never
+        reordered."""
         server = self.chance.randrange(len(self.held))
         self.held[server] = max(self.held[server], self.trainer - self.chance.randrange(2))
 
@@ -77,7 +83,10 @@ class Run:
             return
         self.ready.sort(reverse=self.freshest)
         used, self.ready = self.ready[:count], self.ready[count:]
-        assert all(0 <= self.trainer - v <= self.admission.max_staleness for v in used), (used, self)
+        assert all(0 <= self.trainer - v <= self.admission.max_staleness for v in used), (
+            used,
+            self,
+        )
         if self.chance.random() < 0.1:  # an unhealthy step: no version, the places are free again
             for _ in used:
                 self.give_back()
@@ -89,14 +98,15 @@ class Run:
         return self.running.pop(self.chance.randrange(len(self.running)))
 
     def check(self) -> None:
-        """Every place that is taken is a group that runs, waits to be used, or was used: nothing leaks, either way. And no more
-        are taken than can be used in time."""
+        """Every place that is taken is a group that runs, waits to be used, or was used: nothing
+        leaks, either way. And no more are taken than can be used in time."""
         alive, a = len(self.running) + len(self.ready), self.admission
         assert a.started == self.consumed + alive, self
         assert alive <= (a.max_staleness + 1) * a.per_step, self
 
     def settle(self) -> None:
-        """With one server up to date and nothing failing any more, the trainer's batch is made: nothing starves."""
+        """With one server up to date and nothing failing any more, the trainer's batch is made:
+        nothing starves."""
         self.held[0] = self.trainer
         self.abort()
         for version in [v for v in self.ready if self.stale(v)]:
@@ -115,14 +125,31 @@ class Run:
 
 
 def test_the_bound_holds_and_nothing_leaks_or_starves_in_ten_thousand_random_schedules():
-    moves = (Run.start, Run.start, Run.start, Run.finish, Run.finish, Run.fail, Run.cut, Run.sync, Run.train, Run.abort)
+    moves = (
+        Run.start,
+        Run.start,
+        Run.start,
+        Run.finish,
+        Run.finish,
+        Run.fail,
+        Run.cut,
+        Run.sync,
+        Run.train,
+        Run.abort,
+    )
     moves += moves + (Run.forget,)
     trained = stalest = 0
     for seed in range(SCHEDULES):
         chance = random.Random(seed)
         base, bound = chance.randrange(9), chance.randrange(5)
         servers = [base] * chance.randint(1, 3)
-        run = Run(chance, Admission(base, chance.randint(1, 4), bound), servers, base, chance.random() < 0.5)
+        run = Run(
+            chance,
+            Admission(base, chance.randint(1, 4), bound),
+            servers,
+            base,
+            chance.random() < 0.5,
+        )
         for _ in range(MOVES):
             chance.choice(moves)(run)
             stalest = max(stalest, run.trainer - min(run.running, default=run.trainer))

@@ -2,8 +2,8 @@ import itertools
 
 import pytest
 
-from titan_grpo.protocol.settle import Pause, Relabel, Resume, settle
-from titan_grpo.protocol.version import UNUSABLE, Label
+from titan_grpo.protocol.messages import UNUSABLE, Label
+from titan_grpo.protocol.recovery import Pause, Relabel, Resume, settle
 
 OLD, NEW = Label("r", 7, "cd"), Label("r", 8, "ab")
 
@@ -21,7 +21,9 @@ def test_a_server_loaded_and_not_labelled_is_labelled_before_it_goes_on():
     assert settle(NEW, True, str(OLD), True) == (Relabel(str(NEW)), Resume())
 
 
-@pytest.mark.parametrize(("shown", "paused"), list(itertools.product([str(OLD), UNUSABLE], [True, False])))
+@pytest.mark.parametrize(
+    ("shown", "paused"), list(itertools.product([str(OLD), UNUSABLE], [True, False]))
+)
 def test_a_half_loaded_server_ends_paused_and_labelled_unusable(shown, paused):
     steps = settle(OLD, False, shown, paused)
     assert Resume() not in steps

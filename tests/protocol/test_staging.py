@@ -1,4 +1,5 @@
-"""A receiver's staging memory: what is lent is whole, asked for by its name, and not written over."""
+"""A receiver's staging memory: what is lent is whole, asked for by its name, and not written
+over."""
 
 import pytest
 from hypothesis import given
@@ -53,7 +54,9 @@ def test_a_checked_transfer_is_lent_and_may_be_lent_again_after_its_return():
     assert "lent already" in refusal(state, LendAsked(1, 7, "ff"))
 
 
-@pytest.mark.parametrize("asked", [LendAsked(2, 7, "ff"), LendAsked(1, 8, "ff"), LendAsked(1, 7, "gg")])
+@pytest.mark.parametrize(
+    "asked", [LendAsked(2, 7, "ff"), LendAsked(1, 8, "ff"), LendAsked(1, 7, "gg")]
+)
 def test_anything_but_what_is_staged_is_refused(asked):
     assert "staged is (1, 7, 'ff')" in refusal(after(*STAGED), asked)
 
@@ -86,8 +89,12 @@ def test_a_report_about_a_refused_commit_returns_nothing():
 
 
 def test_a_window_is_lent_once():
-    assert "not staged here" in refusal(after(*LENT, Returned(), streamed=True), LendAsked(1, 7, "ff"))
-    assert "not staged here" in refusal(after(*STAGED, Spent(), streamed=True), LendAsked(1, 7, "ff"))
+    assert "not staged here" in refusal(
+        after(*LENT, Returned(), streamed=True), LendAsked(1, 7, "ff")
+    )
+    assert "not staged here" in refusal(
+        after(*STAGED, Spent(), streamed=True), LendAsked(1, 7, "ff")
+    )
     assert after(*LENT, Spent(), streamed=True).phase is Phase.LENT
     assert after(*LENT, Returned(), Spent(), streamed=True).phase is Phase.EMPTY
 

@@ -1,4 +1,5 @@
-"""Two ends of a stream over a way that loses, repeats, delays and reorders, with restarts: once, and in order."""
+"""Two ends of a stream over a way that loses, repeats, delays and reorders, with restarts: once,
+and in order."""
 
 from dataclasses import dataclass, field
 
@@ -7,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol import stream as S
+from titan_grpo.protocol import frames as S
 
 
 @dataclass
 class Wires:
-    """Both ends, and all posts and acknowledgements that are still on their way: nothing is ever known to be gone."""
+    """Both ends, and all posts and acknowledgements that are still on their way: nothing is ever
+    known to be gone."""
 
     epoch: int = 0
     outbox: S.Outbox = field(default_factory=lambda: S.Outbox("0"))
@@ -53,14 +55,17 @@ class Wires:
                 self.outbox, _ = S.send(self.outbox, S.Acknowledged(have))
 
     def restart(self) -> None:
-        """Either end is new: what was not delivered is lost, and what is on its way is of no session."""
+        """Either end is new: what was not delivered is lost, and what is on its way is of no
+        session."""
         self.epoch += 1
         self.outbox, self.inbox = S.Outbox(str(self.epoch)), S.Inbox(str(self.epoch))
         self.put, self.delivered = [], []
 
     def check(self) -> None:
         assert len(self.delivered) == self.inbox.have
-        assert all(got in (sent, S.EMPTY) for got, sent in zip(self.delivered, self.put, strict=False))
+        assert all(
+            got in (sent, S.EMPTY) for got, sent in zip(self.delivered, self.put, strict=False)
+        )
         assert self.outbox.first <= self.inbox.have <= self.outbox.end == len(self.put)
 
     def settle(self) -> None:
@@ -73,7 +78,9 @@ class Wires:
         assert self.delivered == self.put
 
 
-MOVES = st.lists(st.tuples(st.sampled_from("pppsssaaakkr"), st.integers(0, 1000), st.booleans()), max_size=80)
+MOVES = st.lists(
+    st.tuples(st.sampled_from("pppsssaaakkr"), st.integers(0, 1000), st.booleans()), max_size=80
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -97,7 +104,14 @@ def test_every_frame_is_delivered_once_and_in_order(moves):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.one_of(st.none(), st.integers(0, 9)), st.integers(0, 9)), min_size=1, max_size=20), st.data())
+@given(
+    st.lists(
+        st.tuples(st.one_of(st.none(), st.integers(0, 9)), st.integers(0, 9)),
+        min_size=1,
+        max_size=20,
+    ),
+    st.data(),
+)
 def test_a_frame_past_its_time_is_never_sent_and_its_number_is(frames, data):
     wires, now = Wires(), 0
     for until, passes in frames:

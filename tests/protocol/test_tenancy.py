@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol import tenancy as T
+from titan_grpo.protocol import lease as T
 
 TAKEN = T.step(T.Tenancy(10.0), T.Open("run5", "a", 0.0))[0]
 
@@ -38,7 +38,12 @@ def test_a_run_may_open_anew_and_a_session_needs_a_name_of_its_own():
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["open", "heard", "close", "tick"]), st.integers(0, 3), st.floats(0, 9)), max_size=40)
+    st.lists(
+        st.tuples(
+            st.sampled_from(["open", "heard", "close", "tick"]), st.integers(0, 3), st.floats(0, 9)
+        ),
+        max_size=40,
+    )
 )
 def test_there_is_one_session_at_most_and_each_that_began_ends_once(events):
     state, running, now = T.Tenancy(5.0), set(), 0.0

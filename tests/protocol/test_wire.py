@@ -1,4 +1,5 @@
-"""The lane's messages: what is written is read back, and what is not exactly a message is refused."""
+"""The lane's messages: what is written is read back, and what is not exactly a message is
+refused."""
 
 import dataclasses
 import json
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.errors import PeerError
-from titan_grpo.protocol.wire import (
+from titan_grpo.protocol.messages import (
     PROBE,
     Applied,
     Commit,
@@ -22,7 +23,9 @@ from titan_grpo.protocol.wire import (
 )
 from titan_grpo.runkey import Key
 
-HELLO = Hello("0000000003e8-aa", 3, "127.0.0.1", 4000, "gloo", 1, 2, "d" * 32, "xxh3", 4096, 16384, 30.0)
+HELLO = Hello(
+    "0000000003e8-aa", 3, "127.0.0.1", 4000, "gloo", 1, 2, "d" * 32, "xxh3", 4096, 16384, 30.0
+)
 MESSAGES = [
     HELLO,
     Joined(1, False, "no", "titan_grpo 0", 12, "r", 4, "f", True),
@@ -119,7 +122,11 @@ def test_a_proof_survives_the_journey_and_a_changed_value_does_not(message):
     arrived.require_proof(KEY)
     for field in dataclasses.fields(message):
         value = getattr(message, field.name)
-        if field.name != "proof" and isinstance(value, int | float | str) and not isinstance(value, bool):
+        if (
+            field.name != "proof"
+            and isinstance(value, int | float | str)
+            and not isinstance(value, bool)
+        ):
             other = value + 1 if isinstance(value, int | float) else f"{value}x"
             with pytest.raises(PeerError, match="another run key, or changed on its way"):
                 dataclasses.replace(arrived, **{field.name: other}).require_proof(KEY)
@@ -151,11 +158,18 @@ def test_a_hello_of_another_version_can_be_answered():
     assert (address.store_host, address.store_port, address.transport) == ("127.0.0.1", 4000, PROBE)
 
 
-@pytest.mark.parametrize("data", [None, [], {}, {"rank": "1"}, HELLO.to_dict() | {"store_port": -1}])
+@pytest.mark.parametrize(
+    "data", [None, [], {}, {"rank": "1"}, HELLO.to_dict() | {"store_port": -1}]
+)
 def test_what_has_no_address_gets_no_answer(data):
     assert reply_address(data) is None
 
 
-@given(st.dictionaries(st.sampled_from([f.name for f in dataclasses.fields(Hello)]), st.integers() | st.text() | st.none()))
+@given(
+    st.dictionaries(
+        st.sampled_from([f.name for f in dataclasses.fields(Hello)]),
+        st.integers() | st.text() | st.none(),
+    )
+)
 def test_no_body_makes_the_address_crash(data):
     reply_address(HELLO.to_dict() | data)

@@ -11,11 +11,10 @@ import torch
 
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.wire import Applied, Joined, new_run_id
-from titan_grpo.receive.engine import EngineSide
-from titan_grpo.receive.workers import OneWorker
+from titan_grpo.protocol.messages import Applied, Joined, new_run_id
+from titan_grpo.receive.commit import EngineSide, OneWorker
 from titan_grpo.runkey import Key
-from titan_grpo.sync.sender import LaneLink, LinkOptions, Probe
+from titan_grpo.sync.link import LaneLink, LinkOptions, Probe
 
 BLOCK, BUCKET = 4096, 16384
 SHAPES = {"a": (torch.bfloat16, (64, 1024)), "b": (torch.float32, (1000,))}
@@ -25,7 +24,9 @@ class DictEngine:
     """The smallest engine there is: named tensors that are copied into."""
 
     def __init__(self) -> None:
-        self.tensors = {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in SHAPES.items()}
+        self.tensors = {
+            name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in SHAPES.items()
+        }
         self.breaks_at = ""
         self.loads = 0
         self.kept: list[torch.Tensor] = []
@@ -55,14 +56,18 @@ class DictEngine:
 class Weights:
     """A version image in which every element of every tensor is ``value``."""
 
-    def __init__(self, value: float, names: tuple[str, ...] = ("a", "b"), key: bytes | None = None) -> None:
+    def __init__(
+        self, value: float, names: tuple[str, ...] = ("a", "b"), key: bytes | None = None
+    ) -> None:
         entries = [(n, str(SHAPES[n][0]).removeprefix("torch."), SHAPES[n][1]) for n in names]
         self.manifest = Manifest.build(entries, BLOCK)
         self.image = torch.zeros(self.manifest.total_bytes, dtype=torch.uint8)
         for spec in self.manifest.tensors:
             data = torch.full(spec.shape, value, dtype=getattr(torch, spec.dtype))
             self.image[spec.offset : spec.offset + spec.nbytes] = data.flatten().view(torch.uint8)
-        self.digests = block_digests(memoryview(self.image.numpy()), self.manifest, "blake3" if key else "xxh3", key)
+        self.digests = block_digests(
+            memoryview(self.image.numpy()), self.manifest, "blake3" if key else "xxh3", key
+        )
         self.fingerprint = fingerprint(self.manifest.digest, self.digests)
 
 
@@ -77,10 +82,14 @@ class Site:
         self.epoch = 0
         self.links: list[LaneLink] = []
 
-    def link(self, weights: Weights, run_id: str | None = None, epoch: int | None = None) -> LaneLink:
+    def link(
+        self, weights: Weights, run_id: str | None = None, epoch: int | None = None
+    ) -> LaneLink:
         """A lane of the next epoch, not opened."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
-        options = LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, timeout_s=20.0, run_key=self.run_key)
+        options = LinkOptions(
+            "gloo", "127.0.0.1", "xxh3", BUCKET, timeout_s=20.0, run_key=self.run_key
+        )
         link = LaneLink(run_id or self.run_id, self.epoch, weights.manifest, options)
         self.links.append(link)
         return link
@@ -131,7 +140,8 @@ def weights() -> type[Weights]:
 
 @pytest.fixture
 def rogue() -> Iterator[Callable[[Site, str], subprocess.Popen[str]]]:
-    """Start a sender process of the next epoch, let it join, and return when it has done what its mode says."""
+    """Start a sender process of the next epoch, let it join, and return when it has done what its
+    mode says."""
     started: list[subprocess.Popen[str]] = []
 
     def start(site: Site, mode: str) -> subprocess.Popen[str]:

@@ -1,5 +1,5 @@
-"""A lane in a process of its own that misbehaves on request: it prints its Hello, goes as far as its mode says, prints
-the mode, and then waits to be killed.
+"""A lane in a process of its own that misbehaves on request: it prints its Hello, goes as far as
+its mode says, prints the mode, and then waits to be killed.
 
 usage: sender_process.py RUN_ID EPOCH MODE   (mode: half | stall | longer | garbage)
 """
@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.wire import Hello, Order, key_prefix
+from titan_grpo.protocol.messages import Hello, Order, key_prefix
 from titan_grpo.runkey import EpochKeys, find_run_key
 from titan_grpo.sync.transports.base import TransportOptions
-from titan_grpo.sync.transports.opening import open_transport
-from titan_grpo.sync.transports.store import host_store
+from titan_grpo.sync.transports.store import host_store, open_transport
 
 BLOCK, BUCKET, TIMEOUT_S = 4096, 16384, 3.0
 
@@ -30,7 +29,20 @@ def main(run_id: str, epoch: int, mode: str) -> None:
     run_key = find_run_key(os.environ)
     key = EpochKeys.of(run_key, run_id, epoch).messages if run_key else None
     algorithm = "blake3" if run_key else "xxh3"
-    hello = Hello(run_id, epoch, "127.0.0.1", host.port, "gloo", 1, 2, manifest.digest, algorithm, BLOCK, BUCKET, TIMEOUT_S)
+    hello = Hello(
+        run_id,
+        epoch,
+        "127.0.0.1",
+        host.port,
+        "gloo",
+        1,
+        2,
+        manifest.digest,
+        algorithm,
+        BLOCK,
+        BUCKET,
+        TIMEOUT_S,
+    )
     print(hello.proven(key).to_json(), flush=True)
     store.wait(["joined/1"], timedelta(seconds=60))
     transport = open_transport("gloo", store, 0, 2, TransportOptions(30.0, "127.0.0.1", BUCKET))

@@ -1,5 +1,5 @@
-"""A streaming lane in a process of its own that stops half-way: prints its Hello, then its Commit, sends as many buckets
-as it is told, prints "sent", and waits to be killed.
+"""A streaming lane in a process of its own that stops half-way: prints its Hello, then its Commit,
+sends as many buckets as it is told, prints "sent", and waits to be killed.
 
 usage: streaming_sender.py FOLDER BUCKETS   (FOLDER: what ``write_transfer`` left there)
 """
@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.wire import Commit, Hello, Order, Staged, key_prefix
+from titan_grpo.protocol.messages import Commit, Hello, Order, Staged, key_prefix
 from titan_grpo.sync.transports.base import TransportOptions
-from titan_grpo.sync.transports.opening import open_transport
-from titan_grpo.sync.transports.store import host_store
+from titan_grpo.sync.transports.store import host_store, open_transport
 
 
 def main(folder: Path, buckets: int) -> None:
@@ -43,7 +42,10 @@ def main(folder: Path, buckets: int) -> None:
     store.set("order/1", Order(1, "stream", told["version"], "digests/1", print_).to_json())
     store.wait(["staged/1"], timedelta(seconds=60))
     staged = Staged.from_json(bytes(store.get("staged/1")))
-    print(Commit(run_id, epoch, 1, told["version"], print_, manifest.digest, staged.image).to_json(), flush=True)
+    print(
+        Commit(run_id, epoch, 1, told["version"], print_, manifest.digest, staged.image).to_json(),
+        flush=True,
+    )
     for start in range(0, buckets * bucket, bucket):
         transport.broadcast(image[start : start + bucket], 30.0)
     print("sent", flush=True)

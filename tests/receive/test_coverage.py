@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from titan_grpo.errors import DataError
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.receive.coverage import checkpoint_shapes, coverage_problem
+from titan_grpo.receive.checkpoint import checkpoint_shapes, coverage_problem
 
 
 def manifest(**shapes: tuple[int, ...]) -> Manifest:
@@ -27,7 +27,9 @@ def test_unknown_missing_and_misshapen_tensors_are_each_named():
 
 
 def test_a_long_list_of_names_is_cut():
-    problem = coverage_problem(manifest(**{f"t{i}": (1,) for i in range(9)}), {"t0": (1,)}, tied=False)
+    problem = coverage_problem(
+        manifest(**{f"t{i}": (1,) for i in range(9)}), {"t0": (1,)}, tied=False
+    )
     assert "t1, t2, t3, t4 and 4 more" in problem
 
 
@@ -40,11 +42,20 @@ def test_a_tied_head_may_be_sent_or_not(sent):
 
 
 def test_what_engines_compute_themselves_need_not_be_sent():
-    assert coverage_problem(manifest(a=(1,)), {"a": (1,), "model.rotary_emb.inv_freq": (8,)}, tied=False) == ""
+    assert (
+        coverage_problem(
+            manifest(a=(1,)), {"a": (1,), "model.rotary_emb.inv_freq": (8,)}, tied=False
+        )
+        == ""
+    )
 
 
 def test_names_and_shapes_are_read_from_one_file(tmp_path):
-    save_file({"x": torch.zeros(2, 3), "y": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {"x": torch.zeros(2, 3), "y": torch.zeros(1)},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     assert checkpoint_shapes(tmp_path) == {"x": (2, 3), "y": (1,)}
 
 

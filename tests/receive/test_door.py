@@ -1,4 +1,5 @@
-"""A door between two processes of a server: who knocks is answered, whoever else is not let in, nobody waits for ever."""
+"""A door between two processes of a server: who knocks is answered, whoever else is not let in,
+nobody waits for ever."""
 
 import os
 import secrets
@@ -10,7 +11,7 @@ import threading
 import pytest
 
 from titan_grpo.errors import PeerError
-from titan_grpo.receive.door import Door, address, knock
+from titan_grpo.receive.unix_rpc import Door, address, knock
 
 
 @pytest.fixture
@@ -37,8 +38,13 @@ def test_a_knock_brings_the_handlers_answer(open_door):
 
 def test_another_process_of_the_same_user_is_let_in(open_door):
     _, name = open_door(lambda message: message)
-    code = f"from titan_grpo.receive.door import knock; print(knock({name!r}, {{'from': 'outside'}}, 5.0))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        f"from titan_grpo.receive.unix_rpc import knock; print(knock({name!r}, {{'from':"
+        " 'outside'}, 5.0))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "{'from': 'outside'}"
 
 
@@ -88,7 +94,7 @@ def test_another_user_is_not_let_in(open_door):
         "import os, sys\n"
         "sys.path.insert(0, sys.argv[1])\n"
         "from titan_grpo.errors import PeerError\n"
-        "from titan_grpo.receive.door import knock\n"
+        "from titan_grpo.receive.unix_rpc import knock\n"
         "os.setuid(65534)\n"
         "try:\n"
         f"    print(knock({name!r}, {{}}, 5.0))\n"
@@ -96,5 +102,7 @@ def test_another_user_is_not_let_in(open_door):
         "    print('refused')\n"
     )
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    done = subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, root], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "refused"

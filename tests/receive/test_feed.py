@@ -8,11 +8,13 @@ import torch
 
 from titan_grpo.errors import PeerError, TransferFailed
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.receive.feed import Feed
+from titan_grpo.receive.commit import Feed
 from titan_grpo.receive.window import copy_out, window_bytes
 
 BUCKET = 1024
-MANIFEST = Manifest.build([("a", "uint8", (3000,)), ("b", "uint8", (7000,)), ("c", "uint8", (10,))], 512)
+MANIFEST = Manifest.build(
+    [("a", "uint8", (3000,)), ("b", "uint8", (7000,)), ("c", "uint8", (10,))], 512
+)
 RING = window_bytes(MANIFEST.total_bytes, BUCKET)
 
 
@@ -42,10 +44,13 @@ class Member:
 
 
 class Source:
-    """What a receiver does: a bucket at a time, only where the ring has room; breaks off after ``until`` bytes."""
+    """What a receiver does: a bucket at a time, only where the ring has room; breaks off after
+    ``until`` bytes."""
 
     def __init__(self, until: int) -> None:
-        self.image = torch.randint(0, 256, (MANIFEST.total_bytes,), generator=torch.Generator().manual_seed(1)).byte()
+        self.image = torch.randint(
+            0, 256, (MANIFEST.total_bytes,), generator=torch.Generator().manual_seed(1)
+        ).byte()
         self.ring, self._until = torch.zeros(RING, dtype=torch.uint8), until
 
     def take(self, consumed: int) -> int:
@@ -60,7 +65,8 @@ class Source:
 
 
 def run(source: Source, size: int, fails: int = -1) -> list[tuple[dict[str, torch.Tensor], str]]:
-    """Per worker: the tensors it got and how it ended; worker ``fails`` breaks off after its first tensor."""
+    """Per worker: the tensors it got and how it ended; worker ``fails`` breaks off after its first
+    tensor."""
     team = Team(size)
     results: list = [None] * size
 

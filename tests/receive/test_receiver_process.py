@@ -1,4 +1,5 @@
-"""The receiver process with real senders: what arrives is committed, what goes wrong leaves the engine as it was."""
+"""The receiver process with real senders: what arrives is committed, what goes wrong leaves the
+engine as it was."""
 
 import os
 import signal
@@ -7,7 +8,7 @@ import time
 import pytest
 
 from titan_grpo.errors import TransferFailed
-from titan_grpo.protocol.wire import Staged
+from titan_grpo.protocol.messages import Staged
 from titan_grpo.sync.transports.store import join_store
 
 pytestmark = pytest.mark.e2e
@@ -58,7 +59,9 @@ def test_a_killed_sender_leaves_the_old_version_and_the_next_one_works(site, wei
     assert site.side.client.pid != receiver
 
 
-def test_a_stalled_sender_costs_the_receiver_its_deadline_and_the_engine_nothing(site, weights, rogue):
+def test_a_stalled_sender_costs_the_receiver_its_deadline_and_the_engine_nothing(
+    site, weights, rogue
+):
     process = rogue(site, "stall")
     assert process.stdout.readline().strip() == "stall"
     _, status = os.waitpid(site.side.client.pid, 0)
@@ -95,7 +98,9 @@ def test_wrong_digests_do_not_end_the_epoch(site, weights):
     assert site.deliver(link, 2, 1, good).ok
 
 
-def test_a_sender_with_other_byte_counts_aborts_the_receiver_and_not_the_engine(site, weights, rogue):
+def test_a_sender_with_other_byte_counts_aborts_the_receiver_and_not_the_engine(
+    site, weights, rogue
+):
     rogue(site, "longer")
     _, status = os.waitpid(site.side.client.pid, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGABRT
@@ -178,7 +183,9 @@ def test_a_commit_for_an_epoch_that_was_replaced_is_refused(site, weights):
     assert report.intact
     assert site.engine.value() == 0.0
     with pytest.raises(TransferFailed, match="waiting for the engine to apply transfer 1"):
-        new.wait_applied(1, 0.5)  # the report on the old lane's first transfer is none on the new lane's
+        new.wait_applied(
+            1, 0.5
+        )  # the report on the old lane's first transfer is none on the new lane's
     assert site.deliver(new, 1, 1, w).ok
 
 
@@ -210,7 +217,9 @@ def test_release_frees_the_image_and_the_next_transfer_makes_it_anew(site, weigh
     assert site.engine.value() == 2.0
 
 
-def test_a_receiver_gives_signs_of_life_between_transfers_and_the_store_does_not_grow(site, weights):
+def test_a_receiver_gives_signs_of_life_between_transfers_and_the_store_does_not_grow(
+    site, weights
+):
     link = site.connect(weights(1.0))
     keys = []
     for version in (1, 2, 3):

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
-from titan_grpo.layout.content import tensor_digest
+from titan_grpo.layout.digest import tensor_digest
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.receive.recording import PLUGIN, RecordedEngine, install
+from titan_grpo.verify.recording import PLUGIN, RecordedEngine, install
 
 
 class Loader:
@@ -32,7 +32,12 @@ def test_it_passes_tensors_on_and_digests_them_as_they_ended_up() -> None:
     assert engine.refuses(Manifest.build([("a", "float32", (2,))], 1024)) == "no"
 
 
-def test_what_is_installed_for_the_server_is_valid_python_and_names_its_entry_point(tmp_path) -> None:
+def test_what_is_installed_for_the_server_is_valid_python_and_names_its_entry_point(
+    tmp_path,
+) -> None:
     install(tmp_path, tmp_path / "it's \\ here.jsonl")
     compile((tmp_path / f"{PLUGIN}.py").read_text(), PLUGIN, "exec")
-    assert f"{PLUGIN}:start_sglang" in (tmp_path / f"{PLUGIN}-0.dist-info" / "entry_points.txt").read_text()
+    assert (
+        f"{PLUGIN}:start_sglang"
+        in (tmp_path / f"{PLUGIN}-0.dist-info" / "entry_points.txt").read_text()
+    )

@@ -1,4 +1,5 @@
-"""Who may write weights: a real receiver process and real lanes, with the right key, another one, none, and with forgeries."""
+"""Who may write weights: a real receiver process and real lanes, with the right key, another one,
+none, and with forgeries."""
 
 import logging
 import os
@@ -11,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from titan_grpo.errors import PeerError, TransferFailed
-from titan_grpo.protocol.wire import Joined, Order, key_prefix
+from titan_grpo.protocol.messages import Joined, Order, key_prefix
 from titan_grpo.runkey import KEY_VARIABLE, Key
-from titan_grpo.sync.sender import LaneLink, LinkOptions, Probe
+from titan_grpo.sync.link import LaneLink, LinkOptions, Probe
 from titan_grpo.sync.transports.store import join_store
 
 pytestmark = pytest.mark.e2e
@@ -54,7 +55,8 @@ def intruder(site, manifest, run_key: Key | None, run_id: str = "", **options) -
 
 @pytest.fixture
 def trainer(guarded, weights):
-    """The right one: joined, with version v of value v committed; returns (link, deliver the next version)."""
+    """The right one: joined, with version v of value v committed; returns (link, deliver the next
+    version)."""
     link = guarded.connect(weights(0.0))
     held = guarded.side.client.holding.version
 
@@ -69,22 +71,34 @@ def trainer(guarded, weights):
     return link, deliver
 
 
-def test_the_right_key_writes_weights_and_none_of_it_is_seen(guarded, weights, monkeypatch, caplog, capfd):
+def test_the_right_key_writes_weights_and_none_of_it_is_seen(
+    guarded, weights, monkeypatch, caplog, capfd
+):
     monkeypatch.setenv(KEY_VARIABLE, RUN_KEY.hex())  # as the engine's process has it
     caplog.set_level(logging.DEBUG)
     link = guarded.connect(weights(1.0))
     assert guarded.deliver(link, 1, 1, weights(1.0, key=block_key(guarded))).ok
     assert guarded.engine.value() == 1.0
     receiver = psutil.Process(guarded.side.client.pid)
-    seen = [repr(link._options), repr(guarded.side.client.holding), caplog.text, *capfd.readouterr(), *receiver.cmdline()]
+    seen = [
+        repr(link._options),
+        repr(guarded.side.client.holding),
+        caplog.text,
+        *capfd.readouterr(),
+        *receiver.cmdline(),
+    ]
     seen += [f"{name}={value}" for name, value in receiver.environ().items()]
     keys = link._options.keys(guarded.run_id, guarded.epoch)
     for secret in (RUN_KEY, keys.messages, keys.blocks):
         assert not any(secret.hex() in text for text in seen)
 
 
-@pytest.mark.parametrize(("key", "words"), [(OTHER_KEY, "another run key"), (None, "carries no proof of the run key")])
-def test_a_trainer_without_the_key_is_told_why_and_the_one_in_force_goes_on(guarded, trainer, weights, key, words):
+@pytest.mark.parametrize(
+    ("key", "words"), [(OTHER_KEY, "another run key"), (None, "carries no proof of the run key")]
+)
+def test_a_trainer_without_the_key_is_told_why_and_the_one_in_force_goes_on(
+    guarded, trainer, weights, key, words
+):
     _, deliver = trainer
     before = deliver(1)
     stranger = intruder(guarded, weights(9.0).manifest, key)
@@ -93,12 +107,16 @@ def test_a_trainer_without_the_key_is_told_why_and_the_one_in_force_goes_on(guar
     assert RUN_KEY.hex() not in str(caught.value)
     # not even with a run that claims to be the latest
     with pytest.raises(TransferFailed, match=words):
-        intruder(guarded, weights(9.0).manifest, key, run_id="ffffffffffff-00000000").wait_joined(60.0)
+        intruder(guarded, weights(9.0).manifest, key, run_id="ffffffffffff-00000000").wait_joined(
+            60.0
+        )
     assert guarded.engine.value() == before
     deliver(2)
 
 
-def test_a_recorded_hello_an_older_run_and_an_older_epoch_are_refused_though_they_prove_the_key(guarded, trainer, weights):
+def test_a_recorded_hello_an_older_run_and_an_older_epoch_are_refused_though_they_prove_the_key(
+    guarded, trainer, weights
+):
     _, deliver = trainer
     before = deliver(1)
     manifest = weights(9.0).manifest
@@ -141,14 +159,20 @@ def test_a_forged_commit_is_not_loaded_and_the_true_one_is(guarded, trainer, wei
     staged = link.send(1, held + 1, version.image, version.digests, version.fingerprint)
     true = link.commit(staged)
     other = OTHER_KEY.derive("messages", guarded.run_id, str(guarded.epoch))
-    for forged in (true.to_dict() | {"proof": ""}, true.proven(other).to_dict(), true.to_dict() | {"version": held + 2}):
+    for forged in (
+        true.to_dict() | {"proof": ""},
+        true.proven(other).to_dict(),
+        true.to_dict() | {"version": held + 2},
+    ):
         report = guarded.side.commit(forged)
         assert report is not None
         assert not report.ok
         assert report.intact
     assert guarded.engine.value() == before
     with pytest.raises(TransferFailed, match="waiting for the engine"):
-        link.wait_applied(1, 0.2)  # a forger can not make the trainer believe that its commit failed
+        link.wait_applied(
+            1, 0.2
+        )  # a forger can not make the trainer believe that its commit failed
     guarded.side.commit(true.to_dict())
     assert link.wait_applied(1, 10.0).ok
     assert guarded.engine.value() == held + 1
@@ -158,7 +182,9 @@ def test_blocks_hashed_without_the_key_or_for_another_run_do_not_match(guarded, 
     link, deliver = trainer
     for number, key in enumerate((None, OTHER_KEY.raw, block_key(guarded, OLDER_RUN)), start=1):
         wrong = weights(9.0, key=key)
-        digests = wrong.digests if key else [d * 2 for d in wrong.digests]  # xxh3's, made as long as blake3's
+        digests = (
+            wrong.digests if key else [d * 2 for d in wrong.digests]
+        )  # xxh3's, made as long as blake3's
         staged = link.send(number, 99, wrong.image, digests, wrong.fingerprint)
         assert not staged.ok
         assert staged.bad_block == 0
@@ -168,7 +194,9 @@ def test_blocks_hashed_without_the_key_or_for_another_run_do_not_match(guarded, 
 def test_an_order_that_somebody_else_put_into_the_store_ends_the_epoch(guarded, trainer, weights):
     link, _ = trainer
     before = guarded.engine.value()
-    store = dist.PrefixStore(key_prefix(guarded.run_id, guarded.epoch), join_store("127.0.0.1", link._host.port, 10.0))
+    store = dist.PrefixStore(
+        key_prefix(guarded.run_id, guarded.epoch), join_store("127.0.0.1", link._host.port, 10.0)
+    )
     store.set("order/1", Order(1, "receive", 99, "digests/1", "ff").to_json())
     _, status = os.waitpid(guarded.side.client.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 3
@@ -184,7 +212,9 @@ def test_streamed_versions_are_held_to_the_key_too(make_site, weights):
             link.wait_joined(60.0)
             assert link.send_manifest(20.0).ok
             staged = link.offer(1, 1, version.digests, version.fingerprint)
-            loading = threading.Thread(target=site.side.commit, args=(link.commit(staged).to_dict(),), daemon=True)
+            loading = threading.Thread(
+                target=site.side.commit, args=(link.commit(staged).to_dict(),), daemon=True
+            )
             loading.start()
             if version is wrong:
                 with pytest.raises(TransferFailed):
@@ -207,10 +237,19 @@ def test_a_server_without_the_key_is_refused_by_the_trainer_that_has_one(site, w
 
 
 def test_a_server_that_only_claims_to_have_the_key_is_refused(weights):
-    link = LaneLink("run", 1, weights(1.0).manifest, LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, 20.0, run_key=RUN_KEY))
+    link = LaneLink(
+        "run",
+        1,
+        weights(1.0).manifest,
+        LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, 20.0, run_key=RUN_KEY),
+    )
     hello = link.open()
-    store = dist.PrefixStore(key_prefix("run", 1), join_store(hello.store_host, hello.store_port, 10.0))
-    store.set("joined/1", Joined(1, True, "", "titan_grpo", 1, "", -1, "", True, keyed=True).to_json())
+    store = dist.PrefixStore(
+        key_prefix("run", 1), join_store(hello.store_host, hello.store_port, 10.0)
+    )
+    store.set(
+        "joined/1", Joined(1, True, "", "titan_grpo", 1, "", -1, "", True, keyed=True).to_json()
+    )
     with pytest.raises(PeerError, match="Joined carries no proof of the run key"):
         link.wait_joined(10.0)
     link.close()
@@ -234,7 +273,9 @@ def test_a_trainer_of_another_version_is_told_at_once(site, weights):
     hello = link.open().to_dict()
     site.side.hello(hello | {"invented_later": 1})
     began = time.monotonic()
-    with pytest.raises(TransferFailed, match="unknown keys invented_later; both ends must run the same titan_grpo"):
+    with pytest.raises(
+        TransferFailed, match="unknown keys invented_later; both ends must run the same titan_grpo"
+    ):
         link.wait_joined(60.0)
     assert time.monotonic() - began < 30.0
     assert site.side.client.pid is None

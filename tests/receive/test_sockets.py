@@ -1,11 +1,12 @@
-"""Every socket that listens for the sync listens on the configured interface, at both ends, while bytes move."""
+"""Every socket that listens for the sync listens on the configured interface, at both ends, while
+bytes move."""
 
 import ipaddress
 
 import psutil
 import pytest
 
-from titan_grpo.sync.sender import LaneLink, LinkOptions
+from titan_grpo.sync.link import LaneLink, LinkOptions
 
 pytestmark = pytest.mark.e2e
 
@@ -14,8 +15,16 @@ BUCKET = 16384
 
 def interfaces() -> list[str]:
     """Loopback, and one address of this host on a network if it has any."""
-    found = [a.address for rows in psutil.net_if_addrs().values() for a in rows if a.family.name == "AF_INET"]
-    return ["127.0.0.1", *[address for address in found if not ipaddress.ip_address(address).is_loopback][:1]]
+    found = [
+        a.address
+        for rows in psutil.net_if_addrs().values()
+        for a in rows
+        if a.family.name == "AF_INET"
+    ]
+    return [
+        "127.0.0.1",
+        *[address for address in found if not ipaddress.ip_address(address).is_loopback][:1],
+    ]
 
 
 def listening(pid: int | None = None) -> set[tuple[str, int]]:
@@ -28,7 +37,9 @@ def listening(pid: int | None = None) -> set[tuple[str, int]]:
 def test_both_ends_listen_on_the_configured_interface_only(host, site, weights):
     before, w = listening(), weights(1.0)
     site.epoch += 1
-    link = LaneLink(site.run_id, site.epoch, w.manifest, LinkOptions("gloo", host, "xxh3", BUCKET, 20.0))
+    link = LaneLink(
+        site.run_id, site.epoch, w.manifest, LinkOptions("gloo", host, "xxh3", BUCKET, 20.0)
+    )
     site.links.append(link)
     site.side.hello(link.open().to_dict())
     link.wait_joined(60.0)
@@ -44,5 +55,9 @@ def test_both_ends_listen_on_the_configured_interface_only(host, site, weights):
     assert staged.ok
     assert len(trainer) == -(-w.image.numel() // BUCKET)
     # the store, and gloo's device at each end
-    assert [sorted(address for address, _ in found) for found in trainer] == [[host, host]] * len(trainer)
-    assert [sorted(address for address, _ in found) for found in receiver] == [[host]] * len(receiver)
+    assert [sorted(address for address, _ in found) for found in trainer] == [[host, host]] * len(
+        trainer
+    )
+    assert [sorted(address for address, _ in found) for found in receiver] == [[host]] * len(
+        receiver
+    )

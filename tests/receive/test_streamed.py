@@ -1,4 +1,5 @@
-"""Versions that pass through a window into an engine that stands still: a real receiver process, real senders, no vLLM."""
+"""Versions that pass through a window into an engine that stands still: a real receiver process,
+real senders, no vLLM."""
 
 import json
 import os
@@ -15,11 +16,10 @@ import torch
 from titan_grpo.errors import TransferFailed
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.wire import Applied, Joined, new_run_id
-from titan_grpo.receive.engine import EngineSide
+from titan_grpo.protocol.messages import Applied, Joined, new_run_id
+from titan_grpo.receive.commit import EngineSide, OneWorker
 from titan_grpo.receive.window import WINDOW_BUCKETS
-from titan_grpo.receive.workers import OneWorker
-from titan_grpo.sync.sender import LaneLink, LinkOptions
+from titan_grpo.sync.link import LaneLink, LinkOptions
 
 pytestmark = pytest.mark.e2e
 
@@ -42,19 +42,27 @@ class Version:
     """Random weights, different in every element, as an image."""
 
     def __init__(self, seed: int) -> None:
-        entries = [(n, str(dtype).removeprefix("torch."), shape) for n, (dtype, shape) in SHAPES.items()]
+        entries = [
+            (n, str(dtype).removeprefix("torch."), shape) for n, (dtype, shape) in SHAPES.items()
+        ]
         self.manifest = Manifest.build(entries, BLOCK)
         self.image = torch.zeros(self.manifest.total_bytes, dtype=torch.uint8)
         random = torch.Generator().manual_seed(seed)
-        self.tensors = {n: torch.randn(shape, generator=random).to(dtype) for n, (dtype, shape) in SHAPES.items()}
+        self.tensors = {
+            n: torch.randn(shape, generator=random).to(dtype)
+            for n, (dtype, shape) in SHAPES.items()
+        }
         for spec in self.manifest.tensors:
-            self.image[spec.offset : spec.offset + spec.nbytes] = self.tensors[spec.name].flatten().view(torch.uint8)
+            self.image[spec.offset : spec.offset + spec.nbytes] = (
+                self.tensors[spec.name].flatten().view(torch.uint8)
+            )
         self.digests = block_digests(memoryview(self.image.numpy()), self.manifest, "xxh3")
         self.fingerprint = fingerprint(self.manifest.digest, self.digests)
 
 
 class LayerEngine:
-    """Keeps what it is given until the load ends, as engines keep the tensors of an unfinished layer."""
+    """Keeps what it is given until the load ends, as engines keep the tensors of an unfinished
+    layer."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -121,7 +129,9 @@ class Site:
         assert link.send_manifest(20.0).ok
         return link
 
-    def deliver(self, link: LaneLink, number: int, number_of_version: int, version: Version) -> Applied:
+    def deliver(
+        self, link: LaneLink, number: int, number_of_version: int, version: Version
+    ) -> Applied:
         """One transfer, through the engine's update call."""
         staged = link.offer(number, number_of_version, version.digests, version.fingerprint)
         assert staged.ok, staged
@@ -130,11 +140,26 @@ class Site:
         loading.report(DEADLINE_S)
         return link.wait_applied(number, 10.0)
 
-    def stray(self, version: Version, number: int, buckets: int, bad_byte: int = -1, timeout_s: float = DEADLINE_S):
-        """A sender process that sends ``buckets`` buckets and stops, and the engine's call that waits for the rest."""
+    def stray(
+        self,
+        version: Version,
+        number: int,
+        buckets: int,
+        bad_byte: int = -1,
+        timeout_s: float = DEADLINE_S,
+    ):
+        """A sender process that sends ``buckets`` buckets and stops, and the engine's call that
+        waits for the rest."""
         self.epoch += 1
-        told = {"run_id": self.run_id, "epoch": self.epoch, "bucket_bytes": BUCKET, "timeout_s": timeout_s}
-        (self._folder / "told.json").write_text(json.dumps(told | {"version": number, "bad_byte": bad_byte}))
+        told = {
+            "run_id": self.run_id,
+            "epoch": self.epoch,
+            "bucket_bytes": BUCKET,
+            "timeout_s": timeout_s,
+        }
+        (self._folder / "told.json").write_text(
+            json.dumps(told | {"version": number, "bad_byte": bad_byte})
+        )
         (self._folder / "manifest.json").write_text(version.manifest.to_json())
         (self._folder / "image").write_bytes(version.image.numpy().tobytes())
         command = [sys.executable, str(SENDER), str(self._folder), str(buckets)]
@@ -167,7 +192,11 @@ def test_a_version_passes_bit_for_bit_through_a_window_smaller_than_its_largest_
         report = site.deliver(link, number, number, version)
         assert report.ok, report.error
         assert report.intact
-        assert (report.loaded, report.fingerprint, report.bad_block) == (len(SHAPES), version.fingerprint, -1)
+        assert (report.loaded, report.fingerprint, report.bad_block) == (
+            len(SHAPES),
+            version.fingerprint,
+            -1,
+        )
         assert site.engine.holds(version)
 
 
@@ -202,7 +231,9 @@ def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(si
     assert site.engine.holds(new)
 
 
-def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_until_a_whole_version(site):
+def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_until_a_whole_version(
+    site,
+):
     old, new = Version(1), Version(2)
     site.deliver(site.connect(old.manifest), 1, 1, old)
     site.engine.begun.clear()
@@ -236,8 +267,12 @@ def test_a_stalled_sender_frees_the_engine_by_the_deadline(site, buckets):
     assert site.deliver(site.connect(version.manifest), 1, 2, version).ok
 
 
-@pytest.mark.parametrize(("bad_byte", "intact"), [(5000, True), (FIRST_BUCKETS * BUCKET + 9000, False)])
-def test_a_corrupted_block_is_named_and_no_byte_of_its_bucket_reaches_the_engine(site, bad_byte, intact):
+@pytest.mark.parametrize(
+    ("bad_byte", "intact"), [(5000, True), (FIRST_BUCKETS * BUCKET + 9000, False)]
+)
+def test_a_corrupted_block_is_named_and_no_byte_of_its_bucket_reaches_the_engine(
+    site, bad_byte, intact
+):
     version = Version(1)
     _, loading = site.stray(version, 1, -(-version.manifest.total_bytes // BUCKET), bad_byte)
     report = loading.report(10.0)

@@ -1,4 +1,5 @@
-"""A tokenizer on disk, and an HTTP server that answers /v1/completions as vLLM does and can be told to misbehave.
+"""A tokenizer on disk, and an HTTP server that answers /v1/completions as vLLM does and can be told
+to misbehave.
 
 A behaviour may give an iterator of bytes in place of the content, after which it hangs up.
 """
@@ -23,7 +24,13 @@ def good(body: dict[str, Any]) -> tuple[int, Any]:
 
 def answer(ids: list[int], logprobs: list[float | None], reason: str = "length") -> tuple[int, Any]:
     """A 200 with one choice."""
-    choice = {"index": 0, "text": "", "finish_reason": reason, "token_ids": ids, "logprobs": {"token_logprobs": logprobs}}
+    choice = {
+        "index": 0,
+        "text": "",
+        "finish_reason": reason,
+        "token_ids": ids,
+        "logprobs": {"token_logprobs": logprobs},
+    }
     return 200, {"choices": [choice]}
 
 
@@ -40,19 +47,28 @@ def piece(ids: list[int], reason: str | None = None) -> bytes:
 
 
 def in_pieces(content: Any) -> bytes:
-    """An answer as events: its first token, then the others with the rest. One without choices comes whole."""
+    """An answer as events: its first token, then the others with the rest. One without choices
+    comes whole."""
     if not isinstance(content, dict) or "choices" not in content:
         return json.dumps(content).encode()
     (choice,) = content["choices"]
     values = choice["logprobs"]["token_logprobs"]
-    first = choice | {"finish_reason": None, "token_ids": choice["token_ids"][:1], "logprobs": {"token_logprobs": values[:1]}}
-    last = choice | {"token_ids": choice["token_ids"][1:], "logprobs": {"token_logprobs": values[1:]}}
+    first = choice | {
+        "finish_reason": None,
+        "token_ids": choice["token_ids"][:1],
+        "logprobs": {"token_logprobs": values[:1]},
+    }
+    last = choice | {
+        "token_ids": choice["token_ids"][1:],
+        "logprobs": {"token_logprobs": values[1:]},
+    }
     events = [json.dumps({"choices": [one]}) for one in (first, last)]
     return "".join(f"data: {event}\n\n" for event in (*events, "[DONE]")).encode()
 
 
 class CompletionServer:
-    """A real HTTP server on loopback. ``behaviour`` may be replaced while it runs; ``bodies`` are the requests it got."""
+    """A real HTTP server on loopback. ``behaviour`` may be replaced while it runs; ``bodies`` are
+    the requests it got."""
 
     good = staticmethod(good)
     answer = staticmethod(answer)
@@ -76,7 +92,13 @@ class CompletionServer:
                 status, content = outer.behaviour(body)
                 # Bytes in pieces are an answer that never ends: the connection does.
                 torn = isinstance(content, Iterator)
-                data = b"" if torn else in_pieces(content) if body.get("stream") else json.dumps(content).encode()
+                data = (
+                    b""
+                    if torn
+                    else in_pieces(content)
+                    if body.get("stream")
+                    else json.dumps(content).encode()
+                )
                 self.send_response(status)
                 self.send_header("Content-Length", str(1 << 20 if torn else len(data)))
                 self.end_headers()

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.errors import ServerRefused
-from titan_grpo.rollout.atropos import Answer, Registration, Rejected, batch_call, group_of, register_call
+from titan_grpo.rollout.atropos import (
+    Answer,
+    Registration,
+    Rejected,
+    batch_call,
+    group_of,
+    register_call,
+)
 
 M = -100
 
@@ -35,9 +42,17 @@ def test_log_probabilities_stay_with_their_own_tokens() -> None:
 def test_a_token_and_its_log_probability_meet_in_the_batch() -> None:
     from titan_grpo.algorithm.batch import BatchOptions, plan
 
-    [[batch]] = plan([group_of(item(), 0)], 1, BatchOptions(token_budget=64, max_len=32)).micro_batches()
+    [[batch]] = plan(
+        [group_of(item(), 0)], 1, BatchOptions(token_budget=64, max_len=32)
+    ).micro_batches()
     trained = batch["labels"] != M
-    pairs = set(zip(batch["labels"][trained].tolist(), batch["rollout_logprobs"][trained].tolist(), strict=True))
+    pairs = set(
+        zip(
+            batch["labels"][trained].tolist(),
+            batch["rollout_logprobs"][trained].tolist(),
+            strict=True,
+        )
+    )
     assert pairs == {(8, -0.25), (9, -0.5), (8, -2.0)}
 
 
@@ -70,7 +85,10 @@ def test_a_version_may_ride_along(field) -> None:
     [
         ("no_logprobs", {"inference_logprobs": None}),
         ("bad_logprob", {"inference_logprobs": [[1.0, 1.0, 1.0, -0.5], [1.0, 1.0, 1.0, -2]]}),
-        ("bad_logprob", {"inference_logprobs": [[1.0, 1.0, float("nan"), -0.5], [1.0, 1.0, 1.0, -2]]}),
+        (
+            "bad_logprob",
+            {"inference_logprobs": [[1.0, 1.0, float("nan"), -0.5], [1.0, 1.0, 1.0, -2]]},
+        ),
         ("length_mismatch", {"inference_logprobs": [[1.0, -0.25, -0.5], [1.0, 1.0, 1.0, -2]]}),
         ("length_mismatch", {"scores": [1.0]}),
         ("length_mismatch", {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}),
@@ -91,7 +109,10 @@ def test_a_group_that_is_not_what_it_says_is_rejected_by_a_word(reason, changes)
 
 
 sequences = st.lists(
-    st.tuples(st.lists(st.integers(0, 9), max_size=4), st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=6)),
+    st.tuples(
+        st.lists(st.integers(0, 9), max_size=4),
+        st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=6),
+    ),
     min_size=1,
     max_size=4,
 )
@@ -107,9 +128,15 @@ def test_every_sampled_token_keeps_its_place_and_its_log_probability(prompt, res
     group = group_of(
         {
             "tokens": [tokens for tokens, _, _ in rows],
-            "masks": [[t if s else M for t, s in zip(tokens, sampled, strict=True)] for tokens, sampled, _ in rows],
+            "masks": [
+                [t if s else M for t, s in zip(tokens, sampled, strict=True)]
+                for tokens, sampled, _ in rows
+            ],
             "scores": [0.0] * len(rows),
-            "inference_logprobs": [[lp if s else 1.0 for lp, s in zip(lps, sampled, strict=True)] for _, sampled, lps in rows],
+            "inference_logprobs": [
+                [lp if s else 1.0 for lp, s in zip(lps, sampled, strict=True)]
+                for _, sampled, lps in rows
+            ],
         },
         0,
     )
@@ -125,7 +152,9 @@ def test_every_sampled_token_keeps_its_place_and_its_log_probability(prompt, res
 def test_the_answers_of_the_api_are_told_apart() -> None:
     parse = batch_call().parse
     assert parse({"batch": None}) == Answer()
-    assert parse({"status": "error", "message": "Trainer not registered.", "batch": []}) == Answer(registered=False)
+    assert parse({"status": "error", "message": "Trainer not registered.", "batch": []}) == Answer(
+        registered=False
+    )
     assert parse({"batch": [item()]}) == Answer((item(),))
     for answer in ({}, None, {"batch": 3}, {"batch": [3]}):
         with pytest.raises(ServerRefused, match="list of groups or null"):

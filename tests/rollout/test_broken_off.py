@@ -1,4 +1,5 @@
-"""Connections that break under requests: what was streamed until then goes on elsewhere, and is nobody's twice."""
+"""Connections that break under requests: what was streamed until then goes on elsewhere, and is
+nobody's twice."""
 
 import asyncio
 from collections.abc import Iterator
@@ -6,19 +7,17 @@ from collections.abc import Iterator
 import pytest
 
 from titan_grpo.engines import vllm
-from titan_grpo.engines.drivers import AsyncDriver
-from titan_grpo.engines.sampling import Sampling
-from titan_grpo.engines.streamed import Answer
+from titan_grpo.engines.generation import Answer, Sampling
+from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import PeerError
-from titan_grpo.rollout.asking import Asker
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.pool import Server
-from titan_grpo.rollout.sampler import Heard, Sampler
+from titan_grpo.rollout.sampler import Heard, Sampler, TextCodec
 from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.task_runner import Asker
 from titan_grpo.rollout.tasks.base import TaskOptions, load_task
-from titan_grpo.rollout.text import TextCodec
 
 WAIT_S = 60.0
 TOKENS = 6
@@ -38,7 +37,9 @@ async def sample(sampler: Sampler, parts: list[Partial], server: Server, attempt
         await driver.close()
 
 
-def test_a_broken_connection_leaves_its_tokens_and_those_of_the_requests_beside_it(completion_server, sampler):
+def test_a_broken_connection_leaves_its_tokens_and_those_of_the_requests_beside_it(
+    completion_server, sampler
+):
     first, other = completion_server(), completion_server()
 
     def break_off(body: dict) -> tuple[int, Iterator[bytes]]:
@@ -57,15 +58,26 @@ def test_a_broken_connection_leaves_its_tokens_and_those_of_the_requests_beside_
         asyncio.run(sample(sampler, parts, Server(first.url, 3, True, "r:3:f", "vllm")))
     broken = [part for part in parts if part.token_ids]
     assert broken, "the one that broke has its tokens; the one beside it has them if they had come"
-    assert {(p.token_ids, p.logprobs, p.first, p.last, p.finish_reason) for p in broken} == {((7, 8), (-1.0, -1.0), 3, 3, "")}
+    assert {(p.token_ids, p.logprobs, p.first, p.last, p.finish_reason) for p in broken} == {
+        ((7, 8), (-1.0, -1.0), 3, 3, "")
+    }
 
-    other.behaviour = lambda body: other.answer([9] * body["max_tokens"], [-2.0] * body["max_tokens"])
-    group = asyncio.run(sample(sampler, parts, Server(other.url, 4, True, "r:4:f", "vllm"), attempt=1))
-    assert all(len(c.token_ids) == TOKENS for c in group.completions), "the budget is the original one"
+    other.behaviour = lambda body: other.answer(
+        [9] * body["max_tokens"], [-2.0] * body["max_tokens"]
+    )
+    group = asyncio.run(
+        sample(sampler, parts, Server(other.url, 4, True, "r:4:f", "vllm"), attempt=1)
+    )
+    assert all(len(c.token_ids) == TOKENS for c in group.completions), (
+        "the budget is the original one"
+    )
     done = [c for c, part in zip(group.completions, parts, strict=True) if c.token_ids[0] == 7]
     assert len(done) == len(broken)
     for completion in done:
-        assert (completion.token_ids, completion.logprobs) == ((7, 8, 9, 9, 9, 9), (-1.0,) * 2 + (-2.0,) * 4)
+        assert (completion.token_ids, completion.logprobs) == (
+            (7, 8, 9, 9, 9, 9),
+            (-1.0,) * 2 + (-2.0,) * 4,
+        )
         assert (completion.version_first, completion.version_last) == (3, 4)
 
 
@@ -122,18 +134,27 @@ def test_what_came_after_the_ledger_lost_track_is_not_kept(completion_server):
 
 
 def test_an_answer_that_only_lacked_its_last_line_is_kept_as_finished(completion_server):
-    heard = Heard(Answer(vllm.stream([1], Sampling(9), 1.0)), Server("http://a", 3, True, "r:3:f", "vllm"))
+    heard = Heard(
+        Answer(vllm.stream([1], Sampling(9), 1.0)), Server("http://a", 3, True, "r:3:f", "vllm")
+    )
     heard.take(completion_server().piece([5, 6], "stop"))
     assert (heard.whole, heard.kept().finish_reason) == (True, "stop")
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_the_rollout_process_goes_on_at_another_server_and_the_broken_one_gets_its_rest(completion_server, model_dir, streamed):
+def test_the_rollout_process_goes_on_at_another_server_and_the_broken_one_gets_its_rest(
+    completion_server, model_dir, streamed
+):
     broken, good = completion_server(), completion_server()
     broken.behaviour = lambda _: (200, iter([broken.piece([7, 8])]))
     good.behaviour = lambda body: good.answer([9] * body["max_tokens"], [-2.0] * body["max_tokens"])
     spec = RolloutSpec(
-        model_dir, prompts_per_step=1, group_size=2, max_completion_tokens=TOKENS, max_staleness=0, stream_completions=streamed
+        model_dir,
+        prompts_per_step=1,
+        group_size=2,
+        max_completion_tokens=TOKENS,
+        max_staleness=0,
+        stream_completions=streamed,
     )
     client = RolloutClient(spec)
     try:

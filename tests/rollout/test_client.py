@@ -1,4 +1,5 @@
-"""The rollout process as the trainer sees it: a real child, real HTTP, servers that misbehave in every listed way."""
+"""The rollout process as the trainer sees it: a real child, real HTTP, servers that misbehave in
+every listed way."""
 
 import dataclasses
 import signal
@@ -8,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from titan_grpo.engines.sampling import salt
+from titan_grpo.engines.generation import salt
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.client import RolloutClient, RolloutStopped
 from titan_grpo.rollout.dispatch import MAX_DROPS
@@ -20,7 +21,12 @@ PER_STEP, GROUP = 2, 3
 
 @pytest.fixture
 def spec(model_dir):
-    sizes = {"prompts_per_step": PER_STEP, "group_size": GROUP, "max_completion_tokens": 4, "request_timeout_s": 20.0}
+    sizes = {
+        "prompts_per_step": PER_STEP,
+        "group_size": GROUP,
+        "max_completion_tokens": 4,
+        "request_timeout_s": 20.0,
+    }
     return RolloutSpec(model_dir=model_dir, seed=5, max_staleness=1, **sizes)
 
 
@@ -48,7 +54,11 @@ def test_a_batch_has_checked_groups_with_versions_and_rewards(start, completion_
     for group in batch:
         assert len(group.completions) == GROUP
         for completion in group.completions:
-            assert (completion.version_first, completion.version_last, completion.server) == (0, 0, server.url)
+            assert (completion.version_first, completion.version_last, completion.server) == (
+                0,
+                0,
+                server.url,
+            )
             assert len(completion.token_ids) == len(completion.logprobs) == 4
             assert 0 <= completion.reward <= 1
     assert {b["cache_salt"] for b in server.bodies} == {salt("run/0")}
@@ -101,11 +111,17 @@ def test_over_stale_groups_are_dropped_counted_and_made_again(start, completion_
         ("bad_logprob", ([5, 6], [-1.0, None], "abort")),
     ],
 )
-def test_a_broken_completion_drops_its_group_and_is_counted(start, completion_server, reason, broken):
+def test_a_broken_completion_drops_its_group_and_is_counted(
+    start, completion_server, reason, broken
+):
     server, client = completion_server(), start(max_staleness=0)
 
     def behaviour(body):
-        return server.answer(*broken) if body["seed"] == server.bodies[0]["seed"] else server.good(body)
+        return (
+            server.answer(*broken)
+            if body["seed"] == server.bodies[0]["seed"]
+            else server.good(body)
+        )
 
     server.behaviour = behaviour
     client.set_server(server.url, 0, True, "0")
@@ -150,7 +166,9 @@ def test_groups_of_a_failing_server_go_to_another_one(start, completion_server):
     assert client.counters()["outages"] >= 1
 
 
-def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versions_and_budget(start, completion_server):
+def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versions_and_budget(
+    start, completion_server
+):
     cutting, other, client = completion_server(), completion_server(), start(max_staleness=1)
 
     def cut_the_first(body):
@@ -160,7 +178,9 @@ def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versi
         return cutting.answer([70, 71, 72], [-0.5, -0.25, -0.125], "abort")
 
     cutting.behaviour = cut_the_first
-    other.behaviour = lambda body: other.answer([80] * body["max_tokens"], [-3.0] * body["max_tokens"])
+    other.behaviour = lambda body: other.answer(
+        [80] * body["max_tokens"], [-3.0] * body["max_tokens"]
+    )
     client.set_server(cutting.url, 0, True, "0")
     cutting.wait_for_requests(2 * PER_STEP * GROUP)
     client.set_server(cutting.url, 0, False, "0")
@@ -172,9 +192,16 @@ def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versi
     (cut,) = [c for g in groups for c in g.completions if c.token_ids[:3] == (70, 71, 72)]
     assert cut.token_ids == (70, 71, 72, 80)
     assert cut.logprobs == (-0.5, -0.25, -0.125, -3.0)
-    assert (cut.version_first, cut.version_last, cut.finish_reason, cut.server) == (0, 1, "length", other.url)
+    assert (cut.version_first, cut.version_last, cut.finish_reason, cut.server) == (
+        0,
+        1,
+        "length",
+        other.url,
+    )
     first = cutting.bodies[0]
-    (resumed,) = [b for b in other.bodies if b["prompt"][-3:] == [70, 71, 72]]  # its two siblings were finished
+    (resumed,) = [
+        b for b in other.bodies if b["prompt"][-3:] == [70, 71, 72]
+    ]  # its two siblings were finished
     assert resumed["prompt"] == [*first["prompt"], 70, 71, 72]
     assert (first["max_tokens"], resumed["max_tokens"]) == (4, 1)
     counters = client.counters()
@@ -204,14 +231,20 @@ def test_a_drain_waits_for_what_runs_and_gives_up_past_its_deadline(start, compl
     client.drain(stuck.url, 0.2)
     assert client.in_flight(20.0)[stuck.url] == 0
     client.set_server(server.url, 1, True, "1")
-    assert {c.server for g in client.next_batch(1, PER_STEP, 20) for c in g.completions} == {server.url}
+    assert {c.server for g in client.next_batch(1, PER_STEP, 20) for c in g.completions} == {
+        server.url
+    }
     counters = client.counters()
     assert counters["moved"] >= 1
     assert not any(name.startswith("dropped") or name == "outages" for name in counters)
 
 
 def test_a_drain_ends_with_the_run_and_with_the_departure_of_its_server(start, completion_server):
-    for end in (lambda c, s: c.remove_server(s.url), lambda c, s: c.hurry(), lambda c, s: c.close(5)):
+    for end in (
+        lambda c, s: c.remove_server(s.url),
+        lambda c, s: c.hurry(),
+        lambda c, s: c.close(5),
+    ):
         server, client = completion_server(), start()
         server.behaviour = server.hang
         client.set_server(server.url, 0, True, "0")
@@ -250,7 +283,9 @@ def test_groups_in_flight_that_came_too_late_are_aborted(start, completion_serve
     assert client.counters()["dropped.stale_in_flight"] == 2 * PER_STEP
 
 
-def test_a_prompt_that_is_too_stale_more_often_than_a_bad_one_may_be_dropped_is_trained_all_the_same(start, completion_server):
+def test_a_prompt_that_is_too_stale_more_often_than_a_bad_one_may_be_dropped_is_trained_all_the_same(
+    start, completion_server
+):
     server, client = completion_server(), start(max_staleness=0)
     server.behaviour = server.hang
     for version in range(2 * MAX_DROPS):
@@ -307,7 +342,9 @@ def test_a_killed_process_surfaces_in_next_batch(start):
         client.next_batch(0, PER_STEP, 20)
 
 
-def test_a_tasks_exception_surfaces_with_its_traceback(start, completion_server, tmp_path, monkeypatch):
+def test_a_tasks_exception_surfaces_with_its_traceback(
+    start, completion_server, tmp_path, monkeypatch
+):
     (tmp_path / "broken_task.py").write_text(
         "from titan_grpo.rollout.tasks.digits import Digits\n"
         "class Broken(Digits):\n"
@@ -343,7 +380,9 @@ def test_close_ends_a_process_with_requests_in_flight(start, completion_server):
     assert not child.is_running()
 
 
-def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_prompts_nothing(start, completion_server):
+def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_prompts_nothing(
+    start, completion_server
+):
     leaving, client = completion_server(), start()
     leaving.behaviour = leaving.hang
     client.set_server(leaving.url, 0, True, "0")
@@ -354,7 +393,9 @@ def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_
     client.set_server(staying.url, 0, True, "0")
     batches = [client.next_batch(version, PER_STEP, 20) for version in (0, 1)]
     groups = [group for batch in batches for group in batch]
-    assert sorted(g.prompt.index for g in groups) == list(range(2 * PER_STEP))  # they finish in any order
+    assert sorted(g.prompt.index for g in groups) == list(
+        range(2 * PER_STEP)
+    )  # they finish in any order
     assert {c.server for g in groups for c in g.completions} == {staying.url}
     counters = client.counters()
     assert counters["moved"] == 2 * PER_STEP

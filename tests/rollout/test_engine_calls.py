@@ -1,4 +1,5 @@
-"""Engine calls through the far end, over each of the links: real processes, and servers that answer what a test wrote down."""
+"""Engine calls through the far end, over each of the links: real processes, and servers that answer
+what a test wrote down."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,21 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from titan_grpo.engines.controls import ServerAccess, make_control
-from titan_grpo.engines.drivers import HttpRefused
+from titan_grpo.engines.http import HttpRefused
 from titan_grpo.engines.launch import free_port
+from titan_grpo.engines.server import ServerAccess, make_control
 from titan_grpo.engines.sglang_stock import Announced, Group
 from titan_grpo.errors import ProtocolError, ServerRefused, ServerUnreachable, TransferFailed
 from titan_grpo.rollout.client import RolloutClient
-from titan_grpo.rollout.engine_calls import kind_of
-from titan_grpo.rollout.frames import decode, encode
+from titan_grpo.rollout.codec import decode, encode
+from titan_grpo.rollout.engine_calls import RemoteControl, kind_of, value_of
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
-from titan_grpo.rollout.local import LocalLink
 from titan_grpo.rollout.messages import EngineAnswer, EngineCall, FromWorker, ToWorker
 from titan_grpo.rollout.remote import RemoteLink
-from titan_grpo.rollout.remote_control import RemoteControl, value_of
 from titan_grpo.rollout.service import Service
 from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.transport import LocalLink
 
 ANY, ENGINE_KEY, KEY_VARIABLE = "127.0.0.1:0", "the-engines-own-key", "TITAN_GRPO_TEST_ENGINE_KEY"
 CALL_S, WAIT_S = 10.0, 20.0
@@ -32,7 +32,13 @@ VLLM = {
 } | {
     f"POST /{name}": {}
     for name in (
-        *("init_weight_transfer_engine", "pause", "resume", "start_weight_update", "update_weights"),
+        *(
+            "init_weight_transfer_engine",
+            "pause",
+            "resume",
+            "start_weight_update",
+            "update_weights",
+        ),
         *("finish_weight_update", "update_weight_version"),
     )
 }
@@ -51,7 +57,8 @@ STOCK = {
 
 
 class Engine:
-    """An HTTP server with a key. Routes in ``held`` are answered when the test lets them go, or is over."""
+    """An HTTP server with a key. Routes in ``held`` are answered when the test lets them go, or is
+    over."""
 
     def __init__(self, routes: dict[str, dict]) -> None:
         self.routes, self.held, self.released = dict(routes), "", threading.Event()
@@ -94,7 +101,12 @@ def engine() -> Iterator[Callable[..., Engine]]:
 @pytest.fixture
 def spec(model_dir, monkeypatch) -> RolloutSpec:
     monkeypatch.setenv(KEY_VARIABLE, ENGINE_KEY)
-    return RolloutSpec(model_dir=model_dir, api_key_env=KEY_VARIABLE, commit_deadline_s=CALL_S, load_deadline_s=CALL_S)
+    return RolloutSpec(
+        model_dir=model_dir,
+        api_key_env=KEY_VARIABLE,
+        commit_deadline_s=CALL_S,
+        load_deadline_s=CALL_S,
+    )
 
 
 class Far:
@@ -121,7 +133,11 @@ def far() -> Iterator[Far]:
 
 @pytest.fixture(params=["local", "remote"])
 def client(request, spec) -> Iterator[RolloutClient]:
-    link = LocalLink() if request.param == "local" else RemoteLink(f"http://{request.getfixturevalue('far').address}", "", ANY)
+    link = (
+        LocalLink()
+        if request.param == "local"
+        else RemoteLink(f"http://{request.getfixturevalue('far').address}", "", ANY)
+    )
     one = RolloutClient(spec, "", link)
     one.start(60)
     yield one
@@ -136,7 +152,15 @@ def control(client: RolloutClient, engine: Engine, name: str = "auto"):
 def everything(one) -> list:
     """What a lane asks of a server, and what it is answered."""
     one.greet({"run": "r", "epoch": 2})
-    found = [one.stock(), one.engine, one.label(), one.paused(), one.pause(), one.drop_kv(), one.load({"number": 1})]
+    found = [
+        one.stock(),
+        one.engine,
+        one.label(),
+        one.paused(),
+        one.pause(),
+        one.drop_kv(),
+        one.load({"number": 1}),
+    ]
     return [*found, one.finish("r:2:g"), one.relabel("r:3:h"), one.resume()]
 
 
@@ -179,7 +203,9 @@ def test_errors_keep_their_types_and_words(client, engine):
         nobody.label()
 
 
-def test_a_server_that_hangs_holds_up_neither_another_one_nor_the_rollouts(client, engine, completion_server):
+def test_a_server_that_hangs_holds_up_neither_another_one_nor_the_rollouts(
+    client, engine, completion_server
+):
     hangs, answers, prompts = engine(), engine(), completion_server()
     hangs.held = "POST /pause"
     with ThreadPoolExecutor(1) as pool:
@@ -198,7 +224,10 @@ def test_an_outcome_that_is_late_is_dropped_and_what_waited_too_long_is_not_call
     server.held = "GET /weight_info"
     assert control(client, server).engine == ""
     for method, within_s in (("paused", 0.3), ("pause", 0.1)):
-        with pytest.raises(ServerUnreachable, match=f"no outcome of {method} came from the rollouts within {within_s:g} s"):
+        with pytest.raises(
+            ServerUnreachable,
+            match=f"no outcome of {method} came from the rollouts within {within_s:g} s",
+        ):
             client.engine_call(server.url, method, (), within_s)
     server.released.set()
     control(client, server).resume()
@@ -233,7 +262,9 @@ def test_a_service_that_was_restarted_fails_what_it_had_begun_and_nothing_else(s
         far.restart()
         with pytest.raises(ServerUnreachable, match="forgot this run while it made the call"):
             pausing.result(WAIT_S)
-    with pytest.raises(ServerUnreachable, match="finish was not called: the rollout service forgot"):
+    with pytest.raises(
+        ServerUnreachable, match="finish was not called: the rollout service forgot"
+    ):
         one.finish("r:2:g")
     assert not {"POST /finish_weight_update", "POST /resume"} & {*server.paths}
     one.resume()
@@ -251,13 +282,24 @@ def test_calls_and_outcomes_are_json_and_hold_no_key(spec, engine):
             asked.append(EngineCall(len(asked), url, method, arguments, within_s))
             return EngineAnswer(0, None)
 
-    one = RemoteControl(Caller(), "auto", ServerAccess("http://a:1", 60.0, None, ENGINE_KEY, ENGINE_KEY))
-    for act in (lambda: one.greet({"run": "r"}), one.pause, lambda: one.load({"number": 1}), lambda: one.finish("r:2:g")):
+    one = RemoteControl(
+        Caller(), "auto", ServerAccess("http://a:1", 60.0, None, ENGINE_KEY, ENGINE_KEY)
+    )
+    for act in (
+        lambda: one.greet({"run": "r"}),
+        one.pause,
+        lambda: one.load({"number": 1}),
+        lambda: one.finish("r:2:g"),
+    ):
         act()
     texts = [encode(call, ToWorker) for call in asked]
     assert [decode(text, ToWorker) for text in texts] == asked
     assert ENGINE_KEY not in "".join(texts)
-    for answer in (EngineAnswer(1, True, "vllm"), EngineAnswer(2, ["a"]), EngineAnswer(3, None, "", "no", "ServerRefused")):
+    for answer in (
+        EngineAnswer(1, True, "vllm"),
+        EngineAnswer(2, ["a"]),
+        EngineAnswer(3, None, "", "no", "ServerRefused"),
+    ):
         assert decode(encode(answer, FromWorker), FromWorker) == answer
 
 

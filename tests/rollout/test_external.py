@@ -1,4 +1,5 @@
-"""Groups from outside, through the real rollout process: a real Atropos API server, and environments that push."""
+"""Groups from outside, through the real rollout process: a real Atropos API server, and
+environments that push."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -7,12 +8,12 @@ from dataclasses import asdict
 import httpx
 import pytest
 
+from tests.rigs.atropos_api import AtroposApi, until
 from titan_grpo.engines.launch import free_port
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.atropos import Registration
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.testing.atropos_api import AtroposApi, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -46,8 +47,16 @@ def atropos(api) -> Iterator[Callable[..., RolloutClient]]:
     def start(reset=True, **changes) -> RolloutClient:
         if reset:
             api.reset()
-        values = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 0, "source": "atropos", "atropos_url": api.url}
-        client = RolloutClient(RolloutSpec(model_dir="", registration=REGISTRATION, **{**values, **changes}))
+        values = {
+            "prompts_per_step": 2,
+            "group_size": 2,
+            "max_staleness": 0,
+            "source": "atropos",
+            "atropos_url": api.url,
+        }
+        client = RolloutClient(
+            RolloutSpec(model_dir="", registration=REGISTRATION, **{**values, **changes})
+        )
         clients.append(client)
         client.start()
         return client
@@ -64,7 +73,10 @@ def test_batches_of_a_real_atropos_server_become_groups(api, atropos) -> None:
     api.post(scored(env=env), scored(env=env, overrides=[{}, {"set_advantage_to_zero": True}]))
     one, two = client.next_batch(0, 2, 30)
     assert one.prompt.token_ids == (5, 6)
-    assert [(c.token_ids, c.logprobs, c.reward) for c in one.completions] == [((7,), (-0.5,), 0.0), ((8,), (-1.5,), 1.0)]
+    assert [(c.token_ids, c.logprobs, c.reward) for c in one.completions] == [
+        ((7,), (-0.5,), 0.0),
+        ((8,), (-1.5,), 1.0),
+    ]
     assert [c.zero_advantage for c in two.completions] == [False, True]
     assert (one.version, one.completions[0].server) == (0, f"atropos environment {env}")
     assert [g.prompt.index for g in (one, two)] == [0, 1]
@@ -83,7 +95,10 @@ def test_groups_of_several_sizes_make_a_step_by_their_sequences(api, atropos) ->
 def test_a_group_without_log_probabilities_is_dropped_and_counted(api, atropos) -> None:
     client = atropos()
     env = api.environment(group_size=2)
-    api.post(scored(env=env, inference_logprobs=None), scored(env=env, group_overrides={"policy_version": 1}))
+    api.post(
+        scored(env=env, inference_logprobs=None),
+        scored(env=env, group_overrides={"policy_version": 1}),
+    )
     with pytest.raises(RolloutsLate, match=r"dropped.no_logprobs"):
         client.next_batch(0, 2, 3)
     api.post(scored(env=env), scored(env=env))
@@ -113,7 +128,9 @@ def test_a_server_that_was_restarted_is_registered_again(api, atropos) -> None:
     assert len(client.next_batch(0, 2, 60)) == 2
 
 
-def test_a_server_that_had_data_before_a_trainer_is_set_back_since_it_would_never_hand_it_out(api, atropos) -> None:
+def test_a_server_that_had_data_before_a_trainer_is_set_back_since_it_would_never_hand_it_out(
+    api, atropos
+) -> None:
     api.restart()
     api.post(scored())
     api.ask("POST", "/register", asdict(Registration(4, 64, 10)))
@@ -140,18 +157,37 @@ def push(monkeypatch) -> Iterator[tuple[RolloutClient, httpx.Client]]:
     address = f"127.0.0.1:{free_port()}"
     values = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 1}
     client = RolloutClient(
-        RolloutSpec(model_dir="", source="push", push_address=address, push_key_env=PUSH_KEY_ENV, base_version=3, **values)
+        RolloutSpec(
+            model_dir="",
+            source="push",
+            push_address=address,
+            push_key_env=PUSH_KEY_ENV,
+            base_version=3,
+            **values,
+        )
     )
     client.start()
     headers = {"Authorization": f"Bearer {os.environ[PUSH_KEY_ENV]}"}
-    with httpx.Client(base_url=f"http://{address}", headers=headers, trust_env=False, timeout=20) as http:
+    with httpx.Client(
+        base_url=f"http://{address}", headers=headers, trust_env=False, timeout=20
+    ) as http:
         yield client, http
     client.close()
 
 
 def pushed(version: int, *ids: str) -> dict:
     completions = [{"tokens": [7], "logprobs": [-0.5], "reward": r} for r in (0.0, 1.0)]
-    return {"groups": [{"id": i, "policy_version": version, "prompt_tokens": [5, 6], "completions": completions} for i in ids]}
+    return {
+        "groups": [
+            {
+                "id": i,
+                "policy_version": version,
+                "prompt_tokens": [5, 6],
+                "completions": completions,
+            }
+            for i in ids
+        ]
+    }
 
 
 def test_pushed_groups_are_trained_on_and_held_back_by_the_bound(push) -> None:

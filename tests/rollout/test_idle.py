@@ -1,4 +1,5 @@
-"""A real client and its rollout process with requests outstanding: nobody wakes, and nobody uses a core."""
+"""A real client and its rollout process with requests outstanding: nobody wakes, and nobody uses a
+core."""
 
 import os
 import threading
@@ -6,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_grpo.rollout.client import RolloutClient
-from titan_grpo.rollout.local import LocalLink
 from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.transport import LocalLink
 
 REQUESTS, QUIET_S = 64, 1.0
 MOST_WAKES = 6
-"""Of all threads together in that time: those that were about to sleep when they were counted first. Any loop that looks again
-ten times a second makes more."""
+"""Of all threads together in that time: those that were about to sleep when they were counted
+first. Any loop that looks again ten times a second makes more."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ def used(pid: int, threads: list[int] | None = None) -> Used:
     for task in Path(f"/proc/{pid}/task").iterdir():
         if threads is None or int(task.name) in threads:
             lines = (task / "status").read_text().splitlines()
-            wakes += next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+            wakes += next(
+                int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches")
+            )
             fields = (task / "stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
     return Used(wakes, ticks / os.sysconf("SC_CLK_TCK"))
@@ -39,7 +42,9 @@ def test_waiting_for_completions_costs_nothing(completion_server, model_dir) -> 
     spec = RolloutSpec(model_dir=model_dir, prompts_per_step=8, group_size=8, max_staleness=0)
     client = RolloutClient(spec, "", link)
     client.start(60)
-    ours = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("rollout-")]
+    ours = [
+        thread.native_id for thread in threading.enumerate() if thread.name.startswith("rollout-")
+    ]
     client.set_server(server.url, 0, True, "0")
     server.wait_for_requests(REQUESTS)
     assert ours

@@ -1,4 +1,5 @@
-"""What environments may push: every rule of the schema, the desk's decisions, and the door over real HTTP."""
+"""What environments may push: every rule of the schema, the desk's decisions, and the door over
+real HTTP."""
 
 import asyncio
 import copy
@@ -11,16 +12,27 @@ import httpx
 import pytest
 
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.rollout import httpd, ingest
-from titan_grpo.rollout.door import Door
+from titan_grpo.rollout import httpd, push
 from titan_grpo.rollout.httpd import Reply
-from titan_grpo.rollout.ingest import Desk, parse
+from titan_grpo.rollout.push import Desk, Door, parse
 
 
 def body(**changes):
     completion = {"tokens": [7, 8], "logprobs": [-0.5, -1.5], "reward": 1.0}
-    other = {"tokens": [9], "logprobs": [-0.25], "reward": 0, "finish_reason": "stop", "zero_advantage": True}
-    group = {"policy_version": 3, "prompt_tokens": [5, 6], "completions": [completion, other], "source": "env", "id": "a"}
+    other = {
+        "tokens": [9],
+        "logprobs": [-0.25],
+        "reward": 0,
+        "finish_reason": "stop",
+        "zero_advantage": True,
+    }
+    group = {
+        "policy_version": 3,
+        "prompt_tokens": [5, 6],
+        "completions": [completion, other],
+        "source": "env",
+        "id": "a",
+    }
     return {"groups": [group | changes]}
 
 
@@ -31,8 +43,18 @@ def encoded(content) -> bytes:
 def test_a_body_becomes_groups() -> None:
     [incoming] = parse(encoded(body()))
     one, two = incoming.group.completions
-    assert (incoming.id, incoming.group.version, incoming.group.prompt.token_ids) == ("a", 3, (5, 6))
-    assert (one.token_ids, one.logprobs, one.reward, one.sampled, one.server) == ((7, 8), (-0.5, -1.5), 1.0, (), "env")
+    assert (incoming.id, incoming.group.version, incoming.group.prompt.token_ids) == (
+        "a",
+        3,
+        (5, 6),
+    )
+    assert (one.token_ids, one.logprobs, one.reward, one.sampled, one.server) == (
+        (7, 8),
+        (-0.5, -1.5),
+        1.0,
+        (),
+        "env",
+    )
     assert (two.zero_advantage, two.finish_reason, two.reward) == (True, "stop", 0.0)
 
 
@@ -55,7 +77,11 @@ COMPLETION = (*FIRST, "completions", 0)
         (("groups",), [], r"body.groups must not be empty"),
         (("groups",), {}, r"body.groups must be of type array"),
         (("more",), 1, r"body.more is not a field; known are \['groups'\]"),
-        ((*FIRST, "policy_version"), -1, r"body.groups\[0\].policy_version must be 0 or greater, got -1"),
+        (
+            (*FIRST, "policy_version"),
+            -1,
+            r"body.groups\[0\].policy_version must be 0 or greater, got -1",
+        ),
         ((*FIRST, "policy_version"), True, r"policy_version must be of type integer"),
         ((*FIRST, "id"), "", r"id must not be empty"),
         ((*FIRST, "prompt_tokens"), [], r"prompt_tokens must not be empty"),
@@ -64,8 +90,16 @@ COMPLETION = (*FIRST, "completions", 0)
         ((*FIRST, "completions"), [], r"completions must not be empty"),
         ((*COMPLETION, "reward"), "1", r"completions\[0\].reward must be of type number"),
         ((*COMPLETION, "reward"), float("nan"), r"reward must be of type number"),
-        ((*COMPLETION, "logprobs"), [-0.5], r"completions\[0\].logprobs must be as many as tokens \(2\), got 1"),
-        ((*COMPLETION, "logprobs"), [-0.5, 0.7], r"completions\[0\].logprobs\[1\] must be 0 or less, got 0.7: is it a prob"),
+        (
+            (*COMPLETION, "logprobs"),
+            [-0.5],
+            r"completions\[0\].logprobs must be as many as tokens \(2\), got 1",
+        ),
+        (
+            (*COMPLETION, "logprobs"),
+            [-0.5, 0.7],
+            r"completions\[0\].logprobs\[1\] must be 0 or less, got 0.7: is it a prob",
+        ),
         ((*COMPLETION, "sampled"), [True], r"sampled must be as many as tokens"),
         ((*COMPLETION, "sampled"), [False, False], r"sampled must have a true one"),
         ((*COMPLETION, "sampled"), [1, 0], r"sampled\[0\] must be of type boolean"),
@@ -85,7 +119,11 @@ def test_a_missing_field_is_named(name) -> None:
 
 
 def test_a_context_token_needs_no_log_probability() -> None:
-    content = set_at(set_at(body(), (*COMPLETION, "sampled"), [True, False]), (*COMPLETION, "logprobs"), [-0.5, 1.0])
+    content = set_at(
+        set_at(body(), (*COMPLETION, "sampled"), [True, False]),
+        (*COMPLETION, "logprobs"),
+        [-0.5, 1.0],
+    )
     assert parse(encoded(content))[0].group.completions[0].sampled == (True, False)
 
 
@@ -110,7 +148,10 @@ def test_a_group_that_is_sent_again_is_taken_once() -> None:
     desk = Desk(capacity=4, max_staleness=1, trainer_version=3, newest_version=3)
     assert desk.take(incoming(id="x"), 0)[0].body == {"taken": 1, "duplicates": 0}
     assert desk.take(incoming(id="x"), 0)[0].body == {"taken": 0, "duplicates": 1}
-    assert desk.take([*incoming(id="x"), *incoming(id="y")], 0)[0].body == {"taken": 1, "duplicates": 1}
+    assert desk.take([*incoming(id="x"), *incoming(id="y")], 0)[0].body == {
+        "taken": 1,
+        "duplicates": 1,
+    }
 
 
 def test_a_refused_group_may_be_sent_again() -> None:
@@ -155,28 +196,42 @@ def door(loop):
 @pytest.fixture
 def client(door):
     with httpx.Client(
-        base_url=f"http://{door.address}", headers={"Authorization": "Bearer secret"}, trust_env=False, timeout=10
+        base_url=f"http://{door.address}",
+        headers={"Authorization": "Bearer secret"},
+        trust_env=False,
+        timeout=10,
     ) as c:
         yield c
 
 
 def test_groups_go_through_the_door_until_enough_wait(client) -> None:
     assert client.post("/groups", json=body()).json() == {"taken": 1, "duplicates": 0}
-    packed = client.post("/groups", content=gzip.compress(encoded(body(id="b"))), headers={"Content-Encoding": "gzip"})
+    packed = client.post(
+        "/groups",
+        content=gzip.compress(encoded(body(id="b"))),
+        headers={"Content-Encoding": "gzip"},
+    )
     assert (packed.status_code, packed.json()["taken"]) == (202, 1)
     full = client.post("/groups", json=body(id="c"))
     assert (full.status_code, full.headers["Retry-After"]) == (429, "1")
-    assert client.get("/status").json() == {"trainer_version": 3, "oldest_usable_version": 2, "waiting": 2, "capacity": 2}
+    assert client.get("/status").json() == {
+        "trainer_version": 3,
+        "oldest_usable_version": 2,
+        "waiting": 2,
+        "capacity": 2,
+    }
 
 
 def test_the_schema_is_published(client) -> None:
-    assert client.get("/schema").json() == ingest.SCHEMA
+    assert client.get("/schema").json() == push.SCHEMA
 
 
 def test_what_can_not_be_read_is_refused_and_the_door_goes_on(client) -> None:
     assert "must be JSON" in client.post("/groups", content=b"{").json()["error"]
     assert client.post("/groups", json={}).status_code == 400
-    torn = client.post("/groups", content=gzip.compress(encoded(body()))[:-9], headers={"Content-Encoding": "gzip"})
+    torn = client.post(
+        "/groups", content=gzip.compress(encoded(body()))[:-9], headers={"Content-Encoding": "gzip"}
+    )
     assert torn.status_code == 400
     assert client.post("/groups", content=iter([b"{}"])).status_code == 400
     assert client.get("/nothing").status_code == 404
@@ -196,7 +251,10 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(door) -> None:
 def test_without_the_key_nothing_is_let_in(client) -> None:
     for headers in ({"Authorization": "Bearer other"}, {"Authorization": ""}):
         assert client.post("/groups", json=body(), headers=headers).status_code == 401
-    assert client.post("/groups", json=body(), headers={"Origin": "http://a.example"}).status_code == 403
+    assert (
+        client.post("/groups", json=body(), headers={"Origin": "http://a.example"}).status_code
+        == 403
+    )
     assert client.get("/status").json()["waiting"] == 0
 
 
@@ -205,7 +263,9 @@ def test_a_loop_that_has_ended_is_503() -> None:
     ended.close()
     door = Door("127.0.0.1:0", "", ended, lambda _: Reply(202, {}), lambda: Reply(200, {}))
     try:
-        reply = httpx.post(f"http://{door.address}/groups", json=body(), trust_env=False, timeout=10)
+        reply = httpx.post(
+            f"http://{door.address}/groups", json=body(), trust_env=False, timeout=10
+        )
         assert (reply.status_code, reply.headers["Retry-After"]) == (503, "1")
     finally:
         door.close()

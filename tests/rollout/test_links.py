@@ -1,4 +1,5 @@
-"""Both ways between the trainer and its rollouts: what a client may rely on, and what a remote one outlives."""
+"""Both ways between the trainer and its rollouts: what a client may rely on, and what a remote one
+outlives."""
 
 import dataclasses
 import json
@@ -16,19 +17,19 @@ from titan_grpo.engines.launch import free_port
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
-from titan_grpo.rollout.link import RolloutStopped
-from titan_grpo.rollout.local import LocalLink
 from titan_grpo.rollout.remote import RemoteLink
 from titan_grpo.rollout.service import Service
 from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.transport import LocalLink, RolloutStopped
 
 PER_STEP, GROUP, KEY = 2, 2, "a-secret"
 ANY = "127.0.0.1:0"
 
 
 class Relay:
-    """An HTTP server that passes requests on as ``way`` has it: a list of "" (as it is), "drop" (before), "lose" (the answer),
-    "twice", or "late" (after the next one). Its key is that of whoever asks."""
+    """An HTTP server that passes requests on as ``way`` has it: a list of "" (as it is), "drop"
+    (before), "lose" (the answer), "twice", or "late" (after the next one). Its key is that of
+    whoever asks."""
 
     def __init__(self, target: Callable[[], str], way: Callable[[], str]) -> None:
         self.target, self.way = target, way
@@ -46,7 +47,9 @@ class Relay:
             lost = Reply(502, {"error": "lost on the way"})
             if way == "late":
                 self._late = [(request, self.key)]
-            answers = [self._pass(request) for _ in range({"drop": 0, "late": 0, "twice": 2}.get(way, 1))]
+            answers = [
+                self._pass(request) for _ in range({"drop": 0, "late": 0, "twice": 2}.get(way, 1))
+            ]
             for old, _ in late:
                 self._pass(old)
         return lost if way in ("drop", "lose", "late") else answers[-1]
@@ -57,7 +60,13 @@ class Relay:
         url = self.target() + request.path
         try:
             answer = httpx.request(
-                request.method, url, params=request.query, content=request.body, headers=headers, trust_env=False, timeout=20
+                request.method,
+                url,
+                params=request.query,
+                content=request.body,
+                headers=headers,
+                trust_env=False,
+                timeout=20,
             )
         except httpx.HTTPError as error:
             return Reply(502, {"error": repr(error)})
@@ -68,7 +77,8 @@ class Relay:
 
 
 class Site:
-    """A service that can be restarted at its address, and clients of it, with one life: everything ends with the test."""
+    """A service that can be restarted at its address, and clients of it, with one life: everything
+    ends with the test."""
 
     def __init__(self, spec: RolloutSpec) -> None:
         self.spec = spec
@@ -91,11 +101,20 @@ class Site:
 
     def link(self, **changes) -> RemoteLink:
         return RemoteLink(
-            **{"url": self.url, "key": KEY, "callback_address": ANY, "deadline_s": 20.0, "reconcile_s": 0.2, **changes}
+            **{
+                "url": self.url,
+                "key": KEY,
+                "callback_address": ANY,
+                "deadline_s": 20.0,
+                "reconcile_s": 0.2,
+                **changes,
+            }
         )
 
     def client(self, link=None, **changes) -> RolloutClient:
-        client = RolloutClient(dataclasses.replace(self.spec, **changes), "", link if link is not None else self.link())
+        client = RolloutClient(
+            dataclasses.replace(self.spec, **changes), "", link if link is not None else self.link()
+        )
         self.closing.insert(0, lambda: client.close(5))
         return client
 
@@ -107,12 +126,19 @@ class Site:
     def run(self) -> str:
         """The run that has the service."""
         headers = {"Authorization": f"Bearer {KEY}"}
-        return httpx.get(f"{self.url}/status", headers=headers, trust_env=False, timeout=10).json()["run"]
+        return httpx.get(f"{self.url}/status", headers=headers, trust_env=False, timeout=10).json()[
+            "run"
+        ]
 
 
 @pytest.fixture
 def site(model_dir) -> Iterator[Site]:
-    sizes = {"prompts_per_step": PER_STEP, "group_size": GROUP, "max_completion_tokens": 4, "request_timeout_s": 20.0}
+    sizes = {
+        "prompts_per_step": PER_STEP,
+        "group_size": GROUP,
+        "max_completion_tokens": 4,
+        "request_timeout_s": 20.0,
+    }
     site = Site(RolloutSpec(model_dir=model_dir, seed=5, max_staleness=1, **sizes))
     yield site
     for close in site.closing:
@@ -136,7 +162,9 @@ def start(request, site):
 
 def children() -> set[int]:
     """Rollout processes of this one that run."""
-    found = [p for p in psutil.Process(os.getpid()).children() if p.status() != psutil.STATUS_ZOMBIE]
+    found = [
+        p for p in psutil.Process(os.getpid()).children() if p.status() != psutil.STATUS_ZOMBIE
+    ]
     return {p.pid for p in found if "titan_grpo.rollout.worker" in " ".join(p.cmdline())}
 
 
@@ -203,7 +231,9 @@ def test_a_run_without_a_single_callback_goes_on(site, completion_server):
     assert client.counters()["consumed_groups"] == 3 * PER_STEP
 
 
-def test_what_is_lost_doubled_delayed_and_reordered_on_the_way_changes_nothing(site, completion_server):
+def test_what_is_lost_doubled_delayed_and_reordered_on_the_way_changes_nothing(
+    site, completion_server
+):
     site.serve()
     server, chance = completion_server(), random.Random(0)
     ways = ["", "", "", "drop", "lose", "twice", "late"]
@@ -217,7 +247,9 @@ def test_what_is_lost_doubled_delayed_and_reordered_on_the_way_changes_nothing(s
     client.start(60)
     client.set_server(server.url, 0, True, "0")
     batches = [client.next_batch(version, PER_STEP, 20) for version in range(4)]
-    assert sorted(indices(*batches)) == list(range(4 * PER_STEP))  # all that may be made of version 0
+    assert sorted(indices(*batches)) == list(
+        range(4 * PER_STEP)
+    )  # all that may be made of version 0
     assert client.in_flight(20.0) == {server.url: 0}
     assert not client.counters().keys() & {"sessions_lost", "skipped"}
     assert len(server.bodies) == 4 * PER_STEP * GROUP
@@ -226,13 +258,16 @@ def test_what_is_lost_doubled_delayed_and_reordered_on_the_way_changes_nothing(s
 
 
 def wait_idle(client: RolloutClient) -> None:
-    """Until all that may start has been made: the last answers are still on their way when their requests have come."""
+    """Until all that may start has been made: the last answers are still on their way when their
+    requests have come."""
     deadline = time.monotonic() + 20
     while sum(client.in_flight(20.0).values()) or client.counters()["ready"] < PER_STEP:
         assert time.monotonic() < deadline, client.counters()
 
 
-def test_a_restarted_service_is_told_everything_anew_and_no_prompt_is_lost_or_used_twice(site, completion_server):
+def test_a_restarted_service_is_told_everything_anew_and_no_prompt_is_lost_or_used_twice(
+    site, completion_server
+):
     site.serve()
     server, client = completion_server(), site.client()
     client.start(60)
@@ -294,7 +329,9 @@ def test_a_question_that_nobody_waits_for_any_more_is_not_delivered_late(site):
     assert link._inbox.have == answers + 2
 
 
-def test_a_silent_trainer_loses_its_session_and_is_told_anew_when_it_is_back(site, completion_server):
+def test_a_silent_trainer_loses_its_session_and_is_told_anew_when_it_is_back(
+    site, completion_server
+):
     site.lease_s = 1.5
     site.serve()
     cut = threading.Event()
@@ -335,23 +372,34 @@ def test_a_newer_run_replaces_an_older_one_which_is_told_so(site, completion_ser
     assert site.run() == ""
 
 
-def test_a_wrong_key_and_a_url_of_something_else_are_mistakes_of_the_configuration(site, completion_server):
+def test_a_wrong_key_and_a_url_of_something_else_are_mistakes_of_the_configuration(
+    site, completion_server
+):
     site.serve()
     with pytest.raises(ConfigError, match=r"wants another key.*rollout\.controller_key_env"):
         site.client(site.link(key="other")).start(60)
     other = HttpServer(ANY, "", lambda request: Reply(404, {}), "a test")
     site.closing.append(other.close)
-    with pytest.raises(ConfigError, match=r"rollout\.controller must be the URL of a rollout service"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.controller must be the URL of a rollout service"
+    ):
         site.client(site.link(url=f"http://{other.address}")).start(60)
-    with pytest.raises(ConfigError, match=r"rollout\.callback_address must be an address of this host"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.callback_address must be an address of this host"
+    ):
         site.client(site.link(callback_address="192.0.2.1:0")).start(60)
 
 
 def test_a_service_of_another_version_is_a_mistake_of_the_configuration(site):
     site.serve()
     headers, body = {"Authorization": f"Bearer {KEY}"}, {"format": "another"}
-    answer = httpx.post(f"{site.url}/open", content=json.dumps(body), headers=headers, trust_env=False, timeout=10)
-    assert (answer.status_code, "must run the same titan_grpo" in answer.json()["error"]) == (400, True)
+    answer = httpx.post(
+        f"{site.url}/open", content=json.dumps(body), headers=headers, trust_env=False, timeout=10
+    )
+    assert (answer.status_code, "must run the same titan_grpo" in answer.json()["error"]) == (
+        400,
+        True,
+    )
 
 
 def test_nobody_posts_groups_to_the_trainer_without_the_sessions_key(site):
@@ -362,12 +410,22 @@ def test_nobody_posts_groups_to_the_trainer_without_the_sessions_key(site):
     body = {"session": link._outbox.session, "first": 0, "frames": ['{"frame":"Ready"}']}
     assert httpx.post(url, json=body, trust_env=False, timeout=10).status_code == 401
     headers = {"Authorization": f"Bearer {link._callback_key}"}
-    other = httpx.post(url, json=body | {"session": "other"}, headers=headers, trust_env=False, timeout=10)
+    other = httpx.post(
+        url, json=body | {"session": "other"}, headers=headers, trust_env=False, timeout=10
+    )
     assert other.status_code == 410
-    unreadable = httpx.post(url, json=body | {"first": link._inbox.have, "frames": ["x"]}, headers=headers, trust_env=False)
+    unreadable = httpx.post(
+        url,
+        json=body | {"first": link._inbox.have, "frames": ["x"]},
+        headers=headers,
+        trust_env=False,
+    )
     assert unreadable.status_code == 400
 
 
 def test_a_service_that_stays_away_stops_the_run_and_names_url_and_remedy(site):
-    with pytest.raises(RolloutStopped, match=rf"service {site.url} was not there for 0\.5 s.*titan-grpo rollouts --bind"):
+    with pytest.raises(
+        RolloutStopped,
+        match=rf"service {site.url} was not there for 0\.5 s.*titan-grpo rollouts --bind",
+    ):
         site.client(site.link(deadline_s=0.5)).start(60)

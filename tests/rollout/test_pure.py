@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_grpo.engines.sampling import Sampled
+from titan_grpo.engines.generation import Sampled
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.rollout.cursor import Cursor
-from titan_grpo.rollout.groups import completion_fault, group_fault, request_seed
 from titan_grpo.rollout.messages import ServerState
 from titan_grpo.rollout.pool import Pool
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient, group_from_json, group_to_json
-from titan_grpo.rollout.sampler import made_by
+from titan_grpo.rollout.sampler import completion_fault, group_fault, made_by, request_seed
+from titan_grpo.rollout.spec import Cursor
 from titan_grpo.rollout.tasks.base import TaskOptions, load_task
 from titan_grpo.samples import Completion, Group, Prompt
 
@@ -53,7 +52,9 @@ def test_an_index_used_twice_is_refused():
             cursor.use(index)
 
 
-@pytest.mark.parametrize("state", [{"low": -1}, {"low": 3, "above": [1]}, {"low": "0"}, {"low": 0, "above": None}])
+@pytest.mark.parametrize(
+    "state", [{"low": -1}, {"low": 3, "above": [1]}, {"low": "0"}, {"low": 0, "above": None}]
+)
 def test_a_broken_cursor_state_is_refused(state):
     with pytest.raises(DataError, match="rollout state"):
         Cursor.from_state(state)
@@ -82,7 +83,13 @@ def test_a_group_short_of_members_is_refused():
 
 
 def test_request_seeds_are_stable_and_fit_int64():
-    seeds = {request_seed(s, i, k, a) for s in range(3) for i in range(9) for k in range(5) for a in range(2)}
+    seeds = {
+        request_seed(s, i, k, a)
+        for s in range(3)
+        for i in range(9)
+        for k in range(5)
+        for a in range(2)
+    }
     assert len(seeds) == 3 * 9 * 5 * 2
     assert all(0 <= s < 2**63 for s in seeds)
     assert request_seed(0, 0, 0, 0) == request_seed(0, 0, 0, 0)
@@ -104,11 +111,16 @@ def test_the_least_loaded_accepting_server_is_picked():
 
 
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(0, 4))
-def test_a_group_goes_to_a_server_that_may_take_it_and_to_none_that_is_worse_by_load_and_lag(seed, count, needed):
+def test_a_group_goes_to_a_server_that_may_take_it_and_to_none_that_is_worse_by_load_and_lag(
+    seed, count, needed
+):
     chance = random.Random(seed)
     pool = Pool(16)
     states = [
-        ServerState(f"s{i}", chance.choice((None, 2, 3, 4, 5)), chance.random() < 0.7, "label", "vllm") for i in range(count)
+        ServerState(
+            f"s{i}", chance.choice((None, 2, 3, 4, 5)), chance.random() < 0.7, "label", "vllm"
+        )
+        for i in range(count)
     ]
     servers = [pool.set(state) for state in states]
     for server in servers:
@@ -116,7 +128,9 @@ def test_a_group_goes_to_a_server_that_may_take_it_and_to_none_that_is_worse_by_
         if chance.random() < 0.2:
             pool.failed(server, 0.0)
     able = [s for s in servers if s.accepting and s.version is not None and s.version >= needed]
-    able = [s for s in able if (s.in_flight == 0 or s.in_flight + 4 <= 16) and s.health.askable(0.1)]
+    able = [
+        s for s in able if (s.in_flight == 0 or s.in_flight + 4 <= 16) and s.health.askable(0.1)
+    ]
     avoid = "s0"
     picked = pool.pick(4, 0.1, lambda v: v >= needed, avoid)
     if not able:
@@ -152,7 +166,15 @@ def test_a_full_server_takes_nothing_but_an_idle_one_takes_a_group_of_any_size()
 def test_a_failing_server_is_paused_for_longer_and_longer():
     pool = Pool(8)
     server = pool.set(ServerState("a", 1, True, "1", "vllm"))
-    assert [pool.failed(server, 100.0) for _ in range(7)] == [100.5, 101.0, 102.0, 104.0, 108.0, 115.0, 115.0]
+    assert [pool.failed(server, 100.0) for _ in range(7)] == [
+        100.5,
+        101.0,
+        102.0,
+        104.0,
+        108.0,
+        115.0,
+        115.0,
+    ]
     assert pool.pick(1, 114.0, always) is None
     assert pool.pick(1, 115.0, always) is server
     pool.succeeded(server)
@@ -212,7 +234,10 @@ def test_gsm8k_refuses_a_missing_or_broken_file(tmp_path):
 @given(st.lists(st.tuples(st.integers(0, 2**31), finite), min_size=1), finite)
 def test_a_group_survives_json_with_all_its_bits(tokens, reward):
     ids, logprobs = zip(*tokens, strict=True)
-    group = Group(Prompt(7, (1, 2), {"answer": "4"}), (replace(GOOD, token_ids=ids, logprobs=logprobs, reward=reward),))
+    group = Group(
+        Prompt(7, (1, 2), {"answer": "4"}),
+        (replace(GOOD, token_ids=ids, logprobs=logprobs, reward=reward),),
+    )
     assert group_from_json(json.loads(json.dumps(group_to_json(group)))) == group
 
 

@@ -7,9 +7,9 @@ import psutil
 import pytest
 
 from titan_grpo.engines import vllm
-from titan_grpo.engines.drivers import AsyncDriver, HttpRefused, SyncDriver
+from titan_grpo.engines.generation import Sampled, Sampling
+from titan_grpo.engines.http import AsyncDriver, HttpRefused, SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.sampling import Sampled, Sampling
 from titan_grpo.errors import ServerUnreachable
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
@@ -29,7 +29,9 @@ def model_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, model_dir, vllm_python):
     log = str(tmp_path_factory.mktemp("log") / "server.log")
-    with Server(ServerSpec(python=vllm_python, model=model_dir, log_path=log, weight_transfer=False)) as server:
+    with Server(
+        ServerSpec(python=vllm_python, model=model_dir, log_path=log, weight_transfer=False)
+    ) as server:
         server.wait_healthy(240)
         group = server.group
         yield server
@@ -44,7 +46,8 @@ def _in_group(process: psutil.Process, group: int) -> bool:
 
 
 def run_batches(url: str, model_dir: str) -> tuple[list[list[Group]], list[float]]:
-    """Two steps' worth of groups, the server moving to version 1 in between, and the seconds each took."""
+    """Two steps' worth of groups, the server moving to version 1 in between, and the seconds each
+    took."""
     sizes = {"prompts_per_step": PER_STEP, "group_size": GROUP, "max_completion_tokens": TOKENS}
     client = RolloutClient(RolloutSpec(model_dir=model_dir, seed=11, max_staleness=0, **sizes))
     batches, seconds = [], []
@@ -72,7 +75,9 @@ def test_batches_carry_the_servers_own_log_probabilities_and_versions(server, mo
     with SyncDriver(server.url) as driver:
         for version, batch in enumerate(batches):
             for group in batch:
-                assert {(c.version_first, c.version_last) for c in group.completions} == {(version, version)}
+                assert {(c.version_first, c.version_last) for c in group.completions} == {
+                    (version, version)
+                }
                 assert len({c.token_ids for c in group.completions}) > 1
             group = batch[0]
             completion, start = group.completions[0], len(group.prompt.token_ids) - 1

@@ -1,22 +1,22 @@
-"""Completions that go on after a failure: nothing of them is lost, made twice, or over its budget."""
+"""Completions that go on after a failure: nothing of them is lost, made twice, or over its
+budget."""
 
 import asyncio
 import random
 
 import pytest
 
-from titan_grpo.engines.drivers import AsyncDriver
-from titan_grpo.engines.sampling import Sampled
+from titan_grpo.engines.generation import Sampled
+from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import PeerError
-from titan_grpo.rollout.asking import Asker
 from titan_grpo.rollout.client import consumption_order
 from titan_grpo.rollout.messages import GroupDone, Ticket
 from titan_grpo.rollout.partial import Partial, oldest, worth_keeping
 from titan_grpo.rollout.pool import Server
-from titan_grpo.rollout.sampler import Sampler, kv_survived
+from titan_grpo.rollout.sampler import Sampler, TextCodec, kv_survived
 from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.task_runner import Asker
 from titan_grpo.rollout.tasks.base import TaskOptions, load_task
-from titan_grpo.rollout.text import TextCodec
 from titan_grpo.samples import Completion, Group, Prompt
 
 BUDGET = 20
@@ -64,11 +64,15 @@ def test_parts_that_are_too_old_or_would_mix_versions_begin_anew(version, needed
     assert worth_keeping((Partial(),), version, needed, mix) == (Partial(),)
 
 
-def test_what_is_finished_when_a_server_fails_is_kept_and_not_asked_for_again(completion_server, model_dir):
+def test_what_is_finished_when_a_server_fails_is_kept_and_not_asked_for_again(
+    completion_server, model_dir
+):
     server = completion_server()
     server.behaviour = lambda _: (500, {"error": "engine is dead"})
     spec = RolloutSpec(model_dir, group_size=3, max_completion_tokens=4)
-    sampler = Sampler(spec, Asker(load_task("digits", TaskOptions()), TextCodec(model_dir), 8, 20.0))
+    sampler = Sampler(
+        spec, Asker(load_task("digits", TaskOptions()), TextCodec(model_dir), 8, 20.0)
+    )
     state = Server(server.url, 4, True, "r:4:f", "vllm")
     parts = [FINISHED, OPEN, FINISHED]
 
@@ -78,14 +82,20 @@ def test_what_is_finished_when_a_server_fails_is_kept_and_not_asked_for_again(co
             with pytest.raises(PeerError):
                 await sampler.group(Ticket(0), parts, state, driver)
             assert parts == [FINISHED, OPEN, FINISHED]
-            server.behaviour = lambda body: server.answer([7] * body["max_tokens"], [-1.0] * body["max_tokens"])
+            server.behaviour = lambda body: server.answer(
+                [7] * body["max_tokens"], [-1.0] * body["max_tokens"]
+            )
             return await sampler.group(Ticket(0, attempt=1), parts, state, driver)
         finally:
             await driver.close()
 
     group = asyncio.run(twice())
     assert [c.token_ids for c in group.completions] == [(1, 2), (1, 7, 7, 7), (1, 2)]
-    assert [(c.version_first, c.version_last) for c in group.completions] == [(3, 4), (4, 4), (3, 4)]
+    assert [(c.version_first, c.version_last) for c in group.completions] == [
+        (3, 4),
+        (4, 4),
+        (3, 4),
+    ]
     assert [body["prompt"][-1] for body in server.bodies] == [1, 1]
     assert {body["max_tokens"] for body in server.bodies} == {3}
 
@@ -102,5 +112,7 @@ def test_the_lowest_prompts_or_the_freshest_weights_are_consumed_first():
 
 def test_kv_that_survived_a_commit_is_seen_where_the_engine_counts_its_losses():
     spans = (("r:1:f", 0, 2), ("r:2:f", 2, 3))
-    assert [kv_survived(Sampled((1,), (-1.0,), "stop", spans, count)) for count in (None, 0, 1)] == [False, True, False]
+    assert [
+        kv_survived(Sampled((1,), (-1.0,), "stop", spans, count)) for count in (None, 0, 1)
+    ] == [False, True, False]
     assert not kv_survived(Sampled((1,), (-1.0,), "stop", spans[:1], 0))

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_grpo.engines.calls import Call
-from titan_grpo.engines.drivers import SyncDriver
+from titan_grpo.engines.http import Call, SyncDriver
 from titan_grpo.errors import ServerUnreachable
-from titan_grpo.rollout.serving import Serving
+from titan_grpo.rollout.httpd import Serving
 
 UPSTREAMS_LOOK_S = 0.5
 """How often socketserver's own loop wakes."""
@@ -41,7 +40,9 @@ ASK = Call("GET", "/", 5.0, bool)
 def switches(thread: threading.Thread) -> int:
     """How often a thread has gone to sleep."""
     lines = Path(f"/proc/self/task/{thread.native_id}/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("voluntary_ctxt_switches")))
+    return int(
+        next(line.split()[1] for line in lines if line.startswith("voluntary_ctxt_switches"))
+    )
 
 
 def test_it_answers_and_does_not_wake_in_between() -> None:
@@ -55,7 +56,10 @@ def test_it_answers_and_does_not_wake_in_between() -> None:
         assert switches(thread) - before <= 1, "but for the one that it was about to make"
         server.end()
         assert not thread.is_alive()
-    with SyncDriver(f"http://127.0.0.1:{server.server_address[1]}") as driver, pytest.raises(ServerUnreachable):
+    with (
+        SyncDriver(f"http://127.0.0.1:{server.server_address[1]}") as driver,
+        pytest.raises(ServerUnreachable),
+    ):
         driver.run(ASK)
 
 

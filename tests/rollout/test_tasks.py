@@ -9,18 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from titan_grpo.config import GRPO, JobConfig, Rollout, violations
-from titan_grpo.engines.drivers import AsyncDriver
-from titan_grpo.engines.sampling import Sampled
+from titan_grpo.engines.generation import Sampled
+from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import ConfigError, PeerError
-from titan_grpo.rollout.asking import Asker, TaskFailed
-from titan_grpo.rollout.budget import WINDOW, ErrorBudget
 from titan_grpo.rollout.client import RolloutClient, RolloutStopped
-from titan_grpo.rollout.groups import request_seed
+from titan_grpo.rollout.dispatch import WINDOW, ErrorBudget
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.pool import Server
-from titan_grpo.rollout.sampler import Interrupted, Sampler
+from titan_grpo.rollout.sampler import Interrupted, Sampler, request_seed
 from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.task_runner import Asker, TaskFailed
 from titan_grpo.rollout.tasks.base import TaskOptions, Turn, load_task
 from titan_grpo.samples import Completion, Prompt
 
@@ -61,17 +60,29 @@ def test_an_episode_keeps_its_budget_and_knows_which_tokens_are_the_policys():
             count = chance.randint(1, part.left(budget))
             ids = tuple(chance.randrange(99) for _ in range(count))
             made += [(token, -1.0, True) for token in ids]
-            part = part.after(Sampled(ids, (-1.0,) * count, "stop"), (chance.randrange(9),), budget).waiting()
-            context = tuple(chance.randrange(99) for _ in range(chance.randint(1, 9))) if chance.random() < 0.8 else None
+            part = part.after(
+                Sampled(ids, (-1.0,) * count, "stop"), (chance.randrange(9),), budget
+            ).waiting()
+            context = (
+                tuple(chance.randrange(99) for _ in range(chance.randint(1, 9)))
+                if chance.random() < 0.8
+                else None
+            )
             room = part.left(budget)
             part = part.told(context, budget)
-            assert part.finish_reason == ("stop" if context is None else "length" if len(context) >= room else "")
-            made += [(token, 0.0, False) for token in context or ()] if not part.finish_reason else []
+            assert part.finish_reason == (
+                "stop" if context is None else "length" if len(context) >= room else ""
+            )
+            made += (
+                [(token, 0.0, False) for token in context or ()] if not part.finish_reason else []
+            )
         done = part.completion("")
         assert [t for t, _, _ in made] == list(done.token_ids)
         assert [p for _, p, _ in made] == list(done.logprobs)
         assert done.num_sampled == sum(sampled for _, _, sampled in made)
-        assert [sampled for sampled, _ in part.stretches()] == [turn % 2 == 0 for turn in range(2 * part.answers + 1)]
+        assert [sampled for sampled, _ in part.stretches()] == [
+            turn % 2 == 0 for turn in range(2 * part.answers + 1)
+        ]
         assert len(made) <= budget
 
 
@@ -107,7 +118,9 @@ def test_a_call_past_its_deadline_is_the_tasks_error():
 
     with pytest.raises(TaskFailed, match="reward failed: TimeoutError") as caught:
         asyncio.run(asker(never, timeout_s=0.05).reward(PROMPT, DONE))
-    assert caught.value.error.__notes__ == ["rollout.task_timeout_s = 0.05 ran out in the task's reward"]
+    assert caught.value.error.__notes__ == [
+        "rollout.task_timeout_s = 0.05 ran out in the task's reward"
+    ]
 
 
 def test_a_servers_error_or_a_cancellation_that_a_task_lets_out_is_the_tasks_error():
@@ -157,7 +170,8 @@ def test_an_answer_that_is_no_tokens_is_the_tasks_error(answer):
 
 def test_a_task_with_half_a_loop_is_refused(tmp_path, monkeypatch):
     (tmp_path / "half_task.py").write_text(
-        "from titan_grpo.rollout.tasks.digits import Digits\nclass Half(Digits):\n    async def turn(self, *_): ...\n"
+        "from titan_grpo.rollout.tasks.digits import Digits\nclass Half(Digits):\n    async def"
+        " turn(self, *_): ...\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="both of turn and episode_reward"):
@@ -166,7 +180,13 @@ def test_a_task_with_half_a_loop_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("task_error_budget", -1), ("task_error_budget", 101), ("task_concurrency", 0), ("task_timeout_s", 0.0), ("max_turns", 0)],
+    [
+        ("task_error_budget", -1),
+        ("task_error_budget", 101),
+        ("task_concurrency", 0),
+        ("task_timeout_s", 0.0),
+        ("max_turns", 0),
+    ],
 )
 def test_limits_of_a_task_out_of_their_range_are_refused(key, value):
     (found,) = violations(JobConfig(GRPO(), Rollout(servers=["http://a:1"], **{key: value})))
@@ -194,8 +214,13 @@ def test_an_episode_that_waited_for_the_task_when_it_was_cancelled_samples_nothi
     spec = RolloutSpec(model_dir, group_size=2, max_completion_tokens=40)
     sampler = Sampler(spec, Asker(load_task("calculator", TaskOptions()), Letters(), 8, 20.0))
     said = tuple(map(ord, "it is 7"))
-    parts = [Partial(said, (-1.0,) * len(said), 3, 4, waits=True), Partial((1,), (-1.0,), 4, 4, "stop")]
-    state = Server("http://127.0.0.1:9", 5, True, "r:5:f", "vllm")  # Nobody is there: a request would fail.
+    parts = [
+        Partial(said, (-1.0,) * len(said), 3, 4, waits=True),
+        Partial((1,), (-1.0,), 4, 4, "stop"),
+    ]
+    state = Server(
+        "http://127.0.0.1:9", 5, True, "r:5:f", "vllm"
+    )  # Nobody is there: a request would fail.
 
     async def run():
         driver = AsyncDriver(state.url)
@@ -211,7 +236,9 @@ def test_an_episode_that_waited_for_the_task_when_it_was_cancelled_samples_nothi
     ]
 
 
-def test_an_episode_goes_on_elsewhere_when_nobody_knows_what_its_server_holds_after_a_turn(model_dir):
+def test_an_episode_goes_on_elsewhere_when_nobody_knows_what_its_server_holds_after_a_turn(
+    model_dir,
+):
     spec = RolloutSpec(model_dir, group_size=1, max_completion_tokens=40)
     sampler = Sampler(spec, Asker(load_task("calculator", TaskOptions()), Letters(), 8, 20.0))
     said = tuple(map(ord, "[3+4]"))
@@ -232,7 +259,9 @@ def test_an_episode_goes_on_elsewhere_when_nobody_knows_what_its_server_holds_af
 
 
 def test_the_example_of_the_documentation_is_a_task(root):
-    source = (root / "docs" / "tasks.md").read_text().partition("```python\n")[2].partition("```")[0]
+    source = (
+        (root / "docs" / "tasks.md").read_text().partition("```python\n")[2].partition("```")[0]
+    )
     space = {}
     exec(source, space)
     task, codec = space["GuessTheNumber"](TaskOptions(seed=2)), Letters()
@@ -254,7 +283,13 @@ def start(model_dir):
     """A factory of started clients of the calculator; changes of the spec as keywords."""
     clients = []
     spec = RolloutSpec(
-        model_dir, seed=5, max_staleness=0, prompts_per_step=2, group_size=GROUP, max_completion_tokens=40, task="calculator"
+        model_dir,
+        seed=5,
+        max_staleness=0,
+        prompts_per_step=2,
+        group_size=GROUP,
+        max_completion_tokens=40,
+        task="calculator",
     )
 
     def make(**changes):
@@ -280,7 +315,8 @@ EOS = 2
 
 @pytest.fixture
 def sums(completion_server):
-    """A server whose model asks the calculator for the prompt's sum, and then says what it was told."""
+    """A server whose model asks the calculator for the prompt's sum, and then says what it was
+    told."""
     server = completion_server()
 
     def behaviour(body):
@@ -302,17 +338,30 @@ def test_a_tool_loop_makes_episodes_whose_tool_tokens_are_not_trained_on(start, 
     for group in batch:
         total = str(group.prompt.payload["sum"])
         for completion in group.completions:
-            stretches = Partial(completion.token_ids, completion.logprobs, sampled=completion.sampled).stretches()
+            stretches = Partial(
+                completion.token_ids, completion.logprobs, sampled=completion.sampled
+            ).stretches()
             call, told, said = (text_of(t for t in tokens if t != EOS) for _, tokens in stretches)
             assert [sampled for sampled, _ in stretches] == [True, False, True]
-            assert (call[0], told.strip("\x1d\n"), said, completion.reward) == ("[", f"={total}", f"so {total}", 1.0)
+            assert (call[0], told.strip("\x1d\n"), said, completion.reward) == (
+                "[",
+                f"={total}",
+                f"so {total}",
+                1.0,
+            )
             assert completion.num_sampled == len(completion.token_ids) - len(stretches[1][1])
-            assert {p for p, s in zip(completion.logprobs, completion.sampled, strict=True) if s} == {-1.0}
+            assert {
+                p for p, s in zip(completion.logprobs, completion.sampled, strict=True) if s
+            } == {-1.0}
     counters = client.counters()
     assert counters["requests"] == len(sums.bodies) == 2 * GROUP * 2
     assert counters["tokens"] == sum(c.num_sampled for group in batch for c in group.completions)
     for body in sums.bodies:
-        longer = [b for b in sums.bodies if len(b["prompt"]) > len(body["prompt"]) and b["prompt"][0] == body["prompt"][0]]
+        longer = [
+            b
+            for b in sums.bodies
+            if len(b["prompt"]) > len(body["prompt"]) and b["prompt"][0] == body["prompt"][0]
+        ]
         assert all(b["max_tokens"] < body["max_tokens"] for b in longer)
 
 
@@ -326,7 +375,11 @@ def test_the_turns_of_an_episode_are_bounded(start, sums):
     client = start(max_turns=3, max_completion_tokens=400)
     client.set_server(sums.url, 0, True, "r:0:f")
     batch = client.next_batch(0, 2, 20)
-    parts = [Partial(c.token_ids, c.logprobs, sampled=c.sampled) for group in batch for c in group.completions]
+    parts = [
+        Partial(c.token_ids, c.logprobs, sampled=c.sampled)
+        for group in batch
+        for c in group.completions
+    ]
     assert {part.answers for part in parts} == {2}
     assert {c.finish_reason for group in batch for c in group.completions} == {"stop"}
     assert len(sums.bodies) == 3 * 2 * GROUP
@@ -363,7 +416,9 @@ def test_a_tasks_errors_within_their_budget_cost_groups_and_not_the_run(start, s
 def test_a_tasks_error_beyond_its_budget_stops_the_run_with_its_traceback(start, sums, broken):
     client = start(task=broken, task_error_budget=2)
     client.set_server(sums.url, 0, True, "r:0:f")
-    with pytest.raises(RolloutStopped, match=r"(?s)in turn.*the tool is gone.*task_error_budget allows 2"):
+    with pytest.raises(
+        RolloutStopped, match=r"(?s)in turn.*the tool is gone.*task_error_budget allows 2"
+    ):
         client.next_batch(0, 2, 20)
 
 

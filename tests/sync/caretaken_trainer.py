@@ -1,8 +1,10 @@
-"""Rank 0 of a trainer as a process: it publishes versions to one HTTP server and kills or freezes itself at a point.
+"""Rank 0 of a trainer as a process: it publishes versions to one HTTP server and kills or freezes
+itself at a point.
 
-``python caretaken_trainer.py '{"url": ..., "folder": ..., "point": "load", "signal": 9, "versions": 3}'``: the signal comes
-at that point of version 2, the ``times``-th time it is passed. One line of JSON on stdout after each event; ends cleanly when
-all versions are held. With ``fork`` a child that it forked outlives it, until stdin ends.
+``python caretaken_trainer.py '{"url": ..., "folder": ..., "point": "load", "signal": 9, "versions":
+3}'``: the signal comes at that point of version 2, the ``times``-th time it is passed. One line of
+JSON on stdout after each event; ends cleanly when all versions are held. With ``fork`` a child that
+it forked outlives it, until stdin ends.
 """
 
 import json
@@ -15,19 +17,19 @@ from typing import Any
 import torch
 
 from titan_grpo.config import WeightSync
-from titan_grpo.engines.vllm_control import VllmControl
+from titan_grpo.engines.vllm import VllmControl
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.plan import copy_ops, learn
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol.lease import Terms
-from titan_grpo.protocol.points import Passing, Point
-from titan_grpo.protocol.wire import new_run_id
-from titan_grpo.sync.caretaker import Caretaker
-from titan_grpo.sync.fleet import Fleet
+from titan_grpo.protocol.lane_events import Passing, Point
+from titan_grpo.protocol.messages import new_run_id
+from titan_grpo.protocol.pause_guard import Terms
 from titan_grpo.sync.lane import LaneContext
+from titan_grpo.sync.link import LinkOptions
+from titan_grpo.sync.pause_guard import Caretaker
 from titan_grpo.sync.publisher import Publisher
-from titan_grpo.sync.sender import LinkOptions
-from titan_grpo.sync.shelf import Shelf
+from titan_grpo.sync.server_set import Fleet
+from titan_grpo.sync.slots import Shelf
 from titan_grpo.sync.snapshot import Snapshotter
 from titan_grpo.sync.transports.store import host_store
 from titan_grpo.sync.worker import SyncWorker
@@ -48,12 +50,23 @@ class Trainer:
         self.point, self.number = Point(told["point"]), int(told["signal"])
         folder = Path(told["folder"])
         sizes = {"block_bytes": 1 << 16, "bucket_bytes": 1 << 16}
-        config = WeightSync(**sizes, apply=told["apply"], commit_deadline_s=5.0, backoff_s=0.05, backoff_max_s=0.2)
+        config = WeightSync(
+            **sizes, apply=told["apply"], commit_deadline_s=5.0, backoff_s=0.05, backoff_max_s=0.2
+        )
         layout = learn(dict, SHAPES)
         manifest = layout.manifest("bfloat16", config.block_bytes)
-        self.images = [SharedImage.create(manifest.total_bytes, "test") for _ in range(config.slots)]
+        self.images = [
+            SharedImage.create(manifest.total_bytes, "test") for _ in range(config.slots)
+        ]
         tensors = tuple(image.tensor() for image in self.images)
-        link = LinkOptions("gloo", "127.0.0.1", config.digest, config.bucket_bytes, config.lane_deadline_s, apply=config.apply)
+        link = LinkOptions(
+            "gloo",
+            "127.0.0.1",
+            config.digest,
+            config.bucket_bytes,
+            config.lane_deadline_s,
+            apply=config.apply,
+        )
         self.recorder = Recorder(folder)
         self.caretaker = Caretaker(config, link, folder / "caretaker.log", TERMS)
         self.caretaker.know(told["url"], told["api_key"])
@@ -70,8 +83,13 @@ class Trainer:
             watch=self.watch,
         )
         self.worker = SyncWorker(context, self.images, host_store("127.0.0.1"), ())
-        ops = {fqn: copy_ops(layout, manifest, fqn, (0,) * len(shape), shape) for fqn, shape in SHAPES.items()}
-        self.publisher = Publisher(Snapshotter(ops, tensors, torch.device("cpu"), 1 << 20), self.worker.publish)
+        ops = {
+            fqn: copy_ops(layout, manifest, fqn, (0,) * len(shape), shape)
+            for fqn, shape in SHAPES.items()
+        }
+        self.publisher = Publisher(
+            Snapshotter(ops, tensors, torch.device("cpu"), 1 << 20), self.worker.publish
+        )
         self.worker.start([VllmControl(told["url"], told["api_key"], config.commit_deadline_s)])
         say(caretaker=self.caretaker.pid)
 
@@ -87,9 +105,13 @@ class Trainer:
     def publish(self, version: int) -> None:
         slot = self.worker.wait_slot(WAIT_S)
         assert slot is not None, f"no slot for version {version}"
-        self.publisher.publish(version, slot, {fqn: torch.full(shape, float(version)) for fqn, shape in SHAPES.items()})
+        self.publisher.publish(
+            version, slot, {fqn: torch.full(shape, float(version)) for fqn, shape in SHAPES.items()}
+        )
         self.publisher.fence()
-        assert self.worker.wait_held(version, WAIT_S, everyone=False), f"version {version} is not held"
+        assert self.worker.wait_held(version, WAIT_S, everyone=False), (
+            f"version {version} is not held"
+        )
         say(held=version, label=str(self.worker.newest().label))
 
     def close(self) -> None:

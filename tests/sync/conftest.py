@@ -1,4 +1,5 @@
-"""Rank 0's half of the sync as the trainer builds it, two small matrices to send, and servers without an engine."""
+"""Rank 0's half of the sync as the trainer builds it, two small matrices to send, and servers
+without an engine."""
 
 import threading
 import time
@@ -9,25 +10,26 @@ from typing import Any
 import pytest
 import torch
 
+from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from titan_grpo.config import WeightSync
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.plan import copy_ops, learn
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol.points import Watch, nobody
-from titan_grpo.protocol.wire import new_run_id
+from titan_grpo.protocol.lane_events import Watch, nobody
+from titan_grpo.protocol.messages import new_run_id
 from titan_grpo.runkey import Key
-from titan_grpo.sync.fleet import Fleet
 from titan_grpo.sync.lane import LaneContext
+from titan_grpo.sync.link import LinkOptions
 from titan_grpo.sync.publisher import Publisher
-from titan_grpo.sync.sender import LinkOptions
-from titan_grpo.sync.shelf import Shelf
+from titan_grpo.sync.server_set import Fleet
+from titan_grpo.sync.slots import Shelf
 from titan_grpo.sync.snapshot import Snapshotter
 from titan_grpo.sync.transports.store import host_store
 from titan_grpo.sync.worker import SyncWorker
-from titan_grpo.testing.receiver_server import DirectControl, ReceiverServer
 
 SHAPES = {"up": (2048, 1024), "down": (1024, 2048)}
-"""4 MiB each in bfloat16: more than the sockets' buffers, so that a frozen receiver stops a transfer in the middle."""
+"""4 MiB each in bfloat16: more than the sockets' buffers, so that a frozen receiver stops a
+transfer in the middle."""
 
 WAIT_S = 60.0
 """Deadline of what must happen; nothing takes nearly as long."""
@@ -58,21 +60,33 @@ class Weights:
 
 
 class Rig:
-    """Servers, shelf, fleet, worker and the publisher of the only rank; ``publish`` sends ``version`` as every element."""
+    """Servers, shelf, fleet, worker and the publisher of the only rank; ``publish`` sends
+    ``version`` as every element."""
 
-    def __init__(self, folder: Path, urls: tuple[str, ...], remote_writers: tuple[int, ...] = (), **config: Any) -> None:
-        """``config``: keys of [weight_sync], ``watch``, ``drain``, and ``run_keys``: "trainer" or a server -> its run key."""
+    def __init__(
+        self,
+        folder: Path,
+        urls: tuple[str, ...],
+        remote_writers: tuple[int, ...] = (),
+        **config: Any,
+    ) -> None:
+        """``config``: keys of [weight_sync], ``watch``, ``drain``, and ``run_keys``: "trainer" or a
+        server -> its run key."""
         run_keys: dict[str, Key] = config.pop("run_keys", {})
         watch: Watch = config.pop("watch", nobody)
         drain: Callable[[str], None] | None = config.pop("drain", None)
         self.loaded = {url: Weights() for url in urls}
-        self.servers = {url: ReceiverServer(url, self.loaded[url], run_keys.get(url)) for url in urls}
+        self.servers = {
+            url: ReceiverServer(url, self.loaded[url], run_keys.get(url)) for url in urls
+        }
         self.config = WeightSync(**(SHORT | config))
         self.recorder = Recorder(folder)
         self.fleet = Fleet(list(urls), lambda *_: None)
         layout = learn(dict, SHAPES)
         self.manifest = layout.manifest("bfloat16", self.config.block_bytes)
-        self.images = [SharedImage.create(self.manifest.total_bytes, "test") for _ in range(self.config.slots)]
+        self.images = [
+            SharedImage.create(self.manifest.total_bytes, "test") for _ in range(self.config.slots)
+        ]
         self.store = host_store("127.0.0.1")
         tensors = tuple(image.tensor() for image in self.images)
         link = LinkOptions(
@@ -98,8 +112,13 @@ class Rig:
         )
         self.run_id = context.run_id
         self.worker = SyncWorker(context, self.images, self.store, remote_writers)
-        ops = {fqn: copy_ops(layout, self.manifest, fqn, (0,) * len(shape), shape) for fqn, shape in SHAPES.items()}
-        self.publisher = Publisher(Snapshotter(ops, tensors, torch.device("cpu"), 1 << 20), self.worker.publish)
+        ops = {
+            fqn: copy_ops(layout, self.manifest, fqn, (0,) * len(shape), shape)
+            for fqn, shape in SHAPES.items()
+        }
+        self.publisher = Publisher(
+            Snapshotter(ops, tensors, torch.device("cpu"), 1 << 20), self.worker.publish
+        )
 
     def start(self) -> None:
         """Sealer and lanes."""
@@ -116,7 +135,9 @@ class Rig:
 
     def until(self, fact: Callable[[], bool]) -> None:
         """Wait until a change of the fleet makes ``fact`` true."""
-        assert self.fleet.wait(fact, WAIT_S), f"not within {WAIT_S} s: {self.fleet!r} {self.shelf!r}"
+        assert self.fleet.wait(fact, WAIT_S), (
+            f"not within {WAIT_S} s: {self.fleet!r} {self.shelf!r}"
+        )
 
     def everyone(self, version: int) -> None:
         """Wait until every server was read back with ``version``."""
@@ -143,10 +164,13 @@ MakeRig = Callable[..., Rig]
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[MakeRig]:
-    """``rig("a", "b", started=True, lane_deadline_s=5.0)``: servers by name, any key of [weight_sync]."""
+    """``rig("a", "b", started=True, lane_deadline_s=5.0)``: servers by name, any key of
+    [weight_sync]."""
     made: list[Rig] = []
 
-    def make(*urls: str, started: bool = True, remote_writers: tuple[int, ...] = (), **config: Any) -> Rig:
+    def make(
+        *urls: str, started: bool = True, remote_writers: tuple[int, ...] = (), **config: Any
+    ) -> Rig:
         made.append(Rig(tmp_path, urls, remote_writers, **config))
         if started:
             made[-1].start()

@@ -1,6 +1,8 @@
-"""One rank of the test with real DTensors: ``snapshot_ranks.py KIND RANK WORLD FOLDER``. Not a test module itself.
+"""One rank of the test with real DTensors: ``snapshot_ranks.py KIND RANK WORLD FOLDER``. Not a test
+module itself.
 
-Rank 0 creates the image, every rank writes its own shards into it, rank 0 compares it with to_hf of the full tensors.
+Rank 0 creates the image, every rank writes its own shards into it, rank 0 compares it with to_hf of
+the full tensors.
 """
 
 import sys
@@ -20,20 +22,30 @@ from titan_grpo.sync.snapshot import Snapshotter
 
 def build(kind: str) -> tuple[torch.nn.Module, Any]:
     """A tiny torchtitan model with odd sizes (so that FSDP splits unevenly), and its adapter."""
-    from titan_grpo.titan.cpu import install
+    from titan_grpo.titan.compat import install
 
     install()
     if kind == "llama3":
         from torchtitan.models.llama3 import Transformer, TransformerModelArgs
         from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
-        args = TransformerModelArgs(dim=96, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=131, multiple_of=7, max_seq_len=64)
+        args = TransformerModelArgs(
+            dim=96,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            vocab_size=131,
+            multiple_of=7,
+            max_seq_len=64,
+        )
         return Transformer(args), Llama3StateDictAdapter(args, None)
     from torchtitan.models.moe import MoEArgs
     from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
     from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 
-    moe = MoEArgs(num_experts=5, num_shared_experts=0, top_k=2, use_grouped_mm=False, load_balance_coeff=None)
+    moe = MoEArgs(
+        num_experts=5, num_shared_experts=0, top_k=2, use_grouped_mm=False, load_balance_coeff=None
+    )
     args = Qwen3ModelArgs(
         dim=96,
         n_layers=2,
@@ -52,7 +64,8 @@ def build(kind: str) -> tuple[torch.nn.Module, Any]:
 
 
 def fsdp(model: torch.nn.Module, mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
-    """Row shards of all parameters, as FSDP2 makes them: uneven, and none of some on the last rank."""
+    """Row shards of all parameters, as FSDP2 makes them: uneven, and none of some on the last
+    rank."""
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
@@ -62,15 +75,25 @@ def fsdp(model: torch.nn.Module, mesh: DeviceMesh | None = None) -> dict[str, to
 
 def hsdp(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Two replicas of row shards."""
-    return fsdp(model, init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")))
+    return fsdp(
+        model,
+        init_device_mesh(
+            "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
+        ),
+    )
 
 
-def tensor_parallel(model: torch.nn.Module, mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
-    """Column shards of matrices and experts, row shards of the vocabulary and of q and k, replicated norms."""
+def tensor_parallel(
+    model: torch.nn.Module, mesh: DeviceMesh | None = None
+) -> dict[str, torch.Tensor]:
+    """Column shards of matrices and experts, row shards of the vocabulary and of q and k,
+    replicated norms."""
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     shards: dict[str, torch.Tensor] = {}
     for fqn, p in model.named_parameters():
-        rows = fqn in ("tok_embeddings.weight", "output.weight") or fqn.endswith(("wq.weight", "wk.weight"))
+        rows = fqn in ("tok_embeddings.weight", "output.weight") or fqn.endswith(
+            ("wq.weight", "wk.weight")
+        )
         placement = Replicate() if p.dim() == 1 else Shard(0) if rows else Shard(p.dim() - 1)
         shards[fqn] = distribute_tensor(p.detach(), mesh, [placement])
     return shards
@@ -89,9 +112,15 @@ WAYS = {2: (tensor_parallel, fsdp), 4: (hsdp, fsdp_tensor_parallel)}
 """Ways of sharding by number of ranks."""
 
 
-def expected_bytes(adapter: Any, full: dict[str, torch.Tensor], wire: torch.dtype) -> dict[str, bytes]:
-    """What a safetensors file of the model would hold: row-major bytes of every HF tensor, cast once."""
-    return {k: v.to(wire).contiguous().view(-1).view(torch.uint8).numpy().tobytes() for k, v in adapter.to_hf(full).items()}
+def expected_bytes(
+    adapter: Any, full: dict[str, torch.Tensor], wire: torch.dtype
+) -> dict[str, bytes]:
+    """What a safetensors file of the model would hold: row-major bytes of every HF tensor, cast
+    once."""
+    return {
+        k: v.to(wire).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for k, v in adapter.to_hf(full).items()
+    }
 
 
 def share_image(nbytes: int, rank: int) -> SharedImage:
@@ -103,17 +132,25 @@ def share_image(nbytes: int, rank: int) -> SharedImage:
 
 def main(kind: str, rank: int, world: int, folder: Path) -> None:
     """Run the ways of sharding, one after the other."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
+    )
     for shard in WAYS[world]:
         torch.manual_seed(7)
         model, adapter = build(kind)
         with torch.no_grad():
-            model.init_weights(buffer_device=torch.device("cpu"))  # ties the embeddings where the model does
+            model.init_weights(
+                buffer_device=torch.device("cpu")
+            )  # ties the embeddings where the model does
             for p in model.parameters():
                 p.normal_()  # norms too: all ones would hide a wrong row
         full = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
         params = shard(model)
-        layout = learn(adapter.to_hf, {fqn: tuple(p.shape) for fqn, p in params.items()}, tied={"output.weight"})
+        layout = learn(
+            adapter.to_hf,
+            {fqn: tuple(p.shape) for fqn, p in params.items()},
+            tied={"output.weight"},
+        )
         manifest = layout.manifest("bfloat16", 4096)
         chunks = [None] * world
         dist.all_gather_object(chunks, {fqn: chunk_of(p) for fqn, p in params.items()})
@@ -127,8 +164,15 @@ def main(kind: str, rank: int, world: int, folder: Path) -> None:
         if rank == 0:
             wanted = expected_bytes(adapter, full, torch.bfloat16)
             assert [t.name for t in manifest.tensors] == list(wanted)
-            wrong = [t.name for t in manifest.tensors if image.buffer[t.offset : t.offset + t.nbytes] != wanted[t.name]]
-            print(f"{shard.__name__}: {len(wanted)} tensors, {sum(map(len, wanted.values()))} bytes, wrong {wrong}")
+            wrong = [
+                t.name
+                for t in manifest.tensors
+                if image.buffer[t.offset : t.offset + t.nbytes] != wanted[t.name]
+            ]
+            print(
+                f"{shard.__name__}: {len(wanted)} tensors, {sum(map(len, wanted.values()))} bytes,"
+                f" wrong {wrong}"
+            )
             assert not wrong
         dist.barrier()
         image.close()

@@ -1,6 +1,8 @@
-"""A trainer that dies or freezes in a commit leaves no server paused, and none that shows what it does not hold.
+"""A trainer that dies or freezes in a commit leaves no server paused, and none that shows what it
+does not hold.
 
-Real HTTP, real receiver processes, a real trainer process; the engine is a copy of the tensors (testing.server_process).
+Real HTTP, real receiver processes, a real trainer process; the engine is a copy of the tensors
+(testing.server_process).
 """
 
 import json
@@ -19,20 +21,19 @@ import psutil
 import pytest
 import torch
 
+from tests.rigs.server_handle import ServerProcess, served
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
 from titan_grpo.errors import PeerError
-from titan_grpo.layout.content import content_digest, tensor_digest
+from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.protocol import fence
-from titan_grpo.protocol.lease import Terms
-from titan_grpo.protocol.points import Passing, Point
-from titan_grpo.protocol.version import UNUSABLE, Label
-from titan_grpo.protocol.wire import Joined
+from titan_grpo.protocol.lane_events import Passing, Point
+from titan_grpo.protocol.messages import UNUSABLE, Joined, Label
+from titan_grpo.protocol.pause_guard import Terms
 from titan_grpo.runkey import Key
-from titan_grpo.sync.caretaker import Caretaker, terms_of
-from titan_grpo.sync.keeper import superseded
-from titan_grpo.sync.sender import LinkOptions
-from titan_grpo.testing.server_handle import ServerProcess, served
+from titan_grpo.sync.link import LinkOptions
+from titan_grpo.sync.pause_guard import Caretaker, terms_of
+from titan_grpo.sync.pause_guard_main import superseded
 
 TRAINER = Path(__file__).parent / "caretaken_trainer.py"
 SHAPES = {"up": (512, 256), "down": (256, 512)}
@@ -44,7 +45,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 def digest(version: int) -> str:
     """What GET /served says of a server that holds ``version``."""
-    tensors = {name: torch.full(shape, float(version), dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+    tensors = {
+        name: torch.full(shape, float(version), dtype=torch.bfloat16)
+        for name, shape in SHAPES.items()
+    }
     return content_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})
 
 
@@ -61,7 +65,14 @@ class Trainer:
     """The helper process, and the caretaker that it started."""
 
     def __init__(self, url: str, folder: Path, told: dict[str, Any]) -> None:
-        defaults = {"point": "held", "signal": 0, "times": 1, "versions": 2, "apply": "staged", "fork": False}
+        defaults = {
+            "point": "held",
+            "signal": 0,
+            "times": 1,
+            "versions": 2,
+            "apply": "staged",
+            "fork": False,
+        }
         told = defaults | {"url": url, "folder": str(folder), "api_key": API_KEY} | told
         self.process = subprocess.Popen(
             [sys.executable, str(TRAINER), json.dumps(told)],
@@ -83,7 +94,9 @@ class Trainer:
         for line in self.process.stdout:
             if key in (event := json.loads(line)):
                 return event
-        raise AssertionError(f"the trainer ended with {self.process.wait(WAIT_S)} and never said {key!r}")
+        raise AssertionError(
+            f"the trainer ended with {self.process.wait(WAIT_S)} and never said {key!r}"
+        )
 
     def close(self) -> None:
         self.process.kill()
@@ -108,7 +121,8 @@ def server() -> Iterator[ServerProcess]:
 
 
 def honest(server: ServerProcess) -> dict[str, Any]:
-    """What the server says now; whatever a request could ever have met had the weights of its label."""
+    """What the server says now; whatever a request could ever have met had the weights of its
+    label."""
     now = server.run(served())
     for label, seen in now["visible"]:
         if (shown := Label.parse(label)) is not None:
@@ -123,8 +137,11 @@ KILLED = [(Point.PAUSE, 1), (Point.LOAD, 1), (Point.LABEL, 2), (Point.RESUME, 2)
 def test_a_trainer_killed_in_a_commit_leaves_its_server_generating_under_the_right_label(
     point: Point, holds: int, server: ServerProcess, tmp_path: Path, record_property: Any
 ) -> None:
-    # a child that the dead trainer forked holds its end of the socket open: its death must show all the same
-    with training(server, tmp_path, point=point.value, signal=signal.SIGKILL, fork=point is Point.LOAD) as trainer:
+    # a child that the dead trainer forked holds its end of the socket open: its death must show all
+    # the same
+    with training(
+        server, tmp_path, point=point.value, signal=signal.SIGKILL, fork=point is Point.LOAD
+    ) as trainer:
         trainer.wait("signalled")
         trainer.process.wait(WAIT_S)
         took = until(lambda: "holds" in trainer.log)
@@ -136,10 +153,16 @@ def test_a_trainer_killed_in_a_commit_leaves_its_server_generating_under_the_rig
         assert Label.parse(now["label"]).version == holds
         assert now["digest"] == digest(holds)
         # the receiver that answered the caretaker found nobody to talk to, and ended
-        until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in server.receiver_pids))
+        until(
+            lambda: all(
+                psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in server.receiver_pids
+            )
+        )
 
 
-def test_a_half_loaded_server_stays_paused_and_says_so(server: ServerProcess, tmp_path: Path) -> None:
+def test_a_half_loaded_server_stays_paused_and_says_so(
+    server: ServerProcess, tmp_path: Path
+) -> None:
     told = {"apply": "streamed", "point": "extent", "times": 6, "signal": signal.SIGKILL}
     with training(server, tmp_path, **told) as trainer:
         trainer.wait("signalled")
@@ -149,7 +172,9 @@ def test_a_half_loaded_server_stays_paused_and_says_so(server: ServerProcess, tm
         assert "half loaded" in trainer.log
 
 
-def test_a_frozen_trainers_server_goes_on_and_its_thawed_lane_can_not_load(server: ServerProcess, tmp_path: Path) -> None:
+def test_a_frozen_trainers_server_goes_on_and_its_thawed_lane_can_not_load(
+    server: ServerProcess, tmp_path: Path
+) -> None:
     with training(server, tmp_path, point="load", signal=signal.SIGSTOP, versions=3) as trainer:
         frozen_s = time.time() - trainer.wait("signalled")["at"]
         took = frozen_s + until(lambda: "holds" in trainer.log)
@@ -161,12 +186,18 @@ def test_a_frozen_trainers_server_goes_on_and_its_thawed_lane_can_not_load(serve
         assert trainer.process.wait(WAIT_S) == 0
         trainer.caretaker.wait(WAIT_S)
         now = honest(server)
-        assert (now["paused"], now["digest"], Label.parse(now["label"]).version) == (False, digest(3), 3)
+        assert (now["paused"], now["digest"], Label.parse(now["label"]).version) == (
+            False,
+            digest(3),
+            3,
+        )
         # the refused load of the old epoch touched nothing: one load per version
         assert now["loads"] == 3
 
 
-def test_a_clean_end_ends_the_caretaker_at_once_and_it_has_nothing_to_say(server: ServerProcess, tmp_path: Path) -> None:
+def test_a_clean_end_ends_the_caretaker_at_once_and_it_has_nothing_to_say(
+    server: ServerProcess, tmp_path: Path
+) -> None:
     with training(server, tmp_path, versions=3) as trainer:
         ended = trainer.wait("ended")
         trainer.caretaker.wait(WAIT_S)
@@ -181,7 +212,9 @@ def passing(url: str, point: Point) -> Passing:
     return Passing(point, url, "0001-ab", 2, 1, "0001-ab:1:cd")
 
 
-def test_a_killed_caretaker_is_replaced_with_all_that_is_open(server: ServerProcess, tmp_path: Path) -> None:
+def test_a_killed_caretaker_is_replaced_with_all_that_is_open(
+    server: ServerProcess, tmp_path: Path
+) -> None:
     caretaker = Caretaker(CONFIG, LINK, tmp_path / "log", Terms(60.0, 60.0, again_s=0.1, tries=2))
     caretaker.know(server.url, API_KEY)
     server.run(vllm.pause(5.0))
@@ -199,7 +232,9 @@ def test_a_killed_caretaker_is_replaced_with_all_that_is_open(server: ServerProc
     assert "127.0.0.1:9 " not in (tmp_path / "log").read_text()
 
 
-def test_what_ends_a_trainer_does_not_end_its_caretaker_and_nobody_reads_its_secrets(tmp_path: Path) -> None:
+def test_what_ends_a_trainer_does_not_end_its_caretaker_and_nobody_reads_its_secrets(
+    tmp_path: Path,
+) -> None:
     key = Key.generate()
     link = LinkOptions("gloo", "127.0.0.1", "xxh3", 1 << 16, 10.0, run_key=key)
     caretaker = Caretaker(CONFIG, link, tmp_path / "log")
@@ -230,13 +265,19 @@ def test_a_server_that_is_gone_is_given_up_with_one_line(tmp_path: Path) -> None
     assert "http://127.0.0.1:9 did not answer in 2 tries" in (tmp_path / "log").read_text()
 
 
-def test_a_pause_has_longer_than_its_calls_usually_take_and_a_streamed_one_its_transfer_too() -> None:
+def test_a_pause_has_longer_than_its_calls_usually_take_and_a_streamed_one_its_transfer_too() -> (
+    None
+):
     assert terms_of(WeightSync(commit_deadline_s=4.0)).pause_s == 12.0
-    assert terms_of(WeightSync(commit_deadline_s=4.0, lane_deadline_s=9.0, apply="streamed")).pause_s == 21.0
+    assert (
+        terms_of(WeightSync(commit_deadline_s=4.0, lane_deadline_s=9.0, apply="streamed")).pause_s
+        == 21.0
+    )
 
 
 def test_the_epoch_that_a_refusal_names_is_understood() -> None:
-    """Written against the fence itself: its wording is how a second try knows that the first one had arrived."""
+    """Written against the fence itself: its wording is how a second try knows that the first one
+    had arrived."""
     holding, _ = fence.step(fence.Holding(), fence.Greeted("0001-ab", 3))
     _, (refuse,) = fence.step(holding, fence.Greeted("0001-ab", 3))
     joined = Joined(1, False, refuse.reason, "", 1, "", -1, "", True)

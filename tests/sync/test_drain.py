@@ -1,4 +1,5 @@
-"""A lane that lets its server finish its requests before a commit: the server generates meanwhile, and nobody else waits."""
+"""A lane that lets its server finish its requests before a commit: the server generates meanwhile,
+and nobody else waits."""
 
 import threading
 

@@ -5,8 +5,8 @@ import time
 
 from titan_grpo.errors import SyncError
 from titan_grpo.protocol import ledger
-from titan_grpo.protocol.version import Label
-from titan_grpo.sync.fleet import Fleet, fresh_label
+from titan_grpo.protocol.messages import Label
+from titan_grpo.sync.server_set import Fleet, fresh_label
 
 WAIT_S = 30.0
 

@@ -1,15 +1,16 @@
-"""Lanes with real receiver processes: what a bad server costs is its own version, never the others' and never a mix."""
+"""Lanes with real receiver processes: what a bad server costs is its own version, never the others'
+and never a mix."""
 
 import threading
 import time
 
 import pytest
 
+from tests.rigs.receiver_server import DirectControl
 from titan_grpo.observe import names
+from titan_grpo.protocol.lane_events import Passing, Point
 from titan_grpo.protocol.ledger import Standing
-from titan_grpo.protocol.points import Passing, Point
-from titan_grpo.sync.keeper import Access, fence
-from titan_grpo.testing.receiver_server import DirectControl
+from titan_grpo.sync.pause_guard_main import Access, fence
 
 pytestmark = pytest.mark.e2e
 
@@ -17,7 +18,8 @@ WAIT_S = 60.0
 
 
 class Strike:
-    """A watch that does something when a lane passes a point for the first time, and remembers every passing."""
+    """A watch that does something when a lane passes a point for the first time, and remembers
+    every passing."""
 
     def __init__(self, point, action):
         self._point, self._action = point, action
@@ -37,7 +39,9 @@ class Strike:
 
     def wait(self, point, count):
         with self._changed:
-            return self._changed.wait_for(lambda: [p for p, _ in self._passed].count(point) >= count, WAIT_S)
+            return self._changed.wait_for(
+                lambda: [p for p, _ in self._passed].count(point) >= count, WAIT_S
+            )
 
 
 def test_a_version_reaches_every_server_and_is_read_back(rig):
@@ -72,7 +76,9 @@ def test_a_frozen_receiver_does_not_delay_the_other_server_and_gets_the_newest_i
         r.publish(version)
         assert r.servers["b"].wait_version(version, WAIT_S)
     assert r.servers["b"].versions == [1, 2, 3, 4, 5]
-    assert r.servers["a"].versions == [1]  # its lane was still inside version 2, so b waited for none of it
+    assert r.servers["a"].versions == [
+        1
+    ]  # its lane was still inside version 2, so b waited for none of it
     assert r.servers["a"].wait_version(5, WAIT_S)
     assert r.servers["a"].versions == [1, 5]
     assert r.loaded["a"].value() == 5.0
@@ -201,7 +207,9 @@ def test_a_server_restarted_before_its_label_is_not_given_it_although_it_would_t
     assert "setlabel failed" in str(r.worker.take_error())
 
 
-@pytest.mark.parametrize("point", [Point.LABEL, Point.RESUME, Point.RESUMED], ids=lambda point: point.value)
+@pytest.mark.parametrize(
+    "point", [Point.LABEL, Point.RESUME, Point.RESUMED], ids=lambda point: point.value
+)
 def test_a_receiver_killed_after_its_load_is_replaced_at_once_and_nothing_is_sent_twice(rig, point):
     strike = Strike(point, lambda: r.servers["a"].kill_receiver())
     r = rig("a", watch=strike, commit_deadline_s=50.0)

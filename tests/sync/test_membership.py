@@ -4,9 +4,9 @@ import time
 
 import pytest
 
+from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from titan_grpo.errors import ProtocolError
 from titan_grpo.protocol.ledger import Standing
-from titan_grpo.testing.receiver_server import DirectControl, ReceiverServer
 
 pytestmark = pytest.mark.e2e
 
@@ -60,7 +60,9 @@ def test_a_server_that_comes_back_is_joined_in_a_newer_epoch_and_gets_the_newest
         join(r, "b")
         r.everyone(version)
     assert r.servers["b"].versions == [1, 2, 3]
-    assert r.worker.take_error() is None, "its receiver, which lived on, would have refused an epoch it had seen"
+    assert r.worker.take_error() is None, (
+        "its receiver, which lived on, would have refused an epoch it had seen"
+    )
 
 
 def test_a_server_that_leaves_in_the_middle_of_a_frozen_transfer_costs_no_deadline(rig):

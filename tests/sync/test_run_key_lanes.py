@@ -1,4 +1,5 @@
-"""Lanes and run keys: the server with the trainer's key is synced; the others cost it nothing and are named with the rule."""
+"""Lanes and run keys: the server with the trainer's key is synced; the others cost it nothing and
+are named with the rule."""
 
 import pytest
 
@@ -9,7 +10,9 @@ pytestmark = pytest.mark.e2e
 
 def test_only_the_server_with_the_trainers_key_is_synced_and_the_others_are_named(rig):
     key = Key.generate()
-    run = rig("same", "other", "none", run_keys={"trainer": key, "same": key, "other": Key.generate()})
+    run = rig(
+        "same", "other", "none", run_keys={"trainer": key, "same": key, "other": Key.generate()}
+    )
     for version in (1, 2):
         run.publish(version)
         run.until(lambda version=version: run.fleet.entry("same").held == version)

@@ -2,8 +2,8 @@
 
 import threading
 
-from titan_grpo.protocol.version import Label
-from titan_grpo.sync.shelf import Published, Shelf
+from titan_grpo.protocol.messages import Label
+from titan_grpo.sync.slots import Published, Shelf
 
 WAIT_S = 30.0
 

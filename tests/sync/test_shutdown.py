@@ -1,4 +1,5 @@
-"""The end of a sync: the newest version for those who live, one deadline for all the others together."""
+"""The end of a sync: the newest version for those who live, one deadline for all the others
+together."""
 
 import threading
 import time
@@ -52,11 +53,15 @@ def test_commits_that_hang_on_two_servers_share_the_deadline(rig):
     for url in ("slow", "slower"):
         r.loaded[url].hold = goes_on
     r.publish(2)
-    r.until(lambda: all(r.fleet.entry(url).standing.value == "committing" for url in ("slow", "slower")))
+    r.until(
+        lambda: all(r.fleet.entry(url).standing.value == "committing" for url in ("slow", "slower"))
+    )
     start = time.monotonic()
     assert r.worker.flush(2, TIMEOUT_S) == ["live"]
     r.worker.close()
     assert time.monotonic() - start < TIMEOUT_S + SLACK_S
     goes_on.set()
     # Given up inside their commit: nobody may believe that they hold anything.
-    r.until(lambda: all(r.fleet.entry(url).standing is Standing.UNKNOWN for url in ("slow", "slower")))
+    r.until(
+        lambda: all(r.fleet.entry(url).standing is Standing.UNKNOWN for url in ("slow", "slower"))
+    )

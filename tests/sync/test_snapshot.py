@@ -1,4 +1,5 @@
-"""Snapshots: the image holds the bytes of to_hf(full tensors) cast to the wire dtype, however the weights are sharded."""
+"""Snapshots: the image holds the bytes of to_hf(full tensors) cast to the wire dtype, however the
+weights are sharded."""
 
 import itertools
 import runpy
@@ -27,7 +28,8 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 
 
 def spans(size: int, parts: int) -> list[tuple[int, int]]:
-    """(offset, size) of each part as FSDP2 cuts a dimension: equal ones first, then a short one, then empty ones."""
+    """(offset, size) of each part as FSDP2 cuts a dimension: equal ones first, then a short one,
+    then empty ones."""
     each = -(-size // parts)
     return [(min(i * each, size), min(each, max(0, size - i * each))) for i in range(parts)]
 
@@ -66,16 +68,24 @@ def build() -> Callable[[str], tuple[torch.nn.Module, Any]]:
 @pytest.mark.parametrize("shard", [rows_of, columns_of, grid_of])
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_of_every_model_make_the_bytes_of_its_hf_export(
-    build: Callable[[str], Any], kind: str, shard: Callable[[tuple[int, ...]], list[Chunk]], wire: str
+    build: Callable[[str], Any],
+    kind: str,
+    shard: Callable[[tuple[int, ...]], list[Chunk]],
+    wire: str,
 ) -> None:
     torch.manual_seed(3)
     model, adapter = build(kind)
-    names = {fqn: p for fqn, p in model.named_parameters() if not (kind == "qwen3" and fqn == "output.weight")}
+    names = {
+        fqn: p
+        for fqn, p in model.named_parameters()
+        if not (kind == "qwen3" and fqn == "output.weight")
+    }
     full = {fqn: torch.randn(p.shape) for fqn, p in names.items()}
     layout = learn(adapter.to_hf, {fqn: tuple(t.shape) for fqn, t in full.items()})
     manifest = layout.manifest(wire, 4096)
     per_rank = [
-        dict(zip(full, chunks, strict=True)) for chunks in zip(*(shard(tuple(t.shape)) for t in full.values()), strict=True)
+        dict(zip(full, chunks, strict=True))
+        for chunks in zip(*(shard(tuple(t.shape)) for t in full.values()), strict=True)
     ]
     image = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
     for chunks, written in zip(per_rank, assign_writers(per_rank, layout.shapes), strict=True):
@@ -86,7 +96,8 @@ def test_shards_of_every_model_make_the_bytes_of_its_hf_export(
 
 
 def exported(tensors: Mapping[str, torch.Tensor], manifest: Manifest, wire: torch.dtype) -> bytes:
-    """The whole image, padding included, from full tensors: written with numpy, not with the plan."""
+    """The whole image, padding included, from full tensors: written with numpy, not with the
+    plan."""
     image = bytearray(manifest.total_bytes)
     assert [t.name for t in manifest.tensors] == list(tensors)
     for name, value in tensors.items():
@@ -100,14 +111,21 @@ def exported(tensors: Mapping[str, torch.Tensor], manifest: Manifest, wire: torc
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("kind", "world"), [pytest.param("llama3", 2, marks=pytest.mark.long), ("qwen3_moe", 2), ("llama3", 4)]
+    ("kind", "world"),
+    [pytest.param("llama3", 2, marks=pytest.mark.long), ("qwen3_moe", 2), ("llama3", 4)],
 )
-def test_real_dtensors_on_gloo_ranks_make_the_bytes_of_the_hf_export(kind: str, world: int, tmp_path: Path) -> None:
+def test_real_dtensors_on_gloo_ranks_make_the_bytes_of_the_hf_export(
+    kind: str, world: int, tmp_path: Path
+) -> None:
     ranks = []
     try:
         for rank in range(world):
             command = [sys.executable, str(RANKS), kind, str(rank), str(world), str(tmp_path)]
-            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            ranks.append(
+                subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
+            )
         outputs = [process.communicate(timeout=240)[0] for process in ranks]
     finally:
         for process in ranks:
@@ -117,7 +135,9 @@ def test_real_dtensors_on_gloo_ranks_make_the_bytes_of_the_hf_export(kind: str, 
     assert outputs[0].count("wrong []") == 2
 
 
-def one_parameter(shape: tuple[int, int], order: list[int]) -> tuple[Layout, Manifest, list[CopyOp]]:
+def one_parameter(
+    shape: tuple[int, int], order: list[int]
+) -> tuple[Layout, Manifest, list[CopyOp]]:
     layout = learn(lambda s: {"hf": s["w"][torch.tensor(order)]}, {"w": shape})
     manifest = layout.manifest("bfloat16", 4096)
     return layout, manifest, copy_ops(layout, manifest, "w", (0, 0), shape)
@@ -138,9 +158,9 @@ def test_slots_hold_their_own_versions() -> None:
 
 def test_a_copy_can_be_waited_for_in_another_thread() -> None:
     _, manifest, ops = one_parameter((4, 8), [3, 0, 2, 1])
-    copy = Snapshotter({"w": ops}, [torch.zeros(manifest.total_bytes, dtype=torch.uint8)], CPU, 64).start(
-        {"w": torch.ones(4, 8)}, 0
-    )
+    copy = Snapshotter(
+        {"w": ops}, [torch.zeros(manifest.total_bytes, dtype=torch.uint8)], CPU, 64
+    ).start({"w": torch.ones(4, 8)}, 0)
     seconds: list[float] = []
     thread = threading.Thread(target=lambda: seconds.append(copy.wait(1.0)))
     thread.start()
@@ -150,7 +170,9 @@ def test_a_copy_can_be_waited_for_in_another_thread() -> None:
 
 def test_a_missing_or_changed_shard_is_a_protocol_error() -> None:
     _, manifest, ops = one_parameter((4, 8), [0, 1, 2, 3])
-    snapshotter = Snapshotter({"w": ops}, [torch.zeros(manifest.total_bytes, dtype=torch.uint8)], CPU, 1 << 20)
+    snapshotter = Snapshotter(
+        {"w": ops}, [torch.zeros(manifest.total_bytes, dtype=torch.uint8)], CPU, 1 << 20
+    )
     with pytest.raises(ProtocolError, match=r"missing are \['w'\] of 1"):
         snapshotter.start({}, 0)
     with pytest.raises(ProtocolError, match=r"rows \(4, 8\) as planned, got \(1, 8\)"):
@@ -165,17 +187,27 @@ def test_a_rank_that_writes_nothing_makes_an_empty_copy() -> None:
 
 def test_the_runtime_library_is_found_where_torch_loaded_it(tmp_path: Path) -> None:
     maps = tmp_path / "maps"
-    maps.write_text("7f00-7f01 r-xp 00000000 08:01 12    /lib/a b/libcudart.so.12\n7f02-7f03 rw-p 0 00:00 0\n")
+    maps.write_text(
+        "7f00-7f01 r-xp 00000000 08:01 12    /lib/a b/libcudart.so.12\n7f02-7f03 rw-p 0 00:00 0\n"
+    )
     assert loaded_library("libcudart", maps) == "/lib/a b/libcudart.so.12"
     assert loaded_library("libnone", maps) is None
 
 
 @pytest.fixture
 def cuda_copy() -> Iterator[tuple[Snapshotter, SharedImage, Layout, Manifest]]:
-    """A whole rank's plan on the device: a cast, a gather, a column shard and rows that go as they are."""
-    layout = learn(lambda s: {k: v[torch.randperm(64)] if k == "gather" else v for k, v in s.items()}, CUDA_SHAPES)
+    """A whole rank's plan on the device: a cast, a gather, a column shard and rows that go as they
+    are."""
+    layout = learn(
+        lambda s: {k: v[torch.randperm(64)] if k == "gather" else v for k, v in s.items()},
+        CUDA_SHAPES,
+    )
     manifest = layout.manifest("bfloat16", 4096)
-    ops = {fqn: copy_ops(layout, manifest, fqn, (0,) * len(s), s) for fqn, s in CUDA_SHAPES.items() if fqn != "columns"}
+    ops = {
+        fqn: copy_ops(layout, manifest, fqn, (0,) * len(s), s)
+        for fqn, s in CUDA_SHAPES.items()
+        if fqn != "columns"
+    }
     ops["columns"] = copy_ops(layout, manifest, "columns", (0, 24), (64, 40))
     with SharedImage.create(manifest.total_bytes, "titan_grpo-test") as image:
         snapshotter = Snapshotter(ops, [image.tensor()], torch.device("cuda", 0), 1 << 12)
@@ -183,12 +215,21 @@ def cuda_copy() -> Iterator[tuple[Snapshotter, SharedImage, Layout, Manifest]]:
         snapshotter.close()
 
 
-CUDA_SHAPES = {"cast": (64, 96), "gather": (64, 96), "columns": (64, 64), "same": (64, 96), "vector": (77,)}
+CUDA_SHAPES = {
+    "cast": (64, 96),
+    "gather": (64, 96),
+    "columns": (64, 64),
+    "same": (64, 96),
+    "vector": (77,),
+}
 
 
 def cuda_shards() -> dict[str, torch.Tensor]:
     shards = {fqn: torch.randn(shape, device="cuda") for fqn, shape in CUDA_SHAPES.items()}
-    return shards | {"columns": torch.randn(64, 40, device="cuda"), "same": shards["same"].bfloat16()}
+    return shards | {
+        "columns": torch.randn(64, 40, device="cuda"),
+        "same": shards["same"].bfloat16(),
+    }
 
 
 @cuda
@@ -205,14 +246,22 @@ def test_on_a_gpu_the_fence_keeps_later_changes_out_of_the_image(cuda_copy: Any)
         assert copy.wait(10.0) > 0
         for tensor in layout.tensors:
             spec = manifest.spec(tensor.name)
-            held = image.tensor()[spec.offset : spec.offset + spec.nbytes].view(torch.bfloat16).view(spec.shape)
+            held = (
+                image.tensor()[spec.offset : spec.offset + spec.nbytes]
+                .view(torch.bfloat16)
+                .view(spec.shape)
+            )
             held = held[:, 24:] if tensor.fqn == "columns" else held
             expected = wanted[tensor.fqn]
-            assert torch.equal(held, expected[tensor.row_ids()] if tensor.fqn == "gather" else expected), tensor.name
+            assert torch.equal(
+                held, expected[tensor.row_ids()] if tensor.fqn == "gather" else expected
+            ), tensor.name
 
 
 @cuda
-def test_on_a_gpu_a_copy_that_is_late_is_a_sync_error_and_the_host_did_not_wait(cuda_copy: Any) -> None:
+def test_on_a_gpu_a_copy_that_is_late_is_a_sync_error_and_the_host_did_not_wait(
+    cuda_copy: Any,
+) -> None:
     snapshotter = cuda_copy[0]
     torch.cuda._sleep(2_000_000_000)
     copy = snapshotter.start(cuda_shards(), 0)
@@ -236,7 +285,9 @@ class Device:
         return 250.0
 
 
-def test_a_device_copy_is_waited_for_asleep_up_to_its_deadline_and_may_be_waited_for_again() -> None:
+def test_a_device_copy_is_waited_for_asleep_up_to_its_deadline_and_may_be_waited_for_again() -> (
+    None
+):
     event = Device()
     copy = CudaCopy(event, event, [])  # type: ignore[arg-type]
     with pytest.raises(SyncError, match=r"must end within 0\.01 s"):

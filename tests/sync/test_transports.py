@@ -1,4 +1,5 @@
-"""What every transport must do, on every transport that this host can open; and the store that lanes meet at."""
+"""What every transport must do, on every transport that this host can open; and the store that
+lanes meet at."""
 
 import os
 import subprocess
@@ -14,13 +15,14 @@ import torch.distributed as dist
 
 from titan_grpo.errors import ConfigError, ProtocolError, TransferFailed
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.sync.sender import LaneLink, LinkOptions, Probe
+from titan_grpo.sync.link import LaneLink, LinkOptions, Probe
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
-from titan_grpo.sync.transports.opening import open_transport
-from titan_grpo.sync.transports.store import host_store, join_store
+from titan_grpo.sync.transports.store import host_store, join_store, open_transport
 
 LOOPBACK = "127.0.0.1"
-needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no CUDA: NCCL needs a device per rank")
+needs_two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="no CUDA: NCCL needs a device per rank"
+)
 KINDS = ["gloo", pytest.param("nccl", marks=needs_two_gpus)]
 MUCH = 64 << 20
 """More bytes than two sockets buffer, so that a sender without a receiver blocks."""
@@ -36,7 +38,10 @@ def pair(request) -> Iterator[tuple[Transport, Transport]]:
     host = host_store(LOOPBACK)
     other = join_store(LOOPBACK, host.port, 10.0)
     with ThreadPoolExecutor(2) as pool:
-        opening = [pool.submit(open_transport, request.param, s, r, 2, options(r)) for r, s in enumerate((host, other))]
+        opening = [
+            pool.submit(open_transport, request.param, s, r, 2, options(r))
+            for r, s in enumerate((host, other))
+        ]
         both = tuple(future.result(60) for future in opening)
     yield both
     for transport in both:
@@ -52,14 +57,24 @@ def together(*calls: Callable[[], object]) -> list[object]:
 def test_an_image_arrives_byte_for_byte_in_buckets(pair, nbytes):
     sent = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     got = torch.zeros(nbytes, dtype=torch.uint8)
-    together(*(lambda t=t, x=x: broadcast_image(t, x, 1 << 20, 20.0) for t, x in zip(pair, (sent, got), strict=True)))
+    together(
+        *(
+            lambda t=t, x=x: broadcast_image(t, x, 1 << 20, 20.0)
+            for t, x in zip(pair, (sent, got), strict=True)
+        )
+    )
     assert torch.equal(sent, got)
 
 
 def test_a_transport_serves_many_transfers(pair):
     for value in range(5):
-        sent, got = torch.full((5000,), value, dtype=torch.uint8), torch.zeros(5000, dtype=torch.uint8)
-        together(lambda s=sent: pair[0].broadcast(s, 20.0), lambda g=got: pair[1].broadcast(g, 20.0))
+        sent, got = (
+            torch.full((5000,), value, dtype=torch.uint8),
+            torch.zeros(5000, dtype=torch.uint8),
+        )
+        together(
+            lambda s=sent: pair[0].broadcast(s, 20.0), lambda g=got: pair[1].broadcast(g, 20.0)
+        )
         assert torch.equal(sent, got)
 
 
@@ -160,13 +175,26 @@ def test_joining_a_store_that_is_gone_names_its_address():
 
 def test_a_store_can_be_hosted_under_torchrun():
     code = (
-        "from titan_grpo.sync.transports.store import host_store, join_store\n"
-        "h = host_store('127.0.0.1'); j = join_store('127.0.0.1', h.port, 5.0); j.set('k', 'v'); print(h.get('k').decode())"
+        "from titan_grpo.sync.transports.store import host_store, join_store\nh ="
+        " host_store('127.0.0.1'); j = join_store('127.0.0.1', h.port, 5.0); j.set('k', 'v');"
+        " print(h.get('k').decode())"
     )
     env = dict(
-        os.environ, TORCHELASTIC_USE_AGENT_STORE="True", RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
+        os.environ,
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        RANK="1",
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",
     )
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.strip() == "v"
 
 

@@ -1,4 +1,5 @@
-"""The sealer and the shelf between a trainer and its lanes: skipping, flushing, other ranks' parts, and memory."""
+"""The sealer and the shelf between a trainer and its lanes: skipping, flushing, other ranks' parts,
+and memory."""
 
 import time
 from pathlib import Path
@@ -79,7 +80,10 @@ def test_a_version_is_sealed_only_when_the_other_ranks_have_written_their_part(r
 def test_a_part_that_never_arrives_discards_the_version_latches_an_error_and_frees_the_slot(rig):
     r = rig("a", remote_writers=(1,), lane_deadline_s=1.0)
     slot = r.publish(1)
-    assert {r.worker.wait_slot(WAIT_S), r.worker.wait_slot(0.0)} == {1 - slot, None}  # one reservation at a time
+    assert {r.worker.wait_slot(WAIT_S), r.worker.wait_slot(0.0)} == {
+        1 - slot,
+        None,
+    }  # one reservation at a time
     announcer = Announcer(1, "127.0.0.1", r.store.port, WAIT_S)
     announcer(2, 1 - slot, FinishedCopy(0.0))
     r.worker.publish(2, 1 - slot, FinishedCopy(0.0))
@@ -111,12 +115,15 @@ def test_a_copy_that_fails_is_never_published(rig):
 
 def memory(pid: int | str, key: str) -> int:
     """Bytes of one line of /proc/<pid>/status."""
-    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    lines = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
     return int(lines[key].split()[0]) * 1024
 
 
 def test_host_memory_is_the_slots_here_and_one_image_at_the_receiver(rig):
-    """slots x model bytes on the trainer's host, model bytes at the server; nothing of a model's size besides."""
+    """slots x model bytes on the trainer's host, model bytes at the server; nothing of a model's
+    size besides."""
     before = memory("self", "RssShmem")
     r = rig("a", "b", slots=2)
     model = r.manifest.total_bytes
@@ -129,7 +136,8 @@ def test_host_memory_is_the_slots_here_and_one_image_at_the_receiver(rig):
         r.everyone(version)
     slack = r.config.bucket_bytes + (1 << 20)
     assert memory("self", "RssShmem") - before <= 2 * model + slack
-    # the servers live in this process: each one attaches its receiver's image while it loads; and the test's own shards
+    # the servers live in this process: each one attaches its receiver's image while it loads; and
+    # the test's own shards
     shards = 2 * model
     assert memory("self", "VmHWM") - resident <= 2 * model + shards + slack
     for server in r.servers.values():

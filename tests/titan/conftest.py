@@ -33,7 +33,8 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class StockRun:
-    """What a run left: ``losses`` and ``norms`` (gradient) per step, empty if it failed; ``log`` is all it said."""
+    """What a run left: ``losses`` and ``norms`` (gradient) per step, empty if it failed; ``log`` is
+    all it said."""
 
     returncode: int
     losses: tuple[float, ...]
@@ -42,7 +43,8 @@ class StockRun:
 
 
 def torchrun(ranks: int, arguments: list[str], extra_env: dict[str, str]) -> tuple[int, str]:
-    """Exit status and output; the whole process group is gone afterwards, also past the deadline."""
+    """Exit status and output; the whole process group is gone afterwards, also past the
+    deadline."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
     script = str(Path(__file__).with_name("stock_run.py"))
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | extra_env
@@ -65,7 +67,8 @@ def torchrun(ranks: int, arguments: list[str], extra_env: dict[str, str]) -> tup
 
 @pytest.fixture
 def stock(tmp_path: Path) -> Callable[..., StockRun]:
-    """``stock(kind, ranks, *arguments, skip="")`` trains a tiny model from HF weights for three steps."""
+    """``stock(kind, ranks, *arguments, skip="")`` trains a tiny model from HF weights for three
+    steps."""
 
     def run(kind: Kind, ranks: int, *arguments: str, skip: str = "") -> StockRun:
         model = write_tiny_model(kind, tmp_path / "model", seed=1)

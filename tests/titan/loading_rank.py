@@ -1,4 +1,5 @@
-"""One of two gloo ranks, started by test_loading.py: RANK STORE_FILE. Prints one JSON line: what its loader gave, by mode."""
+"""One of two gloo ranks, started by test_loading.py: RANK STORE_FILE. Prints one JSON line: what
+its loader gave, by mode."""
 
 import hashlib
 import json
@@ -15,7 +16,7 @@ from titan_grpo.titan import compat
 
 compat.prepare()
 
-from titan_grpo.titan.batches import BatchLoader, RunStopped, StepWork  # noqa: E402
+from titan_grpo.titan.data import BatchLoader, RunStopped, StepWork  # noqa: E402
 
 STATE = '{"cursor": 5}'
 
@@ -23,15 +24,29 @@ STATE = '{"cursor": 5}'
 def completion(group, number):
     ids = tuple(group * 7 + number * 3 + t for t in range(1 + (group + 2 * number) % 9))
     sampled = tuple(t != 1 for t in range(len(ids))) if number == 2 else ()
-    return Completion(ids, tuple(-0.1 * (t + number) for t in range(len(ids))), "stop", group, group, "s", number, sampled)
+    return Completion(
+        ids,
+        tuple(-0.1 * (t + number) for t in range(len(ids))),
+        "stop",
+        group,
+        group,
+        "s",
+        number,
+        sampled,
+    )
 
 
 def groups():
-    return [Group(Prompt(g, tuple(range(50, 52 + g))), tuple(completion(g, n) for n in range(4))) for g in range(5)]
+    return [
+        Group(Prompt(g, tuple(range(50, 52 + g))), tuple(completion(g, n) for n in range(4)))
+        for g in range(5)
+    ]
 
 
 def work(pack, single):
-    batch = plan(groups(), 2, BatchOptions(token_budget=48, max_len=24, num_minibatches=2, pack=pack))
+    batch = plan(
+        groups(), 2, BatchOptions(token_budget=48, max_len=24, num_minibatches=2, pack=pack)
+    )
     return StepWork(batch.micro_batches() if single else batch.rows, batch.steps, 1, STATE)
 
 
@@ -40,13 +55,23 @@ def refusal():
 
 
 def given(loader, share):
-    """(name, type, digest) of every tensor that the trainer is given, micro-batch by micro-batch."""
+    """(name, type, digest) of every tensor that the trainer is given, micro-batch by
+    micro-batch."""
     out = []
     batches = iter(loader)
     for _ in range(sum(share.steps)):
         inputs, labels = next(batches)
-        tensors = {name: x for name, x in (inputs | {"labels": labels}).items() if isinstance(x, torch.Tensor)}
-        out.append([(name, str(x.dtype), hashlib.sha256(x.numpy().tobytes()).hexdigest()) for name, x in tensors.items()])
+        tensors = {
+            name: x
+            for name, x in (inputs | {"labels": labels}).items()
+            if isinstance(x, torch.Tensor)
+        }
+        out.append(
+            [
+                (name, str(x.dtype), hashlib.sha256(x.numpy().tobytes()).hexdigest())
+                for name, x in tensors.items()
+            ]
+        )
     return out
 
 
@@ -54,15 +79,21 @@ def main():
     rank = int(sys.argv[1])
     torch.set_num_threads(1)
     store = dist.FileStore(sys.argv[2], 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
     loader = BatchLoader(rank)
     loader.connect(60.0)
     figures = {}
     for pack in (False, True):
         for single in (True, False):
-            share = loader.fetch((lambda pack=pack, single=single: work(pack, single)) if rank == 0 else None)
+            share = loader.fetch(
+                (lambda pack=pack, single=single: work(pack, single)) if rank == 0 else None
+            )
             assert (share.slot, loader.state_dict()) == (1, {"rollout": STATE})
-            figures[f"{'packed' if pack else 'padded'}, {'single' if single else 'by rank'}"] = given(loader, share)
+            figures[f"{'packed' if pack else 'padded'}, {'single' if single else 'by rank'}"] = (
+                given(loader, share)
+            )
     try:
         loader.fetch(refusal if rank == 0 else None)
     except RunStopped as error:

@@ -1,6 +1,8 @@
-"""torchtitan's own Trainer on synthetic tokens, with our patches and nothing else of ours. Run under torchrun by the tests.
+"""torchtitan's own Trainer on synthetic tokens, with our patches and nothing else of ours. Run
+under torchrun by the tests.
 
-``TITAN_GRPO_TEST_SKIP`` names one patch to leave out ("premul", "tied", "histc"). Rank 0 prints one JSON line with the losses.
+``TITAN_GRPO_TEST_SKIP`` names one patch to leave out ("premul", "tied", "histc"). Rank 0 prints one
+JSON line with the losses.
 """
 
 import dataclasses
@@ -14,7 +16,12 @@ SKIP = os.environ.get("TITAN_GRPO_TEST_SKIP", "")
 
 
 def install() -> None:
-    from titan_grpo.patches import torchtitan_cpu_device, torchtitan_moe_histc, torchtitan_tied_embeddings, torchtitan_triton
+    from titan_grpo.patches import (
+        torchtitan_cpu_device,
+        torchtitan_moe_histc,
+        torchtitan_tied_embeddings,
+        torchtitan_triton,
+    )
 
     torchtitan_triton.apply()
     torchtitan_cpu_device.apply()
@@ -33,11 +40,12 @@ from torchtitan.protocols.train_spec import get_train_spec, register_train_spec 
 from torchtitan.tools.logging import init_logger  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
 
-from titan_grpo.titan import cpu, flavors  # noqa: E402
+from titan_grpo.titan import compat, flavors  # noqa: E402
 
 
 class SyntheticLoader(BaseDataLoader):
-    """The same global rows for any number of ranks: rank r of w takes rows r, r + w, ... of each batch."""
+    """The same global rows for any number of ranks: rank r of w takes rows r, r + w, ... of each
+    batch."""
 
     def __init__(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> None:
         self.world, self.rank, self.training = dp_world_size, dp_rank, job_config.training
@@ -47,7 +55,9 @@ class SyntheticLoader(BaseDataLoader):
         rows = self.training.local_batch_size * self.world
         while True:
             generator = torch.Generator().manual_seed(self.cursor)
-            ids = torch.randint(4, 20, (rows, self.training.seq_len + 1), generator=generator)[self.rank :: self.world]
+            ids = torch.randint(4, 20, (rows, self.training.seq_len + 1), generator=generator)[
+                self.rank :: self.world
+            ]
             self.cursor += 1
             yield {"input": ids[:, :-1]}, ids[:, 1:].clone()
 
@@ -63,16 +73,24 @@ def main() -> None:
     config = ConfigManager().parse_args(sys.argv[1:])
     flavors.register_tiny_flavors()
     spec = get_train_spec(config.model.name)
-    register_train_spec("stock_" + config.model.name, dataclasses.replace(spec, build_dataloader_fn=SyntheticLoader))
+    register_train_spec(
+        "stock_" + config.model.name, dataclasses.replace(spec, build_dataloader_fn=SyntheticLoader)
+    )
     config.model.name = "stock_" + config.model.name
     trainer = Trainer(config)
     if SKIP != "premul":
-        cpu.after_parallelize(trainer.model_parts)
+        compat.after_parallelize(trainer.model_parts)
     losses: list[float] = []
     norms: list[float] = []
     log = trainer.metrics_processor.log
 
-    def keep(step: int, average: float, largest: float, norm: float, extra_metrics: dict[str, Any] | None = None) -> None:
+    def keep(
+        step: int,
+        average: float,
+        largest: float,
+        norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
         losses.append(average)
         norms.append(norm)
         log(step, average, largest, norm, extra_metrics)

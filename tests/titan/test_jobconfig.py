@@ -1,4 +1,5 @@
-"""From arguments and TOML to one checked configuration: what is derived, and what is refused in one line."""
+"""From arguments and TOML to one checked configuration: what is derived, and what is refused in one
+line."""
 
 import pytest
 
@@ -42,21 +43,32 @@ def test_a_minimal_file_gets_our_sections_and_the_derived_values(parse) -> None:
 def test_arguments_beat_the_file_and_flags_have_a_negative(parse) -> None:
     extra = "[grpo]\nasync_weight_update = true\n"
     assert parse(extra).grpo.async_weight_update is True
-    config = parse(extra, "--grpo.no-async-weight-update", "--training.steps=3", "--rollout.servers", "http://a:1,http://b:2")
+    config = parse(
+        extra,
+        "--grpo.no-async-weight-update",
+        "--training.steps=3",
+        "--rollout.servers",
+        "http://a:1,http://b:2",
+    )
     assert config.grpo.async_weight_update is False
     assert config.training.steps == 3
     assert config.rollout.servers == ["http://a:1", "http://b:2"]
 
 
 def test_keys_of_the_existing_trainer_are_taken_in_both_spellings(parse) -> None:
-    extra = "[grpo]\ngrpo_by_token = true\ntemperature = 1.0\nrollout_is_threshold = 4.0\nkl_beta = 0.1\nref_model_ema = 0.99\n"
+    extra = (
+        "[grpo]\ngrpo_by_token = true\ntemperature = 1.0\nrollout_is_threshold = 4.0\nkl_beta ="
+        " 0.1\nref_model_ema = 0.99\n"
+    )
     assert parse(extra).grpo.grpo_by_token is True
     assert parse("", "--grpo.grpo_by_token", "False").grpo.grpo_by_token is False
     assert parse().grpo.grpo_by_token is None
 
 
 def test_what_the_user_gives_is_not_derived(parse) -> None:
-    config = parse("[checkpoint]\nlast_save_model_only = true\n[comm]\ntrain_timeout_seconds = 7000\n")
+    config = parse(
+        "[checkpoint]\nlast_save_model_only = true\n[comm]\ntrain_timeout_seconds = 7000\n"
+    )
     assert config.checkpoint.last_save_model_only is True
     assert config.comm.train_timeout_seconds == 7000
     assert parse("", "--checkpoint.last-save-model-only").checkpoint.last_save_model_only is True
@@ -69,43 +81,131 @@ def test_what_the_user_gives_is_not_derived(parse) -> None:
         ("[grpo]\nkl_betta = 1.0\n", (), "did you mean grpo.kl_beta"),
         ("[optimizer]\nlr = true\n", (), "optimizer.lr must be a number, got True"),
         ("[optimizer]\nlr = 0\n", (), "optimizer.lr must be greater than 0"),
-        ("", ("--training.stepz", "3"), "command line: .*--training.stepz.*did you mean --training.steps"),
-        ("", ("--rollout.servers=launch",), r"rollout.launch_python must be set when .* starts \"vllm\""),
-        ("", ("--rollout.servers=launch", "--rollout.launch_engines=sglang"), "rollout.launch_sglang_python must be set"),
-        ("", ("--rollout.servers=launch", "--rollout.launch_engines=trt"), "rollout.launch_engines must be .*each once, got"),
+        (
+            "",
+            ("--training.stepz", "3"),
+            "command line: .*--training.stepz.*did you mean --training.steps",
+        ),
+        (
+            "",
+            ("--rollout.servers=launch",),
+            r"rollout.launch_python must be set when .* starts \"vllm\"",
+        ),
+        (
+            "",
+            ("--rollout.servers=launch", "--rollout.launch_engines=sglang"),
+            "rollout.launch_sglang_python must be set",
+        ),
+        (
+            "",
+            ("--rollout.servers=launch", "--rollout.launch_engines=trt"),
+            "rollout.launch_engines must be .*each once, got",
+        ),
         (
             "",
             ("--rollout.servers=launch", "--rollout.launch_python=p", "--rollout.engine=sglang"),
             'rollout.engine must be "auto" for launched servers of vllm',
         ),
         ("", ("--rollout.engine", "trt"), "command line: invalid choice 'trt'"),
-        ("", ("--grpo.clip_ratio_lower_bound", "2.0"), r"grpo.clip_ratio_lower_bound must be in \(0, 1\], got 2.0"),
+        (
+            "",
+            ("--grpo.clip_ratio_lower_bound", "2.0"),
+            r"grpo.clip_ratio_lower_bound must be in \(0, 1\], got 2.0",
+        ),
         ("", ("--parallelism.pipeline_parallel_degree=2",), "pipeline_parallel_degree must be 1"),
         ("", ("--parallelism.context_parallel_degree=2",), "context_parallel_degree must be 1"),
-        ("", ("--parallelism.tensor_parallel_degree=3",), "seq_len must be a multiple of parallelism.tensor_parallel_degree"),
-        ("", ("--optimizer.early_step_in_backward", "--grpo.async_weight_update"), "early_step_in_backward must be false"),
-        ("", ("--training.seq_len=16",), r"training.seq_len must be greater than rollout.max_completion_tokens \(16;"),
+        (
+            "",
+            ("--parallelism.tensor_parallel_degree=3",),
+            "seq_len must be a multiple of parallelism.tensor_parallel_degree",
+        ),
+        (
+            "",
+            ("--optimizer.early_step_in_backward", "--grpo.async_weight_update"),
+            "early_step_in_backward must be false",
+        ),
+        (
+            "",
+            ("--training.seq_len=16",),
+            r"training.seq_len must be greater than rollout.max_completion_tokens \(16;",
+        ),
         ("", ("--grpo.token_budget=32",), "grpo.token_budget must be 0"),
-        ("", ("--grpo.ptx_mixin_batchsize=3",), r"grpo.ptx_mixin_batchsize must be a multiple of .* \(8; every rank"),
-        ("", ("--grpo.rollout_is_threshold=0",), "off-policy data without a correction biases the gradient"),
+        (
+            "",
+            ("--grpo.ptx_mixin_batchsize=3",),
+            r"grpo.ptx_mixin_batchsize must be a multiple of .* \(8; every rank",
+        ),
+        (
+            "",
+            ("--grpo.rollout_is_threshold=0",),
+            "off-policy data without a correction biases the gradient",
+        ),
         ("[grpo]\ngrpo_by_token = 1\n", (), "grpo.grpo_by_token must be true or false"),
-        ("[comm]\ntrain_timeout_seconds = 100\n", (), "comm.train_timeout_seconds must be greater than 540"),
-        ("[checkpoint]\ninitial_load_in_hf = true\n", (), "checkpoint.enable must be true with checkpoint.initial_load_in_hf"),
+        (
+            "[comm]\ntrain_timeout_seconds = 100\n",
+            (),
+            "comm.train_timeout_seconds must be greater than 540",
+        ),
+        (
+            "[checkpoint]\ninitial_load_in_hf = true\n",
+            (),
+            "checkpoint.enable must be true with checkpoint.initial_load_in_hf",
+        ),
         ("[validation]\nenable = true\n", (), "validation.enable must be false"),
         ("[model.x]\n", (), "model.x is not a key"),
         ("", ("--model.converters=quantize.linear.float8",), "model.converters must be empty"),
         ("[comm]\nmode = 'fake_backend'\n", (), 'comm.mode must be "default"'),
-        ("", ("--rollout.source=atropos",), 'rollout.atropos_url must be a URL such as .* with source = "atropos"'),
-        ("", ("--rollout.source=push", "--rollout.push_address=8900"), "rollout.push_address must be host:port"),
-        ("", ("--rollout.source=push", "--rollout.push_address=0.0.0.0:8900"), "rollout.push_key_env must be set while"),
-        ("", ("--grpo.pack_sequences", "--compile.enable"), "compile.enable must be false with grpo.pack_sequences"),
-        ("", ("--grpo.pack_sequences", "--parallelism.tensor_parallel_degree=2"), "must be 1 with grpo.pack_sequences"),
-        ("", ("--model.flavor=grpo_tinny",), "model.flavor must be one of .*did you mean 'grpo_tiny'"),
+        (
+            "",
+            ("--rollout.source=atropos",),
+            'rollout.atropos_url must be a URL such as .* with source = "atropos"',
+        ),
+        (
+            "",
+            ("--rollout.source=push", "--rollout.push_address=8900"),
+            "rollout.push_address must be host:port",
+        ),
+        (
+            "",
+            ("--rollout.source=push", "--rollout.push_address=0.0.0.0:8900"),
+            "rollout.push_key_env must be set while",
+        ),
+        (
+            "",
+            ("--grpo.pack_sequences", "--compile.enable"),
+            "compile.enable must be false with grpo.pack_sequences",
+        ),
+        (
+            "",
+            ("--grpo.pack_sequences", "--parallelism.tensor_parallel_degree=2"),
+            "must be 1 with grpo.pack_sequences",
+        ),
+        (
+            "",
+            ("--model.flavor=grpo_tinny",),
+            "model.flavor must be one of .*did you mean 'grpo_tiny'",
+        ),
         ("", ("--model.name=nope",), "model.name must be a model that torchtitan knows"),
-        ("", ("--model.name=llama3", "--model.flavor=8B_varlen"), "model.flavor must be one with plain causal attention"),
-        ("", ("--job.custom_config_module=titan_grpo.nope",), "job.custom_config_module must be an importable module"),
-        ("", ("--job.custom_config_module=torchtitan.config",), "must keep the sections of titan_grpo.config"),
-        ("", ("--job.config_file=missing.toml",), "job.config_file must be a readable file, got 'missing.toml'"),
+        (
+            "",
+            ("--model.name=llama3", "--model.flavor=8B_varlen"),
+            "model.flavor must be one with plain causal attention",
+        ),
+        (
+            "",
+            ("--job.custom_config_module=titan_grpo.nope",),
+            "job.custom_config_module must be an importable module",
+        ),
+        (
+            "",
+            ("--job.custom_config_module=torchtitan.config",),
+            "must keep the sections of titan_grpo.config",
+        ),
+        (
+            "",
+            ("--job.config_file=missing.toml",),
+            "job.config_file must be a readable file, got 'missing.toml'",
+        ),
         ("not toml", (), "job.config_file must be valid TOML"),
     ],
 )
@@ -125,7 +225,9 @@ def test_a_broken_rule_is_refused_in_one_line(parse, extra, arguments, message) 
         ((), 1, ""),
     ],
 )
-def test_parallel_degrees_are_checked_against_the_number_of_ranks(parse, arguments, ranks, message) -> None:
+def test_parallel_degrees_are_checked_against_the_number_of_ranks(
+    parse, arguments, ranks, message
+) -> None:
     if not message:
         assert parse("", *arguments, world_size=ranks)
         return
@@ -155,18 +257,27 @@ def test_files_that_the_run_needs_are_named_when_missing(parse, tmp_path) -> Non
 
 def test_a_run_key_that_is_missing_or_named_twice_is_refused_on_every_rank(parse, tmp_path) -> None:
     model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
-    config = parse("", f"--weight_sync.run_key_file={tmp_path}/key", f"--model.hf_assets_path={model}")
+    config = parse(
+        "", f"--weight_sync.run_key_file={tmp_path}/key", f"--model.hf_assets_path={model}"
+    )
     with pytest.raises(ConfigError, match=r"weight_sync\.run_key_file must name a readable file"):
         jobconfig.check_files(config)
     (tmp_path / "key").write_text("00" * 32)
     jobconfig.check_files(config, {})
-    with pytest.raises(ConfigError, match=r"TITAN_GRPO_RUN_KEY and weight_sync\.run_key_file are set"):
+    with pytest.raises(
+        ConfigError, match=r"TITAN_GRPO_RUN_KEY and weight_sync\.run_key_file are set"
+    ):
         jobconfig.check_files(config, {"TITAN_GRPO_RUN_KEY": "00" * 32})
 
 
 def test_a_checkpoint_folder_without_a_complete_checkpoint_is_refused(parse, tmp_path) -> None:
     model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
-    config = parse("", "--checkpoint.enable", f"--job.dump_folder={tmp_path}", f"--model.hf_assets_path={model}")
+    config = parse(
+        "",
+        "--checkpoint.enable",
+        f"--job.dump_folder={tmp_path}",
+        f"--model.hf_assets_path={model}",
+    )
     jobconfig.check_files(config)
     (tmp_path / "checkpoint/step-2").mkdir(parents=True)
     with pytest.raises(ConfigError, match="random weights: remove the folder"):

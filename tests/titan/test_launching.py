@@ -1,14 +1,22 @@
-"""Servers that a run starts itself are given a run key; servers that are only named keep to the configured one."""
+"""Servers that a run starts itself are given a run key; servers that are only named keep to the
+configured one."""
 
 from pathlib import Path
 
 from titan_grpo.config import Rollout
 from titan_grpo.runkey import Key
-from titan_grpo.titan.launching import Launcher
+from titan_grpo.titan.startup import Launcher
 
 
 def launcher(servers: list[str], run_key: Key | None) -> Launcher:
-    return Launcher(Rollout(servers=servers, launch_count=2, launch_python="python"), "m", Path("out"), True, 64, run_key)
+    return Launcher(
+        Rollout(servers=servers, launch_count=2, launch_python="python"),
+        "m",
+        Path("out"),
+        True,
+        64,
+        run_key,
+    )
 
 
 def test_launched_servers_share_a_new_key_with_the_trainer():
@@ -42,4 +50,9 @@ def test_of_each_engine_as_many_are_started_with_what_is_its_own():
         *[("sglang", "s", ("--s",))] * 2,
         *[("vllm", "v", ("--v",))] * 2,
     ]
-    assert [Path(spec.log_path).name for spec in made] == ["sglang0.log", "sglang1.log", "vllm0.log", "vllm1.log"]
+    assert [Path(spec.log_path).name for spec in made] == [
+        "sglang0.log",
+        "sglang1.log",
+        "vllm0.log",
+        "vllm1.log",
+    ]

@@ -1,4 +1,5 @@
-"""Two gloo ranks and their loaders, with tensors made on rank 0 and with tensors that each rank builds."""
+"""Two gloo ranks and their loaders, with tensors made on rank 0 and with tensors that each rank
+builds."""
 
 import json
 import os
@@ -11,7 +12,8 @@ import pytest
 SCRIPT = Path(__file__).with_name("loading_rank.py")
 DEADLINE_S = 120
 
-# Each rank imports torchtitan for seven seconds of a core; tests/e2e has training runs in both modes that agree.
+# Each rank imports torchtitan for seven seconds of a core; tests/e2e has training runs in both
+# modes that agree.
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
@@ -21,12 +23,18 @@ def ranks(tmp_path_factory):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(store)], stdout=subprocess.PIPE, env=environment, text=True
+            [sys.executable, str(SCRIPT), str(rank), str(store)],
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
         )
         for rank in (0, 1)
     ]
     try:
-        return [json.loads(process.communicate(timeout=DEADLINE_S)[0].splitlines()[-1]) for process in processes]
+        return [
+            json.loads(process.communicate(timeout=DEADLINE_S)[0].splitlines()[-1])
+            for process in processes
+        ]
     finally:
         for process in processes:
             process.kill()

@@ -16,8 +16,8 @@ from titan_grpo.cli import main
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.protocol import members
 from titan_grpo.titan.control_socket import NAME, ControlSocket, ask
-from titan_grpo.titan.members import Hands, MemberThread
-from titan_grpo.titan.sources import ServersFile
+from titan_grpo.titan.membership import Hands, MemberThread
+from titan_grpo.titan.server_urls import ServersFile
 
 WAIT_S = 20.0
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
@@ -33,7 +33,12 @@ class Site:
 
     @property
     def hands(self) -> Hands:
-        return Hands(lambda url: self.said.put(f"+{url}"), self._leave, lambda: [{"url": A, "held": 3}], self.said.put)
+        return Hands(
+            lambda url: self.said.put(f"+{url}"),
+            self._leave,
+            lambda: [{"url": A, "held": 3}],
+            self.said.put,
+        )
 
     def _leave(self, url: str) -> None:
         assert self.held.wait(WAIT_S)
@@ -50,13 +55,16 @@ def site() -> Site:
 
 @pytest.fixture
 def start(site: Site, tmp_path: Path) -> Iterator:
-    """``start("http://a:1", ...)``: a thread with these configured servers, and those of ``file``."""
+    """``start("http://a:1", ...)``: a thread with these configured servers, and those of
+    ``file``."""
     made: list[MemberThread] = []
 
     def begin(*fixed: str, file: Path | None = None, folder: Path = tmp_path) -> MemberThread:
         watched = ServersFile(file) if file is not None else None
         listed = frozenset(watched.read()) if watched is not None else frozenset()
-        made.append(MemberThread(members.start(frozenset(fixed), listed), site.hands, folder, watched))
+        made.append(
+            MemberThread(members.start(frozenset(fixed), listed), site.hands, folder, watched)
+        )
         made[-1].start()
         return made[-1]
 
@@ -72,18 +80,28 @@ def command(run: Path, *arguments: str) -> int:
 def test_a_command_adds_and_removes_and_says_so_in_one_line(start, site, tmp_path, capsys):
     thread = start(A)
     assert command(tmp_path, "add", "http://B:1/") == 0
-    assert capsys.readouterr().out == f"{B} was added: it gets the newest version before its first rollout\n"
+    assert (
+        capsys.readouterr().out
+        == f"{B} was added: it gets the newest version before its first rollout\n"
+    )
     assert site.next() == f"+{B}"
     assert thread.urls == [A, B]
     assert command(tmp_path, "remove", A) == 0
-    assert capsys.readouterr().out == f"{A} was removed: it takes no more rollouts and no more versions\n"
+    assert (
+        capsys.readouterr().out
+        == f"{A} was removed: it takes no more rollouts and no more versions\n"
+    )
     assert site.next() == f"-{A}"
     assert thread.urls == [B]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(("add", A), "there already"), (("remove", C), "not a server of this run"), (("remove", A), "the last server")],
+    [
+        (("add", A), "there already"),
+        (("remove", C), "not a server of this run"),
+        (("remove", A), "the last server"),
+    ],
 )
 def test_what_is_refused_exits_with_1_and_one_line(start, site, tmp_path, capsys, arguments, words):
     start(A)
@@ -117,7 +135,9 @@ def test_a_server_that_is_added_while_its_lane_ends_joins_afterwards(start, site
     start(A, B)
     site.held.clear()
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-    remover = threading.Thread(target=lambda: answers.put(ask(tmp_path, {"do": "remove", "url": B})["text"]))
+    remover = threading.Thread(
+        target=lambda: answers.put(ask(tmp_path, {"do": "remove", "url": B})["text"])
+    )
     remover.start()
     while True:
         try:

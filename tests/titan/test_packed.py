@@ -1,4 +1,5 @@
-"""Packed rows against one row per sequence, on the tiny models: the same log-probabilities, the same gradients."""
+"""Packed rows against one row per sequence, on the tiny models: the same log-probabilities, the
+same gradients."""
 
 import random
 from contextlib import nullcontext
@@ -7,8 +8,8 @@ import pytest
 import torch
 
 from titan_grpo.algorithm.batch import BatchOptions, plan
-from titan_grpo.algorithm.logprobs import token_logprobs
-from titan_grpo.algorithm.packing import attention_rows
+from titan_grpo.algorithm.distribution import token_logprobs
+from titan_grpo.algorithm.rows import attention_rows
 from titan_grpo.errors import ConfigError
 from titan_grpo.samples import Completion, Group, Prompt
 from titan_grpo.titan import compat, flavors, tiny
@@ -31,7 +32,9 @@ def built(kind):
     model = spec.model_cls(args)
     with torch.no_grad():
         model.init_weights()
-    model.load_state_dict(spec.state_dict_adapter(args, None).from_hf(tiny.tiny_weights(kind, 3, std=0.1)))
+    model.load_state_dict(
+        spec.state_dict_adapter(args, None).from_hf(tiny.tiny_weights(kind, 3, std=0.1))
+    )
     return model
 
 
@@ -39,10 +42,23 @@ def random_groups(seed):
     source = random.Random(seed)
     groups = []
     for index in range(source.randint(1, 4)):
-        prompt = Prompt(index, tuple(source.randrange(4, 128) for _ in range(source.randint(1, 20))))
-        lengths = [source.choice((1, 2, 7, 8, 9, source.randint(1, 60))) for _ in range(source.randint(2, 4))]
+        prompt = Prompt(
+            index, tuple(source.randrange(4, 128) for _ in range(source.randint(1, 20)))
+        )
+        lengths = [
+            source.choice((1, 2, 7, 8, 9, source.randint(1, 60)))
+            for _ in range(source.randint(2, 4))
+        ]
         completions = tuple(
-            Completion(tuple(source.randrange(4, 128) for _ in range(n)), (-2.0,) * n, "stop", 0, 0, "s", source.random())
+            Completion(
+                tuple(source.randrange(4, 128) for _ in range(n)),
+                (-2.0,) * n,
+                "stop",
+                0,
+                0,
+                "s",
+                source.random(),
+            )
             for n in lengths
         )
         groups.append(Group(prompt, completions))
@@ -50,7 +66,8 @@ def random_groups(seed):
 
 
 def computed(model, packed, micro_batches):
-    """Log-probabilities by sequence (its inputs and labels), and the gradient of their weighted sum."""
+    """Log-probabilities by sequence (its inputs and labels), and the gradient of their weighted
+    sum."""
     model.zero_grad()
     found = {}
     for mb in micro_batches:
@@ -72,11 +89,15 @@ def test_packed_and_padded_rows_give_the_same_logprobs_and_gradients(kind) -> No
 
     plain, model, packed = built(kind), built(kind), PackedAttention()
     packed.install(model)
-    assert [name for name, _ in plain.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in plain.named_parameters()] == [
+        name for name, _ in model.named_parameters()
+    ]
     for seed in range(6):
         groups = random_groups(seed)
         [padded_batches], [packed_batches] = (
-            plan(groups, 1, BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=pack)).micro_batches()
+            plan(
+                groups, 1, BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=pack)
+            ).micro_batches()
             for pack in (False, True)
         )
         expected, expected_grads = computed(plain, None, padded_batches)
@@ -88,16 +109,27 @@ def test_packed_and_padded_rows_give_the_same_logprobs_and_gradients(kind) -> No
         assert max(float(g.abs().max()) for g in expected_grads.values()) > 1e-3
         for name, grad in expected_grads.items():
             scale = float(grad.abs().max())
-            torch.testing.assert_close(grads[name], grad, atol=2e-5 * max(scale, 1.0), rtol=1e-4, msg=f"{seed} {name}")
+            torch.testing.assert_close(
+                grads[name], grad, atol=2e-5 * max(scale, 1.0), rtol=1e-4, msg=f"{seed} {name}"
+            )
 
 
 def test_without_the_seam_packed_sequences_see_each_other() -> None:
     model = built("llama3")
-    [batches] = plan(random_groups(0), 1, BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=True)).micro_batches()
+    [batches] = plan(
+        random_groups(0), 1, BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=True)
+    ).micro_batches()
     [padded] = plan(random_groups(0), 1, OPTIONS).micro_batches()
     expected, _ = computed(model, None, padded)
     got, _ = computed(model, None, batches)
-    assert max(float((a - b).abs().max()) for key in expected for a, b in zip(expected[key], got[key], strict=True)) > 0.1
+    assert (
+        max(
+            float((a - b).abs().max())
+            for key in expected
+            for a, b in zip(expected[key], got[key], strict=True)
+        )
+        > 0.1
+    )
 
 
 def test_a_rank_without_sequences_runs_forward_and_backward_to_zero_gradients() -> None:

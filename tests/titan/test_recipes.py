@@ -45,4 +45,8 @@ def test_the_quickstart_takes_what_its_script_adds() -> None:
         "--training.steps=4",
     )
     assert len(config.rollout.servers) == 2
-    assert (config.model.hf_assets_path, config.job.dump_folder, config.training.steps) == ("elsewhere", "out", 4)
+    assert (config.model.hf_assets_path, config.job.dump_folder, config.training.steps) == (
+        "elsewhere",
+        "out",
+        4,
+    )

@@ -24,14 +24,19 @@ def make(seed):
 @pytest.fixture
 def mesh(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
+    dist.init_process_group(
+        "gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=30)
+    )
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
 
 def expected(ema, steps):
     reference, policy = make(1), make(2)
-    return [ema**steps * r + (1 - ema**steps) * p for r, p in zip(reference.parameters(), policy.parameters(), strict=True)]
+    return [
+        ema**steps * r + (1 - ema**steps) * p
+        for r, p in zip(reference.parameters(), policy.parameters(), strict=True)
+    ]
 
 
 def test_the_reference_is_the_average_and_the_policy_stays():
@@ -39,7 +44,9 @@ def test_the_reference_is_the_average_and_the_policy_stays():
     for _ in range(3):
         move_reference(reference, policy, 0.75)
     torch.testing.assert_close(list(reference.parameters()), expected(0.75, 3))
-    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), make(2).parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(policy.parameters(), make(2).parameters(), strict=True)
+    )
 
 
 def test_a_sharded_reference_moves_in_place_and_its_next_forward_sees_it(mesh):

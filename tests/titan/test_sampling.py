@@ -2,10 +2,9 @@
 
 import math
 
-from titan_grpo.algorithm.advantages import AdvantageOptions
-from titan_grpo.algorithm.shaping import Overlong
+from titan_grpo.algorithm.advantages import AdvantageOptions, Overlong
 from titan_grpo.samples import Completion, Group, Prompt
-from titan_grpo.titan.sampling import varied_groups
+from titan_grpo.titan.data import varied_groups
 from titan_grpo.titan.text import text_weight
 
 KIND = AdvantageOptions()
@@ -13,7 +12,8 @@ KIND = AdvantageOptions()
 
 def group(index, *rewards, lengths=(2, 2)):
     completions = [
-        Completion((5,) * n, (-1.0,) * n, "stop", 0, 0, "s", float(r)) for r, n in zip(rewards, lengths, strict=True)
+        Completion((5,) * n, (-1.0,) * n, "stop", 0, 0, "s", float(r))
+        for r, n in zip(rewards, lengths, strict=True)
     ]
     return Group(Prompt(index, (1,)), tuple(completions))
 
@@ -62,7 +62,9 @@ def test_spread_is_that_of_the_shaped_rewards():
     groups = [group(0, 1, 1, lengths=(2, 8)), group(1, 0, 1)]
     found = varied_groups(lambda count: groups, lambda count: None, 2, 0, KIND)
     assert [g.prompt.index for g in found.groups] == [1]
-    found = varied_groups(lambda count: groups, lambda count: None, 2, 0, AdvantageOptions(overlong=Overlong(8, 4)))
+    found = varied_groups(
+        lambda count: groups, lambda count: None, 2, 0, AdvantageOptions(overlong=Overlong(8, 4))
+    )
     assert [g.prompt.index for g in found.groups] == [0, 1]
 
 

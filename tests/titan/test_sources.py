@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from titan_grpo.config import Rollout
 from titan_grpo.errors import ConfigError
-from titan_grpo.titan.sources import ServersFile, expand_hosts, known_servers, parse_servers, server_url
+from titan_grpo.titan.server_urls import (
+    ServersFile,
+    expand_hosts,
+    known_servers,
+    parse_servers,
+    server_url,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +34,20 @@ def test_a_host_list_is_expanded_as_slurm_means_it(text, hosts) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a,,b", "a[1-3", "a]1[", "a[]", "a[3-1]", "a[x]", "a[1-]", "a[[1]]", "a b", "a[1-99999999]"]
+    "text",
+    [
+        "",
+        "a,,b",
+        "a[1-3",
+        "a]1[",
+        "a[]",
+        "a[3-1]",
+        "a[x]",
+        "a[1-]",
+        "a[[1]]",
+        "a b",
+        "a[1-99999999]",
+    ],
 )
 def test_what_is_no_host_list_is_refused_with_its_text(text) -> None:
     with pytest.raises(ConfigError, match=r"host"):
@@ -43,7 +62,9 @@ def compressed(prefix: str, numbers: list[int], width: int) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    texts = [f"{run[0]:0{width}d}" + (f"-{run[-1]:0{width}d}" if len(run) > 1 else "") for run in runs]
+    texts = [
+        f"{run[0]:0{width}d}" + (f"-{run[-1]:0{width}d}" if len(run) > 1 else "") for run in runs
+    ]
     return f"{prefix}[{','.join(texts)}]"
 
 
@@ -60,7 +81,11 @@ GROUPS = st.lists(
 
 @given(GROUPS)
 def test_a_compressed_list_expands_to_the_hosts_it_was_made_of(groups) -> None:
-    hosts = [f"{prefix}{number:0{width}d}" for prefix, numbers, width in groups for number in sorted(numbers)]
+    hosts = [
+        f"{prefix}{number:0{width}d}"
+        for prefix, numbers, width in groups
+        for number in sorted(numbers)
+    ]
     text = ",".join(compressed(prefix, sorted(numbers), width) for prefix, numbers, width in groups)
     assert expand_hosts(text) == tuple(dict.fromkeys(hosts))
 
@@ -83,12 +108,16 @@ def test_urls_are_compared_in_one_form() -> None:
 
 
 def test_a_servers_file_has_a_url_per_line_and_comments() -> None:
-    assert parse_servers("# all\nhttp://a:1/ # first\n\n  http://b:1\nhttp://A:1\n") == ("http://a:1", "http://b:1")
+    assert parse_servers("# all\nhttp://a:1/ # first\n\n  http://b:1\nhttp://A:1\n") == (
+        "http://a:1",
+        "http://b:1",
+    )
     assert parse_servers("") == ()
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("http://a:1\nhttp:/b\n", "line 2"), ("http://a:1\nhttp://b", "still being written")]
+    ("text", "words"),
+    [("http://a:1\nhttp:/b\n", "line 2"), ("http://a:1\nhttp://b", "still being written")],
 )
 def test_a_broken_servers_file_is_refused_with_its_line(text, words) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -125,7 +154,12 @@ def test_a_file_is_read_again_only_when_it_changed_and_complains_once(tmp_path) 
 
 def test_all_sources_together_give_each_server_once(tmp_path) -> None:
     (tmp_path / "servers").write_text("http://n1:9000\nhttp://z:1\n")
-    rollout = Rollout(servers=["http://a:1/"], servers_file=str(tmp_path / "servers"), servers_slurm="NODES", servers_port=9000)
+    rollout = Rollout(
+        servers=["http://a:1/"],
+        servers_file=str(tmp_path / "servers"),
+        servers_slurm="NODES",
+        servers_port=9000,
+    )
     known = known_servers(rollout, {"NODES": "n[1-2]"})
     assert known.urls == ["http://a:1", "http://n1:9000", "http://n2:9000", "http://z:1"]
     assert known.listed == ("http://n1:9000", "http://z:1")
@@ -134,4 +168,6 @@ def test_all_sources_together_give_each_server_once(tmp_path) -> None:
 
 
 def test_launched_servers_stand_for_the_word(tmp_path) -> None:
-    assert known_servers(Rollout(servers=["launch"]), {}, ("http://127.0.0.1:1",)).urls == ["http://127.0.0.1:1"]
+    assert known_servers(Rollout(servers=["launch"]), {}, ("http://127.0.0.1:1",)).urls == [
+        "http://127.0.0.1:1"
+    ]

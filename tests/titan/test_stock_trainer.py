@@ -5,10 +5,13 @@ import pytest
 pytestmark = pytest.mark.e2e
 
 LEARNS_BELOW = 4.2
-"""Random tokens of 16 out of 128 words: the loss starts near ln 128 = 4.85 and falls towards ln 16 = 2.77."""
+"""Random tokens of 16 out of 128 words: the loss starts near ln 128 = 4.85 and falls towards ln 16
+= 2.77."""
 
 
-@pytest.mark.parametrize("kind", ["llama3", pytest.param("qwen3_untied", marks=pytest.mark.long), "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind", ["llama3", pytest.param("qwen3_untied", marks=pytest.mark.long), "qwen3_moe"]
+)
 def test_the_stock_trainer_learns_on_two_ranks(stock, kind) -> None:
     run = stock(kind, 2)
     assert run.returncode == 0, run.log[-20000:]
@@ -28,11 +31,18 @@ def test_the_stock_trainer_learns_on_two_ranks(stock, kind) -> None:
             marks=pytest.mark.long,
         ),
         pytest.param(
-            4, ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"), id="HSDP"
+            4,
+            (
+                "--parallelism.data_parallel_replicate_degree=2",
+                "--parallelism.data_parallel_shard_degree=2",
+            ),
+            id="HSDP",
         ),
     ],
 )
-def test_losses_and_gradients_do_not_depend_on_how_the_model_is_split(stock, ranks, arguments) -> None:
+def test_losses_and_gradients_do_not_depend_on_how_the_model_is_split(
+    stock, ranks, arguments
+) -> None:
     run = stock("qwen3", ranks, *arguments)
     assert run.returncode == 0, run.log[-20000:]
     # Made by two FSDP ranks on the same rows and weights.
@@ -62,7 +72,9 @@ def test_tensor_parallel_llama3_trains(stock) -> None:
         ("histc", "qwen3_moe", 1, '"histogram_cpu" not implemented for'),
     ],
 )
-def test_without_the_patch_torchtitan_fails_as_the_patch_says(stock, skip, kind, ranks, complaint) -> None:
+def test_without_the_patch_torchtitan_fails_as_the_patch_says(
+    stock, skip, kind, ranks, complaint
+) -> None:
     run = stock(kind, ranks, skip=skip)
     assert run.returncode != 0
     assert complaint in run.log

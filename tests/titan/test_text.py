@@ -63,5 +63,7 @@ def test_the_text_goes_on_where_a_checkpoint_left_it(mixin):
 
 
 def test_a_text_that_torchtitan_does_not_know_is_refused_with_its_keys(mixin):
-    with pytest.raises(ConfigError, match=r"training\.dataset and training\.dataset_path must name .* got 'nope'"):
+    with pytest.raises(
+        ConfigError, match=r"training\.dataset and training\.dataset_path must name .* got 'nope'"
+    ):
         mixin(dataset="nope")

@@ -25,7 +25,9 @@ def torchtitan_model(kind, folder):
     model = spec.model_cls(args)
     with torch.no_grad():
         model.init_weights()
-    state = spec.state_dict_adapter(args, str(folder)).from_hf(load_file(folder / "model.safetensors"))
+    state = spec.state_dict_adapter(args, str(folder)).from_hf(
+        load_file(folder / "model.safetensors")
+    )
     model.load_state_dict(state)
     return model
 
@@ -35,7 +37,10 @@ def test_torchtitan_and_transformers_compute_the_same_logits(kind, tmp_path) -> 
     from transformers import AutoModelForCausalLM
 
     folder = tiny.write_tiny_model(kind, tmp_path, seed=3, std=0.1, dtype="float32")
-    hf, ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), torchtitan_model(kind, folder)
+    hf, ours = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        torchtitan_model(kind, folder),
+    )
     ids = torch.randint(4, tiny.SHAPE.vocab, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected, got = hf(ids).logits, ours(ids)
@@ -82,14 +87,18 @@ def test_transformers_and_torchtitan_agree_on_the_special_tokens(tmp_path) -> No
     hf, ours = AutoTokenizer.from_pretrained(tmp_path), HuggingFaceTokenizer(str(tmp_path))
     assert (hf.eos_token_id, hf.bos_token_id, hf.pad_token_id) == (tiny.EOS, tiny.BOS, tiny.PAD)
     assert (ours.eos_id, ours.bos_id) == (tiny.EOS, tiny.BOS)
-    assert json.loads((tmp_path / "config.json").read_text())["rope_scaling"]["rope_type"] == "llama3"
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["rope_scaling"]["rope_type"] == "llama3"
+    )
 
 
 def test_an_expert_bias_that_can_not_be_exported_is_turned_off() -> None:
     from torchtitan.models.moe import MoEArgs
     from torchtitan.models.qwen3 import Qwen3ModelArgs
 
-    exporting = SimpleNamespace(from_hf_map={"model.layers.{}.mlp.gate.bias": "layers.{}.moe.expert_bias"})
+    exporting = SimpleNamespace(
+        from_hf_map={"model.layers.{}.mlp.gate.bias": "layers.{}.moe.expert_bias"}
+    )
 
     def args(moe_enabled: bool) -> Qwen3ModelArgs:
         return Qwen3ModelArgs(moe_enabled=moe_enabled, moe_args=MoEArgs(load_balance_coeff=1e-3))

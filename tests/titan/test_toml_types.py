@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from titan_grpo.titan.toml_types import fits, mismatches
+from titan_grpo.titan.jobconfig import fits, mismatches
 
 
 @dataclass
@@ -37,7 +37,10 @@ def found(text: str) -> list[str]:
 
 
 def test_right_types_pass_and_an_integer_may_stand_for_a_number() -> None:
-    text = 'size = 2\nrate = 1\nname = "x"\non = true\nkind = "b"\nurls = ["u"]\npath = "p"\nparts = [["q"], []]\n'
+    text = (
+        'size = 2\nrate = 1\nname = "x"\non = true\nkind = "b"\nurls = ["u"]\npath = "p"\nparts ='
+        ' [["q"], []]\n'
+    )
     assert found("[section]\n" + text + "[section.inner]\nworkers = 3\n") == []
 
 
@@ -53,7 +56,10 @@ def test_right_types_pass_and_an_integer_may_stand_for_a_number() -> None:
         ('urls = "http://a"', "section.urls must be a list, each item a string, got 'http://a'"),
         ("urls = [1]", "section.urls must be a list, each item a string, got [1]"),
         ("path = 3", "section.path must be a string, got 3"),
-        ('parts = ["q"]', "section.parts must be a list, each item a list, each item a string, got ['q']"),
+        (
+            'parts = ["q"]',
+            "section.parts must be a list, each item a list, each item a string, got ['q']",
+        ),
         ("inner = 1", "section.inner must be a table, got 1"),
         ('inner.workers = "2"', "section.inner.workers must be an integer, got '2'"),
     ],

@@ -1,4 +1,5 @@
-"""The verification's judgements over made-up evidence: a clean run passes, and each way of being wrong is named."""
+"""The verification's judgements over made-up evidence: a clean run passes, and each way of being
+wrong is named."""
 
 import math
 from collections.abc import Callable
@@ -6,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from titan_grpo.verify import checks
+from titan_grpo.verify import outcome
 from titan_grpo.verify.evidence import START, Committed, Made, Probe, Reference, Run
 
 TOLERANCE = 0.05
@@ -31,19 +32,33 @@ def tensors(version: int) -> dict[str, str]:
 
 
 def probe(version: int, before: int, after: int, prompt: int = 0) -> Probe:
-    return Probe(prompt, tuple(x + 0.01 for x in values(version, prompt)), label(before), label(after))
+    return Probe(
+        prompt, tuple(x + 0.01 for x in values(version, prompt)), label(before), label(after)
+    )
 
 
 def good(name: str = "a run") -> Run:
     versions = range(4)
-    seen = [(START, START, START), (START, START, 0), (0, 0, 0), (0, 0, 1), (1, 0, 1), (3, 1, 3), (3, 3, 3), (3, 3, 3)]
+    seen = [
+        (START, START, START),
+        (START, START, 0),
+        (0, 0, 0),
+        (0, 0, 1),
+        (1, 0, 1),
+        (3, 1, 3),
+        (3, 3, 3),
+        (3, 3, 3),
+    ]
     return Run(
         name=name,
         made=tuple(Made(v, f"digest {v}", print_(v), tensors(v)) for v in versions),
         claimed=(0, 1, 3),
         commits=tuple(Committed(RUN_ID, 0, v, True, print_(v), tensors(v)) for v in (0, 1, 3)),
         probes=tuple(probe(*s, prompt=i % PROMPTS) for i, s in enumerate(seen)),
-        references=tuple(Reference(v, f"digest {v}", tuple(values(v, p) for p in range(PROMPTS))) for v in (START, *versions)),
+        references=tuple(
+            Reference(v, f"digest {v}", tuple(values(v, p) for p in range(PROMPTS)))
+            for v in (START, *versions)
+        ),
         final_file="sha",
     )
 
@@ -59,7 +74,7 @@ def with_probe(run: Run, *more: Probe) -> Run:
 
 
 def test_a_clean_run_and_its_replays_pass() -> None:
-    assert checks.check_all([good("live"), good("replay"), good("sync")], TOLERANCE) == []
+    assert outcome.check_all([good("live"), good("replay"), good("sync")], TOLERANCE) == []
 
 
 HALF = tuple((a + b) / 2 for a, b in zip(values(2, 0), values(3, 0), strict=True))
@@ -84,10 +99,16 @@ WRONG: dict[str, tuple[str, Callable[[Run], Run], str]] = {
         lambda r: other_commit(r, 0, fingerprint="ff"),
         "fingerprint ff",
     ),
-    "a claimed commit left no trace": ("bytes", lambda r: replace(r, claimed=(0, 1, 2, 3)), "version 2 is called committed"),
+    "a claimed commit left no trace": (
+        "bytes",
+        lambda r: replace(r, claimed=(0, 1, 2, 3)),
+        "version 2 is called committed",
+    ),
     "a version was committed that nobody made": (
         "bytes",
-        lambda r: replace(r, commits=(*r.commits, Committed(RUN_ID, 0, 9, True, print_(9), tensors(9)))),
+        lambda r: replace(
+            r, commits=(*r.commits, Committed(RUN_ID, 0, 9, True, print_(9), tensors(9)))
+        ),
         "never made",
     ),
     "a label shows another fingerprint": (
@@ -97,7 +118,9 @@ WRONG: dict[str, tuple[str, Callable[[Run], Run], str]] = {
     ),
     "another run committed": (
         "foreign",
-        lambda r: replace(r, commits=(*r.commits, Committed("03-other", 0, 3, True, print_(3), tensors(3)))),
+        lambda r: replace(
+            r, commits=(*r.commits, Committed("03-other", 0, 3, True, print_(3), tensors(3)))
+        ),
         "03-other",
     ),
     "an answer lies between two versions": (
@@ -107,7 +130,9 @@ WRONG: dict[str, tuple[str, Callable[[Run], Run], str]] = {
     ),
     "one token of an answer is another version's": (
         "mixed",
-        lambda r: with_probe(r, replace(probe(3, 3, 3), logprobs=(*values(3, 0)[:3], values(2, 0)[3]))),
+        lambda r: with_probe(
+            r, replace(probe(3, 3, 3), logprobs=(*values(3, 0)[:3], values(2, 0)[3]))
+        ),
         "0.500 nats off",
     ),
     "an answer holds no number": (
@@ -115,47 +140,84 @@ WRONG: dict[str, tuple[str, Callable[[Run], Run], str]] = {
         lambda r: with_probe(r, replace(probe(3, 3, 3), logprobs=(math.nan,) * 4)),
         "fits no version",
     ),
-    "an answer is too short": ("mixed", lambda r: with_probe(r, replace(probe(3, 3, 3), logprobs=(-1.0,))), "fits no version"),
-    "the start weights came back after a commit": ("mixed", lambda r: with_probe(r, probe(START, 3, 3)), "fits no version"),
-    "an older version answered later": ("backwards", lambda r: with_probe(r, probe(1, 3, 3)), "version 1 after version 3"),
-    "the label went back": ("backwards", lambda r: with_probe(r, probe(3, 3, 1)), "3 before, 1 after"),
+    "an answer is too short": (
+        "mixed",
+        lambda r: with_probe(r, replace(probe(3, 3, 3), logprobs=(-1.0,))),
+        "fits no version",
+    ),
+    "the start weights came back after a commit": (
+        "mixed",
+        lambda r: with_probe(r, probe(START, 3, 3)),
+        "fits no version",
+    ),
+    "an older version answered later": (
+        "backwards",
+        lambda r: with_probe(r, probe(1, 3, 3)),
+        "version 1 after version 3",
+    ),
+    "the label went back": (
+        "backwards",
+        lambda r: with_probe(r, probe(3, 3, 1)),
+        "3 before, 1 after",
+    ),
     "the label names what is not served": (
         "label",
         lambda r: with_probe(r, probe(3, 3, 3), probe(3, 2, 2)),
         "the label said 2",
     ),
-    "a probe got no answer": ("evidence", lambda r: replace(r, probe_errors=("refused",)), "refused"),
+    "a probe got no answer": (
+        "evidence",
+        lambda r: replace(r, probe_errors=("refused",)),
+        "refused",
+    ),
     "too few probes": ("evidence", lambda r: replace(r, probes=r.probes[:5]), "only 5 probes"),
-    "probes of one version only": ("evidence", lambda r: replace(r, probes=(probe(3, 3, 3),) * 8), "fewer than two versions"),
+    "probes of one version only": (
+        "evidence",
+        lambda r: replace(r, probes=(probe(3, 3, 3),) * 8),
+        "fewer than two versions",
+    ),
     "the last version was not committed": (
         "evidence",
         lambda r: replace(r, claimed=(0, 1), commits=r.commits[:2]),
         "version 3 was trained last, version 1",
     ),
-    "a version without a reference": ("evidence", lambda r: replace(r, references=r.references[:-2]), "[2, 3]"),
-    "nothing was recorded": ("evidence", lambda r: replace(r, made=(), commits=(), claimed=()), "0 versions were made"),
+    "a version without a reference": (
+        "evidence",
+        lambda r: replace(r, references=r.references[:-2]),
+        "[2, 3]",
+    ),
+    "nothing was recorded": (
+        "evidence",
+        lambda r: replace(r, made=(), commits=(), claimed=()),
+        "0 versions were made",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_violation_is_named_with_its_kind_when(what: str) -> None:
     kind, spoil, words = WRONG[what]
-    found = checks.check_all([spoil(good())], TOLERANCE)
+    found = outcome.check_all([spoil(good())], TOLERANCE)
     assert any(v.kind == kind and words in v.message for v in found), [str(v) for v in found]
 
 
-@pytest.mark.parametrize("what", [w for w in WRONG if WRONG[w][0] in ("mixed", "backwards", "label", "foreign")])
+@pytest.mark.parametrize(
+    "what", [w for w in WRONG if WRONG[w][0] in ("mixed", "backwards", "label", "foreign")]
+)
 def test_what_only_the_prober_or_the_log_can_see_is_no_bytes_violation_when(what: str) -> None:
     _, spoil, _ = WRONG[what]
-    assert "bytes" not in {v.kind for v in checks.check_all([spoil(good())], TOLERANCE)}
+    assert "bytes" not in {v.kind for v in outcome.check_all([spoil(good())], TOLERANCE)}
 
 
 def test_versions_that_are_too_close_to_tell_a_mixture_are_no_evidence() -> None:
     run = good()
-    close = replace(run.references[2], logprobs=tuple(tuple(x - 0.06 for x in row) for row in run.references[1].logprobs))
+    close = replace(
+        run.references[2],
+        logprobs=tuple(tuple(x - 0.06 for x in row) for row in run.references[1].logprobs),
+    )
     spoilt = replace(run, references=(*run.references[:2], close, *run.references[3:]))
-    assert checks.separation(spoilt.references) == pytest.approx(0.06)
-    assert "evidence" in {v.kind for v in checks.check_all([spoilt], TOLERANCE)}
+    assert outcome.separation(spoilt.references) == pytest.approx(0.06)
+    assert "evidence" in {v.kind for v in outcome.check_all([spoilt], TOLERANCE)}
 
 
 def test_two_versions_of_the_same_weights_count_as_one() -> None:
@@ -163,20 +225,28 @@ def test_two_versions_of_the_same_weights_count_as_one() -> None:
     same = replace(run.references[1], version=1)
     made = (run.made[0], replace(run.made[0], version=1), *run.made[2:])
     unchanged = replace(run, references=(*run.references[:2], same, *run.references[3:]), made=made)
-    unchanged = replace(unchanged, probes=tuple(p for p in run.probes if p.logprobs[0] != values(1, 0)[0] + 0.01))
-    assert [v for v in checks.check_probes(unchanged, TOLERANCE) if v.kind == "mixed"] == []
+    unchanged = replace(
+        unchanged, probes=tuple(p for p in run.probes if p.logprobs[0] != values(1, 0)[0] + 0.01)
+    )
+    assert [v for v in outcome.check_probes(unchanged, TOLERANCE) if v.kind == "mixed"] == []
 
 
 def test_start_weights_that_equal_a_later_version_are_told_apart_by_the_label() -> None:
     run = good()
     start = replace(run.references[0], logprobs=run.references[-1].logprobs)
     same_start = replace(run, references=(start, *run.references[1:]))
-    first = [replace(p, logprobs=tuple(x + 0.01 for x in values(3, p.prompt))) for p in run.probes[:2]]
-    assert checks.check_probes(replace(same_start, probes=(*first, *run.probes[2:])), TOLERANCE) == []
+    first = [
+        replace(p, logprobs=tuple(x + 0.01 for x in values(3, p.prompt))) for p in run.probes[:2]
+    ]
+    assert (
+        outcome.check_probes(replace(same_start, probes=(*first, *run.probes[2:])), TOLERANCE) == []
+    )
 
 
 def test_a_flood_of_like_answers_is_one_violation_with_their_number() -> None:
-    found = checks.check_probes(with_probe(good(), *[replace(probe(3, 3, 3), logprobs=HALF)] * 5), TOLERANCE)
+    found = outcome.check_probes(
+        with_probe(good(), *[replace(probe(3, 3, 3), logprobs=HALF)] * 5), TOLERANCE
+    )
     assert len(found) == 1
     assert "(and 4 more probes)" in found[0].message
 
@@ -184,17 +254,19 @@ def test_a_flood_of_like_answers_is_one_violation_with_their_number() -> None:
 def test_runs_that_must_agree_and_do_not_are_named_with_versions_and_tensors() -> None:
     other = good("sync")
     changed = replace(other.made[2], digest="other", tensors={**tensors(2), "a": "x"})
-    found = checks.check_all([good("live"), replace(other, made=(*other.made[:2], changed, other.made[3]))], TOLERANCE)
+    found = outcome.check_all(
+        [good("live"), replace(other, made=(*other.made[:2], changed, other.made[3]))], TOLERANCE
+    )
     assert [v.kind for v in found if v.run == "live and sync"] == ["modes"]
     assert any("versions [2] differ" in v.message and "(a)" in v.message for v in found)
 
 
 @pytest.mark.parametrize("file", ["", "other"])
 def test_other_or_missing_files_of_trained_weights_are_a_violation(file: str) -> None:
-    found = checks.check_same(good(), replace(good(), final_file=file))
+    found = outcome.check_same(good(), replace(good(), final_file=file))
     assert [v.message for v in found] == ["the files of the trained weights differ"]
 
 
 def test_a_version_that_only_one_run_made_is_a_violation() -> None:
-    found = checks.check_same(good(), replace(good(), made=good().made[:-1]))
+    found = outcome.check_same(good(), replace(good(), made=good().made[:-1]))
     assert "the versions made are [0, 1, 2, 3] and [0, 1, 2]" in found[0].message

@@ -1,4 +1,5 @@
-"""The verification's report: a failed result says so, and no kind of violation is hidden by many of another."""
+"""The verification's report: a failed result says so, and no kind of violation is hidden by many of
+another."""
 
 from pathlib import Path
 
@@ -6,9 +7,8 @@ import pytest
 
 from titan_grpo.commands.verify_runs import phases
 from titan_grpo.errors import ConfigError
-from titan_grpo.verify.checks import Violation
 from titan_grpo.verify.evidence import Run
-from titan_grpo.verify.outcome import outcome, table, throughput
+from titan_grpo.verify.outcome import Violation, outcome, table, throughput
 from titan_grpo.verify.site import Devices, choose_devices
 
 EMPTY = Run("a run", (), (), (), (), ())
@@ -30,7 +30,9 @@ def test_a_result_without_violations_passes() -> None:
 
 
 def test_every_kind_is_shown_beside_a_flood_of_another() -> None:
-    found = [Violation("mixed", "a run", f"probe {i}") for i in range(50)] + [Violation("modes", "a run", "differ")]
+    found = [Violation("mixed", "a run", f"probe {i}") for i in range(50)] + [
+        Violation("modes", "a run", "differ")
+    ]
     result = outcome([EMPTY], {}, found, 0.05)
     text = table(result)
     assert not result["passed"]
@@ -41,7 +43,12 @@ def test_every_kind_is_shown_beside_a_flood_of_another() -> None:
 
 def test_throughput_is_what_the_summary_says() -> None:
     speed = throughput(SUMMARY, image_bytes=10 << 20, gather_s=0.01)
-    assert (speed.steps_per_s, speed.synced_mib_s, speed.sent_mib_s, speed.blocked_s) == (2.0, 20.0, 20.0, 0.0)
+    assert (speed.steps_per_s, speed.synced_mib_s, speed.sent_mib_s, speed.blocked_s) == (
+        2.0,
+        20.0,
+        20.0,
+        0.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +62,9 @@ def test_throughput_is_what_the_summary_says() -> None:
         ("cuda", 2, 1, Devices("cuda", 1)),
     ],
 )
-def test_devices_are_chosen_so_that_the_server_never_sits_on_rank_0s_gpu(wanted, gpus, ranks, chosen) -> None:
+def test_devices_are_chosen_so_that_the_server_never_sits_on_rank_0s_gpu(
+    wanted, gpus, ranks, chosen
+) -> None:
     assert choose_devices(wanted, gpus, ranks) == chosen
 
 
@@ -67,4 +76,8 @@ def test_cuda_without_enough_gpus_is_refused_with_the_remedy(gpus: int, ranks: i
 
 def test_an_unplanted_verification_plants_nothing_and_a_planted_one_in_its_own_run() -> None:
     assert {phase.plant for phase in phases(Path("out"), ())} == {""}
-    assert [phase.plant for phase in phases(Path("out"), ("bytes", "modes"))] == ["bytes:2", "", "modes:2"]
+    assert [phase.plant for phase in phases(Path("out"), ("bytes", "modes"))] == [
+        "bytes:2",
+        "",
+        "modes:2",
+    ]

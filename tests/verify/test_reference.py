@@ -1,4 +1,5 @@
-"""The reference computation takes exactly a model's tensors, and its values are log-probabilities of the prompts' tokens."""
+"""The reference computation takes exactly a model's tensors, and its values are log-probabilities
+of the prompts' tokens."""
 
 import pytest
 import torch
@@ -6,8 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from titan_grpo.titan.tiny import write_tiny_model
-from titan_grpo.verify.prober import PROMPTS, TOKENS, fixed_prompts
-from titan_grpo.verify.reference import ReferenceModel
+from titan_grpo.verify.prober import PROMPTS, TOKENS, ReferenceModel, fixed_prompts
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama3"])

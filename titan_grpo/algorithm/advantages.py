@@ -1,4 +1,8 @@
-"""Group-relative advantages: a completion's reward against those of the same prompt. Pure arithmetic in float64.
+"""What is done to a reward before it is compared, and to an advantage before it is used. Pure
+arithmetic.
+
+Group-relative advantages: a completion's reward against those of the same prompt. Pure arithmetic
+in float64.
 
 With rewards r_1 .. r_G of one group, shaped first (see ``AdvantageOptions``):
 
@@ -6,17 +10,63 @@ With rewards r_1 .. r_G of one group, shaped first (see ``AdvantageOptions``):
 * baseline "leave_one_out": c_i = r_i - mean of the others = G / (G - 1) * (r_i - mean(r))   (RLOO, arXiv 2402.14740, eq. 5);
 * normalization "none": A_i = c_i   (Dr.GRPO, arXiv 2503.20783);
 * normalization "group": A_i = c_i / (std(r) + eps), the group's population deviation   (GRPO);
-* normalization "batch": A_i = c_i / (sqrt(mean of c^2 over every completion of the step) + eps), one scale for all prompts
-  (REINFORCE++ with a group baseline, arXiv 2501.03262; compared in 2508.08221).
-"""
+* normalization "batch": A_i = c_i / (sqrt(mean of c^2 over every completion of the step) + eps),
+  one scale for all prompts (REINFORCE++ with a group baseline, arXiv 2501.03262; compared in
+  2508.08221)."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from titan_grpo.algorithm.shaping import Overlong, overlong_penalty
-from titan_grpo.errors import DataError
+import torch
+
+from titan_grpo.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Overlong:
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13). Checked on construction: raises
+    ConfigError."""
+
+    max_tokens: int
+    """L_max: the longest completion that is sampled."""
+
+    cache_tokens: int
+    """L_cache: how many tokens before that the penalty begins."""
+
+    factor: float = 1.0
+    """The penalty at L_max."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cache_tokens <= self.max_tokens:
+            raise ConfigError(
+                "grpo.overlong_cache_tokens must be in 1 .. rollout.max_completion_tokens"
+                f" ({self.max_tokens}), got {self.cache_tokens}: the penalty would have no room to"
+                " grow"
+            )
+
+
+def overlong_penalty(tokens: int, options: Overlong) -> float:
+    """What is added to the reward of a completion of ``tokens`` tokens: 0 down to minus
+    ``options.factor``.
+
+    0 up to L_max - L_cache tokens, then (L_max - L_cache - tokens) / L_cache, and -1 at L_max and
+    beyond; times the factor.
+
+    Example: L_max 100, L_cache 20: 80 tokens 0, 90 tokens -0.5, 100 tokens -1.
+    """
+    over = tokens - (options.max_tokens - options.cache_tokens)
+    return -options.factor * min(max(over / options.cache_tokens, 0.0), 1.0)
+
+
+def scaled_advantages(
+    advantages: torch.Tensor, pos_scaler: float, neg_scaler: float
+) -> torch.Tensor:
+    """A * pos_scaler where A > 0, else A * neg_scaler; any shape. (The existing trainer's keys of
+    these names.)"""
+    return torch.where(advantages > 0, advantages * pos_scaler, advantages * neg_scaler)
+
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation, so that nearly equal rewards are not blown up to unit scale."""
@@ -32,7 +82,8 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdvantageOptions:
-    """How rewards become advantages; the order is overlong penalty, length, baseline, normalisation."""
+    """How rewards become advantages; the order is overlong penalty, length, baseline,
+    normalisation."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
     normalization: Literal["group", "batch", "none"] = "group"
@@ -44,13 +95,16 @@ class AdvantageOptions:
     """Penalty on long completions, before ``scale_by_len``."""
 
 
-def step_advantages(groups: Sequence[Sequence[Scored]], options: AdvantageOptions) -> list[tuple[float, ...]]:
+def step_advantages(
+    groups: Sequence[Sequence[Scored]], options: AdvantageOptions
+) -> list[tuple[float, ...]]:
     """Advantages of every group of a step, in the order given.
 
     Equal (shaped) rewards, and a group of one, give exact zeros: such a group teaches nothing.
 
-    Example: one group with rewards (1, 0, 0, 1): mean 0.5, deviation 0.5, so (1, -1, -1, 1) up to 2e-6; without the
-    division (0.5, -0.5, -0.5, 0.5), and with leave-one-out and no division (2/3, -2/3, -2/3, 2/3).
+    Example: one group with rewards (1, 0, 0, 1): mean 0.5, deviation 0.5, so (1, -1, -1, 1) up to
+    2e-6; without the division (0.5, -0.5, -0.5, 0.5), and with leave-one-out and no division (2/3,
+    -2/3, -2/3, 2/3).
 
     Raises DataError for a reward that is not finite: it would poison the whole group.
     """
@@ -61,19 +115,24 @@ def step_advantages(groups: Sequence[Sequence[Scored]], options: AdvantageOption
     if options.normalization == "batch":
         scale = _root_mean_square([c for group in centred for c in group]) + STD_EPSILON
         return [tuple(c / scale for c in group) for group in centred]
-    # The deviation of the rewards, whatever the baseline: leave-one-out moves all of a group by the same factor.
+    # The deviation of the rewards, whatever the baseline: leave-one-out moves all of a group by the
+    # same factor.
     scales = [_root_mean_square(_centred(rewards, "mean")) + STD_EPSILON for rewards in shaped]
     return [tuple(c / scale for c in group) for group, scale in zip(centred, scales, strict=True)]
 
 
 def has_spread(group: Sequence[Scored], options: AdvantageOptions) -> bool:
-    """Whether a group teaches anything: its shaped rewards are not all the same (DAPO's dynamic sampling keeps those)."""
+    """Whether a group teaches anything: its shaped rewards are not all the same (DAPO's dynamic
+    sampling keeps those)."""
     return any(_centred([_shaped(item, options) for item in group], options.baseline))
 
 
 def _shaped(item: Scored, options: AdvantageOptions) -> float:
     if not math.isfinite(item.reward):
-        raise DataError(f"a reward must be a finite number, got {item.reward!r}: the group's advantages would all be NaN")
+        raise DataError(
+            f"a reward must be a finite number, got {item.reward!r}: the group's advantages would"
+            " all be NaN"
+        )
     reward = item.reward
     if options.overlong is not None:
         reward += overlong_penalty(item.tokens, options.overlong)

@@ -1,4 +1,5 @@
-"""From groups of completions to the rows of every data-parallel rank, cut into micro-batches: all that is decided on rank 0."""
+"""From groups of completions to the rows of every data-parallel rank, cut into micro-batches: all
+that is decided on rank 0."""
 
 import math
 from collections import Counter
@@ -8,13 +9,21 @@ from itertools import compress, groupby
 from typing import Literal, TypeVar
 
 from titan_grpo.algorithm.advantages import AdvantageOptions, Scored, step_advantages
-from titan_grpo.algorithm.balance import TokenCost, cut_packed, cut_padded, deal, padded_length, partition
-from titan_grpo.algorithm.microbatches import Layout, MicroBatch, Row, Rows, build, compact
+from titan_grpo.algorithm.balance import (
+    TokenCost,
+    cut_packed,
+    cut_padded,
+    deal,
+    padded_length,
+    partition,
+)
+from titan_grpo.algorithm.rows import Layout, MicroBatch, Row, Rows, build, compact
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.samples import Completion, Group, Prompt, sound_reward
 
 LOGPROB_RANGE = (-1e30, 1e-3)
-"""A log-probability outside this is not one: NaN, infinite, past float32, or positive by more than rounding."""
+"""A log-probability outside this is not one: NaN, infinite, past float32, or positive by more than
+rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +34,12 @@ class BatchOptions:
     """Rows times padded length of one micro-batch on one rank."""
 
     max_len: int
-    """Most tokens of prompt plus completion, and the greatest padded length (the model's sequence length)."""
+    """Most tokens of prompt plus completion, and the greatest padded length (the model's sequence
+    length)."""
 
     pad_id: int = 0
-    """Input token at padded positions; any valid one, attention is causal and padding is on the right."""
+    """Input token at padded positions; any valid one, attention is causal and padding is on the
+    right."""
 
     normalization: Literal["token", "sequence", "constant"] = "token"
     """Which weights the loss gets; see ``_row_weight``."""
@@ -40,10 +51,12 @@ class BatchOptions:
     """Optimizer steps that the groups are dealt to; each is normalised over its own rows."""
 
     constant: int = 0
-    """Tokens that every sequence is divided by when normalization = "constant" (rollout.max_completion_tokens)."""
+    """Tokens that every sequence is divided by when normalization = "constant"
+    (rollout.max_completion_tokens)."""
 
     pad_multiple: int = 8
-    """Padded lengths are multiples of this (fewer shapes, and divisible by the tensor-parallel degree)."""
+    """Padded lengths are multiples of this (fewer shapes, and divisible by the tensor-parallel
+    degree)."""
 
     cost: TokenCost = field(default_factory=TokenCost)
     """Work of a sequence, which ranks get equal shares of."""
@@ -66,13 +79,20 @@ class BatchOptions:
                 raise ConfigError(f"{name} must be greater than 0, got {getattr(self, name)}")
         if self.max_len > self.token_budget:
             raise ConfigError(
-                f"grpo.token_budget must hold one row of the greatest length, {self.max_len} tokens, got {self.token_budget}: "
-                "such a row would fit no micro-batch; raise the budget or lower training.seq_len"
+                f"grpo.token_budget must hold one row of the greatest length, {self.max_len}"
+                f" tokens, got {self.token_budget}: such a row would fit no micro-batch; raise the"
+                " budget or lower training.seq_len"
             )
         if self.normalization not in ("token", "sequence", "constant"):
-            raise ConfigError(f"grpo.loss_normalization must be token, sequence or constant, got {self.normalization!r}")
+            raise ConfigError(
+                "grpo.loss_normalization must be token, sequence or constant, got"
+                f" {self.normalization!r}"
+            )
         if self.normalization == "constant" and self.constant < 1:
-            raise ConfigError(f'the divisor of loss_normalization = "constant" must be greater than 0, got {self.constant}')
+            raise ConfigError(
+                'the divisor of loss_normalization = "constant" must be greater than 0, got'
+                f" {self.constant}"
+            )
 
     @property
     def layout(self) -> Layout:
@@ -82,11 +102,13 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work, decided: ``rows[rank]`` is that rank's share. Every rank has the same number of micro-batches."""
+    """One step's work, decided: ``rows[rank]`` is that rank's share. Every rank has the same number
+    of micro-batches."""
 
     rows: list[Rows]
     steps: tuple[int, ...]
-    """Micro-batches of each optimizer step, in order: the first ``steps[0]`` of every rank belong to the first, and so on."""
+    """Micro-batches of each optimizer step, in order: the first ``steps[0]`` of every rank belong
+    to the first, and so on."""
     sequences: int
     """Rows that are trained on."""
     tokens: int
@@ -100,8 +122,8 @@ class Batch:
     padded_tokens: int
     """Rows times padded length, over all micro-batches and ranks."""
     dropped: dict[str, int]
-    """Completions left out, by reason: too_long, empty_completion, empty_prompt, nothing_sampled, length_mismatch, bad_logprob,
-    bad_reward."""
+    """Completions left out, by reason: too_long, empty_completion, empty_prompt, nothing_sampled,
+    length_mismatch, bad_logprob, bad_reward."""
 
     @property
     def fill(self) -> float:
@@ -128,7 +150,8 @@ def defect(prompt: Prompt, completion: Completion) -> str:
         logprobs = list(compress(logprobs, completion.sampled))
         if not logprobs:
             return "nothing_sampled"
-    # The sum finds NaN, which min and max may step over; three passes in C, where a generator would take 5 times as long.
+    # The sum finds NaN, which min and max may step over; three passes in C, where a generator would
+    # take 5 times as long.
     least, most = min(logprobs), max(logprobs)
     if not (math.isfinite(sum(logprobs)) and LOGPROB_RANGE[0] < least and most < LOGPROB_RANGE[1]):
         return "bad_logprob"
@@ -136,20 +159,29 @@ def defect(prompt: Prompt, completion: Completion) -> str:
 
 
 def plan(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batch:
-    """Rows, advantages and weights of one step, balanced over ``num_ranks`` data-parallel ranks. Deterministic.
+    """Rows, advantages and weights of one step, balanced over ``num_ranks`` data-parallel ranks.
+    Deterministic.
 
-    A defective completion is left out, also of its group's mean; one with more than ``max_len`` tokens is
-    left out but its reward counts in that mean. Both are counted in ``Batch.dropped``. Ranks that run out
-    of rows get micro-batches without any, because every rank must run every collective.
+    A defective completion is left out, also of its group's mean; one with more than ``max_len``
+    tokens is left out but its reward counts in that mean. Both are counted in ``Batch.dropped``.
+    Ranks that run out of rows get micro-batches without any, because every rank must run every
+    collective.
 
     Raises DataError if no row is left.
     """
     rows, dropped = _rows(groups, options)
     if not rows:
-        raise DataError(f"no completion of this step can be trained on: {len(groups)} groups, dropped {dropped}")
-    parts = [[row for row in rows if row.group % options.num_minibatches == m] for m in range(options.num_minibatches)]
+        raise DataError(
+            f"no completion of this step can be trained on: {len(groups)} groups, dropped {dropped}"
+        )
+    parts = [
+        [row for row in rows if row.group % options.num_minibatches == m]
+        for m in range(options.num_minibatches)
+    ]
     dealt = [_deal(_weighted(part, options), num_ranks, options) for part in parts if part]
-    ranks = [[cut for minibatch in dealt for cut in minibatch.ranks[rank]] for rank in range(num_ranks)]
+    ranks = [
+        [cut for minibatch in dealt for cut in minibatch.ranks[rank]] for rank in range(num_ranks)
+    ]
     layout = options.layout
     shapes = [layout.shape([row.length for row in cut]) for cuts in ranks for cut in cuts]
     return Batch(
@@ -184,7 +216,11 @@ class _Dealt:
 
 def _deal(rows: Sequence[Row], num_ranks: int, options: BatchOptions) -> _Dealt:
     """The rows of one optimizer step."""
-    items = [[row] for row in rows] if options.split_groups else [list(g) for _, g in groupby(rows, lambda row: row.group)]
+    items = (
+        [[row] for row in rows]
+        if options.split_groups
+        else [list(g) for _, g in groupby(rows, lambda row: row.group)]
+    )
     costs = [sum(options.cost.of(row.length) for row in item) for item in items]
     dealt = deal(len(items), num_ranks)
     parts = partition(costs, num_ranks, options.equal_counts) if options.balance else dealt
@@ -198,13 +234,16 @@ def _deal(rows: Sequence[Row], num_ranks: int, options: BatchOptions) -> _Dealt:
 
 
 def _cuts(shares: Sequence[Sequence[Row]], options: BatchOptions) -> list[list[list[Row]]]:
-    """Rows of each micro-batch of each rank; all ranks have as many as the one that needs most, some of them empty."""
+    """Rows of each micro-batch of each rank; all ranks have as many as the one that needs most,
+    some of them empty."""
 
     def cut(share: Sequence[Row], at_least: int) -> list[list[int]]:
         lengths = [row.length for row in share]
         if options.pack:
             return cut_packed(lengths, options.token_budget, at_least)
-        padded = [padded_length(length, options.pad_multiple, options.max_len) for length in lengths]
+        padded = [
+            padded_length(length, options.pad_multiple, options.max_len) for length in lengths
+        ]
         return cut_padded(padded, options.token_budget, at_least)
 
     most = max(len(cut(share, 1)) for share in shares)
@@ -223,7 +262,9 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], di
     for group in groups:
         reasons = [defect(group.prompt, completion) for completion in group.completions]
         dropped.update(reason for reason in reasons if reason)
-        sound.append([c for c, reason in zip(group.completions, reasons, strict=True) if not reason])
+        sound.append(
+            [c for c, reason in zip(group.completions, reasons, strict=True) if not reason]
+        )
     scored = [[Scored(c.reward, c.num_sampled) for c in completions] for completions in sound]
     for number, advantages in enumerate(step_advantages(scored, options.advantage)):
         prompt = groups[number].prompt
@@ -231,21 +272,28 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], di
             if len(prompt.token_ids) + len(completion.token_ids) > options.max_len:
                 dropped["too_long"] += 1
             else:
-                rows.append(Row(number, prompt, completion, 0.0 if completion.zero_advantage else advantage))
+                rows.append(
+                    Row(number, prompt, completion, 0.0 if completion.zero_advantage else advantage)
+                )
     return rows, dict(dropped)
 
 
 def _weighted(rows: Sequence[Row], options: BatchOptions) -> list[Row]:
     """The rows of one optimizer step, each with its weight."""
     tokens = sum(row.completion.num_sampled for row in rows)
-    return [replace(row, weight=_row_weight(row.completion.num_sampled, len(rows), tokens, options)) for row in rows]
+    return [
+        replace(row, weight=_row_weight(row.completion.num_sampled, len(rows), tokens, options))
+        for row in rows
+    ]
 
 
 def _row_weight(length: int, sequences: int, tokens: int, options: BatchOptions) -> float:
-    """Weight of each of a row's ``length`` completion tokens, in a step of ``sequences`` rows and ``tokens`` tokens.
+    """Weight of each of a row's ``length`` completion tokens, in a step of ``sequences`` rows and
+    ``tokens`` tokens.
 
-    token: 1 / tokens (DAPO). sequence: 1 / (sequences * length) (GRPO). constant: 1 / (sequences * constant) (Dr.GRPO).
-    Example, rows of 1 and 3 tokens: token 1/4 each; sequence 1/2 and 1/6; constant 10: 1/20 each.
+    token: 1 / tokens (DAPO). sequence: 1 / (sequences * length) (GRPO). constant: 1 / (sequences *
+    constant) (Dr.GRPO). Example, rows of 1 and 3 tokens: token 1/4 each; sequence 1/2 and 1/6;
+    constant 10: 1/20 each.
     """
     if options.normalization == "token":
         return 1 / tokens

@@ -1,17 +1,22 @@
-"""The GRPO loss of one micro-batch, already normalised over the whole optimizer step: a sum of terms per token.
+"""The GRPO loss of one micro-batch, already normalised over the whole optimizer step: a sum of
+terms per token.
 
-    L = sum over tokens t of weights[t] * kept[t] * ( -is[t] * objective[t] + kl_beta * KL[t] + logit[t] - w_H * entropy[t] )
+    L = sum over tokens t of weights[t] * kept[t] * ( -is[t] * objective[t] + kl_beta * KL[t] +
+    logit[t] - w_H * entropy[t] )
 
-``weights`` carry the normalisation (see batch.py), so the loss of a step is the plain SUM over ranks and micro-batches, and
-ranks' gradients are summed, never averaged (torchtitan's FSDP divide factor is 1.0 already). docs/algorithm.md lists the terms.
+``weights`` carry the normalisation (see batch.py), so the loss of a step is the plain SUM over
+ranks and micro-batches, and ranks' gradients are summed, never averaged (torchtitan's FSDP divide
+factor is 1.0 already). docs/algorithm.md lists the terms.
 
-The proximal policy. In the first optimizer step of a batch the policy before the step and the policy that is differentiated
-are the same: unless ``old_logprobs`` is given, the proximal log-probabilities are the current ones, detached. The ratio then
-has the VALUE 1 everywhere: only its gradient matters, clipping never binds, and all the off-policy correction is in ``is``.
+The proximal policy. In the first optimizer step of a batch the policy before the step and the
+policy that is differentiated are the same: unless ``old_logprobs`` is given, the proximal
+log-probabilities are the current ones, detached. The ratio then has the VALUE 1 everywhere: only
+its gradient matters, clipping never binds, and all the off-policy correction is in ``is``.
 
-A micro-batch's tensors are [R, L]: ``labels``, ``weights``, ``rollout_logprobs``, ``advantages`` ([R] too), ``sequence``
-(int64, number of each token's sequence from 0 in the micro-batch, -1 is padding; without it each row is one sequence), and,
-where they are needed, ``staleness`` (versions) and ``on_policy`` (bool), both [R] too.
+A micro-batch's tensors are [R, L]: ``labels``, ``weights``, ``rollout_logprobs``, ``advantages``
+([R] too), ``sequence`` (int64, number of each token's sequence from 0 in the micro-batch, -1 is
+padding; without it each row is one sequence), and, where they are needed, ``staleness`` (versions)
+and ``on_policy`` (bool), both [R] too.
 """
 
 from dataclasses import dataclass
@@ -19,20 +24,29 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from titan_grpo.algorithm.correction import Correction, Weights, rollout_weights
-from titan_grpo.algorithm.kl import KLEstimator, kl_estimate
+from titan_grpo.algorithm.advantages import scaled_advantages
 from titan_grpo.algorithm.metrics import Metrics
-from titan_grpo.algorithm.microbatches import IGNORE_INDEX, MicroBatch
-from titan_grpo.algorithm.proximal import interpolated
-from titan_grpo.algorithm.ratios import cispo_objective, clipped_objective, policy_ratio
-from titan_grpo.algorithm.sequences import Spans, spans_of
-from titan_grpo.algorithm.shaping import scaled_advantages
+from titan_grpo.algorithm.objective import (
+    Correction,
+    KLEstimator,
+    Spans,
+    Weights,
+    cispo_objective,
+    clipped_objective,
+    interpolated,
+    kl_estimate,
+    policy_ratio,
+    rollout_weights,
+    spans_of,
+)
+from titan_grpo.algorithm.rows import IGNORE_INDEX, MicroBatch
 from titan_grpo.config_grpo import GRPO
 from titan_grpo.errors import ConfigError
 
 
 class LogitTerms(NamedTuple):
-    """What the loss needs of the whole distribution, each [R, L] with gradient; None where its weight is 0."""
+    """What the loss needs of the whole distribution, each [R, L] with gradient; None where its
+    weight is 0."""
 
     entropy: torch.Tensor | None = None
     """Nats, of the distribution at the sampling temperature (entropy.py)."""
@@ -92,13 +106,15 @@ def grpo_loss(
     old_logprobs: torch.Tensor | None = None,
     logit_terms: LogitTerms = LogitTerms(),  # noqa: B008 - immutable
 ) -> tuple[torch.Tensor, Metrics]:
-    """Loss (scalar with gradient) and metrics of one micro-batch; sum the losses, see metrics.py for the metrics.
+    """Loss (scalar with gradient) and metrics of one micro-batch; sum the losses, see metrics.py
+    for the metrics.
 
-    ``logprobs`` [R, L] are ``token_logprobs`` of the model, at the sampling temperature. ``batch`` is one of
-    ``build``'s, moved to the same device. ``ref_logprobs`` [R, L] belong to the reference model and are needed when
-    ``options.kl_beta`` > 0; ``old_logprobs`` [R, L] to the policy before the batch's first optimizer step. Only the policy
-    term is importance-weighted. An all-masked micro-batch gives a zero that still has a graph, so that every rank runs the
-    same backward collectives.
+    ``logprobs`` [R, L] are ``token_logprobs`` of the model, at the sampling temperature. ``batch``
+    is one of ``build``'s, moved to the same device. ``ref_logprobs`` [R, L] belong to the reference
+    model and are needed when ``options.kl_beta`` > 0; ``old_logprobs`` [R, L] to the policy before
+    the batch's first optimizer step. Only the policy term is importance-weighted. An all-masked
+    micro-batch gives a zero that still has a graph, so that every rank runs the same backward
+    collectives.
 
     Raises ConfigError when a weight is not 0 and what it weights is not given.
     """
@@ -130,20 +146,34 @@ def grpo_loss(
         metrics |= {"loss_sum": loss.detach().double()}
         metrics |= {f"{name}_loss_sum": value.detach().double() for name, value in sums.items()}
         metrics |= _on_policy_metrics(logprobs, batch, labelled)
-        looked_at = {"kl": kl, "entropy": logit_terms.entropy, "logit_square": logit_terms.mean_square}
+        looked_at = {
+            "kl": kl,
+            "entropy": logit_terms.entropy,
+            "logit_square": logit_terms.mean_square,
+        }
         metrics |= {
-            f"{n}_tokens_sum": v.masked_fill(~labelled, 0).sum().double() for n, v in looked_at.items() if v is not None
+            f"{n}_tokens_sum": v.masked_fill(~labelled, 0).sum().double()
+            for n, v in looked_at.items()
+            if v is not None
         }
     return loss, metrics
 
 
 def _require(s: LossSettings, ref_logprobs: torch.Tensor | None, given: LogitTerms) -> None:
     if s.kl_beta > 0 and ref_logprobs is None:
-        raise ConfigError(f"grpo.kl_beta = {s.kl_beta} needs a reference model's log-probabilities, got none")
+        raise ConfigError(
+            f"grpo.kl_beta = {s.kl_beta} needs a reference model's log-probabilities, got none"
+        )
     if s.entropy_weight and given.entropy is None:
-        raise ConfigError(f"grpo.entropy_loss_weight = {s.entropy_weight} needs the entropy of every token, got none")
+        raise ConfigError(
+            f"grpo.entropy_loss_weight = {s.entropy_weight} needs the entropy of every token, got"
+            " none"
+        )
     if s.logit_weight and given.mean_square is None:
-        raise ConfigError(f"grpo.logit_loss_weight = {s.logit_weight} needs the mean square of every token's logits, got none")
+        raise ConfigError(
+            f"grpo.logit_loss_weight = {s.logit_weight} needs the mean square of every token's"
+            " logits, got none"
+        )
 
 
 def _per_token(values: torch.Tensor) -> torch.Tensor:
@@ -152,13 +182,16 @@ def _per_token(values: torch.Tensor) -> torch.Tensor:
 
 
 def _likely(logprobs: torch.Tensor, least_probability: float) -> torch.Tensor:
-    """Tokens that ``onpolicy_logp_threshold`` keeps: p >= threshold; 0 and 1 keep all, as in the existing trainer."""
+    """Tokens that ``onpolicy_logp_threshold`` keeps: p >= threshold; 0 and 1 keep all, as in the
+    existing trainer."""
     if not 0 < least_probability < 1:
         return torch.ones_like(logprobs, dtype=torch.bool)
     return logprobs.detach().exp() >= least_probability
 
 
-def _proximal(logprobs: torch.Tensor, batch: MicroBatch, s: LossSettings, old_logprobs: torch.Tensor | None) -> torch.Tensor:
+def _proximal(
+    logprobs: torch.Tensor, batch: MicroBatch, s: LossSettings, old_logprobs: torch.Tensor | None
+) -> torch.Tensor:
     if old_logprobs is not None:
         return old_logprobs
     if s.proximal == "rollout":
@@ -168,14 +201,19 @@ def _proximal(logprobs: torch.Tensor, batch: MicroBatch, s: LossSettings, old_lo
     return logprobs
 
 
-def _objective(ratio: torch.Tensor, advantages: torch.Tensor, logprobs: torch.Tensor, s: LossSettings) -> torch.Tensor:
+def _objective(
+    ratio: torch.Tensor, advantages: torch.Tensor, logprobs: torch.Tensor, s: LossSettings
+) -> torch.Tensor:
     if s.objective == "cispo":
         return cispo_objective(ratio, advantages, logprobs, s.low, s.high)
     return clipped_objective(ratio, advantages, s.low, s.high)
 
 
-def _token_metrics(logprobs: torch.Tensor, rollout: torch.Tensor, labelled: torch.Tensor, spans: Spans) -> Metrics:
-    """Counts, and trainer against engine: gap is the absolute difference of the two log-probabilities, per token."""
+def _token_metrics(
+    logprobs: torch.Tensor, rollout: torch.Tensor, labelled: torch.Tensor, spans: Spans
+) -> Metrics:
+    """Counts, and trainer against engine: gap is the absolute difference of the two
+    log-probabilities, per token."""
     difference = (logprobs - rollout).masked_fill(~labelled, 0)
     gap = difference.abs()
     return {
@@ -189,10 +227,14 @@ def _token_metrics(logprobs: torch.Tensor, rollout: torch.Tensor, labelled: torc
     }
 
 
-def _on_policy_metrics(logprobs: torch.Tensor, batch: MicroBatch, labelled: torch.Tensor) -> Metrics:
-    """Trainer against engine on what the trainer's own version made (``batch["on_policy"]``, optional).
+def _on_policy_metrics(
+    logprobs: torch.Tensor, batch: MicroBatch, labelled: torch.Tensor
+) -> Metrics:
+    """Trainer against engine on what the trainer's own version made (``batch["on_policy"]``,
+    optional).
 
-    There the gap is arithmetic alone (types, kernels, a wrong sync); elsewhere it is also what the policy learnt since.
+    There the gap is arithmetic alone (types, kernels, a wrong sync); elsewhere it is also what the
+    policy learnt since.
     """
     own = batch.get("on_policy")
     if own is None:
@@ -207,12 +249,20 @@ def _on_policy_metrics(logprobs: torch.Tensor, batch: MicroBatch, labelled: torc
 
 
 def _ratio_metrics(
-    ratio: torch.Tensor, importance: Weights, advantages: torch.Tensor, spans: Spans, s: LossSettings
+    ratio: torch.Tensor,
+    importance: Weights,
+    advantages: torch.Tensor,
+    spans: Spans,
+    s: LossSettings,
 ) -> Metrics:
-    """Ratio and importance weight per token (a sequence's one counts for each of its tokens), and how often they were cut."""
+    """Ratio and importance weight per token (a sequence's one counts for each of its tokens), and
+    how often they were cut."""
     # CISPO bounds the ratio of every token, PPO only where the step would go further.
     either = torch.full_like(advantages, s.objective == "cispo", dtype=torch.bool)
-    below, above = (ratio < 1 - s.low) & (either | (advantages < 0)), (ratio > 1 + s.high) & (either | (advantages > 0))
+    below, above = (
+        (ratio < 1 - s.low) & (either | (advantages < 0)),
+        (ratio > 1 + s.high) & (either | (advantages > 0)),
+    )
     ratio, weight = ratio.masked_fill(~spans.mask, 0), importance.weight.masked_fill(~spans.mask, 0)
     return {
         "ratio_tokens_sum": ratio.sum().double(),

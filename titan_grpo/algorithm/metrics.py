@@ -1,10 +1,17 @@
 """How the loss's metrics are added up over micro-batches and ranks, and what they mean then.
 
-A name says how it is reduced: ``*_sum`` by addition, ``*_max`` by maximum. ``*_tokens_sum`` becomes a mean over
-completion tokens in ``summarize``. Values are float64 scalars on the loss's device: no host sync until the end.
-"""
+A name says how it is reduced: ``*_sum`` by addition, ``*_max`` by maximum. ``*_tokens_sum`` becomes
+a mean over completion tokens in ``summarize``. Values are float64 scalars on the loss's device: no
+host sync until the end.
+
+Whether an optimizer step may be taken: NaN, infinity, too large a gradient, rewards that say
+nothing. Pure.
+
+Every rank makes its own ``flags``; one all-reduce with MAX makes them the same everywhere, so that
+a step that is skipped on one rank is skipped on all."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,13 +26,20 @@ def accumulate(parts: Sequence[Mapping[str, torch.Tensor]]) -> Metrics:
         return {}
     for part in parts:
         if part.keys() != parts[0].keys():
-            raise ProtocolError(f"metrics of one step must have the same names, got {sorted(part.keys() ^ parts[0].keys())}")
+            raise ProtocolError(
+                "metrics of one step must have the same names, got"
+                f" {sorted(part.keys() ^ parts[0].keys())}"
+            )
     stacked = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
-    return {name: values.amax() if name.endswith("_max") else values.sum() for name, values in stacked.items()}
+    return {
+        name: values.amax() if name.endswith("_max") else values.sum()
+        for name, values in stacked.items()
+    }
 
 
 def pack(metrics: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sums, maxima): two float64 vectors, in sorted order of names, so that two all-reduces serve every metric."""
+    """(sums, maxima): two float64 vectors, in sorted order of names, so that two all-reduces serve
+    every metric."""
     sums = [metrics[name] for name in sorted(metrics) if not name.endswith("_max")]
     maxima = [metrics[name] for name in sorted(metrics) if name.endswith("_max")]
     device = next(iter(metrics.values())).device if metrics else None
@@ -43,10 +57,12 @@ def unpack(names: Sequence[str], sums: torch.Tensor, maxima: torch.Tensor) -> Me
 def summarize(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Plain numbers of one step from fully reduced metrics.
 
-    ``X_tokens_sum`` gives ``X`` as mean over completion tokens (0 without tokens), ``X_sum`` gives ``X`` as it is,
-    ``X_max`` stays. ``entropy_estimate`` is minus the mean log-probability: unbiased for on-policy tokens.
+    ``X_tokens_sum`` gives ``X`` as mean over completion tokens (0 without tokens), ``X_sum`` gives
+    ``X`` as it is, ``X_max`` stays. ``entropy_estimate`` is minus the mean log-probability:
+    unbiased for on-policy tokens.
 
-    Example: tokens_sum 4, logprob_gap_tokens_sum 0.2, logprob_gap_max 0.1 -> tokens 4.0, logprob_gap 0.05, logprob_gap_max 0.1.
+    Example: tokens_sum 4, logprob_gap_tokens_sum 0.2, logprob_gap_max 0.1 -> tokens 4.0,
+    logprob_gap 0.05, logprob_gap_max 0.1.
     """
     values = {name: float(value) for name, value in metrics.items()}
     tokens = max(values.get("tokens_sum", 0.0), 1.0)
@@ -59,3 +75,53 @@ def summarize(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
     if "logprob" in out:
         out["entropy_estimate"] = -out["logprob"]
     return out
+
+
+REASONS = (
+    "the loss is not finite",
+    "the gradient is not finite",
+    "the gradient norm is past grpo.grad_norm_limit",
+    "all rewards were equal for grpo.reward_collapse_steps steps in a row",
+)
+"""What each flag says."""
+
+
+def flags(
+    loss: torch.Tensor, grad_norm: torch.Tensor, grad_norm_limit: float, collapsed: bool
+) -> torch.Tensor:
+    """float32 [4] on the loss's device, 1 where REASONS holds on this rank. No host sync.
+
+    ``loss`` and ``grad_norm`` (before clipping) are scalars; ``grad_norm_limit`` 0 allows any.
+    """
+    norm = grad_norm.to(loss.device)
+    finite = torch.isfinite(norm)
+    too_large = (
+        finite & (norm > grad_norm_limit) if grad_norm_limit > 0 else torch.zeros_like(finite)
+    )
+    found = [~torch.isfinite(loss), ~finite, too_large, torch.full_like(finite, collapsed)]
+    return torch.stack([flag.reshape(()) for flag in found]).to(torch.float32)
+
+
+def reasons(reduced: Sequence[float]) -> tuple[str, ...]:
+    """What is wrong, from flags that are the same on every rank; empty if the step may be taken."""
+    return tuple(reason for flag, reason in zip(reduced, REASONS, strict=True) if flag > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Collapse:
+    """How long all rewards of a step have been equal."""
+
+    limit: int
+    """Steps in a row that count as collapse; 0: never."""
+
+    flat_steps: int = 0
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether the limit is reached."""
+        return 0 < self.limit <= self.flat_steps
+
+    def after(self, rewards: Sequence[float]) -> "Collapse":
+        """The count after one more step with these rewards; one that differs ends it."""
+        flat = not rewards or min(rewards) == max(rewards)
+        return replace(self, flat_steps=self.flat_steps + 1 if flat else 0)

@@ -1,4 +1,5 @@
-"""``titan-grpo config``: every key of titan_grpo's TOML sections, with type, default and meaning, as Markdown."""
+"""``titan-grpo config``: every key of titan_grpo's TOML sections, with type, default and meaning,
+as Markdown."""
 
 import ast
 import inspect
@@ -35,7 +36,11 @@ def keys(section: type) -> Iterator[Key]:
     assert isinstance(body, ast.ClassDef)
     instance = section()
     for field, doc in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, ast.Expr):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(doc, ast.Expr)
+        ):
             meaning = " ".join(str(ast.literal_eval(doc.value)).split())
             yield Key(
                 field.target.id,
@@ -48,8 +53,15 @@ def keys(section: type) -> Iterator[Key]:
 def page() -> str:
     """The whole page."""
     out = [HEADER]
-    for name, section in (("grpo", config.GRPO), ("rollout", config.Rollout), ("weight_sync", config.WeightSync)):
-        out.append(f"## [{name}]\n\n{inspect.getdoc(section)}\n\n| key | type | default | meaning |\n|---|---|---|---|")
+    for name, section in (
+        ("grpo", config.GRPO),
+        ("rollout", config.Rollout),
+        ("weight_sync", config.WeightSync),
+    ):
+        out.append(
+            f"## [{name}]\n\n{inspect.getdoc(section)}\n\n| key | type | default | meaning"
+            " |\n|---|---|---|---|"
+        )
         for key in keys(section):
             cells = (f"`{key.name}`", f"`{key.type}`", f"`{key.default}`", key.meaning)
             out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

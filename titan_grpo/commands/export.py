@@ -9,13 +9,32 @@ def parser() -> argparse.ArgumentParser:
     """Arguments of the command; the others are a job's, which say what model it is."""
     out = argparse.ArgumentParser(
         prog="titan-grpo export",
-        description="Write a checkpointed version as a Hugging Face directory: safetensors, configuration, tokenizer.",
-        epilog="Every other argument is read as a job's, at least: --job.config_file X.toml (the job that was trained).",
+        description=(
+            "Write a checkpointed version as a Hugging Face directory: safetensors, configuration,"
+            " tokenizer."
+        ),
+        epilog=(
+            "Every other argument is read as a job's, at least: --job.config_file X.toml (the job"
+            " that was trained)."
+        ),
     )
-    out.add_argument("--version", type=int, required=True, help="policy version: the number of optimizer steps")
-    out.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory to write")
-    out.add_argument("--checkpoint", type=Path, metavar="DIR", help="folder with step-N (default: where the job puts it)")
-    out.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="type (default: weight_sync.wire_dtype)")
+    out.add_argument(
+        "--version", type=int, required=True, help="policy version: the number of optimizer steps"
+    )
+    out.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="new directory to write"
+    )
+    out.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="folder with step-N (default: where the job puts it)",
+    )
+    out.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="type (default: weight_sync.wire_dtype)",
+    )
     return out
 
 
@@ -30,7 +49,9 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
     folder = args.checkpoint or Path(config.job.dump_folder) / config.checkpoint.folder
     dtype = args.dtype or config.weight_sync.wire_dtype
-    written = export.export_version(config, export.checkpoint_of(folder, args.version), args.out, dtype)
+    written = export.export_version(
+        config, export.checkpoint_of(folder, args.version), args.out, dtype
+    )
     size = f"{written.tensors} tensors, {written.nbytes} bytes in {written.shards} file(s), {dtype}"
     print(f"version {args.version}: {size} -> {args.out}")
     return 0

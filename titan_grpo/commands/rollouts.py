@@ -1,8 +1,10 @@
-"""``titan-grpo rollouts``: a service near the servers that makes the rollouts of a run whose trainer is elsewhere.
+"""``titan-grpo rollouts``: a service near the servers that makes the rollouts of a run whose
+trainer is elsewhere.
 
-The run names it with ``rollout.controller = "http://host:port"``. It serves one run at a time, the newest, and any number of
-them one after the other. It needs what a rollout process needs: the model's tokenizer, the task and its data at the paths that
-the run names, and the servers' API key in the same environment variable.
+The run names it with ``rollout.controller = "http://host:port"``. It serves one run at a time, the
+newest, and any number of them one after the other. It needs what a rollout process needs: the
+model's tokenizer, the task and its data at the paths that the run names, and the servers' API key
+in the same environment variable.
 """
 
 import argparse
@@ -19,27 +21,42 @@ KEY_VARIABLE = "TITAN_GRPO_CONTROLLER_KEY"
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="titan-grpo rollouts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--bind", default="127.0.0.1:8910", metavar="HOST:PORT", help="default 127.0.0.1:8910; port 0: any")
-    parser.add_argument(
-        "--key-env", default=KEY_VARIABLE, metavar="NAME", help=f"variable with the key trainers must show ({KEY_VARIABLE})"
+        prog="titan-grpo rollouts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--lease", type=float, default=60.0, metavar="SECONDS", help="a trainer silent for so long loses its session (60)"
+        "--bind",
+        default="127.0.0.1:8910",
+        metavar="HOST:PORT",
+        help="default 127.0.0.1:8910; port 0: any",
+    )
+    parser.add_argument(
+        "--key-env",
+        default=KEY_VARIABLE,
+        metavar="NAME",
+        help=f"variable with the key trainers must show ({KEY_VARIABLE})",
+    )
+    parser.add_argument(
+        "--lease",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="a trainer silent for so long loses its session (60)",
     )
     return parser
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Serve until SIGINT or SIGTERM. Raises ConfigError for an address that can not be bound, or needs a key."""
+    """Serve until SIGINT or SIGTERM. Raises ConfigError for an address that can not be bound, or
+    needs a key."""
     options = _parser().parse_args(argv)
     host, key = options.bind.rpartition(":")[0], env.get(options.key_env, "")
     if not key and not is_loopback(host):
         raise ConfigError(
-            f"--bind must be on loopback while {options.key_env} is empty, got {options.bind} (anybody who reaches it could "
-            "have this host make requests and run tasks); set it to a secret that the trainer has too "
-            "(rollout.controller_key_env)"
+            f"--bind must be on loopback while {options.key_env} is empty, got {options.bind}"
+            " (anybody who reaches it could have this host make requests and run tasks); set it to"
+            " a secret that the trainer has too (rollout.controller_key_env)"
         )
     if options.lease <= 0:
         raise ConfigError(f"--lease must be greater than 0, got {options.lease:g}")
@@ -48,6 +65,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     _say(f"serving at http://{service.address}, {'with' if key else 'without'} a key")
+    # no deadline: a service in the foreground; Ctrl-C or SIGTERM
     ended.wait()
     service.close()
     return 0

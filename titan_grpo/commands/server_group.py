@@ -17,11 +17,18 @@ Engine = Literal["vllm", "sglang"]
 class ServerGroup:
     """A context manager; ``urls`` are valid once ``wait_healthy`` returned."""
 
-    def __init__(self, pythons: Mapping[Engine, str], model: str, log_dir: Path, count: int, run_key: Key) -> None:
-        """``count`` servers of each engine; ``pythons``: its interpreter; ``run_key``: what their trainer must have."""
+    def __init__(
+        self, pythons: Mapping[Engine, str], model: str, log_dir: Path, count: int, run_key: Key
+    ) -> None:
+        """``count`` servers of each engine; ``pythons``: its interpreter; ``run_key``: what their
+        trainer must have."""
         self._specs = [
             ServerSpec(
-                python=python, model=model, log_path=str(log_dir / f"{engine}{index}.log"), engine=engine, run_key=run_key
+                python=python,
+                model=model,
+                log_path=str(log_dir / f"{engine}{index}.log"),
+                engine=engine,
+                run_key=run_key,
             )
             for engine, python in pythons.items()
             for index in range(count)
@@ -43,13 +50,25 @@ class ServerGroup:
         return self
 
     def wait_healthy(self, say: Callable[[str], None]) -> None:
-        """Until every server answers. Raises ServerUnreachable with the end of the log of one that does not."""
+        """Until every server answers. Raises ServerUnreachable with the end of the log of one that
+        does not."""
         began = time.monotonic()
         names = ", ".join(Path(spec.log_path).stem for spec in self._specs)
-        say(f"starting {names}, about a minute on two cores; logs in {Path(self._specs[0].log_path).parent}/*.log")
+        say(
+            f"starting {names}, about a minute on two cores; logs in"
+            f" {Path(self._specs[0].log_path).parent}/*.log"
+        )
         for server in self.servers:
             server.wait_healthy(STARTUP_S * len(self.servers))
-            say(f"{server.spec.engine} at {server.url} is healthy after {time.monotonic() - began:.0f} s")
+            say(
+                f"{server.spec.engine} at {server.url} is healthy after"
+                f" {time.monotonic() - began:.0f} s"
+            )
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stack.close()

@@ -1,4 +1,5 @@
-"""``titan-grpo servers``: show, add and remove the servers of a run that goes on, through the socket in its directory."""
+"""``titan-grpo servers``: show, add and remove the servers of a run that goes on, through the
+socket in its directory."""
 
 import argparse
 import json
@@ -8,7 +9,7 @@ from typing import Any
 
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.control_socket import ask
-from titan_grpo.titan.sources import server_url
+from titan_grpo.titan.server_urls import server_url
 
 COLUMNS = ("url", "standing", "held", "accepting", "in_flight", "last_error")
 
@@ -17,9 +18,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="titan-grpo servers", description=__doc__)
     commands = parser.add_subparsers(dest="do", required=True, metavar="add | remove | list")
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--run", default="outputs", help="directory of the run, its job.dump_folder (default outputs)")
-    add = commands.add_parser("add", parents=[common], help="a server joins: the newest version first, then rollouts")
-    remove = commands.add_parser("remove", parents=[common], help="a server leaves; its rollouts are made elsewhere")
+    common.add_argument(
+        "--run",
+        default="outputs",
+        help="directory of the run, its job.dump_folder (default outputs)",
+    )
+    add = commands.add_parser(
+        "add", parents=[common], help="a server joins: the newest version first, then rollouts"
+    )
+    remove = commands.add_parser(
+        "remove", parents=[common], help="a server leaves; its rollouts are made elsewhere"
+    )
     for each in (add, remove):
         each.add_argument("url", help="such as http://host:8000")
     listing = commands.add_parser("list", parents=[common], help="what every server holds")
@@ -36,7 +45,10 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """
     rows = [COLUMNS, *(tuple(_cell(line.get(name)) for name in COLUMNS) for line in lines)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def _cell(value: Any) -> str:

@@ -1,11 +1,11 @@
-"""``titan-grpo verify``: proves on this machine, with real processes, that servers serve exactly the trainer's weights.
+"""``titan-grpo verify``: proves on this machine, with real processes, that servers serve exactly
+the trainer's weights.
 
-With --faults instead: every fault of the matrix, or those named, injected into real trainers, lanes and servers of the engine.
-
-Three runs on one real server, vLLM or SGLang: asynchronous with live rollouts, which are recorded; then the recording again, in
-asynchronous and in synchronous mode. Asserted is that (1) at every committed version the server's bytes are the trainer's,
-(2) no request was answered by a mixture of versions, and versions never went backwards, (3) all runs made the same weights, bit
-for bit. Exit code 0: nothing is violated; 1: what is violated is named.
+Three runs on one real server, vLLM or SGLang: asynchronous with live rollouts, which are recorded;
+then the recording again, in asynchronous and in synchronous mode. Asserted is that (1) at every
+committed version the server's bytes are the trainer's, (2) no request was answered by a mixture of
+versions, and versions never went backwards, (3) all runs made the same weights, bit for bit. Exit
+code 0: nothing is violated; 1: what is violated is named.
 """
 
 import argparse
@@ -24,47 +24,76 @@ PLANTS = ("bytes", "mixed", "backwards", "modes")
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="titan-grpo verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="titan-grpo verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: CUDA with two or more GPUs")
-    parser.add_argument("--steps", type=int, default=6, help="training steps of each run (default 6)")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        choices=["auto", "cpu", "cuda"],
+        help="auto: CUDA with two or more GPUs",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=6, help="training steps of each run (default 6)"
+    )
     parser.add_argument("--nproc", type=int, default=2, help="trainer ranks (default 2)")
-    parser.add_argument("--out", default="", help="new directory for logs and evidence (default outputs/verify-<time>)")
+    parser.add_argument(
+        "--out",
+        default="",
+        help="new directory for logs and evidence (default outputs/verify-<time>)",
+    )
     parser.add_argument("--json", default="", metavar="PATH", help="also write the result as JSON")
-    # No mixture of experts: rounding in bf16 decides its routing, so log-probabilities do not tell its versions apart.
+    # No mixture of experts: rounding in bf16 decides its routing, so log-probabilities do not tell
+    # its versions apart.
     parser.add_argument("--model", default="qwen3", choices=["qwen3", "qwen3_untied", "llama3"])
-    parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang"], help="the server's software (default vllm)")
-    parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm/bin/python"), help="interpreter of vLLM's environment")
-    parser.add_argument("--sglang-python", default=str(ROOT / ".venv-sglang/bin/python"), help="interpreter of SGLang's")
-    parser.add_argument("--config", default=str(ROOT / "train_configs/verify_2gpu.toml"), help="TOML file of the runs")
-    parser.add_argument("--faults", default="", metavar="NAMES", help="all, or cases and patterns: receiver-kill@load,*@resume")
-    parser.add_argument("--deadline", type=float, default=3.0, help="--faults: a lane's deadline in seconds (default 3)")
-    parser.add_argument("--list", action="store_true", help="--faults: print the cases, and why there are no others, and end")
-    # engineless: for tests of the matrix itself; what passes for a user is a real engine.
-    parser.add_argument("--servers", default="real", choices=["real", "engineless"], help=argparse.SUPPRESS)
-    # The self-test, for tests/e2e/test_verify.py: plants violations for real, comma-separated; the run must then fail.
+    parser.add_argument(
+        "--engine",
+        default="vllm",
+        choices=["vllm", "sglang"],
+        help="the server's software (default vllm)",
+    )
+    parser.add_argument(
+        "--vllm-python",
+        default=str(ROOT / ".venv-vllm/bin/python"),
+        help="interpreter of vLLM's environment",
+    )
+    parser.add_argument(
+        "--sglang-python",
+        default=str(ROOT / ".venv-sglang/bin/python"),
+        help="interpreter of SGLang's",
+    )
+    parser.add_argument(
+        "--config",
+        default=str(ROOT / "train_configs/verify_2gpu.toml"),
+        help="TOML file of the runs",
+    )
+    # The self-test, for tests/e2e/test_verify.py: plants violations for real, comma-separated; the
+    # run must then fail.
     parser.add_argument("--plant", default="", help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args(argv)
     options.rest = rest
     options.plants = tuple(filter(None, options.plant.split(",")))
     if unknown := set(options.plants) - set(PLANTS):
-        raise ConfigError(f"--plant must name {', '.join(PLANTS)}, got {', '.join(sorted(unknown))}")
-    if options.steps < 3 or options.nproc < 1:
-        raise ConfigError(f"--steps must be 3 or more and --nproc 1 or more, got {options.steps} and {options.nproc}")
-    if options.faults and rest:
-        raise ConfigError(f"--faults takes no settings of a training run, got {' '.join(rest)}")
-    if options.deadline < 1:
-        raise ConfigError(f"--deadline must be 1 second or more, got {options.deadline:g}")
-    if options.servers == "engineless" and options.engine != "vllm":
-        raise ConfigError(f"--engine must be vllm with --servers engineless, got {options.engine}: they speak its routes only")
-    options.python = getattr(options, f"{options.engine}_python")
-    if options.servers == "real" and not Path(options.python).exists():
         raise ConfigError(
-            f"--{options.engine}-python must be an interpreter, {options.python} does not exist: run scripts/setup.sh"
+            f"--plant must name {', '.join(PLANTS)}, got {', '.join(sorted(unknown))}"
+        )
+    if options.steps < 3 or options.nproc < 1:
+        raise ConfigError(
+            f"--steps must be 3 or more and --nproc 1 or more, got {options.steps} and"
+            f" {options.nproc}"
+        )
+    options.python = getattr(options, f"{options.engine}_python")
+    if not Path(options.python).exists():
+        raise ConfigError(
+            f"--{options.engine}-python must be an interpreter, {options.python} does not exist:"
+            " run scripts/setup.sh"
         )
     out = Path(options.out or f"outputs/verify-{time.strftime('%Y%m%d-%H%M%S')}")
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"--out must be a new directory, {out} has files in it: remove it or name another")
+        raise ConfigError(
+            f"--out must be a new directory, {out} has files in it: remove it or name another"
+        )
     options.out = out
     return options
 
@@ -73,8 +102,6 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Run, judge, report. Every process is gone at the end, however it ends."""
     stop_on_sigterm()
     options = _arguments(argv)
-    if options.faults or options.list:
-        return _faults(options, env)
     # Imported here: --help and mistakes are answered before torch is loaded.
     from titan_grpo.commands.verify_runs import verify
     from titan_grpo.verify.outcome import table
@@ -93,15 +120,3 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     print(table(result))
     print(f"{result['seconds']:.0f} s; evidence and logs in {options.out}")
     return 0 if result["passed"] else 1
-
-
-def _faults(options: argparse.Namespace, env: Mapping[str, str]) -> int:
-    from titan_grpo.verify.faults.cases import listing, select
-
-    cases = select(options.faults or "all", options.engine)
-    if options.list:
-        print(listing(cases, options.engine))
-        return 0
-    from titan_grpo.commands.verify_faults import run
-
-    return run(options, cases, env)

@@ -1,19 +1,37 @@
-"""SGLang's HTTP interface (written for and run against 0.5.23) as pure functions: arguments in, Call out.
+"""SGLang's HTTP interface (written for and run against 0.5.23) as pure functions: arguments in,
+Call out.
 
-Calls with ``admin`` go to the routes that SGLang guards with its admin key; with one set, the API key is refused there, and the
-admin key everywhere else. ``/server_info`` answers with both keys in clear text: nothing of it may reach a message or a log.
-"""
+Calls with ``admin`` go to the routes that SGLang guards with its admin key; with one set, the API
+key is refused there, and the admin key everywhere else. ``/server_info`` answers with both keys in
+clear text: nothing of it may reach a message or a log.
+
+A lane's control plane of an SGLang server.
+
+How an SGLang server is started: command line, environment and the file with its keys, as data.
+Tested with SGLang 0.5.23."""
 
 import base64
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_grpo.engines.calls import Call, HttpRefused, ignore, want
-from titan_grpo.engines.sampling import Sampled, Sampling, logprob, salt, version_spans
-from titan_grpo.engines.streamed import INTERVAL, Piece, StreamedCall
-from titan_grpo.errors import ServerRefused
+from titan_grpo.engines.control import NOT_RECOMPUTED, StockRoutes
+from titan_grpo.engines.generation import (
+    INTERVAL,
+    Piece,
+    Sampled,
+    Sampling,
+    StreamedCall,
+    logprob,
+    salt,
+    version_spans,
+)
+from titan_grpo.engines.http import Call, HttpRefused, SyncDriver, ignore, want
+from titan_grpo.errors import ServerRefused, ServerUnreachable
+from titan_grpo.patches import sglang_cpu
+from titan_grpo.subprocesses import ServerSpec, few_threads, without_torchrun
 
 NAME = "sglang"
 GENERATE = "/generate"
@@ -33,9 +51,10 @@ class State:
 
 
 def health(timeout_s: float = 30.0) -> Call[None]:
-    """200 once the scheduler has said anything, at the earliest after a second. On a paused server it hangs, answers 503 after
-    20 s, and marks the server as unhealthy until the next one. With ``SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0``, which our
-    launcher sets, it is 503 until the server has warmed up, and 200 ever after.
+    """200 once the scheduler has said anything, at the earliest after a second. On a paused server
+    it hangs, answers 503 after 20 s, and marks the server as unhealthy until the next one. With
+    ``SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0``, which our launcher sets, it is 503 until the
+    server has warmed up, and 200 ever after.
     """
     return Call("GET", "/health", timeout_s, ignore)
 
@@ -46,17 +65,28 @@ def alive(timeout_s: float = 2.0) -> Call[None]:
 
 
 def label(timeout_s: float = 10.0) -> Call[str]:
-    """Label of the weights, as the HTTP process has it, which takes it over after the scheduler did.
+    """Label of the weights, as the HTTP process has it, which takes it over after the scheduler
+    did.
 
-    So it never runs ahead of the label that tokens are stamped with. (An update through SGLang's own routes with a
-    ``weight_version`` and a cache flush that fails leaves it behind that one.)
+    So it never runs ahead of the label that tokens are stamped with. (An update through SGLang's
+    own routes with a ``weight_version`` and a cache flush that fails leaves it behind that one.)
     """
-    return Call("GET", "/model_info", timeout_s, lambda a: str(want(a, "weight_version", str, "/model_info")))
+    return Call(
+        "GET",
+        "/model_info",
+        timeout_s,
+        lambda a: str(want(a, "weight_version", str, "/model_info")),
+    )
 
 
 def models(timeout_s: float = 10.0) -> Call[list[str]]:
     """Names of the served models."""
-    return Call("GET", "/v1/models", timeout_s, lambda a: [str(m["id"]) for m in want(a, "data", list, "/v1/models")])
+    return Call(
+        "GET",
+        "/v1/models",
+        timeout_s,
+        lambda a: [str(m["id"]) for m in want(a, "data", list, "/v1/models")],
+    )
 
 
 def world_size(timeout_s: float = 10.0) -> Call[int]:
@@ -65,7 +95,8 @@ def world_size(timeout_s: float = 10.0) -> Call[int]:
 
 
 def ready(timeout_s: float = 2.0) -> Call[None]:
-    """200 if nobody has paused the server; 503 if somebody has, or if the last health check met a pause."""
+    """200 if nobody has paused the server; 503 if somebody has, or if the last health check met a
+    pause."""
     return Call("GET", "/ready", timeout_s, ignore)
 
 
@@ -80,23 +111,33 @@ def hello(greeting: Mapping[str, Any], timeout_s: float) -> Call[None]:
 
 
 def pause(timeout_s: float, mode: str = "in_place") -> Call[None]:
-    """Stop generating. ``in_place`` freezes the running requests with their KV cache, ``retract`` puts them back into the queue
-    with their tokens and without it, also on a server that is paused already; new ones wait in all modes."""
+    """Stop generating. ``in_place`` freezes the running requests with their KV cache, ``retract``
+    puts them back into the queue with their tokens and without it, also on a server that is paused
+    already; new ones wait in all modes."""
     return Call("POST", "/pause_generation", timeout_s, ignore, json={"mode": mode}, admin=True)
 
 
 def flush_cache(timeout_s: float) -> Call[None]:
-    """Empty the prefix cache; 400 while any request holds KV. On a paused server those in the queue do not count."""
+    """Empty the prefix cache; 400 while any request holds KV. On a paused server those in the queue
+    do not count."""
     return Call("POST", "/flush_cache", timeout_s, ignore, admin=True)
 
 
 def resume(timeout_s: float) -> Call[None]:
     """Go on after pause."""
-    return Call("POST", "/continue_generation", timeout_s, ignore, json={"torch_empty_cache": False}, admin=True)
+    return Call(
+        "POST",
+        "/continue_generation",
+        timeout_s,
+        ignore,
+        json={"torch_empty_cache": False},
+        admin=True,
+    )
 
 
 def begin_weight_update(timeout_s: float) -> Call[None]:
-    """Open an update; an error while one is open. Without a pause it waits for all running requests, and holds up new ones."""
+    """Open an update; an error while one is open. Without a pause it waits for all running
+    requests, and holds up new ones."""
     return Call("POST", "/begin_weight_update", timeout_s, ignore, json={}, admin=True)
 
 
@@ -106,21 +147,28 @@ def end_weight_update(timeout_s: float) -> Call[None]:
 
 
 def update_weights(info: Mapping[str, Any], workers: int, timeout_s: float) -> Call[None]:
-    """Run our commit in every scheduler; returns when all of them are through. Needs a pause and an open update.
+    """Run our commit in every scheduler; returns when all of them are through. Needs a pause and an
+    open update.
 
-    The prefix cache is not flushed: SGLang can not while requests are paused, and says 400 although the weights are in.
-    Requests are kept apart by their cache keys instead (see ``generate``).
+    The prefix cache is not flushed: SGLang can not while requests are paused, and says 400 although
+    the weights are in. Requests are kept apart by their cache keys instead (see ``generate``).
     """
-    body = {"serialized_named_tensors": commit_payload(info, workers), "load_format": LOADER, "flush_cache": False}
+    body = {
+        "serialized_named_tensors": commit_payload(info, workers),
+        "load_format": LOADER,
+        "flush_cache": False,
+    }
     return Call("POST", "/update_weights_from_tensor", timeout_s, ignore, json=body, admin=True)
 
 
 def commit_payload(info: Mapping[str, Any], workers: int) -> list[str]:
-    """A commit in the form in which SGLang takes tensors: one base64 pickle per worker, of ``[(info as JSON, no tensor)]``.
+    """A commit in the form in which SGLang takes tensors: one base64 pickle per worker, of ``[(info
+    as JSON, no tensor)]``.
 
-    SGLang's unpickler lets few classes in, and calls ``.to(device)`` of whatever stands beside a name. A name may be any
-    text, so it carries the commit; beside it stands an empty uint8 tensor, written here by its opcodes (protocol 2) since this
-    side has no torch: a list, the text, ``torch.ByteTensor`` called with an empty tuple, both as a pair, appended.
+    SGLang's unpickler lets few classes in, and calls ``.to(device)`` of whatever stands beside a
+    name. A name may be any text, so it carries the commit; beside it stands an empty uint8 tensor,
+    written here by its opcodes (protocol 2) since this side has no torch: a list, the text,
+    ``torch.ByteTensor`` called with an empty tuple, both as a pair, appended.
     """
     text = json.dumps(dict(info)).encode()
     data = b"\x80\x02]X" + len(text).to_bytes(4, "little") + text + b"ctorch\nByteTensor\n)R\x86a."
@@ -128,18 +176,21 @@ def commit_payload(info: Mapping[str, Any], workers: int) -> list[str]:
 
 
 def update_weight_version(new_label: str, timeout_s: float) -> Call[None]:
-    """Set the label, of the scheduler first. SGLang aborts all requests unless it is told not to."""
+    """Set the label, of the scheduler first. SGLang aborts all requests unless it is told not
+    to."""
     body = {"new_version": new_label, "abort_all_requests": False}
     return Call("POST", "/update_weight_version", timeout_s, ignore, json=body, admin=True)
 
 
 def abort_all(timeout_s: float = 10.0) -> Call[None]:
-    """Abort all requests in flight; each is answered with 200, what it has, and the finish reason ``abort``."""
+    """Abort all requests in flight; each is answered with 200, what it has, and the finish reason
+    ``abort``."""
     return Call("POST", "/abort_request", timeout_s, ignore, json={"abort_all": True}, admin=True)
 
 
 def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> Call[Sampled]:
-    """Sample one continuation of a token-id prompt, with the log-probability and the version of each sampled token.
+    """Sample one continuation of a token-id prompt, with the log-probability and the version of
+    each sampled token.
 
     Everything that shapes the distribution is sent explicitly: left out, a server's ``--preferred-sampling-params`` apply. The
     seed has an effect only where the server runs with ``--enable-deterministic-inference``. ``extra_key`` names a part of the
@@ -170,19 +221,26 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
     return Call("POST", GENERATE, timeout_s, parse_sampled, json=body)
 
 
-def stream(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float, interval: int = INTERVAL) -> StreamedCall:
+def stream(
+    prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float, interval: int = INTERVAL
+) -> StreamedCall:
     """``generate`` with the answer in pieces. Each has all tokens so far, unless the server runs with
     ``--incremental-streaming-output``, as ours do."""
     call = generate(prompt_ids, sampling, timeout_s)
     parameters = {**call.json["sampling_params"], "stream_interval": interval}
-    return StreamedCall(replace(call, json={**call.json, "sampling_params": parameters, "stream": True}), parse_piece)
+    return StreamedCall(
+        replace(call, json={**call.json, "sampling_params": parameters, "stream": True}),
+        parse_piece,
+    )
 
 
 def parse_piece(event: Any) -> Piece:
-    """Read one event of a streamed answer, whichever of both kinds it is: it counts the tokens so far, so what it has are the
-    last of them. (A list of all tokens may have got longer than that before it was sent.)
+    """Read one event of a streamed answer, whichever of both kinds it is: it counts the tokens so
+    far, so what it has are the last of them. (A list of all tokens may have got longer than that
+    before it was sent.)
 
-    A status code at its end is what an unstreamed answer would be refused with. Raises HttpRefused for it.
+    A status code at its end is what an unstreamed answer would be refused with. Raises HttpRefused
+    for it.
     """
     meta = want(event, "meta_info", dict, GENERATE)
     ids = want(event, "output_ids", list, GENERATE)
@@ -195,16 +253,29 @@ def parse_piece(event: Any) -> Piece:
         raise HttpRefused(f"{GENERATE} broke its answer off: {str(reason)[:300]}", status)
     start = max(count - len(ids), 0)
     # An answer that ends in the queue has the one last token and the log-probabilities of all.
-    ids, entries = ids[: count - start], entries[start if len(entries) >= count else 0 :][: count - start]
+    ids, entries = (
+        ids[: count - start],
+        entries[start if len(entries) >= count else 0 :][: count - start],
+    )
     spans = version_spans(meta.get("weight_versions"), GENERATE)
-    return Piece(tuple(int(t) for t in ids), tuple(_first(e) for e in entries), ended, spans, _retractions(meta), start)
+    return Piece(
+        tuple(int(t) for t in ids),
+        tuple(_first(e) for e in entries),
+        ended,
+        spans,
+        _retractions(meta),
+        start,
+    )
 
 
-def score(token_ids: Sequence[int], timeout_s: float, cache_salt: str = "") -> Call[tuple[float, ...]]:
+def score(
+    token_ids: Sequence[int], timeout_s: float, cache_salt: str = ""
+) -> Call[tuple[float, ...]]:
     """Log-probabilities of a given sequence under the server's weights, at temperature 1.
 
-    Returns ``len(token_ids) - 1`` values: value i belongs to ``token_ids[i + 1]`` given ``token_ids[: i + 1]``. SGLang
-    computes the whole sequence for it, whatever its prefix cache holds; the salt keeps what it leaves there apart.
+    Returns ``len(token_ids) - 1`` values: value i belongs to ``token_ids[i + 1]`` given
+    ``token_ids[: i + 1]``. SGLang computes the whole sequence for it, whatever its prefix cache
+    holds; the salt keeps what it leaves there apart.
     """
     count = len(token_ids)
     body: dict[str, Any] = {
@@ -219,13 +290,20 @@ def score(token_ids: Sequence[int], timeout_s: float, cache_salt: str = "") -> C
 
 
 def parse_sampled(answer: Any) -> Sampled:
-    """Read one answer of /generate. Comparing lengths is the caller's: a mismatch is a sample to drop, not an outage."""
+    """Read one answer of /generate. Comparing lengths is the caller's: a mismatch is a sample to
+    drop, not an outage."""
     meta = want(answer, "meta_info", dict, GENERATE)
     ids = want(answer, "output_ids", list, GENERATE)
     entries = want(meta, "output_token_logprobs", list, GENERATE)
     reason = want(want(meta, "finish_reason", dict, GENERATE), "type", str, GENERATE)
     spans = version_spans(meta.get("weight_versions"), GENERATE)
-    return Sampled(tuple(int(t) for t in ids), tuple(_first(entry) for entry in entries), reason, spans, _retractions(meta))
+    return Sampled(
+        tuple(int(t) for t in ids),
+        tuple(_first(entry) for entry in entries),
+        reason,
+        spans,
+        _retractions(meta),
+    )
 
 
 def _retractions(meta: Mapping[str, Any]) -> int | None:
@@ -234,9 +312,13 @@ def _retractions(meta: Mapping[str, Any]) -> int | None:
 
 
 def _parse_scores(answer: Any, count: int) -> tuple[float, ...]:
-    entries = want(want(answer, "meta_info", dict, GENERATE), "input_token_logprobs", list, GENERATE)
+    entries = want(
+        want(answer, "meta_info", dict, GENERATE), "input_token_logprobs", list, GENERATE
+    )
     if len(entries) != count:
-        raise ServerRefused(f"{GENERATE} must give {count} log-probabilities of the prompt, got {len(entries)}")
+        raise ServerRefused(
+            f"{GENERATE} must give {count} log-probabilities of the prompt, got {len(entries)}"
+        )
     return tuple(_first(entry) for entry in entries[1:])
 
 
@@ -247,12 +329,257 @@ def _first(entry: Any) -> float:
 
 def _parse_state(answer: Any) -> State:
     paused = want(answer, "paused", bool, "/titan_grpo/state")
-    return State(paused, int(want(answer, "workers", int, "/titan_grpo/state")), str(answer.get("boot", "")))
+    return State(
+        paused, int(want(answer, "workers", int, "/titan_grpo/state")), str(answer.get("boot", ""))
+    )
 
 
 def _parse_world_size(answer: Any) -> int:
-    sizes = [answer.get(key) if isinstance(answer, Mapping) else None for key in ("tp_size", "pp_size")]
-    if not all(isinstance(size, int) for size in sizes):
+    named = answer if isinstance(answer, Mapping) else {}
+    tensor_parallel, pipeline_parallel = named.get("tp_size"), named.get("pp_size")
+    if not isinstance(tensor_parallel, int) or not isinstance(pipeline_parallel, int):
         # not ``want``: it shows the start of the answer, which has the keys in it
-        raise ServerRefused("/server_info must answer with tp_size and pp_size: another server or another version of it?")
-    return int(sizes[0] * sizes[1])
+        raise ServerRefused(
+            "/server_info must answer with tp_size and pp_size: another server or another version"
+            " of it?"
+        )
+    return tensor_parallel * pipeline_parallel
+
+
+LOOK_S = 10.0
+"""Longest deadline of a question, in seconds."""
+
+TOKEN_S = 4.0
+"""How long a server without our plugin gets to generate one token, which shows that it is not
+paused, in seconds. Less than the 20 s after which SGLang takes its own silence for illness."""
+
+ABSENT = (401, 404)
+"""Answers to a route of our plugin where the plugin is not: 404, or with both keys set 401, since
+SGLang guards routes that it does not have with the API key."""
+
+NO_PLUGIN = (
+    "install titan_grpo in the server's environment and start it with --custom-weight-loader"
+    f' {LOADER}, or set weight_sync.apply = "streamed"; or the admin key (rollout.admin_key_env)'
+    " is not the server's"
+)
+
+
+class SglangControl:
+    """SGLang >= 0.5.21 with our plugin."""
+
+    engine = NAME
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str,
+        admin_key: str,
+        deadline_s: float,
+        load_deadline_s: float | None = None,
+    ) -> None:
+        """``deadline_s``: of each call; ``load_deadline_s``: of ``load``, where that waits for a
+        transfer too."""
+        self._driver = SyncDriver(url, api_key, admin_key)
+        self._access = (url, api_key, admin_key)
+        self._deadline_s = deadline_s
+        self._load_deadline_s = load_deadline_s or deadline_s
+        self._boot: str | None = None
+        self.url = url
+
+    @property
+    def _look_s(self) -> float:
+        return min(LOOK_S, self._deadline_s)
+
+    def label(self) -> str:
+        return self._driver.run(label(self._look_s))
+
+    def stock(self) -> StockRoutes | None:
+        from titan_grpo.engines.sglang_stock import HttpStockRoutes
+
+        return None if self._state() is not None else HttpStockRoutes(*self._access)
+
+    def greet(self, greeting: Mapping[str, Any]) -> None:
+        try:
+            self._driver.run(hello(greeting, self._deadline_s))
+        except HttpRefused as error:
+            if error.status in ABSENT:
+                raise ServerRefused(f"{error}: {NO_PLUGIN}") from error
+            raise
+
+    def paused(self) -> bool:
+        """Where our plugin is not there to say it: whether a token can be had."""
+        state = self._state()
+        if state is not None:
+            return state.paused
+        if self._answers(ready(self._look_s), (404, 503)):
+            return False
+        # 503 also after a health check met a pause that is long over: only a token tells the two
+        # apart (a health check that generates does not: any message of the scheduler, such as the
+        # answer to a lane's call, makes it say yes)
+        try:
+            self._driver.run(generate([0], Sampling(1), min(TOKEN_S, self._deadline_s)))
+        except ServerUnreachable:
+            self._driver.run(alive(self._look_s))
+            return True
+        return False
+
+    def pause(self) -> None:
+        self._driver.run(pause(self._deadline_s))
+
+    def drop_kv(self) -> None:
+        """``retract`` is answered before it is done; that the cache could be flushed after it shows
+        that nobody holds KV."""
+        self._driver.run(pause(self._deadline_s, "retract"))
+        try:
+            self._driver.run(flush_cache(self._deadline_s))
+        except HttpRefused as error:
+            raise ServerRefused(
+                f"{error}: SGLang did not throw its KV cache away: {NOT_RECOMPUTED}"
+            ) from error
+
+    def load(self, info: Mapping[str, Any]) -> None:
+        state = self._state()
+        if state is None:
+            raise ServerRefused(
+                f"{self._driver.url}: there is no titan_grpo plugin to commit a version:"
+                f" {NO_PLUGIN}"
+            )
+        self._boot = state.boot
+        begin = begin_weight_update(self._deadline_s)
+        # 400: a lane that died between begin and end left its update open
+        if not self._answers(begin, (400,)):
+            self._driver.run(end_weight_update(self._deadline_s))
+            self._driver.run(begin)
+        self._driver.run(update_weights(info, state.workers, self._load_deadline_s))
+
+    def finish(self, label: str) -> None:
+        """A restarted server has no update to end. One that restarts between the two calls would
+        take the label, so it is asked once more; what it shows then is settled when its lane
+        connects again."""
+        self._driver.run(end_weight_update(self._deadline_s))
+        self.relabel(label)
+        boot, self._boot = self._boot, None
+        state = self._state() if boot is not None else None
+        if boot is not None and (state is None or state.boot != boot):
+            raise ServerRefused(
+                f"{self._driver.url} was restarted while a version was committed: it holds other"
+                " weights"
+            )
+
+    def relabel(self, label: str) -> None:
+        self._driver.run(update_weight_version(label, self._deadline_s))
+
+    def resume(self) -> None:
+        self._driver.run(resume(self._deadline_s))
+
+    def close(self) -> None:
+        self._driver.close()
+
+    def _state(self) -> State | None:
+        """What our plugin says; None if it is not there."""
+        try:
+            return self._driver.run(state(self._look_s))
+        except HttpRefused as error:
+            if error.status not in ABSENT:
+                raise
+            return None
+
+    def _answers(self, call: Call[None], refusals: tuple[int, ...]) -> bool:
+        """Whether a call is answered with yes; False for these refusals, any other is raised."""
+        try:
+            self._driver.run(call)
+        except HttpRefused as error:
+            if error.status not in refusals:
+                raise
+            return False
+        return True
+
+
+CPU_ARGUMENTS = (
+    # pure torch in every layer: PyPI has no compiled kernels for CPU
+    *(
+        "--device",
+        "cpu",
+        "--attention-backend",
+        "torch_native",
+        "--sampling-backend",
+        "pytorch",
+        "--grammar-backend",
+        "none",
+    ),
+    *(
+        "--disable-overlap-schedule",
+        "--cuda-graph-backend-decode",
+        "disabled",
+        "--cuda-graph-backend-prefill",
+        "disabled",
+    ),
+)
+
+
+def command(spec: ServerSpec, keys_path: str = "") -> list[str]:
+    """The server's command line. ``keys_path``: the file with what ``keys`` returns, where there
+    are keys."""
+    out = [
+        spec.python,
+        "-m",
+        "launch_server",
+        "--model-path",
+        spec.model,
+        "--host",
+        spec.host,
+        "--port",
+        str(spec.port),
+    ]
+    out += ["--dtype", spec.dtype, "--context-length", str(spec.max_model_len)]
+    out += ["--max-running-requests", str(spec.max_num_seqs), "--log-level-http", "warning"]
+    # An idle scheduler polls, which keeps a core busy; with this it waits for the next message (2 %
+    # of a core, not 90 %).
+    out += ["--sleep-on-idle"]
+    # Each piece of a streamed answer has what is new; without, it has all tokens so far, and their
+    # log-probabilities.
+    out += ["--incremental-streaming-output"]
+    if spec.tensor_parallel > 1:
+        out += ["--tp", str(spec.tensor_parallel)]
+    if spec.cpu:
+        # Without a bound it takes a part of the host's memory for the cache, and takes its time to
+        # fill it.
+        out += [*CPU_ARGUMENTS, "--max-total-tokens", str(spec.max_num_seqs * spec.max_model_len)]
+    if spec.weight_transfer:
+        out += ["--custom-weight-loader", LOADER]
+    if keys_path:
+        out += ["--config", keys_path]
+    return out + list(spec.args)
+
+
+def keys(spec: ServerSpec) -> str:
+    """What goes into a file that only we can read (SGLang knows no other way but the command line,
+    which everybody on the host can read); empty without keys. YAML, of which JSON is a part."""
+    found = {"api-key": spec.api_key, "admin-api-key": spec.admin_key}
+    present = {name: value for name, value in found.items() if value}
+    return json.dumps(present) if present else ""
+
+
+def environment(base: Mapping[str, str], spec: ServerSpec, cores: Sequence[int]) -> dict[str, str]:
+    """The server's environment but for the run key, made of ``base``. ``cores``: those that this
+    process may use."""
+    out = without_torchrun(base) | {"HF_HUB_OFFLINE": "1"}
+    # Otherwise /health generates a token: it would take its turn behind rollouts and call a paused
+    # server unhealthy, which then stays so. It answers 503 until the first tokens were generated
+    # either way.
+    out["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+    if spec.cpu:
+        out |= {"CUDA_VISIBLE_DEVICES": "", "SGLANG_USE_CPU_ENGINE": "1"}
+    if spec.shares_cores:
+        out |= few_threads(spec)
+    if spec.cpu and spec.tensor_parallel > 1:
+        # SGLang wants a NUMA node per rank, or to be told.
+        out["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+            str(cores[rank % len(cores)]) for rank in range(spec.tensor_parallel)
+        )
+    out |= dict(spec.env)
+    if spec.cpu:
+        out["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (sglang_cpu.directory(), out.get("PYTHONPATH", "")))
+        )
+    return out

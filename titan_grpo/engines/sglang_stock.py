@@ -1,12 +1,12 @@
-"""SGLang's own update of weights over a process group (0.5.21 to 0.5.23), for servers where nothing of ours is installed."""
+"""SGLang's own update of weights over a process group (0.5.21 to 0.5.23), for servers where nothing
+of ours is installed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from titan_grpo.engines import sglang
-from titan_grpo.engines.calls import Call, ignore, want
-from titan_grpo.engines.drivers import SyncDriver
+from titan_grpo.engines.http import Call, SyncDriver, ignore, want
 from titan_grpo.errors import ServerRefused
 
 NOT_RECEIVED = "Failed to receive weights"
@@ -15,7 +15,8 @@ NOT_RECEIVED = "Failed to receive weights"
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group of one transfer. Rank 0 is the trainer, the server's workers are 1 to ``size - 1``."""
+    """A process group of one transfer. Rank 0 is the trainer, the server's workers are 1 to ``size
+    - 1``."""
 
     name: str
     host: str
@@ -26,7 +27,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """What one broadcast carries, one after the other: tensors by name, dtype (torch's name without "torch."), and shape."""
+    """What one broadcast carries, one after the other: tensors by name, dtype (torch's name without
+    "torch."), and shape."""
 
     names: Sequence[str]
     dtypes: Sequence[str]
@@ -34,32 +36,51 @@ class Announced:
 
 
 def init_group(group: Group, timeout_s: float) -> Call[None]:
-    """Have the workers join; answers when all ranks are there. The scheduler stands still meanwhile."""
-    body: dict[str, Any] = {"master_address": group.host, "master_port": group.port, "rank_offset": 1}
+    """Have the workers join; answers when all ranks are there. The scheduler stands still
+    meanwhile."""
+    body: dict[str, Any] = {
+        "master_address": group.host,
+        "master_port": group.port,
+        "rank_offset": 1,
+    }
     body |= {"world_size": group.size, "group_name": group.name, "backend": group.backend}
     return Call("POST", "/init_weights_update_group", timeout_s, ignore, json=body, admin=True)
 
 
 def destroy_group(name: str, timeout_s: float) -> Call[None]:
-    """Leave the group; refused by a server that does not have it, as one that was restarted since."""
-    return Call("POST", "/destroy_weights_update_group", timeout_s, ignore, json={"group_name": name}, admin=True)
+    """Leave the group; refused by a server that does not have it, as one that was restarted
+    since."""
+    return Call(
+        "POST",
+        "/destroy_weights_update_group",
+        timeout_s,
+        ignore,
+        json={"group_name": name},
+        admin=True,
+    )
 
 
 def update(group: str, announced: Announced, timeout_s: float) -> Call[None]:
-    """Receive one broadcast of exactly the announced bytes, and load it. Needs a pause and an open update.
+    """Receive one broadcast of exactly the announced bytes, and load it. Needs a pause and an open
+    update.
 
-    The version is not set and the cache not flushed here: SGLang can not flush while requests are paused, and says 400 then
-    although the weights are in.
+    The version is not set and the cache not flushed here: SGLang can not flush while requests are
+    paused, and says 400 then although the weights are in.
     """
     body: dict[str, Any] = {"names": list(announced.names), "dtypes": list(announced.dtypes)}
     body |= {"shapes": [list(shape) for shape in announced.shapes], "group_name": group}
     body |= {"load_format": "flattened_bucket", "flush_cache": False, "abort_all_requests": False}
-    return Call("POST", "/update_weights_from_distributed", timeout_s, ignore, json=body, admin=True)
+    return Call(
+        "POST", "/update_weights_from_distributed", timeout_s, ignore, json=body, admin=True
+    )
 
 
 def parameter_names(timeout_s: float) -> Call[frozenset[str]]:
-    """Names of the model's parameters, as the checksums list them (SGLang has no other route that says them)."""
-    return Call("POST", "/weights_checker", timeout_s, _parse_names, json={"action": "checksum"}, admin=True)
+    """Names of the model's parameters, as the checksums list them (SGLang has no other route that
+    says them)."""
+    return Call(
+        "POST", "/weights_checker", timeout_s, _parse_names, json={"action": "checksum"}, admin=True
+    )
 
 
 def _parse_names(answer: Any) -> frozenset[str]:
@@ -67,31 +88,6 @@ def _parse_names(answer: Any) -> frozenset[str]:
     if not ranks:
         raise ServerRefused("/weights_checker must list at least one rank")
     return frozenset(str(name) for name in want(ranks[0], "checksums", dict, "/weights_checker"))
-
-
-class StockRoutes(Protocol):
-    """These routes of one server, for one thread beside the lane's control. Every method raises PeerError by its deadline."""
-
-    def workers(self, timeout_s: float) -> int:
-        """Tensor-parallel workers."""
-
-    def parameter_names(self, timeout_s: float) -> frozenset[str]:
-        """See the function."""
-
-    def init_group(self, group: Group, timeout_s: float) -> None:
-        """See the function."""
-
-    def destroy_group(self, name: str, timeout_s: float) -> None:
-        """See the function."""
-
-    def begin(self, timeout_s: float) -> None:
-        """Open an update; one that was left open is ended first."""
-
-    def update(self, group: str, announced: Announced, timeout_s: float) -> None:
-        """See the function."""
-
-    def close(self) -> None:
-        """Close the connections. Idempotent."""
 
 
 class HttpStockRoutes:

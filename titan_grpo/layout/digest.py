@@ -1,10 +1,16 @@
-"""Hashes of an image's blocks, and the fingerprint of a whole version. No torch."""
+"""Hashes of an image's blocks, and the fingerprint of a whole version. No torch.
+
+The content of tensors as digests by name: knows no image, no offsets and no blocks, on purpose.
+
+A verification compares two ends through it, so that a mistake in the layout can not make both ends
+agree."""
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
 import xxhash
 from blake3 import blake3
 
@@ -15,10 +21,12 @@ BLOCK_HASHES: dict[str, Callable[[memoryview], bytes]] = {
     "xxh3": lambda block: xxhash.xxh3_128_digest(block),
     "blake3": lambda block: blake3(block).digest(),
 }
-"""Algorithm name to hash of one block: xxh3 is 16 bytes and the fastest, blake3 is 32 bytes and cryptographic."""
+"""Algorithm name to hash of one block: xxh3 is 16 bytes and the fastest, blake3 is 32 bytes and
+cryptographic."""
 
 KEYED = "blake3"
-"""The algorithm that takes a key. Without that key nobody can make a block and a digest that fit each other."""
+"""The algorithm that takes a key. Without that key nobody can make a block and a digest that fit
+each other."""
 
 HASH_THREADS = min(4, os.cpu_count() or 1)
 
@@ -30,7 +38,10 @@ def digest_block(block: memoryview, algorithm: str, key: bytes | None = None) ->
     """
     if key is not None:
         if algorithm != KEYED:
-            raise ConfigError(f"with a run key the blocks' digests must be {KEYED}, got {algorithm!r}: others take no key")
+            raise ConfigError(
+                f"with a run key the blocks' digests must be {KEYED}, got {algorithm!r}: others"
+                " take no key"
+            )
         return blake3(block, key=key).digest()
     try:
         hash_block = BLOCK_HASHES[algorithm]
@@ -41,31 +52,44 @@ def digest_block(block: memoryview, algorithm: str, key: bytes | None = None) ->
 
 
 class BlockHasher:
-    """Hashes an image's blocks on threads of its own, which release the GIL: while later blocks still arrive, if wanted.
+    """Hashes an image's blocks on threads of its own, which release the GIL: while later blocks
+    still arrive, if wanted.
 
-    A context manager; leaving it waits for the hashes that were begun. ``HASH_THREADS`` bounds what it takes from the
-    host: a hash is limited by the memory's bandwidth, which few cores use up.
+    A context manager; leaving it waits for the hashes that were begun. ``HASH_THREADS`` bounds what
+    it takes from the host: a hash is limited by the memory's bandwidth, which few cores use up.
     """
 
-    def __init__(self, buffer: memoryview, manifest: Manifest, algorithm: str, key: bytes | None = None) -> None:
-        """``buffer`` is the image, uint8, ``manifest.total_bytes`` long; ``key`` as in digest_block."""
+    def __init__(
+        self, buffer: memoryview, manifest: Manifest, algorithm: str, key: bytes | None = None
+    ) -> None:
+        """``buffer`` is the image, uint8, ``manifest.total_bytes`` long; ``key`` as in
+        digest_block."""
         if buffer.nbytes != manifest.total_bytes:
-            raise ValueError(f"the buffer must have the manifest's {manifest.total_bytes} bytes, got {buffer.nbytes}")
+            raise ValueError(
+                f"the buffer must have the manifest's {manifest.total_bytes} bytes, got"
+                f" {buffer.nbytes}"
+            )
         self._buffer, self._manifest, self._algorithm, self._key = buffer, manifest, algorithm, key
         self._pool = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash")
         self._begun: list[Future[bytes]] = []
 
     def arrived(self, stop: int) -> None:
-        """The image's first ``stop`` bytes are there: begin the hashes of all blocks that end by then. Does not wait."""
+        """The image's first ``stop`` bytes are there: begin the hashes of all blocks that end by
+        then. Does not wait."""
         while len(self._begun) < self._manifest.num_blocks:
             first, last = self._manifest.block(len(self._begun))
             if last > stop:
                 break
-            self._begun.append(self._pool.submit(digest_block, self._buffer[first:last], self._algorithm, self._key))
+            self._begun.append(
+                self._pool.submit(
+                    digest_block, self._buffer[first:last], self._algorithm, self._key
+                )
+            )
 
     def digests(self) -> tuple[bytes, ...]:
         """Hashes of all blocks, in order; begins and waits for what is left."""
         self.arrived(self._manifest.total_bytes)
+        # no deadline: hashing of memory: arithmetic, in threads that wait for nobody
         return tuple(future.result() for future in self._begun)
 
     def __enter__(self) -> "BlockHasher":
@@ -75,16 +99,21 @@ class BlockHasher:
         self._pool.shutdown(cancel_futures=True)
 
 
-def block_digests(buffer: memoryview, manifest: Manifest, algorithm: str, key: bytes | None = None) -> tuple[bytes, ...]:
-    """Hash of every block of an image, in order. ``buffer`` is the image, uint8, ``manifest.total_bytes`` long."""
+def block_digests(
+    buffer: memoryview, manifest: Manifest, algorithm: str, key: bytes | None = None
+) -> tuple[bytes, ...]:
+    """Hash of every block of an image, in order. ``buffer`` is the image, uint8,
+    ``manifest.total_bytes`` long."""
     with BlockHasher(buffer, manifest, algorithm, key) as hasher:
         return hasher.digests()
 
 
 def fingerprint(manifest_digest: str, digests: Iterable[bytes]) -> str:
-    """32 hex characters that name the content of a version: the layout and every block's hash, in order.
+    """32 hex characters that name the content of a version: the layout and every block's hash, in
+    order.
 
-    Over keyed hashes it is keyed by them: nobody else can make blocks that fit a fingerprint, or a fingerprint that fits.
+    Over keyed hashes it is keyed by them: nobody else can make blocks that fit a fingerprint, or a
+    fingerprint that fits.
     """
     state = hashlib.blake2b(manifest_digest.encode(), digest_size=16)
     for digest in digests:
@@ -99,3 +128,20 @@ def first_difference(expected: Sequence[bytes], found: Sequence[bytes]) -> int |
         if a != b:
             return index
     return None if len(expected) == len(found) else min(len(expected), len(found))
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """32 hex characters over dtype, shape and the row-major bytes; the tensor may be on any device,
+    and not contiguous."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    state = hashlib.blake2b(f"{dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
+    flat = tensor.detach().cpu().contiguous().flatten()
+    state.update(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+    return state.hexdigest()
+
+
+def content_digest(tensors: Mapping[str, str]) -> str:
+    """32 hex characters over the digests of all tensors (name -> tensor_digest), whatever their
+    order."""
+    text = "\n".join(f"{name} {tensors[name]}" for name in sorted(tensors))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

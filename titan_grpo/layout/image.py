@@ -1,20 +1,98 @@
-"""The bytes of one version in memory that several processes of one host share.
+"""How much memory this process may still take: the machine's and the container's limit. Standard
+library only.
 
-A memfd and not a file in /dev/shm: it is not limited by that mount's size (64 MB in many containers), it has no name
-that could collide, and it vanishes with the last process that holds it, so that a killed run leaks nothing.
-"""
+The bytes of one version in memory that several processes of one host share.
+
+A memfd and not a file in /dev/shm: it is not limited by that mount's size (64 MB in many
+containers), it has no name that could collide, and it vanishes with the last process that holds it,
+so that a killed run leaks nothing."""
 
 import fcntl
 import mmap
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from titan_grpo.errors import ProtocolError, SyncError
-from titan_grpo.layout.memory import available_memory, require_memory
+from titan_grpo.errors import ConfigError, ProtocolError, SyncError
+
+CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Per cgroup version (v2, v1): limit file, usage file, and the line of memory.stat that can be
+reclaimed at once."""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""  # that file does not exist under this kernel or cgroup version
+
+
+def _table(text: str) -> dict[str, int]:
+    """Lines "key[:] number ..." to a dict."""
+    rows = (line.replace(":", " ").split() for line in text.splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _cgroup_folders(proc: Path, cgroup: Path) -> list[Path]:
+    """Every folder whose limit binds this process, from its own cgroup up to the mount's root."""
+    folders = [cgroup, cgroup / "memory"]  # a container often mounts its own cgroup as the root
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = cgroup / controllers
+        parts = [part for part in path.split("/") if part and part != ".."]
+        folders += [root.joinpath(*parts[:depth]) for depth in range(1, len(parts) + 1)]
+    return folders
+
+
+def _cgroup_room(folder: Path) -> list[int]:
+    room = []
+    for limit_file, usage_file, reclaimable in CGROUP_FILES:
+        limit, usage = _read(folder / limit_file).strip(), _read(folder / usage_file).strip()
+        if limit.isdigit() and usage.isdigit():
+            cache = _table(_read(folder / "memory.stat")).get(reclaimable, 0)
+            room.append(int(limit) - int(usage) + cache)
+    return room
+
+
+def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that can be allocated without swapping or being killed: the least of MemAvailable and
+    all cgroup limits."""
+    available = _table(_read(proc / "meminfo")).get("MemAvailable")
+    rooms = [] if available is None else [available * 1024]
+    for folder in _cgroup_folders(proc, cgroup):
+        rooms += _cgroup_room(folder)
+    if not rooms:
+        raise ConfigError(
+            f"the available memory could not be read under {proc} or {cgroup}: titan_grpo needs"
+            " Linux"
+        )
+    return max(0, min(rooms))
+
+
+def require_memory(nbytes: int, what: str, available: int | None = None) -> None:
+    """Raise ConfigError if ``nbytes`` for ``what`` are not available now (``available``: measured
+    unless given).
+
+    Before the run, because a page that can not be backed later is a SIGBUS or the kernel's OOM
+    killer in mid-step.
+    """
+    have = available_memory() if available is None else available
+    if nbytes > have:
+        raise ConfigError(
+            f"{what} needs {nbytes} bytes of host memory ({nbytes / 2**30:.2f} GiB), available are"
+            f" {have} ({have / 2**30:.2f} GiB): the run would be killed when it fills them; use"
+            " fewer weight_sync.slots, or a machine or container with more memory"
+        )
+
 
 __all__ = ["ImageAddress", "SharedImage", "available_memory", "require_memory"]
 
@@ -45,25 +123,31 @@ class ImageAddress:
 
 
 class SharedImage:
-    """One image: mapped, shared, of fixed size. Made by ``create`` in one process, opened by ``attach`` in others."""
+    """One image: mapped, shared, of fixed size. Made by ``create`` in one process, opened by
+    ``attach`` in others."""
 
     def __init__(self, fd: int, address: ImageAddress, owner: bool) -> None:
         """Map an open memfd; use ``create`` or ``attach`` instead. Takes the descriptor over."""
         self.address = address
         self._map: mmap.mmap | None = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED)
-        # populated at once: page by page, the faults would make the first copy several times as long as the later ones;
-        # for reading, which is enough (the pages exist, so no write fault follows) and half as long as MAP_POPULATE
+        # populated at once: page by page, the faults would make the first copy several times as
+        # long as the later ones; for reading, which is enough (the pages exist, so no write fault
+        # follows) and half as long as MAP_POPULATE
         with suppress(OSError):  # a kernel before 5.14, which faults page by page
             self._map.madvise(MADV_POPULATE_READ)
         self._fd: int | None = fd if owner else None
         if not owner:
-            os.close(fd)  # the mapping keeps the memory; only the owner's descriptor is opened by others
+            os.close(
+                fd
+            )  # the mapping keeps the memory; only the owner's descriptor is opened by others
 
     @classmethod
     def create(cls, nbytes: int, label: str) -> "SharedImage":
-        """Allocate a zeroed image. ``label`` is what /proc shows. Raises ConfigError if the memory is not there.
+        """Allocate a zeroed image. ``label`` is what /proc shows. Raises ConfigError if the memory
+        is not there.
 
-        The pages are reserved at once: without that a full machine shows as a SIGBUS in the middle of a step.
+        The pages are reserved at once: without that a full machine shows as a SIGBUS in the middle
+        of a step.
         """
         if nbytes < 1:
             raise ValueError(f"an image must have 1 byte or more, got {nbytes}")
@@ -80,21 +164,24 @@ class SharedImage:
 
     @classmethod
     def attach(cls, address: ImageAddress) -> "SharedImage":
-        """Map another process's image. Raises SyncError if that process or that image is gone, or may not be read."""
+        """Map another process's image. Raises SyncError if that process or that image is gone, or
+        may not be read."""
         path = f"/proc/{address.pid}/fd/{address.fd}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise SyncError(
-                f"the weight image of process {address.pid} could not be opened ({error}): its process ended, or runs as "
-                "another user or in another pid namespace; run both as one user in one container"
+                f"the weight image of process {address.pid} could not be opened ({error}): its"
+                " process ended, or runs as another user or in another pid namespace; run both as"
+                " one user in one container"
             ) from error
         found = os.fstat(fd)
         if (found.st_ino, found.st_size) != (address.inode, address.nbytes):
             os.close(fd)
             raise SyncError(
-                f"the weight image of process {address.pid} must be inode {address.inode} with {address.nbytes} bytes, "
-                f"got inode {found.st_ino} with {found.st_size}: it was replaced; ask its owner for the new address"
+                f"the weight image of process {address.pid} must be inode {address.inode} with"
+                f" {address.nbytes} bytes, got inode {found.st_ino} with {found.st_size}: it was"
+                " replaced; ask its owner for the new address"
             )
         return cls(fd, address, owner=False)
 
@@ -106,7 +193,8 @@ class SharedImage:
 
     @property
     def buffer(self) -> memoryview:
-        """The image as writable bytes, uint8[nbytes]. Each call gives a new view of the same memory."""
+        """The image as writable bytes, uint8[nbytes]. Each call gives a new view of the same
+        memory."""
         return memoryview(self._open_map)
 
     def tensor(self) -> torch.Tensor:
@@ -114,8 +202,11 @@ class SharedImage:
         return torch.frombuffer(self.buffer, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Let go of the image; idempotent. Views and tensors that are still held stay valid: the last one unmaps it."""
-        self._map = None  # not mmap.close(): torch does not hold a buffer export, so that would pull the pages from a tensor
+        """Let go of the image; idempotent. Views and tensors that are still held stay valid: the
+        last one unmaps it."""
+        # not mmap.close(): torch does not hold a buffer export, so that would pull the pages from a
+        # tensor
+        self._map = None
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

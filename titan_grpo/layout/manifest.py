@@ -1,12 +1,17 @@
-"""What lies where in a version image: HF names, dtypes, shapes, byte offsets. Standard library only.
+"""What lies where in a version image: HF names, dtypes, shapes, byte offsets. Standard library
+only.
 
-A manifest is made once at the start of a run, is identical on every rank and is sent to every receiver, so that an
-extent of bytes means the same tensor rows everywhere.
-"""
+A manifest is made once at the start of a run, is identical on every rank and is sent to every
+receiver, so that an extent of bytes means the same tensor rows everywhere.
+
+What a stock server's own update route demands of a manifest: buckets that it can unpack, and names
+that it knows. Pure."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -15,7 +20,8 @@ from typing import Any
 from titan_grpo.errors import ConfigError, DataError
 
 ALIGNMENT = 256
-"""Bytes to which every tensor's offset and the total are rounded: enough for any device's vector loads and copies."""
+"""Bytes to which every tensor's offset and the total are rounded: enough for any device's vector
+loads and copies."""
 
 ITEM_BYTES = {
     "bfloat16": 2,
@@ -31,7 +37,8 @@ ITEM_BYTES = {
     "int64": 8,
     "bool": 1,
 }
-"""Bytes per element of the dtypes an image can hold; names are torch's without the "torch." in front."""
+"""Bytes per element of the dtypes an image can hold; names are torch's without the "torch." in
+front."""
 
 FORMAT = 1
 """Number of this JSON layout; a receiver with another one refuses the manifest."""
@@ -61,18 +68,22 @@ class TensorSpec:
 class Manifest:
     """Ordered tensors of an image, and the size of the blocks that are hashed and sent.
 
-    Worked example: ``build([("a", "bfloat16", (3, 5)), ("b", "float32", (2,))], 4096)`` puts ``a`` (30 bytes) at 0 and
-    ``b`` (8 bytes) at 256; ``total_bytes`` is 512 and there is one block, ``block(0) == (0, 512)``.
+    Worked example: ``build([("a", "bfloat16", (3, 5)), ("b", "float32", (2,))], 4096)`` puts ``a``
+    (30 bytes) at 0 and ``b`` (8 bytes) at 256; ``total_bytes`` is 512 and there is one block,
+    ``block(0) == (0, 512)``.
     """
 
     tensors: tuple[TensorSpec, ...]
     block_bytes: int
 
     @classmethod
-    def build(cls, entries: Iterable[tuple[str, str, Sequence[int]]], block_bytes: int) -> "Manifest":
+    def build(
+        cls, entries: Iterable[tuple[str, str, Sequence[int]]], block_bytes: int
+    ) -> "Manifest":
         """Lay out ``(name, dtype, shape)`` one after the other, each aligned to ALIGNMENT.
 
-        Raises ConfigError for no tensors, a name twice, an unknown dtype, an empty shape or a block size below 1.
+        Raises ConfigError for no tensors, a name twice, an unknown dtype, an empty shape or a block
+        size below 1.
         """
         if block_bytes < 1:
             raise ConfigError(f"weight_sync.block_bytes must be 1 or greater, got {block_bytes}")
@@ -86,7 +97,8 @@ class Manifest:
             offset += align(specs[-1].nbytes)
         if not specs:
             raise ConfigError(
-                "a manifest needs at least one tensor, got none: nothing would be synced; check the model's adapter"
+                "a manifest needs at least one tensor, got none: nothing would be synced; check the"
+                " model's adapter"
             )
         return cls(tuple(specs), block_bytes)
 
@@ -102,7 +114,8 @@ class Manifest:
         return -(-self.total_bytes // self.block_bytes)
 
     def block(self, index: int) -> tuple[int, int]:
-        """Byte range ``[start, stop)`` of block ``index``; IndexError outside ``0 <= index < num_blocks``."""
+        """Byte range ``[start, stop)`` of block ``index``; IndexError outside ``0 <= index <
+        num_blocks``."""
         if not 0 <= index < self.num_blocks:
             raise IndexError(f"block must be in [0, {self.num_blocks}), got {index}")
         start = index * self.block_bytes
@@ -110,7 +123,8 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex characters over the canonical JSON: equal digests mean the same names, dtypes, shapes and offsets."""
+        """32 hex characters over the canonical JSON: equal digests mean the same names, dtypes,
+        shapes and offsets."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
     @cached_property
@@ -129,25 +143,35 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """Read to_json() back. Raises DataError if it is not one, or if its offsets are not the ones build() gives."""
+        """Read to_json() back. Raises DataError if it is not one, or if its offsets are not the
+        ones build() gives."""
         record = _parse(text)
         try:
             offsets = [int(offset) for _, _, _, offset in record["tensors"]]
-            entries = [(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape, _ in record["tensors"]]
+            entries = [
+                (str(name), str(dtype), tuple(map(int, shape)))
+                for name, dtype, shape, _ in record["tensors"]
+            ]
             manifest = cls.build(entries, int(record["block_bytes"]))
         except (TypeError, ValueError, ConfigError) as error:
-            raise DataError(f"a manifest must list [name, dtype, shape, offset] rows: {error}; refused") from error
+            raise DataError(
+                f"a manifest must list [name, dtype, shape, offset] rows: {error}; refused"
+            ) from error
         for spec, offset in zip(manifest.tensors, offsets, strict=True):
             if spec.offset != offset:
                 raise DataError(
-                    f"manifest offset of {spec.name} must be {spec.offset}, got {offset}: bytes would land in other rows"
+                    f"manifest offset of {spec.name} must be {spec.offset}, got {offset}: bytes"
+                    " would land in other rows"
                 )
         return manifest
 
 
 def _check_entry(name: str, dtype: str, shape: tuple[int, ...], seen: set[str]) -> None:
     if name in seen:
-        raise ConfigError(f"tensor names must be unique in a manifest, got {name!r} twice: one would overwrite the other")
+        raise ConfigError(
+            f"tensor names must be unique in a manifest, got {name!r} twice: one would overwrite"
+            " the other"
+        )
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype of {name} must be one of {', '.join(ITEM_BYTES)}, got {dtype!r}")
     if any(size < 1 for size in shape):
@@ -160,7 +184,100 @@ def _parse(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"a manifest must be JSON: {error}; refused") from error
     if not isinstance(record, dict) or set(record) != {"format", "block_bytes", "tensors"}:
-        raise DataError("a manifest must have exactly the keys format, block_bytes and tensors; refused")
+        raise DataError(
+            "a manifest must have exactly the keys format, block_bytes and tensors; refused"
+        )
     if record["format"] != FORMAT:
-        raise DataError(f"manifest format must be {FORMAT}, got {record['format']!r}: install the same titan_grpo on both ends")
+        raise DataError(
+            f"manifest format must be {FORMAT}, got {record['format']!r}: install the same"
+            " titan_grpo on both ends"
+        )
     return record
+
+
+FUSED = (
+    (re.compile(r"\.(q|k|v)_proj\.(\w+)$"), r".qkv_proj.\2"),
+    (re.compile(r"\.experts\.\d+\.(gate|up)_proj\.weight$"), ".experts.w13_weight"),
+    (re.compile(r"\.experts\.\d+\.down_proj\.weight$"), ".experts.w2_weight"),
+    (re.compile(r"\.(gate|up)_proj\.(\w+)$"), r".gate_up_proj.\2"),
+)
+"""HF names -> the parameter in which engines keep several of them as one."""
+
+PARTS = {".qkv_proj.": 3, ".gate_up_proj.": 2}
+"""Piece of a fused parameter's name -> HF tensors that make it up. An engine takes one of them
+alone, and says success."""
+
+SHOWN = 4
+
+
+def buckets(manifest: Manifest, bucket_bytes: int) -> list[tuple[TensorSpec, ...]]:
+    """Runs of tensors that lie in the image without gaps, each of at most ``bucket_bytes`` (or one
+    tensor), in order.
+
+    A bucket's bytes are one slice of the image, and every tensor in it starts at a multiple of its
+    item size, so that the other end can view it in place.
+
+    Worked example: bf16 tensors of 256, 256, 30 and 512 bytes lie at 0, 256, 512 and 768; with
+    1024-byte buckets they go as (0, 1, 2) and (3): there are 226 bytes of padding before the last
+    one.
+    """
+    out: list[list[TensorSpec]] = []
+    for spec in manifest.tensors:
+        if out:
+            start, last = out[-1][0].offset, out[-1][-1]
+            joins = (
+                last.offset + last.nbytes == spec.offset
+                and (spec.offset - start) % ITEM_BYTES[spec.dtype] == 0
+            )
+            if joins and spec.offset + spec.nbytes - start <= bucket_bytes:
+                out[-1].append(spec)
+                continue
+        out.append([spec])
+    return [tuple(bucket) for bucket in out]
+
+
+def fused(name: str) -> str:
+    """The engine's parameter that takes a HF tensor: ``0.mlp.up_proj.weight`` ->
+    ``0.mlp.gate_up_proj.weight``."""
+    for pattern, replacement in FUSED:
+        name, found = pattern.subn(replacement, name)
+        if found:
+            break
+    return name
+
+
+def names_problem(sent: Iterable[str], served: Collection[str]) -> str:
+    """Why tensors with these HF names do not make up a model with these parameters; empty if they
+    do.
+
+    A head that is tied to the embedding may be on either side. Parameters that engines compute
+    themselves (rotary tables) are not asked for.
+    """
+    wanted = {name for name in served if not name.endswith(("inv_freq", "cos_sin_cache"))}
+    count = Counter(fused(name) for name in sent)
+    given = set(count)
+    optional = {"lm_head.weight"} if "lm_head.weight" not in wanted & given else set()
+    unknown, missing = sorted(given - wanted - optional), sorted(wanted - given - optional)
+    partly = sorted(
+        name
+        for name in given
+        for piece, number in PARTS.items()
+        if piece in name and count[name] != number
+    )
+    parts = [
+        f"{what}:"
+        f" {', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}"
+        for what, names in (
+            ("unknown to the server", unknown),
+            ("missing", missing),
+            ("sent in part", partly),
+        )
+        if names
+    ]
+    if not parts:
+        return ""
+    return (
+        f"the trainer's tensors are not those of the server's model ({'; '.join(parts)}): serve the"
+        " model that is trained, or, if the engine only has other names for them, install"
+        " titan_grpo in the server's environment"
+    )

@@ -1,4 +1,5 @@
-"""Which rows of which parameter shard go where in a version image: arithmetic on boxes, done once at the start."""
+"""Which rows of which parameter shard go where in a version image: arithmetic on boxes, done once
+at the start."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,15 @@ from math import prod
 import torch
 
 from titan_grpo.errors import ConfigError
-from titan_grpo.layout.learn import HFTensor, Layout, Shape, learn, matrix_shape, progression, strip_prefixes
+from titan_grpo.layout.infer import (
+    HFTensor,
+    Layout,
+    Shape,
+    learn,
+    matrix_shape,
+    progression,
+    strip_prefixes,
+)
 from titan_grpo.layout.manifest import ITEM_BYTES, Manifest
 
 __all__ = [
@@ -31,8 +40,9 @@ Chunk = tuple[Shape, Shape]
 class CopyOp:
     """One strided copy: ``num_rows x num_cols`` elements of a local shard into the image.
 
-    ``rows`` picks rows of the shard seen as a matrix (``matrix_shape`` of its local shape). The destination's row ``i``
-    starts ``dest_offset + i * dest_row_stride`` bytes into the image, elements of ``dtype``, columns adjacent.
+    ``rows`` picks rows of the shard seen as a matrix (``matrix_shape`` of its local shape). The
+    destination's row ``i`` starts ``dest_offset + i * dest_row_stride`` bytes into the image,
+    elements of ``dtype``, columns adjacent.
     """
 
     fqn: str
@@ -45,25 +55,33 @@ class CopyOp:
 
 
 def chunk_of(tensor: torch.Tensor) -> Chunk:
-    """Offsets and sizes of this rank's part of a parameter: of a DTensor's local shard, or a plain tensor whole.
+    """Offsets and sizes of this rank's part of a parameter: of a DTensor's local shard, or a plain
+    tensor whole.
 
-    Asks the tensor the way distributed checkpointing does. Raises ConfigError if the part is not one box.
+    Asks the tensor the way distributed checkpointing does. Raises ConfigError if the part is not
+    one box.
     """
     create = getattr(tensor, "__create_chunk_list__", None)
     if create is None:
         return (0,) * tensor.dim(), tuple(tensor.shape)
     chunks = create()
     if len(chunks) != 1:
-        raise ConfigError(f"a parameter's local shard must be one box, got {len(chunks)}: its placement can not be synced")
+        raise ConfigError(
+            f"a parameter's local shard must be one box, got {len(chunks)}: its placement can not"
+            " be synced"
+        )
     return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
 
 
-def copy_ops(layout: Layout, manifest: Manifest, fqn: str, offsets: Sequence[int], sizes: Sequence[int]) -> list[CopyOp]:
-    """The copies that bring the box ``offsets, sizes`` of parameter ``fqn`` into an image: one per run of HF rows.
+def copy_ops(
+    layout: Layout, manifest: Manifest, fqn: str, offsets: Sequence[int], sizes: Sequence[int]
+) -> list[CopyOp]:
+    """The copies that bring the box ``offsets, sizes`` of parameter ``fqn`` into an image: one per
+    run of HF rows.
 
-    Worked example: rows ``[0, 2, 1, 3]`` of a ``(4, 8)`` parameter become an HF tensor in bfloat16 at offset 256, and
-    this rank holds rows 0 and 1: HF row 0 (source 0) and HF row 2 (source 1), so two ops of one row each, to 256 and
-    to ``256 + 2 * 16``, both with a row stride of 16 bytes.
+    Worked example: rows ``[0, 2, 1, 3]`` of a ``(4, 8)`` parameter become an HF tensor in bfloat16
+    at offset 256, and this rank holds rows 0 and 1: HF row 0 (source 0) and HF row 2 (source 1), so
+    two ops of one row each, to 256 and to ``256 + 2 * 16``, both with a row stride of 16 bytes.
     """
     shape = layout.shapes[fqn]
     if prod(sizes) == 0:
@@ -84,7 +102,8 @@ def copy_ops(layout: Layout, manifest: Manifest, fqn: str, offsets: Sequence[int
 
 
 def _local_row_of(shape: Shape, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """int64[full rows]: row in the local shard of each row of the parameter, -1 for those that it does not hold."""
+    """int64[full rows]: row in the local shard of each row of the parameter, -1 for those that it
+    does not hold."""
     leading = max(len(shape) - 1, min(len(shape), 1))
     table = torch.full(shape[:leading] or (1,), -1, dtype=torch.int64, device="cpu")
     box = tuple(slice(o, o + n) for o, n in zip(offsets[:leading], sizes[:leading], strict=True))
@@ -94,7 +113,8 @@ def _local_row_of(shape: Shape, offsets: Sequence[int], sizes: Sequence[int]) ->
 
 
 def _runs(local_rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Maximal runs of adjacent entries that are not -1, as (start, the run): ``[-1, 5, 6, -1, 0] -> (1, [5, 6]), (4, [0])``."""
+    """Maximal runs of adjacent entries that are not -1, as (start, the run): ``[-1, 5, 6, -1, 0] ->
+    (1, [5, 6]), (4, [0])``."""
     held = (local_rows >= 0).nonzero().view(-1)
     if held.numel() == 0:
         return
@@ -104,12 +124,14 @@ def _runs(local_rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         yield start, local_rows[start : start + positions.numel()]
 
 
-def assign_writers(all_chunks: Sequence[Mapping[str, Chunk]], shapes: Mapping[str, Sequence[int]]) -> list[set[str]]:
+def assign_writers(
+    all_chunks: Sequence[Mapping[str, Chunk]], shapes: Mapping[str, Sequence[int]]
+) -> list[set[str]]:
     """Which rank writes its part of which parameter: for each rank the set of parameter names.
 
-    ``all_chunks[rank][fqn]`` is that rank's box. A box held by several ranks (HSDP replicas, norms under tensor
-    parallelism, plain tensors) is written by the lowest one. Raises ConfigError unless the boxes written cover every
-    element of every parameter exactly once.
+    ``all_chunks[rank][fqn]`` is that rank's box. A box held by several ranks (HSDP replicas, norms
+    under tensor parallelism, plain tensors) is written by the lowest one. Raises ConfigError unless
+    the boxes written cover every element of every parameter exactly once.
     """
     writers: list[set[str]] = [set() for _ in all_chunks]
     for fqn, shape in shapes.items():
@@ -127,17 +149,22 @@ def _check_coverage(fqn: str, shape: Sequence[int], boxes: list[Chunk]) -> None:
     held, wanted = sum(prod(sizes) for _, sizes in boxes), prod(shape)
     if held < wanted:
         raise ConfigError(
-            f"the ranks of this host must hold every element of {fqn} {tuple(shape)}, they hold {held} of {wanted}: weights "
-            "are sharded over several hosts; set parallelism.data_parallel_replicate_degree to the number of hosts, "
-            "so that each host holds a whole copy"
+            f"the ranks of this host must hold every element of {fqn} {tuple(shape)}, they hold"
+            f" {held} of {wanted}: weights are sharded over several hosts; set"
+            " parallelism.data_parallel_replicate_degree to the number of hosts, so that each host"
+            " holds a whole copy"
         )
     overlap = _first_overlap(boxes)
     if overlap is not None or held > wanted:
-        raise ConfigError(f"the shards of {fqn} {tuple(shape)} must not overlap, got (offsets, sizes) {overlap or boxes}")
+        raise ConfigError(
+            f"the shards of {fqn} {tuple(shape)} must not overlap, got (offsets, sizes)"
+            f" {overlap or boxes}"
+        )
 
 
 def _first_overlap(boxes: list[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Two boxes that share an element, or None. Sorted by the first dimension, so row shards cost one comparison each."""
+    """Two boxes that share an element, or None. Sorted by the first dimension, so row shards cost
+    one comparison each."""
     ordered = sorted(boxes)
     for i, (offsets, sizes) in enumerate(ordered):
         for other in ordered[i + 1 :]:

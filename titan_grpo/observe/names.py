@@ -1,7 +1,7 @@
 """Every metric, span and counter name in one place, with its unit and meaning.
 
-Blocked time and work time never share a name: ``time/blocked_s`` is what the main thread lost, the other
-``*_s`` names are work done elsewhere (a lane, a server, the device), or the step as a whole.
+Blocked time and work time never share a name: ``time/blocked_s`` is what the main thread lost, the
+other ``*_s`` names are work done elsewhere (a lane, a server, the device), or the step as a whole.
 """
 
 # Learning, one value per step.
@@ -63,7 +63,10 @@ DROPPED = "dropped"
 MEANING: dict[str, str] = {
     REWARD: "mean reward of the completions of a step",
     REWARD_STD: "standard deviation of those rewards",
-    LOSS: "loss of an optimizer step with all its terms, globally normalised; mean over those of a training step",
+    LOSS: (
+        "loss of an optimizer step with all its terms, globally normalised; mean over those of a"
+        " training step"
+    ),
     GRAD_NORM: "norm of the gradient before clipping",
     KL: "mean KL estimate to the reference model, nats per token",
     RATIO_MEAN: "mean importance ratio",
@@ -78,7 +81,9 @@ MEANING: dict[str, str] = {
     COMPLETION_TOKENS: "mean length of a completion, tokens",
     LOGPROB_GAP: "mean absolute difference of trainer and engine log-probability, nats",
     LOGPROB_GAP_MAX: "largest absolute difference of a step, nats",
-    ON_POLICY_GAP: "that mean over tokens that the trainer's own version made: arithmetic, not learning; nats",
+    ON_POLICY_GAP: (
+        "that mean over tokens that the trainer's own version made: arithmetic, not learning; nats"
+    ),
     ON_POLICY_GAP_MAX: "largest of those, nats",
     WORK_CV: "coefficient of variation of the ranks' work in a step, after balancing",
     WORK_CV_DEALT: "the same if groups were dealt to the ranks in the order in which they came",
@@ -94,7 +99,10 @@ MEANING: dict[str, str] = {
     CONNECT_S: "opening a lane to a server, seconds",
     SEND_S: "bytes of a version on their way to one server, seconds",
     VERIFY_S: "the server's check of the digests that was left after the last byte, seconds",
-    DRAIN_S: "a server finished its requests before a commit (rollout.in_flight_weight_updates = false), seconds",
+    DRAIN_S: (
+        "a server finished its requests before a commit (rollout.in_flight_weight_updates = false),"
+        " seconds"
+    ),
     COMMIT_S: "from pause to resume on one server, as the lane sees it, seconds",
     PAUSE_S: "generation stood still on one server, seconds",
     SYNC_S: "publish to verified commit on one server, seconds",

@@ -1,4 +1,11 @@
-"""The recorder: spans, counters and step metrics from any thread; only its own thread touches a file."""
+"""Events of the Chrome trace format, which Perfetto (ui.perfetto.dev) opens.
+
+Source: "Trace Event Format" of the Chromium project. A process is a rank, a track is a thread or a
+lane. The file is a JSON array with one event per line, so that the trace of a killed run is
+readable too: the format allows the closing bracket to be missing.
+
+The recorder: spans, counters and step metrics from any thread; only its own thread touches a
+file."""
 
 import itertools
 import json
@@ -8,16 +15,83 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from titan_grpo.observe import names, trace
+from titan_grpo.observe import names
 from titan_grpo.observe.statistics import Statistics, describe
 
+Event = dict[str, Any]
+
+
+def complete(
+    name: str, process: int, track: int, start_s: float, duration_s: float, **args: Any
+) -> Event:
+    """A span. Times in seconds of one monotonic clock; the format wants microseconds."""
+    event = {
+        "ph": "X",
+        "name": name,
+        "pid": process,
+        "tid": track,
+        "ts": start_s * 1e6,
+        "dur": duration_s * 1e6,
+    }
+    return {**event, "args": args} if args else event
+
+
+def instant(name: str, process: int, track: int, at_s: float, **args: Any) -> Event:
+    """A point in time on one track."""
+    event = {"ph": "i", "s": "t", "name": name, "pid": process, "tid": track, "ts": at_s * 1e6}
+    return {**event, "args": args} if args else event
+
+
+def counter(name: str, process: int, at_s: float, value: float) -> Event:
+    """A value drawn as a curve of its own."""
+    return {"ph": "C", "name": name, "pid": process, "ts": at_s * 1e6, "args": {"value": value}}
+
+
+def process_name(process: int, name: str) -> Event:
+    """Names a process."""
+    return {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+
+
+def track_name(process: int, track: int, name: str) -> Event:
+    """Names a track and orders the tracks as they were met."""
+    return {"ph": "M", "name": "thread_name", "pid": process, "tid": track, "args": {"name": name}}
+
+
+def read_events(path: Path) -> list[Event]:
+    """Events of a trace file, also of one that a killed process left without its end."""
+    events: list[Event] = []
+    for line in path.read_text().splitlines():
+        text = line.strip().rstrip(",")
+        if text in ("", "[", "]"):
+            continue
+        try:
+            events.append(json.loads(text))
+        except json.JSONDecodeError:
+            # A kill can tear only the line that was being written; what follows it, if anything, is
+            # whole.
+            continue
+    return events
+
+
+def write_events(path: Path, events: Iterable[Event]) -> None:
+    """Write a whole trace file."""
+    path.write_text("[\n" + ",\n".join(json.dumps(e, default=str) for e in events) + "\n]\n")
+
+
+def merge(parts: Iterable[Path], out: Path) -> None:
+    """Join the traces of several ranks of one host: they share the monotonic clock, so their times
+    are comparable."""
+    write_events(out, [event for part in parts for event in read_events(part)])
+
+
 PENDING_LIMIT = 100_000
-"""Trace events that may wait for a slow disk; beyond it trace events (never metrics) are dropped and counted."""
+"""Trace events that may wait for a slow disk; beyond it trace events (never metrics) are dropped
+and counted."""
 
 
 def finite_or_none(value: float) -> float | None:
@@ -26,14 +100,17 @@ def finite_or_none(value: float) -> float | None:
 
 
 class Recorder:
-    """Collects what a run did. Every method may be called from any thread and none of them waits for a file.
+    """Collects what a run did. Every method may be called from any thread and none of them waits
+    for a file.
 
-    Files in ``run_dir``: ``metrics.jsonl`` (rank 0 only, one line per step, appended to on resume) and
-    ``trace.json`` (other ranks: ``trace.rankN.json``; see :func:`titan_grpo.observe.trace.merge`).
+    Files in ``run_dir``: ``metrics.jsonl`` (rank 0 only, one line per step, appended to on resume)
+    and ``json`` (other ranks: ``rankN.json``; see :func:`titan_grpo.observe.recorder.merge`).
     ``track`` names a row of the trace; without it the row is the calling thread's name.
     """
 
-    def __init__(self, run_dir: Path | str, rank: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, run_dir: Path | str, rank: int = 0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.rank = rank
@@ -50,40 +127,48 @@ class Recorder:
         self._step_times: list[float] = []
         self._steps: list[int] = []
         self._lost_events = 0
-        # A SimpleQueue's put never waits, which is what keeps a stuck disk away from the training step.
+        # A SimpleQueue's put never waits, which is what keeps a stuck disk away from the training
+        # step.
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._failure: OSError | None = None
         self._thread = threading.Thread(target=self._write_loop, name="recorder", daemon=True)
         self._thread.start()
-        self._put_event(trace.process_name(rank, f"rank {rank}"))
+        self._put_event(process_name(rank, f"rank {rank}"))
 
     # What the other rooms call.
 
     @contextmanager
     def span(self, name: str, track: str | None = None, **args: Any) -> Iterator[None]:
-        """Time a block: one bar in the trace and one value in the series ``name`` (seconds), also if it raises."""
+        """Time a block: one bar in the trace and one value in the series ``name`` (seconds), also
+        if it raises."""
         start = self._clock()
         try:
             yield
         finally:
             self.record_span(name, start, self._clock(), track, **args)
 
-    def record_span(self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any) -> None:
+    def record_span(
+        self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any
+    ) -> None:
         """A span whose ends were read elsewhere, on the same clock as the recorder's."""
         self.observe(name, stop_s - start_s)
         self.draw(name, start_s, stop_s, track, **args)
 
-    def draw(self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any) -> None:
+    def draw(
+        self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any
+    ) -> None:
         """A bar in the trace and nothing else."""
-        self._put_event(trace.complete(name, self.rank, self._track(track), start_s, stop_s - start_s, **args))
+        self._put_event(
+            complete(name, self.rank, self._track(track), start_s, stop_s - start_s, **args)
+        )
 
     def instant(self, name: str, track: str | None = None, **args: Any) -> None:
         """Mark a point in time in the trace."""
-        self._put_event(trace.instant(name, self.rank, self._track(track), self._clock(), **args))
+        self._put_event(instant(name, self.rank, self._track(track), self._clock(), **args))
 
     def counter(self, name: str, value: float) -> None:
         """Draw a value that goes up and down (free slots, requests in flight) in the trace."""
-        self._put_event(trace.counter(name, self.rank, self._clock(), value))
+        self._put_event(counter(name, self.rank, self._clock(), value))
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to a total of the run (commits, dropped groups, bytes)."""
@@ -101,7 +186,8 @@ class Recorder:
             self._commits.setdefault(server, []).append(version)
 
     def known_server(self, server: str) -> None:
-        """A server belongs to the run, though it may never commit: it shall appear in the summary."""
+        """A server belongs to the run, though it may never commit: it shall appear in the
+        summary."""
         with self._lock:
             self._commits.setdefault(server, [])
 
@@ -126,14 +212,19 @@ class Recorder:
         self.instant("error", message=message)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """End of a training step: a line of metrics.jsonl, and one value in each metric's series."""
+        """End of a training step: a line of metrics.jsonl, and one value in each metric's
+        series."""
         now = self._clock()
         with self._lock:
             self._steps.append(step)
             self._step_times.append(now)
             for name, value in metrics.items():
                 self._series[name].append(float(value))
-        line = {"step": step, "time_s": now, **{name: finite_or_none(float(v)) for name, v in metrics.items()}}
+        line = {
+            "step": step,
+            "time_s": now,
+            **{name: finite_or_none(float(v)) for name, v in metrics.items()},
+        }
         self._queue.put(("metrics", line))
 
     # What a report reads.
@@ -162,7 +253,8 @@ class Recorder:
             return {server: list(versions) for server, versions in self._commits.items()}
 
     def membership(self) -> list[tuple[str, str, int]]:
-        """Copy of the changes of the fleet, in order: (server, "joined" or "left", trainer version)."""
+        """Copy of the changes of the fleet, in order: (server, "joined" or "left", trainer
+        version)."""
         with self._lock:
             return list(self._membership)
 
@@ -182,12 +274,15 @@ class Recorder:
         return self._lost_events
 
     def close(self, deadline_s: float = 10.0) -> bool:
-        """Write what is left and close the files. False if the disk did not take it by the deadline. Idempotent."""
+        """Write what is left and close the files. False if the disk did not take it by the
+        deadline. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(deadline_s)
         if self._failure is not None:
-            self._latch_once(f"metrics or trace could not be written under {self.run_dir}: {self._failure}")
+            self._latch_once(
+                f"metrics or trace could not be written under {self.run_dir}: {self._failure}"
+            )
         return not self._thread.is_alive() and self._failure is None
 
     # The recorder's own side.
@@ -203,10 +298,10 @@ class Recorder:
             number = self._tracks.get(label)
             if number is None:
                 number = self._tracks[label] = len(self._tracks)
-                self._put_event(trace.track_name(self.rank, number, label))
+                self._put_event(track_name(self.rank, number, label))
         return number
 
-    def _put_event(self, event: trace.Event) -> None:
+    def _put_event(self, event: Event) -> None:
         if self._queue.qsize() >= PENDING_LIMIT:
             self._lost_events += 1
             return
@@ -224,6 +319,7 @@ class Recorder:
         except OSError as error:
             # A full disk must not stop training; close() puts it among the run's errors.
             self._failure = error
+            # no deadline: close() of its owner puts None into the queue; the thread is a daemon
             while self._queue.get() is not None:
                 pass
 
@@ -237,13 +333,15 @@ class Recorder:
 
     def _drain(self, events: TextIO, metrics: TextIO | None) -> None:
         separator = itertools.chain(("[\n",), itertools.repeat(",\n"))
+        # no deadline: close() of its owner puts None into the queue; the thread is a daemon
         while (item := self._queue.get()) is not None:
             kind, body = item
             if kind == "trace":
                 events.write(next(separator) + json.dumps(body, default=str))
             elif metrics is not None:
                 metrics.write(json.dumps(body) + "\n")
-                # A step is the unit a reader waits for (a live plot, tail -f), so flush once per step.
+                # A step is the unit a reader waits for (a live plot, tail -f), so flush once per
+                # step.
                 metrics.flush()
                 events.flush()
         events.write("\n]\n")

@@ -22,10 +22,12 @@ _TIMES = {
 
 
 def summarize(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
-    """The content of summary.json from what the recorder saw (see :data:`titan_grpo.observe.schema.SUMMARY`).
+    """The content of summary.json from what the recorder saw (see
+    :data:`titan_grpo.observe.schema.SUMMARY`).
 
-    ``mode`` is "async" or "sync". ``steps_per_s`` counts the intervals between the ends of the first and the last step,
-    so it leaves out start-up and the first step, which compiles and connects.
+    ``mode`` is "async" or "sync". ``steps_per_s`` counts the intervals between the ends of the
+    first and the last step, so it leaves out start-up and the first step, which compiles and
+    connects.
     """
     steps, times = recorder.steps()
     totals = recorder.totals()
@@ -44,7 +46,8 @@ def summarize(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
             for server, versions in recorder.commits().items()
         },
         "membership": [
-            {"server": server, "event": event, "version": version} for server, event, version in recorder.membership()
+            {"server": server, "event": event, "version": version}
+            for server, event, version in recorder.membership()
         ],
         "sync_count": int(totals.get(names.SYNC_COUNT, 0)),
         "skipped_versions": int(totals.get(names.SKIPPED_VERSIONS, 0)),
@@ -53,15 +56,25 @@ def summarize(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
         "steps_per_s": (len(times) - 1) / elapsed if elapsed > 0 else None,
         "staleness": _mean_and_max(recorder, names.STALENESS, names.STALENESS_MAX),
         "logprob_gap": _mean_and_max(recorder, names.LOGPROB_GAP, names.LOGPROB_GAP_MAX),
-        "logprob_gap_on_policy": _mean_and_max(recorder, names.ON_POLICY_GAP, names.ON_POLICY_GAP_MAX),
-        "dropped": {name.removeprefix(prefix): int(n) for name, n in totals.items() if name.startswith(prefix)},
+        "logprob_gap_on_policy": _mean_and_max(
+            recorder, names.ON_POLICY_GAP, names.ON_POLICY_GAP_MAX
+        ),
+        "dropped": {
+            name.removeprefix(prefix): int(n)
+            for name, n in totals.items()
+            if name.startswith(prefix)
+        },
         "errors": recorder.errors(),
     }
 
 
 def _mean_and_max(recorder: Recorder, mean_name: str, max_name: str) -> dict[str, float | None]:
-    # Every step consumes the same number of groups, so the mean of the steps' means is the mean over groups.
-    return {"mean": describe(recorder.series(mean_name)).mean, "max": describe(recorder.series(max_name)).max}
+    # Every step consumes the same number of groups, so the mean of the steps' means is the mean
+    # over groups.
+    return {
+        "mean": describe(recorder.series(mean_name)).mean,
+        "max": describe(recorder.series(max_name)).max,
+    }
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -90,11 +103,17 @@ def write_report(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
 
 
 def plot_rewards(metrics: Path, out: Path) -> bool:
-    """Reward over steps as a PNG, from metrics.jsonl (so a resumed run shows the whole curve). False if there is nothing."""
-    points = [(row["step"], row[names.REWARD]) for row in read_metrics(metrics) if row.get(names.REWARD) is not None]
+    """Reward over steps as a PNG, from metrics.jsonl (so a resumed run shows the whole curve).
+    False if there is nothing."""
+    points = [
+        (row["step"], row[names.REWARD])
+        for row in read_metrics(metrics)
+        if row.get(names.REWARD) is not None
+    ]
     if not points:
         return False
-    # Imported here because only the end of a run draws: it takes a second, and the servers' environment has no matplotlib.
+    # Imported here because only the end of a run draws: it takes a second, and the servers'
+    # environment has no matplotlib.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -126,7 +145,11 @@ def table(rows: list[tuple[str, str]], title: str) -> str:
     """
     width = max((len(name) for name, _ in rows), default=0)
     lines = [f"{name:<{width}}  {text}" for name, text in rows]
-    return "\n".join([title, "-" * max(len(title), *(len(line) for line in lines)), *lines]) if lines else title
+    return (
+        "\n".join([title, "-" * max(len(title), *(len(line) for line in lines)), *lines])
+        if lines
+        else title
+    )
 
 
 def final_table(summary: Mapping[str, Any]) -> str:
@@ -134,7 +157,13 @@ def final_table(summary: Mapping[str, Any]) -> str:
     s = summary
     rows = [
         ("steps", f"{s['steps']}  ({number(s['steps_per_s'])} per second)"),
-        ("reward", f"{number(s['reward_first'])} -> {number(s['reward_last'])}  (means of {s['reward_window']} steps)"),
+        (
+            "reward",
+            (
+                f"{number(s['reward_first'])} -> {number(s['reward_last'])}  (means of"
+                f" {s['reward_window']} steps)"
+            ),
+        ),
         ("syncs", f"{s['sync_count']} committed, {s['skipped_versions']} versions skipped"),
         ("digest mismatches", str(s["digest_mismatches"])),
     ]
@@ -144,26 +173,40 @@ def final_table(summary: Mapping[str, Any]) -> str:
     ]
     rows += [(m["server"], f"{m['event']} at version {m['version']}") for m in s["membership"]]
     rows += [
-        (f"{key.removesuffix('_s')} time", f"median {seconds(s[key]['median'])}, p95 {seconds(s[key]['p95'])}")
+        (
+            f"{key.removesuffix('_s')} time",
+            f"median {seconds(s[key]['median'])}, p95 {seconds(s[key]['p95'])}",
+        )
         for key in _TIMES
     ]
     rows += [
         (key.replace("_", " "), f"mean {number(s[key]['mean'])}, max {number(s[key]['max'])}")
         for key in ("staleness", "logprob_gap", "logprob_gap_on_policy")
     ]
-    rows += [("dropped groups", ", ".join(f"{n} {reason}" for reason, n in s["dropped"].items()) or "none")]
+    rows += [
+        (
+            "dropped groups",
+            ", ".join(f"{n} {reason}" for reason, n in s["dropped"].items()) or "none",
+        )
+    ]
     rows += [("error", text) for text in s["errors"]] or [("errors", "none")]
     return table(rows, f"{s['run']} ({s['mode']})")
 
 
-def progress_line(step: int, last_step: int, metrics: Mapping[str, float], versions: Mapping[str, int | None]) -> str:
+def progress_line(
+    step: int, last_step: int, metrics: Mapping[str, float], versions: Mapping[str, int | None]
+) -> str:
     """One line for the terminal at the end of a step.
 
     ``versions`` is what each server holds (None: unknown). Example::
 
-        step  12/60  reward 0.431  stale 1  blocked 2.1 ms  step 612.0 ms  gap 0.003  versions 127.0.0.1:8000=11
+        step  12/60  reward 0.431  stale 1  blocked 2.1 ms  step 612.0 ms  gap 0.003  versions
+        127.0.0.1:8000=11
     """
-    held = " ".join(f"{url.split('://')[-1].rstrip('/')}={'?' if v is None else v}" for url, v in versions.items())
+    held = " ".join(
+        f"{url.split('://')[-1].rstrip('/')}={'?' if v is None else v}"
+        for url, v in versions.items()
+    )
     parts = [
         f"step {step:>{len(str(last_step))}}/{last_step}",
         f"reward {_fixed(metrics.get(names.REWARD))}",

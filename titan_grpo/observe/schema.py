@@ -23,34 +23,56 @@ def _count(value: Any) -> bool:
 
 def _figures(*names: str) -> Rule:
     text = "an object of numbers or null with the keys " + ", ".join(names)
-    return text, lambda v: isinstance(v, dict) and set(v) == set(names) and all(_optional(x) for x in v.values())
+    return (
+        text,
+        lambda v: (
+            isinstance(v, dict) and set(v) == set(names) and all(_optional(x) for x in v.values())
+        ),
+    )
 
 
 def _server(value: Any) -> bool:
     if not isinstance(value, dict) or set(value) != {"committed", "last"}:
         return False
     committed, last = value["committed"], value["last"]
-    return isinstance(committed, list) and all(_count(v) for v in committed) and last == (committed[-1] if committed else None)
+    return (
+        isinstance(committed, list)
+        and all(_count(v) for v in committed)
+        and last == (committed[-1] if committed else None)
+    )
 
 
 def _change(value: Any) -> bool:
     if not isinstance(value, dict) or set(value) != {"server", "event", "version"}:
         return False
-    return isinstance(value["server"], str) and value["event"] in ("joined", "left") and isinstance(value["version"], int)
+    return (
+        isinstance(value["server"], str)
+        and value["event"] in ("joined", "left")
+        and isinstance(value["version"], int)
+    )
 
 
 TEXT: Rule = ("a string", lambda v: isinstance(v, str))
 NUMBER: Rule = ("a number or null", _optional)
 COUNT: Rule = ("an integer, 0 or greater", _count)
-TEXTS: Rule = ("a list of strings", lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v))
-COUNTS: Rule = ("an object of counts", lambda v: isinstance(v, dict) and all(_count(x) for x in v.values()))
+TEXTS: Rule = (
+    "a list of strings",
+    lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
+)
+COUNTS: Rule = (
+    "an object of counts",
+    lambda v: isinstance(v, dict) and all(_count(x) for x in v.values()),
+)
 SERVERS: Rule = (
     'an object: server URL -> {"committed": versions in order, "last": the last of them or null}',
     lambda v: isinstance(v, dict) and all(_server(x) for x in v.values()),
 )
 
 CHANGES: Rule = (
-    'a list of {"server": URL, "event": "joined" or "left", "version": the trainer\'s at that moment}, in order',
+    (
+        'a list of {"server": URL, "event": "joined" or "left", "version": the trainer\'s at that'
+        " moment}, in order"
+    ),
     lambda v: isinstance(v, list) and all(_change(x) for x in v),
 )
 
@@ -80,7 +102,8 @@ SUMMARY: dict[str, Rule] = {
     "dropped": COUNTS,
     "errors": TEXTS,
 }
-"""Key -> rule. ``*_s`` are seconds; ``dropped`` is groups by reason; a statistic without values is null."""
+"""Key -> rule. ``*_s`` are seconds; ``dropped`` is groups by reason; a statistic without values is
+null."""
 
 
 def violations(summary: Mapping[str, Any]) -> list[str]:
@@ -97,4 +120,7 @@ def check(summary: Mapping[str, Any]) -> None:
     """Raise DataError with every broken rule."""
     broken = violations(summary)
     if broken:
-        raise DataError("summary.json breaks its schema, so tools that read it would be misled: " + "; ".join(broken))
+        raise DataError(
+            "summary.json breaks its schema, so tools that read it would be misled: "
+            + "; ".join(broken)
+        )

@@ -21,9 +21,11 @@ class Statistics:
 
 
 def quantile(ordered: list[float], share: float) -> float:
-    """Quantile with linear interpolation between the two nearest ranks (``ordered`` ascending, not empty).
+    """Quantile with linear interpolation between the two nearest ranks (``ordered`` ascending, not
+    empty).
 
-    Example: ``quantile([1, 2, 3, 4], 0.5)`` has the position 0.5 * 3 = 1.5, half way from 2 to 3: 2.5.
+    Example: ``quantile([1, 2, 3, 4], 0.5)`` has the position 0.5 * 3 = 1.5, half way from 2 to 3:
+    2.5.
     """
     position = share * (len(ordered) - 1)
     low = math.floor(position)
@@ -32,19 +34,23 @@ def quantile(ordered: list[float], share: float) -> float:
 
 
 def describe(values: Iterable[float]) -> Statistics:
-    """Statistics of the finite values; NaN and infinities are left out, so one bad step does not hide the rest."""
+    """Statistics of the finite values; NaN and infinities are left out, so one bad step does not
+    hide the rest."""
     ordered = sorted(v for v in values if math.isfinite(v))
     if not ordered:
         return Statistics(0, None, None, None, None)
     mean = math.fsum(ordered) / len(ordered)
-    return Statistics(len(ordered), quantile(ordered, 0.5), quantile(ordered, 0.95), mean, ordered[-1])
+    return Statistics(
+        len(ordered), quantile(ordered, 0.5), quantile(ordered, 0.95), mean, ordered[-1]
+    )
 
 
 def ends(values: list[float]) -> tuple[float | None, float | None, int]:
     """Mean over the first and over the last few of a series, and how many that is.
 
     The window is a fifth of the series, at least 1 and at most 5 values: single steps are noisy.
-    Example: 60 rewards give the means of steps 1..5 and 56..60; 4 rewards give the first and the last one.
+    Example: 60 rewards give the means of steps 1..5 and 56..60; 4 rewards give the first and the
+    last one.
     """
     finite = [v for v in values if math.isfinite(v)]
     if not finite:

@@ -1,7 +1,7 @@
 """Lines for people among the output of a training run, and why it failed.
 
-torchtitan, torch and torchrun write pages to the same streams. What we say ourselves carries a mark, so that a command
-that runs torchrun can show that and leave the rest to the log file.
+torchtitan, torch and torchrun write pages to the same streams. What we say ourselves carries a
+mark, so that a command that runs torchrun can show that and leave the rest to the log file.
 """
 
 import re
@@ -17,19 +17,23 @@ ERROR = "titan-grpo: "
 _EXCEPTION = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)(?::.*)?)$")
 _EXITCODE = re.compile(r"failed \(exitcode: (-?\d+)\)")
 _REPORT = "ChildFailedError"
-_CONSEQUENCE = re.compile(r"Connection (closed|reset)|Broken pipe|gloo|NCCL|DistNetworkError|DistStoreError")
+_CONSEQUENCE = re.compile(
+    r"Connection (closed|reset)|Broken pipe|gloo|NCCL|DistNetworkError|DistStoreError"
+)
 """What the other ranks say when one has ended."""
 
 
 def say(text: str) -> None:
-    """Show lines to whoever watches the run. One write per line: other processes write to the same pipe."""
+    """Show lines to whoever watches the run. One write per line: other processes write to the same
+    pipe."""
     for line in text.splitlines():
         sys.stderr.write(f"{MARK}{line}\n")
     sys.stderr.flush()
 
 
 def complain(text: str) -> None:
-    """Say why this rank ends: the first line carries the mark, further ones (a server's log, say) follow it."""
+    """Say why this rank ends: the first line carries the mark, further ones (a server's log, say)
+    follow it."""
     sys.stderr.write(f"{ERROR}{text}\n")
     sys.stderr.flush()
 
@@ -48,7 +52,8 @@ class Cause:
     """Why a run failed, found while its output passes by: ``see`` every line, then ask ``text``."""
 
     exitcode: int | None = None
-    """Exit code of the rank that failed first, as torchrun reports it; negative: the signal that ended it."""
+    """Exit code of the rank that failed first, as torchrun reports it; negative: the signal that
+    ended it."""
 
     _complaint: str = ""
     _exception: str = ""
@@ -74,5 +79,7 @@ class Cause:
         if said:
             return said
         if self.exitcode is not None and self.exitcode < 0:
-            return f"a rank was ended by signal {-self.exitcode}" + (" (out of memory, maybe)" if self.exitcode == -9 else "")
+            return f"a rank was ended by signal {-self.exitcode}" + (
+                " (out of memory, maybe)" if self.exitcode == -9 else ""
+            )
         return "no rank said why"

@@ -1,4 +1,5 @@
-"""What an engine has loaded and whom it obeys: the part of a server that outlives every receiver. A pure table.
+"""What an engine has loaded and whom it obeys: the part of a server that outlives every receiver. A
+pure table.
 
 ::
 
@@ -6,9 +7,9 @@
     CommitAsked  by the (run, epoch) in force, not older than what this run has committed: lend; otherwise refuse
     Loaded       how the load of the lent commit ended: the only event that changes what the engine holds
 
-A hello that is replayed is refused by the first rule, since its epoch is not newer than itself; a trainer that was
-replaced by the same. The engine serves one call at a time, yet nothing here relies on it: a hello during a load changes
-whom the engine obeys, and not the truth about its weights.
+A hello that is replayed is refused by the first rule, since its epoch is not newer than itself; a
+trainer that was replaced by the same. The engine serves one call at a time, yet nothing here relies
+on it: a hello during a load changes whom the engine obeys, and not the truth about its weights.
 """
 
 from collections.abc import Callable
@@ -20,10 +21,11 @@ from titan_grpo.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """``order``: the newest (run, epoch) that was admitted; ``run``, ``version``, ``fingerprint``: what was loaded last.
+    """``order``: the newest (run, epoch) that was admitted; ``run``, ``version``, ``fingerprint``:
+    what was loaded last.
 
-    ``intact`` is false if a load broke off half-way and no whole one followed. ``lent``: (run, version) of the commit that
-    is being loaded.
+    ``intact`` is false if a load broke off half-way and no whole one followed. ``lent``: (run,
+    version) of the commit that is being loaded.
     """
 
     order: tuple[str, int] = ("", 0)
@@ -102,8 +104,9 @@ def _greeted(h: Holding, e: Greeted) -> Outcome:
     if order > h.order:
         return replace(h, order=order), (Serve(),)
     reason = (
-        f"epoch {e.epoch} of run {e.run_id} is not newer than epoch {h.order[1]} of run {h.order[0]}, "
-        "which is in force: a trainer that was replaced, or two trainers with the same server"
+        f"epoch {e.epoch} of run {e.run_id} is not newer than epoch {h.order[1]} of run"
+        f" {h.order[0]}, which is in force: a trainer that was replaced, or two trainers with the"
+        " same server"
     )
     return h, (Refuse(reason),)
 
@@ -111,11 +114,18 @@ def _greeted(h: Holding, e: Greeted) -> Outcome:
 def _commit_asked(h: Holding, e: CommitAsked) -> Outcome:
     if (e.run_id, e.epoch) != h.order:
         run, epoch = h.order
-        reason = f"commit for epoch {e.epoch} of run {e.run_id}, but epoch {epoch} of run {run} is in force"
+        reason = (
+            f"commit for epoch {e.epoch} of run {e.run_id}, but epoch {epoch} of run {run} is in"
+            " force"
+        )
         return h, (Refuse(reason),)
     # the same version again is allowed: it is what repairs a broken load
     if e.run_id == h.run and e.version < h.version:
-        return h, (Refuse(f"version {e.version} is older than version {h.version}, which the engine holds"),)
+        return h, (
+            Refuse(
+                f"version {e.version} is older than version {h.version}, which the engine holds"
+            ),
+        )
     if h.lent is not None:
         return h, (Refuse(f"version {h.lent[1]} of run {h.lent[0]} is being loaded"),)
     return replace(h, lent=(e.run_id, e.version)), (Lend(),)
@@ -127,18 +137,33 @@ def _loaded(h: Holding, e: Loaded) -> Outcome:
     if e.ok and not e.intact:
         raise ProtocolError(f"a load that went well leaves whole weights: {e!r} reached {h!r}")
     if e.ok:
-        return replace(h, run=e.run_id, version=e.version, fingerprint=e.fingerprint, intact=True, lent=None), ()
+        return (
+            replace(
+                h,
+                run=e.run_id,
+                version=e.version,
+                fingerprint=e.fingerprint,
+                intact=True,
+                lent=None,
+            ),
+            (),
+        )
     # a load that touched nothing makes broken weights no better
     return replace(h, intact=h.intact and e.intact, lent=None), ()
 
 
 _Transition = Callable[[Holding, Any], Outcome]
 
-TRANSITIONS: dict[type, _Transition] = {Greeted: _greeted, CommitAsked: _commit_asked, Loaded: _loaded}
+TRANSITIONS: dict[type, _Transition] = {
+    Greeted: _greeted,
+    CommitAsked: _commit_asked,
+    Loaded: _loaded,
+}
 
 
 def step(holding: Holding, event: Event) -> Outcome:
-    """The next state and what to do. An event that is not listed raises ProtocolError and changes nothing."""
+    """The next state and what to do. An event that is not listed raises ProtocolError and changes
+    nothing."""
     transition = TRANSITIONS.get(type(event))
     if transition is None:
         raise ProtocolError(f"event {event!r} is not listed for fence {holding!r}")

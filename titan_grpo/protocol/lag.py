@@ -1,7 +1,9 @@
-"""When a fleet has fallen too far behind to go on. A pure table; the boundary of each step is its only event.
+"""When a fleet has fallen too far behind to go on. A pure table; the boundary of each step is its
+only event.
 
-Rollouts bound this by themselves: without a commit the trainer soon has no groups that are fresh enough, and stops by its
-deadline for them. On recorded rollouts nothing else would ever stop a run whose servers are all dead.
+Rollouts bound this by themselves: without a commit the trainer soon has no groups that are fresh
+enough, and stops by its deadline for them. On recorded rollouts nothing else would ever stop a run
+whose servers are all dead.
 """
 
 from collections.abc import Mapping
@@ -10,7 +12,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """``held``: highest version that each server was read back with so far; ``since``: where the last of them rose.
+    """``held``: highest version that each server was read back with so far; ``since``: where the
+    last of them rose.
 
     ``max_lag`` is a number of versions; 0: never too far.
     """
@@ -20,7 +23,9 @@ class Lag:
     since: int | None = None
 
     def __repr__(self) -> str:
-        return f"<no commit since v{self.since}, {self.max_lag or 'any number of'} versions may pass>"
+        return (
+            f"<no commit since v{self.since}, {self.max_lag or 'any number of'} versions may pass>"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,8 @@ class Stop:
 
 
 def step(lag: Lag, event: Boundary) -> tuple[Lag, tuple[Stop, ...]]:
-    """The next state, and whether the run must stop. A server counts as alive if it committed anything, however old.
+    """The next state, and whether the run must stop. A server counts as alive if it committed
+    anything, however old.
 
     >>> lag, _ = step(Lag(max_lag=2), Boundary(4, {"a": 4}))
     >>> lag, stop = step(lag, Boundary(5, {"a": 4}))

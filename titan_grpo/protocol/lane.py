@@ -1,15 +1,16 @@
-"""One server's lane: a pure state machine. (state, event) -> (state, actions); the driver performs the actions.
+"""One server's lane: a pure state machine. (state, event) -> (state, actions); the driver performs
+the actions.
 
 ::
 
-    IDLE -> CONNECTING -> READY -> SENDING v -> PAUSING v -> LOADING v -> LABELLING v -> RESUMING v -> READING v -> READY
-    any of them, on error or deadline -> BACKOFF -> CONNECTING (a new epoch)
+    IDLE -> CONNECTING -> READY -> SENDING v -> PAUSING v -> LOADING v -> LABELLING v -> RESUMING v
+    -> READING v -> READY any of them, on error or deadline -> BACKOFF -> CONNECTING (a new epoch)
     any of them in which the server is not paused by us, on stop -> STOPPED
 
-The last of the actions is the work: it yields exactly one further event, so a lane is a straight loop. Those before it
-(``Note``, ``Release``) yield none. A transfer is retried whole, in a new epoch, never call by call. SENDING covers the
-bytes and the receiver's digests over them, which arrive as one answer; streamed, it only opens the window, and the
-bytes move in LOADING.
+The last of the actions is the work: it yields exactly one further event, so a lane is a straight
+loop. Those before it (``Note``, ``Release``) yield none. A transfer is retried whole, in a new
+epoch, never call by call. SENDING covers the bytes and the receiver's digests over them, which
+arrive as one answer; streamed, it only opens the window, and the bytes move in LOADING.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,9 @@ class Phase(Enum):
     STOPPED = "stopped"
 
 
-COMMITTING = frozenset({Phase.PAUSING, Phase.LOADING, Phase.LABELLING, Phase.RESUMING, Phase.READING})
+COMMITTING = frozenset(
+    {Phase.PAUSING, Phase.LOADING, Phase.LABELLING, Phase.RESUMING, Phase.READING}
+)
 """The phases of a commit: a lane that stopped in one of them could leave its server paused."""
 
 
@@ -51,7 +54,8 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """State of one lane. ``epoch`` counts connections. ``streamed``: the image is read until the load is over."""
+    """State of one lane. ``epoch`` counts connections. ``streamed``: the image is read until the
+    load is over."""
 
     phase: Phase = Phase.IDLE
     epoch: int = 0
@@ -67,11 +71,14 @@ class Lane:
     @property
     def pinned(self) -> bool:
         """Whether an image is pinned for it."""
-        return self.phase is Phase.SENDING or (self.streamed and self.phase in (Phase.PAUSING, Phase.LOADING))
+        return self.phase is Phase.SENDING or (
+            self.streamed and self.phase in (Phase.PAUSING, Phase.LOADING)
+        )
 
     @property
     def stoppable(self) -> bool:
-        """Whether ``Stopped`` is listed: not while a commit runs, which has deadlines of its own."""
+        """Whether ``Stopped`` is listed: not while a commit runs, which has deadlines of its
+        own."""
         return self.phase not in COMMITTING and self.phase is not Phase.STOPPED
 
 
@@ -87,7 +94,8 @@ class Started:
 class Connected:
     """The receiver joined this epoch and the server is settled.
 
-    ``held``: the version of this run that engine and label agree on, else None. ``intact``: its weights are one whole version.
+    ``held``: the version of this run that engine and label agree on, else None. ``intact``: its
+    weights are one whole version.
     """
 
     held: int | None
@@ -115,7 +123,8 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The engine's report: ``ok``: it holds ``version``; otherwise ``intact`` says whether it still holds the one before."""
+    """The engine's report: ``ok``: it holds ``version``; otherwise ``intact`` says whether it still
+    holds the one before."""
 
     version: int
     ok: bool
@@ -190,14 +199,16 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Open a communicator of its own for ``epoch``, have the server's receiver join it, settle the server."""
+    """Open a communicator of its own for ``epoch``, have the server's receiver join it, settle the
+    server."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitNewer:
-    """Wait until a newer complete image exists, and pin it. Read the server's label back now and then."""
+    """Wait until a newer complete image exists, and pin it. Read the server's label back now and
+    then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +232,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class SetLabel:
-    """Have the server show what the engine holds: the version, what it showed before, or that it is unusable."""
+    """Have the server show what the engine holds: the version, what it showed before, or that it is
+    unusable."""
 
     outcome: Outcome
     version: int
@@ -267,7 +279,10 @@ def _connected(s: Lane, e: Connected) -> _Result:
 
 
 def _newer(s: Lane, e: Newer) -> _Result:
-    return replace(s, phase=Phase.SENDING, version=e.version), (Note(ledger.Receiving(e.version)), Send(e.version))
+    return replace(s, phase=Phase.SENDING, version=e.version), (
+        Note(ledger.Receiving(e.version)),
+        Send(e.version),
+    )
 
 
 def _staged(s: Lane, e: Staged) -> _Result:

@@ -1,119 +1,66 @@
-"""Which servers may be left paused if the trainer goes, and when each of them is looked after. A pure table.
+"""Whose service it is: one run at a time, the newest, for as long as it is heard of. A pure table.
 
 ::
 
-    GREETING --CONNECTED--> (forgotten)            a lane connects: it may find a server paused, and die before it settles it
-    PAUSED   --RESUMED----> (forgotten)            a commit
-    both, when their lease is over, or at once when the trainer ends --> SETTLING
-    SETTLING --Settled--> SETTLED, looked at again --Taken--> (forgotten) --Failed--> tried again, a few times
+    FREE --Open--> TAKEN by that run, until --Heard--> later --Close--> FREE
+                     |  --Open of the same or of a newer run--> TAKEN by that one
+                     |  --Open of an older run--> Refuse
+                     `--Ticked past the lease--> FREE
 
-Time is an argument, in seconds of any monotonic clock. A look that was begun is called off when the lane speaks again. A
-server is looked at twice: a call of the dead trainer that was still on its way could have paused it after the first time.
-"""
+Runs are named so that the lexicographic order is their age (``wire.new_run_id``). An older run is
+refused only while a newer one has the service, since the clocks that the names come from are of
+several hosts. Time is an argument, in seconds of any monotonic clock."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Any
+from dataclasses import dataclass, replace
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol.points import Passing, Point
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """All in seconds, but ``tries``: how often a server that does not answer is asked.
+class Tenancy:
+    """Who has the service, if anybody: both names are empty while it is free. ``until`` is when its
+    lease ends."""
 
-    ``pause_s``: how long a lane may leave a server paused; ``greet_s``: how long it may take to connect, its rest after a
-    failure included. ``again_s``: from the first look at a dead trainer's server to the second. The rests between tries
-    double from ``first_s`` to ``longest_s``.
-    """
-
-    pause_s: float
-    greet_s: float
-    again_s: float = 2.0
-    tries: int = 10
-    first_s: float = 0.25
-    longest_s: float = 5.0
-
-    def rest_s(self, failures: int) -> float:
-        """The rest after that many failures in a row.
-
-        >>> [Terms(1, 1).rest_s(n) for n in (1, 2, 3, 9)]
-        [0.25, 0.5, 1.0, 5.0]
-        """
-        return min(self.longest_s, self.first_s * 2.0 ** (failures - 1))
-
-
-class Phase(Enum):
-    """How a watched server stands."""
-
-    GREETING = "greeting"
-    PAUSED = "paused"
-    SETTLING = "settling"
-    SETTLED = "settled"
-
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """One server. ``epoch``: the newest of its lane. ``opened``: a commit began and its end is not known.
-
-    ``looks``: that have been settled, since the trainer's end if that has come.
-    """
-
-    run_id: str
-    epoch: int
-    phase: Phase
-    opened: bool
-    due: float
-    failures: int = 0
-    looks: int = 0
+    lease_s: float
+    run: str = ""
+    session: str = ""
+    until: float = 0.0
 
     def __repr__(self) -> str:
-        failures = f", {self.failures} failures" if self.failures else ""
-        return f"{self.phase.value} epoch {self.epoch} due {self.due:.1f}{failures}"
-
-
-@dataclass(frozen=True, slots=True)
-class Watchlist:
-    """The servers that may be left paused. ``ended``: the trainer is gone."""
-
-    terms: Terms
-    servers: Mapping[str, Watched] = field(default_factory=dict)
-    ended: bool = False
-
-    def __repr__(self) -> str:
-        servers = ", ".join(f"{url} {w!r}" for url, w in self.servers.items()) or "nothing open"
-        return f"<{servers}{', trainer gone' if self.ended else ''}>"
-
-    @property
-    def done(self) -> bool:
-        """Whether nobody needs the caretaker any more."""
-        return self.ended and not self.servers
+        return (
+            f"<{self.run} until {self.until:.1f}, session {self.session}>"
+            if self.session
+            else "<free>"
+        )
 
     @property
     def due(self) -> float | None:
-        """When the next ``Ticked`` will do something."""
-        return min((w.due for w in self.servers.values() if w.phase is not Phase.SETTLING), default=None)
-
-
-# Events.
+        """When ``Ticked`` will do something."""
+        return self.until if self.session else None
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
-    """A lane has spoken."""
+class Open:
+    """A run wants the service, under a new name for the session."""
 
-    passing: Passing
+    run: str
+    session: str
     now: float
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """The trainer is gone. ``clean``: it said so, after its lanes had ended."""
+class Heard:
+    """Somebody spoke in a session."""
 
-    clean: bool
+    session: str
     now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """A trainer needs its session no more."""
+
+    session: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,150 +70,69 @@ class Ticked:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """The server shows what it holds, and generates if that is whole."""
-
-    url: str
-    epoch: int
-    now: float
+Event = Open | Heard | Close | Ticked
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A newer epoch or run has the server: it settles it."""
+class Begin:
+    """The session is the one of the service now."""
 
-    url: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """It did not answer, or not as it should."""
-
-    url: str
-    epoch: int
-    now: float
-
-
-Event = Passed | Ended | Ticked | Settled | Taken | Failed
-
-
-# Actions.
+    session: str
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
-    """Fence the lane, and do what protocol.settle says. ``doubtful``: only if the server turns out to be paused."""
+class End:
+    """Abort what the session runs, and forget it."""
 
-    url: str
-    run_id: str
-    epoch: int
-    doubtful: bool
+    session: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallOff:
-    """The lane is back: leave the server to it from the next step on."""
+class Refuse:
+    """A newer run has the service."""
 
-    url: str
+    run: str
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
-    """It did not answer in all tries."""
-
-    url: str
+class Unknown:
+    """No such session: it was never here, or is over."""
 
 
-Action = Settle | CallOff | GiveUp
-_Result = tuple[Watchlist, tuple[Action, ...]]
+Action = Begin | End | Refuse | Unknown
 
 
-def _put(s: Watchlist, url: str, watched: Watched | None) -> Watchlist:
-    others = {u: w for u, w in s.servers.items() if u != url}
-    return replace(s, servers=others if watched is None else others | {url: watched})
+def step(t: Tenancy, event: Event) -> tuple[Tenancy, tuple[Action, ...]]:
+    """The next state and what follows.
 
-
-def _passed(s: Watchlist, e: Passed) -> _Result:
-    p = e.passing
-    before = s.servers.get(p.url)
-    off: tuple[Action, ...] = (CallOff(p.url),) if before is not None and before.phase is Phase.SETTLING else ()
-    match p.point:
-        case Point.GREET:
-            opened = before is not None and before.opened
-            return _put(s, p.url, Watched(p.run_id, p.epoch, Phase.GREETING, opened, e.now + s.terms.greet_s)), off
-        case Point.PAUSE:
-            return _put(s, p.url, Watched(p.run_id, p.epoch, Phase.PAUSED, True, e.now + s.terms.pause_s)), off
-        case Point.CONNECTED | Point.RESUMED | Point.HELD:
-            return _put(s, p.url, None), off
-    return s, ()
-
-
-def _ended(s: Watchlist, e: Ended) -> _Result:
-    last = s.terms.tries - 1
-    servers = {
-        url: replace(w, due=e.now, looks=0, failures=w.failures if w.opened or not e.clean else last)
-        for url, w in s.servers.items()
-    }
-    return replace(s, servers=servers, ended=True), ()
-
-
-def _ticked(s: Watchlist, e: Ticked) -> _Result:
-    due = {url: w for url, w in s.servers.items() if w.phase is not Phase.SETTLING and w.due <= e.now}
-    actions = tuple(Settle(url, w.run_id, w.epoch, w.looks > 0 or not w.opened) for url, w in due.items())
-    begun = {url: replace(w, phase=Phase.SETTLING) for url, w in due.items()}
-    return replace(s, servers={**s.servers, **begun}), actions
-
-
-def _looked(s: Watchlist, url: str, epoch: int) -> Watched | None:
-    """The server of a look that was not called off."""
-    watched = s.servers.get(url)
-    return watched if watched is not None and watched.phase is Phase.SETTLING and watched.epoch == epoch else None
-
-
-def _settled(s: Watchlist, e: Settled) -> _Result:
-    watched = _looked(s, e.url, e.epoch)
-    if watched is None:
-        return s, ()
-    looks = watched.looks + 1
-    if s.ended and looks >= 2:
-        return _put(s, e.url, None), ()
-    due = e.now + (s.terms.again_s if s.ended else s.terms.pause_s)
-    return _put(s, e.url, replace(watched, phase=Phase.SETTLED, due=due, failures=0, looks=looks)), ()
-
-
-def _taken(s: Watchlist, e: Taken) -> _Result:
-    return (s if _looked(s, e.url, e.epoch) is None else _put(s, e.url, None)), ()
-
-
-def _failed(s: Watchlist, e: Failed) -> _Result:
-    watched = _looked(s, e.url, e.epoch)
-    if watched is None:
-        return s, ()
-    failures = watched.failures + 1
-    if failures >= s.terms.tries:
-        return _put(s, e.url, None), (GiveUp(e.url),)
-    phase = Phase.PAUSED if watched.opened else Phase.GREETING
-    return _put(s, e.url, replace(watched, phase=phase, due=e.now + s.terms.rest_s(failures), failures=failures)), ()
-
-
-TRANSITIONS: dict[type, Callable[[Watchlist, Any], _Result]] = {
-    Passed: _passed,
-    Ended: _ended,
-    Ticked: _ticked,
-    Settled: _settled,
-    Taken: _taken,
-    Failed: _failed,
-}
-
-
-def step(state: Watchlist, event: Event) -> _Result:
-    """The next state and what to do. An event that is not listed, or a lane after the end, raises ProtocolError.
-
-    Worked example (pause_s 3): PAUSE at 0, nothing more, Ticked(3): SETTLING, (Settle(url, run, epoch, doubtful=False),).
+    >>> t, actions = step(Tenancy(10.0), Open("run1", "a", 0.0))
+    >>> t, actions
+    (<run1 until 10.0, session a>, (Begin(session='a'),))
+    >>> step(t, Open("run2", "b", 1.0))[1]
+    (End(session='a'), Begin(session='b'))
+    >>> step(t, Open("run0", "b", 1.0))[1]
+    (Refuse(run='run1'),)
+    >>> step(t, Ticked(10.0))
+    (<free>, (End(session='a'),))
     """
-    transition = TRANSITIONS.get(type(event))
-    if transition is None or (state.ended and isinstance(event, Passed | Ended)):
-        raise ProtocolError(f"event {event!r} is not listed for {state!r}")
-    return transition(state, event)
+    end: tuple[Action, ...] = (End(t.session),) if t.session else ()
+    match event:
+        case Open(run, session, now):
+            if not (run and session) or session == t.session:
+                raise ProtocolError(
+                    f"event {event!r} is not listed for {t!r}: a session has a name, and one of"
+                    " its own"
+                )
+            if t.session and run < t.run:
+                return t, (Refuse(t.run),)
+            return replace(t, run=run, session=session, until=now + t.lease_s), (
+                *end,
+                Begin(session),
+            )
+        case Heard(session, now) if t.session and session == t.session:
+            return replace(t, until=max(t.until, now + t.lease_s)), ()
+        case Close(session) if t.session and session == t.session:
+            return Tenancy(t.lease_s), end
+        case Ticked(now):
+            return (Tenancy(t.lease_s), end) if t.session and now >= t.until else (t, ())
+    return t, (Unknown(),)

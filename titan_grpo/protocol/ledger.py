@@ -1,4 +1,5 @@
-"""What the trainer knows that each server holds. A pure table; only a server's own read-back makes it HOLDS.
+"""What the trainer knows that each server holds. A pure table; only a server's own read-back makes
+it HOLDS.
 
 ::
 
@@ -29,7 +30,8 @@ class Standing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One server's line. ``held`` is the version it serves, read back from it; ``incoming`` the one on its way."""
+    """One server's line. ``held`` is the version it serves, read back from it; ``incoming`` the one
+    on its way."""
 
     standing: Standing = Standing.UNKNOWN
     held: int | None = None
@@ -42,10 +44,11 @@ class Entry:
 
     @property
     def accepting(self) -> bool:
-        """Whether it may be given new rollouts: it serves one known version and no commit is running.
+        """Whether it may be given new rollouts: it serves one known version and no commit is
+        running.
 
-        A server that receives goes on serving what it holds. During a commit the version of a new request would be
-        ambiguous, so it takes none for that moment.
+        A server that receives goes on serving what it holds. During a commit the version of a new
+        request would be ambiguous, so it takes none for that moment.
         """
         return self.held is not None and self.standing in (Standing.HOLDS, Standing.RECEIVING)
 
@@ -114,7 +117,9 @@ Action = Admit | Withhold
 
 def _receiving(e: Entry, event: Receiving) -> Entry:
     if e.held is not None and event.version <= e.held:
-        raise ProtocolError(f"a server's version never goes back: {e!r} was to receive v{event.version}")
+        raise ProtocolError(
+            f"a server's version never goes back: {e!r} was to receive v{event.version}"
+        )
     standing = Standing.QUARANTINED if e.standing is Standing.QUARANTINED else Standing.RECEIVING
     return replace(e, standing=standing, incoming=event.version)
 
@@ -127,7 +132,9 @@ def _committing(e: Entry, _: Any) -> Entry:
 
 def _holds(e: Entry, event: Holds) -> Entry:
     if e.held is not None and event.version < e.held:
-        raise ProtocolError(f"a server's version never goes back: {e!r} was read back as v{event.version}")
+        raise ProtocolError(
+            f"a server's version never goes back: {e!r} was read back as v{event.version}"
+        )
     return Entry(Standing.HOLDS, held=event.version)
 
 
@@ -152,17 +159,25 @@ TRANSITIONS: dict[Standing, dict[type, Callable[[Entry, Any], Entry]]] = {
     Standing.HOLDS: _ALWAYS | {Receiving: _receiving, Holds: _holds},
     Standing.RECEIVING: _ALWAYS | {Committing: _committing, TransferFailed: _transfer_failed},
     Standing.COMMITTING: _ALWAYS | {Holds: _holds},
-    Standing.QUARANTINED: _ALWAYS | {Receiving: _receiving, Committing: _committing, TransferFailed: _transfer_failed},
+    Standing.QUARANTINED: (
+        _ALWAYS | {Receiving: _receiving, Committing: _committing, TransferFailed: _transfer_failed}
+    ),
     # what a lane of a removed server still says on its way out changes nothing
-    Standing.GONE: {Came: _to(Standing.UNKNOWN), Left: _to(Standing.GONE)}
-    | dict.fromkeys((Receiving, Committing, Holds, Forgotten, Quarantined, TransferFailed), _to(Standing.GONE)),
+    Standing.GONE: (
+        {Came: _to(Standing.UNKNOWN), Left: _to(Standing.GONE)}
+        | dict.fromkeys(
+            (Receiving, Committing, Holds, Forgotten, Quarantined, TransferFailed),
+            _to(Standing.GONE),
+        )
+    ),
 }
 
 
 def step(entry: Entry, event: Event) -> tuple[Entry, tuple[Action, ...]]:
     """The next line and what the rollout side is told, if that changes.
 
-    An event that the standing does not list, or a version that would go back, raises ProtocolError and changes nothing.
+    An event that the standing does not list, or a version that would go back, raises ProtocolError
+    and changes nothing.
     """
     transition = TRANSITIONS[entry.standing].get(type(event))
     if transition is None:
@@ -170,4 +185,6 @@ def step(entry: Entry, event: Event) -> tuple[Entry, tuple[Action, ...]]:
     after = transition(entry, event)
     if (after.accepting, after.held) == (entry.accepting, entry.held):
         return after, ()
-    return after, (Admit(after.held),) if after.accepting and after.held is not None else (Withhold(),)
+    return after, (
+        (Admit(after.held),) if after.accepting and after.held is not None else (Withhold(),)
+    )

@@ -1,4 +1,5 @@
-"""Which servers belong to the run while it runs. A pure table: several sources say who is wanted, lanes say who is here.
+"""Which servers belong to the run while it runs. A pure table: several sources say who is wanted,
+lanes say who is here.
 
 ::
 
@@ -7,9 +8,9 @@
     (nowhere) --wanted--> PRESENT (has a lane) --no longer wanted--> LEAVING (its lane ends) --Ended--> (nowhere)
                                                                         `-- wanted again: joins when its lane has ended
 
-The last word of a person counts: a server removed by command stays away until somebody adds it, or the file, having
-dropped it, names it anew. The last wanted server can not be removed, and a file that names nobody changes nothing: so
-looks a file that is caught while it is rewritten.
+The last word of a person counts: a server removed by command stays away until somebody adds it, or
+the file, having dropped it, names it anew. The last wanted server can not be removed, and a file
+that names nobody changes nothing: so looks a file that is caught while it is rewritten.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,8 @@ Urls = frozenset[str]
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """``fixed``: configured or launched at the start; ``listed``: last good content of the watched file."""
+    """``fixed``: configured or launched at the start; ``listed``: last good content of the watched
+    file."""
 
     fixed: Urls = frozenset()
     listed: Urls = frozenset()
@@ -34,7 +36,11 @@ class Members:
 
     def __repr__(self) -> str:
         parts = (("here", self.present), ("leaving", self.leaving), ("removed", self.removed))
-        return "<" + "; ".join(f"{name} {' '.join(sorted(urls))}" for name, urls in parts if urls) + ">"
+        return (
+            "<"
+            + "; ".join(f"{name} {' '.join(sorted(urls))}" for name, urls in parts if urls)
+            + ">"
+        )
 
     @property
     def wanted(self) -> Urls:
@@ -43,7 +49,8 @@ class Members:
 
 
 def start(fixed: Urls, listed: Urls = frozenset()) -> Members:
-    """The servers that the run starts with: all of them are present. Raises ProtocolError if there is none."""
+    """The servers that the run starts with: all of them are present. Raises ProtocolError if there
+    is none."""
     if not fixed | listed:
         raise ProtocolError("a run starts with one server or more")
     return Members(fixed=fixed, listed=listed, present=fixed | listed)
@@ -107,9 +114,15 @@ Outcome = Members | Refuse
 
 def _listed(m: Members, event: Listed) -> Outcome:
     if not event.urls:
-        return Refuse("a list without a server changes nothing (so looks a file that is being rewritten)")
+        return Refuse(
+            "a list without a server changes nothing (so looks a file that is being rewritten)"
+        )
     after = replace(m, listed=event.urls, removed=m.removed - (event.urls - m.listed))
-    return after if after.wanted else Refuse("every listed server was removed by command: nobody would be left")
+    return (
+        after
+        if after.wanted
+        else Refuse("every listed server was removed by command: nobody would be left")
+    )
 
 
 def _add(m: Members, event: Add) -> Outcome:
@@ -122,7 +135,9 @@ def _remove(m: Members, event: Remove) -> Outcome:
     if event.url not in m.wanted:
         return Refuse(f"{event.url} is not a server of this run")
     if m.wanted == {event.url}:
-        return Refuse(f"{event.url} is the last server, and without one no rollout is made: add another first")
+        return Refuse(
+            f"{event.url} is the last server, and without one no rollout is made: add another first"
+        )
     return replace(m, added=m.added - {event.url}, removed=m.removed | {event.url})
 
 
@@ -132,7 +147,12 @@ def _ended(m: Members, event: Ended) -> Outcome:
     return replace(m, leaving=m.leaving - {event.url})
 
 
-TRANSITIONS: dict[type, Callable[[Members, Any], Outcome]] = {Listed: _listed, Add: _add, Remove: _remove, Ended: _ended}
+TRANSITIONS: dict[type, Callable[[Members, Any], Outcome]] = {
+    Listed: _listed,
+    Add: _add,
+    Remove: _remove,
+    Ended: _ended,
+}
 
 
 def step(members: Members, event: Event) -> tuple[Members, tuple[Action, ...]]:

@@ -6,8 +6,9 @@
       ^                 | not ok                |                | (streamed: EMPTY)
       `-----------------'<-- begin: WRITING ----'                `-- begin: refused; the driver waits for the return first
 
-There is one image (streamed: one window), so a transfer overwrites what was staged, and never what the engine reads.
-Streamed, a version is STAGED once its digests are known and before its bytes move; they move while it is LENT.
+There is one image (streamed: one window), so a transfer overwrites what was staged, and never what
+the engine reads. Streamed, a version is STAGED once its digests are known and before its bytes
+move; they move while it is LENT.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """``number`` of the last transfer that began, its ``version``, and the ``fingerprint`` of what is staged."""
+    """``number`` of the last transfer that began, its ``version``, and the ``fingerprint`` of what
+    is staged."""
 
     streamed: bool = False
     phase: Phase = Phase.EMPTY
@@ -41,7 +43,10 @@ class Staging:
     def __repr__(self) -> str:
         what = "" if self.phase is Phase.EMPTY else f" v{self.version}"
         streamed = " streamed" if self.streamed else ""
-        return f"<{self.phase.value}{what} {self.fingerprint or '-'}, transfer {self.number}{streamed}>"
+        return (
+            f"<{self.phase.value}{what} {self.fingerprint or '-'}, transfer"
+            f" {self.number}{streamed}>"
+        )
 
 
 # Events.
@@ -57,7 +62,8 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The transfer's bytes are there and were checked (streamed: its digests were), well or badly."""
+    """The transfer's bytes are there and were checked (streamed: its digests were), well or
+    badly."""
 
     number: int
     version: int
@@ -76,7 +82,8 @@ class LendAsked:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The engine reported how a commit ended. It reports a refused one too: then nothing was lent."""
+    """The engine reported how a commit ended. It reports a refused one too: then nothing was
+    lent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +117,17 @@ Outcome = tuple[Staging, tuple[Action, ...]]
 def _begin(s: Staging, e: Begin) -> Outcome:
     if e.number <= s.number:
         raise ProtocolError(f"transfers count up: {e!r} reached {s!r}")
-    return replace(s, phase=Phase.WRITING, number=e.number, version=e.version, fingerprint=""), (Write(),)
+    return replace(s, phase=Phase.WRITING, number=e.number, version=e.version, fingerprint=""), (
+        Write(),
+    )
 
 
 def _begin_lent(s: Staging, _: Any) -> Outcome:
-    return s, (Refuse("the engine still loads the previous version; the next one can not be received over it"),)
+    return s, (
+        Refuse(
+            "the engine still loads the previous version; the next one can not be received over it"
+        ),
+    )
 
 
 def _arrived(s: Staging, e: Arrived) -> Outcome:
@@ -128,12 +141,16 @@ def _arrived(s: Staging, e: Arrived) -> Outcome:
 def _lend(s: Staging, e: LendAsked) -> Outcome:
     asked, here = (e.number, e.version, e.fingerprint), (s.number, s.version, s.fingerprint)
     if asked != here:
-        return s, (Refuse(f"commit asks for (number, version, fingerprint) {asked}, staged is {here}"),)
+        return s, (
+            Refuse(f"commit asks for (number, version, fingerprint) {asked}, staged is {here}"),
+        )
     return replace(s, phase=Phase.LENT), (Lend(),)
 
 
 def _lend_nothing(s: Staging, e: LendAsked) -> Outcome:
-    return s, (Refuse(f"version {e.version} is not staged here: nothing is, or a transfer is under way"),)
+    return s, (
+        Refuse(f"version {e.version} is not staged here: nothing is, or a transfer is under way"),
+    )
 
 
 def _lend_lent(s: Staging, _: Any) -> Outcome:
@@ -164,16 +181,42 @@ def _emptied(s: Staging) -> Staging:
 _Transition = Callable[[Staging, Any], Outcome]
 
 TRANSITIONS: dict[Phase, dict[type, _Transition]] = {
-    Phase.EMPTY: {Begin: _begin, LendAsked: _lend_nothing, Returned: _same, Spent: _same, Released: _released},
-    # A transfer that broke off without an answer leaves WRITING behind; the next one begins over it.
-    Phase.WRITING: {Begin: _begin, Arrived: _arrived, LendAsked: _lend_nothing, Returned: _same, Released: _released},
-    Phase.STAGED: {Begin: _begin, LendAsked: _lend, Returned: _same, Spent: _spent, Released: _released},
-    Phase.LENT: {Begin: _begin_lent, LendAsked: _lend_lent, Returned: _returned, Spent: _same, Released: _same},
+    Phase.EMPTY: {
+        Begin: _begin,
+        LendAsked: _lend_nothing,
+        Returned: _same,
+        Spent: _same,
+        Released: _released,
+    },
+    # A transfer that broke off without an answer leaves WRITING behind; the next one begins over
+    # it.
+    Phase.WRITING: {
+        Begin: _begin,
+        Arrived: _arrived,
+        LendAsked: _lend_nothing,
+        Returned: _same,
+        Released: _released,
+    },
+    Phase.STAGED: {
+        Begin: _begin,
+        LendAsked: _lend,
+        Returned: _same,
+        Spent: _spent,
+        Released: _released,
+    },
+    Phase.LENT: {
+        Begin: _begin_lent,
+        LendAsked: _lend_lent,
+        Returned: _returned,
+        Spent: _same,
+        Released: _same,
+    },
 }
 
 
 def step(staging: Staging, event: Event) -> Outcome:
-    """The next state and what to do. An event that the state does not list raises ProtocolError and changes nothing."""
+    """The next state and what to do. An event that the state does not list raises ProtocolError and
+    changes nothing."""
     transition = TRANSITIONS[staging.phase].get(type(event))
     if transition is None:
         raise ProtocolError(f"event {event!r} is not listed for staging {staging!r}")

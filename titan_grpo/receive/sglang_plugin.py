@@ -1,12 +1,14 @@
-"""SGLang's side of a weight sync. Found by SGLang through the entry-point group ``sglang.srt.plugins``; no patch of SGLang.
+"""SGLang's side of a weight sync. Found by SGLang through the entry-point group
+``sglang.srt.plugins``; no patch of SGLang.
 
 Written for SGLang 0.5.23. The server is started with ``--custom-weight-loader titan_grpo.receive.sglang_plugin.commit``.
 
-Two processes of the server have a part in it. The HTTP process gets two routes: ``/titan_grpo/hello`` hands a lane's greeting
-through a door to the scheduler of rank 0, without a pause (SGLang's own routes to the scheduler's model wait for all running
-requests), and ``/titan_grpo/state`` says what no route of SGLang does: whether generation is paused, and whether the server was
-restarted (``boot`` is another one then). Each scheduler process holds an EngineSide; a commit reaches it through ``commit``,
-between two batches.
+Two processes of the server have a part in it. The HTTP process gets two routes:
+``/titan_grpo/hello`` hands a lane's greeting through a door to the scheduler of rank 0, without a
+pause (SGLang's own routes to the scheduler's model wait for all running requests), and
+``/titan_grpo/state`` says what no route of SGLang does: whether generation is paused, and whether
+the server was restarted (``boot`` is another one then). Each scheduler process holds an EngineSide;
+a commit reaches it through ``commit``, between two batches.
 """
 
 import asyncio
@@ -26,9 +28,15 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from titan_grpo.errors import PeerError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import CheckpointNames
-from titan_grpo.receive.door import Door, knock
-from titan_grpo.receive.engine import Counted, Engine, EngineSide, package_version
-from titan_grpo.receive.workers import Workers, workers_of
+from titan_grpo.receive.commit import (
+    Counted,
+    Engine,
+    EngineSide,
+    Workers,
+    package_version,
+    workers_of,
+)
+from titan_grpo.receive.unix_rpc import Door, knock
 from titan_grpo.runkey import Key, environment_key
 
 LOADER = "titan_grpo.receive.sglang_plugin.commit"
@@ -38,7 +46,8 @@ DOOR_VARIABLE = "TITAN_GRPO_DOOR"
 """Set by the HTTP process for the processes that it starts: the name of their door."""
 
 HELLO_S = 120.0
-"""Longest wait of a greeting, in seconds: behind a commit, which may be a streamed one that stalls."""
+"""Longest wait of a greeting, in seconds: behind a commit, which may be a streamed one that
+stalls."""
 
 SideFactory = Callable[[Engine, Workers, str, Key | None], EngineSide]
 
@@ -46,7 +55,8 @@ log = logging.getLogger("titan_grpo.receive")
 
 
 class Plugin:
-    """What this process knows: the side of its scheduler, if it is one. ``make_side`` may be replaced before the start."""
+    """What this process knows: the side of its scheduler, if it is one. ``make_side`` may be
+    replaced before the start."""
 
     def __init__(self) -> None:
         self.make_side: SideFactory = EngineSide
@@ -76,12 +86,17 @@ def register() -> None:
     if multiprocessing.parent_process() is None:
         os.environ[DOOR_VARIABLE] = secrets.token_hex(16)
         _add_routes()
-    elif "sglang.srt.managers.scheduler" in sys.modules:  # not the detokenizer, which would import all of it for nothing
-        HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _scheduler_made, HookType.AFTER)
+    elif (
+        "sglang.srt.managers.scheduler" in sys.modules
+    ):  # not the detokenizer, which would import all of it for nothing
+        HookRegistry.register(
+            "sglang.srt.managers.scheduler.Scheduler.__init__", _scheduler_made, HookType.AFTER
+        )
 
 
 def commit(_model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's custom weight loader: the first name is a Commit in JSON. Never raises: that would end the server."""
+    """SGLang's custom weight loader: the first name is a Commit in JSON. Never raises: that would
+    end the server."""
     try:
         data = json.loads(named_tensors[0][0])
     except (IndexError, TypeError, ValueError):
@@ -105,7 +120,9 @@ def _add_routes() -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def hello(request: Request) -> dict[str, Any]:
         try:
-            return await asyncio.to_thread(knock, os.environ[DOOR_VARIABLE], await request.json(), HELLO_S)
+            return await asyncio.to_thread(
+                knock, os.environ[DOOR_VARIABLE], await request.json(), HELLO_S
+            )
         except (PeerError, ValueError) as error:
             raise HTTPException(503, str(error)) from error
 
@@ -125,7 +142,11 @@ def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) 
     plugin.side = plugin.make_side(SglangModel(scheduler), workers, problem, run_key)
     if workers.rank == 0:
         Door(os.environ[DOOR_VARIABLE], plugin.hello).start()
-    keyed = "takes weights from who has the run key" if run_key is not None else "no run key: takes weights from anybody"
+    keyed = (
+        "takes weights from who has the run key"
+        if run_key is not None
+        else "no run key: takes weights from anybody"
+    )
     log.info("plugin ready, worker %d of %d, %s", workers.rank, workers.size, problem or keyed)
 
 
@@ -152,13 +173,15 @@ class SglangModel:
         self._names = CheckpointNames(config.model_path, config.revision, tied)
 
     def refuses(self, manifest: Manifest) -> str:
-        """See Engine. SGLang takes names that it does not know, says success and ignores them: so they are checked here,
-        and a server without a checkpoint to check them against takes nothing.
+        """See Engine. SGLang takes names that it does not know, says success and ignores them: so
+        they are checked here, and a server without a checkpoint to check them against takes
+        nothing.
         """
         if not self._names.known:
             return (
-                f"SGLang ignores names it does not know, and {self._names.model} holds no safetensors files to check them "
-                "against: start the server from a directory with the model's weights"
+                f"SGLang ignores names it does not know, and {self._names.model} holds no"
+                " safetensors files to check them against: start the server from a directory with"
+                " the model's weights"
             )
         return self._names.problem(manifest)
 

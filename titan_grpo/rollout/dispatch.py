@@ -1,27 +1,64 @@
-"""The rollout process's one decision loop: start groups where admission allows, and settle what becomes of them."""
+"""How many groups a task's own errors may cost before the run stops. Pure.
+
+The rollout process's one decision loop: start groups where admission allows, and settle what
+becomes of them."""
 
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from titan_grpo.engines.drivers import AsyncDriver, HttpRefused
+from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import DataError, PeerError
 from titan_grpo.protocol import admission
 from titan_grpo.protocol.admission import Admission, too_stale
-from titan_grpo.rollout import budget, messages
-from titan_grpo.rollout.asking import TaskFailed
+from titan_grpo.rollout import messages
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial, oldest, worth_keeping
 from titan_grpo.rollout.pool import Pool, Server
 from titan_grpo.rollout.sampler import GroupDropped, Interrupted, Sampler
 from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.task_runner import TaskFailed
+
+WINDOW = 100
+"""Groups in a row that the budget counts over."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBudget:
+    """``allowed`` groups of any WINDOW in a row may end with an error of the task.
+
+    Only groups that the task had its say on are counted: what servers do to a group is neither an
+    error nor a success here. ``errors``: numbers, among the counted groups, of those of the last
+    WINDOW that ended with one.
+    """
+
+    allowed: int
+    groups: int = 0
+    errors: tuple[int, ...] = ()
+
+    def after(self, failed: bool) -> "ErrorBudget":
+        """With one more group counted.
+
+        >>> once = ErrorBudget(1).after(True)
+        >>> once.spent, once.after(False).after(True).spent
+        (False, True)
+        """
+        number = self.groups + 1
+        errors = (*self.errors, number) if failed else self.errors
+        return ErrorBudget(self.allowed, number, tuple(n for n in errors if n > number - WINDOW))
+
+    @property
+    def spent(self) -> bool:
+        """Whether there were more errors than allowed: the run must stop."""
+        return len(self.errors) > self.allowed
+
 
 MAX_DROPS = 3
 MAX_OUTAGES = 20
 MAX_SKIPS_IN_A_ROW = 16
-"""Prompts given up for their drops with no usable group in between: then it is not the prompts, and going on would burn
-through the whole sequence."""
+"""Prompts given up for their drops with no usable group in between: then it is not the prompts, and
+going on would burn through the whole sequence."""
 
 BAD_REQUEST = frozenset({400, 413, 422})
 """Status codes that blame the request (a prompt too long, say), not the server."""
@@ -29,7 +66,8 @@ BAD_REQUEST = frozenset({400, 413, 422})
 
 @dataclass(slots=True)
 class Running:
-    """A group being made: its prompt, what it has so far, where, and the oldest version that made or makes any of it."""
+    """A group being made: its prompt, what it has so far, where, and the oldest version that made
+    or makes any of it."""
 
     ticket: Ticket
     parts: list[Partial]
@@ -40,10 +78,11 @@ class Running:
 
 
 class Dispatcher:
-    """Starts groups, retries, drops, skips. ``send`` carries results to the trainer and must not block.
+    """Starts groups, retries, drops, skips. ``send`` carries results to the trainer and must not
+    block.
 
-    All methods run in the loop's thread. An exception that is neither a server's nor a drop (a bug, or one of the
-    task's beyond its budget) goes to ``fail`` and ends the process.
+    All methods run in the loop's thread. An exception that is neither a server's nor a drop (a bug,
+    or one of the task's beyond its budget) goes to ``fail`` and ends the process.
     """
 
     def __init__(
@@ -54,9 +93,17 @@ class Dispatcher:
         fail: Callable[[BaseException], None],
         api_key: str = "",
     ) -> None:
-        self._spec, self._sampler, self._send, self._fail, self._api_key = spec, sampler, send, fail, api_key
+        self._spec, self._sampler, self._send, self._fail, self._api_key = (
+            spec,
+            sampler,
+            send,
+            fail,
+            api_key,
+        )
         self._pool = Pool(spec.max_concurrent_requests)
-        self._admission = Admission(spec.base_version, spec.prompts_per_step, spec.max_staleness, spec.places)
+        self._admission = Admission(
+            spec.base_version, spec.prompts_per_step, spec.max_staleness, spec.places
+        )
         self._fresh = spec.unused_prompts()
         self._again: deque[tuple[Ticket, str]] = deque()
         self._running: dict[asyncio.Task[None], Running] = {}
@@ -66,7 +113,7 @@ class Dispatcher:
         self._oldest_usable = spec.base_version - spec.max_staleness
         self._counts: Counter[str] = Counter()
         self._skips_in_a_row = 0
-        self._task_errors = budget.ErrorBudget(spec.task_error_budget)
+        self._task_errors = ErrorBudget(spec.task_error_budget)
         self._closing = False
 
     def on(self, message: messages.ToWorker) -> None:
@@ -110,12 +157,23 @@ class Dispatcher:
             ticket = self._again.popleft()[0] if self._again else Ticket(next(self._fresh))
             self._admission, _ = admission.step(self._admission, admission.Start(server.version))
             had = ticket.parts or (Partial(),) * self._spec.group_size
-            parts = worth_keeping(had, server.version, self._oldest_usable, self._spec.in_flight_weight_updates)
+            parts = worth_keeping(
+                had, server.version, self._oldest_usable, self._spec.in_flight_weight_updates
+            )
             first = oldest(parts)
-            self._start(Running(ticket, list(parts), server, server.version if first is None else min(first, server.version)))
+            self._start(
+                Running(
+                    ticket,
+                    list(parts),
+                    server,
+                    server.version if first is None else min(first, server.version),
+                )
+            )
 
     def _start(self, run: Running) -> None:
-        resumed = [len(part.token_ids) for part in run.parts if part.token_ids and not part.finish_reason]
+        resumed = [
+            len(part.token_ids) for part in run.parts if part.token_ids and not part.finish_reason
+        ]
         self._counts["resumed"] += len(resumed)
         self._counts["resumed_tokens"] += sum(resumed)
         run.server.in_flight += self._spec.group_size
@@ -125,9 +183,13 @@ class Dispatcher:
 
     async def _make(self, run: Running) -> None:
         answers = sum(part.answers for part in run.parts)
-        self._counts["requests"] += sum(not (part.finish_reason or part.waits) for part in run.parts)
+        self._counts["requests"] += sum(
+            not (part.finish_reason or part.waits) for part in run.parts
+        )
         try:
-            group = await self._sampler.group(run.ticket, run.parts, run.server, self._driver(run.server.url))
+            group = await self._sampler.group(
+                run.ticket, run.parts, run.server, self._driver(run.server.url)
+            )
         finally:
             self._counts["requests"] += sum(part.answers for part in run.parts) - answers
         self._skips_in_a_row = 0
@@ -142,14 +204,22 @@ class Dispatcher:
             return
         self._answer_drains(run.server.url)
         leaves = run.server.left or run.given_up
-        if leaves and (task.cancelled() or isinstance(task.exception(), PeerError | GroupDropped | Interrupted)):
-            # Its server left the run, or commits a version: made elsewhere, and no budget pays for it.
+        # no deadline: the task has ended: this is called by its callback, or after its group
+        if leaves and (
+            task.cancelled() or isinstance(task.exception(), PeerError | GroupDropped | Interrupted)
+        ):
+            # Its server left the run, or commits a version: made elsewhere, and no budget pays for
+            # it.
             self._counts["moved"] += 1
             self._settle(run.ticket.moved(tuple(run.parts)), "")
         elif task.cancelled():
             self._counts["dropped.stale_in_flight"] += 1
-            self._say(f"group of prompt {run.ticket.index} from {run.server.url} is too stale to be used, and is made again")
+            self._say(
+                f"group of prompt {run.ticket.index} from {run.server.url} is too stale to be used,"
+                " and is made again"
+            )
             self._settle(run.ticket.stale(), "")
+        # no deadline: the task has ended: this is called by its callback, or after its group
         elif (error := task.exception()) is None:
             self._pool.succeeded(run.server)
         elif isinstance(error, GroupDropped):
@@ -172,7 +242,9 @@ class Dispatcher:
 
     def _let_go(self, url: str) -> None:
         self._pool.remove(url)
-        tasks = [task for task, run in self._running.items() if run.server.left and run.server.url == url]
+        tasks = [
+            task for task, run in self._running.items() if run.server.left and run.server.url == url
+        ]
         for task in tasks:
             task.cancel()
         driver = self._drivers.pop(url, None)
@@ -206,13 +278,20 @@ class Dispatcher:
 
     def _drop(self, run: Running, reason: str, detail: str = "") -> None:
         self._counts[f"dropped.{reason}"] += 1
-        text = f"group of prompt {run.ticket.index} from {run.server.url} dropped: {detail or reason}"
+        text = (
+            f"group of prompt {run.ticket.index} from {run.server.url} dropped: {detail or reason}"
+        )
         self._say(text)
         ticket = run.ticket.dropped()
         self._settle(ticket, "")
         self._skips_in_a_row += ticket.drops >= MAX_DROPS
         if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
-            self._fail(DataError(f"{MAX_SKIPS_IN_A_ROW} prompts in a row gave no usable group; the last one: {text}"))
+            self._fail(
+                DataError(
+                    f"{MAX_SKIPS_IN_A_ROW} prompts in a row gave no usable group; the last one:"
+                    f" {text}"
+                )
+            )
 
     def _task_error(self, run: Running, failed: TaskFailed) -> None:
         self._task_errors = self._task_errors.after(failed=True)
@@ -220,7 +299,9 @@ class Dispatcher:
             self._drop(run, "task_error", str(failed))
             return
         allowed, error = self._spec.task_error_budget, failed.error
-        error.add_note(f"{failed}; rollout.task_error_budget allows {allowed} of any {budget.WINDOW} groups in a row")
+        error.add_note(
+            f"{failed}; rollout.task_error_budget allows {allowed} of any {WINDOW} groups in a row"
+        )
         self._fail(error)
 
     def _outage(self, run: Running, error: PeerError) -> None:
@@ -231,11 +312,15 @@ class Dispatcher:
         self._settle(run.ticket.failed(tuple(run.parts)), run.server.url)
 
     def _settle(self, ticket: Ticket, avoid: str) -> None:
-        """Give the place back; make the group again, or give the prompt up when its budget is spent."""
+        """Give the place back; make the group again, or give the prompt up when its budget is
+        spent."""
         self._admission, _ = admission.step(self._admission, admission.GiveBack())
         if ticket.drops >= MAX_DROPS or ticket.outages >= MAX_OUTAGES:
             self._counts["skipped"] += 1
-            text = f"prompt {ticket.index} skipped after {ticket.drops} drops and {ticket.outages} outages without a token"
+            text = (
+                f"prompt {ticket.index} skipped after {ticket.drops} drops and {ticket.outages}"
+                " outages without a token"
+            )
             self._send(messages.Event(text, dict(self._counts), skipped=ticket.index))
         else:
             self._again.append((ticket, avoid))

@@ -1,4 +1,5 @@
-"""Frames between the trainer's rank 0 and its rollout process: pickled over a socket pair, or as JSON from another host."""
+"""Frames between the trainer's rank 0 and its rollout process: pickled over a socket pair, or as
+JSON from another host."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,10 +12,12 @@ from titan_grpo.samples import Group
 class Ticket:
     """One prompt on its way: its index, and what has happened to it so far.
 
-    ``attempt`` counts starts and goes into the request seeds. ``drops`` counts unusable groups: a bad prompt must not be tried
-    forever. ``outages`` counts servers that failed one after the other without one more token: a prompt that ends servers must
-    not be tried forever, and a slow one over a bad network must not be given up. Staleness costs a prompt neither: long
-    completions would be filtered out of the training data. ``parts``: what its completions have already, one each, or nothing.
+    ``attempt`` counts starts and goes into the request seeds. ``drops`` counts unusable groups: a
+    bad prompt must not be tried forever. ``outages`` counts servers that failed one after the other
+    without one more token: a prompt that ends servers must not be tried forever, and a slow one
+    over a bad network must not be given up. Staleness costs a prompt neither: long completions
+    would be filtered out of the training data. ``parts``: what its completions have already, one
+    each, or nothing.
     """
 
     index: int
@@ -38,8 +41,12 @@ class Ticket:
         >>> ticket.failed(()).outages, ticket.failed((Partial((5,), (-1.0,), 3, 3),)).outages
         (20, 1)
         """
-        more = sum(len(part.token_ids) for part in parts) > sum(len(part.token_ids) for part in self.parts)
-        return replace(self, attempt=self.attempt + 1, outages=1 if more else self.outages + 1, parts=parts)
+        more = sum(len(part.token_ids) for part in parts) > sum(
+            len(part.token_ids) for part in self.parts
+        )
+        return replace(
+            self, attempt=self.attempt + 1, outages=1 if more else self.outages + 1, parts=parts
+        )
 
     def moved(self, parts: tuple[Partial, ...]) -> "Ticket":
         """The same prompt after its server left the run: nobody's fault, so it costs no budget."""
@@ -52,7 +59,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """To the rollout process: what the ledger says of one server. ``version`` None: unknown. ``engine``: its dialect's name."""
+    """To the rollout process: what the ledger says of one server. ``version`` None: unknown.
+    ``engine``: its dialect's name."""
 
     url: str
     version: int | None
@@ -63,15 +71,17 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class ServerLeft:
-    """To the rollout process: a server was removed from the run; what runs on it is made elsewhere."""
+    """To the rollout process: a server was removed from the run; what runs on it is made
+    elsewhere."""
 
     url: str
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """To the rollout process: answer ``Drained`` once nothing runs on a server any more, which is given nothing meanwhile (its
-    ledger line says so). What still runs after ``within_s`` seconds is given up and made elsewhere, or later."""
+    """To the rollout process: answer ``Drained`` once nothing runs on a server any more, which is
+    given nothing meanwhile (its ledger line says so). What still runs after ``within_s`` seconds is
+    given up and made elsewhere, or later."""
 
     url: str
     number: int
@@ -99,7 +109,8 @@ class AskLoad:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """To the rollout process: this finished group was too stale at use; make the prompt's group again."""
+    """To the rollout process: this finished group was too stale at use; make the prompt's group
+    again."""
 
     ticket: Ticket
 
@@ -113,16 +124,17 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Unversioned:
-    """To the rollout process: ``count`` groups were used without making a version, so their places are free again."""
+    """To the rollout process: ``count`` groups were used without making a version, so their places
+    are free again."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """To the rollout process: call a method of a server's ServerControl (engine_calls.METHODS), or of its own update routes;
-    ``arguments`` are JSON values. Calls of one server are made in order; one that could not begin within ``within_s`` seconds
-    is not made."""
+    """To the rollout process: call a method of a server's ServerControl (engine_calls.METHODS), or
+    of its own update routes; ``arguments`` are JSON values. Calls of one server are made in order;
+    one that could not begin within ``within_s`` seconds is not made."""
 
     number: int
     url: str
@@ -133,8 +145,9 @@ class EngineCall:
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """From the rollout process: what came of an EngineCall, as a JSON value. ``kind``: empty, or the name of the error that
-    ``error`` is the text of. ``engine``: what answers at that URL, empty as long as nobody has asked."""
+    """From the rollout process: what came of an EngineCall, as a JSON value. ``kind``: empty, or
+    the name of the error that ``error`` is the text of. ``engine``: what answers at that URL, empty
+    as long as nobody has asked."""
 
     number: int
     value: Any
@@ -171,7 +184,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """From the rollout process: something was dropped, or a server failed. ``skipped`` names a prompt given up for good."""
+    """From the rollout process: something was dropped, or a server failed. ``skipped`` names a
+    prompt given up for good."""
 
     text: str
     counters: dict[str, int]
@@ -180,11 +194,23 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """From the rollout process: its last words. ``kind`` says whose fault it is (config, data, bug)."""
+    """From the rollout process: its last words. ``kind`` says whose fault it is (config, data,
+    bug)."""
 
     kind: Literal["config", "data", "bug"]
     text: str
 
 
-ToWorker = ServerState | ServerLeft | Drain | TrainerVersion | AskLoad | GiveBack | Used | Unversioned | EngineCall | Stop
+ToWorker = (
+    ServerState
+    | ServerLeft
+    | Drain
+    | TrainerVersion
+    | AskLoad
+    | GiveBack
+    | Used
+    | Unversioned
+    | EngineCall
+    | Stop
+)
 FromWorker = Ready | GroupDone | Load | Drained | EngineAnswer | Event | Failed

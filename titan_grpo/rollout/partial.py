@@ -1,10 +1,11 @@
-"""What a completion has so far, when its request ended before it did: it goes on from there, on whichever server. Pure."""
+"""What a completion has so far, when its request ended before it did: it goes on from there, on
+whichever server. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from titan_grpo.engines.sampling import Sampled
+from titan_grpo.engines.generation import Sampled
 from titan_grpo.samples import Completion
 
 ABORTED = "abort"
@@ -13,10 +14,12 @@ ABORTED = "abort"
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Tokens sampled so far, with their log-probabilities and the versions that made them, over one request or several.
+    """Tokens sampled so far, with their log-probabilities and the versions that made them, over one
+    request or several.
 
-    ``finish_reason`` is empty while more is to come; ``first`` and ``last`` mean something only where there are tokens.
-    ``sampled`` is as in samples.Completion. ``waits``: the policy's turn is over, and the task has not said how it goes on.
+    ``finish_reason`` is empty while more is to come; ``first`` and ``last`` mean something only
+    where there are tokens. ``sampled`` is as in samples.Completion. ``waits``: the policy's turn is
+    over, and the task has not said how it goes on.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -28,10 +31,14 @@ class Partial:
     waits: bool = False
 
     def __repr__(self) -> str:
-        return f"<{len(self.token_ids)} tokens of v{self.first} to v{self.last}, {self.finish_reason or 'unfinished'}>"
+        return (
+            f"<{len(self.token_ids)} tokens of v{self.first} to v{self.last},"
+            f" {self.finish_reason or 'unfinished'}>"
+        )
 
     def after(self, sampled: Sampled, versions: Sequence[int], budget: int) -> "Partial":
-        """With one more answer at its end. ``budget``: tokens of the whole completion; a full one is finished by its length.
+        """With one more answer at its end. ``budget``: tokens of the whole completion; a full one
+        is finished by its length.
 
         >>> part = Partial().after(Sampled((5, 6), (-1.0, -2.0), "abort"), (3,), 4)
         >>> part, part.left(4)
@@ -54,7 +61,8 @@ class Partial:
         return replace(self, finish_reason="", waits=True)
 
     def told(self, context: Sequence[int] | None, budget: int) -> "Partial":
-        """With the task's answer, which no version made; None ends it. One that leaves no room to go on is left out.
+        """With the task's answer, which no version made; None ends it. One that leaves no room to
+        go on is left out.
 
         >>> part = Partial((5,), (-1.0,), 3, 3, waits=True).told((8, 9), 4)
         >>> part.token_ids, part.sampled, part.told((8,), 4).finish_reason, part.told(None, 4).finish_reason
@@ -64,7 +72,13 @@ class Partial:
             return replace(self, finish_reason="stop" if context is None else "length", waits=False)
         flags = (self.sampled or (True,) * len(self.token_ids)) + (False,) * len(context)
         logprobs = self.logprobs + (0.0,) * len(context)
-        return replace(self, token_ids=(*self.token_ids, *context), logprobs=logprobs, sampled=flags, waits=False)
+        return replace(
+            self,
+            token_ids=(*self.token_ids, *context),
+            logprobs=logprobs,
+            sampled=flags,
+            waits=False,
+        )
 
     def stretches(self) -> tuple[tuple[bool, tuple[int, ...]], ...]:
         """(sampled, token ids) of each turn in its order.
@@ -88,7 +102,13 @@ class Partial:
     def completion(self, server: str) -> Completion:
         """The finished completion, without its reward; ``server`` is the one that finished it."""
         return Completion(
-            self.token_ids, self.logprobs, self.finish_reason, self.first, self.last, server, sampled=self.sampled
+            self.token_ids,
+            self.logprobs,
+            self.finish_reason,
+            self.first,
+            self.last,
+            server,
+            sampled=self.sampled,
         )
 
 
@@ -97,16 +117,22 @@ def oldest(parts: Sequence[Partial]) -> int | None:
     return min((part.first for part in parts if part.token_ids), default=None)
 
 
-def worth_keeping(parts: Sequence[Partial], version: int, needed: int, mix: bool) -> tuple[Partial, ...]:
-    """The parts with which a group goes on at a server that holds ``version``; those that can not be used begin anew.
+def worth_keeping(
+    parts: Sequence[Partial], version: int, needed: int, mix: bool
+) -> tuple[Partial, ...]:
+    """The parts with which a group goes on at a server that holds ``version``; those that can not
+    be used begin anew.
 
-    ``needed``: oldest version that the trainer could use now. A group that goes on is of a low prompt, so one of the next to be
-    used; the bound itself is checked there. ``mix``: whether one completion may be of several versions; one that is finished
-    is of those that it is of.
+    ``needed``: oldest version that the trainer could use now. A group that goes on is of a low
+    prompt, so one of the next to be used; the bound itself is checked there. ``mix``: whether one
+    completion may be of several versions; one that is finished is of those that it is of.
     """
     return tuple(
-        Partial()
-        if part.token_ids and (part.first < needed or not (mix or part.finish_reason or part.last == version))
-        else part
+        (
+            Partial()
+            if part.token_ids
+            and (part.first < needed or not (mix or part.finish_reason or part.last == version))
+            else part
+        )
         for part in parts
     )

@@ -1,4 +1,5 @@
-"""Recorded groups as JSON lines, and a client that trains on them: the same data for two runs that must agree."""
+"""Recorded groups as JSON lines, and a client that trains on them: the same data for two runs that
+must agree."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -11,7 +12,8 @@ from titan_grpo.samples import Completion, Group, Prompt
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
-    """A JSON-able dict; floats keep all their bits (Python writes the shortest text that reads back the same)."""
+    """A JSON-able dict; floats keep all their bits (Python writes the shortest text that reads back
+    the same)."""
     return asdict(group)
 
 
@@ -20,34 +22,55 @@ def group_from_json(data: Mapping[str, Any]) -> Group:
     try:
         prompt = {**data["prompt"], "token_ids": tuple(data["prompt"]["token_ids"])}
         completions = tuple(
-            Completion(**{**c, **{name: tuple(c[name]) for name in ("token_ids", "logprobs", "sampled") if name in c}})
+            Completion(
+                **{
+                    **c,
+                    **{
+                        name: tuple(c[name])
+                        for name in ("token_ids", "logprobs", "sampled")
+                        if name in c
+                    },
+                }
+            )
             for c in data["completions"]
         )
         return Group(Prompt(**prompt), completions)
     except (KeyError, TypeError) as error:
-        raise DataError(f"a recorded group must have the fields of samples.Group, got {str(data)[:200]!r} ({error})") from error
+        raise DataError(
+            f"a recorded group must have the fields of samples.Group, got {str(data)[:200]!r}"
+            f" ({error})"
+        ) from error
 
 
 class GroupRecorder:
     """Appends one line per batch: ``{"version": v, "groups": [...]}``.
 
-    A resumed run appends to the same file; lines of versions at or past its base are cut first, since the resumed run makes
-    them again.
+    A resumed run appends to the same file; lines of versions at or past its base are cut first,
+    since the resumed run makes them again.
     """
 
     def __init__(self, path: str, base_version: int) -> None:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for version, line in _lines(self._path) if version < base_version] if self._path.exists() else []
+        kept = (
+            [line for version, line in _lines(self._path) if version < base_version]
+            if self._path.exists()
+            else []
+        )
         self._file = self._path.open("w", encoding="utf-8")
         self._file.writelines(f"{line}\n" for line in kept)
 
     def write(self, version: int, groups: Iterable[Group]) -> None:
-        """Write one batch and flush it. Raises DataError where a prompt's payload has no JSON form."""
+        """Write one batch and flush it. Raises DataError where a prompt's payload has no JSON
+        form."""
         try:
-            line = json.dumps({"version": version, "groups": [group_to_json(g) for g in groups]}, allow_nan=False)
+            line = json.dumps(
+                {"version": version, "groups": [group_to_json(g) for g in groups]}, allow_nan=False
+            )
         except (TypeError, ValueError) as error:
-            raise DataError(f"rollout.record_path needs prompts with a JSON payload and finite numbers: {error}") from error
+            raise DataError(
+                f"rollout.record_path needs prompts with a JSON payload and finite numbers: {error}"
+            ) from error
         self._file.write(line + "\n")
         self._file.flush()
 
@@ -57,10 +80,12 @@ class GroupRecorder:
 
 
 class ReplayClient:
-    """RolloutClient's interface over a recorded file. Samples nothing; servers still get every version."""
+    """RolloutClient's interface over a recorded file. Samples nothing; servers still get every
+    version."""
 
     def __init__(self, path: str, state: Mapping[str, Any] | None = None) -> None:
-        """``state``: what ``state`` returned when a checkpoint was written; without it the version asked for first decides."""
+        """``state``: what ``state`` returned when a checkpoint was written; without it the version
+        asked for first decides."""
         self._path = path
         self._batches = _lines(Path(path))
         self._next: int | None = (state or {}).get("next_batch")
@@ -69,7 +94,9 @@ class ReplayClient:
     def start(self, timeout_s: float = 0.0) -> None:
         """Nothing to start."""
 
-    def set_server(self, url: str, version: int | None, accepting: bool, label: str, engine: str = "vllm") -> None:
+    def set_server(
+        self, url: str, version: int | None, accepting: bool, label: str, engine: str = "vllm"
+    ) -> None:
         """Ignored: nothing is sampled."""
 
     def remove_server(self, url: str) -> None:
@@ -91,18 +118,24 @@ class ReplayClient:
     def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
         """The recorded batches in their order, from the one for the ``version`` asked for first.
 
-        A step that makes no version takes the next batch all the same. Raises DataError if there is none, or one of another
-        size.
+        A step that makes no version takes the next batch all the same. Raises DataError if there is
+        none, or one of another size.
         """
         versions = [recorded for recorded, _ in self._batches]
         if self._next is None:
             self._next = versions.index(version) if version in versions else len(versions)
         if self._next >= len(self._batches):
             known = f"{min(versions)} to {max(versions)}" if versions else "none"
-            raise DataError(f"{self._path} has no batch for version {version} (recorded: {known}): train fewer steps")
+            raise DataError(
+                f"{self._path} has no batch for version {version} (recorded: {known}): train fewer"
+                " steps"
+            )
         groups = json.loads(self._batches[self._next][1])["groups"]
         if len(groups) != count:
-            raise DataError(f"{self._path}: version {version} has {len(groups)} groups, rollout.prompts_per_step is {count}")
+            raise DataError(
+                f"{self._path}: version {version} has {len(groups)} groups,"
+                f" rollout.prompts_per_step is {count}"
+            )
         self._next += 1
         self._consumed += count
         return [group_from_json(g) for g in groups]
@@ -123,7 +156,8 @@ class ReplayClient:
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:
-    """(version, line) of every whole line; a torn last line (a killed run) is left out, any other bad one is a DataError."""
+    """(version, line) of every whole line; a torn last line (a killed run) is left out, any other
+    bad one is a DataError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

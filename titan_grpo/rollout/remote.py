@@ -1,4 +1,5 @@
-"""Rollouts made by a service on another host: the trainer's end of that way (the other one is service.py)."""
+"""Rollouts made by a service on another host: the trainer's end of that way (the other one is
+service.py)."""
 
 import json
 import secrets
@@ -7,36 +8,37 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from titan_grpo.engines.calls import Call, ignore, want
-from titan_grpo.engines.drivers import HttpRefused, SyncDriver
+from titan_grpo.engines.http import Call, HttpRefused, SyncDriver, ignore, want
 from titan_grpo.errors import ConfigError, PeerError, ServerUnreachable, TitanGrpoError
-from titan_grpo.protocol import peer, stream
-from titan_grpo.protocol.wire import new_run_id
+from titan_grpo.protocol import frames, recovery
+from titan_grpo.protocol.messages import new_run_id
 from titan_grpo.rollout import messages
-from titan_grpo.rollout.frames import FORMAT, decode, encode, spec_to_json
+from titan_grpo.rollout.codec import FORMAT, decode, encode, spec_to_json
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
-from titan_grpo.rollout.link import Forgotten, Hear, RolloutStopped
 from titan_grpo.rollout.messages import FromWorker, ToWorker
-from titan_grpo.rollout.session import CALL_S, POST_BYTES, have_of
+from titan_grpo.rollout.service import CALL_S, POST_BYTES, have_of
 from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.transport import Forgotten, Hear, RolloutStopped
 
 OPEN_S = 40.0
 """Deadline of opening a session, in seconds: another one may have to end first."""
 
 RECONCILE_S = 5.0
-"""After that much silence the service is asked what there is, in seconds. Callbacks are hints: the trainer does not rely on
-them."""
+"""After that much silence the service is asked what there is, in seconds. Callbacks are hints: the
+trainer does not rely on them."""
 
-PACE = peer.Pace(first_s=0.25, longest_s=2.0)
+PACE = recovery.Pace(first_s=0.25, longest_s=2.0)
 """How long a service that did not answer is left alone, in seconds."""
 
 
 class RemoteLink:
-    """A link to the service at ``url``. One thread talks to it; its callbacks come in at an endpoint of this host.
+    """A link to the service at ``url``. One thread talks to it; its callbacks come in at an
+    endpoint of this host.
 
-    ``key``: the bearer key of the service, empty for none. ``callback_address``: host:port of the endpoint (port 0: any), which
-    the service knows as ``callback_url`` if it can not reach it there. ``deadline_s``: how long the service may be unreachable
-    before that is an error. A service that does not know our session any more (it was restarted, or has not heard from us for
+    ``key``: the bearer key of the service, empty for none. ``callback_address``: host:port of the
+    endpoint (port 0: any), which the service knows as ``callback_url`` if it can not reach it
+    there. ``deadline_s``: how long the service may be unreachable before that is an error. A
+    service that does not know our session any more (it was restarted, or has not heard from us for
     its lease) is told everything anew.
     """
 
@@ -55,22 +57,29 @@ class RemoteLink:
         self._deadline_s, self._reconcile_s = deadline_s, reconcile_s
         self._run_id = new_run_id(time.time())
         self._taking = threading.Lock()
-        """Held while frames are heard, so that they are in order; taken before the client's lock, never after it."""
+        """Held while frames are heard, so that they are in order; taken before the client's lock,
+        never after it."""
         self._changed = threading.Condition()
         """Guards what is below; taken after the client's lock."""
-        self._inbox, self._outbox = stream.Inbox(""), stream.Outbox("")
+        self._inbox, self._outbox = frames.Inbox(""), frames.Outbox("")
         self._opened = self._asking = self._closing = self._over = False
         self._heard_at = 0.0
-        self._health = peer.Health(PACE)
+        self._health = recovery.Health(PACE)
         self._silent_since: float | None = None
         self._endpoint: HttpServer | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, spec: RolloutSpec, hear: Hear, timeout_s: float) -> None:
-        """Open the endpoint; the session is opened by the thread. Raises ConfigError where the endpoint can not be bound."""
+        """Open the endpoint; the session is opened by the thread. Raises ConfigError where the
+        endpoint can not be bound."""
         self._hear = hear
         self._begin(spec, ())
-        self._endpoint = HttpServer(self._callback_address, self._callback_key, self._called_back, "rollout.callback_address")
+        self._endpoint = HttpServer(
+            self._callback_address,
+            self._callback_key,
+            self._called_back,
+            "rollout.callback_address",
+        )
         self._thread = threading.Thread(target=self._run, name="rollout-remote", daemon=True)
         self._thread.start()
 
@@ -81,7 +90,8 @@ class RemoteLink:
             self._changed.notify_all()
 
     def close(self, deadline_s: float) -> None:
-        """Let the service end the session, if it answers in time; else its lease does. Idempotent; raises nothing."""
+        """Let the service end the session, if it answers in time; else its lease does. Idempotent;
+        raises nothing."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -93,10 +103,11 @@ class RemoteLink:
     # A session.
 
     def _begin(self, spec: RolloutSpec, first: Sequence[messages.ToWorker]) -> None:
-        """What is sent from now on is of a new session. While frames are heard only by the thread that hears them."""
+        """What is sent from now on is of a new session. While frames are heard only by the thread
+        that hears them."""
         with self._changed:
             name = secrets.token_hex(16)
-            self._spec, self._inbox, self._outbox = spec, stream.Inbox(name), stream.Outbox(name)
+            self._spec, self._inbox, self._outbox = spec, frames.Inbox(name), frames.Outbox(name)
             self._opened = self._asking = False
             for message in first:
                 self._put(message, None)
@@ -104,34 +115,39 @@ class RemoteLink:
     def _put(self, message: messages.ToWorker, within_s: float | None) -> None:
         text = encode(message, ToWorker)
         until = None if within_s is None else time.monotonic() + within_s
-        self._outbox, _ = stream.send(self._outbox, stream.Put(text, len(text), until))
+        self._outbox, _ = frames.send(self._outbox, frames.Put(text, len(text), until))
 
-    def _take(self, session: str, first: int, texts: Sequence[str]) -> stream.Taking:
-        """Frames from the service, by whichever way. Raises PeerError for what can not be read: then none is taken."""
+    def _take(self, session: str, first: int, texts: Sequence[str]) -> frames.Taking:
+        """Frames from the service, by whichever way. Raises PeerError for what can not be read:
+        then none is taken."""
         with self._taking:
-            inbox, action = stream.take(self._inbox, stream.Got(session, first, tuple(texts)))
-            if isinstance(action, stream.Deliver):
-                frames = [decode(text, FromWorker) for text in action.frames if text != stream.EMPTY]
+            inbox, action = frames.take(self._inbox, frames.Got(session, first, tuple(texts)))
+            if isinstance(action, frames.Deliver):
+                taken = [decode(text, FromWorker) for text in action.frames if text != frames.EMPTY]
                 self._inbox = inbox
-                for frame in frames:
-                    self._hear(frame)
+                for message in taken:
+                    self._hear(message)
             with self._changed:
-                if not isinstance(action, stream.Stranger):
+                if not isinstance(action, frames.Stranger):
                     self._heard_at = time.monotonic()
-                self._asking = self._asking or isinstance(action, stream.Missing)
+                self._asking = self._asking or isinstance(action, frames.Missing)
                 self._changed.notify_all()
         return action
 
     def _called_back(self, request: Request) -> Reply:
         """One callback, in a thread of the endpoint."""
         if (request.method, request.path) != ("POST", "/frames"):
-            return Reply(404, {"error": f"there is POST /frames, got {request.method} {request.path}"})
+            return Reply(
+                404, {"error": f"there is POST /frames, got {request.method} {request.path}"}
+            )
         try:
             body = json.loads(request.body)
             action = self._take(str(body["session"]), int(body["first"]), list(body["frames"]))
         except (PeerError, KeyError, TypeError, ValueError) as error:
-            return Reply(400, {"error": str(error) if isinstance(error, PeerError) else repr(error)})
-        if isinstance(action, stream.Stranger):
+            return Reply(
+                400, {"error": str(error) if isinstance(error, PeerError) else repr(error)}
+            )
+        if isinstance(action, frames.Stranger):
             return Reply(410, {"error": "no such session"})
         return Reply(200, {"have": self._inbox.have})
 
@@ -142,28 +158,38 @@ class RemoteLink:
             while self._wait():
                 self._try(self._work)
             if self._opened:
-                self._driver.run(Call("POST", "/close", CALL_S, ignore, json={"session": self._outbox.session}))
+                self._driver.run(
+                    Call("POST", "/close", CALL_S, ignore, json={"session": self._outbox.session})
+                )
         except TitanGrpoError as error:
             self._hear(error)
         except Exception as error:  # noqa: BLE001 - top of a thread: latched, and raised by next_batch
-            self._hear(RolloutStopped(f"the link to the rollout service failed, a bug of ours: {error!r}"))
+            self._hear(
+                RolloutStopped(f"the link to the rollout service failed, a bug of ours: {error!r}")
+            )
         finally:
             self._driver.close()
 
     def _wait(self) -> bool:
-        """Until there is something to ask or to tell, and the service's rest is over; False to end."""
+        """Until there is something to ask or to tell, and the service's rest is over; False to
+        end."""
         with self._changed:
             while not self._closing:
                 now = time.monotonic()
                 ready = not self._opened or self._asking or bool(self._outbox.kept)
-                due = self._health.until if ready else max(self._health.until, self._heard_at + self._reconcile_s)
+                due = (
+                    self._health.until
+                    if ready
+                    else max(self._health.until, self._heard_at + self._reconcile_s)
+                )
                 if due <= now:
                     return True
                 self._changed.wait(due - now)
             return False
 
     def _try(self, work: Callable[[], None]) -> None:
-        """Once; what the service refuses for good is raised, and so is its silence past the deadline."""
+        """Once; what the service refuses for good is raised, and so is its silence past the
+        deadline."""
         now = time.monotonic()
         try:
             work()
@@ -175,21 +201,23 @@ class RemoteLink:
             else:
                 self._refused(error)
         except PeerError as error:
-            raise RolloutStopped(f"{self._driver.url} does not speak as a rollout service does: {error}") from error
+            raise RolloutStopped(
+                f"{self._driver.url} does not speak as a rollout service does: {error}"
+            ) from error
         else:
             self._silent_since = None
-            self._health, _ = peer.step(self._health, peer.Answered())
+            self._health, _ = recovery.step(self._health, recovery.Answered())
 
     def _silent(self, since: float, error: PeerError) -> None:
         now = time.monotonic()
         self._silent_since = since if self._silent_since is None else self._silent_since
         if now - self._silent_since >= self._deadline_s:
             raise RolloutStopped(
-                f"the rollout service {self._driver.url} was not there for {self._deadline_s:g} s "
-                f"(rollout.controller_deadline_s): {error}. Start it again (titan-grpo rollouts --bind HOST:PORT) and resume "
-                "from the last checkpoint"
+                f"the rollout service {self._driver.url} was not there for {self._deadline_s:g} s"
+                f" (rollout.controller_deadline_s): {error}. Start it again (titan-grpo rollouts"
+                " --bind HOST:PORT) and resume from the last checkpoint"
             ) from error
-        self._health, _ = peer.step(self._health, peer.Silent(now))
+        self._health, _ = recovery.step(self._health, recovery.Silent(now))
 
     def _refused(self, error: HttpRefused) -> None:
         if error.status == 410:
@@ -198,13 +226,17 @@ class RemoteLink:
             return
         if error.status == 401:
             raise ConfigError(
-                f"the rollout service {self._driver.url} wants another key: the variable that rollout.controller_key_env names "
-                "must hold the one that the service was started with"
+                f"the rollout service {self._driver.url} wants another key: the variable that"
+                " rollout.controller_key_env names must hold the one that the service was started"
+                " with"
             ) from error
         if error.status == 409:
-            raise RolloutStopped(f"another run, started later, has the rollout service: {error}") from error
+            raise RolloutStopped(
+                f"another run, started later, has the rollout service: {error}"
+            ) from error
         raise ConfigError(
-            f"rollout.controller must be the URL of a rollout service that can serve this run: {error}"
+            "rollout.controller must be the URL of a rollout service that can serve this run:"
+            f" {error}"
         ) from error
 
     def _work(self) -> None:
@@ -232,15 +264,23 @@ class RemoteLink:
 
     def _post(self) -> None:
         with self._changed:
-            self._outbox, post = stream.send(self._outbox, stream.Due(time.monotonic(), POST_BYTES))
+            self._outbox, post = frames.send(self._outbox, frames.Due(time.monotonic(), POST_BYTES))
         if post is None:
             return
-        body = {"session": post.session, "first": post.first, "frames": post.frames, "ack": self._inbox.have}
+        body = {
+            "session": post.session,
+            "first": post.first,
+            "frames": post.frames,
+            "ack": self._inbox.have,
+        }
         have = self._driver.run(Call("POST", "/frames", CALL_S, have_of, json=body))
         with self._changed:
             if not post.first + len(post.frames) <= have <= self._outbox.end:
-                raise PeerError(f"of {self._outbox.end} frames it was sent {post.first} and those that follow, it has {have}")
-            self._outbox, _ = stream.send(self._outbox, stream.Acknowledged(have))
+                raise PeerError(
+                    f"of {self._outbox.end} frames it was sent {post.first} and those that follow,"
+                    f" it has {have}"
+                )
+            self._outbox, _ = frames.send(self._outbox, frames.Acknowledged(have))
 
     def _ask(self) -> None:
         session, have = self._inbox.session, self._inbox.have

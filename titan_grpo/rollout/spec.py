@@ -1,19 +1,73 @@
-"""What the rollout process is told once, at its start."""
+"""Which prompts of the endless sequence are done: what makes a resumed run continue with exactly
+the right ones.
 
-from collections.abc import Iterator
+What the rollout process is told once, at its start."""
+
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from titan_grpo.config import Rollout
-from titan_grpo.rollout.cursor import Cursor
+from titan_grpo.errors import DataError
+
+
+class Cursor:
+    """Set of used prompt indices, as a low-water mark (all below are used) and the used ones above
+    it.
+
+    Worked example: after 0, 1, 3 were used, low is 2 and above is {3}; a resumed run begins with 2,
+    4, 5, ...
+    """
+
+    def __init__(self, low: int = 0, above: tuple[int, ...] = ()) -> None:
+        self.low = low
+        self._above = set(above)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Cursor":
+        """Inverse of ``state``; an empty mapping is the start. Raises DataError on anything
+        else."""
+        low, above = state.get("low", 0), state.get("above", [])
+        ints = isinstance(above, list) and all(isinstance(i, int) for i in [low, *above])
+        if not ints or low < 0 or any(i < low for i in above):
+            raise DataError(
+                "rollout state must be low and above with every index of above >= low, got"
+                f" {dict(state)!r:.200}"
+            )
+        return cls(low, tuple(above))
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: ``{"low": int, "above": sorted list}``."""
+        return {"low": self.low, "above": sorted(self._above)}
+
+    def use(self, index: int) -> None:
+        """Mark an index as used. Raises DataError if it was: a prompt must not be trained on
+        twice."""
+        if index < self.low or index in self._above:
+            raise DataError(f"prompt {index} was used before: a group came twice")
+        self._above.add(index)
+        while self.low in self._above:
+            self._above.remove(self.low)
+            self.low += 1
+
+    def unused(self) -> Iterator[int]:
+        """The unused indices as of now, in order, without end. A copy: later ``use`` calls do not
+        change it."""
+        low, above = self.low, frozenset(self._above)
+        index = low
+        while True:
+            if index not in above:
+                yield index
+            index += 1
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """Everything the rollout process needs to know. Small, picklable, without secrets (the key is named, not held).
+    """Everything the rollout process needs to know. Small, picklable, without secrets (the key is
+    named, not held).
 
-    ``base_version`` is the trainer's version at the start or at the resume; ``state`` what ``RolloutClient.state``
-    returned when the checkpoint was written (empty: from the first prompt).
+    ``base_version`` is the trainer's version at the start or at the resume; ``state`` what
+    ``RolloutClient.state`` returned when the checkpoint was written (empty: from the first prompt).
     """
 
     model_dir: str
@@ -34,7 +88,8 @@ class RolloutSpec:
     in_flight_weight_updates: bool = True
     consume: str = "oldest"
     kv_recomputed: bool = False
-    """Servers throw the KV of running requests away at each commit (``weight_sync.kv_after_update``)."""
+    """Servers throw the KV of running requests away at each commit
+    (``weight_sync.kv_after_update``)."""
     max_concurrent_requests: int = 64
     request_timeout_s: float = 300.0
     stream_completions: bool = True
@@ -50,14 +105,18 @@ class RolloutSpec:
     push_address: str = ""
     push_key_env: str = ""
     places: int = 0
-    """Groups of before that hold places in the admission from base_version on: a far end that was restarted starts there."""
+    """Groups of before that hold places in the admission from base_version on: a far end that was
+    restarted starts there."""
     waiting: dict[int, int] = field(default_factory=dict)
-    """Prompt index -> completions of the finished groups that the trainer has and did not use yet."""
+    """Prompt index -> completions of the finished groups that the trainer has and did not use
+    yet."""
     registration: dict[str, Any] = field(default_factory=dict)
-    """What an Atropos API is told of the run (fields of ``atropos.Registration``, without batch_size)."""
+    """What an Atropos API is told of the run (fields of ``atropos.Registration``, without
+    batch_size)."""
 
     def unused_prompts(self) -> Iterator[int]:
-        """Indices of the prompts whose groups nobody has made, in order, without end. Raises DataError for a bad ``state``."""
+        """Indices of the prompts whose groups nobody has made, in order, without end. Raises
+        DataError for a bad ``state``."""
         cursor = Cursor.from_state(self.state.get("cursor", {}))
         for index in self.waiting:
             cursor.use(index)
@@ -65,9 +124,14 @@ class RolloutSpec:
 
     @classmethod
     def from_config(
-        cls, rollout: Rollout, model_dir: str, base_version: int = 0, state: dict[str, Any] | None = None
+        cls,
+        rollout: Rollout,
+        model_dir: str,
+        base_version: int = 0,
+        state: dict[str, Any] | None = None,
     ) -> "RolloutSpec":
-        """The spec of a validated ``[rollout]`` section; ``model_dir`` is where tokenizer.json lies."""
+        """The spec of a validated ``[rollout]`` section; ``model_dir`` is where tokenizer.json
+        lies."""
         names: tuple[str, ...] = (
             "task",
             "task_path",
@@ -94,4 +158,6 @@ class RolloutSpec:
         )
         names += ("source", "atropos_url", "push_address", "push_key_env")
         values = {name: getattr(rollout, name) for name in names}
-        return cls(model_dir=model_dir, base_version=base_version, state=dict(state or {}), **values)
+        return cls(
+            model_dir=model_dir, base_version=base_version, state=dict(state or {}), **values
+        )

@@ -1,4 +1,5 @@
-"""Entry of the rollout process: ``python -m titan_grpo.rollout.worker --fd N``. One asyncio loop, no torch, no GPU."""
+"""Entry of the rollout process: ``python -m titan_grpo.rollout.worker --fd N``. One asyncio loop,
+no torch, no GPU."""
 
 import argparse
 import asyncio
@@ -14,14 +15,13 @@ from typing import Any
 
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout import messages
-from titan_grpo.rollout.asking import Asker
 from titan_grpo.rollout.dispatch import Dispatcher
 from titan_grpo.rollout.engine_calls import EngineCalls
 from titan_grpo.rollout.external import External, open_source
-from titan_grpo.rollout.sampler import Sampler
+from titan_grpo.rollout.sampler import Sampler, TextCodec
 from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.task_runner import Asker
 from titan_grpo.rollout.tasks.base import TaskOptions, load_task
-from titan_grpo.rollout.text import TextCodec
 
 EXIT_GRACE_S = 5.0
 
@@ -37,7 +37,9 @@ class Worker:
         self._writer = threading.Thread(target=self._write_loop, name="write", daemon=True)
 
     async def run(self) -> int:
-        """Serve until Stop, a closed connection (the trainer is gone) or an error; returns the exit code."""
+        """Serve until Stop, a closed connection (the trainer is gone) or an error; returns the exit
+        code."""
+        # no deadline: ends with the other process, whose end closes the stream
         spec: RolloutSpec = self._connection.recv()
         self._writer.start()
         try:
@@ -53,15 +55,21 @@ class Worker:
     async def _serve(self, spec: RolloutSpec) -> None:
         source = await self._source(spec)
         loop = asyncio.get_running_loop()
-        # A bug in a callback would otherwise only be logged, and the trainer would wait for its deadline.
+        # A bug in a callback would otherwise only be logged, and the trainer would wait for its
+        # deadline.
         loop.set_exception_handler(
-            lambda _loop, context: self._fail(context.get("exception") or RuntimeError(context["message"]))
+            lambda _loop, context: self._fail(
+                context.get("exception") or RuntimeError(context["message"])
+            )
         )
         calls = EngineCalls(spec, self._out.put)
         take = functools.partial(self._take, source)
-        reader = threading.Thread(target=self._read_loop, args=(loop, take, calls), name="read", daemon=True)
+        reader = threading.Thread(
+            target=self._read_loop, args=(loop, take, calls), name="read", daemon=True
+        )
         self._out.put(messages.Ready())
         reader.start()
+        # no deadline: Stop, an error, or the end of the trainer, which the reader turns into Stop
         await self._stop.wait()
         calls.close()
         await source.close()
@@ -88,26 +96,34 @@ class Worker:
             source.on(message)
 
     def _read_loop(
-        self, loop: asyncio.AbstractEventLoop, take: Callable[[messages.ToWorker], None], calls: EngineCalls
+        self,
+        loop: asyncio.AbstractEventLoop,
+        take: Callable[[messages.ToWorker], None],
+        calls: EngineCalls,
     ) -> None:
         message: messages.ToWorker = messages.Stop()
         while True:
             try:
+                # no deadline: ends with the other process, whose end closes the stream
                 message = self._connection.recv()
             except (EOFError, OSError):
                 message = messages.Stop()
             if isinstance(message, messages.EngineCall):
-                calls.take(message)  # a commit does not wait for a loop that is busy with a user's reward
+                calls.take(
+                    message
+                )  # a commit does not wait for a loop that is busy with a user's reward
                 continue
             loop.call_soon_threadsafe(take, message)
             if isinstance(message, messages.Stop):
                 break
-        # A user's reward that never returns to the loop must not keep this process alive after its trainer.
+        # A user's reward that never returns to the loop must not keep this process alive after its
+        # trainer.
         timer = threading.Timer(EXIT_GRACE_S, os._exit, args=(1,))
         timer.daemon = True
         timer.start()
 
     def _write_loop(self) -> None:
+        # no deadline: close() of its owner puts None into the queue; the thread is a daemon
         while (message := self._out.get()) is not None:
             try:
                 self._connection.send(message)
@@ -121,7 +137,9 @@ def _last_words(error: BaseException) -> messages.Failed:
     if isinstance(error, DataError):
         return messages.Failed("data", str(error))
     text = "".join(traceback.format_exception(error))
-    return messages.Failed("bug", f"the rollout process failed, in the task or in our own code:\n{text}")
+    return messages.Failed(
+        "bug", f"the rollout process failed, in the task or in our own code:\n{text}"
+    )
 
 
 def main() -> int:

@@ -1,8 +1,9 @@
-"""The three calls of the CUDA runtime that torch does not offer: pin foreign memory, unpin it, copy a strided block.
+"""The three calls of the CUDA runtime that torch does not offer: pin foreign memory, unpin it, copy
+a strided block.
 
-torch's own ``copy_`` to a strided host tensor goes through a pageable temporary and blocks the host; one
-``cudaMemcpy2DAsync`` does not. And a registration that fails leaves an error behind that the next kernel launch would
-report as its own, so it has to be cleared here.
+torch's own ``copy_`` to a strided host tensor goes through a pageable temporary and blocks the
+host; one ``cudaMemcpy2DAsync`` does not. And a registration that fails leaves an error behind that
+the next kernel launch would report as its own, so it has to be cleared here.
 """
 
 import ctypes
@@ -17,34 +18,46 @@ DEVICE_TO_HOST = 2
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A strided block of memory: ``rows`` rows that start ``pitch`` bytes apart, from address ``pointer``."""
+    """A strided block of memory: ``rows`` rows that start ``pitch`` bytes apart, from address
+    ``pointer``."""
 
     pointer: int
     pitch: int
 
 
 class CudaRuntime:
-    """The process's CUDA runtime, through ctypes. Calls act on the current device of the calling thread."""
+    """The process's CUDA runtime, through ctypes. Calls act on the current device of the calling
+    thread."""
 
     def __init__(self) -> None:
         """Find the library that torch loaded. Raises UpstreamError if there is none."""
         path = loaded_library("libcudart")
         if path is None:
             raise UpstreamError(
-                "torch must have loaded libcudart as a shared library, this build did not: weights can not be copied "
-                "without blocking the trainer; use a torch wheel built for CUDA"
+                "torch must have loaded libcudart as a shared library, this build did not: weights"
+                " can not be copied without blocking the trainer; use a torch wheel built for CUDA"
             )
         lib = ctypes.CDLL(path)
         size, pointer = ctypes.c_size_t, ctypes.c_void_p
         lib.cudaHostRegister.argtypes = [pointer, size, ctypes.c_uint]
         lib.cudaHostUnregister.argtypes = [pointer]
-        lib.cudaMemcpy2DAsync.argtypes = [pointer, size, pointer, size, size, size, ctypes.c_int, pointer]
+        lib.cudaMemcpy2DAsync.argtypes = [
+            pointer,
+            size,
+            pointer,
+            size,
+            size,
+            size,
+            ctypes.c_int,
+            pointer,
+        ]
         lib.cudaGetErrorString.argtypes = [ctypes.c_int]
         lib.cudaGetErrorString.restype = ctypes.c_char_p
         self._lib = lib
 
     def _message(self, code: int) -> str:
-        self._lib.cudaGetLastError()  # clears it: torch checks the last error after each of its own launches
+        # clears it: torch checks the last error after each of its own launches
+        self._lib.cudaGetLastError()
         text: bytes = self._lib.cudaGetErrorString(code)
         return text.decode()
 
@@ -54,19 +67,29 @@ class CudaRuntime:
         return None if code == 0 else self._message(code)
 
     def unregister(self, pointer: int) -> None:
-        """Undo ``register``. A refusal is ignored: it only happens when the context is already gone, and the pin with it."""
+        """Undo ``register``. A refusal is ignored: it only happens when the context is already
+        gone, and the pin with it."""
         code = self._lib.cudaHostUnregister(pointer)
         if code != 0:
             self._message(code)
 
     def copy_to_host(self, host: Block, device: Block, width: int, rows: int, stream: int) -> None:
-        """Enqueue a copy of ``rows`` rows of ``width`` bytes on ``stream`` (a cudaStream_t). Raises SyncError if refused."""
+        """Enqueue a copy of ``rows`` rows of ``width`` bytes on ``stream`` (a cudaStream_t). Raises
+        SyncError if refused."""
         code = self._lib.cudaMemcpy2DAsync(
-            host.pointer, host.pitch, device.pointer, device.pitch, width, rows, DEVICE_TO_HOST, stream
+            host.pointer,
+            host.pitch,
+            device.pointer,
+            device.pitch,
+            width,
+            rows,
+            DEVICE_TO_HOST,
+            stream,
         )
         if code != 0:
             raise SyncError(
-                f"a copy of {rows} x {width} bytes from the device was refused: {self._message(code)}; nothing was published"
+                f"a copy of {rows} x {width} bytes from the device was refused:"
+                f" {self._message(code)}; nothing was published"
             )
 
 

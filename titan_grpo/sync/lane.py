@@ -1,7 +1,9 @@
-"""One server's lane: a thread that drives the pure table of protocol/lane.py and performs what it asks for.
+"""One server's lane: a thread that drives the pure table of protocol/lane.py and performs what it
+asks for.
 
-Consumes images from the shelf; waits for its own server only, always with a deadline; is woken by a new image or a stop.
-An error of the server closes the epoch and never leaves this thread except as a latched record.
+Consumes images from the shelf; waits for its own server only, always with a deadline; is woken by a
+new image or a stop. An error of the server closes the epoch and never leaves this thread except as
+a latched record.
 """
 
 import logging
@@ -20,25 +22,26 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane as table
-from titan_grpo.protocol import ledger, peer
-from titan_grpo.protocol.points import Passing, Point, Watch, nobody
-from titan_grpo.protocol.settle import Pause, Relabel, Resume, settle
-from titan_grpo.protocol.version import UNUSABLE, Label
-from titan_grpo.protocol.wire import Applied, Joined, Staged
-from titan_grpo.sync.fleet import Fleet, fresh_label
-from titan_grpo.sync.sender import LaneLink, LinkOptions, answer_s
-from titan_grpo.sync.shelf import Published, Shelf
+from titan_grpo.protocol import ledger, recovery
+from titan_grpo.protocol.lane_events import Passing, Point, Watch, nobody
+from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Staged
+from titan_grpo.protocol.recovery import Pause, Relabel, Resume, settle
+from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
+from titan_grpo.sync.server_set import Fleet, fresh_label
+from titan_grpo.sync.slots import Published, Shelf
 from titan_grpo.sync.stock import StockLink
 from titan_grpo.sync.streaming import load_while_sending
 
 logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 10.0
-"""How often an idle lane reads its server's label back: a restarted server looks healthy and holds other weights."""
+"""How often an idle lane reads its server's label back: a restarted server looks healthy and holds
+other weights."""
 
 
 def wire_epoch(epoch: int) -> int:
-    """The epoch that a receiver is told for a lane's ``epoch``-th connection. The odd ones are the caretaker's."""
+    """The epoch that a receiver is told for a lane's ``epoch``-th connection. The odd ones are the
+    caretaker's."""
     return 2 * epoch
 
 
@@ -56,14 +59,16 @@ class LaneContext:
     recorder: Recorder
     watch: Watch = nobody
     drain: Callable[[str], None] | None = None
-    """Wait, with a deadline, until a server that takes no new requests has none left; None: they run over a commit."""
+    """Wait, with a deadline, until a server that takes no new requests has none left; None: they
+    run over a commit."""
 
 
 class LaneThread(threading.Thread):
     """Keeps one server on the newest version."""
 
     def __init__(self, context: LaneContext, control: ServerControl, epoch: int = 0) -> None:
-        """``epoch``: that of the last lane to the same server in this run; this one's are higher."""
+        """``epoch``: that of the last lane to the same server in this run; this one's are
+        higher."""
         super().__init__(name=f"lane {control.url}", daemon=True)
         self.url = control.url
         self._c = context
@@ -75,7 +80,9 @@ class LaneThread(threading.Thread):
         self._number = 0
         self._streamed = context.config.apply == "streamed"
         self._state = table.Lane(epoch=epoch, streamed=self._streamed)
-        self._health = peer.Health(peer.Pace(context.config.backoff_s, context.config.backoff_max_s))
+        self._health = recovery.Health(
+            recovery.Pace(context.config.backoff_s, context.config.backoff_max_s)
+        )
         self._label = self._held = Label(context.run_id, -1, "")
         self._before = ""
         self._published_s = self._paused_s = 0.0
@@ -91,7 +98,8 @@ class LaneThread(threading.Thread):
     def stop(self) -> None:
         """End the lane now. Any thread; does not wait.
 
-        What it waits for is aborted, but not a commit: that has a deadline, and its server would stay paused.
+        What it waits for is aborted, but not a commit: that has a deadline, and its server would
+        stay paused.
         """
         self._stopping.set()
         self._c.shelf.stop(self.url)
@@ -104,7 +112,8 @@ class LaneThread(threading.Thread):
         if link is not None:
             with suppress(PeerError):
                 if self._streamed and self._state.phase in table.COMMITTING:
-                    link.cancel()  # the engine's report can still be read, and the server be resumed
+                    # the engine's report can still be read, and the server be resumed
+                    link.cancel()
                 else:
                     link.abort()
 
@@ -121,7 +130,7 @@ class LaneThread(threading.Thread):
                 if isinstance(actions[-1], table.Leave):
                     break
                 event = self._perform(actions[-1])
-        except Exception as error:  # top of a thread: a silent death would leave the server on its version
+        except Exception as error:  # top of a thread: the server would stay on its version
             logger.exception("lane %s ended", self.url)
             self._c.fleet.apply(self.url, ledger.Forgotten())
             cause = f"the lane ended with {error!r}; this server gets no more versions"
@@ -160,7 +169,9 @@ class LaneThread(threading.Thread):
                 case table.Rest():
                     return self._rest()
         except TitanGrpoError as error:
-            self._latch(f"{type(work).__name__.lower()} failed: {error}", getattr(error, "block", None))
+            self._latch(
+                f"{type(work).__name__.lower()} failed: {error}", getattr(error, "block", None)
+            )
             return table.Failed()
         raise AssertionError(f"the lane table asked for {work!r}, which no lane performs")
 
@@ -168,13 +179,17 @@ class LaneThread(threading.Thread):
         if not self._stopping.is_set():
             self._c.recorder.count(names.SYNC_FAILURES)
             error = SyncError(cause, url=self.url, version=self._state.version, block=block)
-            logger.warning("weight sync: %s", error)  # a step boundary shows the first one and counts the others
+            logger.warning(
+                "weight sync: %s", error
+            )  # a step boundary shows the first one and counts the others
             self._c.fleet.latch(error)
 
     def _pass(self, point: Point) -> None:
         version = -1 if self._state.version is None else self._state.version
         label = str(self._label) if version >= 0 else ""
-        self._c.watch(Passing(point, self.url, self._c.run_id, wire_epoch(self._state.epoch), version, label))
+        self._c.watch(
+            Passing(point, self.url, self._c.run_id, wire_epoch(self._state.epoch), version, label)
+        )
 
     def _connect(self, epoch: int) -> table.Event:
         deadline_s = self._c.config.connect_deadline_s
@@ -182,7 +197,8 @@ class LaneThread(threading.Thread):
             self._pass(Point.GREET)
             self._link, self._number = self._make_link(wire_epoch(epoch)), 0
             event = self._settle(self._link.join(self._control, deadline_s))
-            # after settling: the receiver that answers is the one that joined, so its engine was not restarted meanwhile
+            # after settling: the receiver that answers is the one that joined, so its engine was
+            # not restarted meanwhile
             accepted = self._link.send_manifest(deadline_s)
         if not accepted.ok:
             raise TransferFailed(f"the server's receiver refused the manifest: {accepted.error}")
@@ -197,8 +213,13 @@ class LaneThread(threading.Thread):
         return LaneLink(c.run_id, epoch, c.manifest, c.link)
 
     def _settle(self, joined: Joined) -> table.Event:
-        """A lane, a receiver or a trainer that died may have left the server paused, or over weights that its label hides."""
-        held = Label(joined.held_run, joined.held_version, joined.held_fingerprint) if joined.held_run else None
+        """A lane, a receiver or a trainer that died may have left the server paused, or over
+        weights that its label hides."""
+        held = (
+            Label(joined.held_run, joined.held_version, joined.held_fingerprint)
+            if joined.held_run
+            else None
+        )
         for step in settle(held, joined.intact, self._control.label(), self._control.paused()):
             match step:
                 case Pause():
@@ -224,23 +245,30 @@ class LaneThread(threading.Thread):
         return table.Failed()
 
     def _look(self, entry: ledger.Entry) -> None:
-        """Raise ServerRefused if an idle server is not as the ledger has it: the next connection settles it."""
+        """Raise ServerRefused if an idle server is not as the ledger has it: the next connection
+        settles it."""
         if entry.standing is ledger.Standing.QUARANTINED and not self._control.paused():
             raise ServerRefused("it is half loaded, and somebody has let it generate")
         if entry.held is None:
             return
         label = fresh_label(self._c.run_id, self._control.label())
         if label is None or label.version != entry.held:
-            raise ServerRefused(f"it serves {label or 'weights of its own'} instead of v{entry.held}: was it restarted?")
+            raise ServerRefused(
+                f"it serves {label or 'weights of its own'} instead of v{entry.held}: was it"
+                " restarted?"
+            )
         if self._control.paused():
-            raise ServerRefused("it is paused, and not by this lane: a call of a trainer that was replaced, or somebody else")
+            raise ServerRefused(
+                "it is paused, and not by this lane: a call of a trainer that was replaced, or"
+                " somebody else"
+            )
 
     def _send(self, version: int) -> table.Event:
         link, published, recorder = self._open_link(), self._pinned(), self._c.recorder
         self._pass(Point.BEGIN)
         self._number += 1
         digests, fingerprint = published.digests, published.label.fingerprint
-        if self._streamed:
+        if self._streamed or isinstance(link, StockLink):
             staged = link.offer(self._number, version, digests, fingerprint)
         else:
             image = self._c.images[published.slot]
@@ -252,7 +280,8 @@ class LaneThread(threading.Thread):
             if staged.bad_block >= 0:
                 recorder.count(names.DIGEST_MISMATCHES)
             raise TransferFailed(
-                f"the receiver refused it: {staged.error}", staged.bad_block if staged.bad_block >= 0 else None
+                f"the receiver refused it: {staged.error}",
+                staged.bad_block if staged.bad_block >= 0 else None,
             )
         self._staged = staged
         self._pass(Point.STAGED)
@@ -266,8 +295,9 @@ class LaneThread(threading.Thread):
     def _pause(self) -> table.Event:
         recorder = self._c.recorder
         if self._c.drain is not None:
-            # no phase of its own: the ledger is at COMMITTING, so nothing new comes, the server is not paused, so nobody has
-            # to look after it, and whether the wait ends well or by its deadline, what follows is the pause
+            # no phase of its own: the ledger is at COMMITTING, so nothing new comes, the server is
+            # not paused, so nobody has to look after it, and whether the wait ends well or by its
+            # deadline, what follows is the pause
             with recorder.span(names.DRAIN_S, self.url, version=self._state.version):
                 self._c.drain(self.url)
         self._before = self._control.label()
@@ -283,11 +313,21 @@ class LaneThread(threading.Thread):
         applied, expected = self._applied(), self._label.fingerprint
         if applied.ok and applied.fingerprint != expected:
             self._c.recorder.count(names.DIGEST_MISMATCHES)
-            self._latch(f"the engine must load fingerprint {expected}, it loaded {applied.fingerprint}; it stays paused")
+            self._latch(
+                f"the engine must load fingerprint {expected}, it loaded {applied.fingerprint}; it"
+                " stays paused"
+            )
             return table.Loaded(version, ok=False, intact=False)
         if not applied.ok:
-            end = "the engine keeps its version" if applied.intact else "half loaded, it stays paused until a full sync"
-            self._latch(f"the load failed: {applied.error}; {end}", applied.bad_block if applied.bad_block >= 0 else None)
+            end = (
+                "the engine keeps its version"
+                if applied.intact
+                else "half loaded, it stays paused until a full sync"
+            )
+            self._latch(
+                f"the load failed: {applied.error}; {end}",
+                applied.bad_block if applied.bad_block >= 0 else None,
+            )
         if not applied.intact:
             self._c.recorder.count(names.QUARANTINES)
         return table.Loaded(version, applied.ok, applied.intact)
@@ -295,12 +335,14 @@ class LaneThread(threading.Thread):
     def _applied(self) -> Applied:
         link, staged, recorder = self._open_link(), self._staged, self._c.recorder
         assert staged is not None
-        if not self._streamed:
+        if isinstance(link, LaneLink) and not self._streamed:
             self._control.load(link.commit(staged).to_dict())
             return link.wait_applied(staged.number, answer_s(self._c.config.commit_deadline_s))
         image = self._c.images[self._pinned().slot]
         with recorder.span(names.SEND_S, self.url, version=staged.version):
-            applied = load_while_sending(link, self._control, staged, image, self._c.config, self._moved)
+            applied = load_while_sending(
+                link, self._control, staged, image, self._c.config, self._moved
+            )
         recorder.observe(names.VERIFY_S, applied.verify_s)
         recorder.count(names.SYNC_BYTES, image.numel())
         if applied.bad_block >= 0:
@@ -310,9 +352,14 @@ class LaneThread(threading.Thread):
     def _set_label(self, outcome: table.Outcome) -> table.Event:
         self._pass(Point.LABEL)
         if outcome is table.Outcome.NEW and not self._streamed:
-            # no engine fences its label: a trainer that was frozen here and replaced must not set that of its last version
+            # no engine fences its label: a trainer that was frozen here and replaced must not set
+            # that of its last version
             self._ping()
-        labels = {table.Outcome.NEW: str(self._label), table.Outcome.OLD: self._before, table.Outcome.BROKEN: UNUSABLE}
+        labels = {
+            table.Outcome.NEW: str(self._label),
+            table.Outcome.OLD: self._before,
+            table.Outcome.BROKEN: UNUSABLE,
+        }
         self._control.finish(labels[outcome])
         return table.Labelled()
 
@@ -320,21 +367,29 @@ class LaneThread(threading.Thread):
         self._pass(Point.RESUME)
         self._control.resume()
         recorder = self._c.recorder
-        recorder.record_span(names.PAUSE_S, self._paused_s, recorder.now(), self.url, version=self._state.version)
+        recorder.record_span(
+            names.PAUSE_S, self._paused_s, recorder.now(), self.url, version=self._state.version
+        )
         self._pass(Point.RESUMED)
         return table.Resumed()
 
     def _read_label(self) -> table.Event:
         shown, recorder, version = self._control.label(), self._c.recorder, self._label.version
         if shown != str(self._label):
-            self._latch(f"the read-back must show {self._label}, it shows {shown!r}: another trainer writes this server")
+            self._latch(
+                f"the read-back must show {self._label}, it shows {shown!r}: another trainer writes"
+                " this server"
+            )
             return table.ReadBack(None)
-        # a server that was restarted since its load takes the label if a stray call has opened an update on it
+        # a server that was restarted since its load takes the label if a stray call has opened an
+        # update on it
         self._ping()
         self._held = self._label
-        self._health, _ = peer.step(self._health, peer.Answered())
+        self._health, _ = recovery.step(self._health, recovery.Answered())
         self._pass(Point.HELD)
-        recorder.record_span(names.COMMIT_S, self._paused_s, recorder.now(), self.url, version=version)
+        recorder.record_span(
+            names.COMMIT_S, self._paused_s, recorder.now(), self.url, version=version
+        )
         recorder.committed(self.url, version)
         recorder.count(names.SYNC_COUNT)
         recorder.observe(names.SYNC_S, recorder.now() - self._published_s)
@@ -346,10 +401,10 @@ class LaneThread(threading.Thread):
 
     def _rest(self) -> table.Event:
         self._close_link()
-        self._health, _ = peer.step(self._health, peer.Silent(time.monotonic()))
+        self._health, _ = recovery.step(self._health, recovery.Silent(time.monotonic()))
         while not self._stopping.wait(max(0.0, self._health.until - time.monotonic())):
             if self._health.askable(now := time.monotonic()):
-                self._health, _ = peer.step(self._health, peer.Rested(now))
+                self._health, _ = recovery.step(self._health, recovery.Rested(now))
                 break
         return table.Rested()
 

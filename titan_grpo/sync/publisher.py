@@ -1,4 +1,5 @@
-"""One rank's part of publishing a version: start the copy, fence it, say when the bytes are there."""
+"""One rank's part of publishing a version: start the copy, fence it, say when the bytes are
+there."""
 
 import queue
 import threading
@@ -12,7 +13,8 @@ from titan_grpo.sync.snapshot import Copy, Snapshotter
 from titan_grpo.sync.transports.store import join_store, store_errors
 
 Announce = Callable[[int, int, Copy], None]
-"""Called by the main thread with (version, slot, copy); passes the news on without waiting for anything."""
+"""Called by the main thread with (version, slot, copy); passes the news on without waiting for
+anything."""
 
 
 def copied_key(version: int, rank: int) -> str:
@@ -20,8 +22,11 @@ def copied_key(version: int, rank: int) -> str:
     return f"copied/{version}/{rank}"
 
 
-def local_shards(named: Sequence[tuple[str, torch.Tensor]], wanted: set[str]) -> dict[str, torch.Tensor]:
-    """This rank's local tensors of the wanted parameters, detached. Taken at the boundary, while FSDP2 has them sharded."""
+def local_shards(
+    named: Sequence[tuple[str, torch.Tensor]], wanted: set[str]
+) -> dict[str, torch.Tensor]:
+    """This rank's local tensors of the wanted parameters, detached. Taken at the boundary, while
+    FSDP2 has them sharded."""
     out: dict[str, torch.Tensor] = {}
     for fqn, tensor in named:
         if fqn in wanted:
@@ -46,13 +51,15 @@ class Publisher:
     def publish(self, version: int, slot: int, shards: Mapping[str, torch.Tensor]) -> None:
         """Start the copy of this rank's ``shards`` (parameter name -> local tensor) into ``slot``.
 
-        Returns when the copy is enqueued on a CUDA device, or done on the CPU: that is the whole price of a version.
+        Returns when the copy is enqueued on a CUDA device, or done on the CPU: that is the whole
+        price of a version.
         """
         self._copy = self._snapshotter.start(shards, slot)
         self._announce(version, slot, self._copy)
 
     def fence(self) -> None:
-        """Before the parameters change: the current stream waits for the last copy, the host does not."""
+        """Before the parameters change: the current stream waits for the last copy, the host does
+        not."""
         if self._copy is not None:
             self._copy.fence()
             self._copy = None
@@ -63,7 +70,8 @@ class Publisher:
 
 
 class Announcer:
-    """How a rank other than 0 says that its bytes are there: a thread waits for the copy and sets a key in rank 0's store."""
+    """How a rank other than 0 says that its bytes are there: a thread waits for the copy and sets a
+    key in rank 0's store."""
 
     def __init__(self, rank: int, host: str, port: int, timeout_s: float) -> None:
         self._rank = rank
@@ -89,6 +97,7 @@ class Announcer:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        # no deadline: close() of its owner puts None into the queue; the thread is a daemon
         while (job := self._jobs.get()) is not None:
             version, copy = job
             try:

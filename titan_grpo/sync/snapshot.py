@@ -33,11 +33,13 @@ class Copy:
     """One snapshot under way."""
 
     def fence(self) -> None:
-        """Let nothing that is enqueued after this on the current stream run before the copy has read the weights."""
+        """Let nothing that is enqueued after this on the current stream run before the copy has
+        read the weights."""
         raise NotImplementedError
 
     def wait(self, timeout_s: float) -> float:
-        """Block until the bytes are in the image; seconds the copy took. Raises SyncError past the deadline."""
+        """Block until the bytes are in the image; seconds the copy took. Raises SyncError past the
+        deadline."""
         raise NotImplementedError
 
 
@@ -59,12 +61,15 @@ class FinishedCopy(Copy):
 class CudaCopy(Copy):
     """A copy that the device makes between two events.
 
-    The events belong to this copy alone: a wait binds to the newest record of an event, so a reused one would let
-    the optimizer, or the sender, run into a later copy of the same slot.
+    The events belong to this copy alone: a wait binds to the newest record of an event, so a reused
+    one would let the optimizer, or the sender, run into a later copy of the same slot.
     """
 
-    def __init__(self, started: torch.cuda.Event, ended: torch.cuda.Event, shards: Sequence[torch.Tensor]) -> None:
-        """Both events are recorded on the side stream; ``shards`` are kept alive until the copy is done."""
+    def __init__(
+        self, started: torch.cuda.Event, ended: torch.cuda.Event, shards: Sequence[torch.Tensor]
+    ) -> None:
+        """Both events are recorded on the side stream; ``shards`` are kept alive until the copy is
+        done."""
         self._started = started
         self._ended = ended
         self._shards: Sequence[torch.Tensor] | None = shards
@@ -74,15 +79,19 @@ class CudaCopy(Copy):
         torch.cuda.current_stream().wait_event(self._ended)
 
     def wait(self, timeout_s: float) -> float:
-        """Sleep until the event is done. CUDA has no wait with a deadline: another thread waits, and ends when CUDA does."""
+        """Sleep until the event is done. CUDA has no wait with a deadline: another thread waits,
+        and ends when CUDA does."""
         done: Future[None] = Future()
-        threading.Thread(target=_synchronize, args=(self._ended, done), name="device copy", daemon=True).start()
+        threading.Thread(
+            target=_synchronize, args=(self._ended, done), name="device copy", daemon=True
+        ).start()
         try:
             done.result(timeout_s)
         except TimeoutError:
             raise SyncError(
-                f"the copy of this rank's weights must end within {timeout_s:g} s, it did not: this version is not "
-                "published; a training collective may hang, or the host's memory is not pinned"
+                f"the copy of this rank's weights must end within {timeout_s:g} s, it did not: this"
+                " version is not published; a training collective may hang, or the host's memory"
+                " is not pinned"
             ) from None
         self._shards = None
         milliseconds: float = self._started.elapsed_time(self._ended)
@@ -100,7 +109,8 @@ def _synchronize(event: torch.cuda.Event, done: "Future[None]") -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A CopyOp with its destination in one slot: ``dest`` is [num_rows, num_cols], strided, on the host."""
+    """A CopyOp with its destination in one slot: ``dest`` is [num_rows, num_cols], strided, on the
+    host."""
 
     rows: slice | torch.Tensor
     dest: torch.Tensor
@@ -119,38 +129,56 @@ def _on_device(op: CopyOp, device: torch.device) -> slice | torch.Tensor:
 
 
 class Snapshotter:
-    """Holds the plan of this rank (``ops`` by parameter name) and the slots' images, and makes the copies.
+    """Holds the plan of this rank (``ops`` by parameter name) and the slots' images, and makes the
+    copies.
 
-    On CUDA it owns one stream of the lowest priority and one staging buffer of ``chunk_bytes`` (or one row, if that is
-    more) on the device, and pins the images (``cudaHostRegister``) until ``close``.
+    On CUDA it owns one stream of the lowest priority and one staging buffer of ``chunk_bytes`` (or
+    one row, if that is more) on the device, and pins the images (``cudaHostRegister``) until
+    ``close``.
     """
 
     def __init__(
-        self, ops: Mapping[str, Sequence[CopyOp]], images: Sequence[torch.Tensor], device: torch.device, chunk_bytes: int
+        self,
+        ops: Mapping[str, Sequence[CopyOp]],
+        images: Sequence[torch.Tensor],
+        device: torch.device,
+        chunk_bytes: int,
     ) -> None:
-        """``images``: uint8[total_bytes] per slot, on the CPU. ``chunk_bytes``: device memory for casts and gathers."""
+        """``images``: uint8[total_bytes] per slot, on the CPU. ``chunk_bytes``: device memory for
+        casts and gathers."""
         self._device = torch.device(device)
         self._chunk_bytes = chunk_bytes
-        moved = {fqn: [(op, _on_device(op, self._device)) for op in group] for fqn, group in ops.items() if group}
+        moved = {
+            fqn: [(op, _on_device(op, self._device)) for op in group]
+            for fqn, group in ops.items()
+            if group
+        }
         self._plans = [
-            {fqn: [_Task(rows, _destination(op, image)) for op, rows in group] for fqn, group in moved.items()}
+            {
+                fqn: [_Task(rows, _destination(op, image)) for op, rows in group]
+                for fqn, group in moved.items()
+            }
             for image in images
         ]
         widest = max((op.num_cols for group in ops.values() for op in group), default=0)
         staging = max(chunk_bytes, widest * WIDEST_ITEM)
-        self._cuda = _CudaSide(images, self._device, staging) if self._device.type == "cuda" else None
+        self._cuda = (
+            _CudaSide(images, self._device, staging) if self._device.type == "cuda" else None
+        )
 
     def start(self, shards: Mapping[str, torch.Tensor], slot: int) -> Copy:
-        """Copy the local ``shards`` (plain tensors by parameter name; others than the plan's are ignored) into ``slot``.
+        """Copy the local ``shards`` (plain tensors by parameter name; others than the plan's are
+        ignored) into ``slot``.
 
-        The caller keeps them unchanged until ``fence``. Raises ProtocolError if a planned shard is missing or has
-        another shape than at planning time.
+        The caller keeps them unchanged until ``fence``. Raises ProtocolError if a planned shard is
+        missing or has another shape than at planning time.
         """
         plan = self._plans[slot]
         missing = plan.keys() - shards.keys()
         if missing:
             raise ProtocolError(
-                f"shards must hold every planned parameter, missing are {sorted(missing)[:3]} of {len(missing)}"
+                f"shards must hold every planned parameter, missing are {sorted(missing)[:3]} of"
+                f" {len(missing)}"
             )
         with torch.no_grad():
             if self._cuda is not None:
@@ -175,40 +203,56 @@ def _as_matrix(shard: torch.Tensor) -> torch.Tensor:
 
 
 def _checked(fqn: str, source: torch.Tensor, dest: torch.Tensor) -> torch.Tensor:
-    """``source``, if it has ``dest``'s shape: copy_ would broadcast a single row over all of them in silence."""
+    """``source``, if it has ``dest``'s shape: copy_ would broadcast a single row over all of them
+    in silence."""
     if source.shape != dest.shape:
-        raise ProtocolError(f"the shard of {fqn} must give rows {tuple(dest.shape)} as planned, got {tuple(source.shape)}")
+        raise ProtocolError(
+            f"the shard of {fqn} must give rows {tuple(dest.shape)} as planned, got"
+            f" {tuple(source.shape)}"
+        )
     return source
 
 
-def _pieces(task: _Task, source: torch.Tensor, chunk_bytes: int) -> list[tuple[torch.Tensor, slice | torch.Tensor]]:
-    """The task cut into (destination, source rows), so that a temporary of either dtype fits into ``chunk_bytes``.
+def _pieces(
+    task: _Task, source: torch.Tensor, chunk_bytes: int
+) -> list[tuple[torch.Tensor, slice | torch.Tensor]]:
+    """The task cut into (destination, source rows), so that a temporary of either dtype fits into
+    ``chunk_bytes``.
 
-    A slice on the CPU, and one without a cast, makes no temporary; cutting it costs nothing that can be measured.
+    A slice on the CPU, and one without a cast, makes no temporary; cutting it costs nothing that
+    can be measured.
     """
     num_rows, num_cols = task.dest.shape
     item = max(task.dest.element_size(), source.element_size())
     step = max(1, chunk_bytes // (num_cols * item))
     if step >= num_rows:
         return [(task.dest, task.rows)]
-    return [(task.dest[i : i + step], _part(task.rows, i, min(i + step, num_rows))) for i in range(0, num_rows, step)]
+    return [
+        (task.dest[i : i + step], _part(task.rows, i, min(i + step, num_rows)))
+        for i in range(0, num_rows, step)
+    ]
 
 
 def _part(rows: slice | torch.Tensor, first: int, last: int) -> slice | torch.Tensor:
-    """Entries ``first`` to ``last`` of a row selection: ``_part(slice(4, 20, 2), 1, 3) == slice(6, 10, 2)``."""
+    """Entries ``first`` to ``last`` of a row selection: ``_part(slice(4, 20, 2), 1, 3) == slice(6,
+    10, 2)``."""
     if isinstance(rows, slice):
         return slice(rows.start + first * rows.step, rows.start + last * rows.step, rows.step)
     return rows[first:last]
 
 
 class _CudaSide:
-    """The device half: stream, staging buffer, pinned images. Nothing here waits on the host, except close()."""
+    """The device half: stream, staging buffer, pinned images. Nothing here waits on the host,
+    except close()."""
 
-    def __init__(self, images: Sequence[torch.Tensor], device: torch.device, staging_bytes: int) -> None:
+    def __init__(
+        self, images: Sequence[torch.Tensor], device: torch.device, staging_bytes: int
+    ) -> None:
         self._device = device
         self._runtime = CudaRuntime()
         with torch.cuda.device(device):
-            # 0 is CUDA's lowest priority: training kernels launched on a higher one overtake the casts
+            # 0 is CUDA's lowest priority: training kernels launched on a higher one overtake the
+            # casts
             self._stream = torch.cuda.Stream(device, priority=0)
             self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
             self._pinned = [image for image in images if self._pin(image)]
@@ -217,18 +261,25 @@ class _CudaSide:
         refusal = self._runtime.register(image.data_ptr(), image.numel())
         if refusal is not None:
             logger.warning(
-                "a weight image of %d bytes could not be pinned (%s): each snapshot will block the trainer for the whole copy, "
-                "at a fraction of the bus's speed; raise the limit on locked memory",
+                "a weight image of %d bytes could not be pinned (%s): each snapshot will block the"
+                " trainer for the whole copy, at a fraction of the bus's speed; raise the limit on"
+                " locked memory",
                 image.numel(),
                 refusal,
             )
         return refusal is None
 
-    def start(self, plan: Mapping[str, Sequence[_Task]], shards: Mapping[str, torch.Tensor]) -> CudaCopy:
+    def start(
+        self, plan: Mapping[str, Sequence[_Task]], shards: Mapping[str, torch.Tensor]
+    ) -> CudaCopy:
         # blocking: whoever waits for the end sleeps, where CUDA would spin on a core
-        started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
+        started, ended = (
+            torch.cuda.Event(enable_timing=True),
+            torch.cuda.Event(enable_timing=True, blocking=True),
+        )
         with torch.cuda.device(self._device):
-            # the optimizer's kernels are still queued on the current stream: read the weights after them
+            # the optimizer's kernels are still queued on the current stream: read the weights after
+            # them
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 started.record(self._stream)
@@ -240,14 +291,22 @@ class _CudaSide:
         return CudaCopy(started, ended, [shards[fqn] for fqn in plan])
 
     def _copy(self, fqn: str, task: _Task, source: torch.Tensor) -> None:
-        as_it_is = isinstance(task.rows, slice) and source.dtype == task.dest.dtype and source.stride(1) == 1
+        as_it_is = (
+            isinstance(task.rows, slice)
+            and source.dtype == task.dest.dtype
+            and source.stride(1) == 1
+        )
         if as_it_is:
             self._send(_checked(fqn, source[task.rows], task.dest), task.dest)
             return
         for dest, rows in _pieces(task, source, self._staging.numel()):
             picked = _checked(fqn, source[rows], dest)
             # one buffer for all pieces: the stream runs cast, copy, cast, copy in that order
-            staged = self._staging[: dest.numel() * dest.element_size()].view(dest.dtype).view(dest.shape)
+            staged = (
+                self._staging[: dest.numel() * dest.element_size()]
+                .view(dest.dtype)
+                .view(dest.shape)
+            )
             staged.copy_(picked)
             self._send(staged, dest)
 
@@ -255,7 +314,10 @@ class _CudaSide:
         rows, width = dest.shape[0], dest.shape[1] * dest.element_size()
         pitches = source.stride(0) * source.element_size(), dest.stride(0) * dest.element_size()
         if rows == 1 or pitches == (width, width):
-            rows, width = 1, rows * width  # adjacent on both sides: a vector's 2-byte rows would crawl one by one
+            rows, width = (
+                1,
+                rows * width,
+            )  # adjacent on both sides: a vector's 2-byte rows would crawl one by one
             pitches = width, width
         device, host = Block(source.data_ptr(), pitches[0]), Block(dest.data_ptr(), pitches[1])
         self._runtime.copy_to_host(host, device, width, rows, self._stream.cuda_stream)

@@ -1,8 +1,10 @@
-"""A lane's link to a server where nothing of ours is installed: the engine's own update route, streamed.
+"""A lane's link to a server where nothing of ours is installed: the engine's own update route,
+streamed.
 
-What it can not do, next to sync.sender with a receiver: check digests at the far end, fence a trainer that was replaced, keep a
-whole old version. So the server is labelled "unusable" before its first weight is touched, and gets its real label only when
-all of them are through; whoever meets that label afterwards knows that it needs a whole version first.
+What it can not do, next to sync.sender with a receiver: check digests at the far end, fence a
+trainer that was replaced, keep a whole old version. So the server is labelled "unusable" before its
+first weight is touched, and gets its real label only when all of them are through; whoever meets
+that label afterwards knows that it needs a whole version first.
 """
 
 import threading
@@ -12,17 +14,14 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from titan_grpo.engines.control import ServerControl
-from titan_grpo.engines.sglang_stock import NOT_RECEIVED, Announced, Group, StockRoutes
+from titan_grpo.engines.control import ServerControl, StockRoutes
+from titan_grpo.engines.sglang_stock import NOT_RECEIVED, Announced, Group
 from titan_grpo.errors import PeerError, ServerRefused, TransferFailed
-from titan_grpo.layout.manifest import Manifest, TensorSpec
-from titan_grpo.layout.stock import buckets, names_problem
-from titan_grpo.protocol.version import UNUSABLE
-from titan_grpo.protocol.wire import Applied, Joined, Staged
-from titan_grpo.sync.sender import LinkOptions, Moved
+from titan_grpo.layout.manifest import Manifest, TensorSpec, buckets, names_problem
+from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Staged
+from titan_grpo.sync.link import LinkOptions, Moved
 from titan_grpo.sync.transports.base import Transport, TransportOptions
-from titan_grpo.sync.transports.opening import open_transport
-from titan_grpo.sync.transports.store import host_store
+from titan_grpo.sync.transports.store import host_store, open_transport
 
 TRAINER_RANK = 0
 
@@ -31,7 +30,8 @@ OPEN_S = 20.0
 
 
 class Post(threading.Thread):
-    """A request that is answered only when this end has done its part. ``refused`` is called if it ends badly."""
+    """A request that is answered only when this end has done its part. ``refused`` is called if it
+    ends badly."""
 
     def __init__(self, call: Callable[[], None], refused: Callable[[], object]) -> None:
         super().__init__(name="stock update", daemon=True)
@@ -47,23 +47,36 @@ class Post(threading.Thread):
             self._refused()
 
     def result(self, timeout_s: float) -> None:
-        """Raises what the request raised, TransferFailed if it has no answer within ``timeout_s`` seconds."""
+        """Raises what the request raised, TransferFailed if it has no answer within ``timeout_s``
+        seconds."""
         self.join(timeout_s)
         if self._error is not None:
             raise self._error
         if self.is_alive():
-            raise TransferFailed(f"the server's update has no answer {timeout_s:.1f} s after its bytes were sent")
+            raise TransferFailed(
+                f"the server's update has no answer {timeout_s:.1f} s after its bytes were sent"
+            )
 
 
 class StockLink:
-    """One epoch with a stock SGLang server: join, send_manifest, then offer + push + ping as often as wanted, close.
+    """One epoch with a stock SGLang server: join, send_manifest, then offer + push + ping as often
+    as wanted, close.
 
-    Each transfer has a process group of its own: the server leaving it, after the read-back, is the proof that it was not
-    restarted since the transfer began. Used by one thread, except ``cancel`` and ``abort``.
+    Each transfer has a process group of its own: the server leaving it, after the read-back, is the
+    proof that it was not restarted since the transfer began. Used by one thread, except ``cancel``
+    and ``abort``.
     """
 
-    def __init__(self, run_id: str, epoch: int, manifest: Manifest, options: LinkOptions, routes: StockRoutes) -> None:
-        self._run_id, self._epoch, self._manifest, self._options, self._routes = run_id, epoch, manifest, options, routes
+    def __init__(
+        self, run_id: str, epoch: int, manifest: Manifest, options: LinkOptions, routes: StockRoutes
+    ) -> None:
+        self._run_id, self._epoch, self._manifest, self._options, self._routes = (
+            run_id,
+            epoch,
+            manifest,
+            options,
+            routes,
+        )
         self._lock = threading.Lock()
         self._aborted = False
         self._transport: Transport | None = None
@@ -72,25 +85,32 @@ class StockLink:
         self._workers = 0
 
     def join(self, control: ServerControl, timeout_s: float) -> Joined:
-        """Whether it needs a whole version before it may generate, which its label tells. What else the label says is not
-        believed: a server that was restarted takes one without an update. So every new connection sends a whole version.
+        """Whether it needs a whole version before it may generate, which its label tells. What else
+        the label says is not believed: a server that was restarted takes one without an update. So
+        every new connection sends a whole version.
         """
         if self._options.run_key is not None:
             raise ServerRefused(
-                f"{control.url}: this run has a run key, and a server without our plugin can neither prove it nor ask for it: "
-                "install titan_grpo there, or run without a key"
+                f"{control.url}: this run has a run key, and a server without our plugin can"
+                " neither prove it nor ask for it: install titan_grpo there, or run without a key"
             )
         self._workers = self._routes.workers(timeout_s)
         self._intact = control.label() != UNUSABLE
         return Joined(1, True, "", "stock", 0, "", -1, "", self._intact)
 
     def send_manifest(self, timeout_s: float) -> Staged:
-        """Compare the names: SGLang says success to names that it does not know, and ignores them."""
-        problem = names_problem([spec.name for spec in self._manifest.tensors], self._routes.parameter_names(timeout_s))
+        """Compare the names: SGLang says success to names that it does not know, and ignores
+        them."""
+        problem = names_problem(
+            [spec.name for spec in self._manifest.tensors], self._routes.parameter_names(timeout_s)
+        )
         return Staged(0, 0, not problem, "", 0.0, 0.0, problem, -1, {})
 
-    def offer(self, number: int, version: int, digests: Sequence[bytes], fingerprint: str) -> Staged:
-        """Open the group of one transfer; the server stands still for that long (a fraction of a second)."""
+    def offer(
+        self, number: int, version: int, digests: Sequence[bytes], fingerprint: str
+    ) -> Staged:
+        """Open the group of one transfer; the server stands still for that long (a fraction of a
+        second)."""
         o, timeout_s = self._options, min(OPEN_S, self._options.timeout_s)
         host = host_store(o.bind_host)
         name = f"titan_grpo-{self._run_id}-{self._epoch}-{number}"
@@ -100,7 +120,9 @@ class StockLink:
         post.start()
         # torch nests the prefixes in this way, and the server's torch looks for rank 0 there
         device = "cuda" if o.transport == "nccl" else "cpu"
-        store = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, host)))
+        store = dist.PrefixStore(
+            f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, host))
+        )
         options = TransportOptions(timeout_s, o.bind_host, o.bucket_bytes, o.device)
         transport = open_transport(o.transport, store, TRAINER_RANK, size, options)
         with self._lock:
@@ -110,8 +132,11 @@ class StockLink:
         post.result(timeout_s)
         return Staged(number, version, True, fingerprint, 0.0, 0.0, "", -1, {})
 
-    def push(self, control: ServerControl, staged: Staged, image: torch.Tensor, moved: Moved) -> Applied:
-        """Send ``image`` (uint8[total_bytes]) into the paused engine, bucket by bucket; how that ended."""
+    def push(
+        self, control: ServerControl, staged: Staged, image: torch.Tensor, moved: Moved
+    ) -> Applied:
+        """Send ``image`` (uint8[total_bytes]) into the paused engine, bucket by bucket; how that
+        ended."""
         start, done, began = time.monotonic(), 0, False
         deadline = start + self._options.timeout_s
         try:
@@ -132,10 +157,13 @@ class StockLink:
         moved(self._manifest.total_bytes)
         self._intact = True
         took = time.monotonic() - start
-        return Applied(staged.number, staged.version, True, staged.fingerprint, done, took, "", True, took)
+        return Applied(
+            staged.number, staged.version, True, staged.fingerprint, done, took, "", True, took
+        )
 
     def ping(self, number: int, timeout_s: float) -> None:
-        """Have the server leave the transfer's group. ServerRefused if it was restarted since it joined it."""
+        """Have the server leave the transfer's group. ServerRefused if it was restarted since it
+        joined it."""
         self._drop()
         self._routes.destroy_group(self._group, timeout_s)
 
@@ -143,7 +171,8 @@ class StockLink:
         """Nobody is there to be told."""
 
     def cancel(self) -> None:
-        """Give a transfer up: the connections close, and the server's update ends with a refusal. Any thread; idempotent."""
+        """Give a transfer up: the connections close, and the server's update ends with a refusal.
+        Any thread; idempotent."""
         with self._lock:
             transport = self._transport
         if transport is not None:
@@ -161,18 +190,26 @@ class StockLink:
         self._routes.close()
 
     def _send(self, bucket: tuple[TensorSpec, ...], image: torch.Tensor, deadline: float) -> None:
-        """One announced broadcast. Bytes follow only while the request is not answered: a group that nobody reads hangs."""
+        """One announced broadcast. Bytes follow only while the request is not answered: a group
+        that nobody reads hangs."""
         left = deadline - time.monotonic()
         transport = self._transport
         if left <= 0 or transport is None:
-            raise TransferFailed(f"a transfer must end within {self._options.timeout_s} s (weight_sync.lane_deadline_s)")
+            raise TransferFailed(
+                f"a transfer must end within {self._options.timeout_s} s"
+                " (weight_sync.lane_deadline_s)"
+            )
         shapes = [spec.shape for spec in bucket]
-        announced = Announced([spec.name for spec in bucket], [spec.dtype for spec in bucket], shapes)
+        announced = Announced(
+            [spec.name for spec in bucket], [spec.dtype for spec in bucket], shapes
+        )
         post = Post(lambda: self._routes.update(self._group, announced, left), transport.abort)
         post.start()
         failure: TransferFailed | None = None
         try:
-            transport.broadcast(image[bucket[0].offset : bucket[-1].offset + bucket[-1].nbytes], left)
+            transport.broadcast(
+                image[bucket[0].offset : bucket[-1].offset + bucket[-1].nbytes], left
+            )
         except TransferFailed as error:
             failure = error
             self._drop()  # the server's side ends with a refusal, which says more

@@ -1,4 +1,5 @@
-"""Rank 0's half of the sync: seals images (all ranks' bytes are there, blocks hashed) and runs one lane per server.
+"""Rank 0's half of the sync: seals images (all ranks' bytes are there, blocks hashed) and runs one
+lane per server.
 
 Servers may be added and removed at any time, by one thread that is not the trainer's main thread.
 
@@ -25,17 +26,18 @@ from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.observe import names
 from titan_grpo.protocol.ledger import Entry
-from titan_grpo.protocol.version import Label
+from titan_grpo.protocol.messages import Label
 from titan_grpo.sync.lane import LaneContext, LaneThread
 from titan_grpo.sync.publisher import copied_key
-from titan_grpo.sync.shelf import Published
+from titan_grpo.sync.slots import Published
 from titan_grpo.sync.snapshot import Copy
 from titan_grpo.sync.transports.store import store_errors
 
 logger = logging.getLogger(__name__)
 
 JOIN_S = 10.0
-"""How long the end waits for all threads that have been told to stop, in seconds, where no flush set a deadline."""
+"""How long the end waits for all threads that have been told to stop, in seconds, where no flush
+set a deadline."""
 
 LEAST_S = 1.0
 """What the threads get at least, if the flush used its deadline up, in seconds."""
@@ -63,8 +65,9 @@ class SyncWorker:
         remote_writers: Sequence[int],
         bind_host: BindHost | None = None,
     ) -> None:
-        """``store`` carries the other writers' notices (``remote_writers``, global ranks) that their bytes are there.
-        Without a ``bind_host`` all lanes bind to the one in ``context.link``."""
+        """``store`` carries the other writers' notices (``remote_writers``, global ranks) that
+        their bytes are there. Without a ``bind_host`` all lanes bind to the one in
+        ``context.link``."""
         self._c = context
         self._bind_host = bind_host
         self._images = images
@@ -79,7 +82,8 @@ class SyncWorker:
         self._left_s = JOIN_S
 
     def start(self, controls: Sequence[ServerControl]) -> None:
-        """Start the sealer and one lane per server. The fleet knows these servers from the beginning."""
+        """Start the sealer and one lane per server. The fleet knows these servers from the
+        beginning."""
         self._sealer.start()
         for control in controls:
             self._open_lane(control)
@@ -87,31 +91,41 @@ class SyncWorker:
     def _open_lane(self, control: ServerControl) -> None:
         context = self._c
         if self._bind_host is not None:
-            context = replace(context, link=replace(context.link, bind_host=self._bind_host(control.url)))
+            context = replace(
+                context, link=replace(context.link, bind_host=self._bind_host(control.url))
+            )
         context.recorder.known_server(control.url)
         with self._membership:
-            # A receiver refuses an epoch that it has seen: the lanes of a server that comes back count on.
-            lane = self._lanes[control.url] = LaneThread(context, control, self._epochs.get(control.url, 0))
+            # A receiver refuses an epoch that it has seen: the lanes of a server that comes back
+            # count on.
+            lane = self._lanes[control.url] = LaneThread(
+                context, control, self._epochs.get(control.url, 0)
+            )
         lane.start()
 
     # The members thread: servers that come and go.
 
     def add(self, control: ServerControl) -> None:
-        """A server joins: it is given no rollout before it was read back with a version. Does not wait for it.
+        """A server joins: it is given no rollout before it was read back with a version. Does not
+        wait for it.
 
         Raises ProtocolError if it has a lane.
         """
         with self._membership:
             if control.url in self._lanes:
-                raise ProtocolError(f"{control.url} was added while its last lane goes on: {self._lanes[control.url]!r}")
+                raise ProtocolError(
+                    f"{control.url} was added while its last lane goes on:"
+                    f" {self._lanes[control.url]!r}"
+                )
         self._c.fleet.add(control.url)
         self._open_lane(control)
 
     def remove(self, url: str) -> None:
         """A server leaves: its lane is stopped and waited for, then the fleet forgets the server.
 
-        A transfer is aborted, a commit that has begun is finished: its server would stay paused. Bounded by a commit's own
-        deadlines. Raises ProtocolError without a lane, SyncError if the lane does not end; the server then takes no more.
+        A transfer is aborted, a commit that has begun is finished: its server would stay paused.
+        Bounded by a commit's own deadlines. Raises ProtocolError without a lane, SyncError if the
+        lane does not end; the server then takes no more.
         """
         with self._membership:
             lane = self._lanes.get(url)
@@ -120,10 +134,14 @@ class SyncWorker:
         config = self._c.config
         transfer_s = config.lane_deadline_s if config.apply == "streamed" else 0.0
         # pause, load, label, resume, read-back
-        alive = _end_lanes([lane], time.monotonic() + 5 * config.commit_deadline_s + transfer_s + JOIN_S, JOIN_S)
+        alive = _end_lanes(
+            [lane], time.monotonic() + 5 * config.commit_deadline_s + transfer_s + JOIN_S, JOIN_S
+        )
         self._c.fleet.remove(url)
         if alive:
-            raise SyncError("its lane did not end: the server can not be added again in this run", url=url)
+            raise SyncError(
+                "its lane did not end: the server can not be added again in this run", url=url
+            )
         self._c.shelf.forget(url)
         with self._membership:
             self._epochs[url] = lane.epoch
@@ -140,7 +158,8 @@ class SyncWorker:
         self._c.shelf.put_back(slot)
 
     def publish(self, version: int, slot: int, copy: Copy | None) -> None:
-        """Rank 0 has started its part of the copy of ``version`` into ``slot`` (None: rank 0 writes no part)."""
+        """Rank 0 has started its part of the copy of ``version`` into ``slot`` (None: rank 0 writes
+        no part)."""
         self._jobs.put(_Job(version, slot, copy, self._c.recorder.now()))
 
     def take_error(self) -> SyncError | None:
@@ -178,22 +197,26 @@ class SyncWorker:
     def flush(self, version: int, timeout_s: float) -> list[str]:
         """Seal the shelf and wait until the servers that answer hold ``version``; returns who does.
 
-        ``timeout_s`` bounds this and the ``close`` that follows together: a quarter of it (``JOIN_S`` at most) is kept for
-        the ends of the lanes.
+        ``timeout_s`` bounds this and the ``close`` that follows together: a quarter of it
+        (``JOIN_S`` at most) is kept for the ends of the lanes.
         """
         start = time.monotonic()
         deadline = start + timeout_s - min(JOIN_S, timeout_s / 4)
         self._jobs.put(None)
         self._sealer.join(max(0.0, deadline - time.monotonic()))
         self._c.shelf.seal()
-        holding = self._c.fleet.wait_held(version, max(0.0, deadline - time.monotonic()), everyone=True)
+        holding = self._c.fleet.wait_held(
+            version, max(0.0, deadline - time.monotonic()), everyone=True
+        )
         self._left_s = max(LEAST_S, timeout_s - (time.monotonic() - start))
         return holding
 
     def close(self) -> None:
-        """Stop all lanes and the sealer, all within one deadline: what ``flush`` left of its own, else ``JOIN_S``.
+        """Stop all lanes and the sealer, all within one deadline: what ``flush`` left of its own,
+        else ``JOIN_S``.
 
-        Idempotent. A lane in a commit may finish it in that time; one that does not leaves its server to the caretaker.
+        Idempotent. A lane in a commit may finish it in that time; one that does not leaves its
+        server to the caretaker.
         """
         self._jobs.put(None)
         with self._membership:
@@ -205,16 +228,21 @@ class SyncWorker:
 
     def _seal_loop(self) -> None:
         try:
+            # no deadline: close() of its owner puts None into the queue; the thread is a daemon
             while (job := self._jobs.get()) is not None:
                 self._c.shelf.writing(job.version, job.slot, self._writers(job))
                 try:
                     self._seal(job)
                 except TitanGrpoError as error:
                     self._c.shelf.discard(job.version)
-                    self._c.fleet.latch(SyncError(f"could not be published: {error}", version=job.version))
+                    self._c.fleet.latch(
+                        SyncError(f"could not be published: {error}", version=job.version)
+                    )
         except Exception as error:  # top of a thread: a silent death would end all syncs unseen
             logger.exception("the sealer ended")
-            self._c.fleet.latch(SyncError(f"the sealer ended with {error!r}: no further version is published"))
+            self._c.fleet.latch(
+                SyncError(f"the sealer ended with {error!r}: no further version is published")
+            )
 
     def _writers(self, job: _Job) -> frozenset[int]:
         return frozenset(self._remote) | ({0} if job.copy is not None else frozenset())
@@ -231,13 +259,16 @@ class SyncWorker:
                 self._store.delete_key(key)
             self._c.shelf.copied(job.version, rank)
         with recorder.span(names.DIGEST_S, "sealer", version=job.version):
-            digests = block_digests(self._images[job.slot].buffer, self._c.manifest, link.algorithm, self._block_key)
+            digests = block_digests(
+                self._images[job.slot].buffer, self._c.manifest, link.algorithm, self._block_key
+            )
         label = Label(self._c.run_id, job.version, fingerprint(self._c.manifest.digest, digests))
         self._c.shelf.complete(Published(label, job.slot, digests, job.published_s))
 
 
 def _end_lanes(lanes: Sequence[LaneThread], deadline: float, abort_s: float) -> list[LaneThread]:
-    """Stop all, wait for all at once, abort ``abort_s`` before the deadline what is left; returns those that go on.
+    """Stop all, wait for all at once, abort ``abort_s`` before the deadline what is left; returns
+    those that go on.
 
     ``deadline`` is on the monotonic clock.
     """

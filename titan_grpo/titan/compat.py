@@ -1,26 +1,42 @@
-"""The gate to torchtitan: which versions, and everything that must happen before its first import."""
+"""The gate to torchtitan: which versions, and everything that must happen before its first import.
 
+torchtitan on a machine without an accelerator. Does nothing where there is one (triton's absence
+apart)."""
+
+from collections.abc import Iterable
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from titan_grpo.errors import UpstreamError
 from titan_grpo.patches.versions import Range, inside, release
+
+if TYPE_CHECKING:
+    import torch
 
 TORCHTITAN: Range = ("torchtitan", "0.2.2", "0.3")
 
 
 def refusal(version: str | None) -> str:
-    """Why this torchtitan version can not be used, with the remedy; empty if it can. Pure; None means not installed."""
+    """Why this torchtitan version can not be used, with the remedy; empty if it can. Pure; None
+    means not installed."""
     remedy = "install torchtitan>=0.2.2,<0.3"
     if version is None:
-        return f"torchtitan is not installed, and training needs it: {remedy} (pip install 'titan_grpo[train]')"
+        return (
+            f"torchtitan is not installed, and training needs it: {remedy} (pip install"
+            " 'titan_grpo[train]')"
+        )
     if inside(version, TORCHTITAN):
         return ""
     if release(version) >= release(TORCHTITAN[2]):
         return (
-            f"torchtitan {version} is not supported: 0.3 removed TOML files, torchtitan.config.JobConfig and the train "
-            f"specs that titan_grpo plugs into, so no recipe would load; {remedy}"
+            f"torchtitan {version} is not supported: 0.3 removed TOML files,"
+            " torchtitan.config.JobConfig and the train specs that titan_grpo plugs into, so no"
+            f" recipe would load; {remedy}"
         )
-    return f"torchtitan {version} is too old: the seams that titan_grpo plugs into came with 0.2.2; {remedy}"
+    return (
+        f"torchtitan {version} is too old: the seams that titan_grpo plugs into came with 0.2.2;"
+        f" {remedy}"
+    )
 
 
 def require_torchtitan() -> str:
@@ -40,9 +56,11 @@ def require_torchtitan() -> str:
 
 
 def prepare() -> bool:
-    """Version gate and all patches that act at import. Call before anything imports torchtitan. Idempotent.
+    """Version gate and all patches that act at import. Call before anything imports torchtitan.
+    Idempotent.
 
-    Returns whether training runs on the CPU; ``titan.cpu.after_parallelize`` is still due once the model is built.
+    Returns whether training runs on the CPU; ``titan.cpu.after_parallelize`` is still due once the
+    model is built.
 
     Raises:
         UpstreamError: a version of torchtitan or torch that this was not written for.
@@ -50,8 +68,37 @@ def prepare() -> bool:
     """
     require_torchtitan()
     from titan_grpo.patches import torchtitan_tied_embeddings
-    from titan_grpo.titan import cpu
+    from titan_grpo.titan import compat
 
-    on_cpu = cpu.install()
+    on_cpu = compat.install()
     torchtitan_tied_embeddings.apply()
     return on_cpu
+
+
+def install() -> bool:
+    """Apply the CPU patches, in the one order that works. Call before anything imports torchtitan.
+    Idempotent.
+
+    Returns whether training runs on the CPU.
+
+    Raises:
+        UpstreamError: torchtitan or torch has a version that a needed patch was not written for.
+        ProtocolError: torchtitan was imported before.
+    """
+    from titan_grpo.patches import torchtitan_cpu_device, torchtitan_moe_histc, torchtitan_triton
+
+    torchtitan_triton.apply()
+    on_cpu = torchtitan_cpu_device.apply()
+    torchtitan_moe_histc.apply()
+    return on_cpu
+
+
+def after_parallelize(model_parts: "Iterable[torch.nn.Module]") -> bool:
+    """The patch that needs the sharded model: FSDP2 over gloo. Call right after Trainer.__init__
+    built the model.
+
+    Returns whether any module was changed; parameters on an accelerator are left alone.
+    """
+    from titan_grpo.patches import torchtitan_gloo_premul
+
+    return torchtitan_gloo_premul.apply(model_parts)

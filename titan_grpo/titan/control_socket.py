@@ -1,7 +1,8 @@
-"""The door of a running trainer: a unix socket in its run directory. One JSON line is asked, one is answered.
+"""The door of a running trainer: a unix socket in its run directory. One JSON line is asked, one is
+answered.
 
-Whoever may open the socket may change the run, so its mode is 0600: the trainer's own user and root. Nothing listens on a
-network.
+Whoever may open the socket may change the run, so its mode is 0600: the trainer's own user and
+root. Nothing listens on a network.
 """
 
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_grpo.errors import DataError, PeerError, ServerRefused, ServerUnreachable
-from titan_grpo.rollout.serving import Serving
+from titan_grpo.rollout.httpd import Serving
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +29,14 @@ ANSWER_S = 30.0
 """How long a caller waits for the answer, in seconds; the trainer answers well before."""
 
 Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""Answers one request; called in a thread of its own. Raises PeerError or DataError for a refusal."""
+"""Answers one request; called in a thread of its own. Raises PeerError or DataError for a
+refusal."""
 
 
 @contextmanager
 def _address(folder: Path) -> Iterator[str]:
-    """A path to the socket that is short: the kernel takes 107 bytes, and run directories are longer than that."""
+    """A path to the socket that is short: the kernel takes 107 bytes, and run directories are
+    longer than that."""
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{NAME}"
@@ -52,6 +55,7 @@ class _Handler(socketserver.StreamRequestHandler):
 
     def _answer(self, answer: Answer) -> Mapping[str, Any]:
         try:
+            # no deadline: the connection has a timeout (the handler's)
             request = json.loads(self.rfile.readline(LINE_LIMIT))
             if not isinstance(request, dict):
                 raise DataError(f"a request must be an object, got {str(request)[:100]!r}")
@@ -74,7 +78,8 @@ class _Server(Serving, socketserver.UnixStreamServer):
 
 
 class ControlSocket:
-    """Listens from construction to ``close``. Raises ServerRefused where the directory has one that answers."""
+    """Listens from construction to ``close``. Raises ServerRefused where the directory has one that
+    answers."""
 
     def __init__(self, folder: Path, answer: Answer) -> None:
         self._path = folder / NAME
@@ -97,7 +102,9 @@ class ControlSocket:
             except OSError:
                 self._path.unlink(missing_ok=True)  # of a trainer that was killed
                 return
-        raise ServerRefused(f"{self._path} belongs to a trainer that runs: two runs can not share a directory")
+        raise ServerRefused(
+            f"{self._path} belongs to a trainer that runs: two runs can not share a directory"
+        )
 
     def close(self) -> None:
         """Stop listening and remove the socket. Idempotent; bounded."""
@@ -110,7 +117,8 @@ class ControlSocket:
 def ask(folder: Path, request: Mapping[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
     """The answer of the trainer that runs in ``folder`` on this host.
 
-    Raises ServerUnreachable if none does or none answers within ``timeout_s`` seconds, ServerRefused with its refusal.
+    Raises ServerUnreachable if none does or none answers within ``timeout_s`` seconds,
+    ServerRefused with its refusal.
     """
     try:
         with _address(folder) as address, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -118,14 +126,17 @@ def ask(folder: Path, request: Mapping[str, Any], timeout_s: float = ANSWER_S) -
             sock.connect(address)
             sock.sendall(json.dumps(request).encode() + b"\n")
             with sock.makefile("rb") as reader:
+                # no deadline: the socket has a timeout
                 answer = json.loads(reader.readline())
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
         raise ServerUnreachable(
-            f"no trainer runs in {folder} on this host (there is no {NAME} that answers): name the run's job.dump_folder "
-            "with --run, on the host of its rank 0"
+            f"no trainer runs in {folder} on this host (there is no {NAME} that answers): name the"
+            " run's job.dump_folder with --run, on the host of its rank 0"
         ) from error
     except (OSError, ValueError) as error:
-        raise ServerUnreachable(f"the trainer in {folder} gave no answer within {timeout_s:g} s: {error}") from error
+        raise ServerUnreachable(
+            f"the trainer in {folder} gave no answer within {timeout_s:g} s: {error}"
+        ) from error
     if not answer.pop("ok", False):
         raise ServerRefused(str(answer.get("text", "the trainer refused, and did not say why")))
     return dict(answer)

@@ -1,4 +1,5 @@
-"""The tiny models of ``titan.tiny`` as torchtitan flavors, and model arguments that weight sync needs changed."""
+"""The tiny models of ``titan.tiny`` as torchtitan flavors, and model arguments that weight sync
+needs changed."""
 
 from typing import Any
 
@@ -18,7 +19,8 @@ def _qwen3_args(kind: Kind) -> Any:
     from torchtitan.models.qwen3 import Qwen3ModelArgs
 
     s = SHAPE
-    # Experts in a loop and not in one grouped product: that one computes in bf16, and on CPU it gains nothing.
+    # Experts in a loop and not in one grouped product: that one computes in bf16, and on CPU it
+    # gains nothing.
     moe = MoEArgs(
         num_experts=s.experts,
         num_shared_experts=0,
@@ -52,7 +54,8 @@ def _llama3_args() -> Any:
     from torchtitan.models.llama3 import TransformerModelArgs
 
     s = SHAPE
-    # torchtitan derives the FFN: int(2 * 4 * 128 / 3) = 341, rounded up to a multiple of 512 = 512 = SHAPE.ffn.
+    # torchtitan derives the FFN: int(2 * 4 * 128 / 3) = 341, rounded up to a multiple of 512 = 512
+    # = SHAPE.ffn.
     return TransformerModelArgs(
         dim=s.hidden,
         n_layers=s.layers,
@@ -84,8 +87,9 @@ def register_tiny_flavors() -> None:
 def disable_unexported_buffers(model_args: Any, adapter: Any = None) -> bool:
     """Turn off an MoE's load balancing bias if the model's state dict adapter can not export it.
 
-    The bias changes routing during training; an engine that never receives it would sample from another model
-    than the one that is trained, and no digest would show it. With it off the router trains without that bias.
+    The bias changes routing during training; an engine that never receives it would sample from
+    another model than the one that is trained, and no digest would show it. With it off the router
+    trains without that bias.
 
     Args:
         model_args: torchtitan model arguments of any model; changed in place.
@@ -95,10 +99,16 @@ def disable_unexported_buffers(model_args: Any, adapter: Any = None) -> bool:
         Whether something was turned off. Dense models and exporting adapters are left alone.
     """
     moe = getattr(model_args, "moe_args", None)
-    if moe is None or getattr(moe, "load_balance_coeff", None) is None or not getattr(model_args, "moe_enabled", True):
+    if (
+        moe is None
+        or getattr(moe, "load_balance_coeff", None) is None
+        or not getattr(model_args, "moe_enabled", True)
+    ):
         return False
     table = getattr(adapter, "from_hf_map", {})
-    if any(hf_name is not None and str(name).endswith("expert_bias") for hf_name, name in table.items()):
+    if any(
+        hf_name is not None and str(name).endswith("expert_bias") for hf_name, name in table.items()
+    ):
         return False
     moe.load_balance_coeff = None
     return True

@@ -1,4 +1,5 @@
-"""Writing a Hugging Face model directory: safetensors shards with their index, and the files beside them."""
+"""Writing a Hugging Face model directory: safetensors shards with their index, and the files beside
+them."""
 
 import json
 import shutil
@@ -37,11 +38,15 @@ class Written:
     shards: int
 
 
-def write_weights(tensors: Iterable[tuple[str, torch.Tensor]], out: Path, shard_bytes: int = SHARD_BYTES) -> Written:
-    """Write named tensors, in their order, as one model.safetensors or as shards with model.safetensors.index.json.
+def write_weights(
+    tensors: Iterable[tuple[str, torch.Tensor]], out: Path, shard_bytes: int = SHARD_BYTES
+) -> Written:
+    """Write named tensors, in their order, as one model.safetensors or as shards with
+    model.safetensors.index.json.
 
-    The tensors are taken one by one and a shard is written as soon as it is full, so a generator needs the memory of
-    one shard only. Tensors that share storage are copied, since the format stores each name on its own.
+    The tensors are taken one by one and a shard is written as soon as it is full, so a generator
+    needs the memory of one shard only. Tensors that share storage are copied, since the format
+    stores each name on its own.
     """
     where: dict[str, int] = {}
     total = pending_bytes = shards = 0
@@ -56,31 +61,43 @@ def write_weights(tensors: Iterable[tuple[str, torch.Tensor]], out: Path, shard_
         nbytes = tensor.numel() * tensor.element_size()
         if pending and pending_bytes + nbytes > shard_bytes:
             flush()
-        # clone: a view of a stacked parameter would drag its whole storage along, which safetensors refuses.
+        # clone: a view of a stacked parameter would drag its whole storage along, which safetensors
+        # refuses.
         pending[name] = tensor.detach().to("cpu").contiguous().clone()
         where[name], pending_bytes, total = shards, pending_bytes + nbytes, total + nbytes
     flush()
-    files = ["model.safetensors"] if shards == 1 else [f"model-{n:05}-of-{shards:05}.safetensors" for n in range(1, shards + 1)]
+    files = (
+        ["model.safetensors"]
+        if shards == 1
+        else [f"model-{n:05}-of-{shards:05}.safetensors" for n in range(1, shards + 1)]
+    )
     # The names hold the number of shards, which is known only now.
     for number, file in enumerate(files):
         (out / f"shard-{number}.partial").rename(out / file)
     if shards > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": {name: files[shard] for name, shard in where.items()}}
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: files[shard] for name, shard in where.items()},
+        }
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return Written(len(where), total, shards)
 
 
 def copy_assets(source: Path, out: Path, dtype: str) -> list[str]:
-    """Copy configuration and tokenizer, with ``dtype`` as the type in config.json; names of what was copied.
+    """Copy configuration and tokenizer, with ``dtype`` as the type in config.json; names of what
+    was copied.
 
     Raises ConfigError if there is no config.json: no engine could load the directory.
     """
     if not (source / "config.json").is_file():
         raise ConfigError(
-            f"model.hf_assets_path must be a Hugging Face model directory, {str(source)!r} has no config.json: "
-            "no server could load what is exported; point it at the directory of the base model"
+            f"model.hf_assets_path must be a Hugging Face model directory, {str(source)!r} has no"
+            " config.json: no server could load what is exported; point it at the directory of the"
+            " base model"
         )
-    names = sorted({path.name for pattern in ASSETS for path in source.glob(pattern) if path.is_file()})
+    names = sorted(
+        {path.name for pattern in ASSETS for path in source.glob(pattern) if path.is_file()}
+    )
     for name in names:
         shutil.copyfile(source / name, out / name)
     config = json.loads((out / "config.json").read_text())

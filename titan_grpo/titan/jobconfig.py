@@ -1,4 +1,8 @@
-"""From the command line to one checked JobConfig: torchtitan's sections and ours, TOML and arguments."""
+"""Types of TOML values against dataclass fields. torchtitan does not look: a wrong type surfaces
+hours later, or never.
+
+From the command line to one checked JobConfig: torchtitan's sections and ours, TOML and
+arguments."""
 
 import contextlib
 import difflib
@@ -6,33 +10,110 @@ import io
 import math
 import re
 import tomllib
+import types
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin
 
 from titan_grpo import config as our_config
 from titan_grpo.errors import ConfigError
 from titan_grpo.runkey import find_run_key
-from titan_grpo.titan import compat, flavors, rules, toml_types
-from titan_grpo.titan.sources import known_servers
+from titan_grpo.titan import compat, flavors, rules
+from titan_grpo.titan.server_urls import known_servers
+
+
+def mismatches(cls: type, data: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Every unknown key and wrongly typed value of a table, as "key must be rule, got value". Pure;
+    empty if none.
+
+    Example: ``group_size = "eight"`` under ``[rollout]`` gives
+    "rollout.group_size must be an integer, got 'eight'".
+    """
+    known = {f.name: f.type for f in fields(cls)}
+    out: list[str] = []
+    for name, value in data.items():
+        key = f"{prefix}{name}"
+        if name not in known:
+            out.append(_unknown(key, name, list(known)))
+        elif is_dataclass(known[name]):
+            nested: Any = known[name]
+            out += (
+                mismatches(nested, value, f"{key}.")
+                if isinstance(value, Mapping)
+                else [_wrong(key, "a table", value)]
+            )
+        elif not fits(known[name], value):
+            out.append(_wrong(key, describe(known[name]), value))
+    return out
+
+
+def fits(kind: Any, value: Any) -> bool:
+    """Whether a TOML value may stand for a field of type ``kind``. An integer may stand for a
+    float, a bool for neither."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
+    if origin in (Union, types.UnionType):
+        return any(fits(option, value) for option in get_args(kind))
+    if origin is list:
+        return isinstance(value, list) and all(fits(get_args(kind)[0], item) for item in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind in (int, str, bool, types.NoneType):
+        return type(value) is kind
+    # A type that TOML can not spell (a callable, say) is left to the dataclass itself.
+    return True
+
+
+def describe(kind: Any) -> str:
+    """A type in words: "an integer", "one of 'vllm', 'sglang'", "a list of strings"."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
+    if origin in (Union, types.UnionType):
+        # TOML has no null, so "or nothing" would be no advice.
+        return " or ".join(
+            describe(option) for option in get_args(kind) if option is not types.NoneType
+        )
+    if origin is list:
+        return f"a list, each item {describe(get_args(kind)[0])}"
+    words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+    return words.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _wrong(key: str, rule: str, value: Any) -> str:
+    return f"{key} must be {rule}, got {value!r}"
+
+
+def _unknown(key: str, name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = (
+        f"did you mean {key.removesuffix(name)}{close[0]}?"
+        if close
+        else f"known are {', '.join(sorted(known))}"
+    )
+    return f"{key} is not a key of this version of titan_grpo and torchtitan; {hint}"
+
 
 CONFIG_MODULE = "titan_grpo.config"
 """What ``job.custom_config_module`` is when nobody names one."""
 
 TIMEOUT_MARGIN_S = 60
-"""Added to derived collective timeouts, in seconds: rank 0's own deadline must fire first, with its better message."""
+"""Added to derived collective timeouts, in seconds: rank 0's own deadline must fire first, with its
+better message."""
 
 
 def parse(argv: Sequence[str], world_size: int | None = None) -> Any:
     """The merged, checked JobConfig. Argument beats TOML beats default.
 
     Derived where neither TOML nor argument gives them: ``job.custom_config_module``,
-    ``checkpoint.last_save_model_only`` (false: the last checkpoint can be resumed) and the two ``comm`` timeouts
-    (longer than what rank 0 may wait for rollouts).
+    ``checkpoint.last_save_model_only`` (false: the last checkpoint can be resumed) and the two
+    ``comm`` timeouts (longer than what rank 0 may wait for rollouts).
 
-    Args:
-        argv: arguments without the program's name, such as ``["--job.config_file", "x.toml", "--training.steps", "3"]``.
-        world_size: number of trainer ranks, if known; checks the parallelism degrees against it.
+    Args: argv: arguments without the program's name, such as ``["--job.config_file", "x.toml",
+        "--training.steps", "3"]``. world_size: number of trainer ranks, if known; checks the
+        parallelism degrees against it.
 
     Raises:
         ConfigError: a broken rule, in one line. (``--help`` raises SystemExit(0) after printing.)
@@ -45,7 +126,11 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Any:
         args += ["--job.custom_config_module", CONFIG_MODULE]
     config = _merge(args, table)
     _derive(config, given)
-    broken = our_config.violations(config) + rules.violations(config, machine) + _model_violations(config, machine)
+    broken = (
+        our_config.violations(config)
+        + rules.violations(config, machine)
+        + _model_violations(config, machine)
+    )
     _refuse(broken)
     return config
 
@@ -67,7 +152,9 @@ def load_toml(argv: Sequence[str]) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"job.config_file must be a readable file, got {path!r}: {reason}") from error
+        raise ConfigError(
+            f"job.config_file must be a readable file, got {path!r}: {reason}"
+        ) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"job.config_file must be valid TOML, got {path!r}: {error}") from error
 
@@ -80,7 +167,12 @@ def given_keys(argv: Sequence[str]) -> set[str]:
 
 def table_keys(table: dict[str, Any]) -> set[str]:
     """Dotted keys of the first two levels of a TOML table. Pure."""
-    return {f"{section}.{key}" for section, keys in table.items() if isinstance(keys, dict) for key in keys}
+    return {
+        f"{section}.{key}"
+        for section, keys in table.items()
+        if isinstance(keys, dict)
+        for key in keys
+    }
 
 
 def _refuse(broken: list[str]) -> None:
@@ -95,15 +187,18 @@ def _merge(args: list[str], table: dict[str, Any]) -> Any:
     try:
         merged = manager._maybe_add_custom_config(args, table)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"job.custom_config_module must be an importable module with a JobConfig: {error}") from error
+        raise ConfigError(
+            f"job.custom_config_module must be an importable module with a JobConfig: {error}"
+        ) from error
     missing = {"grpo", "rollout", "weight_sync"} - set(merged.__dataclass_fields__)
     if missing:
         raise ConfigError(
-            f"job.custom_config_module must keep the sections of {CONFIG_MODULE} (subclass its JobConfig), got one without "
-            + ", ".join(sorted(missing))
+            f"job.custom_config_module must keep the sections of {CONFIG_MODULE} (subclass its"
+            " JobConfig), got one without " + ", ".join(sorted(missing))
         )
-    # Types come before torchtitan's own reading, which takes any type and stops with a traceback at an unknown key.
-    _refuse(toml_types.mismatches(merged, table))
+    # Types come before torchtitan's own reading, which takes any type and stops with a traceback at
+    # an unknown key.
+    _refuse(mismatches(merged, table))
     return _read_arguments(manager, args)
 
 
@@ -121,10 +216,13 @@ def _read_arguments(manager: Any, args: list[str]) -> Any:
 
 
 def one_line(text: str) -> str:
-    """The argument parser's framed, wrapped message as one line without frame, colours and pages of help. Pure."""
+    """The argument parser's framed, wrapped message as one line without frame, colours and pages of
+    help. Pure."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     words = " ".join(re.sub(r"[\u2500-\u257f]+", " ", plain).split())
-    words = re.sub(r"^(Parsing error|Value error|Invalid choice|Unrecognized options)\s+", "", words)
+    words = re.sub(
+        r"^(Parsing error|Value error|Invalid choice|Unrecognized options)\s+", "", words
+    )
     words = re.split(r" Argument helptext| For full helptext", words, maxsplit=1)[0]
     # Of the suggestions the first is kept, without the pages of help that follow it.
     return re.sub(r" Perhaps you meant: (--\S+).*", r"; did you mean \1?", words)
@@ -132,12 +230,17 @@ def one_line(text: str) -> str:
 
 def _derive(config: Any, given: set[str]) -> None:
     if "checkpoint.last_save_model_only" not in given:
-        # torchtitan's default drops optimizer, version and data cursor from the last checkpoint. Its HF export needs that.
+        # torchtitan's default drops optimizer, version and data cursor from the last checkpoint.
+        # Its HF export needs that.
         config.checkpoint.last_save_model_only = config.checkpoint.last_save_in_hf
     waits = rules.rank0_waits_s(config)
     for name, wait in zip(("init_timeout_seconds", "train_timeout_seconds"), waits, strict=True):
         if f"comm.{name}" not in given:
-            setattr(config.comm, name, max(getattr(config.comm, name), math.ceil(wait) + TIMEOUT_MARGIN_S))
+            setattr(
+                config.comm,
+                name,
+                max(getattr(config.comm, name), math.ceil(wait) + TIMEOUT_MARGIN_S),
+            )
 
 
 def _model_violations(config: Any, machine: rules.Machine) -> list[str]:
@@ -148,22 +251,28 @@ def _model_violations(config: Any, machine: rules.Machine) -> list[str]:
     try:
         spec = get_train_spec(name)
     except ValueError:
-        return [f"model.name must be a model that torchtitan knows (llama3, qwen3, ...), got {name!r}"]
+        return [
+            f"model.name must be a model that torchtitan knows (llama3, qwen3, ...), got {name!r}"
+        ]
     if spec.state_dict_adapter is None:
         return [
-            f"model.name must be a model with a Hugging Face state dict adapter (the servers' names come from it), got {name!r}"
+            "model.name must be a model with a Hugging Face state dict adapter (the servers' names"
+            f" come from it), got {name!r}"
         ]
     if flavor not in spec.model_args:
         close = difflib.get_close_matches(flavor, list(spec.model_args), n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        return [f"model.flavor must be one of {', '.join(sorted(spec.model_args))} for {name}, got {flavor!r}{hint}"]
+        return [
+            f"model.flavor must be one of {', '.join(sorted(spec.model_args))} for {name}, got"
+            f" {flavor!r}{hint}"
+        ]
     found = rules.attention_violation(flavor, spec.model_args[flavor], machine)
     return [found] if found else []
 
 
 def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
-    """Files that the run will open: tokenizer and weights in ``model.hf_assets_path``, the task's data, a replayed record,
-    the servers file, the run key.
+    """Files that the run will open: tokenizer and weights in ``model.hf_assets_path``, the task's
+    data, a replayed record, the servers file, the run key.
 
     Args:
         environ: the run's environment variables, if it is to have any about a run key.
@@ -173,14 +282,23 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
     """
     folder = Path(config.model.hf_assets_path)
     if not folder.is_dir():
-        raise ConfigError(f"model.hf_assets_path must be a directory with the model's Hugging Face files, got {str(folder)!r}")
+        raise ConfigError(
+            "model.hf_assets_path must be a directory with the model's Hugging Face files, got"
+            f" {str(folder)!r}"
+        )
     for name in ("tokenizer.json", "config.json"):
         if not (folder / name).is_file():
             raise ConfigError(f"model.hf_assets_path must contain {name}, got {str(folder)!r}")
     weights = config.checkpoint.initial_load_path or str(folder)
     if config.checkpoint.initial_load_in_hf and not any(Path(weights).glob("*.safetensors")):
-        raise ConfigError(f"checkpoint.initial_load_in_hf needs *.safetensors files in the directory, got {weights!r}")
-    for key, path in (("rollout.task_path", config.rollout.task_path), ("rollout.replay_path", config.rollout.replay_path)):
+        raise ConfigError(
+            "checkpoint.initial_load_in_hf needs *.safetensors files in the directory, got"
+            f" {weights!r}"
+        )
+    for key, path in (
+        ("rollout.task_path", config.rollout.task_path),
+        ("rollout.replay_path", config.rollout.replay_path),
+    ):
         if path and not Path(path).is_file():
             raise ConfigError(f"{key} must be an existing file, got {path!r}")
     if config.rollout.servers_file or config.rollout.servers_slurm:
@@ -190,10 +308,12 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
 
 
 def _check_checkpoint(config: Any) -> None:
-    """A folder that a run killed in its first save left behind: torchtitan would load nothing, not even the HF weights."""
+    """A folder that a run killed in its first save left behind: torchtitan would load nothing, not
+    even the HF weights."""
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     if config.checkpoint.enable and folder.is_dir() and not any(folder.glob("step-*/.metadata")):
         raise ConfigError(
-            f"the checkpoint folder must hold a complete checkpoint or not exist, {str(folder)!r} has none (a run was killed "
-            "while it saved the first one?), and training would start from random weights: remove the folder"
+            f"the checkpoint folder must hold a complete checkpoint or not exist, {str(folder)!r}"
+            " has none (a run was killed while it saved the first one?), and training would start"
+            " from random weights: remove the folder"
         )

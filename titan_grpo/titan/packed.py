@@ -1,8 +1,10 @@
-"""Document-aware attention for torchtitan's models: the inner attention of every layer, told where the sequences lie.
+"""Document-aware attention for torchtitan's models: the inner attention of every layer, told where
+the sequences lie.
 
-torchtitan 0.2.2 cuts a row at every end-of-text token (flex and varlen attention), which is not where our sequences end, and
-its sdpa attention takes no mask at all. So the module between a layer's projections is wrapped: it gathers a packed row into
-rows of one sequence each, calls the wrapped attention on them, and puts the results back (see algorithm/packing.py).
+torchtitan 0.2.2 cuts a row at every end-of-text token (flex and varlen attention), which is not
+where our sequences end, and its sdpa attention takes no mask at all. So the module between a
+layer's projections is wrapped: it gathers a packed row into rows of one sequence each, calls the
+wrapped attention on them, and puts the results back (see algorithm/packing.py).
 """
 
 import inspect
@@ -13,19 +15,22 @@ from typing import Any
 import torch
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-from titan_grpo.algorithm.packing import AttentionRows
+from titan_grpo.algorithm.rows import AttentionRows
 from titan_grpo.errors import ConfigError
 
 
 class DocumentAttention(torch.nn.Module):
-    """Calls ``inner`` with q, k, v [R, heads, L, dim] as they are, or sequence by sequence while ``seam.rows`` is set."""
+    """Calls ``inner`` with q, k, v [R, heads, L, dim] as they are, or sequence by sequence while
+    ``seam.rows`` is set."""
 
     def __init__(self, inner: torch.nn.Module, seam: "PackedAttention") -> None:
         super().__init__()
         self.inner = inner
         self._seam = seam
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
         """[R, heads, L, dim of v]; ``options`` are the wrapped module's."""
         rows = self._seam.rows
         if rows is None:
@@ -37,19 +42,23 @@ class DocumentAttention(torch.nn.Module):
         for index in rows.rows:
             alone = self.inner(*(x[index].transpose(1, 2) for x in flat), **options)
             parts.append(alone.transpose(1, 2).flatten(0, 1))
-        return torch.cat(parts)[rows.home].unflatten(0, shape).transpose(1, 2)
+        joined: torch.Tensor = torch.cat(parts)[rows.home].unflatten(0, shape).transpose(1, 2)
+        return joined
 
 
 class PackedAttention:
-    """What all attention layers of a model share: where the sequences of the micro-batch lie that is being computed."""
+    """What all attention layers of a model share: where the sequences of the micro-batch lie that
+    is being computed."""
 
     def __init__(self) -> None:
         self.rows: AttentionRows | None = None
 
     def install(self, model: torch.nn.Module) -> None:
-        """Wrap the attention of every layer, before the first forward; parameters and their names stay as they are.
+        """Wrap the attention of every layer, before the first forward; parameters and their names
+        stay as they are.
 
-        Raises ConfigError for a model without positions in its forward, or with another attention than sdpa.
+        Raises ConfigError for a model without positions in its forward, or with another attention
+        than sdpa.
         """
         found = [
             (parent, name, child)
@@ -59,15 +68,17 @@ class PackedAttention:
         ]
         if not found or "positions" not in inspect.signature(model.forward).parameters:
             raise ConfigError(
-                "grpo.pack_sequences needs a model with sdpa attention and positions in its forward, "
-                f"{type(model).__name__} has not: sequences of one row would see each other; set it to false"
+                "grpo.pack_sequences needs a model with sdpa attention and positions in its"
+                f" forward, {type(model).__name__} has not: sequences of one row would see each"
+                " other; set it to false"
             )
         for parent, name, child in found:
             setattr(parent, name, DocumentAttention(child, self))
 
     @contextmanager
     def using(self, rows: AttentionRows | None, device: torch.device) -> Iterator[None]:
-        """Forward and backward of one micro-batch happen inside (backward too: checkpointed layers compute again there)."""
+        """Forward and backward of one micro-batch happen inside (backward too: checkpointed layers
+        compute again there)."""
         self.rows = None if rows is None else rows.to(device)
         try:
             yield

@@ -1,4 +1,5 @@
-"""The reference model of the KL term: the same architecture and parallelism as the policy, weights from HF safetensors."""
+"""The reference model of the KL term: the same architecture and parallelism as the policy, weights
+from HF safetensors."""
 
 from typing import Any
 
@@ -10,21 +11,25 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.tools import utils
 
 from titan_grpo.errors import ConfigError, ProtocolError
-from titan_grpo.titan import cpu
+from titan_grpo.titan import compat
 
 
 def reference_path(job_config: Any) -> str:
-    """Where the reference weights lie. Raises ConfigError if the configuration names no directory."""
+    """Where the reference weights lie. Raises ConfigError if the configuration names no
+    directory."""
     path = job_config.grpo.reference_model or job_config.model.hf_assets_path
     if not path:
-        raise ConfigError("grpo.kl_beta > 0 needs grpo.reference_model or model.hf_assets_path, got neither")
+        raise ConfigError(
+            "grpo.kl_beta > 0 needs grpo.reference_model or model.hf_assets_path, got neither"
+        )
     return str(path)
 
 
 def build_reference(trainer: Any, job_config: JobConfig) -> torch.nn.Module:
     """Build, shard and load the reference model. Collective over all ranks.
 
-    Its weights come from disk and not from the policy, so a resumed run has the same reference as the one it continues.
+    Its weights come from disk and not from the policy, so a resumed run has the same reference as
+    the one it continues.
     """
     spec = trainer.train_spec
     dtype = TORCH_DTYPE_MAP[job_config.training.dtype]
@@ -34,7 +39,7 @@ def build_reference(trainer: Any, job_config: JobConfig) -> torch.nn.Module:
     model.to_empty(device=trainer.device.type)
     with torch.no_grad():
         model.init_weights(buffer_device=None)  # type: ignore[operator]
-    cpu.after_parallelize([model])
+    compat.after_parallelize([model])
     path = reference_path(job_config)
     adapter = spec.state_dict_adapter(trainer.model_args, path)
     wrapper = ModelWrapper(model)
@@ -47,18 +52,23 @@ def build_reference(trainer: Any, job_config: JobConfig) -> torch.nn.Module:
 
 @torch.no_grad()
 def move_reference(reference: torch.nn.Module, policy: torch.nn.Module, ema: float) -> None:
-    """reference = ema * reference + (1 - ema) * policy, on this rank's own shards: in place, without communication.
+    """reference = ema * reference + (1 - ema) * policy, on this rank's own shards: in place,
+    without communication.
 
-    For a step boundary, where FSDP2 has the policy sharded. A moving reference goes into the checkpoint: unlike a frozen one
-    it can not be read from the model's files again.
+    For a step boundary, where FSDP2 has the policy sharded. A moving reference goes into the
+    checkpoint: unlike a frozen one it can not be read from the model's files again.
     """
     for module in reference.modules():
         if isinstance(module, FSDPModule):
-            # A forward without backward leaves the last group gathered, and that copy would be used again.
+            # A forward without backward leaves the last group gathered, and that copy would be used
+            # again.
             module.reshard()
     ours, theirs = ([_local(p) for p in model.parameters()] for model in (reference, policy))
     if [p.shape for p in ours] != [p.shape for p in theirs]:
-        raise ProtocolError("reference and policy must be sharded alike, and their local parameters differ in number or shape")
+        raise ProtocolError(
+            "reference and policy must be sharded alike, and their local parameters differ in"
+            " number or shape"
+        )
     torch._foreach_lerp_(ours, theirs, 1 - ema)
 
 

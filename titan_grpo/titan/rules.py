@@ -1,4 +1,5 @@
-"""Rules over torchtitan's own sections: what GRPO with background weight sync can not run with. Pure."""
+"""Rules over torchtitan's own sections: what GRPO with background weight sync can not run with.
+Pure."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,46 +24,53 @@ def _degrees(config: Any, machine: Machine) -> Violations:
     p = config.parallelism
     if p.pipeline_parallel_degree != 1:
         yield (
-            "parallelism.pipeline_parallel_degree must be 1 (the GRPO loss needs logits and rollouts on one stage; "
-            f"use FSDP and tensor parallelism), got {p.pipeline_parallel_degree}"
+            "parallelism.pipeline_parallel_degree must be 1 (the GRPO loss needs logits and"
+            " rollouts on one stage; use FSDP and tensor parallelism), got"
+            f" {p.pipeline_parallel_degree}"
         )
     if p.context_parallel_degree != 1:
         yield (
-            "parallelism.context_parallel_degree must be 1 (it reorders a row's tokens, so log-probabilities would "
-            f"be matched to other tokens), got {p.context_parallel_degree}"
+            "parallelism.context_parallel_degree must be 1 (it reorders a row's tokens, so"
+            f" log-probabilities would be matched to other tokens), got {p.context_parallel_degree}"
         )
     tensor = p.tensor_parallel_degree
     if tensor > 1 and config.training.seq_len % tensor != 0:
         length = config.training.seq_len
-        yield f"training.seq_len must be a multiple of parallelism.tensor_parallel_degree ({tensor}), got {length}"
+        yield (
+            f"training.seq_len must be a multiple of parallelism.tensor_parallel_degree ({tensor}),"
+            f" got {length}"
+        )
     yield from _replication(p, machine)
 
 
 def _replication(p: Any, machine: Machine) -> Violations:
     replicas, shards = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
-    others = replicas * p.tensor_parallel_degree * p.pipeline_parallel_degree * p.context_parallel_degree
+    others = (
+        replicas * p.tensor_parallel_degree * p.pipeline_parallel_degree * p.context_parallel_degree
+    )
     if machine.world_size is not None:
         wanted = others * max(shards, 1)
         if machine.world_size % others != 0 or (shards > 0 and wanted != machine.world_size):
             yield (
-                "the product of the parallelism degrees must be the number of ranks that torchrun starts "
-                f"({machine.world_size}), got {wanted}"
+                "the product of the parallelism degrees must be the number of ranks that torchrun"
+                f" starts ({machine.world_size}), got {wanted}"
             )
             return
         shards = machine.world_size // others
     if replicas > 1 and shards == 1:
         yield (
-            "parallelism.data_parallel_replicate_degree must be 1 unless weights are sharded too (plain DDP averages gradients "
-            f"that are normalised already: they come out {replicas} times too small; leave it 1 for FSDP, or take HSDP, "
-            f"data_parallel_shard_degree > 1), got {replicas}"
+            "parallelism.data_parallel_replicate_degree must be 1 unless weights are sharded too"
+            f" (plain DDP averages gradients that are normalised already: they come out {replicas}"
+            " times too small; leave it 1 for FSDP, or take HSDP, data_parallel_shard_degree > 1),"
+            f" got {replicas}"
         )
 
 
 def _optimizer(config: Any, machine: Machine) -> Violations:
     if config.optimizer.early_step_in_backward and config.grpo.async_weight_update:
         yield (
-            "optimizer.early_step_in_backward must be false with grpo.async_weight_update (weights would change while "
-            "their copy is being made, before the fence), got True"
+            "optimizer.early_step_in_backward must be false with grpo.async_weight_update (weights"
+            " would change while their copy is being made, before the fence), got True"
         )
     if config.optimizer.lr <= 0:
         yield f"optimizer.lr must be greater than 0, got {config.optimizer.lr}"
@@ -71,24 +79,37 @@ def _optimizer(config: Any, machine: Machine) -> Violations:
 
 
 def _lengths(config: Any, machine: Machine) -> Violations:
-    length, completion, budget = config.training.seq_len, config.rollout.max_completion_tokens, config.grpo.token_budget
+    length, completion, budget = (
+        config.training.seq_len,
+        config.rollout.max_completion_tokens,
+        config.grpo.token_budget,
+    )
     if length <= completion:
         yield (
             "training.seq_len must be greater than rollout.max_completion_tokens "
             f"({completion}; a row is a prompt and its completion), got {length}"
         )
     if 0 < budget < length:
-        yield f"grpo.token_budget must be 0 (derived) or at least training.seq_len ({length}; one row must fit), got {budget}"
+        yield (
+            f"grpo.token_budget must be 0 (derived) or at least training.seq_len ({length}; one row"
+            f" must fit), got {budget}"
+        )
 
 
 def rank0_waits_s(config: Any) -> tuple[float, float]:
-    """Longest wait of rank 0 by its own deadlines: before and during the first step, and in a later step. Seconds.
+    """Longest wait of rank 0 by its own deadlines: before and during the first step, and in a later
+    step. Seconds.
 
-    Example: batch_timeout_s 1800, startup_deadline_s 600, async: (2400, 1800). In sync mode a step also waits for one
-    whole sync, connect_deadline_s + lane_deadline_s + commit_deadline_s = 240 by default: (2640, 2040).
+    Example: batch_timeout_s 1800, startup_deadline_s 600, async: (2400, 1800). In sync mode a step
+    also waits for one whole sync, connect_deadline_s + lane_deadline_s + commit_deadline_s = 240 by
+    default: (2640, 2040).
     """
     w = config.weight_sync
-    sync = 0.0 if config.grpo.async_weight_update else w.connect_deadline_s + w.lane_deadline_s + w.commit_deadline_s
+    sync = (
+        0.0
+        if config.grpo.async_weight_update
+        else w.connect_deadline_s + w.lane_deadline_s + w.commit_deadline_s
+    )
     if sync and not config.rollout.in_flight_weight_updates:
         sync += w.drain_deadline_s
     later = config.rollout.batch_timeout_s + sync
@@ -96,12 +117,15 @@ def rank0_waits_s(config: Any) -> tuple[float, float]:
 
 
 def _waits(config: Any, machine: Machine) -> Violations:
-    for name, need in zip(("init_timeout_seconds", "train_timeout_seconds"), rank0_waits_s(config), strict=True):
+    for name, need in zip(
+        ("init_timeout_seconds", "train_timeout_seconds"), rank0_waits_s(config), strict=True
+    ):
         value = getattr(config.comm, name)
         if value <= need:
             yield (
-                f"comm.{name} must be greater than {need:g} (what rank 0 may wait by its own deadlines; the other ranks wait "
-                f"in a collective meanwhile, and would abort first), got {value}; leave it out to have it derived"
+                f"comm.{name} must be greater than {need:g} (what rank 0 may wait by its own"
+                " deadlines; the other ranks wait in a collective meanwhile, and would abort"
+                f" first), got {value}; leave it out to have it derived"
             )
 
 
@@ -109,34 +133,57 @@ def _checkpoint(config: Any, machine: Machine) -> Violations:
     c = config.checkpoint
     if not c.enable and (c.initial_load_in_hf or c.initial_load_path):
         yield (
-            "checkpoint.enable must be true with checkpoint.initial_load_in_hf or initial_load_path (torchtitan loads nothing "
-            "otherwise, and training would start from random weights), got False"
+            "checkpoint.enable must be true with checkpoint.initial_load_in_hf or initial_load_path"
+            " (torchtitan loads nothing otherwise, and training would start from random weights),"
+            " got False"
         )
     if c.initial_load_in_hf and not c.initial_load_model_only:
-        yield "checkpoint.initial_load_model_only must be true with initial_load_in_hf (HF files hold weights only), got False"
+        yield (
+            "checkpoint.initial_load_model_only must be true with initial_load_in_hf (HF files hold"
+            " weights only), got False"
+        )
     if c.create_seed_checkpoint:
-        yield "checkpoint.create_seed_checkpoint must be false (make the seed checkpoint with torchtitan.train), got True"
+        yield (
+            "checkpoint.create_seed_checkpoint must be false (make the seed checkpoint with"
+            " torchtitan.train), got True"
+        )
     if machine.on_cpu and c.async_mode == "async_with_pinned_mem":
-        yield f'checkpoint.async_mode must be "async" or "disabled" on CPU (nothing can be pinned), got {c.async_mode!r}'
+        yield (
+            'checkpoint.async_mode must be "async" or "disabled" on CPU (nothing can be pinned),'
+            f" got {c.async_mode!r}"
+        )
 
 
 def _unsupported(config: Any, machine: Machine) -> Violations:
     for key, value, why in (
-        ("validation.enable", config.validation.enable, "its cross entropy on a text dataset says nothing about a policy"),
+        (
+            "validation.enable",
+            config.validation.enable,
+            "its cross entropy on a text dataset says nothing about a policy",
+        ),
         (
             "fault_tolerance.enable",
             config.fault_tolerance.enable,
             "its replicas would publish different weights as one version",
         ),
-        ("memory_estimation.enable", config.memory_estimation.enable, "it is another program of torchtitan's"),
-        ("debug.moe_force_load_balance", config.debug.moe_force_load_balance, "the servers route tokens by their scores"),
+        (
+            "memory_estimation.enable",
+            config.memory_estimation.enable,
+            "it is another program of torchtitan's",
+        ),
+        (
+            "debug.moe_force_load_balance",
+            config.debug.moe_force_load_balance,
+            "the servers route tokens by their scores",
+        ),
     ):
         if value:
             yield f"{key} must be false ({why}), got {value!r}"
     if config.model.converters:
         yield (
-            "model.converters must be empty (the trainer would compute in another precision than the servers sample in, and "
-            f"converted parameters are not the ones that an engine loads), got {config.model.converters!r}"
+            "model.converters must be empty (the trainer would compute in another precision than"
+            " the servers sample in, and converted parameters are not the ones that an engine"
+            f" loads), got {config.model.converters!r}"
         )
     if config.comm.mode != "default":
         yield f'comm.mode must be "default" (the others move no data), got {config.comm.mode!r}'
@@ -149,12 +196,15 @@ def _text(config: Any, machine: Machine) -> Violations:
     rows = t.local_batch_size
     if machine.world_size is not None:
         rows *= max(
-            machine.world_size // (p.tensor_parallel_degree * p.pipeline_parallel_degree * p.context_parallel_degree), 1
+            machine.world_size
+            // (p.tensor_parallel_degree * p.pipeline_parallel_degree * p.context_parallel_degree),
+            1,
         )
     if g.ptx_mixin_batchsize % rows != 0:
         yield (
-            "grpo.ptx_mixin_batchsize must be a multiple of training.local_batch_size times the data-parallel ranks "
-            f"({rows}; every rank takes whole batches of text), got {g.ptx_mixin_batchsize}"
+            "grpo.ptx_mixin_batchsize must be a multiple of training.local_batch_size times the"
+            f" data-parallel ranks ({rows}; every rank takes whole batches of text), got"
+            f" {g.ptx_mixin_batchsize}"
         )
 
 
@@ -163,13 +213,14 @@ def _packing(config: Any, machine: Machine) -> Violations:
         return
     if config.compile.enable and "model" in config.compile.components:
         yield (
-            "compile.enable must be false with grpo.pack_sequences, or compile.components without model (the shapes in "
-            "attention are others in every micro-batch, so it would be compiled anew each time), got True"
+            "compile.enable must be false with grpo.pack_sequences, or compile.components without"
+            " model (the shapes in attention are others in every micro-batch, so it would be"
+            " compiled anew each time), got True"
         )
     if config.parallelism.tensor_parallel_degree > 1:
         yield (
-            "parallelism.tensor_parallel_degree must be 1 with grpo.pack_sequences (positions are not sharded with the "
-            f"tokens), got {config.parallelism.tensor_parallel_degree}"
+            "parallelism.tensor_parallel_degree must be 1 with grpo.pack_sequences (positions are"
+            f" not sharded with the tokens), got {config.parallelism.tensor_parallel_degree}"
         )
 
 
@@ -177,15 +228,22 @@ def _cpu(config: Any, machine: Machine) -> Violations:
     if not machine.on_cpu:
         return
     if config.profiling.enable_profiling or config.profiling.enable_memory_snapshot:
-        yield "profiling.enable_profiling and enable_memory_snapshot must be false on CPU (they need a GPU), got True"
+        yield (
+            "profiling.enable_profiling and enable_memory_snapshot must be false on CPU (they need"
+            " a GPU), got True"
+        )
     if config.weight_sync.transport == "nccl":
         yield 'weight_sync.transport must be "auto" or "gloo" on CPU, got \'nccl\''
     if config.training.enable_cpu_offload:
-        yield "training.enable_cpu_offload must be false on CPU (there is nothing to offload from), got True"
+        yield (
+            "training.enable_cpu_offload must be false on CPU (there is nothing to offload from),"
+            " got True"
+        )
     if config.model.name == "qwen3" and config.parallelism.tensor_parallel_degree > 1:
         yield (
-            "parallelism.tensor_parallel_degree must be 1 for qwen3 on CPU (torch has no sharding rule for the CPU's attention "
-            f"kernel; llama3 works), got {config.parallelism.tensor_parallel_degree}"
+            "parallelism.tensor_parallel_degree must be 1 for qwen3 on CPU (torch has no sharding"
+            " rule for the CPU's attention kernel; llama3 works), got"
+            f" {config.parallelism.tensor_parallel_degree}"
         )
 
 
@@ -203,19 +261,25 @@ RULES: tuple[Callable[[Any, Machine], Violations], ...] = (
 
 
 def violations(config: Any, machine: Machine) -> list[str]:
-    """All broken rules of torchtitan's sections, each as "key must be rule (why), got value". Empty if none."""
+    """All broken rules of torchtitan's sections, each as "key must be rule (why), got value". Empty
+    if none."""
     return [line for rule in RULES for line in rule(config, machine)]
 
 
 def attention_violation(flavor: str, model_args: Any, machine: Machine) -> str:
-    """Why a flavor's attention can not be trained with, or "". ``model_args`` are torchtitan's for the flavor."""
+    """Why a flavor's attention can not be trained with, or "". ``model_args`` are torchtitan's for
+    the flavor."""
     kind = getattr(model_args, "attn_type", "sdpa")
     mask = getattr(model_args, "attn_mask_type", "causal")
     if kind != "sdpa" and mask != "causal":
         return (
-            "model.flavor must be one with plain causal attention (this one cuts a row at every end-of-text token, also "
-            f"inside a chat prompt, and the servers do not), got {flavor!r} with attn_mask_type {mask!r}"
+            "model.flavor must be one with plain causal attention (this one cuts a row at every"
+            " end-of-text token, also inside a chat prompt, and the servers do not), got"
+            f" {flavor!r} with attn_mask_type {mask!r}"
         )
     if kind != "sdpa" and machine.on_cpu:
-        return f"model.flavor must be one with sdpa attention on CPU ({kind} has no backward there), got {flavor!r}"
+        return (
+            f"model.flavor must be one with sdpa attention on CPU ({kind} has no backward there),"
+            f" got {flavor!r}"
+        )
     return ""

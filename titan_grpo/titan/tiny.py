@@ -1,6 +1,8 @@
-"""Tiny random models in the Hugging Face layout, for machines without a model hub: quickstart, verify, tests.
+"""Tiny random models in the Hugging Face layout, for machines without a model hub: quickstart,
+verify, tests.
 
-Needs torch, safetensors and tokenizers, not torchtitan; ``titan.flavors`` gives torchtitan the same shapes.
+Needs torch, safetensors and tokenizers, not torchtitan; ``titan.flavors`` gives torchtitan the same
+shapes.
 """
 
 import json
@@ -23,7 +25,8 @@ SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 @dataclass(frozen=True, slots=True)
 class TinyShape:
-    """Sizes that all kinds share. Source of the choice: learns to emit digits in 20 steps at learning rate 3e-3."""
+    """Sizes that all kinds share. Source of the choice: learns to emit digits in 20 steps at
+    learning rate 3e-3."""
 
     vocab: int = 128
     hidden: int = 128
@@ -47,7 +50,8 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""torchtitan's llama3 always scales its rotary frequencies; a config.json that does not say so serves another model."""
+"""torchtitan's llama3 always scales its rotary frequencies; a config.json that does not say so
+serves another model."""
 
 
 def _common_config() -> dict[str, Any]:
@@ -73,7 +77,8 @@ def _common_config() -> dict[str, Any]:
 
 
 def hf_config(kind: Kind, dtype: str = "bfloat16") -> dict[str, Any]:
-    """Content of config.json for a kind; ``dtype`` is what an engine serves the model in by default."""
+    """Content of config.json for a kind; ``dtype`` is what an engine serves the model in by
+    default."""
     config = _common_config() | {"torch_dtype": dtype, "tie_word_embeddings": kind == "qwen3"}
     if kind == "llama3":
         family = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": False}
@@ -81,7 +86,12 @@ def hf_config(kind: Kind, dtype: str = "bfloat16") -> dict[str, Any]:
         positions = {"max_position_embeddings": 2 * LLAMA3_ROPE["original_max_position_embeddings"]}
         rope = {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}
         return config | family | positions | rope | {"rms_norm_eps": 1e-5}
-    config |= {"rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_scaling": None, "use_sliding_window": False}
+    config |= {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "use_sliding_window": False,
+    }
     if kind != "qwen3_moe":
         return config | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     return config | {
@@ -133,11 +143,14 @@ def hf_shapes(kind: Kind) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def tiny_weights(kind: Kind, seed: int, std: float = 0.02, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def tiny_weights(
+    kind: Kind, seed: int, std: float = 0.02, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Random weights by HF name: matrices normal(0, std), norms normal(1, std).
 
-    The same seed gives the same weights on every machine. No norm is all ones, so that one norm loaded in the
-    place of another shows. A larger ``std`` (0.1, say) makes models differ clearly in their log-probabilities.
+    The same seed gives the same weights on every machine. No norm is all ones, so that one norm
+    loaded in the place of another shows. A larger ``std`` (0.1, say) makes models differ clearly in
+    their log-probabilities.
     """
     generator = torch.Generator().manual_seed(seed)
     out = {}
@@ -148,7 +161,8 @@ def tiny_weights(kind: Kind, seed: int, std: float = 0.02, dtype: torch.dtype = 
 
 
 def vocabulary() -> list[str]:
-    """128 tokens by id: four specials, newline, the 95 printable ASCII characters, and 28 accented letters to fill up.
+    """128 tokens by id: four specials, newline, the 95 printable ASCII characters, and 28 accented
+    letters to fill up.
 
     One character per token, so the number of characters of a text is its number of tokens.
     """
@@ -166,17 +180,24 @@ def _write_tokenizer(path: Path) -> None:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
     tokenizer.save(str(path / "tokenizer.json"))
-    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL_TOKENS, strict=True))
+    names = dict(
+        zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL_TOKENS, strict=True)
+    )
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    _write_json(path / "tokenizer_config.json", settings | names | {"model_max_length": SHAPE.max_positions})
+    _write_json(
+        path / "tokenizer_config.json", settings | names | {"model_max_length": SHAPE.max_positions}
+    )
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_tiny_model(kind: Kind, path: str | Path, seed: int = 0, *, std: float = 0.02, dtype: str = "bfloat16") -> Path:
-    """Write config.json, model.safetensors, the tokenizer and generation_config.json; returns the directory.
+def write_tiny_model(
+    kind: Kind, path: str | Path, seed: int = 0, *, std: float = 0.02, dtype: str = "bfloat16"
+) -> Path:
+    """Write config.json, model.safetensors, the tokenizer and generation_config.json; returns the
+    directory.
 
     ``dtype`` ("bfloat16" or "float32") is the type on disk and in config.json.
     """
@@ -188,6 +209,9 @@ def write_tiny_model(kind: Kind, path: str | Path, seed: int = 0, *, std: float 
     # One file without an index: torchtitan can not read an index whose file names bear no number.
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     _write_json(folder / "config.json", hf_config(kind, dtype))
-    _write_json(folder / "generation_config.json", {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS})
+    _write_json(
+        folder / "generation_config.json",
+        {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS},
+    )
     _write_tokenizer(folder)
     return folder

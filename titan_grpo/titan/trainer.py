@@ -1,4 +1,6 @@
-"""torchtitan's Trainer with GRPO data, GRPO loss, and weights published at every step boundary.
+"""How much work a sequence is for a model, from torchtitan's own count of operations.
+
+torchtitan's Trainer with GRPO data, GRPO loss, and weights published at every step boundary.
 
 One step, on every rank::
 
@@ -8,14 +10,16 @@ One step, on every rank::
     optimizer.step                          (the last three grpo.num_microbatches times, see stepping.py)
     publish    this rank's shard is copied into the slot; lanes and servers do the rest
 
-A training step that changed no weight (its optimizer steps were all unhealthy) makes no version: versions count those that did.
+A training step that changed no weight (its optimizer steps were all unhealthy) makes no version:
+versions count those that did.
 
 Overridden are train_step and train, the state that a checkpoint holds, and close.
-"""
+
+One rank's life: build the trainer, train, close whatever happens."""
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,48 +27,72 @@ import torch.distributed as dist
 from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
+from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.errors import ConfigError, SyncError, UnhealthyError
 from titan_grpo.observe import names
-from titan_grpo.titan import cpu
-from titan_grpo.titan.batches import BatchLoader, Share
-from titan_grpo.titan.controller import Controller
-from titan_grpo.titan.costs import token_cost
+from titan_grpo.titan import compat
+from titan_grpo.titan.data import BatchLoader, Share
 from titan_grpo.titan.flavors import disable_unexported_buffers, register_tiny_flavors
+from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics
 from titan_grpo.titan.packed import PackedAttention
-from titan_grpo.titan.reduce import reduce_metrics
+from titan_grpo.titan.rank0 import Controller
 from titan_grpo.titan.reference import build_reference, move_reference
-from titan_grpo.titan.stepping import Outcome, Stepper
-from titan_grpo.titan.syncing import TrainerSync
 from titan_grpo.titan.text import TextMixin
+from titan_grpo.titan.weight_sync import TrainerSync
+
+
+def token_cost(model_args: Any, model: torch.nn.Module) -> TokenCost:
+    """Floating-point operations of forward and backward for a sequence, as its length decides.
+
+    torchtitan counts a + b * n operations per token of a row of n tokens: a for the parameters that
+    a token meets (of an MoE the active ones), b for attention without regard to causality, which
+    halves it. Sharded parameters count whole.
+    """
+    one, two = (model_args.get_nparams_and_flops(model, length)[1] for length in (1, 2))
+    return TokenCost(float(2 * one - two), (two - one) / 2)
+
 
 logger = logging.getLogger(__name__)
 
 
 def _register(job_config: Any) -> Any:
-    """Register the user's model under a name of its own, with our loader in place of the text loader; the spec as it was."""
+    """Register the user's model under a name of its own, with our loader in place of the text
+    loader; the spec as it was."""
     register_tiny_flavors()
     spec = get_train_spec(job_config.model.name)
     if spec.state_dict_adapter is None:
         raise ConfigError(
-            f"model.name must be a model with a state dict adapter, {job_config.model.name!r} has none: "
-            "its weights have no HF names, so no server could be synced"
+            f"model.name must be a model with a state dict adapter, {job_config.model.name!r} has"
+            " none: its weights have no HF names, so no server could be synced"
         )
     name = f"grpo_{job_config.model.name}"
     args = spec.model_args.get(job_config.model.flavor)
     if args is None:
-        raise ConfigError(f"model.flavor must be one of {sorted(spec.model_args)}, got {job_config.model.flavor!r}")
+        raise ConfigError(
+            f"model.flavor must be one of {sorted(spec.model_args)}, got"
+            f" {job_config.model.flavor!r}"
+        )
     if getattr(args, "attn_type", "sdpa") != "sdpa":
-        raise ConfigError(f"model.flavor must use attn_type sdpa, {job_config.model.flavor!r} uses {args.attn_type!r}")
+        raise ConfigError(
+            f"model.flavor must use attn_type sdpa, {job_config.model.flavor!r} uses"
+            f" {args.attn_type!r}"
+        )
     if disable_unexported_buffers(args, spec.state_dict_adapter(args, None)):
-        logger.warning("the MoE load balancing bias is off: servers cannot receive it, and they would route otherwise")
+        logger.warning(
+            "the MoE load balancing bias is off: servers cannot receive it, and they would route"
+            " otherwise"
+        )
     register_train_spec(
         name,
         type(spec)(
             **{
                 **vars(spec),
-                "build_dataloader_fn": lambda dp_world_size, dp_rank, tokenizer, job_config: BatchLoader(dp_rank),
+                "build_dataloader_fn": lambda dp_world_size, dp_rank, tokenizer, job_config: (
+                    BatchLoader(dp_rank)
+                ),
                 "build_tokenizer_fn": None,
                 "build_validator_fn": None,
             }
@@ -75,26 +103,39 @@ def _register(job_config: Any) -> Any:
 
 
 class GRPOTrainer(Trainer):
-    """See the module's docstring. Rank 0 also owns a Controller: servers, rollout process, lanes, report."""
+    """See the module's docstring. Rank 0 also owns a Controller: servers, rollout process, lanes,
+    report."""
 
     def __init__(self, job_config: Any) -> None:
         spec = _register(job_config)
         # Before the checkpointer sees the trainer as part of the state.
         self.version = 0
         super().__init__(job_config)
-        cpu.after_parallelize(self.model_parts)
+        compat.after_parallelize(self.model_parts)
         self._grpo = job_config.grpo
         self._started = False
         self._published = -1
         self._blocked_s = 0.0
         self._unhealthy_in_a_row = 0
-        self.loader: BatchLoader = self.dataloader  # type: ignore[assignment]
+        self.loader: BatchLoader = self.dataloader
         self.loader.connect(job_config.rollout.batch_timeout_s)
         cost = token_cost(self.model_args, self.model_parts[0])
         rank0 = dist.get_rank() == 0
-        self.controller = Controller(job_config, self._model_dir(), self.device.type == "cpu", cost) if rank0 else None
-        adapter = self.train_spec.state_dict_adapter(self.model_args, job_config.model.hf_assets_path)
-        self.sync = TrainerSync(self.model_parts[0], adapter.to_hf, job_config.weight_sync, self.device, self.loader.group)
+        self.controller = (
+            Controller(job_config, self._model_dir(), self.device.type == "cpu", cost)
+            if rank0
+            else None
+        )
+        adapter = self.train_spec.state_dict_adapter(
+            self.model_args, job_config.model.hf_assets_path
+        )
+        self.sync = TrainerSync(
+            self.model_parts[0],
+            adapter.to_hf,
+            job_config.weight_sync,
+            self.device,
+            self.loader.group,
+        )
         self.reference = build_reference(self, job_config) if self._grpo.kl_beta > 0 else None
         packed = PackedAttention()
         if self._grpo.pack_sequences:
@@ -124,10 +165,11 @@ class GRPOTrainer(Trainer):
             self._blocked_s += time.perf_counter() - start
             staging()
 
-        self.checkpointer.maybe_wait_for_staging = fenced  # type: ignore[method-assign]
+        self.checkpointer.maybe_wait_for_staging = fenced
 
     def state_dict(self) -> dict[str, Any]:
-        """torchtitan's state, and the version: behind the step by the training steps that made none."""
+        """torchtitan's state, and the version: behind the step by the training steps that made
+        none."""
         return {**super().state_dict(), "version": self.version}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -141,7 +183,8 @@ class GRPOTrainer(Trainer):
         self._finish()
 
     def _start(self) -> None:
-        """After the checkpoint was loaded, before the first rollout: the servers get the version that training starts from."""
+        """After the checkpoint was loaded, before the first rollout: the servers get the version
+        that training starts from."""
         self._started = True
         controller = self.controller
         if controller is not None:
@@ -149,7 +192,12 @@ class GRPOTrainer(Trainer):
             recorder = controller.recorder
             self.sync.make_control = controller.make_control
             self.sync.start(
-                self.job_config.rollout, controller.urls, controller.on_server, recorder, controller.run_key, controller.drain
+                self.job_config.rollout,
+                controller.urls,
+                controller.on_server,
+                recorder,
+                controller.run_key,
+                controller.drain,
             )
             controller.adopt(self.sync)
         else:
@@ -159,14 +207,16 @@ class GRPOTrainer(Trainer):
             controller.wait_first_commit(self.version)
 
     def _publish_now(self, version: int) -> None:
-        """Publish at the start and at the end: here a slot is waited for, and rank 0 tells the others which."""
+        """Publish at the start and at the end: here a slot is waited for, and rank 0 tells the
+        others which."""
         chosen: list[Any] = [None]
         if self.controller is not None:
             chosen = [self.controller.wait_slot()]
         dist.broadcast_object_list(chosen, src=0, group=self.loader.group)
         if chosen[0] is None:
             raise SyncError(
-                f"no slot became free for version {version}: every image is still being sent; raise weight_sync.slots"
+                f"no slot became free for version {version}: every image is still being sent; raise"
+                " weight_sync.slots"
             )
         self._publish(version, chosen[0])
 
@@ -176,8 +226,11 @@ class GRPOTrainer(Trainer):
         self._published = version
         self._blocked_s += time.perf_counter() - start
 
-    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
-        """Fetch, the optimizer steps, publish, record. Raises UnhealthyError on every rank alike."""
+    def train_step(
+        self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> None:
+        """Fetch, the optimizer steps, publish, record. Raises UnhealthyError on every rank
+        alike."""
         if not self._started:
             self._start()
         self._blocked_s = 0.0
@@ -200,7 +253,8 @@ class GRPOTrainer(Trainer):
         self._judge(outcome)
 
     def _make_version(self, outcome: Outcome, slot: int | None) -> None:
-        """After the optimizer steps: the new version, published where it has a slot; none if no weight changed."""
+        """After the optimizer steps: the new version, published where it has a slot; none if no
+        weight changed."""
         controller = self.controller
         if not outcome.taken:
             if controller is not None:
@@ -215,13 +269,18 @@ class GRPOTrainer(Trainer):
             controller.skipped(self.version)
 
     def _reduced(self, outcome: Outcome) -> dict[str, float]:
-        """The step's figures over all ranks; losses are means over its optimizer steps. Collective."""
+        """The step's figures over all ranks; losses are means over its optimizer steps.
+        Collective."""
         metrics = reduce_metrics([outcome.metrics], self.parallel_dims)
         losses = ("loss", "ptx")
-        return {n: v / outcome.steps if n in losses or n.endswith("_loss") else v for n, v in metrics.items()}
+        return {
+            n: v / outcome.steps if n in losses or n.endswith("_loss") else v
+            for n, v in metrics.items()
+        }
 
     def _log(self, loss: float, outcome: Outcome, learning_rate: float) -> None:
-        """torchtitan's own line and TensorBoard values. Collective in the steps in which it logs."""
+        """torchtitan's own line and TensorBoard values. Collective in the steps in which it
+        logs."""
         if not self.metrics_processor.should_log(self.step):
             return
         mesh = self.parallel_dims.get_optional_mesh("batch")
@@ -230,7 +289,11 @@ class GRPOTrainer(Trainer):
         self.metrics_processor.log(self.step, loss, loss, outcome.grad_norm, extra_metrics=extra)
 
     def _record(
-        self, controller: Controller, metrics: dict[str, float], outcome: Outcome, clock: tuple[float, float, float]
+        self,
+        controller: Controller,
+        metrics: dict[str, float],
+        outcome: Outcome,
+        clock: tuple[float, float, float],
     ) -> None:
         begin, fetched, trained = clock
         times = {
@@ -240,7 +303,11 @@ class GRPOTrainer(Trainer):
             names.STEP_S: time.perf_counter() - begin,
             names.GRAD_NORM: outcome.grad_norm,
         }
-        phases = {"rollout wait": (begin, fetched), "train": (fetched, trained), "publish": (trained, time.perf_counter())}
+        phases = {
+            "rollout wait": (begin, fetched),
+            "train": (fetched, trained),
+            "publish": (trained, time.perf_counter()),
+        }
         controller.draw(self.step, phases)
         if outcome.unhealthy:
             controller.unhealthy(self.step, outcome.steps - outcome.taken, outcome.unhealthy)
@@ -248,26 +315,34 @@ class GRPOTrainer(Trainer):
         self.metrics_processor.logger.log(tensorboard, self.step)
 
     def _judge(self, outcome: Outcome) -> None:
-        """Stop an unhealthy run, if it is to; the outcome is the same on every rank, so all of them do."""
+        """Stop an unhealthy run, if it is to; the outcome is the same on every rank, so all of them
+        do."""
         self._unhealthy_in_a_row = 0 if outcome.taken else self._unhealthy_in_a_row + 1
         why = "; ".join(outcome.unhealthy)
         if outcome.unhealthy and self._grpo.on_unhealthy == "stop":
-            raise UnhealthyError(f'step {self.step}: {why} (grpo.on_unhealthy = "stop"); version {self.version} is the last')
+            raise UnhealthyError(
+                f'step {self.step}: {why} (grpo.on_unhealthy = "stop"); version {self.version} is'
+                " the last"
+            )
         if self._unhealthy_in_a_row >= self._grpo.max_unhealthy_steps:
             raise UnhealthyError(
-                f"step {self.step}: no optimizer step was taken in {self._unhealthy_in_a_row} training steps in a row "
-                f"(grpo.max_unhealthy_steps): {why}; version {self.version} is the last"
+                f"step {self.step}: no optimizer step was taken in {self._unhealthy_in_a_row}"
+                f" training steps in a row (grpo.max_unhealthy_steps): {why}; version"
+                f" {self.version} is the last"
             )
 
     def _fetch(self) -> Share:
         error = self.sync.take_error()
         controller = self.controller
         if controller is None:
-            # A rank that is not 0 cannot stop the others at a boundary; it logs, and rank 0 misses its part.
+            # A rank that is not 0 cannot stop the others at a boundary; it logs, and rank 0 misses
+            # its part.
             if error:
                 logger.error("weight sync: %s", error)
             return self.loader.fetch(None)
-        return self.loader.fetch(lambda: controller.prepare(self.version, self.loader.num_shares, error))
+        return self.loader.fetch(
+            lambda: controller.prepare(self.version, self.loader.num_shares, error)
+        )
 
     def _finish(self) -> None:
         if not self._started:
@@ -288,3 +363,18 @@ class GRPOTrainer(Trainer):
             self.sync.close()
         finally:
             super().close()
+
+
+def run(job_config: Any, build: Callable[[Any], GRPOTrainer] = GRPOTrainer) -> None:
+    """Train as configured, with what ``build`` makes. Raises what stopped it, after everything that
+    was started has ended."""
+    init_logger()
+    trainer: GRPOTrainer | None = None
+    try:
+        trainer = build(job_config)
+        trainer.train()
+    finally:
+        if trainer is not None:
+            trainer.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""``torchrun ... -m titan_grpo.titan.verify_train --evidence DIR [--plant KIND:N] -- ARGUMENTS``: a run with evidence."""
+"""``torchrun ... -m titan_grpo.titan.verify_train --evidence DIR [--plant KIND:N] -- ARGUMENTS``: a
+run with evidence."""
 
 import argparse
 import sys
@@ -7,7 +8,8 @@ from pathlib import Path
 
 
 def main(argv: list[str]) -> int:
-    """Run one rank with a VerifyTrainer; ARGUMENTS are those of titan_grpo.train. Errors propagate to torchrun."""
+    """Run one rank with a VerifyTrainer; ARGUMENTS are those of titan_grpo.train. Errors propagate
+    to torchrun."""
     parser = argparse.ArgumentParser(prog="titan_grpo.titan.verify_train", description=__doc__)
     parser.add_argument("--evidence", type=Path, required=True)
     parser.add_argument("--plant", default="")
@@ -18,10 +20,13 @@ def main(argv: list[str]) -> int:
 
     prepare()
     from titan_grpo.titan.jobconfig import parse
-    from titan_grpo.titan.run import run
+    from titan_grpo.titan.trainer import run
     from titan_grpo.titan.verify_trainer import Plant, VerifyTrainer
 
-    run(parse(argv[cut + 1 :]), partial(VerifyTrainer, evidence=options.evidence, plant=Plant.parse(options.plant)))
+    run(
+        parse(argv[cut + 1 :]),
+        partial(VerifyTrainer, evidence=options.evidence, plant=Plant.parse(options.plant)),
+    )
     return 0
 
 

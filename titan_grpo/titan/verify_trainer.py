@@ -1,7 +1,8 @@
 """For ``titan-grpo verify`` only: a GRPOTrainer that proves which weights it had after every step.
 
-It gathers every parameter whole (``full_tensor``), sends them through the adapter and casts them: nothing of the sync's own
-path (learnt layout, shard copies, images, sealer) is used, so a mistake there can not hide itself.
+It gathers every parameter whole (``full_tensor``), sends them through the adapter and casts them:
+nothing of the sync's own path (learnt layout, shard copies, images, sealer) is used, so a mistake
+there can not hide itself.
 """
 
 import json
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
 from titan_grpo.errors import SyncError
-from titan_grpo.layout.content import content_digest, tensor_digest
+from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.titan.trainer import GRPOTrainer
-from titan_grpo.titan.weights import exported_tensors
+from titan_grpo.titan.weight_sync import exported_tensors
 
 TRAINER_EVIDENCE = "trainer.jsonl"
 
@@ -28,9 +30,9 @@ TRAINER_EVIDENCE = "trainer.jsonl"
 class Plant:
     """A violation to plant: the self-test.
 
-    ``bytes``: every version from ``at`` on is published with one sign flipped, and trained on without (every one, since any
-    of them may be skipped); ``modes``: one weight changes its sign behind the trainer's back before the step that makes
-    version ``at``.
+    ``bytes``: every version from ``at`` on is published with one sign flipped, and trained on
+    without (every one, since any of them may be skipped); ``modes``: one weight changes its sign
+    behind the trainer's back before the step that makes version ``at``.
     """
 
     kind: str = ""
@@ -49,12 +51,15 @@ def version_file(folder: Path, version: int) -> Path:
 
 
 class VerifyTrainer(GRPOTrainer):
-    """See the module's docstring. Rank 0 writes TRAINER_EVIDENCE and one safetensors file per version into ``evidence``."""
+    """See the module's docstring. Rank 0 writes TRAINER_EVIDENCE and one safetensors file per
+    version into ``evidence``."""
 
     def __init__(self, job_config: Any, evidence: Path, plant: Plant) -> None:
         super().__init__(job_config)
         self._evidence, self._plant = evidence, plant
-        self._adapter = self.train_spec.state_dict_adapter(self.model_args, job_config.model.hf_assets_path)
+        self._adapter = self.train_spec.state_dict_adapter(
+            self.model_args, job_config.model.hf_assets_path
+        )
         if dist.get_rank() == 0:
             evidence.mkdir(parents=True, exist_ok=True)
 
@@ -62,7 +67,9 @@ class VerifyTrainer(GRPOTrainer):
         super()._start()
         self._witness(self.version)
 
-    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+    def train_step(
+        self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> None:
         """GRPOTrainer's step, then the version it made is written down."""
         if self._plant == Plant("modes", self.step):
             self.sync.fence()
@@ -78,7 +85,8 @@ class VerifyTrainer(GRPOTrainer):
             self._flip()
         super()._publish(version, slot)
         if planted:
-            # On a device the copy is only enqueued: it must have read the wrong value before that is taken back.
+            # On a device the copy is only enqueued: it must have read the wrong value before that
+            # is taken back.
             self.sync.fence()
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
@@ -89,7 +97,8 @@ class VerifyTrainer(GRPOTrainer):
         if dist.get_rank() == 0:
             name = next(iter(self.sync.plan.ops))
             weights = dict(exported_tensors(self.model_parts[0], self._adapter.to_hf))
-            local = weights[name].to_local() if hasattr(weights[name], "to_local") else weights[name]
+            weight = weights[name]
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
             with torch.no_grad():
                 local.view(-1)[:1].neg_()
 
@@ -112,11 +121,15 @@ class VerifyTrainer(GRPOTrainer):
         line = {
             "version": version,
             "digest": content_digest(digests),
-            "fingerprint": self.sync.image_fingerprint(memoryview(image_of(exported, self.sync.plan.manifest))),
+            "fingerprint": self.sync.image_fingerprint(
+                memoryview(image_of(exported, self.sync.plan.manifest))
+            ),
             "image_bytes": self.sync.plan.manifest.total_bytes,
             "tensors": digests,
         }
-        save_file({name: t.clone() for name, t in exported.items()}, version_file(self._evidence, version))
+        save_file(
+            {name: t.clone() for name, t in exported.items()}, version_file(self._evidence, version)
+        )
         line["gather_s"] = time.perf_counter() - began
         with (self._evidence / TRAINER_EVIDENCE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -127,7 +140,10 @@ def image_of(tensors: dict[str, torch.Tensor], manifest: Manifest) -> bytearray:
     names = {spec.name for spec in manifest.tensors}
     if names != set(tensors):
         different = sorted(names ^ set(tensors))
-        raise SyncError(f"the manifest must name the tensors that the adapter exports, different are {different[:3]}")
+        raise SyncError(
+            "the manifest must name the tensors that the adapter exports, different are"
+            f" {different[:3]}"
+        )
     image = bytearray(manifest.total_bytes)
     for spec in manifest.tensors:
         flat = tensors[spec.name].flatten().view(torch.uint8)

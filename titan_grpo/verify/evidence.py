@@ -1,4 +1,5 @@
-"""What a verification looks at, as records: written by trainer, server and prober, read back from their files."""
+"""What a verification looks at, as records: written by trainer, server and prober, read back from
+their files."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_grpo.errors import DataError
-from titan_grpo.protocol.version import Label
+from titan_grpo.protocol.messages import Label
 
 START = -1
 """Stands for the weights that a server had before the run committed anything."""
@@ -15,7 +16,8 @@ START = -1
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """One version as the trainer had it. ``tensors``: HF name -> digest; ``fingerprint``: what its image must have."""
+    """One version as the trainer had it. ``tensors``: HF name -> digest; ``fingerprint``: what its
+    image must have."""
 
     version: int
     digest: str
@@ -37,7 +39,8 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One answered request. ``logprobs`` [tokens - 1] in nats; the server's label right before and right after it."""
+    """One answered request. ``logprobs`` [tokens - 1] in nats; the server's label right before and
+    right after it."""
 
     prompt: int
     logprobs: tuple[float, ...]
@@ -47,7 +50,8 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What one version computes: log-probabilities by prompt. ``digest`` names its content (equal weights, equal digest)."""
+    """What one version computes: log-probabilities by prompt. ``digest`` names its content (equal
+    weights, equal digest)."""
 
     version: int
     digest: str
@@ -56,7 +60,8 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training run with everything that was seen of it. ``probe_errors``: requests that got no answer, and why."""
+    """One training run with everything that was seen of it. ``probe_errors``: requests that got no
+    answer, and why."""
 
     name: str
     made: tuple[Made, ...]
@@ -81,7 +86,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def read_made(path: Path) -> tuple[Made, ...]:
     """The trainer's lines; empty if there is no such file."""
-    return tuple(Made(d["version"], d["digest"], d["fingerprint"], d["tensors"]) for d in _lines(path))
+    return tuple(
+        Made(d["version"], d["digest"], d["fingerprint"], d["tensors"]) for d in _lines(path)
+    )
 
 
 def read_commits(path: Path, skip: int = 0) -> tuple[Committed, ...]:

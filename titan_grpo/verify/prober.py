@@ -1,15 +1,62 @@
-"""One client that keeps asking a server for the log-probabilities of fixed prompts while it is being synced."""
+"""What given weights compute, by an implementation that is neither the trainer's nor the server's:
+transformers, fp32, CPU.
+
+One client that keeps asking a server for the log-probabilities of fixed prompts while it is being
+synced."""
 
 import random
 import threading
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
 
 from titan_grpo.engines import vllm
-from titan_grpo.engines.dialect import dialect
-from titan_grpo.engines.drivers import SyncDriver
+from titan_grpo.engines.http import SyncDriver
+from titan_grpo.engines.server import dialect
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.verify.evidence import Probe
+
+
+class ReferenceModel:
+    """A model whose weights are replaced as often as wanted. ``folder``: a model directory with its
+    config.json."""
+
+    def __init__(self, folder: Path, prompts: Sequence[Sequence[int]]) -> None:
+        """``prompts`` must have the same length, [prompts, tokens]."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.float32
+        ).eval()
+        self._tokens = torch.tensor(prompts, dtype=torch.int64)
+
+    def logprobs(self, weights: Path) -> tuple[tuple[float, ...], ...]:
+        """Log-probability of every token but the first, in nats, [prompts][tokens - 1], under a
+        safetensors file's weights.
+
+        Raises ValueError for a file that does not hold the model's tensors (a tied head may be
+        missing).
+        """
+        tensors = {name: t.float() for name, t in load_file(weights).items()}
+        missing, unexpected = self._model.load_state_dict(tensors, strict=False)
+        tied = (
+            set(self._model._tied_weights_keys or ())
+            if self._model.config.tie_word_embeddings
+            else set()
+        )
+        if set(missing) - tied or unexpected:
+            raise ValueError(
+                f"{weights} must hold the model's tensors: missing {missing}, unexpected"
+                f" {unexpected}"
+            )
+        with torch.inference_mode():
+            logits = self._model(self._tokens).logits
+        values = logits.log_softmax(-1)[:, :-1].gather(2, self._tokens[:, 1:, None])[..., 0]
+        return tuple(tuple(float(x) for x in row) for row in values)
+
 
 REQUEST_S = 60.0
 """Deadline of one request: it may have to wait until a commit is over."""
@@ -33,10 +80,11 @@ def fixed_prompts(seed: int = 0) -> list[list[int]]:
 
 
 class Prober:
-    """A thread with one request in flight at a time, so that the order of the answers is the order of the requests.
+    """A thread with one request in flight at a time, so that the order of the answers is the order
+    of the requests.
 
-    Each prompt is short enough for one forward pass, and each request has a cache salt of its own: no answer may contain
-    what other weights have left in the prefix cache.
+    Each prompt is short enough for one forward pass, and each request has a cache salt of its own:
+    no answer may contain what other weights have left in the prefix cache.
     """
 
     def __init__(self, url: str, prompts: Sequence[Sequence[int]], engine: str = vllm.NAME) -> None:
@@ -53,7 +101,8 @@ class Prober:
 
     def __exit__(self, *exc: object) -> None:
         self._stopping.set()
-        # No longer: a request to a server that was left paused ends when its owner stops the server.
+        # No longer: a request to a server that was left paused ends when its owner stops the
+        # server.
         self._thread.join(JOIN_S)
 
     @property
@@ -69,11 +118,14 @@ class Prober:
             return tuple(self._errors)
 
     def wait_more(self, count: int, timeout_s: float) -> bool:
-        """Whether ``count`` further answers to requests that start from now on came within ``timeout_s`` seconds."""
+        """Whether ``count`` further answers to requests that start from now on came within
+        ``timeout_s`` seconds."""
         with self._changed:
             # One more: the request in flight may have been computed before the caller's moment.
             goal = len(self._probes) + count + 1
-            return self._changed.wait_for(lambda: len(self._probes) >= goal or len(self._errors) >= MAX_ERRORS, timeout_s)
+            return self._changed.wait_for(
+                lambda: len(self._probes) >= goal or len(self._errors) >= MAX_ERRORS, timeout_s
+            )
 
     def _run(self) -> None:
         with SyncDriver(self._url) as driver:

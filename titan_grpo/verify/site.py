@@ -1,4 +1,5 @@
-"""Where a verification runs: which devices, the real server with the recorder in it, and the trainer's environment."""
+"""Where a verification runs: which devices, the real server with the recorder in it, and the
+trainer's environment."""
 
 import json
 from collections.abc import Mapping
@@ -8,12 +9,13 @@ from typing import Literal
 
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import ConfigError
-from titan_grpo.receive import recording
 from titan_grpo.runkey import Key
+from titan_grpo.verify import recording
 
 STARTUP_S = 300.0
 GPU_SHARE = "0.3"
-"""Part of a GPU's memory that the server takes: on two GPUs it shares the second one with a trainer rank."""
+"""Part of a GPU's memory that the server takes: on two GPUs it shares the second one with a trainer
+rank."""
 
 MAX_MODEL_LEN = 256
 
@@ -27,7 +29,8 @@ GPU_ARGUMENTS: dict[Engine, list[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What trainer and server run on. On CUDA the server gets ``server_gpu``, never rank 0's: NCCL refuses two on one GPU."""
+    """What trainer and server run on. On CUDA the server gets ``server_gpu``, never rank 0's: NCCL
+    refuses two on one GPU."""
 
     kind: str
     server_gpu: int = 0
@@ -44,7 +47,8 @@ class Devices:
 
 
 def choose_devices(wanted: str, gpus: int, ranks: int) -> Devices:
-    """``wanted`` auto, cpu or cuda, on a host with ``gpus`` GPUs. Pure. Raises ConfigError where CUDA can not be used.
+    """``wanted`` auto, cpu or cuda, on a host with ``gpus`` GPUs. Pure. Raises ConfigError where
+    CUDA can not be used.
 
     >>> choose_devices("auto", 1, 2), choose_devices("auto", 2, 2), choose_devices("cuda", 4, 2)
     (Devices(kind='cpu', server_gpu=0), Devices(kind='cuda', server_gpu=1), Devices(kind='cuda', server_gpu=2))
@@ -53,20 +57,30 @@ def choose_devices(wanted: str, gpus: int, ranks: int) -> Devices:
         return Devices("cpu")
     if gpus < max(2, ranks):
         raise ConfigError(
-            f"--device cuda needs a GPU per rank ({ranks}) and one for the server other than rank 0's, this host has {gpus}: "
-            "use --device cpu"
+            f"--device cuda needs a GPU per rank ({ranks}) and one for the server other than rank"
+            f" 0's, this host has {gpus}: use --device cpu"
         )
     return Devices("cuda", min(ranks, gpus - 1))
 
 
 def server_spec(
-    python: str, model: Path, out: Path, devices: Devices, run_key: Key | None = None, engine: Engine = "vllm"
+    python: str,
+    model: Path,
+    out: Path,
+    devices: Devices,
+    run_key: Key | None = None,
+    engine: Engine = "vllm",
 ) -> ServerSpec:
-    """A server whose plugin records every commit to ``recorded(out)``. Writes the recorder's plugin into ``out``."""
+    """A server whose plugin records every commit to ``recorded(out)``. Writes the recorder's plugin
+    into ``out``."""
     plugin = out / "server_plugin"
     recording.install(plugin.resolve(), recorded(out).resolve())
     env = {"PYTHONPATH": str(plugin.resolve())}
-    args = ["--weight-transfer-config", json.dumps({"backend": recording.BACKEND})] if engine == "vllm" else []
+    args = (
+        ["--weight-transfer-config", json.dumps({"backend": recording.BACKEND})]
+        if engine == "vllm"
+        else []
+    )
     if devices.kind == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = str(devices.server_gpu)
         args += GPU_ARGUMENTS[engine]

@@ -1,4 +1,5 @@
-"""A part of the fault matrix, in real processes: some cases without an engine, the nastiest on a real vLLM server.
+"""A part of the fault matrix, in real processes: some cases without an engine, the nastiest on a
+real vLLM server.
 
 The whole of it is ``titan-grpo verify --faults all``.
 """
@@ -15,15 +16,15 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from titan_grpo.testing.proxy import Act
-from titan_grpo.verify.faults.bench import Bench
-from titan_grpo.verify.faults.cases import select
-from titan_grpo.verify.faults.engineless import engineless_launcher
-from titan_grpo.verify.faults.instances import Process
-from titan_grpo.verify.faults.report import Result
-from titan_grpo.verify.faults.rig import Settings
-from titan_grpo.verify.faults.runner import Launches, Runner, groups, site_bench
-from titan_grpo.verify.faults.site import Site
+from tests.faults.bench import Bench
+from tests.faults.cases import select
+from tests.faults.engineless import engineless_launcher
+from tests.faults.instances import Process
+from tests.faults.report import Result
+from tests.faults.rig import Settings
+from tests.faults.runner import Launches, Runner, groups, site_bench
+from tests.faults.site import Site
+from tests.rigs.proxy import Act
 from titan_grpo.verify.site import recorded
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -75,7 +76,9 @@ def results(runs, site, tmp_path) -> Iterator[list[Result]]:
         recorded(folder).symlink_to(recorded(Path(site.server.spec.log_path).parent))
         return Shared(site.server)
 
-    base = {name: tensor.float() for name, tensor in load_file(runs.model / "model.safetensors").items()}
+    base = {
+        name: tensor.float() for name, tensor in load_file(runs.model / "model.safetensors").items()
+    }
     plain = engineless_launcher(runs.model)
     found: list[Result] = []
     with ExitStack() as stack:
@@ -93,7 +96,9 @@ def test_the_nastiest_faults_on_a_real_server(results):
 
 
 def test_a_server_that_shows_another_label_than_that_of_its_weights_is_caught(runs, tmp_path):
-    base = {name: tensor.float() for name, tensor in load_file(runs.model / "model.safetensors").items()}
+    base = {
+        name: tensor.float() for name, tensor in load_file(runs.model / "model.safetensors").items()
+    }
     with ExitStack() as stack:
         place = Site(engineless_launcher(runs.model), tmp_path / "servers", base)
         settings = Settings(str(runs.model), [], "", os.getpid(), 0)
@@ -102,7 +107,9 @@ def test_a_server_that_shows_another_label_than_that_of_its_weights_is_caught(ru
         found = Result(select("link-twice@label")[0])
         bench.judge_servers(found, mark)
         assert found.violations == []
-        place.victim.proxy.script(Act.REWRITE, "/finish_weight_update", {"weight_version": f"{trainer.run_id}:0:planted"})
+        place.victim.proxy.script(
+            Act.REWRITE, "/finish_weight_update", {"weight_version": f"{trainer.run_id}:0:planted"}
+        )
         bench.window()
         bench.judge_servers(found, mark)
     assert any("labelled v0 of run" in violation for violation in found.violations)

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from titan_grpo.engines.calls import Call
-from titan_grpo.engines.drivers import HttpRefused, SyncDriver
+from tests.rigs.proxy import Act, Proxy
+from titan_grpo.engines.http import Call, HttpRefused, SyncDriver
 from titan_grpo.errors import ServerUnreachable
-from titan_grpo.testing.proxy import Act, Proxy
 
 pytestmark = pytest.mark.timeout(60)
 

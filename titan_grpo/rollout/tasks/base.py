@@ -37,7 +37,8 @@ class TaskOptions:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One stretch of an episode after its prompt: made by the policy (``sampled``), or what the task answered."""
+    """One stretch of an episode after its prompt: made by the policy (``sampled``), or what the
+    task answered."""
 
     token_ids: tuple[int, ...]
     sampled: bool
@@ -45,10 +46,12 @@ class Turn:
 
 
 class Prompts(Protocol):
-    """An endless, seeded sequence of prompts. Built as ``TheClass(TaskOptions)``, lives in the rollout process."""
+    """An endless, seeded sequence of prompts. Built as ``TheClass(TaskOptions)``, lives in the
+    rollout process."""
 
     def prompt(self, index: int, codec: Codec) -> Prompt:
-        """Prompt ``index`` (0, 1, ...): the same index and seed give the same prompt in every run."""
+        """Prompt ``index`` (0, 1, ...): the same index and seed give the same prompt in every
+        run."""
         ...
 
 
@@ -56,18 +59,24 @@ class Task(Prompts, Protocol):
     """Prompts and a reward of single completions."""
 
     async def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
-        """Reward of one completion, finite. Long computations go to a thread (asyncio.to_thread), never into the loop."""
+        """Reward of one completion, finite. Long computations go to a thread (asyncio.to_thread),
+        never into the loop."""
         ...
 
 
 @runtime_checkable
 class MultiTurnTask(Prompts, Protocol):
-    """Prompts, a loop of turns and a reward of whole episodes. A class with ``turn`` is one of these."""
+    """Prompts, a loop of turns and a reward of whole episodes. A class with ``turn`` is one of
+    these."""
 
-    async def turn(self, prompt: Prompt, turns: Sequence[Turn], codec: Codec) -> Sequence[int] | None:
-        """The policy ended its turn, the last of ``turns``: at least one token of context with which it goes on, or None.
+    async def turn(
+        self, prompt: Prompt, turns: Sequence[Turn], codec: Codec
+    ) -> Sequence[int] | None:
+        """The policy ended its turn, the last of ``turns``: at least one token of context with
+        which it goes on, or None.
 
-        None ends the episode. A call that was cancelled (its server failed, its weights are too old) may be made again.
+        None ends the episode. A call that was cancelled (its server failed, its weights are too
+        old) may be made again.
         """
         ...
 
@@ -77,16 +86,23 @@ class MultiTurnTask(Prompts, Protocol):
 
 
 def load_task(name: str, options: TaskOptions) -> Task | MultiTurnTask:
-    """A built-in task, or the class at "package.module:Class". Raises ConfigError if it is not there or refuses its options."""
+    """A built-in task, or the class at "package.module:Class". Raises ConfigError if it is not
+    there or refuses its options."""
     path = BUILT_IN.get(name, name)
     module_name, _, class_name = path.partition(":")
     if not class_name:
-        raise ConfigError(f'rollout.task must be one of {sorted(BUILT_IN)} or "package.module:Class", got {name!r}')
+        raise ConfigError(
+            f'rollout.task must be one of {sorted(BUILT_IN)} or "package.module:Class", got'
+            f" {name!r}"
+        )
     try:
         factory = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"rollout.task {name!r} can not be imported: {error}") from error
     task: Task | MultiTurnTask = factory(options)
     if hasattr(task, "turn") != hasattr(task, "episode_reward"):
-        raise ConfigError(f"rollout.task {name!r} must have both of turn and episode_reward, or neither: it has one of them")
+        raise ConfigError(
+            f"rollout.task {name!r} must have both of turn and episode_reward, or neither: it has"
+            " one of them"
+        )
     return task

@@ -14,7 +14,8 @@ NUMBER = re.compile(r"\d+")
 
 
 class Calculator:
-    """A turn that ends with "[12+34]" gets "=46" and a new line appended; any other turn ends the episode."""
+    """A turn that ends with "[12+34]" gets "=46" and a new line appended; any other turn ends the
+    episode."""
 
     def __init__(self, options: TaskOptions) -> None:
         self._seed = options.seed
@@ -25,12 +26,15 @@ class Calculator:
         a, b = chance.randint(0, LARGEST), chance.randint(0, LARGEST)
         return Prompt(index, codec.encode(TEMPLATE.format(a=a, b=b)), {"sum": a + b})
 
-    async def turn(self, prompt: Prompt, turns: Sequence[Turn], codec: Codec) -> Sequence[int] | None:
+    async def turn(
+        self, prompt: Prompt, turns: Sequence[Turn], codec: Codec
+    ) -> Sequence[int] | None:
         """The sum that was asked for."""
         call = CALL.search(turns[-1].text)
         return codec.encode(f"={int(call[1]) + int(call[2])}\n") if call else None
 
     async def episode_reward(self, prompt: Prompt, turns: Sequence[Turn]) -> float:
-        """1 where the last number that the policy wrote after the calculator's last answer is the sum of the prompt, else 0."""
+        """1 where the last number that the policy wrote after the calculator's last answer is the
+        sum of the prompt, else 0."""
         numbers = NUMBER.findall(turns[-1].text) if turns[-1].sampled else []
         return float(bool(numbers) and int(numbers[-1][:18]) == prompt.payload["sum"])

@@ -1,4 +1,5 @@
-"""Grade-school mathematics from a JSONL file in the form of GSM8K: {"question": ..., "answer": "... #### 42"}."""
+"""Grade-school mathematics from a JSONL file in the form of GSM8K: {"question": ..., "answer": "...
+#### 42"}."""
 
 import asyncio
 import json
@@ -10,7 +11,9 @@ from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.tasks.base import Codec, TaskOptions
 from titan_grpo.samples import Prompt
 
-TEMPLATE = "Question: {question}\nThink step by step and put the final answer in \\boxed{{}}.\nAnswer:"
+TEMPLATE = (
+    "Question: {question}\nThink step by step and put the final answer in \\boxed{{}}.\nAnswer:"
+)
 ANSWER_MARK = "####"
 
 
@@ -40,7 +43,8 @@ class Gsm8k:
 def _score(answer: str, text: str) -> float:
     from math_verify import parse, verify  # type: ignore[import-untyped]
 
-    # No timeouts of its own: math-verify makes them with SIGALRM, which only a main thread can have.
+    # No timeouts of its own: math-verify makes them with SIGALRM, which only a main thread can
+    # have.
     gold = parse(f"${answer}$", parsing_timeout=None)
     return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
 
@@ -49,14 +53,23 @@ def _read(path: str) -> list[tuple[str, str]]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError(f"rollout.task_path must be a readable JSONL file, got {path!r} ({error.strerror})") from error
+        raise ConfigError(
+            f"rollout.task_path must be a readable JSONL file, got {path!r} ({error.strerror})"
+        ) from error
     rows = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            rows.append((str(row["question"]), str(row["answer"]).rpartition(ANSWER_MARK)[2].strip().replace(",", "")))
+            rows.append(
+                (
+                    str(row["question"]),
+                    str(row["answer"]).rpartition(ANSWER_MARK)[2].strip().replace(",", ""),
+                )
+            )
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f'{path}:{number} must be a JSON object with "question" and "answer": {error!r}') from error
+            raise DataError(
+                f'{path}:{number} must be a JSON object with "question" and "answer": {error!r}'
+            ) from error
     if not rows:
         raise DataError(f"{path} has no rows")
     return rows

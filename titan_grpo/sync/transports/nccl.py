@@ -1,7 +1,8 @@
-"""Broadcast between GPUs with NCCL, through one device bucket on each side. Written from the API; not run yet.
+"""Broadcast between GPUs with NCCL, through one device bucket on each side. Written from the API;
+not run yet.
 
-The image stays on the host: sender copies host -> bucket -> NCCL, receiver NCCL -> bucket -> host, in the order of
-one stream of low priority with few CTAs, so that training kernels keep the device.
+The image stays on the host: sender copies host -> bucket -> NCCL, receiver NCCL -> bucket -> host,
+in the order of one stream of low priority with few CTAs, so that training kernels keep the device.
 """
 
 import os
@@ -17,19 +18,23 @@ from titan_grpo.errors import TransferFailed
 from titan_grpo.sync.transports.base import Transport, TransportOptions
 
 MAX_CTAS = 4
-"""Thread blocks that NCCL may use: a lane competes with training for the device, and a network needs no more."""
+"""Thread blocks that NCCL may use: a lane competes with training for the device, and a network
+needs no more."""
 
 WATCHDOG_FACTOR = 10
-"""NCCL's watchdog gets this many times our deadline: it ends the process, our own timer only ends the lane."""
+"""NCCL's watchdog gets this many times our deadline: it ends the process, our own timer only ends
+the lane."""
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 @contextmanager
 def watchdog_does_not_end_the_process() -> Iterator[None]:
-    """Within it, a new process group takes "0" for its error handling: a dead server must not end the trainer.
+    """Within it, a new process group takes "0" for its error handling: a dead server must not end
+    the trainer.
 
-    The variable is read by the group's constructor; it is put back for the training groups that may come later.
+    The variable is read by the group's constructor; it is put back for the training groups that may
+    come later.
     """
     before = os.environ.get(ERROR_HANDLING)
     os.environ[ERROR_HANDLING] = "0"
@@ -43,12 +48,16 @@ def watchdog_does_not_end_the_process() -> Iterator[None]:
 
 
 class NcclTransport(Transport):
-    """A ProcessGroupNCCL of its own, outside torch.distributed's registry, on a stream of its own."""
+    """A ProcessGroupNCCL of its own, outside torch.distributed's registry, on a stream of its
+    own."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: TransportOptions) -> None:
-        """Connect all ranks; TransferFailed if one is missing past the deadline. ``options.device``: "cuda" or "cuda:N"."""
+        """Connect all ranks; TransferFailed if one is missing past the deadline.
+        ``options.device``: "cuda" or "cuda:N"."""
         name = options.device if options.device.startswith("cuda") else "cuda"
-        self._device = torch.device(name) if ":" in name else torch.device("cuda", torch.cuda.current_device())
+        self._device = (
+            torch.device(name) if ":" in name else torch.device("cuda", torch.cuda.current_device())
+        )
         self._rank = rank
         self._lock = threading.Lock()
         self._aborted = False
@@ -62,7 +71,8 @@ class NcclTransport(Transport):
         # low priority: the least of the device's range
         self._stream = torch.cuda.Stream(self._device, priority=0)
         self._bucket = torch.empty(options.bucket_bytes, dtype=torch.uint8, device=self._device)
-        # the communicator is made by the first collective: make it here, where a missing peer is expected
+        # the communicator is made by the first collective: make it here, where a missing peer is
+        # expected
         self._run(self._bucket[:1], options.timeout_s)
 
     def broadcast(self, view: torch.Tensor, timeout_s: float) -> None:
@@ -76,7 +86,8 @@ class NcclTransport(Transport):
                 view.copy_(part)
 
     def _run(self, part: torch.Tensor, timeout_s: float) -> None:
-        """One broadcast, waited for; NCCL can only be interrupted by an abort, so a timer does that at the deadline."""
+        """One broadcast, waited for; NCCL can only be interrupted by an abort, so a timer does that
+        at the deadline."""
         with self._lock:
             if self._aborted or self._group is None:
                 raise TransferFailed("the transport was aborted or closed")
@@ -88,17 +99,22 @@ class NcclTransport(Transport):
             options = dist.BroadcastOptions()
             options.rootRank = 0
             with torch.cuda.stream(self._stream):
-                group.broadcast([part], options).wait()
+                # no deadline: a timer aborts the communicator at the deadline
+                group.broadcast([part], options).wait()  # type: ignore[attr-defined]
                 # the stream's own synchronize spins on a core for the whole transfer
                 done = torch.cuda.Event(blocking=True)
                 done.record(self._stream)
                 done.synchronize()
         except RuntimeError as error:
-            raise TransferFailed(f"NCCL broadcast of {part.numel()} bytes failed: {str(error).splitlines()[0]}") from error
+            raise TransferFailed(
+                f"NCCL broadcast of {part.numel()} bytes failed: {str(error).splitlines()[0]}"
+            ) from error
         finally:
             timer.cancel()
         if self._aborted:
-            raise TransferFailed(f"an NCCL broadcast was aborted, or did not end within {timeout_s:.1f} s")
+            raise TransferFailed(
+                f"an NCCL broadcast was aborted, or did not end within {timeout_s:.1f} s"
+            )
 
     def abort(self) -> None:
         """See Transport."""

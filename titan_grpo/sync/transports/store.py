@@ -1,13 +1,18 @@
-"""The key-value store of a lane: hosted by the trainer on a socket that it bound itself, joined by the receiver."""
+"""The key-value store of a lane: hosted by the trainer on a socket that it bound itself, joined by
+the receiver.
+
+Which transports there are, and opening one by name."""
 
 import socket
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from titan_grpo.errors import ConfigError, TransferFailed
+from titan_grpo.sync.transports.base import Transport, TransportOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +23,8 @@ CONNECT_S = 30.0
 
 @contextmanager
 def store_errors(what: str) -> "Iterator[None]":
-    """Turn torch's store errors (timeout, lost connection) into TransferFailed that says what was awaited."""
+    """Turn torch's store errors (timeout, lost connection) into TransferFailed that says what was
+    awaited."""
     try:
         yield
     except dist.DistError as error:
@@ -28,11 +34,13 @@ def store_errors(what: str) -> "Iterator[None]":
 
 
 def host_store(bind_host: str) -> dist.TCPStore:
-    """A TCPStore on a free port of the interface ``bind_host`` (a host name or an address, IPv4 or IPv6).
+    """A TCPStore on a free port of the interface ``bind_host`` (a host name or an address, IPv4 or
+    IPv6).
 
-    The listening socket is bound here and handed over: a port that is only looked up and then bound by the store
-    can be taken by another process in between, and the store alone would listen on every interface.
-    Works under torchrun: it never looks at the agent's store. Raises ConfigError if the address can not be bound.
+    The listening socket is bound here and handed over: a port that is only looked up and then bound
+    by the store can be taken by another process in between, and the store alone would listen on
+    every interface. Works under torchrun: it never looks at the agent's store. Raises ConfigError
+    if the address can not be bound.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(bind_host, 0, type=socket.SOCK_STREAM)[0]
@@ -58,9 +66,51 @@ def host_store(bind_host: str) -> dist.TCPStore:
 
 
 def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A new connection to a hosted store; TransferFailed names the address if it is not there in time.
+    """A new connection to a hosted store; TransferFailed names the address if it is not there in
+    time.
 
-    One connection serves one blocking call at a time: a thread that must set while another one waits needs its own.
+    One connection serves one blocking call at a time: a thread that must set while another one
+    waits needs its own.
     """
     with store_errors(f"joining the trainer's store at {host}:{port}"):
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+
+def transport_problem(kind: str) -> str:
+    """Why this host can not open transport ``kind``; empty if it can."""
+    if kind == "nccl":
+        if not (dist.is_nccl_available() and torch.cuda.is_available()):
+            return (
+                "weight_sync.transport is nccl, but this host has no CUDA device or a torch without"
+                " NCCL; use gloo"
+            )
+    elif kind != "gloo":
+        return f"weight_sync.transport must be gloo or nccl here, got {kind!r}"
+    return ""
+
+
+def open_transport(
+    kind: str, store: dist.Store, rank: int, size: int, options: TransportOptions
+) -> Transport:
+    """Open the communicator that "gloo" or "nccl" names; blocks until all ``size`` ranks are there
+    or the deadline passed.
+
+    Raises TransferFailed if a rank does not come, ConfigError for an unknown kind or one that this
+    host can not do.
+    """
+    if problem := transport_problem(kind):
+        raise ConfigError(problem)
+    # imported here: a CPU-only host never loads the NCCL half
+    if kind == "nccl":
+        from titan_grpo.sync.transports.nccl import NcclTransport
+
+        return NcclTransport(store, rank, size, options)
+    from titan_grpo.sync.transports.gloo import GlooTransport
+
+    return GlooTransport(store, rank, size, options)

@@ -1,0 +1,430 @@
+"""What every engine must do with weights: a version whole or not at all, no request lost, no older
+prefix reused."""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.conformance.crowd import REQUEST_S, prompt
+from tests.conformance.engine import (
+    MAX_DIFFERENCE,
+    EngineUnderTest,
+    assert_aborted,
+    assert_sound,
+    furthest,
+)
+from tests.conformance.reference import Reference, Weights
+from titan_grpo.engines.control import ServerControl
+from titan_grpo.engines.generation import Sampling
+from titan_grpo.errors import PeerError, ServerRefused
+from titan_grpo.protocol import pause_guard
+from titan_grpo.protocol.messages import Applied, Joined, Label, Staged, new_run_id
+from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.sync import pause_guard_main
+from titan_grpo.sync.link import LaneLink, LinkOptions
+
+BUCKET_BYTES = 256 << 10
+PREFIX = 140
+"""Tokens of a prompt that an engine keeps: more than a block of its cache (vLLM on a CPU: 128)."""
+
+NUMBER = 1
+"""Of the only transfer of each lane."""
+
+STEP_S = 60.0
+"""Deadline of each step of a transfer, in seconds."""
+
+
+KEY_VARIABLE = "TITAN_GRPO_CONFORMANCE_API_KEY"
+
+ROLLOUTS = RolloutSpec(
+    model_dir="",
+    base_version=20,
+    prompts_per_step=2,
+    group_size=8,
+    max_completion_tokens=100,
+    max_staleness=1,
+    api_key_env=KEY_VARIABLE,
+)
+"""Two batches of long completions in flight."""
+
+
+class _Broken(Exception):
+    """The sender dies here."""
+
+
+class Sender:
+    """A trainer's side of one server: versions 1, 2, ... of a run of its own, made by ``remake``
+    with other seeds."""
+
+    def __init__(self, e: EngineUnderTest, control: ServerControl) -> None:
+        self.e, self.control = e, control
+        self.run_id = new_run_id(time.time())
+        self.options = LinkOptions(
+            "gloo", "127.0.0.1", "xxh3", BUCKET_BYTES, STEP_S, run_key=e.run_key
+        )
+        self.folder = e.folder / self.run_id
+        self.joined: Joined | None = None
+        self.epoch = 0
+
+    def make(self, seed: int, rename: Callable[[str], str] = str) -> tuple[Weights, Path]:
+        """Weights to send, and the directory that says what they compute."""
+        path = self.folder / f"{seed}"
+        if not path.exists():
+            self.e.remake(seed, path)
+        return Weights(path, self.options, self.run_id, rename), path
+
+    @contextmanager
+    def link(self, weights: Weights) -> Iterator[LaneLink]:
+        """A lane of the next epoch that has joined."""
+        self.epoch += 2  # the odd ones are the caretaker's
+        link = LaneLink(self.run_id, self.epoch, weights.manifest, self.options)
+        try:
+            self.joined = link.join(self.control, STEP_S)
+            accepted = link.send_manifest(STEP_S)
+            assert accepted.ok, accepted.error
+            yield link
+        finally:
+            link.close()
+
+    def commit(self, link: LaneLink, weights: Weights, version: int) -> Applied:
+        """One transfer and its commit, as a lane does it; the label is ``version`` if the load went
+        well, else what it was."""
+        return self.apply(link, self.stage(link, weights, version), version)
+
+    def stage(self, link: LaneLink, weights: Weights, version: int) -> Staged:
+        """The transfer alone: the receiver has the version, and the server still serves what it
+        served."""
+        staged = link.send(NUMBER, version, weights.image, weights.digests, weights.fingerprint)
+        assert staged.ok, staged.error
+        return staged
+
+    def apply(self, link: LaneLink, staged: Staged, version: int) -> Applied:
+        """The commit of what ``stage`` brought."""
+        before = self.control.label()
+        self.control.pause()
+        try:
+            self.control.load(link.commit(staged).to_dict())
+            applied = link.wait_applied(NUMBER, STEP_S)
+            self.control.finish(self.label(version) if applied.ok else before)
+        finally:
+            self.control.resume()
+        return applied
+
+    def label(self, version: int) -> str:
+        """What the server shows for a version."""
+        return f"{self.run_id}:{version}:conformance"
+
+    def sync(self, seed: int, version: int) -> Path:
+        """Commit other weights; the directory that says what they compute."""
+        weights, path = self.make(seed)
+        with self.link(weights) as link:
+            applied = self.commit(link, weights, version)
+        assert applied.ok, applied.error
+        assert applied.fingerprint == weights.fingerprint
+        return path
+
+
+@contextmanager
+def sender(e: EngineUnderTest) -> Iterator[Sender]:
+    """A new run on the server."""
+    with e.control() as control:
+        yield Sender(e, control)
+
+
+def bring_back(e: EngineUnderTest) -> None:
+    """Have the server serve the weights of ``e.model`` again, whoever used it before."""
+    with sender(e) as trainer:
+        weights = Weights(e.model, trainer.options, trainer.run_id)
+        with trainer.link(weights) as link:
+            applied = trainer.commit(link, weights, 0)
+    assert applied.ok, applied.error
+
+
+def difference(e: EngineUnderTest, folder: Path) -> float:
+    """Largest difference between what the server computes and a model directory, over three
+    sequences."""
+    reference = Reference(folder)
+    rows = [
+        (e.run(e.speak.score(prompt(seed, 16), REQUEST_S, f"{folder}{seed}")), prompt(seed, 16))
+        for seed in range(3)
+    ]
+    return max(furthest(served, reference.logprobs(ids)) for served, ids in rows)
+
+
+def the_server_computes_what_was_committed_also_the_second_time(e: EngineUnderTest) -> None:
+    """And shows its label."""
+    with sender(e) as trainer:
+        for version in (1, 2):
+            path = trainer.make(version)[1]
+            assert difference(e, path) > 4 * MAX_DIFFERENCE, (
+                "other weights must show for this to prove anything"
+            )
+            assert trainer.sync(version, version) == path
+            assert trainer.control.label() == trainer.label(version)
+            assert difference(e, path) <= MAX_DIFFERENCE
+
+
+def requests_run_over_a_commit_and_none_is_lost(e: EngineUnderTest) -> None:
+    """Each goes on; its tokens are of the version before and of the one after it, in that order."""
+    with sender(e) as trainer:
+        trainer.sync(3, 3)
+        weights, _ = trainer.make(4)
+        with trainer.link(weights) as link, e.crowd(trainer.label(3)) as crowd:
+            assert trainer.commit(link, weights, 4).ok
+            assert_aborted(e, crowd.end(), [trainer.label(3), trainer.label(4)])
+
+
+def requests_are_answered_between_any_two_buckets_of_a_transfer(e: EngineUnderTest) -> None:
+    """The engine does not stand still while weights arrive, however slowly: each bucket waits for
+    an answer here."""
+    with sender(e) as trainer:
+        trainer.sync(16, 16)
+        weights, _ = trainer.make(17)
+        asked: list[int] = []
+
+        def answered(offset: int) -> None:
+            sampled = e.run(
+                e.speak.generate(prompt(len(asked)), Sampling(4, cache_salt="during"), REQUEST_S)
+            )
+            assert_sound(e, sampled, [trainer.label(16)])
+            asked.append(offset)
+
+        with trainer.link(weights) as link:
+            staged = link.send(
+                NUMBER, 17, weights.image, weights.digests, weights.fingerprint, answered
+            )
+            assert staged.ok, staged.error
+        assert len(asked) == -(-weights.manifest.total_bytes // BUCKET_BYTES) > 2
+        assert trainer.control.label() == trainer.label(16), (
+            "a version that is staged only is not served"
+        )
+
+
+def a_new_version_reuses_nothing_of_the_prefixes_of_an_older_one(e: EngineUnderTest) -> None:
+    """A pause may keep the cache, so requests are kept apart by the label they are admitted under.
+
+    Where it does, one that names no label of its own meets the old prefix: otherwise this would
+    prove nothing.
+    """
+    ids = prompt(77, PREFIX)
+    with sender(e) as trainer:
+
+        def off(folder: Path, salt: str) -> float:
+            sampled = e.run(e.speak.generate(ids, Sampling(8, cache_salt=salt), REQUEST_S))
+            return furthest(
+                sampled.logprobs,
+                Reference(folder).logprobs([*ids, *sampled.token_ids])[PREFIX - 1 :],
+            )
+
+        before, after = trainer.label(5), trainer.label(6)
+        first = trainer.sync(5, 5)
+        assert [off(first, salt) <= MAX_DIFFERENCE for salt in ("shared", before, before)] == [
+            True
+        ] * 3
+        second = trainer.sync(6, 6)
+        kept = off(second, "shared") > MAX_DIFFERENCE
+        assert kept == e.keeps_prefixes
+        assert [off(second, salt) <= MAX_DIFFERENCE for salt in (after, after)] == [True] * 2
+
+
+def a_version_with_a_tensor_that_the_model_has_not_is_refused_whole(e: EngineUnderTest) -> None:
+    """Whether the engine itself would have noticed or not; the old weights stay, under their
+    label."""
+    with sender(e) as trainer:
+        path = trainer.sync(7, 7)
+        wrong, _ = trainer.make(8, lambda name: name.replace("q_proj", "q_projx"))
+        with trainer.link(wrong) as link:
+            applied = trainer.commit(link, wrong, 8)
+        assert not applied.ok
+        assert applied.intact, applied
+        assert "q_proj" in applied.error, applied
+        assert trainer.control.label() == trainer.label(7)
+        assert difference(e, path) <= MAX_DIFFERENCE
+
+
+def a_sender_that_dies_in_the_middle_leaves_the_old_version_and_another_one_goes_on(
+    e: EngineUnderTest,
+) -> None:
+    """Requests meanwhile are answered as if nothing had been."""
+    with sender(e) as trainer:
+        path = trainer.sync(9, 9)
+        weights, _ = trainer.make(10)
+
+        def half(offset: int) -> None:
+            if offset > weights.manifest.total_bytes // 2:
+                raise _Broken
+
+        with e.crowd(trainer.label(9)) as crowd:
+            with suppress(_Broken), trainer.link(weights) as link:
+                link.send(NUMBER, 10, weights.image, weights.digests, weights.fingerprint, half)
+                raise AssertionError("the transfer must be longer than one bucket")
+            assert_aborted(e, crowd.end(), [trainer.label(9)])
+        assert trainer.control.label() == trainer.label(9)
+        assert difference(e, path) <= MAX_DIFFERENCE
+        assert difference(e, trainer.sync(10, 10)) <= MAX_DIFFERENCE
+
+
+def garbage_is_refused_and_ends_nothing(e: EngineUnderTest) -> None:
+    """A hello and a commit that mean nothing, as another program could send them."""
+    before = e.run(e.speak.label())
+    with e.control() as control:
+        with suppress(ServerRefused):
+            control.greet({"nonsense": 1})
+        control.pause()
+        try:
+            with suppress(ServerRefused):
+                control.load({"nonsense": 1})
+            control.finish(before)
+        finally:
+            control.resume()
+        assert control.label() == before
+    e.run(e.speak.generate(prompt(1), Sampling(2), REQUEST_S))
+
+
+def an_update_that_a_dead_trainer_left_open_is_taken_over(e: EngineUnderTest) -> None:
+    """It died between load and finish: the next one finds the server paused, with an open
+    update."""
+    with sender(e) as dead:
+        weights, _ = dead.make(11)
+        with dead.link(weights) as link:
+            staged = link.send(NUMBER, 11, weights.image, weights.digests, weights.fingerprint)
+            dead.control.pause()
+            dead.control.load(link.commit(staged).to_dict())
+            assert link.wait_applied(NUMBER, STEP_S).ok
+    with sender(e) as trainer:
+        assert trainer.control.paused()
+        assert difference(e, trainer.sync(12, 12)) <= MAX_DIFFERENCE
+        held = trainer.joined
+        assert held is not None
+        assert (held.held_run, held.held_version) == (dead.run_id, 11), held
+
+
+def a_server_whose_trainer_died_in_a_pause_goes_on(e: EngineUnderTest) -> None:
+    """The caretaker reads from the receiver what it holds, has it show that, and lets it go on; a
+    request in flight ends."""
+    key = e.run_key.hex() if e.run_key is not None else ""
+    access = pause_guard_main.Access("127.0.0.1", STEP_S, STEP_S, key)
+    with sender(e) as trainer:
+        path = trainer.sync(16, 16)
+        with e.crowd(trainer.label(16)) as crowd:
+            trainer.control.pause()
+            trainer.control.relabel("half-way")
+            ask = pause_guard.Settle(e.access.url, trainer.run_id, trainer.epoch, doubtful=False)
+            pause_guard_main.look_after(trainer.control, access, ask, threading.Event())
+            answers = crowd.end()
+        assert not trainer.control.paused()
+        held = Label.parse(trainer.control.label())
+        assert held is not None
+        assert (held.run_id, held.version) == (trainer.run_id, 16), held
+        assert_aborted(e, answers, [trainer.label(16), "half-way", str(held)])
+        assert difference(e, path) <= MAX_DIFFERENCE
+
+
+def rollouts_name_the_versions_that_made_them(e: EngineUnderTest) -> None:
+    """The rollout process over a commit: every completion is of the version before, of the one
+    after, or of both in turn."""
+    with sender(e) as trainer, _rollouts(e) as client:
+        trainer.sync(20, 20)
+        weights, _ = trainer.make(21)
+        with trainer.link(weights) as link:
+            client.set_server(e.access.url, 20, True, trainer.label(20), e.engine)
+            deadline = time.monotonic() + STEP_S
+            while not client.in_flight().get(e.access.url):
+                assert time.monotonic() < deadline, "no request was made"
+            assert trainer.commit(link, weights, 21).ok
+            client.set_server(e.access.url, 21, True, trainer.label(21), e.engine)
+            batches = [
+                client.next_batch(version, ROLLOUTS.prompts_per_step, STEP_S)
+                for version in (20, 21)
+            ]
+    completions = [c for batch in batches for group in batch for c in group.completions]
+    bounds = {(c.version_first, c.version_last) for c in completions}
+    assert bounds <= {(20, 20), (20, 21), (21, 21)}, bounds
+    assert all(-math.inf < value <= 0.0 for c in completions for value in c.logprobs)
+    assert client.counters().get("outages", 0) == 0
+
+
+@contextmanager
+def _rollouts(e: EngineUnderTest) -> Iterator[RolloutClient]:
+    """The rollout process, which reads the API key from its environment."""
+    os.environ[KEY_VARIABLE] = e.access.api_key
+    client = RolloutClient(replace(ROLLOUTS, model_dir=str(e.model)))
+    try:
+        client.start(STEP_S)
+        yield client
+    finally:
+        client.close()
+        del os.environ[KEY_VARIABLE]
+
+
+def nobody_without_the_run_key_writes_weights(e: EngineUnderTest) -> None:
+    """However good its keys for the engine's routes are."""
+    assert e.run_key is not None, "start the server with a run key"
+    before = e.run(e.speak.label())
+    with sender(e) as thief:
+        thief.options = LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET_BYTES, STEP_S)
+        weights, _ = thief.make(13)
+        refused: Any = None
+        try:
+            with thief.link(weights):
+                pass
+        except PeerError as error:
+            refused = error
+        assert refused is not None, "a lane without the run key joined"
+        assert thief.control.label() == before
+
+
+def a_restarted_server_is_seen_as_one(e: EngineUnderTest) -> None:
+    """It holds the weights that it started with, whatever was committed, and takes no end of an
+    update from before."""
+    assert e.restart is not None
+    with sender(e) as trainer:
+        weights, _ = trainer.make(14)
+        with trainer.link(weights) as link:
+            staged = link.send(NUMBER, 14, weights.image, weights.digests, weights.fingerprint)
+            trainer.control.pause()
+            trainer.control.load(link.commit(staged).to_dict())
+            assert link.wait_applied(NUMBER, STEP_S).ok
+            e.restart()
+            try:
+                trainer.control.finish(trainer.label(14))
+            except PeerError:
+                pass
+            else:
+                raise AssertionError(
+                    "a restarted server took the label of a version that it does not hold"
+                )
+        assert trainer.control.label() != trainer.label(14)
+        assert not trainer.control.paused()
+        assert difference(e, e.model) <= MAX_DIFFERENCE
+        assert difference(e, trainer.sync(15, 15)) <= MAX_DIFFERENCE
+        assert trainer.joined is not None
+        assert trainer.joined.held_run == "", trainer.joined
+
+
+CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
+    the_server_computes_what_was_committed_also_the_second_time,
+    requests_run_over_a_commit_and_none_is_lost,
+    requests_are_answered_between_any_two_buckets_of_a_transfer,
+    a_new_version_reuses_nothing_of_the_prefixes_of_an_older_one,
+    a_version_with_a_tensor_that_the_model_has_not_is_refused_whole,
+    a_sender_that_dies_in_the_middle_leaves_the_old_version_and_another_one_goes_on,
+    garbage_is_refused_and_ends_nothing,
+    an_update_that_a_dead_trainer_left_open_is_taken_over,
+    a_server_whose_trainer_died_in_a_pause_goes_on,
+    rollouts_name_the_versions_that_made_them,
+)
+"""They leave the server with weights of their own."""
+
+KEYED_CHECKS = (nobody_without_the_run_key_writes_weights,)
+"""For a server with a run key."""
+
+RESTART_CHECKS = (a_restarted_server_is_seen_as_one,)
+"""For a server that may be restarted."""

@@ -1,0 +1,79 @@
+"""What every engine must do with the KV of requests that run over a commit: keep it, or compute it
+anew, as it is asked."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.conformance.commits import NUMBER, STEP_S, Sender, sender
+from tests.conformance.crowd import CROWD, prompt
+from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, assert_aborted, furthest
+from tests.conformance.reference import Reference
+from titan_grpo.engines.generation import Sampled
+
+
+def _over_a_commit(
+    e: EngineUnderTest, trainer: Sender, version: int, recompute: bool
+) -> tuple[Path, list[tuple[int, Sampled]]]:
+    """Requests over a commit: the directory of the new weights, and (seed, answer) of those that
+    the pause held."""
+    trainer.sync(version, version)
+    weights, folder = trainer.make(version + 1)
+    labels = [trainer.label(version), trainer.label(version + 1)]
+    with trainer.link(weights) as link:
+        staged = link.send(NUMBER, version + 1, weights.image, weights.digests, weights.fingerprint)
+        assert staged.ok, staged.error
+        with e.crowd(labels[0]) as crowd:
+            trainer.control.pause()
+            try:
+                if recompute:
+                    trainer.control.drop_kv()
+                trainer.control.load(link.commit(staged).to_dict())
+                assert link.wait_applied(NUMBER, STEP_S).ok
+                trainer.control.finish(labels[1])
+            finally:
+                trainer.control.resume()
+            answers = crowd.end()
+    assert_aborted(e, answers, labels)
+    # Of the one whose answer comes whole it is not known whether it was at work when the pause
+    # came.
+    return folder, list(enumerate(answers[:CROWD]))
+
+
+def _last_off(folder: Path, held: list[tuple[int, Sampled]]) -> list[float]:
+    """How far the last token of each answer is from what the new weights give it after the whole
+    sequence, in nats."""
+    reference = Reference(folder)
+    return [
+        furthest(s.logprobs[-1:], reference.logprobs([*prompt(seed), *s.token_ids])[-1:])
+        for seed, s in held
+    ]
+
+
+def requests_in_flight_are_computed_anew_where_that_is_asked(e: EngineUnderTest) -> None:
+    """None is lost; from the commit on a token has the log-probability that the new weights alone
+    give it. Where the engine counts how often a request lost its KV, it has counted this."""
+    with sender(e) as trainer:
+        folder, held = _over_a_commit(e, trainer, 30, recompute=True)
+    off = _last_off(folder, held)
+    assert max(off) <= MAX_DIFFERENCE, off
+    for _, sampled in held:
+        assert sampled.retractions is None or sampled.retractions >= len(sampled.versions) - 1, (
+            sampled
+        )
+
+
+def requests_in_flight_keep_their_kv_otherwise(e: EngineUnderTest) -> None:
+    """So what comes after the commit is of both weights: this is what the check above would
+    find."""
+    with sender(e) as trainer:
+        folder, held = _over_a_commit(e, trainer, 32, recompute=False)
+    off = _last_off(folder, held)
+    assert max(off, default=math.inf) > 4 * MAX_DIFFERENCE, off
+
+
+CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
+    requests_in_flight_are_computed_anew_where_that_is_asked,
+    requests_in_flight_keep_their_kv_otherwise,
+)
+"""They leave the server with weights of their own."""

@@ -1,0 +1,133 @@
+"""What every engine must do with answers in pieces: they are the answers that would have come
+whole.
+
+engine.py has them over pauses, labels and aborts."""
+
+import asyncio
+from collections.abc import Callable
+
+from tests.conformance.crowd import CROWD, REQUEST_S, prompt
+from tests.conformance.engine import (
+    LENGTH,
+    MAX_DIFFERENCE,
+    EngineUnderTest,
+    assert_sound,
+    furthest,
+    refusal,
+)
+from tests.conformance.reference import Reference
+from titan_grpo.engines.generation import INTERVAL, Answer, Sampled, Sampling, StreamedCall
+from titan_grpo.engines.http import AsyncDriver, HttpRefused
+
+
+class Steps:
+    """A sink that notes how many tokens there were after each chunk."""
+
+    def __init__(self, call: StreamedCall) -> None:
+        self.answer = Answer(call)
+        self.counts: list[int] = []
+
+    def take(self, chunk: bytes) -> None:
+        """The next bytes."""
+        self.answer.take(chunk)
+        self.counts.append(self.answer.count)
+
+    def end(self) -> None:
+        """There are no more."""
+        self.answer.end()
+
+    @property
+    def whole(self) -> bool:
+        """Whether all came."""
+        return self.answer.whole
+
+    def sampled(self) -> Sampled:
+        """The whole answer."""
+        return self.answer.sampled(self.answer.count, self.answer.finish_reason)
+
+
+def stream(e: EngineUnderTest, *calls: StreamedCall) -> list[Steps]:
+    """The calls at once, through one driver."""
+
+    async def run() -> list[Steps]:
+        driver, sinks = (
+            AsyncDriver(e.access.url, e.access.api_key, len(calls)),
+            [Steps(call) for call in calls],
+        )
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                await asyncio.gather(
+                    *(
+                        driver.stream(call.call, sink)
+                        for call, sink in zip(calls, sinks, strict=True)
+                    )
+                )
+        finally:
+            await driver.close()
+        return sinks
+
+    return asyncio.run(run())
+
+
+def _crowd(e: EngineUnderTest, label: str) -> list[StreamedCall]:
+    return [
+        e.speak.stream(prompt(seed), Sampling(LENGTH, 1.0, 17 + seed, label), REQUEST_S)
+        for seed in range(CROWD)
+    ]
+
+
+def answers_in_pieces_are_the_ones_that_come_whole(e: EngineUnderTest) -> None:
+    """The same tokens where the engine follows seeds, their end among them; and the
+    log-probabilities are right in any case."""
+    reference, label = Reference(e.model), e.run(e.speak.label())
+    for seed, one in enumerate(stream(e, *_crowd(e, "pieces"))):
+        sampled = one.sampled()
+        assert_sound(e, sampled, [label])
+        computed = reference.logprobs([*prompt(seed), *sampled.token_ids])[len(prompt(seed)) - 1 :]
+        assert furthest(sampled.logprobs, computed) <= MAX_DIFFERENCE, (seed, sampled, computed)
+        assert len(set(one.counts) - {0}) >= len(sampled.token_ids) // INTERVAL, (
+            one.counts,
+            sampled,
+        )
+    for seed in (1, 2):
+        # Alone, since in bf16 a near tie may fall otherwise where another number of requests is
+        # computed at a time.
+        (one,) = stream(
+            e,
+            e.speak.stream(prompt(seed), Sampling(LENGTH, 1.0, seed, "alone in pieces"), REQUEST_S),
+        )
+        whole = e.run(
+            e.speak.generate(
+                prompt(seed), Sampling(LENGTH, 1.0, seed, "alone and whole"), REQUEST_S
+            )
+        )
+        if e.follows_seeds:
+            assert one.sampled().token_ids == whole.token_ids, (one.sampled(), whole)
+            assert one.sampled().finish_reason == whole.finish_reason, (one.sampled(), whole)
+            assert furthest(one.sampled().logprobs, whole.logprobs) <= MAX_DIFFERENCE, (
+                one.sampled(),
+                whole,
+            )
+
+
+def a_request_that_can_not_be_is_refused_in_pieces_too(e: EngineUnderTest) -> None:
+    """With the same status, although SGLang says 200 first."""
+    call = e.speak.stream(prompt(1) * 1000, Sampling(4), REQUEST_S)
+
+    async def run() -> None:
+        driver = AsyncDriver(e.access.url, e.access.api_key)
+        try:
+            await driver.stream(call.call, Answer(call))
+        finally:
+            await driver.close()
+
+    refused = refusal(lambda: asyncio.run(run()))
+    assert isinstance(refused, HttpRefused), refused
+    assert refused.status == 400, refused
+
+
+CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
+    answers_in_pieces_are_the_ones_that_come_whole,
+    a_request_that_can_not_be_is_refused_in_pieces_too,
+)
+"""They need the first weights."""

@@ -1,0 +1,59 @@
+"""What a model directory computes, by transformers in fp32 on the CPU; and its weights as a version
+image."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from titan_grpo.layout.digest import block_digests, fingerprint
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.sync.link import LinkOptions
+
+BLOCK_BYTES = 64 << 10
+
+
+class Reference:
+    """The model in ``folder``. ``end_ids``: the tokens that end an answer."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        ends = self._model.generation_config.eos_token_id
+        self.end_ids: frozenset[int] = frozenset(ends if isinstance(ends, list) else [ends])
+
+    def logprobs(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """Log-probability of every token but the first, in nats."""
+        ids = torch.tensor([token_ids], dtype=torch.int64)
+        with torch.inference_mode():
+            logits = self._model(ids).logits[0, :-1] / temperature
+        values: list[float] = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+        return values
+
+
+class Weights:
+    """A model directory's tensors as a trainer would send them: an image in bfloat16, its digests,
+    and what it computes."""
+
+    def __init__(self, folder: Path, options: LinkOptions, run_id: str, rename: Any = str) -> None:
+        """``rename``: of a tensor's name, for sending what no server knows."""
+        tensors = {
+            rename(name): tensor.bfloat16()
+            for name, tensor in load_file(folder / "model.safetensors").items()
+        }
+        self.manifest = Manifest.build(
+            [(n, "bfloat16", tuple(t.shape)) for n, t in tensors.items()], BLOCK_BYTES
+        )
+        self.image = torch.zeros(self.manifest.total_bytes, dtype=torch.uint8)
+        for spec in self.manifest.tensors:
+            self.image[spec.offset : spec.offset + spec.nbytes] = (
+                tensors[spec.name].flatten().view(torch.uint8)
+            )
+        image = memoryview(self.image.numpy())
+        self.digests = block_digests(
+            image, self.manifest, options.algorithm, options.block_key(run_id)
+        )
+        self.fingerprint = fingerprint(self.manifest.digest, self.digests)

@@ -1,0 +1,258 @@
+"""What every engine must do with weights streamed into it (``weight_sync.apply = "streamed"``),
+driven by real lanes."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from tests.conformance.commits import difference
+from tests.conformance.crowd import REQUEST_S, prompt
+from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, assert_aborted, assert_sound
+from tests.conformance.reference import Weights
+from titan_grpo.config import WeightSync
+from titan_grpo.engines.generation import Sampled, Sampling
+from titan_grpo.engines.server import AUTO
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol.lane_events import Passing, Point, Watch, nobody
+from titan_grpo.protocol.ledger import Standing
+from titan_grpo.protocol.messages import UNUSABLE, Label, new_run_id
+from titan_grpo.runkey import Key
+from titan_grpo.sync.lane import LaneContext, LaneThread
+from titan_grpo.sync.link import LinkOptions
+from titan_grpo.sync.server_set import Fleet
+from titan_grpo.sync.slots import Published, Shelf
+
+BUCKET_BYTES = 64 << 10
+WAIT_S = 60.0
+"""Deadline of what must happen, in seconds."""
+
+CONFIG = WeightSync(
+    apply="streamed", lane_deadline_s=30.0, commit_deadline_s=30.0, backoff_s=0.5, backoff_max_s=1.0
+)
+
+
+class LaneTrainer:
+    """The sync half of a trainer: shelf, ledger and one lane to the server."""
+
+    def __init__(self, e: EngineUnderTest, watch: Watch = nobody, key: Key | None = None) -> None:
+        self.e, self.url, self._watch = e, e.access.url, watch
+        self.run_id = new_run_id(time.time())
+        self.folder = e.folder / self.run_id
+        self.options = LinkOptions(
+            "gloo",
+            "127.0.0.1",
+            "xxh3",
+            BUCKET_BYTES,
+            CONFIG.lane_deadline_s,
+            apply="streamed",
+            run_key=key,
+        )
+        self.fleet = Fleet([self.url], lambda *_: None)
+        self._recorder = Recorder(self.folder / "run")
+        self._shelf = Shelf(2)
+        self._images: tuple[torch.Tensor, ...] = ()
+        self.lane: LaneThread | None = None
+
+    def make(self, seed: int, rename: Callable[[str], str] = str) -> tuple[Weights, Path]:
+        """Weights to send, and the directory that says what they compute."""
+        path = self.e.remake(seed, self.folder / f"{seed}")
+        return Weights(path, self.options, self.run_id, rename), path
+
+    def start(self, manifest: Manifest) -> None:
+        """The lane; it connects."""
+        self._images = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(2))
+        recorder = self._recorder
+        context = LaneContext(
+            self.run_id,
+            manifest,
+            self._images,
+            CONFIG,
+            self.options,
+            self._shelf,
+            self.fleet,
+            recorder,
+            self._watch,
+        )
+        recorder.known_server(self.url)
+        self.lane = LaneThread(context, self.e.make(AUTO, self.e.access))
+        self.lane.start()
+
+    def publish(self, version: int, weights: Weights) -> str:
+        """As the sealer does it; the label that the server is to show."""
+        slot = self._shelf.wait_reserved(WAIT_S)
+        assert slot is not None
+        self._images[slot].copy_(weights.image)
+        self._shelf.writing(version, slot, frozenset({0}))
+        self._shelf.copied(version, 0)
+        label = Label(self.run_id, version, weights.fingerprint)
+        self._shelf.complete(Published(label, slot, weights.digests, self._recorder.now()))
+        return str(label)
+
+    def until(self, standing: Standing, version: int | None = None) -> None:
+        """Wait until the ledger says so."""
+
+        def there() -> bool:
+            entry = self.fleet.entry(self.url)
+            return entry.standing is standing and (version is None or entry.held == version)
+
+        assert self.fleet.wait(there, WAIT_S), (self.fleet, self.fleet.take_error())
+
+    def close(self) -> None:
+        """End the lane."""
+        if self.lane is not None:
+            self.lane.stop()
+            self.lane.join(WAIT_S)
+            assert not self.lane.is_alive()
+        self._recorder.close()
+
+
+@contextmanager
+def trainer(
+    e: EngineUnderTest, watch: Watch = nobody, key: Key | None = None
+) -> Iterator[LaneTrainer]:
+    """A new run on the server."""
+    made = LaneTrainer(e, watch, key)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def streamed_weights_are_computed_also_the_second_time(e: EngineUnderTest) -> None:
+    """And labelled; nothing is left paused."""
+    with trainer(e) as run:
+        for version in (1, 2):
+            weights, path = run.make(version)
+            assert difference(e, path) > 4 * MAX_DIFFERENCE, (
+                "other weights must show for this to prove anything"
+            )
+            if version == 1:
+                run.start(weights.manifest)
+            label = run.publish(version, weights)
+            run.until(Standing.HOLDS, version)
+            with e.control() as control:
+                assert control.label() == label
+                assert not control.paused()
+            assert difference(e, path) <= MAX_DIFFERENCE
+        assert run.fleet.take_error() is None
+
+
+def a_transfer_that_breaks_off_is_known_until_a_whole_one_is_in(e: EngineUnderTest) -> None:
+    """The server is half loaded: it stays paused, says so by its label, and takes no rollouts; then
+    it gets everything."""
+    broken: list[int] = []
+
+    def watch(passing: Passing) -> None:
+        if passing.point is Point.EXTENT and passing.version == 2:
+            broken.append(passing.version)
+            if len(broken) == 2:
+                assert run.lane is not None
+                run.lane.abort()
+
+    with trainer(e, watch) as run:
+        (first, _), (second, _), (third, path) = (run.make(seed) for seed in (11, 12, 13))
+        run.start(first.manifest)
+        run.publish(1, first)
+        run.until(Standing.HOLDS, 1)
+        run.publish(2, second)
+        run.until(Standing.QUARANTINED)
+        with e.control() as control:
+            assert control.label() == UNUSABLE
+            assert control.paused()
+        assert not run.fleet.entry(run.url).accepting
+        label = run.publish(3, third)
+        run.until(Standing.HOLDS, 3)
+        with e.control() as control:
+            assert control.label() == label
+            assert not control.paused()
+        assert difference(e, path) <= MAX_DIFFERENCE
+        error = run.fleet.take_error()
+        assert error is not None
+        assert "version 2" in str(error) or error.version == 2, error
+
+
+def the_next_trainer_repairs_what_another_one_left_half_loaded(e: EngineUnderTest) -> None:
+    """It knows of it by the label alone where no receiver remembers."""
+
+    def watch(passing: Passing) -> None:
+        if passing.point is Point.EXTENT and dead.lane is not None:
+            dead.lane.stop()
+            dead.lane.abort()
+
+    with trainer(e, watch) as dead:
+        weights, _ = dead.make(21)
+        dead.start(weights.manifest)
+        dead.publish(1, weights)
+        dead.until(Standing.QUARANTINED)
+    with e.control() as control:
+        assert control.label() == UNUSABLE
+        assert control.paused()
+    with trainer(e) as run:
+        weights, path = run.make(22)
+        run.start(weights.manifest)
+        run.publish(5, weights)
+        run.until(Standing.HOLDS, 5)
+        with e.control() as control:
+            assert not control.paused()
+        assert difference(e, path) <= MAX_DIFFERENCE
+
+
+def names_that_the_model_has_not_are_refused_before_anything_moves(e: EngineUnderTest) -> None:
+    """Whether the engine would have noticed or not."""
+    with trainer(e) as run:
+        good, path = run.make(31)
+        run.start(good.manifest)
+        label = run.publish(1, good)
+        run.until(Standing.HOLDS, 1)
+    with trainer(e) as wrong:
+        weights, _ = wrong.make(32, lambda name: name.replace("q_proj", "q_projx"))
+        wrong.start(weights.manifest)
+        wrong.publish(1, weights)
+        assert wrong.fleet.wait(lambda: wrong.fleet.last_error(wrong.url) is not None, WAIT_S)
+        error = wrong.fleet.take_error()
+        assert "q_proj" in str(error), error
+    with e.control() as control:
+        assert control.label() == label
+        assert not control.paused()
+    assert difference(e, path) <= MAX_DIFFERENCE
+
+
+def no_request_runs_between_two_buckets_and_none_is_lost(e: EngineUnderTest) -> None:
+    """Those that ran before go on afterwards; one that comes between two buckets is made by the new
+    version alone."""
+    late: list[Future[Sampled]] = []
+    with ThreadPoolExecutor(1) as pool:
+
+        def watch(passing: Passing) -> None:
+            if passing.point is Point.EXTENT and passing.version == 2 and not late:
+                late.append(
+                    pool.submit(e.run, e.speak.generate(prompt(9), Sampling(8, 1.0, 9), REQUEST_S))
+                )
+            if passing.point is Point.SENT and late:
+                assert not late[0].done(), "a request was answered by a half-loaded server"
+
+        with trainer(e, watch) as run:
+            (first, _), (second, _) = run.make(41), run.make(42)
+            run.start(first.manifest)
+            before = run.publish(1, first)
+            run.until(Standing.HOLDS, 1)
+            with e.crowd(before) as crowd:
+                after = run.publish(2, second)
+                run.until(Standing.HOLDS, 2)
+                assert_aborted(e, crowd.end(), [before, after])
+            assert_sound(e, late[0].result(REQUEST_S), [after])
+
+
+CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
+    streamed_weights_are_computed_also_the_second_time,
+    a_transfer_that_breaks_off_is_known_until_a_whole_one_is_in,
+    the_next_trainer_repairs_what_another_one_left_half_loaded,
+    names_that_the_model_has_not_are_refused_before_anything_moves,
+    no_request_runs_between_two_buckets_and_none_is_lost,
+)
+"""They leave the server with weights of their own."""

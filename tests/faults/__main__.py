@@ -1,0 +1,226 @@
+"""``scripts/verify_grpo_2gpu.sh --faults NAMES``: every fault of the matrix in real processes, and
+what happens at the far end."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tests.faults import network, report
+from tests.faults.bench import Bench
+from tests.faults.cases import Case, listing, select
+from tests.faults.computed import Reference
+from tests.faults.engineless import engineless_launcher
+from tests.faults.instances import Software, launcher
+from tests.faults.rig import Settings
+from tests.faults.runner import Launches, Runner, groups, site_bench
+from tests.faults.site import Site
+from titan_grpo.cli import guarded
+from titan_grpo.commands.processes import stop_on_sigterm
+from titan_grpo.errors import ConfigError
+from titan_grpo.titan.tiny import write_tiny_model
+from titan_grpo.verify.site import Devices
+
+MODEL, OTHER_MODEL = "qwen3", "llama3"
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/verify_grpo_2gpu.sh",
+        description="Inject the faults of the matrix into real trainers, lanes, receivers, servers.",
+    )
+    parser.add_argument(
+        "--faults",
+        default="all",
+        metavar="NAMES",
+        help="all, or cases and patterns: receiver-kill@load,*@resume",
+    )
+    parser.add_argument("--list", action="store_true", help="print the cases and end")
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang"])
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--deadline", type=float, default=3.0, help="a lane's, in seconds")
+    parser.add_argument("--out", default="", help="new directory for logs and evidence")
+    parser.add_argument("--json", default="", metavar="PATH", help="also write the result as JSON")
+    parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm/bin/python"))
+    parser.add_argument("--sglang-python", default=str(ROOT / ".venv-sglang/bin/python"))
+    # engineless: for tests of the matrix itself; what passes for a user is a real engine.
+    parser.add_argument("--servers", default="real", choices=["real", "engineless"])
+    options = parser.parse_args(argv)
+    if options.deadline < 1:
+        raise ConfigError(f"--deadline must be 1 second or more, got {options.deadline:g}")
+    if options.servers == "engineless" and options.engine != "vllm":
+        raise ConfigError(
+            f"--engine must be vllm with --servers engineless, got {options.engine}: they speak its"
+            " routes only"
+        )
+    options.python = getattr(options, f"{options.engine}_python")
+    if options.servers == "real" and not Path(options.python).exists():
+        raise ConfigError(
+            f"--{options.engine}-python must be an interpreter, {options.python} does not exist:"
+            " run scripts/setup.sh"
+        )
+    options.out = Path(options.out or f"outputs/faults-{time.strftime('%Y%m%d-%H%M%S')}")
+    if options.out.exists() and any(options.out.iterdir()):
+        raise ConfigError(
+            f"--out must be a new directory, {options.out} has files in it: remove it or name"
+            " another"
+        )
+    return options
+
+
+def main(argv: list[str], env: Mapping[str, str]) -> int:
+    """Select the cases, and list or run them."""
+    stop_on_sigterm()
+    options = _arguments(argv)
+    cases = select(options.faults, options.engine)
+    if options.list:
+        print(listing(cases, options.engine))
+        return 0
+    return run(options, cases, env)
+
+
+def run(options: argparse.Namespace, cases: Sequence[Case], env: Mapping[str, str]) -> int:
+    """Run the cases; 0 if every one that could run passed. The table is printed and the JSON
+    written also after Ctrl-C."""
+    results: list[report.Result] = []
+    began = time.monotonic()
+    extra: dict[str, Any] = {
+        name: getattr(options, name) for name in ("device", "engine", "servers")
+    }
+    extra["deadline_s"] = options.deadline
+
+    def done(result: report.Result) -> None:
+        results.append(result)
+        say(report.line(result))
+
+    code = 1
+    try:
+        Matrix(options, env, done).run(cases, extra)
+        code = (
+            0
+            if all(r.verdict != report.FAILED for r in results) and len(results) == len(cases)
+            else 1
+        )
+    except KeyboardInterrupt:
+        say("stopped; every process that was started has ended")
+        code = 130
+    finally:
+        extra["seconds"] = time.monotonic() - began
+        text = json.dumps(report.outcome(results, extra), indent=1)
+        (options.out / "faults.json").write_text(text)
+        if options.json:
+            Path(options.json).write_text(text)
+        print(report.table(results))
+        print(
+            f"evidence and logs in {options.out}; every combination that is no case has its reason"
+            " in faults.json"
+        )
+        print(report.summary(results, extra["seconds"], len(cases)), flush=True)
+    return code
+
+
+def say(text: str) -> None:
+    """Progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Matrix:
+    """Models, sites and runners for the wanted cases."""
+
+    def __init__(self, options: argparse.Namespace, env: Mapping[str, str], done: Any) -> None:
+        self._o, self._done = options, done
+        options.out.mkdir(parents=True, exist_ok=True)
+        self._devices = devices_of(options.device)
+        self._env = self._devices.trainer_environment(env)
+        # Other weights than the trainer's on purpose: what a server serves later can only have come
+        # from the trainer.
+        kinds = {"model": (MODEL, 1), "server_model": (MODEL, 2), "other_model": (OTHER_MODEL, 3)}
+        for name, (kind, seed) in kinds.items():
+            write_tiny_model(kind, options.out / name, seed=seed)  # type: ignore[arg-type]
+        self._base = {
+            n: t.float() for n, t in load_file(options.out / "model" / "model.safetensors").items()
+        }
+
+    def run(self, cases: Sequence[Case], extra: dict[str, Any]) -> None:
+        """All groups; the network's on a site of its own."""
+        wanted = groups(cases)
+        slow = wanted.pop("network", [])
+        if wanted:
+            with ExitStack() as stack:
+                site = Site(self._launch("server_model"), self._o.out, self._base)
+                bench = site_bench(
+                    stack, site, Bench(site, self._settings(), self._o.out, self._env, say)
+                )
+                check = (
+                    Reference(self._o.out / "model", site.runs, self._o.out).check
+                    if self._o.servers == "real"
+                    else None
+                )
+                Runner(
+                    bench,
+                    Launches(self._launch("server_model"), self._launch("other_model")),
+                    check,
+                    self._done,
+                ).run(wanted)
+        if slow:
+            found = network.run(self._network(), slow, self._done)
+            extra["network"] = found
+
+    def _settings(self) -> Settings:
+        cuda = self._devices.kind == "cuda"
+        return Settings(
+            model=str(self._o.out / "model"),
+            urls=[],
+            run_dir="",
+            parent=0,
+            salt=0,
+            deadline_s=self._o.deadline,
+            transport=self._devices.transport,
+            device="cuda:0" if cuda else "cpu",
+            engine=self._o.engine,
+        )
+
+    def _launch(self, model: str, host: str = "127.0.0.1", inside: str = "") -> Any:
+        folder = self._o.out / model
+        if self._o.servers == "engineless":
+            return engineless_launcher(folder, host)
+        return launcher(
+            Software(self._o.engine, self._o.python, folder, self._devices), host, inside
+        )
+
+    def _network(self) -> network.Plan:
+        return network.Plan(
+            launch=lambda host, inside: self._launch("server_model", host, inside),
+            settings=self._settings(),
+            base=self._base,
+            out=self._o.out / "network",
+            env=self._env,
+            say=say,
+        )
+
+
+def devices_of(wanted: str) -> Devices:
+    """What the cases run on. ConfigError where CUDA can not be used."""
+    if wanted in ("auto", "cpu"):
+        return Devices("cpu")
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        raise ConfigError(
+            "--faults with --device cuda needs a GPU for the trainer and one for the servers, this"
+            f" host has {gpus}"
+        )
+    return Devices("cuda", 1)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main, sys.argv[1:], "scripts/verify_grpo_2gpu.sh"))

@@ -1,0 +1,267 @@
+"""What every case needs: the site, the current fault run, windows of time without a fault, and a
+look at everything at rest."""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tests.faults import judge
+from tests.faults.handle import RunFailed, TrainerProcess, wait_until
+from tests.faults.instances import Instance
+from tests.faults.report import Result
+from tests.faults.rig import Settings
+from tests.faults.site import Say, Seat, Site
+from titan_grpo.errors import ServerRefused, ServerUnreachable
+
+BASE_S = 2.0
+"""How long a run is watched without a fault before each case."""
+
+SETTLE_S = 40.0
+"""Longest wait for something that must happen anyway; what has a bound of its own is judged by
+that."""
+
+
+LOOK_S = 10.0
+"""Deadline of each question to a server at rest."""
+
+REPORT_S = 10.0
+"""Longest wait for steps to be reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The state when a case began: the time, and how many commits each server had recorded."""
+
+    t: float
+    commits: Mapping[int, int]
+
+
+class Bench:
+    """Carries from case to case the site and the fault run that trains on it."""
+
+    def __init__(
+        self, site: Site, settings: Settings, out: Path, env: Mapping[str, str], say: Say
+    ) -> None:
+        """``settings``: what all runs have in common."""
+        self.site, self.out, self.env, self.say = site, out, env, say
+        self._settings = settings
+        self._salt = 0
+        self._trainer: TrainerProcess | None = None
+        self.known: list[Instance] = []
+
+    @property
+    def deadline_s(self) -> float:
+        """Of a lane's transfer and of each commit call."""
+        return self._settings.deadline_s
+
+    # Runs.
+
+    @property
+    def trainer(self) -> TrainerProcess:
+        """The run in force; starts one if there is none, and waits until both servers hold a
+        version of it."""
+        if self._trainer is None:
+            self._trainer = self.start_run()
+            self.wait_taken_over(self._trainer)
+        return self._trainer
+
+    def start_run(self, **changes: object) -> TrainerProcess:
+        """A later run than all before, not yet in force."""
+        self._salt += 1
+        folder = self.out / f"run{self._salt}"
+        urls = [seat.url for seat in self.site.seats]
+        settings = replace(  # type: ignore[arg-type]
+            self._settings,
+            urls=urls,
+            run_dir=str(folder),
+            parent=os.getpid(),
+            salt=self._salt,
+            **changes,
+        )
+        trainer = TrainerProcess(settings, self.out / f"run{self._salt}.log", self.env)
+        try:
+            self.site.runs.register(trainer.run_id, self._salt)
+        except RunFailed:
+            trainer.__exit__(None, None, None)
+            raise
+        return trainer
+
+    def put_in_force(self, trainer: TrainerProcess | None) -> TrainerProcess | None:
+        """Make another run the current one; the one that was."""
+        before, self._trainer = self._trainer, trainer
+        return before
+
+    def end_run(self) -> None:
+        """Kill the current run, if there is one."""
+        trainer = self.put_in_force(None)
+        if trainer is not None:
+            trainer.__exit__(None, None, None)
+
+    def wait_taken_over(self, trainer: TrainerProcess) -> None:
+        """Until both servers hold a version of this run. RunFailed if not."""
+        for seat in self.site.seats:
+            if self.wait_held(trainer, seat, 1, 0.0) is None:
+                raise RunFailed(
+                    f"the {seat.name} server must hold a version of the run within {SETTLE_S:g} s:"
+                    f" {trainer.tail()}"
+                )
+
+    # Waiting.
+
+    def wait_held(
+        self, trainer: TrainerProcess, seat: Seat, version: int, since_s: float
+    ) -> float | None:
+        """When the ledger said, after ``since_s``, that a server holds ``version`` or newer; None
+        if it does not."""
+        url = seat.url
+
+        def match(event: Mapping[str, object]) -> bool:
+            held, t = event.get("held"), event["t"]
+            is_server = event["event"] == "server" and event["url"] == url
+            return (
+                is_server
+                and isinstance(held, int)
+                and held >= version
+                and isinstance(t, float)
+                and t >= since_s
+            )
+
+        event = trainer.await_event(match, SETTLE_S)
+        return None if event is None else float(event["t"])
+
+    def window(self, seconds: float = BASE_S) -> tuple[float, float]:
+        """Let the run train that long."""
+        start = time.monotonic()
+        self.run_on(start + seconds)
+        return start, time.monotonic()
+
+    def run_on(self, until_s: float) -> None:
+        """Let the run train until then."""
+        wait_until(lambda: time.monotonic() >= until_s, max(0.0, until_s - time.monotonic()) + 1.0)
+
+    # Judging.
+
+    def mark(self) -> Mark:
+        """Now."""
+        return Mark(time.monotonic(), {id(i): len(i.commits) for i in self._instances()})
+
+    def judge_time(
+        self,
+        result: Result,
+        trainer: TrainerProcess,
+        before: tuple[float, float],
+        during: tuple[float, float],
+    ) -> None:
+        """Step time and the other server's lag, with the fault against without."""
+        self.run_on(during[0] + BASE_S)
+        during = during[0], max(during[1], during[0] + BASE_S)
+        # steps are reported some at a time
+        trainer.await_event(
+            lambda e: e["event"] == "steps" and e["rows"][-1][0] >= during[1], REPORT_S
+        )
+        steps = trainer.steps(*during)
+        result.steps, wrong, note = judge.judge_steps(
+            trainer.steps(*before), steps, self.deadline_s
+        )
+        self._add(result, wrong, note)
+        lags, behind = self._lag(trainer, *before)
+        lags_with, behind_with = self._lag(trainer, *during)
+        result.behind = behind_with
+        result.lag, wrong, note = judge.judge_lag(
+            lags, lags_with, (behind, behind_with), judge.without_core(steps)
+        )
+        self._add(result, wrong, note)
+
+    def _add(self, result: Result, wrong: list[str], note: str) -> None:
+        result.violations += wrong
+        if note:
+            result.notes.append(note)
+
+    def _lag(
+        self, trainer: TrainerProcess, since_s: float, until_s: float
+    ) -> tuple[list[float], float]:
+        """The other server's seconds from publish to commit, and its median number of versions
+        behind."""
+        published = trainer.published()
+        seen, behind = [], []
+        for t, held in trainer.held(self.site.witness.url):
+            if held in published and since_s <= t <= until_s:
+                seen.append(t - published[held])
+                behind.append(sum(p <= t and v > held for v, p in published.items()))
+        return seen, float(statistics.median(behind)) if behind else 0.0
+
+    def judge_servers(self, result: Result, mark: Mark) -> None:
+        """Bytes, labels and deaths of every server since the mark."""
+        for instance in self._instances():
+            commits = instance.commits
+            new = commits[mark.commits.get(id(instance), 0) :]
+            samples = instance.samples(mark.t - 0.5)
+            found = judge.wrong_bytes(new, self.site.runs.expected)
+            found += judge.lies(samples, commits) + judge.backwards(samples)
+            if not instance.expected_dead and not instance.alive():
+                found.append("it has ended")
+                instance.expected_dead = True
+            result.violations += [f"{instance.name}: {text}" for text in found]
+
+    @contextmanager
+    def quiet(self, trainer: TrainerProcess) -> Iterator[int]:
+        """No further versions; the newest one, once both servers hold it or have had their time."""
+        trainer.publish(False)
+        try:
+            newest = int(trainer.report()["newest"])
+            wait_until(lambda: self._all_hold(trainer, newest), SETTLE_S, 0.1)
+            yield newest
+        finally:
+            trainer.publish(True)
+
+    def at_rest(self, result: Result, trainer: TrainerProcess) -> None:
+        """Stop publishing, wait until both servers hold the newest version, and look whether
+        everything agrees."""
+        with self.quiet(trainer) as newest:
+            report = trainer.report()
+            for seat in self.site.seats:
+                entry = report["servers"][seat.url]
+                if (entry["standing"], entry["held"]) != ("holds", newest):
+                    result.violations.append(
+                        f"{seat.name}: the ledger says {json.dumps(entry)}, the newest is {newest}"
+                    )
+                result.violations += [
+                    f"{seat.name}: {text}"
+                    for text in self.look(seat.instance, trainer.run_id, newest)
+                ]
+
+    def _all_hold(self, trainer: TrainerProcess, version: int) -> bool:
+        servers = trainer.report()["servers"].values()
+        return all((entry["standing"], entry["held"]) == ("holds", version) for entry in servers)
+
+    def look(self, instance: Instance, run_id: str, version: int) -> list[str]:
+        """What is wrong with a server that must serve that version now."""
+        try:
+            with closing(instance.control(LOOK_S)) as control:
+                label, paused = control.label(), control.paused()
+        except (ServerUnreachable, ServerRefused) as error:
+            return [f"it does not answer: {error}"]
+        truth = judge.served(instance.commits)
+        out = ["it is left paused"] if paused else []
+        if str(truth) != label:
+            out.append(f"it serves {truth or 'weights of its own'} and is labelled {label}")
+        if not isinstance(truth, str) and (truth.run_id, truth.version) != (run_id, version):
+            out.append(f"it serves {truth}, the newest is version {version} of run {run_id}")
+        return out
+
+    def _instances(self) -> list[Instance]:
+        """Every server that is or was in a seat, or may be."""
+        for seat in self.site.seats:
+            for instance in (*seat.retired, seat.instance):
+                if instance not in self.known:
+                    self.known.append(instance)
+        return self.known
+
+
+Perform = Callable[[Bench, Result], None]
+"""Runs one case and writes what it found into the result."""

@@ -1,0 +1,338 @@
+"""Cases in one running trainer: its lane to one server is stopped at a point, the fault strikes
+there, the lane goes on."""
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.faults import judge
+from tests.faults.bench import SETTLE_S, Bench
+from tests.faults.cases import CALLS, Case, Kind, Who
+from tests.faults.handle import Event, RunFailed, TrainerProcess, wait_until
+from tests.faults.instances import Instance, send, thaw
+from tests.faults.report import Result
+from tests.rigs.proxy import Act
+from titan_grpo.protocol.lane_events import Point
+from titan_grpo.protocol.messages import Label
+
+REACH_S = 30.0
+"""Longest wait for a lane to come to a point."""
+
+IDLE_S = 25.0
+"""Longest wait for an idle lane to look at its server."""
+
+REFUSED_S = 1.0
+"""How long connections are refused."""
+
+OVER_S = 1.5
+"""How much longer than the deadline something is frozen."""
+
+DEAD_S = 2.0
+"""How long a run goes on without its killed server before that is restarted."""
+
+REJECT_S = 3.0
+"""How long another model is left at the server's address."""
+
+ACCEPTING = ("holds", "receiving")
+"""Standings in which a server may be given rollouts."""
+
+ACTS = {
+    Kind.ERROR: Act.FAIL,
+    Kind.LOSE: Act.LOSE,
+    Kind.RESET: Act.RESET,
+    Kind.SILENCE: Act.SILENCE,
+    Kind.TWICE: Act.TWICE,
+}
+LENGTHS = {"longer": 2, "shorter": 0.5}
+"""What the receiver is told of a bucket's length, as a multiple of what is sent."""
+
+
+@dataclass(slots=True)
+class Struck:
+    """When the fault was over, and the time in which the trainer lived with it."""
+
+    lifted_s: float
+    until_s: float = 0.0
+    violations: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One case at the moment in which its lane is held."""
+
+    bench: Bench
+    case: Case
+    trainer: TrainerProcess
+    at: Event
+    spare: Instance | None = None
+
+    @property
+    def victim(self) -> Instance:
+        """The server that is struck."""
+        return self.bench.site.victim.instance
+
+
+Strike = Callable[[Scene], Struck]
+
+
+def perform(bench: Bench, result: Result, spare: Instance | None = None) -> None:
+    """Run one case; ``spare``: the server that takes the victim's address in ``old`` and
+    ``other``."""
+    case, trainer = result.case, bench.trainer
+    if spare is not None:
+        _as_restarted(spare)
+    before = bench.window()
+    mark = bench.mark()
+    since = trainer.mark()
+    trainer.hold(
+        bench.site.victim.url,
+        Point.GREET if case.kind is Kind.LENGTH and case.point is Point.BEGIN else case.point,
+        case.occurrence,
+    )
+    at = trainer.await_event(lambda e: e["event"] == "held_at", REACH_S, since)
+    if at is None:
+        trainer.forget()
+        raise RunFailed(
+            f"the lane did not come to {case.point.value} within {REACH_S:g} s: {trainer.tail()}"
+        )
+    struck_s = time.monotonic()
+    struck = STRIKES[case.who, case.kind](Scene(bench, case, trainer, at, spare))
+    result.violations += struck.violations
+    result.notes += struck.notes
+    judge_recovery(bench, result, trainer, struck.lifted_s)
+    during = struck_s, struck.until_s or time.monotonic()
+    bench.judge_time(result, trainer, before, during)
+    bench.at_rest(result, trainer)
+    bench.judge_servers(result, mark)
+
+
+def _as_restarted(spare: Instance) -> None:
+    """No server is paused, or labelled wrongly, when it has just been started: this one may have
+    been left in a commit."""
+    truth, control = judge.served(spare.commits), spare.control(SETTLE_S)
+    try:
+        if isinstance(truth, Label) and control.label() != str(truth):
+            control.relabel(str(truth))
+        if control.paused():
+            control.resume()
+    finally:
+        control.close()
+
+
+def judge_recovery(bench: Bench, result: Result, trainer: TrainerProcess, lifted_s: float) -> None:
+    """The struck server must hold the newest version within two lane deadlines after the fault."""
+    newest = max((v for v, t in trainer.published().items() if t <= lifted_s), default=1)
+    held_s = bench.wait_held(trainer, bench.site.victim, newest, lifted_s - bench.deadline_s)
+    if held_s is None:
+        result.violations.append(
+            f"it did not hold version {newest} within {SETTLE_S:g} s: {trainer.tail()}"
+        )
+        return
+    result.recovery_s = max(0.0, held_s - lifted_s)
+    if result.recovery_s > 2 * bench.deadline_s:
+        text = (
+            f"recovery took {result.recovery_s:.1f} s, allowed are 2 lane deadlines of"
+            f" {bench.deadline_s:g} s"
+        )
+        share = judge.without_core(trainer.steps(lifted_s, held_s))
+        if share > judge.CROWDED:
+            result.notes.append(
+                f"{text}; the machine can not tell: the trainer had no core for {share:.0%} of that"
+                " time"
+            )
+        else:
+            result.violations.append(text)
+
+
+def _kill_receiver(scene: Scene) -> Struck:
+    send(scene.victim.receiver_pid(), signal.SIGKILL)
+    scene.trainer.go()
+    return Struck(time.monotonic())
+
+
+def _freeze(scene: Scene, *pids: int | None) -> Struck:
+    for pid in pids:
+        send(pid, signal.SIGSTOP)
+    try:
+        scene.trainer.go()
+        scene.bench.run_on(time.monotonic() + scene.bench.deadline_s + OVER_S)
+        wrong = [] if scene.case.who is Who.RECEIVER else _noticed(scene)
+    finally:
+        for pid in pids:
+            thaw(pid)
+    return Struck(time.monotonic(), violations=wrong)
+
+
+def _noticed(scene: Scene) -> list[str]:
+    """A server that answers nothing, or as another one, gets no rollouts once its lane has asked it
+    something."""
+
+    def entry() -> Mapping[str, Any]:
+        found: Mapping[str, Any] = scene.trainer.report()["servers"][scene.bench.site.victim.url]
+        return found
+
+    if wait_until(lambda: entry()["standing"] not in ACCEPTING, IDLE_S):
+        return []
+    return [f"the ledger still says {dict(entry())} of a server that is not there"]
+
+
+def _freeze_receiver(scene: Scene) -> Struck:
+    return _freeze(scene, scene.victim.receiver_pid())
+
+
+def _freeze_engine(scene: Scene) -> Struck:
+    return _freeze(scene, scene.victim.engine_pid())
+
+
+def _freeze_server(scene: Scene) -> Struck:
+    return _freeze(scene, *scene.victim.pids())
+
+
+def _kill_engine(scene: Scene) -> Struck:
+    return _kill(scene, scene.victim.engine_pid())
+
+
+def _kill_server(scene: Scene) -> Struck:
+    return _kill(scene, *scene.victim.pids())
+
+
+def _kill(scene: Scene, *pids: int | None) -> Struck:
+    seat = scene.bench.site.victim
+    seat.instance.expected_dead = True
+    for pid in pids:
+        send(pid, signal.SIGKILL)
+    scene.trainer.go()
+    scene.bench.run_on(time.monotonic() + max(DEAD_S, scene.bench.deadline_s + OVER_S))
+    until = time.monotonic()
+    wrong = _noticed(scene)
+    seconds = seat.restart()
+    return Struck(time.monotonic(), until, wrong, [f"restarted in {seconds:.0f} s"])
+
+
+def _call(scene: Scene) -> Struck:
+    """A fault of one control call, or, where none follows, of the data connections."""
+    proxy, case = scene.bench.site.victim.proxy, scene.case
+    if not case.call:
+        scene.trainer.go("cut", pid=scene.victim.receiver_pid())
+        cut = scene.trainer.await_event(lambda e: e["event"] == "cut", REACH_S)
+        wrong = (
+            [] if cut is not None and cut["connections"] else ["no connection was there to be cut"]
+        )
+        return Struck(time.monotonic(), violations=wrong)
+    idle = case.point is Point.HELD
+    if idle:
+        # the next call is the look of an idle lane only if no version follows
+        scene.trainer.publish(False)
+    before = len(proxy.struck)
+    proxy.script(ACTS[case.kind], case.call)
+    scene.trainer.go()
+    met = wait_until(lambda: len(proxy.struck) > before, IDLE_S)
+    proxy.clear()
+    lasts = scene.bench.deadline_s if case.kind is Kind.SILENCE else 0.0
+    scene.bench.run_on(time.monotonic() + lasts)
+    if idle:
+        scene.trainer.publish(True)
+    return Struck(
+        time.monotonic(),
+        violations=[] if met else [f"{case.call} was not called within {IDLE_S:g} s"],
+    )
+
+
+def _refuse(scene: Scene) -> Struck:
+    proxy = scene.bench.site.victim.proxy
+    proxy.shut()
+    scene.trainer.go()
+    scene.bench.run_on(time.monotonic() + REFUSED_S)
+    proxy.open()
+    return Struck(time.monotonic())
+
+
+def _corrupt(scene: Scene) -> Struck:
+    version = int(scene.at["version"])
+    # both lanes read the same image: the other one must be through with it
+    if scene.bench.wait_held(scene.trainer, scene.bench.site.witness, version, 0.0) is None:
+        raise RunFailed(f"the other server did not get version {version}")
+    before = scene.trainer.report()["digest_mismatches"]
+    scene.trainer.go("flip", last=scene.case.point is Point.EXTENT)
+    seen = wait_until(
+        lambda: scene.trainer.report()["digest_mismatches"] > before, scene.bench.deadline_s
+    )
+    return Struck(
+        time.monotonic(), violations=[] if seen else ["the corrupted block was not noticed"]
+    )
+
+
+def _length(scene: Scene) -> Struck:
+    trainer, case = scene.trainer, scene.case
+    if case.point is Point.EXTENT:
+        trainer.go("fail")
+        return Struck(time.monotonic())
+    bucket = int(trainer.settings.bucket_bytes * LENGTHS[case.variant])
+    since = trainer.mark()
+    hello = CALLS[scene.victim.engine][Point.GREET][""]
+    scene.bench.site.victim.proxy.script(Act.REWRITE, hello, {"bucket_bytes": bucket})
+    trainer.go()
+    url = scene.bench.site.victim.url
+    met = trainer.await_event(
+        lambda e: e["event"] == "error" and url in e["message"], 3 * scene.bench.deadline_s, since
+    )
+    return Struck(
+        time.monotonic(),
+        violations=[] if met is not None else ["a transfer of another length was not noticed"],
+    )
+
+
+def _old(scene: Scene) -> Struck:
+    seat, spare = scene.bench.site.victim, scene.spare
+    assert spare is not None
+    idle = scene.case.point is Point.HELD
+    if idle:
+        scene.trainer.publish(False)
+    # a restart ends the receiver too
+    send(seat.instance.receiver_pid(), signal.SIGKILL)
+    seat.swap(spare)
+    scene.trainer.go()
+    lifted = time.monotonic()
+    if idle:
+        noticed = wait_until(
+            lambda: bool(spare.commits) and spare.commits[-1].run_id == scene.trainer.run_id, IDLE_S
+        )
+        scene.trainer.publish(True)
+        wrong = (
+            [] if noticed else ["an idle lane did not notice that its server holds other weights"]
+        )
+        return Struck(time.monotonic(), violations=wrong, notes=["noticed by the idle lane's look"])
+    return Struck(lifted)
+
+
+def _other(scene: Scene) -> Struck:
+    seat, spare = scene.bench.site.victim, scene.spare
+    assert spare is not None
+    had = len(spare.commits)
+    own = seat.swap(spare)
+    scene.trainer.go()
+    scene.bench.run_on(time.monotonic() + max(REJECT_S, scene.bench.deadline_s))
+    taken = [c for c in spare.commits[had:] if c.ok]
+    wrong = [f"another model was given version {c.version}" for c in taken] + _noticed(scene)
+    seat.swap(own)
+    return Struck(time.monotonic(), violations=wrong)
+
+
+STRIKES: dict[tuple[Who, Kind], Strike] = {
+    (Who.RECEIVER, Kind.KILL): _kill_receiver,
+    (Who.RECEIVER, Kind.FREEZE): _freeze_receiver,
+    (Who.ENGINE, Kind.KILL): _kill_engine,
+    (Who.ENGINE, Kind.FREEZE): _freeze_engine,
+    (Who.SERVER, Kind.KILL): _kill_server,
+    (Who.SERVER, Kind.FREEZE): _freeze_server,
+    (Who.ENGINE, Kind.OLD): _old,
+    (Who.ENGINE, Kind.OTHER): _other,
+    (Who.LINK, Kind.REFUSE): _refuse,
+    (Who.LINK, Kind.CORRUPT): _corrupt,
+    (Who.LINK, Kind.LENGTH): _length,
+    **{(Who.LINK, kind): _call for kind in ACTS},
+}
+"""What each fault does; the faults of the trainer and of the network have runs of their own."""

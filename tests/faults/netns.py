@@ -1,0 +1,109 @@
+"""A network of its own for one server: a namespace and a pair of virtual interfaces that ``tc`` can
+slow down. Needs root."""
+
+import os
+import subprocess
+from collections.abc import Sequence
+from types import TracebackType
+
+from titan_grpo.errors import TitanGrpoError
+
+COMMAND_S = 10.0
+NET = "10.213.{net}"
+"""Addresses of the pair; the third byte comes from our pid, so that two matrices on one host seldom
+meet."""
+
+BURST_BYTES = 16 << 10
+QUEUE_MS = 200
+
+
+class NotAllowed(TitanGrpoError):
+    """This host does not let us have namespaces, or its kernel lacks what a limit needs."""
+
+
+class Namespace:
+    """One namespace, reached at ``inner`` from here; ``outer`` is our address towards it. A context
+    manager."""
+
+    def __init__(self) -> None:
+        number = os.getpid() % 250
+        self.name = f"titan-grpo-{os.getpid()}"
+        self._ours, self._theirs = f"tg{os.getpid()}", f"tgp{os.getpid()}"
+        self.outer, self.inner = f"{NET.format(net=number)}.1", f"{NET.format(net=number)}.2"
+
+    @property
+    def inside(self) -> str:
+        """The command that runs its arguments in there."""
+        return f"ip netns exec {self.name}"
+
+    def limit(self, bytes_per_s: float) -> None:
+        """Both directions carry so much and no more (token bucket). NotAllowed if the kernel can
+        not."""
+        bits = max(8, round(bytes_per_s * 8))
+        self._shape(
+            "tbf", "rate", f"{bits}bit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms"
+        )
+
+    def delay(self, milliseconds: float) -> None:
+        """Every packet takes so much longer each way (netem). NotAllowed if the kernel can not."""
+        self._shape("netem", "delay", f"{milliseconds:g}ms")
+
+    def free(self) -> None:
+        """No limit and no delay. Idempotent."""
+        for where, device in ((), self._ours), (("netns", "exec", self.name), self._theirs):
+            _try(_tc(where, ["qdisc", "del", "dev", device, "root"]))
+
+    def __enter__(self) -> "Namespace":
+        try:
+            _run(["ip", "netns", "add", self.name])
+            _run(["ip", "link", "add", self._ours, "type", "veth", "peer", "name", self._theirs])
+            _run(["ip", "link", "set", self._theirs, "netns", self.name])
+            _run(["ip", "addr", "add", f"{self.outer}/30", "dev", self._ours])
+            _run(["ip", "link", "set", self._ours, "up"])
+            for arguments in (
+                ["addr", "add", f"{self.inner}/30", "dev", self._theirs],
+                ["link", "set", self._theirs, "up"],
+            ):
+                _run(["ip", "-n", self.name, *arguments])
+            _run(["ip", "-n", self.name, "link", "set", "lo", "up"])
+        except NotAllowed:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _try(["ip", "link", "del", self._ours])
+        _try(["ip", "netns", "del", self.name])
+
+    def _shape(self, *discipline: str) -> None:
+        for where, device in ((), self._ours), (("netns", "exec", self.name), self._theirs):
+            _run(_tc(where, ["qdisc", "replace", "dev", device, "root", *discipline]))
+
+
+def _tc(where: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    return [*(["ip", *where] if where else []), "tc", *arguments]
+
+
+def _try(command: Sequence[str]) -> str:
+    """Why it failed; empty if it did not."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (
+        ""
+        if done.returncode == 0
+        else (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    )
+
+
+def _run(command: Sequence[str]) -> None:
+    if why := _try(command):
+        raise NotAllowed(f"{' '.join(command)}: {why}")

@@ -1,0 +1,171 @@
+"""Rank 0's half of the sync as the trainer builds it, for one process that holds all weights and no
+model."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_grpo.config import WeightSync
+from titan_grpo.engines import vllm
+from titan_grpo.engines.server import ServerAccess, make_control
+from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.layout.plan import CopyOp, matrix_shape
+from titan_grpo.observe import names
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol.lane_events import Passing, Watch
+from titan_grpo.protocol.messages import new_run_id
+from titan_grpo.sync.lane import LaneContext
+from titan_grpo.sync.link import LinkOptions
+from titan_grpo.sync.pause_guard import Caretaker
+from titan_grpo.sync.server_set import Fleet, OnServer
+from titan_grpo.sync.slots import Shelf
+from titan_grpo.sync.transports.store import host_store
+from titan_grpo.sync.worker import SyncWorker
+
+DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One fault run. ``model``: folder with model.safetensors; ``salt`` tells runs' weights apart;
+    ``parent``: our pid."""
+
+    model: str
+    urls: list[str]
+    run_dir: str
+    parent: int
+    salt: int
+    deadline_s: float = 3.0
+    connect_s: float = 10.0
+    shutdown_s: float = 6.0
+    step_s: float = 0.03
+    steps_per_version: int = 8
+    bind_host: str = "127.0.0.1"
+    transport: str = "gloo"
+    device: str = "cpu"
+    block_bytes: int = 64 << 10
+    bucket_bytes: int = 128 << 10
+    engine: str = vllm.NAME
+
+
+def config_of(s: Settings) -> WeightSync:
+    """The trainer's section for these settings."""
+    return WeightSync(
+        block_bytes=s.block_bytes,
+        bucket_bytes=s.bucket_bytes,
+        bind_host=s.bind_host,
+        connect_deadline_s=s.connect_s,
+        lane_deadline_s=s.deadline_s,
+        commit_deadline_s=s.deadline_s,
+        shutdown_deadline_s=s.shutdown_s,
+        backoff_s=0.1,
+        backoff_max_s=0.5,
+    )
+
+
+def copy_plan(manifest: Manifest) -> dict[str, list[CopyOp]]:
+    """Every tensor goes where it is, whole: this process holds all of them under their own
+    names."""
+    plan = {}
+    for spec in manifest.tensors:
+        rows, cols = matrix_shape(spec.shape)
+        stride = cols * getattr(torch, spec.dtype).itemsize
+        plan[spec.name] = [
+            CopyOp(spec.name, slice(0, rows, 1), spec.offset, stride, rows, cols, spec.dtype)
+        ]
+    return plan
+
+
+class ToldRecorder(Recorder):
+    """A recorder that also tells how long each transfer to each server took."""
+
+    def __init__(self, folder: str, told: Callable[[str, float], None]) -> None:
+        self._told = told
+        super().__init__(folder)
+
+    def record_span(
+        self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any
+    ) -> None:
+        """See Recorder."""
+        super().record_span(name, start_s, stop_s, track, **args)
+        if name == names.SEND_S and track is not None:
+            self._told(track, stop_s - start_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Ears:
+    """Who hears what the sync does: the ledger's changes, the lanes' points, (server, seconds) of
+    each transfer."""
+
+    on_server: OnServer
+    watch: Watch
+    sent: Callable[[str, float], None]
+
+
+class Rig:
+    """Images, shelf, fleet, lanes. ``base``: float32 tensors by name."""
+
+    def __init__(self, settings: Settings, base: Mapping[str, torch.Tensor], ears: Ears) -> None:
+        self._s = settings
+        config = config_of(settings)
+        self.manifest = Manifest.build(
+            [(n, DTYPE, tuple(t.shape)) for n, t in base.items()], config.block_bytes
+        )
+        self.buckets = -(-self.manifest.total_bytes // config.bucket_bytes)
+        self.images = tuple(
+            SharedImage.create(self.manifest.total_bytes, "titan_grpo slot")
+            for _ in range(config.slots)
+        )
+        self.run_id = new_run_id(time.time())
+        self.recorder = ToldRecorder(settings.run_dir, ears.sent)
+        self.fleet = Fleet(settings.urls, ears.on_server)
+        self._store = host_store("127.0.0.1")
+        link = LinkOptions(
+            transport=settings.transport,
+            bind_host=settings.bind_host,
+            digest_algorithm=config.digest,
+            bucket_bytes=config.bucket_bytes,
+            timeout_s=config.lane_deadline_s,
+            device=settings.device,
+        )
+        self._watch = ears.watch
+        self._caretaker = Caretaker(config, link, Path(settings.run_dir) / "keeper.log")
+        context = LaneContext(
+            run_id=self.run_id,
+            manifest=self.manifest,
+            images=tuple(image.tensor() for image in self.images),
+            config=config,
+            link=link,
+            shelf=Shelf(config.slots),
+            fleet=self.fleet,
+            recorder=self.recorder,
+            watch=self._pass,
+        )
+        self.worker = SyncWorker(context, self.images, self._store, [])
+
+    def start(self) -> None:
+        """One lane per server."""
+        for url in self._s.urls:
+            self._caretaker.know(url, "")
+        accesses = [ServerAccess(url, self._s.deadline_s) for url in self._s.urls]
+        self.worker.start([make_control(self._s.engine, access) for access in accesses])
+
+    def close(self) -> float:
+        """End everything; bounded. Seconds until the lanes had ended."""
+        begin = time.monotonic()
+        self.worker.close()
+        lanes_s = time.monotonic() - begin
+        self._caretaker.close()
+        self.recorder.close()
+        for image in self.images:
+            image.close()
+        return lanes_s
+
+    def _pass(self, passing: Passing) -> None:
+        self._caretaker.watch(passing)
+        self._watch(passing)

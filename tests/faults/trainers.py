@@ -1,0 +1,188 @@
+"""Cases in which the trainer itself is struck: killed, frozen, outlived by a later run; and a
+server that comes late."""
+
+import signal
+import time
+
+from tests.faults.bench import SETTLE_S, Bench
+from tests.faults.cases import Kind
+from tests.faults.handle import Event, RunFailed, TrainerProcess, wait_until
+from tests.faults.instances import send, thaw
+from tests.faults.lanes import OVER_S, REACH_S, judge_recovery
+from tests.faults.report import Result
+
+RELEASE_S = 45.0
+"""Within it a server that a dead or frozen trainer left paused must generate again: the caretaker's
+tries."""
+
+LINGER_S = 3.0
+"""How long a woken trainer of an earlier run is watched."""
+
+ABSENT_S = 3.0
+"""How long a late server is not there."""
+
+
+END_SLACK_S = 1.0
+"""What the end may take beyond its deadline: threads that are told to end, on a machine with other
+work."""
+
+
+def perform(bench: Bench, result: Result) -> None:
+    """Run one case."""
+    {
+        Kind.KILL: _kill,
+        Kind.FREEZE: _freeze,
+        Kind.ZOMBIE: _zombie,
+        Kind.LATE: _late,
+        Kind.END: _end,
+    }[result.case.kind](bench, result)
+
+
+def _hold(bench: Bench, result: Result, trainer: TrainerProcess) -> Event:
+    since = trainer.mark()
+    trainer.hold(bench.site.victim.url, result.case.point, result.case.occurrence)
+    at = trainer.await_event(lambda e: e["event"] == "held_at", REACH_S, since)
+    if at is None:
+        trainer.forget()
+        raise RunFailed(
+            f"the lane did not come to {result.case.point.value} within {REACH_S:g} s:"
+            f" {trainer.tail()}"
+        )
+    return at
+
+
+def _released(bench: Bench, result: Result, since_s: float) -> None:
+    """Nothing may stay paused though its trainer is gone: somebody else must have let it go."""
+    for seat in bench.site.seats:
+        instance = seat.instance
+
+        def generates() -> bool:
+            last = instance.last()  # noqa: B023
+            return (
+                last is not None and last.t > since_s and last.label is not None and not last.paused
+            )
+
+        if not wait_until(generates, RELEASE_S):
+            result.violations.append(
+                f"{instance.name}: it is left paused by a trainer that is gone"
+            )
+        elif seat is bench.site.victim and (waited := time.monotonic() - since_s) > 1.0:
+            result.notes.append(f"generated again {waited:.1f} s after the trainer was gone")
+
+
+def _kill(bench: Bench, result: Result) -> None:
+    trainer = bench.trainer
+    mark = bench.mark()
+    _hold(bench, result, trainer)
+    trainer.kill()
+    killed_s = time.monotonic()
+    bench.end_run()
+    _released(bench, result, killed_s + 0.2)
+    bench.judge_servers(result, mark)
+    mark = bench.mark()
+    began = time.monotonic()
+    after = bench.trainer
+    started = after.find(lambda e: e["event"] == "started")
+    assert started is not None
+    held = bench.wait_held(after, bench.site.victim, 1, began)
+    result.recovery_s = None if held is None else held - float(started["t"])
+    if result.recovery_s is not None and result.recovery_s > 2 * bench.deadline_s:
+        result.violations.append(f"the next run's first version took {result.recovery_s:.1f} s")
+    bench.at_rest(result, after)
+    bench.judge_servers(result, mark)
+
+
+def _freeze(bench: Bench, result: Result) -> None:
+    trainer = bench.trainer
+    before = bench.window()
+    mark = bench.mark()
+    _hold(bench, result, trainer)
+    trainer.signal(signal.SIGSTOP)
+    frozen_s = time.monotonic()
+    try:
+        bench.run_on(frozen_s + bench.deadline_s + OVER_S)
+        _released(bench, result, frozen_s + bench.deadline_s + OVER_S)
+    finally:
+        trainer.signal(signal.SIGCONT)
+    lifted = time.monotonic()
+    trainer.go()
+    judge_recovery(bench, result, trainer, lifted)
+    # its other lane was frozen too, and fenced if it was in a commit: that server's lag counts from
+    # when it is back
+    newest = max((v for v, t in trainer.published().items() if t <= lifted), default=1)
+    back = bench.wait_held(trainer, bench.site.witness, newest, 0.0) or lifted
+    # the step in which it was frozen is as long as the freeze
+    during = max(lifted, back) + 0.5, time.monotonic() + 0.5
+    bench.judge_time(result, trainer, before, during)
+    bench.at_rest(result, trainer)
+    bench.judge_servers(result, mark)
+
+
+def _zombie(bench: Bench, result: Result) -> None:
+    zombie = bench.trainer
+    mark = bench.mark()
+    _hold(bench, result, zombie)
+    zombie.signal(signal.SIGSTOP)
+    bench.put_in_force(None)
+    try:
+        after = bench.trainer
+        if bench.wait_held(after, bench.site.victim, 1, 0.0) is None:
+            result.violations.append(f"the later run did not get the server within {SETTLE_S:g} s")
+        before = bench.window()
+        zombie.signal(signal.SIGCONT)
+        zombie.go()
+        woken = time.monotonic()
+        bench.run_on(woken + LINGER_S)
+        bench.judge_time(result, after, before, (woken, time.monotonic()))
+        bench.at_rest(result, after)
+        bench.judge_servers(result, mark)
+    finally:
+        zombie.__exit__(None, None, None)
+
+
+def _late(bench: Bench, result: Result) -> None:
+    bench.end_run()
+    victim = bench.site.victim
+    mark = bench.mark()
+    victim.proxy.shut()
+    trainer = bench.start_run()
+    bench.put_in_force(trainer)
+    try:
+        if bench.wait_held(trainer, bench.site.witness, 1, 0.0) is None:
+            result.violations.append("the run did not begin without the late server")
+        absent = bench.window(ABSENT_S)
+    finally:
+        victim.proxy.open()
+    joined = time.monotonic()
+    judge_recovery(bench, result, trainer, joined)
+    bench.judge_time(result, trainer, absent, (joined, time.monotonic()))
+    bench.at_rest(result, trainer)
+    bench.judge_servers(result, mark)
+
+
+def _end(bench: Bench, result: Result) -> None:
+    trainer, victim, witness = bench.trainer, bench.site.victim, bench.site.witness
+    mark = bench.mark()
+    _hold(bench, result, trainer)
+    engine = victim.instance.engine_pid()
+    send(engine, signal.SIGSTOP)
+    try:
+        trainer.go()
+        ended = trainer.stop()
+    finally:
+        thaw(engine)
+    thawed = time.monotonic()
+    allowed = trainer.settings.shutdown_s
+    spent = ended["flush_s"] + ended["lanes_s"]
+    result.notes.append(
+        f"the end took {spent:.1f} s (flush {ended['flush_s']:.1f}), allowed are {allowed:g} s"
+    )
+    if spent > allowed + END_SLACK_S:
+        result.violations.append(
+            f"the end of the run took {spent:.1f} s, its deadline is {allowed:g} s"
+        )
+    if witness.url not in ended["held"]:
+        result.violations.append(f"version {ended['newest']} was not flushed to the live server")
+    bench.end_run()
+    _released(bench, result, thawed)
+    bench.judge_servers(result, mark)

@@ -1,0 +1,166 @@
+"""The explorer itself: it finds nothing in the production tables, and every bug that is seeded into
+them."""
+
+import json
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.model_check import server as srv
+from tests.model_check import steps
+from tests.model_check import trainer as trn
+from tests.model_check.__main__ import run
+from tests.model_check.bugs import BUGS
+from tests.model_check.rollouts import explore_rollouts
+from tests.model_check.search import Bounds, Explorer
+from tests.model_check.tables import Tables
+from titan_grpo.cli import guarded
+from titan_grpo.protocol import lane as lanes
+from titan_grpo.protocol import ledger
+
+SMALL = Bounds(servers=1, versions=2)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["staged", "streamed"])
+def test_one_server_with_a_fault_at_every_step_breaks_no_rule(streamed):
+    result = Explorer(Bounds(servers=1, versions=2, faults=1, streamed=streamed)).run()
+    assert result.complete
+    assert (result.violation, result.trace) == ("", [])
+    assert result.states > 10_000
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["staged", "streamed"])
+def test_two_faults_on_one_server_break_no_rule(streamed):
+    result = Explorer(Bounds(servers=1, versions=1, faults=2, streamed=streamed)).run()
+    assert (result.violation, result.trace, result.complete) == ("", [], True)
+    assert result.states > 20_000
+
+
+def test_two_servers_without_faults_reach_the_newest_version_in_every_order():
+    result = Explorer(Bounds(servers=2, versions=3, faults=0)).run()
+    assert (result.violation, result.complete) == ("", True)
+    assert result.states > 10_000
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_seeded_bug_is_caught(bug):
+    if bug.rollouts:
+        result = explore_rollouts(2, bug.versions, bug.tables)
+    else:
+        result = Explorer(
+            Bounds(servers=1, versions=bug.versions, faults=bug.faults), bug.tables
+        ).run()
+    assert result.violation
+    assert result.trace
+
+
+def test_there_is_a_seeded_bug_for_each_rule_of_the_protocol():
+    broken = {bug.breaks.partition(":")[0] for bug in BUGS}
+    assert {f"rule {n}" for n in range(1, 9)} <= broken
+
+
+def test_the_bound_on_staleness_holds_at_use_in_every_schedule():
+    result = explore_rollouts(servers=2, versions=3)
+    assert (result.violation, result.complete) == ("", True)
+
+
+def test_the_order_of_servers_and_ranks_makes_no_other_states():
+    one, two = (Explorer(Bounds(ranks=r, servers=1, versions=2, faults=0)).run() for r in (2, 3))
+    assert one.states < two.states < 3 * one.states
+
+
+def test_the_command_ends_with_a_summary_of_states_and_seeded_bugs(capsys, tmp_path):
+    arguments = [
+        "--ranks",
+        "2",
+        "--servers",
+        "1",
+        "--versions",
+        "2",
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
+    assert guarded(run, arguments, "explore") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("explored all ")
+    assert last.endswith(f"0 violations; seeded bugs caught: {len(BUGS)} of {len(BUGS)}")
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert all(bug["caught"] and bug["trace"] for bug in report["bugs"])
+
+
+def test_an_exploration_that_ran_out_of_time_does_not_pass(capsys):
+    assert guarded(run, ["--seconds", "0.01", "--no-bugs"], "explore") == 1
+    assert "explored NOT all" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_bound_out_of_range_is_a_mistake_of_the_caller(capsys):
+    assert guarded(run, ["--servers", "0"], "explore") == 2
+    assert "--servers must be from 1 to 4, got 0" in capsys.readouterr().err
+
+
+class LongRun(RuleBasedStateMachine):
+    """Long random runs with any number of faults: three servers, three ranks, ten versions, no
+    reduction of any kind."""
+
+    versions, tables = 10, Tables()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = trn.start(3, 2, self.tables)
+        self.servers = [srv.Server(lane=lanes.Lane(streamed=i == 2)) for i in range(3)]
+        self.newest: list[int | None] = [None] * 3
+
+    @rule(index=st.integers(0, 2), choice=st.integers(0, 99), faulty=st.booleans())
+    def server_moves(self, index: int, choice: int, faulty: bool) -> None:
+        moves = [m for m in steps.moves(self.servers[index], self.tables) if faulty or not m.fault]
+        if moves:
+            move = moves[choice % len(moves)]
+            if move.effect == "unpin":
+                self.side = trn.unpin(self.side, str(index), self.tables)
+            self.servers[index] = move.after
+
+    @rule(index=st.integers(0, 2))
+    def lane_pins(self, index: int) -> None:
+        state = self.servers[index]
+        if steps.wants_newer(state):
+            self.side, version = trn.pin(self.side, str(index), state.entry.held, self.tables)
+            if version is not None:
+                self.servers[index] = steps.pin(state, version, self.tables)
+
+    @precondition(lambda self: trn.moves(self.side, self.versions, self.tables))
+    @rule(choice=st.integers(0, 99))
+    def trainer_moves(self, choice: int) -> None:
+        moves = trn.moves(self.side, self.versions, self.tables)
+        self.side = moves[choice % len(moves)].after
+
+    @rule(late=st.lists(st.booleans(), min_size=3, max_size=3), chance=st.integers(0, 19))
+    def trainer_is_replaced(self, late: list[bool], chance: int) -> None:
+        if chance == 0:
+            after = [steps.orphans(state) for state in self.servers]
+            self.servers = [
+                choices[0 if wanted else -1] for choices, wanted in zip(after, late, strict=True)
+            ]
+            self.side = trn.start(3, 2, self.tables, max(0, self.side.trained - 1))
+            self.newest = [None] * 3
+
+    @invariant()
+    def nothing_is_torn(self) -> None:
+        trn.check(self.side)
+        for state in self.servers:
+            srv.check(state)
+
+    @invariant()
+    def what_the_ledger_says_never_goes_back_within_an_epoch_of_knowledge(self) -> None:
+        for index, state in enumerate(self.servers):
+            if state.entry == ledger.Entry():
+                self.newest[index] = None
+            held = state.entry.held
+            if held is not None:
+                assert self.newest[index] is None or held >= self.newest[index]
+                self.newest[index] = held
+
+
+TestLongRun = LongRun.TestCase
+TestLongRun.settings = settings(max_examples=25, stateful_step_count=300, deadline=None)

@@ -1,0 +1,234 @@
+"""A server without an engine: the real plugin half and a real receiver process, and no model, no
+HTTP, no generation.
+
+What it is for: testing and measuring the sync without a GPU, a model or an inference engine. A lane
+drives it through ``DirectControl`` as it drives a real server through
+``engines.vllm_control.VllmControl``; bytes, digests, epochs and commits take the real path. It can
+freeze, lose its receiver, go away and come back."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from titan_grpo.errors import ServerRefused, ServerUnreachable
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.messages import Label
+from titan_grpo.receive.commit import EngineSide, OneWorker
+from titan_grpo.runkey import Key
+
+OWN_LABEL = "default"
+"""What the server shows before the first commit, as vLLM does."""
+
+Inspect = Callable[[str, torch.Tensor], None]
+"""Looks at one (HF name, tensor) of a version while it is loaded; the tensor is valid during the
+call only."""
+
+
+class BareEngine:
+    """receive.engine's Engine that accepts any names and keeps nothing: a load is an attached image
+    and a count."""
+
+    def __init__(self, inspect: Inspect | None) -> None:
+        self._inspect = inspect
+
+    def refuses(self, manifest: Manifest) -> str:
+        """See Engine."""
+        return ""
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+        """See Engine."""
+        count = 0
+        for name, tensor in tensors:
+            count += 1
+            if self._inspect is not None:
+                self._inspect(name, tensor)
+        return count
+
+
+class ReceiverServer:
+    """One server. Its methods may be called from any thread; what a lane calls is in
+    ``DirectControl``.
+
+    A context manager: leaving it ends the receiver process, also one that is frozen.
+    """
+
+    def __init__(
+        self, url: str, inspect: Inspect | None = None, run_key: Key | None = None
+    ) -> None:
+        """``url`` is only a name. With a ``run_key`` weights come from who has it. Starts nothing
+        until a lane greets it."""
+        self.url = url
+        self._inspect, self._run_key = inspect, run_key
+        self._changed = threading.Condition()
+        self._calls = threading.Lock()  # an engine answers one call at a time
+        self._up = True
+        self._label = OWN_LABEL
+        self._paused = False
+        self._versions: list[int] = []
+        self._side = self._new_side()
+
+    def _new_side(self) -> EngineSide:
+        return EngineSide(BareEngine(self._inspect), OneWorker(), "", self._run_key)
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions that became visible here, in order, over all restarts."""
+        with self._changed:
+            return list(self._versions)
+
+    @property
+    def label(self) -> str:
+        """The label that it shows."""
+        with self._changed:
+            return self._label
+
+    @property
+    def paused(self) -> bool:
+        """Whether generation would stand still."""
+        with self._changed:
+            return self._paused
+
+    @property
+    def receiver_pid(self) -> int | None:
+        """Process id of the receiver of the epoch in force; None before the first."""
+        client = self._side.client
+        return client.pid if client is not None else None
+
+    def wait_version(self, version: int, timeout_s: float) -> bool:
+        """Wait until the label shows ``version`` or newer, of any run; False if it does not within
+        ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while (shown := Label.parse(self._label)) is None or shown.version < version:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    return False
+                self._changed.wait(remaining)
+            return True
+
+    # What goes wrong with servers.
+
+    def freeze_receiver(self) -> None:
+        """Stop the receiver where it is (SIGSTOP): it holds its connections and does nothing."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw_receiver(self) -> None:
+        """Let a frozen receiver go on."""
+        self._signal(signal.SIGCONT)
+
+    def kill_receiver(self) -> None:
+        """Kill the receiver process; the server itself lives on."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        pid = self.receiver_pid
+        if pid is None:
+            raise ServerRefused(f"{self.url} has no receiver process: no lane has greeted it yet")
+        os.kill(pid, number)
+
+    def go_away(self) -> None:
+        """The server's process ends, and its receiver with it: every call fails until
+        ``come_back``."""
+        with self._changed:
+            self._up = False
+        with self._calls:
+            self._side.close()
+
+    def come_back(self) -> None:
+        """A restarted server: healthy, with weights and a label of its own, and no memory of any
+        epoch."""
+        with self._calls, self._changed:
+            self._side = self._new_side()
+            self._up, self._paused, self._label = True, False, OWN_LABEL
+
+    def close(self) -> None:
+        """End the receiver. Idempotent."""
+        self.go_away()
+
+    def __enter__(self) -> "ReceiverServer":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # What DirectControl calls.
+
+    def _call(self, work: Callable[[EngineSide], object]) -> None:
+        with self._calls:
+            self._check_up()
+            work(self._side)
+
+    def _check_up(self) -> None:
+        with self._changed:
+            if not self._up:
+                raise ServerUnreachable(f"{self.url} is away")
+
+    def _set(self, paused: bool | None = None, label: str | None = None) -> None:
+        self._check_up()
+        with self._changed:
+            self._paused = self._paused if paused is None else paused
+            if label is not None:
+                self._label = label
+                shown = Label.parse(label)
+                if shown is not None and self._versions[-1:] != [shown.version]:
+                    self._versions.append(shown.version)
+            self._changed.notify_all()
+
+
+class DirectControl:
+    """``engines.control.ServerControl`` of a ReceiverServer in this process: calls instead of HTTP,
+    same order and errors."""
+
+    engine = ""
+
+    def __init__(self, server: ReceiverServer) -> None:
+        self._server = server
+        self.url = server.url
+
+    def label(self) -> str:
+        """See ServerControl."""
+        self._server._check_up()
+        return self._server.label
+
+    def greet(self, hello: Mapping[str, Any]) -> None:
+        """See ServerControl."""
+        self._server._call(lambda side: side.hello(dict(hello)))
+
+    def paused(self) -> bool:
+        """See ServerControl."""
+        self._server._check_up()
+        return self._server.paused
+
+    def pause(self) -> None:
+        """See ServerControl."""
+        self._server._set(paused=True)
+
+    def drop_kv(self) -> None:
+        """There is none."""
+
+    def load(self, info: Mapping[str, Any]) -> None:
+        """See ServerControl."""
+        self._server._call(lambda side: side.commit(dict(info)))
+
+    def finish(self, label: str) -> None:
+        """See ServerControl."""
+        self._server._set(label=label)
+
+    def stock(self) -> None:
+        """Our receiver is there."""
+
+    def relabel(self, label: str) -> None:
+        """See ServerControl."""
+        self._server._set(label=label)
+
+    def resume(self) -> None:
+        """See ServerControl."""
+        self._server._set(paused=False)
+
+    def close(self) -> None:
+        """The connection ends; the server stays."""

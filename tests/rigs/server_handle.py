@@ -1,0 +1,203 @@
+"""The owner's side of ``server_process``: start it under guard, signal it, end it. Never left
+behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any
+
+from tests.rigs.census import children
+from titan_grpo.engines.http import Call, SyncDriver
+from titan_grpo.engines.process_guard import kill_group
+from titan_grpo.errors import ServerUnreachable
+
+START_S = 60.0
+"""Deadline of a start, in seconds: most of it is importing torch."""
+
+GRACE_S = 2.0
+"""How long the guard leaves the process to end by itself, in seconds."""
+
+
+def served(after: int = 0, timeout_s: float = 10.0) -> Call[dict[str, Any]]:
+    """What GET /served says; ``visible``, the (label, digest) pairs that requests could meet, from
+    entry ``after`` on."""
+    return Call("GET", "/served", timeout_s, dict, params={"after": str(after)})
+
+
+def misbehave(act: str, path: str, timeout_s: float = 10.0) -> Call[None]:
+    """Strike the next call of ``path``; see server_process.ACTS."""
+    return Call("POST", "/misbehave", timeout_s, lambda _: None, json={"act": act, "path": path})
+
+
+class ServerProcess:
+    """One server process and its receivers, which are in its process group. A context manager; also
+    ends with its owner."""
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+    ) -> None:
+        """Start it; returns when it listens. ``port`` 0 takes a free one, and keeps it over
+        restarts.
+
+        ``args``: more of its arguments; ``env``: more of its environment; ``log_path``: where its
+        stderr and its receivers' is appended to, None: where ours goes. Raises ServerUnreachable if
+        it does not start.
+        """
+        self._host, self._port, self._args, self._env = host, port, tuple(args), dict(env or {})
+        self._log_path = log_path
+        self.pid = 0
+        """Process id of the server, which is also its process group; 0 while it is down."""
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """Base URL; the same over restarts."""
+        return f"http://{self._host}:{self._port}"
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        return self._port
+
+    @property
+    def guard_pid(self) -> int:
+        """Process id of its guard."""
+        return self._guard.pid
+
+    @property
+    def receiver_pid(self) -> int | None:
+        """Process id of the receiver of the epoch in force, as the server says it; None before the
+        first."""
+        return self.run(served())["receiver_pid"]  # type: ignore[no-any-return]
+
+    @property
+    def receiver_pids(self) -> list[int]:
+        """Process ids of all its children, told by the kernel: also while the server is stopped or
+        busy."""
+        return children(self.pid) if self.pid else []
+
+    def run(self, call: Call[Any]) -> Any:
+        """Execute one call over a connection of its own."""
+        with SyncDriver(self.url) as driver:
+            return driver.run(call)
+
+    def start(self) -> None:
+        """Start it again after ``kill`` or ``stop``, on the same port: other weights, another
+        label, no memory."""
+        ours, theirs = socket.socketpair()
+        guard = [
+            sys.executable,
+            "-m",
+            "titan_grpo.engines.process_guard",
+            "--fd",
+            str(theirs.fileno()),
+            "--grace",
+            str(GRACE_S),
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.rigs.server_process",
+            "--host",
+            self._host,
+            "--port",
+            str(self._port),
+        ]
+        with theirs, ExitStack() as stack:
+            log = None if self._log_path is None else stack.enter_context(self._log_path.open("ab"))
+            self._guard = subprocess.Popen(
+                [*guard, "--", *command, *self._args],
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self._env},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._owner = ours
+        try:
+            self._port = int(self._first_line()["port"])
+            ours.settimeout(START_S)
+            with ours.makefile("rb") as told:
+                self.pid = int(told.readline())
+        except (ValueError, OSError, TypeError) as error:
+            self.stop()
+            raise ServerUnreachable(
+                f"{self.url}: the server process did not start within {START_S:g} s ({error})"
+            ) from error
+
+    def _first_line(self) -> Any:
+        """What the process says when it listens. Its further output is read and dropped, so that it
+        never fills the pipe."""
+        stdout = self._guard.stdout
+        assert stdout is not None
+        lines: SimpleQueue[bytes] = SimpleQueue()
+
+        def read() -> None:
+            with stdout:
+                lines.put(stdout.readline())
+                while stdout.read(1 << 16):
+                    pass
+
+        threading.Thread(target=read, name=f"server {self._port}", daemon=True).start()
+        try:
+            return json.loads(lines.get(timeout=START_S))
+        except Empty:
+            raise TimeoutError("it said nothing") from None
+
+    def signal(self, number: int) -> None:
+        """Signal the server and its receivers; SIGSTOP and SIGCONT freeze and thaw them."""
+        if self.pid:
+            kill_group(self.pid, number)
+
+    def signal_server(self, number: int) -> None:
+        """Signal the server alone."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def alive(self) -> bool:
+        """Whether the server's process runs."""
+        return self._guard.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL to the server and its receivers; returns when they are gone. ``start`` brings it
+        back."""
+        self.signal(signal.SIGKILL)
+        self.stop()
+
+    def stop(self) -> None:
+        """End it, also while it is stopped; returns when it is gone. Idempotent."""
+        self._owner.close()
+        self.signal(signal.SIGCONT)
+        try:
+            self._guard.wait(GRACE_S + 5.0)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+            self._guard.kill()
+            self._guard.wait(5.0)
+        self.pid = 0
+
+    def __enter__(self) -> "ServerProcess":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()

@@ -1,0 +1,159 @@
+"""Carries out the faults of a schedule on two server processes, each at its time, and undoes what
+has to be undone."""
+
+import heapq
+import itertools
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from tests.rigs.server_handle import ServerProcess, misbehave
+from tests.soak.plan import CALLS, Fault, Kind
+from titan_grpo.errors import PeerError
+
+RETRY_S = 0.3
+"""A fault whose victim is not there (its receiver is starting, it is stopped itself) is tried again
+after this, in seconds."""
+
+TRIES = 60
+"""After so many tries a fault counts as missed."""
+
+log = logging.getLogger("titan_grpo.soak")
+
+
+@dataclass(order=True, slots=True)
+class _Due:
+    at_s: float
+    number: int
+    act: Callable[[], bool] = field(compare=False)
+    name: str = field(compare=False)
+    tries: int = field(compare=False, default=0)
+
+
+class Injector:
+    """Used by one thread, which calls ``work`` often; restarts run on threads of their own."""
+
+    def __init__(
+        self, servers: Sequence[ServerProcess], stop_s: float, before_kill: Callable[[int], object]
+    ) -> None:
+        """``stop_s``: how long a stopped process stays so. ``before_kill`` gets the index of a
+        server right before its end."""
+        self._servers, self._stop_s, self._before_kill = servers, stop_s, before_kill
+        self._due: list[_Due] = []
+        self._numbers = itertools.count()
+        self._restarts: dict[int, threading.Thread] = {}
+        self._stopped: set[int] = set()
+        self.struck: dict[Kind, int] = dict.fromkeys(Kind, 0)
+        self.missed: list[str] = []
+        self.restarted = [0 for _ in servers]
+        self.failed_starts: list[str] = []
+
+    def plan(self, fault: Fault, at_s: float) -> None:
+        """Carry ``fault`` out at ``at_s`` on the monotonic clock. Corrupted bytes are the trainer's
+        business."""
+        if fault.kind is not Kind.CORRUPT:
+            self._push(
+                at_s, lambda: self._strike(fault), f"{fault.kind.value} (server {fault.server})"
+            )
+
+    @property
+    def next_s(self) -> float | None:
+        """When ``work`` has something to do; None: nothing is planned."""
+        return self._due[0].at_s if self._due else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is planned, stopped or restarting."""
+        return bool(self._due) or any(thread.is_alive() for thread in self._restarts.values())
+
+    def work(self) -> None:
+        """Do what is due."""
+        while self._due and self._due[0].at_s <= time.monotonic():
+            due = heapq.heappop(self._due)
+            if due.act():
+                continue
+            due.tries += 1
+            if due.tries > TRIES:
+                self.missed.append(due.name)
+                continue
+            due.at_s = time.monotonic() + RETRY_S
+            heapq.heappush(self._due, due)
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for restarts that are under way."""
+        for thread in self._restarts.values():
+            thread.join(timeout_s)
+
+    def _push(self, at_s: float, act: Callable[[], bool], name: str) -> None:
+        heapq.heappush(self._due, _Due(at_s, next(self._numbers), act, name))
+
+    def _strike(self, fault: Fault) -> bool:
+        """Whether it could be carried out."""
+        index, server = fault.server, self._servers[fault.server]
+        if index in self._stopped or (index in self._restarts and self._restarts[index].is_alive()):
+            return False
+        match fault.kind:
+            case Kind.STOP_RECEIVER | Kind.KILL_RECEIVER:
+                pids = server.receiver_pids
+                if not pids or (
+                    fault.kind is Kind.STOP_RECEIVER and not self._stop(index, pids[-1])
+                ):
+                    return False
+                if fault.kind is Kind.KILL_RECEIVER:
+                    _signal(pids[-1], signal.SIGKILL)
+            case Kind.STOP_SERVER:
+                if not self._stop(index, server.pid):
+                    return False
+            case Kind.RESTART_SERVER:
+                self._restarts[index] = threading.Thread(
+                    target=self._restart, args=(index,), name=f"restart {index}"
+                )
+                self._restarts[index].start()
+            case _:
+                try:
+                    server.run(misbehave(CALLS[fault.kind], fault.path, timeout_s=1.0))
+                except PeerError:
+                    return False
+        self.struck[fault.kind] += 1
+        return True
+
+    def _stop(self, index: int, pid: int) -> bool:
+        try:
+            # a descriptor and not the number: the process may be gone, and the number another's,
+            # when it is let go
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return False
+        signal.pidfd_send_signal(descriptor, signal.SIGSTOP)
+        self._stopped.add(index)
+
+        def let_go() -> bool:
+            self._stopped.discard(index)
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGCONT)
+            os.close(descriptor)
+            return True
+
+        self._push(time.monotonic() + self._stop_s, let_go, f"letting process {pid} go on")
+        return True
+
+    def _restart(self, index: int) -> None:
+        server = self._servers[index]
+        self._before_kill(index)
+        server.kill()
+        try:
+            server.start()
+            self.restarted[index] += 1
+        except PeerError as error:
+            log.error("%s", error)
+            self.failed_starts.append(str(error))
+
+
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,124 @@
+"""The schedule of faults and the verdicts of a soak, on numbers."""
+
+import pytest
+
+from tests.rigs.census import Holdings
+from tests.soak.judge import JUDGED_CALMS, STALL_S, Seen, growth, judge, mismatches, went_back
+from tests.soak.plan import CALLS, Kind, calm_versions, schedule
+
+URLS = ("http://a", "http://b")
+
+
+def test_one_seed_gives_one_schedule_and_another_one_another():
+    assert schedule(1, 100, 20, 5, 2) == schedule(1, 100, 20, 5, 2)
+    assert schedule(1, 100, 20, 5, 2) != schedule(2, 100, 20, 5, 2)
+    assert schedule(1, 100, 20, 0, 2) == ()
+
+
+def test_every_kind_comes_equally_often_and_the_first_server_is_never_restarted():
+    faults = schedule(0, 800, 50, 10, 2)
+    counts = {kind: sum(f.kind is kind for f in faults) for kind in Kind}
+    assert set(counts.values()) == {len(faults) // len(Kind)}
+    assert {f.server for f in faults if f.kind is Kind.RESTART_SERVER} == {1}
+    assert all(bool(f.path) == (f.kind in CALLS) for f in faults)
+
+
+def test_faults_rest_at_the_end_of_every_window():
+    faults = schedule(3, 100, 20, 2, 2)
+    assert {(f.version - 1) % 20 for f in faults} <= set(range(14))
+
+
+@pytest.mark.parametrize(
+    ("versions", "window", "calm"), [(7, 3, (3, 6, 7)), (6, 3, (3, 6)), (2, 3, (2,)), (3, 3, (3,))]
+)
+def test_the_last_version_is_always_calm(versions, window, calm):
+    assert calm_versions(versions, window) == calm
+
+
+def holding(**values: int) -> Holdings:
+    return Holdings(
+        **(
+            {
+                "rss": 100,
+                "pss": 50,
+                "anonymous": 50,
+                "shared": 10,
+                "fds": 10,
+                "memfds": 2,
+                "threads": 4,
+            }
+            | values
+        )
+    )
+
+
+def healthy(calms: int = JUDGED_CALMS) -> Seen:
+    return Seen(
+        run_id="r",
+        digests={1: "d1", 2: "d2"},
+        visible={url: [("r:1:f", "d1"), ("r:2:f", "d2")] for url in URLS},
+        waits=[0.0],
+        boundaries=[0.001],
+        controls=[0.001],
+        control_waits=[0.0],
+        calms=[{"trainer": holding()} for _ in range(calms)],
+    )
+
+
+def failed(seen: Seen) -> list[str]:
+    return [verdict.what for verdict in judge(seen) if not verdict.ok]
+
+
+def test_a_healthy_run_passes():
+    assert failed(healthy()) == []
+
+
+def test_weights_under_the_wrong_label_of_another_run_or_unusable_are_mismatches():
+    for wrong in (("r:1:f", "d2"), ("other:1:f", "d1"), ("unusable", "d1"), ("r:9:f", "d1")):
+        seen = healthy()
+        seen.visible[URLS[0]].append(wrong)
+        assert len(mismatches(seen)) == 1
+        assert "served weights that are no version" in failed(seen)
+    seen = healthy()
+    seen.visible[URLS[0]].insert(0, ("default", "own"))
+    assert mismatches(seen) == []
+
+
+def test_a_version_that_goes_back_is_seen_also_over_a_restart():
+    assert went_back(
+        [("r:1:f", ""), ("r:3:f", ""), ("default", ""), ("r:2:f", ""), ("r:3:f", "")]
+    ) == ["r:2:f"]
+
+
+def test_a_boundary_that_waited_is_a_stall_and_a_slow_machine_is_none():
+    seen = healthy()
+    seen.boundaries.append(3.0)
+    assert failed(seen) == []
+    seen.waits.append(STALL_S * 1.1)
+    assert failed(seen) == ["step boundaries that waited"]
+    seen.control_waits.append(STALL_S)
+    assert failed(seen) == []
+    seen.control_waits.append(9.0)
+    seen.waits.append(1.0)
+    assert failed(seen) == ["step boundaries that waited"]
+
+
+def test_growth_after_the_warm_up_is_judged_in_long_runs_only():
+    assert growth([9, 9, 1, 2, 3, 4, 5, 6, 7, 8]) == (2.5, 6.5)
+    for calms, ends in ((JUDGED_CALMS, ["memory, trainer"]), (JUDGED_CALMS - 1, [])):
+        seen = healthy(calms)
+        for index, calm in enumerate(seen.calms):
+            calm["trainer"] = holding(rss=1000 + 20 * index)
+        assert failed(seen) == ends
+
+
+def test_descriptors_memfds_and_processes_left_behind_fail_a_short_run_too():
+    for what, more in (("fds", 6), ("memfds", 1), ("threads", 3)):
+        seen = healthy(4)
+        seen.calms[-1]["trainer"] = seen.calms[-2]["trainer"] = holding(
+            **{what: getattr(holding(), what) + more}
+        )
+        assert failed(seen) == ["handles, trainer"]
+    seen = healthy(4)
+    seen.strangers.append("process 1")
+    assert failed(seen) == ["processes left behind"]

@@ -1,0 +1,236 @@
+"""What is asked of a generation request and what comes back, whichever engine answers.
+
+Completions that come in pieces, as server-sent events: bytes in, tokens out. Pure; drivers.py
+brings the bytes."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from titan_grpo.engines.http import Call, HttpRefused, want
+from titan_grpo.errors import ServerRefused
+
+LOGPROB_FLOOR = -9999.0
+"""At or below this a log-probability stands for minus infinity, which JSON has no number for (vLLM
+sends just this one)."""
+
+VersionSpan = tuple[str, int, int]
+"""(label, start, end): the engine showed ``label`` for its weights while it made the tokens start,
+..., end - 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One sampled continuation: token ids, their natural-log probabilities (NaN where the server
+    sent null), why it ended.
+
+    ``versions``: which weights made which tokens, in order and without gaps; empty where the engine
+    does not say.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    versions: tuple[VersionSpan, ...] = ()
+    retractions: int | None = None
+    """How often the engine threw the request's KV away and computed it anew; None where it does not
+    say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling of one request. Truncation (top-k, top-p, penalties) is always off: the trainer
+    recomputes plain softmax."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int | None = None
+    cache_salt: str = ""
+    """Version label the request is admitted under: a pause that keeps requests does not clear the
+    prefix cache, so KV blocks of older weights would be reused; a salt per version keeps them
+    apart."""
+
+    ignore_eos: bool = False
+    """Go on to ``max_tokens`` whatever is sampled: requests of a known length, for checks and
+    measurements."""
+
+
+def salt(label: str) -> str:
+    """A cache salt for any label: hashed, since vLLM refuses salts over 128 characters or with "/",
+    "@" or a backslash."""
+    return hashlib.blake2b(label.encode(), digest_size=16).hexdigest()
+
+
+def logprob(value: Any) -> float:
+    """A log-probability of an answer; NaN for null, minus infinity at the floor and below."""
+    if not isinstance(value, (int, float)):
+        return math.nan
+    return -math.inf if value <= LOGPROB_FLOOR else float(value)
+
+
+def version_spans(value: Any, path: str) -> tuple[VersionSpan, ...]:
+    """``weight_versions`` of an answer, in the form that both engines give it; empty for null.
+    ServerRefused for others."""
+    return tuple(
+        (
+            str(want(s, "version", str, path)),
+            int(want(s, "start", int, path)),
+            int(want(s, "end", int, path)),
+        )
+        for s in (value if isinstance(value, list) else ())
+    )
+
+
+INTERVAL = 32
+"""Tokens in one piece, but for the first and the last: what a broken connection costs of each
+request at most. Both engines take it with the request. At this the engines' own cost does not show;
+one token a piece costs them up to two thirds more CPU time, and this side several times as much
+(docs/measurements.md)."""
+
+DONE = b"[DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one event of a dialect says.
+
+    ``start``: how many tokens come before these; -1: as many as came so far. ``finish_reason``:
+    empty while more is to come. ``versions`` and ``retractions`` are those of the whole answer up
+    to here; ``versions`` is empty where nothing is said.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    finish_reason: str = ""
+    versions: tuple[VersionSpan, ...] = ()
+    retractions: int | None = None
+    start: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedCall:
+    """A call whose answer comes in pieces. ``call.parse`` reads one that comes whole all the same;
+    ``call.timeout_s`` bounds each silence. ``piece`` turns an event's JSON into a Piece."""
+
+    call: Call[Sampled]
+    piece: Callable[[Any], Piece]
+
+
+class Events:
+    """Cuts a body into the payloads of its events, wherever the chunks were cut. Bytes: a character
+    may be cut too."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def take(self, chunk: bytes) -> list[bytes]:
+        """Payloads that are complete with this chunk. One line is one payload, as both engines
+        write it.
+
+        >>> events = Events()
+        >>> events.take(b'data: {"a"'), events.take(b': 1}' + bytes([13, 10, 13, 10]) + b'data: [DO')
+        ([], [b'{"a": 1}'])
+        """
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+class Answer:
+    """One streamed answer, as far as it has come.
+
+    Some server or proxy may not stream: a body that is a JSON object and no events is read as the
+    whole answer.
+    """
+
+    def __init__(self, call: StreamedCall) -> None:
+        self._call, self._events = call, Events()
+        self._whole = b""
+        self._began = False
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: tuple[VersionSpan, ...] = ()
+        self._retractions: int | None = None
+        self.finish_reason = ""
+        """Empty until it is known how the answer ended."""
+
+    @property
+    def count(self) -> int:
+        """Tokens so far."""
+        return len(self._token_ids)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the engine has said how it ended."""
+        return bool(self.finish_reason)
+
+    def take(self, chunk: bytes) -> None:
+        """The next bytes of the body. Raises HttpRefused for an error among the events,
+        ServerRefused for what is none."""
+        if self._whole or (not self._began and chunk.lstrip().startswith(b"{")):
+            self._whole += chunk
+            return
+        self._began = self._began or bool(chunk.strip())
+        for payload in self._events.take(chunk):
+            if payload != DONE:
+                self._add(self._call.piece(_event(payload, self._call.call.path)))
+
+    def end(self) -> None:
+        """The body ended. Raises ServerRefused where it was a whole answer, and one that can not be
+        read."""
+        if self._whole:
+            self._set(self._call.call.parse(_event(self._whole, self._call.call.path)))
+
+    def sampled(self, count: int, finish_reason: str) -> Sampled:
+        """The first ``count`` tokens, with what the engine has said of them, and
+        ``finish_reason``."""
+        spans = tuple(
+            (label, start, min(end, count)) for label, start, end in self._versions if start < count
+        )
+        return Sampled(
+            tuple(self._token_ids[:count]),
+            tuple(self._logprobs[:count]),
+            finish_reason,
+            spans,
+            self._retractions,
+        )
+
+    def _add(self, piece: Piece) -> None:
+        have = self.count
+        start = have if piece.start < 0 else piece.start
+        if start > have:
+            raise ServerRefused(
+                f"{self._call.call.path} left out the tokens {have} to {start - 1} of its answer"
+            )
+        self._token_ids[start:] = piece.token_ids
+        self._logprobs[start:] = piece.logprobs
+        self._versions = piece.versions or self._versions
+        self._retractions = self._retractions if piece.retractions is None else piece.retractions
+        self.finish_reason = piece.finish_reason or self.finish_reason
+
+    def _set(self, sampled: Sampled) -> None:
+        self._token_ids, self._logprobs = list(sampled.token_ids), list(sampled.logprobs)
+        self._versions, self._retractions = sampled.versions, sampled.retractions
+        self.finish_reason = sampled.finish_reason
+
+
+def _event(payload: bytes, path: str) -> Any:
+    """The JSON of one event. An error that it tells is raised as the status code would be that it
+    comes too late for."""
+    try:
+        event = json.loads(payload)
+    except ValueError:
+        raise ServerRefused(
+            f"{path} must stream JSON, got {payload[:200]!r}: another server or another version"
+            " of it?"
+        ) from None
+    error = event.get("error") if isinstance(event, dict) else None
+    if error is not None:
+        code = error.get("code") if isinstance(error, dict) else None
+        raise HttpRefused(
+            f"{path} broke its answer off: {str(error)[:300]}",
+            code if isinstance(code, int) else 500,
+        )
+    return event

@@ -1,0 +1,125 @@
+"""The receiver's process: one per epoch, child of the engine's worker. ``python -m
+titan_grpo.receive.receiver_main --fd N``.
+
+A process of its own because a communicator can end the process that holds it (gloo aborts when a
+sender sends more bytes than announced; NCCL's watchdog aborts too), and because an epoch that hangs
+can be ended with a kill that takes nothing else with it."""
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import socket
+import threading
+import traceback
+from typing import Any
+
+from titan_grpo.errors import TitanGrpoError
+from titan_grpo.protocol.messages import Applied, Commit, Hello
+from titan_grpo.receive.receiver import Held, Receiver
+from titan_grpo.receive.unix_rpc import Channel
+from titan_grpo.runkey import EpochKeys
+
+PR_SET_PDEATHSIG = 1
+REPLY_S = 10.0
+"""How long an answer to the engine may block, in seconds."""
+
+log = logging.getLogger("titan_grpo.receive")
+
+
+def die_with_parent(parent: int) -> None:
+    """Be killed when the thread that started this process ends; end now if it already has."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        leave(0)
+
+
+def leave(code: int) -> None:
+    """End without running destructors: a process group's destructor blocks on, or aborts over, an
+    unfinished operation."""
+    logging.shutdown()
+    os._exit(code)
+
+
+def use_every_core() -> None:
+    """Undo the engine's pinning, which a child inherits: its one core is busy generating."""
+    try:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    except OSError as error:
+        log.info("the receiver keeps the engine's cores: %s", error)
+
+
+def converse(receiver: Receiver) -> None:
+    """Thread: the epoch with the lane; the process ends with it."""
+    code = 0
+    try:
+        receiver.run()
+        log.info("the trainer said bye")
+    except TitanGrpoError as error:
+        log.warning("epoch ended: %s; the engine keeps its version", error)
+        code = 3
+    except Exception:  # noqa: BLE001 - top of a thread: a silent death would leave the lane waiting for its deadline
+        log.error("epoch ended by a bug; the engine keeps its version\n%s", traceback.format_exc())
+        code = 4
+    leave(code)
+
+
+def respond(receiver: Receiver, message: dict[str, Any]) -> dict[str, Any]:
+    """Answer one request of the engine."""
+    try:
+        if message["op"] == "lend":
+            image, manifest = receiver.lend(Commit.from_dict(message["commit"]))
+            lent = {"image": image.address.to_json(), "manifest": manifest.to_json()}
+            return {
+                "ok": True,
+                **lent,
+                "streamed": receiver.streamed,
+                "timeout_s": receiver.timeout_s,
+            }
+        if message["op"] == "take":
+            return {
+                "ok": True,
+                "filled": receiver.take(int(message["consumed"]), float(message["wait_s"])),
+            }
+        receiver.applied(Applied.from_dict(message["applied"]))
+        return {"ok": True}
+    except TitanGrpoError as error:
+        return {"ok": False, "error": str(error)}
+
+
+def serve(channel: Channel) -> None:
+    """Main thread: the engine's requests, until the engine ends."""
+    first = channel.receive(REPLY_S)
+    if first is None:
+        return
+    keys = EpochKeys.from_hex(first["keys"]) if first["keys"] else None
+    receiver = Receiver(Hello.from_dict(first["hello"]), Held(**first["held"]), keys)
+    if first["op"] == "answer":
+        receiver.answer()
+        return
+    threading.Thread(target=converse, args=(receiver,), name="epoch", daemon=True).start()
+    while (message := channel.receive(None)) is not None:
+        channel.send({"id": message["id"], **respond(receiver, message)}, REPLY_S)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    args = parser.parse_args()
+    die_with_parent(args.parent)
+    logging.basicConfig(level=logging.INFO, format="titan_grpo receiver %(process)d: %(message)s")
+    use_every_core()
+    code = 0
+    try:
+        serve(Channel(socket.socket(fileno=args.fd)))
+    except TitanGrpoError as error:
+        log.warning("%s", error)
+        code = 3
+    leave(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,435 @@
+"""The trainer's end of one epoch with one server that has our receiver: store, communicator,
+transfers."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from titan_grpo.engines.control import ServerControl
+from titan_grpo.errors import ProtocolError, TransferFailed
+from titan_grpo.layout.digest import KEYED
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.messages import (
+    ABORTED,
+    CANCEL_KEY,
+    PING_BYTES,
+    PROBE,
+    RECEIVER_RANK,
+    Applied,
+    Commit,
+    Hello,
+    Joined,
+    Order,
+    Staged,
+    key_prefix,
+)
+from titan_grpo.runkey import EpochKeys, Key
+from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
+from titan_grpo.sync.transports.store import host_store, join_store, open_transport, store_errors
+
+Moved = Callable[[int], object]
+"""Told after every bucket how many bytes of the image are through; must not block. What it raises
+ends the transfer."""
+
+MANIFEST_NUMBER = 0
+"""Number of the order that hands over the manifest; transfers count from 1."""
+
+ANSWER_S = 2.0
+"""How long a live receiver may take for an answer that needs no work of it, in seconds."""
+
+
+def answer_s(commit_deadline_s: float) -> float:
+    """Deadline of such an answer: never more than that of a commit call."""
+    return min(ANSWER_S, commit_deadline_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """What every epoch of a lane has in common. ``timeout_s`` is the deadline of one transfer, in
+    seconds.
+
+    With a ``run_key`` only servers that have it too are joined, and blocks are hashed with keys and
+    so with blake3, whatever ``digest_algorithm`` says.
+    """
+
+    transport: str
+    bind_host: str
+    digest_algorithm: str
+    bucket_bytes: int
+    timeout_s: float
+    device: str = "cpu"
+    apply: str = "staged"
+    run_key: Key | None = None
+
+    @property
+    def algorithm(self) -> str:
+        """How blocks are hashed."""
+        return self.digest_algorithm if self.run_key is None else KEYED
+
+    def keys(self, run_id: str, epoch: int) -> EpochKeys | None:
+        """The keys of one epoch, None without a run key."""
+        return None if self.run_key is None else EpochKeys.of(self.run_key, run_id, epoch)
+
+    def block_key(self, run_id: str) -> bytes | None:
+        """Key of the digests of all blocks of a run (layout.digest), None without a run key."""
+        keys = self.keys(run_id, 0)
+        return None if keys is None else keys.blocks.raw
+
+
+class LaneLink:
+    """One epoch: open, wait_joined, send_manifest, then send + wait_applied as often as wanted,
+    close.
+
+    With ``apply`` "streamed", offer + stream take the place of send, and wait_applied may run in a
+    second thread meanwhile.
+
+    Used by one thread, except ``cancel`` and ``abort``, which any thread may call; ``abort`` makes
+    the blocked call, and every later one, raise TransferFailed at once. After a TransferFailed the
+    epoch is over: close it and open the next one.
+    """
+
+    def __init__(self, run_id: str, epoch: int, manifest: Manifest, options: LinkOptions) -> None:
+        """Nothing is opened yet. ``epoch`` must be higher than that of every earlier link to the
+        same server."""
+        self._run_id, self._epoch, self._manifest, self._options = run_id, epoch, manifest, options
+        keys = options.keys(run_id, epoch)
+        self._key = keys.messages if keys is not None else None
+        self._lock = threading.Lock()
+        self._aborted = False
+        self._waiting = ""
+        self._next = MANIFEST_NUMBER
+        self._host: dist.TCPStore | None = None
+        self._store: dist.Store | None = None
+        self._alarm: dist.Store | None = None
+        self._transport: Transport | None = None
+
+    def open(self) -> Hello:
+        """Host the store; what to send as ``init_info`` to the server. Raises ConfigError if
+        bind_host is not ours."""
+        o = self._options
+        self._host = host_store(o.bind_host)
+        prefix = key_prefix(self._run_id, self._epoch)
+        self._store = dist.PrefixStore(prefix, self._host)
+        # abort() must be able to set a key while another thread waits on the first connection,
+        # which is then locked
+        self._alarm = dist.PrefixStore(
+            prefix, join_store(o.bind_host, self._host.port, o.timeout_s)
+        )
+        hello = Hello(
+            run_id=self._run_id,
+            epoch=self._epoch,
+            store_host=o.bind_host,
+            store_port=self._host.port,
+            transport=o.transport,
+            rank=RECEIVER_RANK,
+            size=RECEIVER_RANK + 1,
+            manifest_digest=self._manifest.digest,
+            digest_algorithm=o.algorithm,
+            block_bytes=self._manifest.block_bytes,
+            bucket_bytes=o.bucket_bytes,
+            timeout_s=o.timeout_s,
+            apply=o.apply,
+        )
+        return hello.proven(self._key)
+
+    def join(self, control: ServerControl, timeout_s: float) -> Joined:
+        """Open, have the server greeted, and ``wait_joined``."""
+        control.greet(self.open().to_dict())
+        return self.wait_joined(timeout_s)
+
+    def wait_joined(self, timeout_s: float) -> Joined:
+        """The receiver's answer, with what its engine holds; then the communicator is open.
+
+        TransferFailed if none comes in time or the receiver refuses (its reason is in the message);
+        PeerError if it has not this run's key.
+        """
+        joined = Joined.from_json(
+            self._await(f"joined/{RECEIVER_RANK}", timeout_s, "waiting for the server's receiver")
+        )
+        if not joined.ok:
+            raise TransferFailed(
+                f"the server's receiver refused epoch {self._epoch}: {joined.error}"
+            )
+        joined.require_proof(self._key)
+        o = self._options
+        options = TransportOptions(
+            min(timeout_s, o.timeout_s), o.bind_host, o.bucket_bytes, o.device
+        )
+        transport = open_transport(o.transport, self._opened(), 0, RECEIVER_RANK + 1, options)
+        with self._lock:
+            self._transport = transport
+            aborted = self._aborted
+        if aborted:
+            transport.abort()
+        return joined
+
+    def send_manifest(self, timeout_s: float) -> Staged:
+        """Hand the manifest over and wait until the receiver has memory for an image of that
+        size."""
+        self._set("manifest", self._manifest.to_json())
+        return self._order(Order(MANIFEST_NUMBER, "manifest", 0, "", ""), timeout_s)
+
+    def send(
+        self,
+        number: int,
+        version: int,
+        image: torch.Tensor,
+        digests: Sequence[bytes],
+        fingerprint: str,
+        moved: Moved | None = None,
+    ) -> Staged:
+        """Send a whole image (uint8[total_bytes], host) and wait for its verification. ``number``
+        counts from 1.
+
+        Raises TransferFailed when bytes are lost or late. A Staged that is not ok (digests differ)
+        is returned, not raised: the epoch is still good and the image may be sent again under the
+        next number.
+        """
+        start = time.monotonic()
+        self._check_size(image)
+        self._announce("receive", number, version, digests, fingerprint)
+        broadcast_image(
+            self._connected(), image, self._options.bucket_bytes, self._options.timeout_s, moved
+        )
+        left = max(0.0, start + self._options.timeout_s - time.monotonic())
+        return self._staged(number, left)
+
+    def offer(
+        self, number: int, version: int, digests: Sequence[bytes], fingerprint: str
+    ) -> Staged:
+        """Prepare a streamed transfer: nothing moves until ``stream``. ``number`` counts from 1."""
+        self._announce("stream", number, version, digests, fingerprint)
+        return self._staged(number, self._options.timeout_s)
+
+    def stream(self, image: torch.Tensor, moved: Moved | None = None) -> None:
+        """Send a whole image (uint8[total_bytes], host) through the window that was offered; the
+        engine must be loading.
+
+        Raises TransferFailed when bytes are lost or late, a block differs or the engine gives up:
+        the epoch is over, but the engine's report can still be awaited.
+        """
+        self._check_size(image)
+        broadcast_image(
+            self._connected(), image, self._options.bucket_bytes, self._options.timeout_s, moved
+        )
+
+    def cancel(self) -> None:
+        """Give a streamed transfer up and have the receiver let the engine go, at once.
+
+        Unlike after ``abort``, the engine's report can still be awaited. Any thread; idempotent.
+        """
+        with self._lock:
+            transport, alarm = self._transport, self._alarm
+        if transport is not None:
+            transport.abort()
+        if alarm is not None:
+            with suppress(TransferFailed), store_errors(f"giving epoch {self._epoch} up"):
+                alarm.set(CANCEL_KEY, b"1")  # type: ignore[arg-type]
+
+    def commit(self, staged: Staged) -> Commit:
+        """The ``update_info`` for a staged or offered transfer."""
+        commit = Commit(
+            run_id=self._run_id,
+            epoch=self._epoch,
+            number=staged.number,
+            version=staged.version,
+            fingerprint=staged.fingerprint,
+            manifest_digest=self._manifest.digest,
+            image=staged.image,
+        )
+        return commit.proven(self._key)
+
+    def wait_applied(self, number: int, timeout_s: float) -> Applied:
+        """How the commit of that transfer ended in the engine.
+
+        The plugin delivers it before /update_weights answers, so a few seconds after that answer
+        are enough; none within them means that the engine's version is unknown (TransferFailed).
+        """
+        applied = Applied.from_json(
+            self._await(
+                f"applied/{number}", timeout_s, f"waiting for the engine to apply transfer {number}"
+            )
+        )
+        applied.require_proof(self._key)
+        return applied
+
+    def ping(self, number: int, timeout_s: float) -> None:
+        """Ask the receiver of this epoch for a sign of life, after a transfer that is over.
+
+        TransferFailed if none comes in time, at once if the connection is lost: the receiver is
+        gone or was replaced, and its engine may have been restarted.
+        """
+        self._forget(number - 1)
+        self._post(Order(number, "ping", 0, "", ""))
+        self._connected().broadcast(torch.zeros(PING_BYTES, dtype=torch.uint8), timeout_s)
+        answer = self._staged(number, timeout_s)
+        if not answer.ok:
+            raise TransferFailed(
+                f"the receiver of epoch {self._epoch} refused to be asked: {answer.error}"
+            )
+
+    def release(self, number: int, timeout_s: float) -> Staged:
+        """Let the receiver free its image; the next send makes it anew."""
+        return self._order(Order(number, "release", 0, "", ""), timeout_s)
+
+    def bye(self, number: int) -> None:
+        """Tell the receiver that no more comes; it ends. Then close."""
+        self._post(Order(number, "bye", 0, "", ""))
+
+    def abort(self) -> None:
+        """Make the blocked call and every later one raise TransferFailed at once. Any thread;
+        idempotent."""
+        with self._lock:
+            self._aborted = True
+            waiting, transport, alarm = self._waiting, self._transport, self._alarm
+        if transport is not None:
+            transport.abort()
+        if waiting and alarm is not None:
+            with store_errors(f"aborting epoch {self._epoch}"):
+                alarm.set(waiting, ABORTED)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Close communicator and store; the receiver notices the lost connection and ends.
+        Idempotent."""
+        with self._lock:
+            transport, self._transport = self._transport, None
+            self._store = self._alarm = self._host = None
+        if transport is not None:
+            transport.close()
+
+    def _check_size(self, image: torch.Tensor) -> None:
+        if image.numel() != self._manifest.total_bytes:
+            raise ValueError(
+                f"the image must have {self._manifest.total_bytes} bytes, got {image.numel()}"
+            )
+
+    def _announce(
+        self, op: str, number: int, version: int, digests: Sequence[bytes], fingerprint: str
+    ) -> None:
+        self._forget(number - 1)
+        key = f"digests/{number}"
+        self._set(key, b"".join(digests))
+        self._post(Order(number, op, version, key, fingerprint))
+
+    def _forget(self, number: int) -> None:
+        """Drop what was said about an order that is over: an epoch may last as long as the run, and
+        its store with it."""
+        store = self._opened()
+        with store_errors(f"forgetting order {number}"):
+            for key in ("order", "digests", "staged", "applied"):
+                store.delete_key(f"{key}/{number}")
+
+    def _post(self, order: Order) -> None:
+        if order.number != self._next:
+            raise ProtocolError(
+                f"orders count up by one within an epoch: the next is {self._next}, got"
+                f" {order.number}"
+            )
+        self._set(f"order/{order.number}", order.proven(self._key).to_json())
+        self._next += 1
+
+    def _order(self, order: Order, timeout_s: float) -> Staged:
+        self._post(order)
+        return self._staged(order.number, timeout_s)
+
+    def _staged(self, number: int, timeout_s: float) -> Staged:
+        staged = Staged.from_json(
+            self._await(
+                f"staged/{number}",
+                timeout_s,
+                f"waiting for the receiver's answer to order {number}",
+            )
+        )
+        staged.require_proof(self._key)
+        return staged
+
+    def _await(self, key: str, timeout_s: float, what: str) -> bytes:
+        """Block until ``key`` is there, the deadline passes or the link is aborted; its value."""
+        store = self._opened()
+        with self._lock:  # an abort either finds the key to set here, or is seen here
+            self._check_aborted()
+            self._waiting = key
+        try:
+            with store_errors(f"{what} (epoch {self._epoch}, {timeout_s:.1f} s)"):
+                store.wait([key], timedelta(seconds=timeout_s))
+                value = store.get(key)
+        finally:
+            with self._lock:
+                self._waiting = ""
+        if value == ABORTED:
+            raise TransferFailed(f"{what}: the link was aborted")
+        return bytes(value)
+
+    def _set(self, key: str, value: str | bytes) -> None:
+        store = self._opened()
+        with self._lock:
+            self._check_aborted()
+        with store_errors(f"setting {key} (epoch {self._epoch})"):
+            store.set(key, value)  # type: ignore[arg-type]
+
+    def _check_aborted(self) -> None:
+        if self._aborted:
+            raise TransferFailed(f"epoch {self._epoch} was aborted")
+
+    def _opened(self) -> dist.Store:
+        if self._store is None:
+            raise TransferFailed(f"the link of epoch {self._epoch} is not open")
+        return self._store
+
+    def _connected(self) -> Transport:
+        if self._transport is None:
+            raise TransferFailed(f"the receiver of epoch {self._epoch} has not joined")
+        return self._transport
+
+
+class Probe:
+    """Ask a server's plugin for its Joined answer without opening an epoch: what a doctor and a
+    start-up check need."""
+
+    def __init__(self, bind_host: str, timeout_s: float, run_key: Key | None = None) -> None:
+        """Host the store that the answer comes to. ``hello`` is what to send as ``init_info``.
+
+        With a run key the answer also says whether the server has the same (Joined.ok); without,
+        whether it has any.
+        """
+        self._timeout_s = timeout_s
+        self._host = host_store(bind_host)
+        run_id = "probe"
+        self._store = dist.PrefixStore(key_prefix(run_id, 1), self._host)
+        size = RECEIVER_RANK + 1
+        self._key = EpochKeys.of(run_key, run_id, 1).messages if run_key is not None else None
+        hello = Hello(
+            run_id,
+            1,
+            bind_host,
+            self._host.port,
+            PROBE,
+            RECEIVER_RANK,
+            size,
+            "",
+            "xxh3",
+            1,
+            1,
+            timeout_s,
+        )
+        self.hello = hello.proven(self._key)
+
+    def wait(self) -> Joined:
+        """The plugin's answer; TransferFailed if none comes: no plugin, or no route from the server
+        to this host.
+
+        PeerError if it is not a refusal and does not prove the run key.
+        """
+        key = f"joined/{RECEIVER_RANK}"
+        with store_errors("waiting for the server's titan_grpo plugin"):
+            self._store.wait([key], timedelta(seconds=self._timeout_s))
+            joined = Joined.from_json(bytes(self._store.get(key)))
+        if joined.ok:
+            joined.require_proof(self._key)
+        return joined

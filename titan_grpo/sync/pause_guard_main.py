@@ -1,0 +1,323 @@
+"""A small process beside rank 0 that outlives it: no server stays paused because its trainer died
+or froze in a commit.
+
+The lanes write one line when a pause begins and one when it is over. If the trainer ends, or a
+pause outlives its lease, this process fences the lane with an epoch of its own (so nothing that the
+lane still does can load), reads from the receiver what the engine holds, has the server show that,
+and lets it go on (protocol.settle). What is open and when a server is due is decided by
+protocol.lease. It is a process, since a thread dies and freezes with its trainer."""
+
+import argparse
+import json
+import logging
+import os
+import queue
+import re
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from titan_grpo.engines.control import ServerControl
+from titan_grpo.engines.server import AUTO, ServerAccess, make_control
+from titan_grpo.errors import PeerError, TitanGrpoError
+from titan_grpo.protocol import pause_guard
+from titan_grpo.protocol.lane_events import Passing, Point
+from titan_grpo.protocol.messages import RECEIVER_RANK, Hello, Joined, Label, key_prefix
+from titan_grpo.protocol.recovery import Pause, Relabel, Resume, Step, settle
+from titan_grpo.runkey import EpochKeys, Key
+
+log = logging.getLogger("titan_grpo.sync.pause_guard_main")
+
+READ_BYTES = 1 << 16
+IN_FORCE = re.compile(r"epoch (\d+) of run (\S+), which is in force")
+"""How a receiver names the epoch because of which it refuses another one (protocol.fence)."""
+
+
+class SupersededError(PeerError):
+    """A newer trainer or lane has the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How to reach servers. ``bind_host``: where they answer to; ``call_s``: deadline of each call,
+    in seconds.
+
+    ``join_s``: of a receiver's answer, which is the start of a process away: a second hello would
+    only end that one. ``run_key``: hexadecimal digits, empty without one.
+    """
+
+    bind_host: str
+    call_s: float
+    join_s: float
+    run_key: str
+
+    def __repr__(self) -> str:
+        return f"<Access {self.bind_host}, {self.call_s:g} s>"
+
+
+def superseded(joined: Joined, run_id: str, epoch: int) -> str:
+    """The epoch that is in force instead of ours, empty if ours is. PeerError for a refusal that
+    says neither.
+
+    A second hello of the same epoch is refused because the first one is in force: that is ours.
+    """
+    if joined.ok:
+        return ""
+    found = IN_FORCE.search(joined.error)
+    if found is None:
+        raise PeerError(joined.error)
+    return (
+        ""
+        if (found[2], int(found[1])) == (run_id, epoch)
+        else f"epoch {found[1]} of run {found[2]}"
+    )
+
+
+def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Joined:
+    """Open ``epoch`` on a server and close it again: no older one loads anything any more. What the
+    engine holds.
+
+    The engine serves one call at a time, so a load that is under way has ended when this answers.
+    """
+    # torch is loaded when a server needs help, not in every run
+    import torch.distributed as dist
+
+    from titan_grpo.layout.digest import KEYED
+    from titan_grpo.sync.transports.store import host_store, store_errors
+
+    key = (
+        EpochKeys.of(Key.parse(access.run_key, "the caretaker's run key"), run_id, epoch).messages
+        if access.run_key
+        else None
+    )
+    host = host_store(access.bind_host)
+    store = dist.PrefixStore(key_prefix(run_id, epoch), host)
+    hello = Hello(
+        run_id=run_id,
+        epoch=epoch,
+        store_host=access.bind_host,
+        store_port=host.port,
+        transport="gloo",
+        rank=RECEIVER_RANK,
+        size=RECEIVER_RANK + 1,
+        manifest_digest="",
+        digest_algorithm=KEYED,
+        block_bytes=1,
+        bucket_bytes=1,
+        timeout_s=access.join_s,
+    )
+    control.greet(hello.proven(key).to_dict())
+    answer = f"joined/{RECEIVER_RANK}"
+    with store_errors(f"waiting for the receiver of {control.url}"):
+        store.wait([answer], timedelta(seconds=access.join_s))
+        joined = Joined.from_json(bytes(store.get(answer)))
+    if joined.ok:
+        joined.require_proof(key)
+    # the store goes with this frame: the receiver finds its lane gone, and ends
+    return joined
+
+
+def perform(control: ServerControl, step: Step) -> None:
+    """One step of protocol.settle."""
+    match step:
+        case Pause():
+            control.pause()
+        case Relabel(label):
+            control.relabel(label)
+        case Resume():
+            control.resume()
+
+
+def look_after(
+    control: ServerControl, access: Access, ask: pause_guard.Settle, called_off: threading.Event
+) -> str:
+    """Settle one server; what was done, as text. PeerError if it can not be reached,
+    SupersededError if it is another's."""
+    if ask.doubtful and not control.paused():
+        return ""
+    epoch = ask.epoch + 1
+    joined = fence(control, access, ask.run_id, epoch)
+    if newer := superseded(joined, ask.run_id, epoch):
+        raise SupersededError(f"{newer} has it")
+    held = (
+        Label(joined.held_run, joined.held_version, joined.held_fingerprint)
+        if joined.held_run
+        else None
+    )
+    steps = settle(held, joined.intact, control.label(), control.paused())
+    for step in steps:
+        if called_off.is_set():
+            return "its lane is back"
+        perform(control, step)
+    if left := settle(held, joined.intact, control.label(), control.paused()):
+        raise PeerError(f"it took {steps} and still needs {left}")
+    done = ", ".join(repr(step) for step in steps) or "nothing to do"
+    weights = str(held or "the weights it was started with")
+    return (
+        f"holds {weights}: {done}"
+        if joined.intact
+        else f"half loaded, it stays paused until a full sync: {done}"
+    )
+
+
+class Keeper:
+    """The process: reads the lanes' lines, keeps the table, looks after servers in a thread
+    each."""
+
+    def __init__(self, sock: socket.socket, parent: int) -> None:
+        """``sock``: from the trainer, whose process id is ``parent``."""
+        self._sock, self._parent = sock, parent
+        self._rest = b""
+        self._state: pause_guard.Watchlist | None = None
+        self._access = Access("", 0.0, 0.0, "")
+        self._keys: dict[str, tuple[str, str]] = {}
+        self._clean = False
+        self._called_off: dict[str, threading.Event] = {}
+        self._results: queue.SimpleQueue[pause_guard.Event] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = socket.socketpair()
+
+    def run(self) -> None:
+        """Until the trainer has ended and nothing is open."""
+        # the socket alone does not do: a process that the trainer forked holds its other end open
+        # too
+        parent = _pidfd(self._parent)
+        while self._state is None or not self._state.done:
+            ended = self._state is not None and self._state.ended
+            sources = (
+                [self._wake_read.fileno()]
+                if ended
+                else [self._wake_read.fileno(), self._sock.fileno(), parent]
+            )
+            due = self._state.due if self._state is not None else None
+            wait_s = None if due is None else max(0.0, due - time.monotonic())
+            ready, _, _ = select.select(
+                [source for source in sources if source >= 0], [], [], wait_s
+            )
+            if self._wake_read.fileno() in ready:
+                # no deadline: read after select, and while the queue is not empty: this thread
+                # alone takes from it
+                self._wake_read.recv(READ_BYTES)
+            # first what the lanes have to say: a pause that ended in time is not looked after
+            if not ended and (self._read() or parent < 0 or parent in ready):
+                if self._state is None:
+                    return
+                self._step(pause_guard.Ended(self._clean, time.monotonic()))
+            while not self._results.empty():
+                # no deadline: read after select, and while the queue is not empty: this thread
+                # alone takes from it
+                self._step(self._results.get())
+            if self._state is not None:
+                self._step(pause_guard.Ticked(time.monotonic()))
+
+    def _read(self) -> bool:
+        """Take all that has come; whether the stream has ended."""
+        ended = False
+        with suppress(BlockingIOError):
+            while not ended:
+                try:
+                    # no deadline: MSG_DONTWAIT
+                    data = self._sock.recv(READ_BYTES, socket.MSG_DONTWAIT)
+                except ConnectionError:
+                    data = b""
+                ended = not data
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                for line in lines:
+                    self._take(json.loads(line))
+        return ended
+
+    def _take(self, message: dict[str, Any]) -> None:
+        match message.pop("op"):
+            case "terms":
+                self._access = Access(**message["access"])
+                self._state = pause_guard.Watchlist(pause_guard.Terms(**message["terms"]))
+            case "know":
+                self._keys[message["url"]] = (message["key"], message["admin_key"])
+            case "pass":
+                passing = Passing(Point(message.pop("point")), **message)
+                self._step(pause_guard.Passed(passing, time.monotonic()))
+            case "end":
+                self._clean = True
+
+    def _step(self, event: pause_guard.Event) -> None:
+        assert self._state is not None
+        self._state, actions = pause_guard.step(self._state, event)
+        for action in actions:
+            match action:
+                case pause_guard.Settle():
+                    called_off = self._called_off[action.url] = threading.Event()
+                    threading.Thread(
+                        target=self._look, args=(action, called_off), name=action.url, daemon=True
+                    ).start()
+                case pause_guard.CallOff(url):
+                    self._called_off[url].set()
+                case pause_guard.GiveUp(url):
+                    log.error(
+                        "%s did not answer in %d tries: nobody knows whether it is paused",
+                        url,
+                        self._state.terms.tries,
+                    )
+
+    def _look(self, ask: pause_guard.Settle, called_off: threading.Event) -> None:
+        """Thread: one server, once."""
+        result: pause_guard.Event = pause_guard.Failed(ask.url, ask.epoch, 0.0)
+        api_key, admin_key = self._keys.get(ask.url, ("", ""))
+        # asked of the server: since its lane connected it may have been restarted as another engine
+        control = make_control(
+            AUTO, ServerAccess(ask.url, self._access.call_s, api_key=api_key, admin_key=admin_key)
+        )
+        try:
+            if done := look_after(control, self._access, ask, called_off):
+                log.info("%s %s", ask.url, done)
+            result = pause_guard.Settled(ask.url, ask.epoch, time.monotonic())
+        except SupersededError as newer:
+            log.info("%s is left alone: %s", ask.url, newer)
+            result = pause_guard.Taken(ask.url, ask.epoch)
+        except TitanGrpoError as error:
+            log.warning("%s could not be looked after: %s", ask.url, error)
+            result = pause_guard.Failed(ask.url, ask.epoch, time.monotonic())
+        except Exception:  # top of a thread: the other servers are looked after all the same
+            log.exception("looking after %s ended by a bug", ask.url)
+            result = pause_guard.Failed(ask.url, ask.epoch, time.monotonic())
+        finally:
+            control.close()
+            self._results.put(result)
+            self._wake_write.send(b".")
+
+
+def _pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends; -1 if it has."""
+    if os.getppid() != pid:
+        return -1
+    with suppress(ProcessLookupError):
+        return os.pidfd_open(pid)
+    return -1
+
+
+def main(argv: list[str]) -> None:
+    """Entry point of the process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    options = parser.parse_args(argv)
+    # what ends a trainer ends its helpers too, and this one is for what comes after
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(
+        level=logging.INFO, format="titan_grpo caretaker %(process)d %(asctime)s %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    Keeper(socket.socket(fileno=options.fd), options.parent).run()
+    logging.shutdown()
+    # a thread whose look was called off may still wait for its server: nobody needs it
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

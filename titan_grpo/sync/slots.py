@@ -1,0 +1,177 @@
+"""Where finished version images stand, and who reads which: the boundary table behind one condition
+variable.
+
+Lanes and the sealer use the condition. The trainer's main thread never does: it takes its next slot
+from a queue that whoever freed a slot has filled, so no lock that a lane holds is ever on the
+training path."""
+
+import queue
+import threading
+import time
+from dataclasses import dataclass
+
+from titan_grpo.protocol import image_slots
+from titan_grpo.protocol.image_slots import Boundary
+from titan_grpo.protocol.messages import Label
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A complete version: which slot holds it, and what proves its bytes."""
+
+    label: Label
+    slot: int
+    digests: tuple[bytes, ...]
+    published_s: float
+    """When the trainer published it, on the recorder's clock."""
+
+    @property
+    def version(self) -> int:
+        """Policy version, the number of optimizer steps behind these weights."""
+        return self.label.version
+
+
+class Shelf:
+    """The slots of one trainer host, shared by main thread (queue only), sealer and lanes."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._boundary = Boundary.of(num_slots)
+        self._changed = threading.Condition()
+        self._published: dict[int, Published] = {}
+        self._waiting: dict[str, int | None] = {}
+        self._stopping: set[str] = set()
+        self._reservations: queue.SimpleQueue[int] = queue.SimpleQueue()
+        with self._changed:
+            self._reserve()
+
+    def __repr__(self) -> str:
+        return f"<Shelf {self._boundary!r}>"
+
+    # Main thread.
+
+    def take_reserved(self) -> int | None:
+        """The slot for the next version, or None: every slot is in use, so the version is skipped.
+        Never waits."""
+        try:
+            return self._reservations.get_nowait()
+        except queue.Empty:
+            return None
+
+    def put_back(self, slot: int) -> None:
+        """A slot that was taken and not written: it is the next one again. Never waits."""
+        self._reservations.put(slot)
+
+    def wait_reserved(self, timeout_s: float) -> int | None:
+        """The slot for the last version, waited for: shutdown only."""
+        try:
+            return self._reservations.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    # Sealer.
+
+    def writing(self, version: int, slot: int, ranks: frozenset[int]) -> None:
+        """``ranks`` copy their parts of ``version`` into ``slot``; the next slot is looked for at
+        once."""
+        with self._changed:
+            self._step(image_slots.Write(slot, version, ranks))
+            self._published = {v: p for v, p in self._published.items() if p.slot != slot}
+            self._reserve()
+
+    def copied(self, version: int, rank: int) -> bool:
+        """The part of ``rank`` is in the image; whether that was the last one."""
+        with self._changed:
+            return bool(self._step(image_slots.Copied(version, rank)))
+
+    def complete(self, published: Published) -> None:
+        """All bytes and digests of a version are there: lanes may pin it."""
+        with self._changed:
+            self._step(image_slots.Complete(published.version))
+            self._published[published.version] = published
+            self._reserve()
+            self._changed.notify_all()
+
+    def discard(self, version: int) -> None:
+        """The copy of ``version`` failed; nobody will see it."""
+        with self._changed:
+            self._step(image_slots.Discard(version))
+            self._reserve()
+
+    def seal(self) -> None:
+        """No more versions follow; the newest image stays for the lanes that still need it."""
+        with self._changed:
+            self._revoke()
+            self._step(image_slots.Seal())
+            self._changed.notify_all()
+
+    # Lanes.
+
+    def pin_newer(self, lane: str, held: int | None, timeout_s: float) -> Published | None:
+        """Wait up to ``timeout_s`` for a complete version newer than ``held`` and pin it; None if
+        none came, or on stop."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._waiting[lane] = held
+            try:
+                while lane not in self._stopping:
+                    if self._boundary.revocable(held):
+                        self._revoke()
+                    for action in self._step(image_slots.Pin(lane, held)):
+                        if isinstance(action, image_slots.Read):
+                            return self._published[action.version]
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        return None
+                    self._changed.wait(remaining)
+                return None
+            finally:
+                del self._waiting[lane]
+                self._reserve()
+
+    def unpin(self, lane: str) -> None:
+        """The lane no longer reads its image."""
+        with self._changed:
+            self._step(image_slots.Unpin(lane))
+            self._reserve()
+
+    def stop(self, lane: str) -> None:
+        """Wake the lane out of ``pin_newer``, now and in future."""
+        with self._changed:
+            self._stopping.add(lane)
+            self._changed.notify_all()
+
+    def forget(self, lane: str) -> None:
+        """The lane has ended; one of the same name may come later."""
+        with self._changed:
+            self._stopping.discard(lane)
+
+    def newest(self) -> Published | None:
+        """The newest complete version."""
+        with self._changed:
+            version = self._boundary.newest
+            return None if version is None else self._published[version]
+
+    def _reserve(self) -> None:
+        newest = self._boundary.newest
+        wanted = newest is not None and any(
+            held is None or held < newest for held in self._waiting.values()
+        )
+        for action in self._step(image_slots.Reserve(wanted)):
+            if isinstance(action, image_slots.Promise):
+                self._reservations.put(action.slot)
+
+    def _revoke(self) -> None:
+        """Take the reservation back if it still lies in the queue: a lane came for what the slot
+        holds.
+
+        While a lane was stuck, the newest version was nobody's, so its slot was promised to the
+        next one. But the next one may need rollouts from that very lane's server, and would never
+        come.
+        """
+        slot = self.take_reserved()
+        if slot is not None:
+            self._step(image_slots.Revoke(slot))
+
+    def _step(self, event: image_slots.Event) -> tuple[image_slots.Action, ...]:
+        self._boundary, actions = image_slots.step(self._boundary, event)
+        return actions

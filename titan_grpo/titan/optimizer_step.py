@@ -1,0 +1,234 @@
+"""Adding the loss's metrics up over the data-parallel ranks.
+
+The optimizer steps of one training step, made of torchtitan's own parts.
+
+One batch is one training step and makes one version; with ``num_microbatches`` > 1 it takes several
+optimizer steps (PPO minibatches). For those after the first, the log-probabilities of the policy
+before the batch are computed beforehand. An optimizer step whose numbers are bad is not taken, on
+any rank: parameters and optimizer state stay as they are."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.distributed import utils as dist_utils
+
+from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy, token_logprobs
+from titan_grpo.algorithm.loss import LogitTerms, grpo_loss
+from titan_grpo.algorithm.metrics import (
+    Metrics,
+    accumulate,
+    flags,
+    pack,
+    reasons,
+    summarize,
+    unpack,
+)
+from titan_grpo.algorithm.rows import IGNORE_INDEX
+from titan_grpo.titan.packed import PackedAttention
+from titan_grpo.titan.text import TextMixin, text_weight
+
+
+def reduce_metrics(parts: Sequence[Metrics], parallel_dims: Any) -> dict[str, float]:
+    """Plain numbers of one step from every micro-batch of every data-parallel rank. Collective over
+    the batch mesh."""
+    metrics = accumulate(parts)
+    sums, maxima = pack(metrics)
+    mesh = parallel_dims.get_optional_mesh("batch")
+    if mesh is not None:
+        # float64 sums: a mean over a million tokens keeps its digits.
+        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=mesh.get_group())
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    return summarize(unpack(list(metrics), sums, maxima))
+
+
+CHUNK_TOKENS = 4096
+"""Tokens whose distribution over the vocabulary is computed at a time: bounds its temporary
+memory."""
+
+Loaded = tuple[dict[str, Any], torch.Tensor]
+"""What the loader yields: tensors by name, and labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a batch; the same on every rank but for ``metrics``."""
+
+    taken: int
+    """Optimizer steps that changed the weights."""
+    steps: int
+    """Optimizer steps that the batch was meant for."""
+    grad_norm: float
+    """Largest gradient norm before clipping."""
+    unhealthy: tuple[str, ...]
+    """Why the others were not taken."""
+    metrics: Metrics
+    """This rank's, not reduced."""
+
+
+class Stepper:
+    """Computes losses and takes optimizer steps for a Trainer, whose model, optimizer, contexts and
+    hooks it uses."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        reference: torch.nn.Module | None,
+        packed: PackedAttention,
+        text: TextMixin | None,
+    ) -> None:
+        self._t = trainer
+        self._reference, self._packed, self._text = reference, packed, text
+        self._grpo = trainer.job_config.grpo
+        self._temperature: float = trainer.job_config.rollout.temperature
+
+    def run(
+        self, batches: Iterator[Loaded], steps: Sequence[int], version: int, collapsed: bool
+    ) -> Outcome:
+        """Train on one batch: ``steps[m]`` micro-batches for the m-th optimizer step. Collective
+        over all ranks.
+
+        ``version`` is the trainer's; ``collapsed`` is rank 0's word on the rewards (the others pass
+        False).
+        """
+        minibatches = [[next(batches) for _ in range(count)] for count in steps]
+        if self._grpo.proximal_logprobs == "recompute":
+            for inputs, labels in (loaded for minibatch in minibatches[1:] for loaded in minibatch):
+                inputs["old_logprobs"] = self._policy_logprobs(inputs, labels)
+        parts: list[Metrics] = []
+        found = [
+            self._optimizer_step(minibatch, version, collapsed, parts) for minibatch in minibatches
+        ]
+        self._t.lr_schedulers.step()
+        bad = [reason for _, reasons in found for reason in reasons]
+        return Outcome(
+            taken=sum(not reasons for _, reasons in found),
+            steps=len(found),
+            grad_norm=max(norm for norm, _ in found),
+            unhealthy=tuple(dict.fromkeys(bad)),
+            metrics=accumulate(parts),
+        )
+
+    def _optimizer_step(
+        self, minibatch: Sequence[Loaded], version: int, collapsed: bool, parts: list[Metrics]
+    ) -> tuple[float, tuple[str, ...]]:
+        """(gradient norm, why the step was not taken)."""
+        t = self._t
+        t.optimizers.zero_grad()
+        loss = torch.zeros((), device=t.device)
+        made: list[Metrics] = []
+        for inputs, labels in minibatch:
+            part, sums = self._forward_backward(inputs, labels.to(t.device), version)
+            loss = loss + part
+            made.append(sums)
+        if self._text is not None:
+            part, cross_entropy = self._text_forward_backward(made)
+            loss = loss + part
+            made = [
+                {**sums, "ptx_sum": cross_entropy if k == 0 else 0 * cross_entropy}
+                for k, sums in enumerate(made)
+            ]
+        parts += made
+        grad_norm = dist_utils.clip_grad_norm_(
+            [p for m in t.model_parts for p in m.parameters()],
+            t.job_config.training.max_norm,
+            foreach=True,
+            ep_enabled=t.parallel_dims.ep_enabled,
+        )
+        bad = flags(loss, grad_norm, self._grpo.grad_norm_limit, collapsed)
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        why = reasons(bad.tolist())
+        if why:
+            t.optimizers.zero_grad()
+            return float(grad_norm), why
+        t.checkpointer.maybe_wait_for_staging()
+        t.optimizers.step()
+        return float(grad_norm), ()
+
+    def _forward_backward(
+        self, inputs: dict[str, Any], labels: torch.Tensor, version: int
+    ) -> tuple[torch.Tensor, Metrics]:
+        """GRPO loss of one micro-batch and its gradients. The batch's weights normalise over the
+        optimizer step already."""
+        t, g = self._t, self._grpo
+        batch = {name: x.to(t.device) for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+        batch |= {
+            "labels": labels,
+            "on_policy": batch["versions"] == version,
+            "staleness": version - batch["versions"],
+        }
+        with self._packed.using(inputs.get("rows"), t.device):
+            reference = (
+                self._logprobs(self._reference, batch) if self._reference is not None else None
+            )
+            with t.train_context(), t.maybe_enable_amp:
+                logits = self._logits(t.model_parts[0], batch)
+                logprobs = token_logprobs(logits, labels, self._temperature, CHUNK_TOKENS)
+                terms = LogitTerms(
+                    (
+                        token_entropy(logits, self._temperature, CHUNK_TOKENS)
+                        if g.entropy_loss_weight
+                        else None
+                    ),
+                    logit_mean_square(logits, CHUNK_TOKENS) if g.logit_loss_weight else None,
+                )
+                loss, metrics = grpo_loss(
+                    logprobs, batch, g, reference, batch.get("old_logprobs"), terms
+                )
+                del logits, terms
+                loss.backward()
+        return loss.detach(), metrics
+
+    def _logits(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        extra = {"positions": batch["positions"]} if "positions" in batch else {}
+        inputs, _, extra_inputs, extra_kwargs = self._t.post_dataloading_process(
+            {"input": batch["input"], **extra}, batch["labels"]
+        )
+        logits: torch.Tensor = model(inputs, **extra_inputs, **extra_kwargs)
+        return logits
+
+    def _logprobs(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        with torch.no_grad(), self._t.train_context(), self._t.maybe_enable_amp:
+            return token_logprobs(
+                self._logits(model, batch), batch["labels"], self._temperature, CHUNK_TOKENS
+            )
+
+    def _policy_logprobs(self, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
+        """The policy's as it is now, without gradient. Collective: every rank has the same number
+        of micro-batches."""
+        batch = {
+            name: x.to(self._t.device)
+            for name, x in inputs.items()
+            if name in ("input", "positions")
+        }
+        with self._packed.using(inputs.get("rows"), self._t.device):
+            return self._logprobs(
+                self._t.model_parts[0], batch | {"labels": labels.to(self._t.device)}
+            )
+
+    def _text_forward_backward(self, made: Sequence[Metrics]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(this rank's share of the weighted loss, and of the mean cross-entropy) of the optimizer
+        step's plain text."""
+        t, g, text = self._t, self._grpo, self._text
+        assert text is not None
+        pairs = [(inputs.to(t.device), labels.to(t.device)) for inputs, labels in text.take()]
+        here = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in pairs]).sum()
+        counts = torch.stack(
+            [here.double(), torch.stack([metrics["tokens_sum"] for metrics in made]).sum()]
+        )
+        mesh = t.parallel_dims.get_optional_mesh("batch")
+        if mesh is not None:
+            dist.all_reduce(counts, group=mesh.get_group())
+        text_tokens, completion_tokens = counts.tolist()
+        weight = text_weight(text_tokens, completion_tokens, g.ptx_scale, g.ptx_scale_by_tokens)
+        total = torch.zeros((), device=t.device)
+        for inputs, labels in pairs:
+            with t.train_context(), t.maybe_enable_amp:
+                logits = self._logits(t.model_parts[0], {"input": inputs, "labels": labels})
+                summed = -token_logprobs(logits, labels, 1.0, CHUNK_TOKENS).sum()
+                del logits
+                (weight * summed).backward()
+            total = total + summed.detach()
+        return weight * total, total.double() / text_tokens

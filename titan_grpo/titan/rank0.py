@@ -1,0 +1,391 @@
+"""What only rank 0 has: servers, rollout process, sync worker, records. The trainer calls it at
+step boundaries."""
+
+import json
+import logging
+import math
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_grpo.algorithm.advantages import AdvantageOptions, Overlong
+from titan_grpo.algorithm.balance import TokenCost, variation
+from titan_grpo.algorithm.batch import Batch, BatchOptions, plan
+from titan_grpo.algorithm.metrics import Collapse
+from titan_grpo.config_grpo import normalization_of
+from titan_grpo.engines.server import MakeControl, make_control
+from titan_grpo.errors import ProtocolError, ServerUnreachable, SyncError
+from titan_grpo.observe import names, report, terminal
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol import lag, members
+from titan_grpo.receive.commit import tensor_views
+from titan_grpo.rollout.client import RolloutClient, RolloutsLate
+from titan_grpo.runkey import find_run_key
+from titan_grpo.samples import Group, sound_reward
+from titan_grpo.sync.worker import SyncWorker
+from titan_grpo.titan.crew import Crew, Rollouts
+from titan_grpo.titan.data import Sampled, StepWork, varied_groups
+from titan_grpo.titan.hf_files import copy_assets, write_weights
+from titan_grpo.titan.membership import Hands, MemberThread
+from titan_grpo.titan.server_urls import Known, ServersFile
+from titan_grpo.titan.startup import Launcher, start_rollouts
+from titan_grpo.titan.weight_sync import Drain, TrainerSync
+
+logger = logging.getLogger(__name__)
+
+
+def batch_options(job_config: Any, cost: TokenCost) -> BatchOptions:
+    """How rows are cut, padded and weighted, from the job's sections. Raises ConfigError."""
+    training, grpo = job_config.training, job_config.grpo
+    return BatchOptions(
+        token_budget=grpo.token_budget or training.local_batch_size * training.seq_len,
+        max_len=training.seq_len,
+        normalization=normalization_of(grpo),
+        advantage=advantage_options(job_config),
+        num_minibatches=grpo.num_microbatches,
+        constant=job_config.rollout.max_completion_tokens,
+        cost=cost,
+        balance=grpo.balance_batch,
+        equal_counts=grpo.balance_equal_counts,
+        split_groups=grpo.balance_split_groups,
+        pack=grpo.pack_sequences,
+    )
+
+
+def advantage_options(job_config: Any) -> AdvantageOptions:
+    """How rewards become advantages, from the job's sections. Raises ConfigError."""
+    grpo, longest = job_config.grpo, job_config.rollout.max_completion_tokens
+    overlong = (
+        Overlong(longest, grpo.overlong_cache_tokens, grpo.overlong_penalty)
+        if grpo.overlong_cache_tokens
+        else None
+    )
+    return AdvantageOptions(
+        baseline=grpo.advantage_baseline,
+        normalization=grpo.advantage_normalization if grpo.normalize_advantage_std else "none",
+        scale_by_len=grpo.scale_adv_by_len,
+        overlong=overlong,
+    )
+
+
+_LOSS_VALUES = {
+    names.KL: "kl",
+    names.ENTROPY: "entropy",
+    names.LOGIT_SQUARE: "logit_square",
+    names.PTX_LOSS: "ptx",
+    names.IMPORTANCE_MEAN: "importance",
+    names.IMPORTANCE_CUT: "importance_capped",
+    names.VETOED: "vetoed",
+    names.KEPT: "kept",
+}
+"""Name of a metric -> what the loss calls it; those that a run does not compute are left out."""
+
+
+class Controller:
+    """Rank 0's side of a run. Built early and cheap; ``start`` starts processes and threads,
+    ``close`` ends them."""
+
+    def __init__(self, job_config: Any, model_dir: str, cpu: bool, cost: TokenCost) -> None:
+        self._job = job_config
+        self._model_dir = model_dir
+        self._run_dir = Path(job_config.job.dump_folder)
+        self._options = batch_options(job_config, cost)
+        self.recorder = Recorder(self._run_dir)
+        run_key = find_run_key(os.environ, job_config.weight_sync.run_key_file)
+        self._launcher = Launcher(
+            job_config.rollout, model_dir, self._run_dir, cpu, job_config.training.seq_len, run_key
+        )
+        self.run_key = self._launcher.run_key
+        self._rollouts: Rollouts | None = None
+        self._sync: TrainerSync | None = None
+        self._known = Known((), ())
+        self._crew: Crew | None = None
+        self._members: MemberThread | None = None
+        self._lag = lag.Lag(job_config.weight_sync.max_lag)
+        self._step_values: dict[str, float] = {}
+        self._collapse = Collapse(job_config.grpo.reward_collapse_steps)
+        self._finished = False
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers of the run at this moment."""
+        return self._known.urls if self._members is None else self._members.urls
+
+    def start(self, version: int, state: str) -> None:
+        """Start servers and rollouts for training that continues from ``version``; ``state`` is a
+        checkpoint's."""
+        self._known = self._launcher.start(self._job.weight_sync.startup_deadline_s, os.environ)
+        self._rollouts = start_rollouts(self._job, self._model_dir, version, state, os.environ)
+        self._crew = Crew(self._known.urls, self._rollouts, self.recorder)
+        self._crew.version = version
+
+    def on_server(
+        self, url: str, version: int | None, accepting: bool, label: str, engine: str
+    ) -> None:
+        """A lane's news about its server. Called by lanes; never waits."""
+        self._servers().on_server(url, version, accepting, label, engine)
+
+    @property
+    def drain(self) -> Drain | None:
+        """What a lane asks before a commit; None where commits do not wait for requests."""
+        within_s = self._job.weight_sync.drain_deadline_s
+        return (
+            None
+            if self._job.rollout.in_flight_weight_updates
+            else lambda url: self._servers().drain(url, within_s)
+        )
+
+    @property
+    def make_control(self) -> MakeControl:
+        """How lanes come to a server's control plane: from here, or through the service that makes
+        the rollouts."""
+        rollouts = self._running()
+        if self._job.rollout.controller != "local" and isinstance(rollouts, RolloutClient):
+            return rollouts.control
+        return make_control
+
+    def adopt(self, sync: TrainerSync) -> None:
+        """Take over the started sync. From now on servers may come and go."""
+        self._sync = sync
+        crew, path = self._servers(), self._job.rollout.servers_file
+        crew.adopt(sync)
+        first = members.start(frozenset(self._known.fixed), frozenset(self._known.listed))
+        hands = Hands(crew.join, crew.leave, crew.lines, crew.failed)
+        self._members = MemberThread(
+            first, hands, self._run_dir, ServersFile(path) if path else None
+        )
+        self._members.start()
+
+    def wait_slot(self) -> int | None:
+        """A slot for a version that must not be skipped (the first, the last)."""
+        return self._worker().wait_slot(self._job.weight_sync.shutdown_deadline_s)
+
+    def wait_first_commit(self, version: int) -> None:
+        """Until one server holds the version that training starts from. Raises ServerUnreachable
+        naming every server."""
+        deadline_s = self._job.weight_sync.startup_deadline_s
+        if not self._worker().wait_held(version, deadline_s, everyone=False):
+            reason = self._worker().take_error()
+            raise ServerUnreachable(
+                f"no server committed version {version} within {deadline_s:g} s"
+                f" (weight_sync.startup_deadline_s); tried {', '.join(self.urls)}; first error:"
+                f" {reason or 'none'}; titan-grpo doctor says more"
+            )
+
+    def prepare(self, version: int, num_ranks: int, sync_error: str) -> StepWork:
+        """One step's work for all ranks: groups for the trainer at ``version``, and the slot for
+        the version it makes.
+
+        Raises SyncError for a latched background error when weight_sync.on_sync_error is "stop",
+        and for a fleet without a commit for weight_sync.max_lag versions.
+        """
+        crew = self._servers()
+        crew.version = version
+        if sync_error:
+            self.recorder.error(sync_error)
+            terminal.say(f"weight sync: {sync_error}")
+            if self._job.weight_sync.on_sync_error == "stop":
+                raise SyncError(sync_error)
+        self._check_lag(version, crew)
+        rollouts = self._running()
+        try:
+            groups = self._take(rollouts, version)
+        except RolloutsLate as error:
+            raise RolloutsLate(f"{error}; {crew.text()}") from error
+        self._collapse = self._collapse.after([c.reward for g in groups for c in g.completions])
+        batch = plan(groups, num_ranks, self._options)
+        for reason, count in batch.dropped.items():
+            self.recorder.count(names.dropped(f"completion_{reason}"), count)
+            logger.warning(
+                "step after version %d: %d completions are not trained on (%s)",
+                version,
+                count,
+                reason,
+            )
+        self._step_values = _group_values(groups, batch, version)
+        ranks = batch.micro_batches() if self._job.grpo.single_rank_load else batch.rows
+        return StepWork(
+            ranks, batch.steps, self._worker().take_slot(), json.dumps(rollouts.state())
+        )
+
+    def _take(self, rollouts: Rollouts, version: int) -> list[Group]:
+        """The groups of one step; with dynamic sampling those without reward spread are
+        replaced."""
+        rollout, grpo = self._job.rollout, self._job.grpo
+        deadline = time.monotonic() + rollout.batch_timeout_s
+
+        def take(count: int) -> list[Group]:
+            return rollouts.next_batch(version, count, deadline - time.monotonic())
+
+        if not grpo.dynamic_sampling:
+            return take(rollout.prompts_per_step)
+        # A recorded batch is taken whole or not at all, so nothing replaces what is left out of it.
+        rounds = 0 if rollout.replay_path else grpo.dynamic_sampling_rounds
+        back = rollouts.used_without_version
+        found: Sampled = varied_groups(
+            take, back, rollout.prompts_per_step, rounds, self._options.advantage
+        )
+        self.recorder.count(names.dropped("no_spread"), found.flat)
+        return found.groups
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether all rewards were equal for grpo.reward_collapse_steps steps, the one just
+        prepared included."""
+        return self._collapse.collapsed
+
+    def unhealthy(self, step: int, skipped: int, reasons: Sequence[str]) -> None:
+        """``skipped`` optimizer steps of a training step were not taken."""
+        text = (
+            f"step {step}: {skipped} optimizer step{'s' * (skipped != 1)} skipped"
+            f" ({'; '.join(reasons)})"
+        )
+        self.recorder.count(names.UNHEALTHY_STEPS, skipped)
+        self.recorder.error(text)
+        terminal.say(text)
+
+    def no_version(self, slot: int | None) -> None:
+        """A training step changed nothing: its slot and its groups' places are free again, and
+        nothing is published."""
+        if slot is not None:
+            self._worker().put_back(slot)
+        self._running().used_without_version(self._job.rollout.prompts_per_step)
+
+    def _check_lag(self, version: int, crew: Crew) -> None:
+        self._lag, stops = lag.step(self._lag, lag.Boundary(version, crew.highest))
+        for stop in stops:
+            raise SyncError(
+                f"no server has committed anything for {stop.versions} versions"
+                f" (weight_sync.max_lag), and the trainer is at version {version}: {crew.text()}"
+            )
+
+    def skipped(self, version: int) -> None:
+        """No slot was free for ``version``."""
+        self.recorder.count(names.SKIPPED_VERSIONS)
+        self.recorder.instant("version skipped", version=version)
+
+    def wait_committed(self, version: int) -> None:
+        """Synchronous mode: until every server about which anything is known holds ``version``."""
+        sync = self._job.weight_sync
+        timeout_s = sync.lane_deadline_s + sync.commit_deadline_s
+        if not self._job.rollout.in_flight_weight_updates:
+            timeout_s += sync.drain_deadline_s
+        if not self._worker().wait_held(version, timeout_s, everyone=True):
+            terminal.say(
+                f"no server held version {version} after {timeout_s:g} s; going on without"
+            )
+
+    def draw(self, step: int, phases: Mapping[str, tuple[float, float]]) -> None:
+        """Bars of the main thread in the trace: phase -> (start, stop) on the recorder's clock."""
+        for name, (start, stop) in phases.items():
+            self.recorder.draw(name, start, stop, "main thread", step=step)
+
+    def record(
+        self, step: int, metrics: Mapping[str, float], times: Mapping[str, float]
+    ) -> dict[str, float]:
+        """End of a step: metrics.jsonl, the progress line; returns the values for TensorBoard."""
+        values = {
+            **self._step_values,
+            **times,
+            names.LOSS: metrics["loss"],
+            names.LOGPROB_GAP: metrics["logprob_gap"],
+            names.LOGPROB_GAP_MAX: metrics["logprob_gap_max"],
+            names.RATIO_MEAN: metrics["ratio"],
+            names.CLIP_FRACTION: metrics["clipped_low"] + metrics["clipped_high"],
+        }
+        if metrics["on_policy_count"] > 0:
+            values[names.ON_POLICY_GAP] = metrics["on_policy_gap"] / metrics["on_policy_count"]
+            values[names.ON_POLICY_GAP_MAX] = metrics["on_policy_gap_max"]
+        values |= {name: metrics[key] for name, key in _LOSS_VALUES.items() if key in metrics}
+        # A step that was skipped for its numbers has no loss to show.
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
+        self.recorder.step(step, values)
+        line = report.progress_line(
+            step, self._job.training.steps, values, self._servers().versions
+        )
+        terminal.say(line)
+        return values
+
+    def finish(self, version: int) -> None:
+        """Flush the newest version to the servers, save it in HF layout, and write the report."""
+        sync = self._sync
+        assert sync is not None
+        deadline_s = self._job.weight_sync.shutdown_deadline_s
+        self._running().hurry()
+        holding = self._worker().flush(version, deadline_s)
+        for url in sorted(set(self.urls) - set(holding)):
+            self.recorder.error(
+                f"{url} did not hold version {version} at the end, after {deadline_s:g} s"
+            )
+        published = sync.newest()
+        if published is not None:
+            # The image already has the names, the layout and the type of HF files.
+            folder = self._run_dir / "hf"
+            folder.mkdir(parents=True, exist_ok=True)
+            write_weights(
+                tensor_views(sync.images[published.slot].tensor(), sync.plan.manifest), folder
+            )
+            copy_assets(Path(self._model_dir), folder, self._job.weight_sync.wire_dtype)
+        self._finished = True
+
+    def close(self) -> None:
+        """End rollouts, lanes and servers, then write the report. Also after an error;
+        idempotent."""
+        if self._members is not None:
+            self._members.close()
+        rollouts, self._rollouts = self._rollouts, None
+        if self._crew is not None:
+            self._crew.end()
+        if rollouts is not None:
+            rollouts.hurry()
+        if self._sync is not None:
+            # before the rollouts: a lane may finish its commit by calls that go through them
+            self._sync.close()
+        if rollouts is not None:
+            self._count_dropped(rollouts.counters())
+            rollouts.close()
+        self._launcher.stop()
+        if rollouts is not None:
+            mode = "async" if self._job.grpo.async_weight_update else "sync"
+            summary = report.write_report(self.recorder, self._run_dir.name, mode)
+            terminal.say(report.final_table(summary))
+        self.recorder.close()
+
+    def _count_dropped(self, counters: Mapping[str, int]) -> None:
+        for name, count in counters.items():
+            if name.startswith("dropped."):
+                self.recorder.count(names.dropped(name.removeprefix("dropped.")), count)
+
+    def _servers(self) -> Crew:
+        if self._crew is None:
+            raise ProtocolError("the servers are not known before the start")
+        return self._crew
+
+    def _running(self) -> Rollouts:
+        if self._rollouts is None:
+            raise ProtocolError("the rollouts are not running")
+        return self._rollouts
+
+    def _worker(self) -> SyncWorker:
+        if self._sync is None or self._sync.worker is None:
+            raise ProtocolError("the weight sync is not running")
+        return self._sync.worker
+
+
+def _group_values(groups: Sequence[Group], batch: Batch, version: int) -> dict[str, float]:
+    """A step's rollout figures: rewards over completions, staleness over groups, in versions."""
+    rewards = [c.reward for g in groups for c in g.completions if sound_reward(c.reward)]
+    staleness = [version - g.version for g in groups]
+    return {
+        names.REWARD: statistics.fmean(rewards),
+        names.REWARD_STD: statistics.pstdev(rewards),
+        names.STALENESS: statistics.fmean(staleness),
+        names.STALENESS_MAX: float(max(staleness)),
+        names.COMPLETION_TOKENS: batch.tokens / batch.sequences,
+        names.WORK_CV: variation(batch.work),
+        names.WORK_CV_DEALT: variation(batch.dealt_work),
+        names.BATCH_FILL: batch.fill,
+    }

@@ -1,0 +1,168 @@
+"""What an Atropos API is told of a run.
+
+The servers that a run starts with; with ``rollout.servers = ["launch"]`` rank 0 starts them on its
+own host.
+
+Rank 0's rollouts as its job wants them: recorded ones, or made by a child process, or by a service
+elsewhere."""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titan_grpo.config import LAUNCH, Rollout, WeightSync
+from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.errors import ConfigError
+from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.records import ReplayClient
+from titan_grpo.rollout.remote import RemoteLink
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.transport import Link, LocalLink
+from titan_grpo.runkey import Key
+from titan_grpo.titan.crew import Rollouts
+from titan_grpo.titan.server_urls import Known, known_servers
+from titan_grpo.titan.weight_sync import load_deadline_s, resolve_bind_host
+
+
+def registration(job_config: Any, version: int) -> dict[str, Any]:
+    """Fields of ``rollout.atropos.Registration`` for training that goes on from ``version``;
+    batch_size is the source's."""
+    checkpoint = job_config.checkpoint
+    return {
+        "max_token_len": job_config.training.seq_len,
+        "num_steps": job_config.training.steps,
+        "starting_step": version,
+        "checkpoint_dir": (
+            f"{job_config.job.dump_folder}/{checkpoint.folder}" if checkpoint.enable else ""
+        ),
+        "save_checkpoint_interval": checkpoint.interval if checkpoint.enable else 0,
+        "wandb_group": job_config.job.description or "titan_grpo",
+    }
+
+
+class Launcher:
+    """The servers of one run: started here, or only named in the configuration."""
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        model_dir: str,
+        run_dir: Path,
+        cpu: bool,
+        max_model_len: int,
+        run_key: Key | None = None,
+    ) -> None:
+        """``run_key``: the configured one. Launched servers get a new one if there is none;
+        ``run_key`` says which counts."""
+        self._servers: list[Server] = []
+        self._rollout = rollout
+        self._specs: list[ServerSpec] = []
+        self.run_key = run_key
+        if rollout.servers == [LAUNCH]:
+            self.run_key = run_key or Key.generate()
+            shared = ServerSpec(
+                python=rollout.launch_python,
+                model=model_dir,
+                log_path="",
+                max_model_len=max_model_len,
+                max_num_seqs=rollout.max_concurrent_requests,
+                cpu=cpu,
+                args=tuple(rollout.launch_args),
+                run_key=self.run_key,
+            )
+            self._specs = [
+                replace(
+                    _of_engine(shared, engine, rollout),
+                    log_path=str(run_dir / f"{engine}{index}.log"),
+                )
+                for engine in rollout.launch_engines
+                for index in range(rollout.launch_count)
+            ]
+
+    def start(self, deadline_s: float, environ: Mapping[str, str]) -> Known:
+        """URLs of all servers; those launched here are healthy, and ask for the keys that the
+        configuration names.
+
+        Raises ServerUnreachable with the log's end, ConfigError for a servers file or a host list
+        that can not be read.
+        """
+        if self._specs:
+            names = (self._rollout.api_key_env, self._rollout.admin_key_env)
+            api_key, admin_key = (environ.get(name, "") if name else "" for name in names)
+            for spec in self._specs:
+                self._servers.append(Server(replace(spec, api_key=api_key, admin_key=admin_key)))
+            for server in self._servers:
+                server.wait_healthy(deadline_s)
+        return known_servers(self._rollout, environ, tuple(server.url for server in self._servers))
+
+    def stop(self) -> None:
+        """Stop what was started. Idempotent."""
+        for server in self._servers:
+            server.stop()
+        self._servers = []
+
+
+def _of_engine(spec: ServerSpec, engine: str, rollout: Rollout) -> ServerSpec:
+    if engine == "sglang":
+        args = tuple(rollout.launch_sglang_args)
+        return replace(spec, engine="sglang", python=rollout.launch_sglang_python, args=args)
+    return spec
+
+
+LOAD_S = 120.0
+"""How long task and tokenizer may take to load, in seconds."""
+
+
+def start_rollouts(
+    job_config: Any, model_dir: str, version: int, state: str, environ: Mapping[str, str]
+) -> Rollouts:
+    """Started, for training that continues from ``version``; ``state`` is a checkpoint's.
+
+    Raises ConfigError or DataError as the task, the tokenizer or the records do, RolloutStopped
+    where no rollouts can come.
+    """
+    rollout: Rollout = job_config.rollout
+    before = json.loads(state) if state else {}
+    if rollout.replay_path:
+        return ReplayClient(rollout.replay_path, before)
+    spec = RolloutSpec.from_config(rollout, model_dir, version, before)
+    recomputed = job_config.weight_sync.kv_after_update == "recompute"
+    spec = replace(spec, registration=registration(job_config, version), kv_recomputed=recomputed)
+    sync: WeightSync = job_config.weight_sync
+    spec = replace(
+        spec, commit_deadline_s=sync.commit_deadline_s, load_deadline_s=load_deadline_s(sync)
+    )
+    if rollout.controller == "local":
+        client, start_s = RolloutClient(spec, rollout.record_path, LocalLink()), LOAD_S
+    else:
+        client = RolloutClient(placed(spec), rollout.record_path, remote_link(rollout, environ))
+        start_s = LOAD_S + rollout.controller_deadline_s
+    with ExitStack() as failed:
+        failed.callback(client.close)
+        client.start(start_s)
+        failed.pop_all()
+    return client
+
+
+def remote_link(rollout: Rollout, environ: Mapping[str, str]) -> Link:
+    """The way to ``rollout.controller``. Raises ConfigError where its key is not in the environment
+    that names it."""
+    key = environ.get(rollout.controller_key_env, "") if rollout.controller_key_env else ""
+    if rollout.controller_key_env and not key:
+        raise ConfigError(
+            "rollout.controller_key_env must name a variable of rank 0's environment with the"
+            f" service's key, {rollout.controller_key_env} is empty"
+        )
+    host = resolve_bind_host("", rollout.controller)
+    address = rollout.callback_address or f"{f'[{host}]' if ':' in host else host}:0"
+    return RemoteLink(rollout.controller, key, address, rollout.controller_deadline_s)
+
+
+def placed(spec: RolloutSpec) -> RolloutSpec:
+    """With paths that mean the same in another working directory."""
+    task_path = os.path.abspath(spec.task_path) if spec.task_path else ""
+    return replace(spec, model_dir=os.path.abspath(spec.model_dir), task_path=task_path)

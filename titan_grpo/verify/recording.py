@@ -1,0 +1,132 @@
+"""For ``titan-grpo verify`` only: a server plugin that writes down what every commit handed to the
+model.
+
+It digests each tensor at the moment the engine's loader takes it, in the engine's own process, and
+knows nothing of the block digests by which the transfer was accepted."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_grpo.layout.digest import tensor_digest
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.messages import Applied
+from titan_grpo.receive.commit import Engine, EngineSide, Workers
+from titan_grpo.runkey import Key
+
+BACKEND = "titan_grpo_recording"
+PLUGIN = "titan_grpo_recorder"
+
+log = logging.getLogger("titan_grpo.receive")
+
+
+class RecordedEngine:
+    """An Engine that digests what passes through ``load``."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.seen: dict[str, str] = {}
+
+    def refuses(self, manifest: Manifest) -> str:
+        """See Engine."""
+        return self._engine.refuses(manifest)
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+        """See Engine."""
+        self.seen = {}
+        return self._engine.load(self._noted(tensors))
+
+    def _noted(
+        self, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            yield name, tensor
+            # After the loader took it: bytes that change while they are loaded are then seen as
+            # they ended up.
+            self.seen[name] = tensor_digest(tensor)
+
+
+class RecordingSide(EngineSide):
+    """An EngineSide that appends one JSON line per commit to a file: worker, run, version, outcome,
+    digests by name."""
+
+    def __init__(
+        self, engine: Engine, workers: Workers, problem: str, path: Path, run_key: Key | None = None
+    ) -> None:
+        self._recorded = RecordedEngine(engine)
+        self._path = path
+        super().__init__(self._recorded, workers, problem, run_key)
+
+    def commit(self, data: dict[str, Any]) -> Applied | None:
+        """See EngineSide. A line that can not be written is logged: the verification misses it and
+        says so."""
+        self._recorded.seen = {}
+        report = super().commit(data)
+        if report is not None:
+            line = {
+                "worker": self._workers.rank,
+                "run_id": data["run_id"],
+                "version": report.version,
+                "ok": report.ok,
+                "fingerprint": report.fingerprint,
+                "tensors": self._recorded.seen,
+            }
+            try:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+            except OSError as error:
+                log.error(
+                    "the commit of version %d could not be written down: %s", report.version, error
+                )
+        return report
+
+
+def register_vllm(path: str) -> None:
+    """Register the backend BACKEND, which is our vLLM plugin with a RecordingSide that writes to
+    ``path``."""
+    # Imported here: this module is also imported where vLLM is not installed.
+    from titan_grpo.receive import vllm_plugin
+
+    class RecordingTransferEngine(vllm_plugin.TitanWeightTransferEngine):
+        def make_side(
+            self, engine: Engine, workers: Workers, problem: str, run_key: Key | None
+        ) -> EngineSide:
+            return RecordingSide(engine, workers, problem, Path(path), run_key)
+
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
+
+    if BACKEND not in factory._registry:
+        factory.register_engine(BACKEND, RecordingTransferEngine)
+
+
+def register_sglang(path: str) -> None:
+    """Have our SGLang plugin make a RecordingSide that writes to ``path``."""
+    from titan_grpo.receive import sglang_plugin
+
+    def make(engine: Engine, workers: Workers, problem: str, run_key: Key | None) -> EngineSide:
+        return RecordingSide(engine, workers, problem, Path(path), run_key)
+
+    sglang_plugin.plugin.make_side = make
+
+
+def install(folder: Path, path: Path) -> None:
+    """Write into ``folder`` what makes a server of either engine with ``folder`` on its PYTHONPATH
+    record to ``path``."""
+    info = folder / f"{PLUGIN}-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
+    groups = {"vllm.general_plugins": "vllm", "sglang.srt.plugins": "sglang"}
+    entries = [
+        f"[{group}]\n{PLUGIN} = {PLUGIN}:start_{engine}\n" for group, engine in groups.items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(entries))
+    starts = [
+        f"def start_{e}():\n    recording.register_{e}({str(path)!r})\n" for e in groups.values()
+    ]
+    (folder / f"{PLUGIN}.py").write_text(
+        "\n\n".join(["from titan_grpo.receive import recording\n", *starts])
+    )

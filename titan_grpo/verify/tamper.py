@@ -1,0 +1,73 @@
+"""The self-test's foreign sender: puts other weights on a server behind the trainer's back, over
+the real lane.
+
+What it plants is what a zombie trainer or a torn load would leave: the server itself is healthy and
+sure of itself."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from titan_grpo.engines.server import AUTO, ServerAccess, make_control
+from titan_grpo.errors import TransferFailed
+from titan_grpo.layout.digest import block_digests, fingerprint
+from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.messages import new_run_id
+from titan_grpo.runkey import Key
+from titan_grpo.sync.link import LaneLink, LinkOptions
+
+DEADLINE_S = 60.0
+BLOCK_BYTES = 256 << 10
+
+
+def torn(old: Path, new: Path) -> dict[str, torch.Tensor]:
+    """The state of a load from ``old`` to ``new`` that stopped half-way: every second tensor is
+    still the old one."""
+    before, after = load_file(old), load_file(new)
+    return {name: (before if index % 2 else after)[name] for index, name in enumerate(after)}
+
+
+def commit_foreign(
+    url: str, tensors: Mapping[str, torch.Tensor], version: int, run_key: Key | None
+) -> None:
+    """Send and commit ``tensors`` as ``version`` of a newer run, and leave the server's label as it
+    was.
+
+    A sender without the server's run key would be refused: this one has stolen it.
+    """
+    entries = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
+    manifest = Manifest.build(entries, BLOCK_BYTES)
+    run_id = new_run_id(time.time())
+    options = LinkOptions("gloo", "127.0.0.1", "xxh3", 4 << 20, DEADLINE_S, run_key=run_key)
+    link = LaneLink(run_id, 1, manifest, options)
+    control = make_control(AUTO, ServerAccess(url, DEADLINE_S))
+    label = control.label()
+    with SharedImage.create(manifest.total_bytes, "titan_grpo plant") as image:
+        bytes_ = image.tensor()
+        for spec in manifest.tensors:
+            bytes_[spec.offset : spec.offset + spec.nbytes] = (
+                tensors[spec.name].contiguous().flatten().view(torch.uint8)
+            )
+        digests = block_digests(
+            image.buffer, manifest, options.algorithm, options.block_key(run_id)
+        )
+        try:
+            control.greet(link.open().to_dict())
+            link.wait_joined(DEADLINE_S)
+            link.send_manifest(DEADLINE_S)
+            staged = link.send(1, version, bytes_, digests, fingerprint(manifest.digest, digests))
+            control.pause()
+            control.load(link.commit(staged).to_dict())
+            applied = link.wait_applied(1, DEADLINE_S)
+            control.finish(label)
+            control.resume()
+            link.bye(2)
+        finally:
+            link.close()
+            control.close()
+    if not applied.ok:
+        raise TransferFailed(f"the planted version {version} was refused: {applied.error}")
