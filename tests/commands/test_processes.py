@@ -73,5 +73,5 @@ def test_a_grandchild_in_a_session_of_its_own_ends_too():
     os.close(pidfds[0])
     end_group(process)
     assert process.returncode == -signal.SIGTERM
-    assert psutil.wait_procs([child], timeout=5)[1] == []
+    assert psutil.wait_procs([child], timeout=30)[1] == []
     process.stdout.close()

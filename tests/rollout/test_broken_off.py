@@ -146,7 +146,10 @@ def test_the_rollout_process_goes_on_at_another_server_and_the_broken_one_gets_i
     completion_server, model_dir, streamed
 ):
     broken, good = completion_server(), completion_server()
-    broken.behaviour = lambda _: (200, iter([broken.piece([7, 8])]))
+    # Whoever asks it once more gets no tokens: how often that is, before there is a better one, is up to the machine.
+    broken.behaviour = lambda _: (
+        (200, iter([broken.piece([7, 8])])) if len(broken.bodies) <= 2 else (500, {})
+    )
     good.behaviour = lambda body: good.answer([9] * body["max_tokens"], [-2.0] * body["max_tokens"])
     spec = RolloutSpec(
         model_dir,

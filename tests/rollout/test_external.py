@@ -99,8 +99,9 @@ def test_a_group_without_log_probabilities_is_dropped_and_counted(api, atropos) 
         scored(env=env, inference_logprobs=None),
         scored(env=env, group_overrides={"policy_version": 1}),
     )
+    until(lambda: client.counters().get("dropped.no_logprobs") == 1, "both groups were dropped")
     with pytest.raises(RolloutsLate, match=r"dropped.no_logprobs"):
-        client.next_batch(0, 2, 3)
+        client.next_batch(0, 2, 0.1)
     api.post(scored(env=env), scored(env=env))
     assert len(client.next_batch(0, 2, 30)) == 2
     counters = client.counters()

@@ -10,7 +10,7 @@ from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.transport import LocalLink
 
-REQUESTS, QUIET_S = 64, 1.0
+REQUESTS, QUIET_S, TRIES = 64, 1.0, 20
 MOST_WAKES = 6
 """Of all threads together in that time: those that were about to sleep when they were counted
 first. Any loop that looks again ten times a second makes more."""
@@ -49,10 +49,19 @@ def test_waiting_for_completions_costs_nothing(completion_server, model_dir) -> 
     server.wait_for_requests(REQUESTS)
     assert ours
     assert sum(client.in_flight(20).values()) == REQUESTS
-    before = used(link.pid), used(os.getpid(), ours)
-    threading.Event().wait(QUIET_S)
-    after = used(link.pid), used(os.getpid(), ours)
-    assert sum(b.wakes - a.wakes for a, b in zip(before, after, strict=True)) <= MOST_WAKES
-    assert sum(b.seconds - a.seconds for a, b in zip(before, after, strict=True)) <= 0.02 * QUIET_S
+
+    def quiet() -> bool:
+        before = used(link.pid), used(os.getpid(), ours)
+        threading.Event().wait(QUIET_S)
+        after = used(link.pid), used(os.getpid(), ours)
+        wakes = sum(b.wakes - a.wakes for a, b in zip(before, after, strict=True))
+        return (
+            wakes <= MOST_WAKES
+            and sum(b.seconds - a.seconds for a, b in zip(before, after, strict=True))
+            <= 0.02 * QUIET_S
+        )
+
+    # On a busy machine the last work on the requests takes a while; what looks again and again never comes to rest.
+    assert any(quiet() for _ in range(TRIES))
     server.released.set()
     client.close(5)

@@ -332,7 +332,7 @@ def test_a_question_that_nobody_waits_for_any_more_is_not_delivered_late(site):
 def test_a_silent_trainer_loses_its_session_and_is_told_anew_when_it_is_back(
     site, completion_server
 ):
-    site.lease_s = 1.5
+    site.lease_s = 4.0
     site.serve()
     cut = threading.Event()
     relay = site.relay(lambda: site.url, lambda: "drop" if cut.is_set() else "")
@@ -347,7 +347,7 @@ def test_a_silent_trainer_loses_its_session_and_is_told_anew_when_it_is_back(
     psutil.wait_procs([psutil.Process(child)], timeout=20)
     assert child not in children()
     assert site.run() == ""
-    assert any("silent for 1.5 s" in text for text in site.said)
+    assert any("silent for 4 s" in text for text in site.said)
     server.behaviour = server.good
     cut.clear()
     assert len(client.next_batch(0, PER_STEP, 40)) == PER_STEP

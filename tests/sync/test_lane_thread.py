@@ -68,17 +68,25 @@ def test_versions_follow_each_other_through_one_epoch(rig):
 
 
 def test_a_frozen_receiver_does_not_delay_the_other_server_and_gets_the_newest_in_a_new_epoch(rig):
-    r = rig("a", "b", lane_deadline_s=8.0)
+    frozen, others_are_done = threading.Event(), threading.Event()
+
+    def watch(passing: Passing):
+        if passing.url == "a" and passing.point is Point.GREET and frozen.is_set():
+            assert others_are_done.wait(WAIT_S)
+
+    r = rig("a", "b", lane_deadline_s=8.0, watch=watch)
     r.publish(1)
     r.everyone(1)
     r.servers["a"].freeze_receiver()
+    frozen.set()
     for version in (2, 3, 4, 5):
         r.publish(version)
         assert r.servers["b"].wait_version(version, WAIT_S)
     assert r.servers["b"].versions == [1, 2, 3, 4, 5]
     assert r.servers["a"].versions == [
         1
-    ]  # its lane was still inside version 2, so b waited for none of it
+    ]  # its lane has not even begun anew, so b waited for none of it
+    others_are_done.set()
     assert r.servers["a"].wait_version(5, WAIT_S)
     assert r.servers["a"].versions == [1, 5]
     assert r.loaded["a"].value() == 5.0
@@ -161,32 +169,40 @@ def test_bytes_that_changed_after_their_digest_are_counted_retried_and_never_loa
 
 
 def test_a_half_loaded_server_stays_paused_until_a_whole_load(rig):
-    r = rig("a")
+    looked = threading.Event()
+
+    def watch(passing: Passing):
+        if (
+            passing.point is Point.LOAD
+            and passing.version == 2
+            and not r.loaded["a"].breaks.is_set()
+        ):
+            assert looked.wait(WAIT_S)
+
+    r = rig("a", watch=watch)
     r.publish(1)
     r.everyone(1)
-    seen = []
     r.loaded["a"].breaks.set()
     r.publish(2)
     r.until(lambda: bool(r.recorder.totals().get(names.QUARANTINES)))
-    seen.append(r.servers["a"].versions)
+    assert (r.servers["a"].versions, r.servers["a"].paused) == ([1], True)
+    looked.set()
     assert r.servers["a"].wait_version(2, WAIT_S)
     r.until(lambda: r.fleet.entry("a").held == 2)
-    assert seen == [[1]]
     assert not r.servers["a"].paused
     assert r.loaded["a"].value() == 2.0
     assert "half loaded" in str(r.worker.take_error())
 
 
-def test_stopping_a_lane_inside_a_frozen_transfer_is_quick(rig):
+def test_a_lane_inside_a_frozen_transfer_ends_when_it_is_told_to(rig, caplog):
     r = rig("a", lane_deadline_s=120.0)
     r.publish(1)
     r.everyone(1)
     r.servers["a"].freeze_receiver()
     r.publish(2)
     r.until(lambda: r.fleet.entry("a").incoming == 2)
-    start = time.monotonic()
     r.worker.close()
-    assert time.monotonic() - start < 5.0
+    assert "was told to stop and did not" not in caplog.text
 
 
 def test_a_server_restarted_before_its_label_is_not_given_it_although_it_would_take_it(rig):
@@ -212,13 +228,13 @@ def test_a_server_restarted_before_its_label_is_not_given_it_although_it_would_t
 )
 def test_a_receiver_killed_after_its_load_is_replaced_at_once_and_nothing_is_sent_twice(rig, point):
     strike = Strike(point, lambda: r.servers["a"].kill_receiver())
-    r = rig("a", watch=strike, commit_deadline_s=50.0)
+    r = rig("a", watch=strike, commit_deadline_s=2 * WAIT_S)
     r.publish(1)
     r.everyone(1)
     assert len(strike.times(Point.BEGIN)) == 1
     assert not r.servers["a"].paused
     lost, greeted = strike.times(point)[0], strike.times(Point.GREET)[1]
-    assert greeted - lost < 20.0, "a deadline of its own, not that of a commit call"
+    assert greeted - lost < WAIT_S, "a deadline of its own, not that of a commit call"
 
 
 def test_a_lane_that_was_fenced_before_its_load_learns_it_before_the_deadline_of_the_load(rig):
@@ -226,11 +242,11 @@ def test_a_lane_that_was_fenced_before_its_load_learns_it_before_the_deadline_of
         fence(DirectControl(r.servers["a"]), Access("127.0.0.1", 10.0, WAIT_S, ""), r.run_id, 3)
 
     strike = Strike(Point.LOAD, newer_epoch)
-    r = rig("a", watch=strike, commit_deadline_s=50.0)
+    r = rig("a", watch=strike, commit_deadline_s=2 * WAIT_S)
     r.publish(1)
     assert strike.wait(Point.GREET, 2)
     greeted = strike.times(Point.GREET)[1]
     r.everyone(1)
     assert r.servers["a"].versions == [1]
     assert not r.servers["a"].paused
-    assert greeted - strike.times(Point.LOAD)[0] < 40.0
+    assert greeted - strike.times(Point.LOAD)[0] < WAIT_S

@@ -74,7 +74,7 @@ def test_a_server_that_leaves_in_the_middle_of_a_frozen_transfer_costs_no_deadli
     r.until(lambda: r.fleet.entry("b").incoming == 2)
     start = time.monotonic()
     r.worker.remove("b")
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < WAIT_S
     r.publish(3)
     assert r.worker.wait_held(3, WAIT_S, everyone=True) == ["a"]
     assert not r.servers["b"].paused
@@ -93,7 +93,7 @@ def test_a_dead_server_leaves_at_once_and_its_image_is_free(rig):
     r.until(lambda: r.fleet.entry("b").standing is Standing.UNKNOWN)
     start = time.monotonic()
     r.worker.remove("b")
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < WAIT_S
     for version in (3, 4, 5):
         r.publish(version)
     assert r.worker.wait_held(5, WAIT_S, everyone=True) == ["a"]

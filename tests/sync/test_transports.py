@@ -28,7 +28,14 @@ MUCH = 64 << 20
 """More bytes than two sockets buffer, so that a sender without a receiver blocks."""
 
 
-def options(rank: int, timeout_s: float = 20.0) -> TransportOptions:
+LONG_S = 120.0
+"""A deadline that nothing here comes near."""
+
+SOON_S = 60.0
+"""What ends for another reason than LONG_S ends within it, however busy the machine is."""
+
+
+def options(rank: int, timeout_s: float = LONG_S) -> TransportOptions:
     return TransportOptions(timeout_s, LOOPBACK, 1 << 20, f"cuda:{rank}")
 
 
@@ -36,13 +43,13 @@ def options(rank: int, timeout_s: float = 20.0) -> TransportOptions:
 def pair(request) -> Iterator[tuple[Transport, Transport]]:
     """Rank 0 and rank 1, connected."""
     host = host_store(LOOPBACK)
-    other = join_store(LOOPBACK, host.port, 10.0)
+    other = join_store(LOOPBACK, host.port, SOON_S)
     with ThreadPoolExecutor(2) as pool:
         opening = [
             pool.submit(open_transport, request.param, s, r, 2, options(r))
             for r, s in enumerate((host, other))
         ]
-        both = tuple(future.result(60) for future in opening)
+        both = tuple(future.result(SOON_S) for future in opening)
     yield both
     for transport in both:
         transport.close()
@@ -50,7 +57,7 @@ def pair(request) -> Iterator[tuple[Transport, Transport]]:
 
 def together(*calls: Callable[[], object]) -> list[object]:
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(60) for future in [pool.submit(call) for call in calls]]
+        return [future.result(SOON_S) for future in [pool.submit(call) for call in calls]]
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 3 * (1 << 20) + 17])
@@ -59,7 +66,7 @@ def test_an_image_arrives_byte_for_byte_in_buckets(pair, nbytes):
     got = torch.zeros(nbytes, dtype=torch.uint8)
     together(
         *(
-            lambda t=t, x=x: broadcast_image(t, x, 1 << 20, 20.0)
+            lambda t=t, x=x: broadcast_image(t, x, 1 << 20, SOON_S)
             for t, x in zip(pair, (sent, got), strict=True)
         )
     )
@@ -73,7 +80,7 @@ def test_a_transport_serves_many_transfers(pair):
             torch.zeros(5000, dtype=torch.uint8),
         )
         together(
-            lambda s=sent: pair[0].broadcast(s, 20.0), lambda g=got: pair[1].broadcast(g, 20.0)
+            lambda s=sent: pair[0].broadcast(s, SOON_S), lambda g=got: pair[1].broadcast(g, SOON_S)
         )
         assert torch.equal(sent, got)
 
@@ -82,14 +89,14 @@ def test_a_receiver_whose_sender_stalls_fails_at_its_deadline(pair):
     start = time.monotonic()
     with pytest.raises(TransferFailed):
         pair[1].broadcast(torch.zeros(MUCH, dtype=torch.uint8), 1.0)
-    assert 0.9 < time.monotonic() - start < 5.0
+    assert 0.9 < time.monotonic() - start < SOON_S
 
 
 def test_a_sender_whose_receiver_stalls_fails_at_its_deadline(pair):
     start = time.monotonic()
     with pytest.raises(TransferFailed):
         broadcast_image(pair[0], torch.zeros(MUCH, dtype=torch.uint8), MUCH, 1.0)
-    assert 0.9 < time.monotonic() - start < 5.0
+    assert 0.9 < time.monotonic() - start < SOON_S
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -98,8 +105,8 @@ def test_an_abort_from_another_thread_ends_a_broadcast_at_once(pair, rank):
     timer.start()
     start = time.monotonic()
     with pytest.raises(TransferFailed, match="abort"):
-        pair[rank].broadcast(torch.zeros(MUCH, dtype=torch.uint8), 30.0)
-    assert time.monotonic() - start < 5.0
+        pair[rank].broadcast(torch.zeros(MUCH, dtype=torch.uint8), LONG_S)
+    assert time.monotonic() - start < SOON_S
     timer.join()
 
 
@@ -107,10 +114,10 @@ def test_closing_after_an_abort_does_not_wait_for_the_peer(pair):
     timer = threading.Timer(0.2, pair[0].abort)
     timer.start()
     with pytest.raises(TransferFailed):
-        pair[0].broadcast(torch.zeros(MUCH, dtype=torch.uint8), 30.0)
+        pair[0].broadcast(torch.zeros(MUCH, dtype=torch.uint8), LONG_S)
     start = time.monotonic()
     pair[0].close()
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < SOON_S
 
 
 def test_an_aborted_transport_refuses_further_broadcasts(pair):
@@ -123,8 +130,8 @@ def test_a_peer_that_closed_is_noticed_before_the_deadline(pair):
     pair[0].close()
     start = time.monotonic()
     with pytest.raises(TransferFailed):
-        pair[1].broadcast(torch.zeros(MUCH, dtype=torch.uint8), 20.0)
-    assert time.monotonic() - start < 10.0
+        pair[1].broadcast(torch.zeros(MUCH, dtype=torch.uint8), LONG_S)
+    assert time.monotonic() - start < SOON_S
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,7 +140,7 @@ def test_a_missing_rank_fails_the_opening_at_its_deadline(kind):
     start = time.monotonic()
     with pytest.raises(TransferFailed):
         open_transport(kind, host, 0, 2, options(0, timeout_s=1.0))
-    assert time.monotonic() - start < 10.0
+    assert time.monotonic() - start < SOON_S
 
 
 def test_an_unknown_kind_is_a_config_error():
@@ -218,8 +225,8 @@ def test_an_abort_ends_the_wait_for_a_receiver_at_once(link):
     timer.start()
     start = time.monotonic()
     with pytest.raises(TransferFailed, match="abort"):
-        link.wait_joined(30.0)
-    assert time.monotonic() - start < 5.0
+        link.wait_joined(LONG_S)
+    assert time.monotonic() - start < SOON_S
     timer.join()
 
 

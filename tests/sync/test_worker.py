@@ -40,8 +40,8 @@ def test_a_flush_returns_the_live_servers_and_does_not_wait_for_a_dead_one(rig):
     r.worker.wait_held(1, WAIT_S, everyone=False)
     r.publish(2)
     start = time.monotonic()
-    assert r.worker.flush(2, timeout_s=30.0) == ["live"]
-    assert time.monotonic() - start < 10.0
+    assert r.worker.flush(2, timeout_s=2 * WAIT_S) == ["live"]
+    assert time.monotonic() - start < WAIT_S
     assert r.servers["live"].versions == [1, 2]
 
 
@@ -51,9 +51,10 @@ def test_a_flush_gives_a_frozen_server_its_deadline_and_no_more(rig):
     r.everyone(1)
     r.servers["frozen"].freeze_receiver()
     r.publish(2)
+    r.until(lambda: r.fleet.entry("live").held == 2 and r.fleet.entry("frozen").incoming == 2)
     start = time.monotonic()
     assert r.worker.flush(2, timeout_s=2.0) == ["live"]
-    assert 1.0 < time.monotonic() - start < 4.0
+    assert 1.0 < time.monotonic() - start < WAIT_S < r.config.lane_deadline_s
 
 
 def test_a_flush_with_nobody_there_ends_by_its_deadline(rig):
@@ -63,7 +64,7 @@ def test_a_flush_with_nobody_there_ends_by_its_deadline(rig):
     r.publish(1)
     start = time.monotonic()
     assert r.worker.flush(1, timeout_s=1.0) == []
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < WAIT_S
 
 
 def test_a_version_is_sealed_only_when_the_other_ranks_have_written_their_part(rig):
@@ -78,7 +79,7 @@ def test_a_version_is_sealed_only_when_the_other_ranks_have_written_their_part(r
 
 
 def test_a_part_that_never_arrives_discards_the_version_latches_an_error_and_frees_the_slot(rig):
-    r = rig("a", remote_writers=(1,), lane_deadline_s=1.0)
+    r = rig("a", remote_writers=(1,), lane_deadline_s=4.0)
     slot = r.publish(1)
     assert {r.worker.wait_slot(WAIT_S), r.worker.wait_slot(0.0)} == {
         1 - slot,
