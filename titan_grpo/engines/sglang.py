@@ -523,7 +523,7 @@ def command(spec: ServerSpec, keys_path: str = "") -> list[str]:
     out = [
         spec.python,
         "-m",
-        "launch_server",
+        "sglang.launch_server",
         "--model-path",
         spec.model,
         "--host",

