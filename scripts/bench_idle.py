@@ -5,7 +5,7 @@ with 256 requests outstanding.
     python scripts/bench_idle.py [--engine vllm|sglang] [--requests 256] [--remote] [--window 20]
     [--json PATH]
 
-A real run: two CPU ranks, their lanes, caretaker, rollout process, one real server. Once all requests are at the server it is
+A real run: two CPU ranks, their lanes, pause guard, rollout process, one real server. Once all requests are at the server it is
 stopped (SIGSTOP), so that none of them can end while the processor time is read: whatever is used then is used for waiting. The
 lanes meanwhile find their server silent and try again, as they would. With ``--remote`` the rollouts are made, and the engine
 calls too, by a rollout service in place of rank 0's child. Printed per process: median over the windows of user and system
@@ -45,7 +45,7 @@ ROLES = {
     "rank 0": "titan_grpo.train",
     "rollouts": "titan_grpo.rollout.worker",
     "service": "titan_grpo.cli",
-    "caretaker": "titan_grpo.sync.pause_guard_main",
+    "pause_guard": "titan_grpo.sync.pause_guard_main",
 }
 """Process -> module that it runs. torchrun, which starts the ranks, and the other rank are not the
 controller."""
@@ -251,7 +251,7 @@ def main() -> int:
         )
     total = statistics.median(sum(w.percent.get(role, 0.0) for role in CONTROLLER) for w in found)
     print(
-        f"{'controller':12}{total:13.2f}   all but the caretaker; at most {LIMIT_PERCENT:g} when"
+        f"{'controller':12}{total:13.2f}   all but the pause guard; at most {LIMIT_PERCENT:g} when"
         " idle"
     )
     if options.json:

@@ -83,7 +83,7 @@ class Sender:
     @contextmanager
     def link(self, weights: Weights) -> Iterator[LaneLink]:
         """A lane of the next epoch that has joined."""
-        self.epoch += 2  # the odd ones are the caretaker's
+        self.epoch += 2  # the odd ones are the pause guard's
         link = LaneLink(self.run_id, self.epoch, weights.manifest, self.options)
         try:
             self.joined = link.join(self.control, STEP_S)
@@ -307,7 +307,7 @@ def an_update_that_a_dead_trainer_left_open_is_taken_over(e: EngineUnderTest) ->
 
 
 def a_server_whose_trainer_died_in_a_pause_goes_on(e: EngineUnderTest) -> None:
-    """The caretaker reads from the receiver what it holds, has it show that, and lets it go on; a
+    """The pause guard reads from the receiver what it holds, has it show that, and lets it go on; a
     request in flight ends."""
     key = e.run_key.hex() if e.run_key is not None else ""
     access = pause_guard_main.Access("127.0.0.1", STEP_S, STEP_S, key)

@@ -25,7 +25,7 @@ from titan_grpo.runkey import Key
 from titan_grpo.sync.lane import LaneContext, LaneThread
 from titan_grpo.sync.link import LinkOptions
 from titan_grpo.sync.server_set import Fleet
-from titan_grpo.sync.slots import Published, Shelf
+from titan_grpo.sync.slots import ImageSlots, Published
 
 BUCKET_BYTES = 64 << 10
 WAIT_S = 60.0
@@ -37,7 +37,7 @@ CONFIG = WeightSync(
 
 
 class LaneTrainer:
-    """The sync half of a trainer: shelf, ledger and one lane to the server."""
+    """The sync half of a trainer: slots, ledger and one lane to the server."""
 
     def __init__(self, e: EngineUnderTest, watch: Watch = nobody, key: Key | None = None) -> None:
         self.e, self.url, self._watch = e, e.access.url, watch
@@ -54,7 +54,7 @@ class LaneTrainer:
         )
         self.fleet = Fleet([self.url], lambda *_: None)
         self._recorder = Recorder(self.folder / "run")
-        self._shelf = Shelf(2)
+        self._slots = ImageSlots(2)
         self._images: tuple[torch.Tensor, ...] = ()
         self.lane: LaneThread | None = None
 
@@ -73,7 +73,7 @@ class LaneTrainer:
             self._images,
             CONFIG,
             self.options,
-            self._shelf,
+            self._slots,
             self.fleet,
             recorder,
             self._watch,
@@ -84,13 +84,13 @@ class LaneTrainer:
 
     def publish(self, version: int, weights: Weights) -> str:
         """As the sealer does it; the label that the server is to show."""
-        slot = self._shelf.wait_reserved(WAIT_S)
+        slot = self._slots.wait_reserved(WAIT_S)
         assert slot is not None
         self._images[slot].copy_(weights.image)
-        self._shelf.writing(version, slot, frozenset({0}))
-        self._shelf.copied(version, 0)
+        self._slots.writing(version, slot, frozenset({0}))
+        self._slots.copied(version, 0)
         label = Label(self.run_id, version, weights.fingerprint)
-        self._shelf.complete(Published(label, slot, weights.digests, self._recorder.now()))
+        self._slots.complete(Published(label, slot, weights.digests, self._recorder.now()))
         return str(label)
 
     def until(self, standing: Standing, version: int | None = None) -> None:

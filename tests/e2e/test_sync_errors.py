@@ -19,7 +19,7 @@ def between(site):
     with Proxy((parts.hostname, parts.port)) as proxy:
         yield proxy
         proxy.open()
-        # What a run that stopped left paused, its caretaker lets go.
+        # What a run that stopped left paused, its pause guard lets go.
         end = time.monotonic() + 60
         while site.paused():
             assert time.monotonic() < end

@@ -28,7 +28,7 @@ from titan_grpo.protocol.messages import UNUSABLE, Label, new_run_id
 from titan_grpo.sync.lane import LaneContext, LaneThread
 from titan_grpo.sync.link import LinkOptions
 from titan_grpo.sync.server_set import Fleet
-from titan_grpo.sync.slots import Published, Shelf
+from titan_grpo.sync.slots import ImageSlots, Published
 from titan_grpo.titan.tiny import tiny_weights, write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
@@ -75,18 +75,18 @@ class Version:
 
 
 class Trainer:
-    """The sync half of a trainer: shelf, ledger and one lane."""
+    """The sync half of a trainer: slots, ledger and one lane."""
 
     def __init__(self, started_s: float, url: str, manifest: Manifest, folder: Path) -> None:
         self.run_id, self.url = new_run_id(started_s), url
-        self.shelf, self.recorder = Shelf(2), Recorder(folder / f"run{started_s}")
+        self.slots, self.recorder = ImageSlots(2), Recorder(folder / f"run{started_s}")
         self.fleet = Fleet([url], lambda *_: None)
         self.images = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(2))
         link = LinkOptions(
             "gloo", "127.0.0.1", "xxh3", BUCKET, CONFIG.lane_deadline_s, apply=CONFIG.apply
         )
         context = LaneContext(
-            self.run_id, manifest, self.images, CONFIG, link, self.shelf, self.fleet, self.recorder
+            self.run_id, manifest, self.images, CONFIG, link, self.slots, self.fleet, self.recorder
         )
         self.lane = LaneThread(context, VllmControl(url, "", 30.0, 60.0))
         self.recorder.known_server(url)
@@ -94,15 +94,15 @@ class Trainer:
 
     def publish(self, version: int, weights: Version, bad_byte: int = -1) -> None:
         """As the sealer does it; ``bad_byte``: this one changes after the digests were made."""
-        slot = self.shelf.wait_reserved(30.0)
+        slot = self.slots.wait_reserved(30.0)
         assert slot is not None
         self.images[slot].copy_(weights.image)
         if bad_byte >= 0:
             self.images[slot][bad_byte] ^= 1
-        self.shelf.writing(version, slot, frozenset({0}))
-        self.shelf.copied(version, 0)
+        self.slots.writing(version, slot, frozenset({0}))
+        self.slots.copied(version, 0)
         label = Label(self.run_id, version, weights.fingerprint)
-        self.shelf.complete(Published(label, slot, weights.digests, self.recorder.now()))
+        self.slots.complete(Published(label, slot, weights.digests, self.recorder.now()))
 
     def wait(self, standing: Standing) -> None:
         """Until the ledger says so."""

@@ -21,9 +21,9 @@ from titan_grpo.protocol.lane_events import Passing, Watch
 from titan_grpo.protocol.messages import new_run_id
 from titan_grpo.sync.lane import LaneContext
 from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.pause_guard import Caretaker
+from titan_grpo.sync.pause_guard import PauseGuard
 from titan_grpo.sync.server_set import Fleet, OnServer
-from titan_grpo.sync.slots import Shelf
+from titan_grpo.sync.slots import ImageSlots
 from titan_grpo.sync.transports.store import host_store
 from titan_grpo.sync.worker import SyncWorker
 
@@ -108,7 +108,7 @@ class Ears:
 
 
 class Rig:
-    """Images, shelf, fleet, lanes. ``base``: float32 tensors by name."""
+    """Images, slots, fleet, lanes. ``base``: float32 tensors by name."""
 
     def __init__(self, settings: Settings, base: Mapping[str, torch.Tensor], ears: Ears) -> None:
         self._s = settings
@@ -134,14 +134,14 @@ class Rig:
             device=settings.device,
         )
         self._watch = ears.watch
-        self._caretaker = Caretaker(config, link, Path(settings.run_dir) / "keeper.log")
+        self._pause_guard = PauseGuard(config, link, Path(settings.run_dir) / "pause_guard.log")
         context = LaneContext(
             run_id=self.run_id,
             manifest=self.manifest,
             images=tuple(image.tensor() for image in self.images),
             config=config,
             link=link,
-            shelf=Shelf(config.slots),
+            slots=ImageSlots(config.slots),
             fleet=self.fleet,
             recorder=self.recorder,
             watch=self._pass,
@@ -151,7 +151,7 @@ class Rig:
     def start(self) -> None:
         """One lane per server."""
         for url in self._s.urls:
-            self._caretaker.know(url, "")
+            self._pause_guard.know(url, "")
         accesses = [ServerAccess(url, self._s.deadline_s) for url in self._s.urls]
         self.worker.start([make_control(self._s.engine, access) for access in accesses])
 
@@ -160,12 +160,12 @@ class Rig:
         begin = time.monotonic()
         self.worker.close()
         lanes_s = time.monotonic() - begin
-        self._caretaker.close()
+        self._pause_guard.close()
         self.recorder.close()
         for image in self.images:
             image.close()
         return lanes_s
 
     def _pass(self, passing: Passing) -> None:
-        self._caretaker.watch(passing)
+        self._pause_guard.watch(passing)
         self._watch(passing)

@@ -1,7 +1,7 @@
 """A light, real trainer for the fault matrix: ``python -m tests.faults.trainer``, driven by JSON
 lines.
 
-Real are the images, the snapshotter, the shelf, the sealer, the lanes and their deadlines; the
+Real are the images, the snapshotter, the slots, the sealer, the lanes and their deadlines; the
 training step is a fixed amount of arithmetic, and every version's weights follow from its number
 (content.weights). It decides nothing: what happens at which point comes in over stdin, what
 happened goes out over stdout."""

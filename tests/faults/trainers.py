@@ -12,7 +12,7 @@ from tests.faults.lanes import OVER_S, REACH_S, judge_recovery
 from tests.faults.report import Result
 
 RELEASE_S = 45.0
-"""Within it a server that a dead or frozen trainer left paused must generate again: the caretaker's
+"""Within it a server that a dead or frozen trainer left paused must generate again: the pause guard's
 tries."""
 
 LINGER_S = 3.0

@@ -10,13 +10,13 @@ from titan_grpo.protocol.pause_guard import (
     Ended,
     Failed,
     GiveUp,
+    GuardState,
     Passed,
     Settle,
     Settled,
     Taken,
     Terms,
     Ticked,
-    Watchlist,
     step,
 )
 
@@ -28,9 +28,9 @@ def passed(point: Point, now: float, epoch: int = 2, url: str = URL) -> Passed:
     return Passed(Passing(point, url, "run", epoch, 7, "run:7:ab"), now)
 
 
-def drive(*events) -> tuple[Watchlist, list]:
+def drive(*events) -> tuple[GuardState, list]:
     """The state after all events, and all actions of the last one."""
-    state, actions = Watchlist(TERMS), ()
+    state, actions = GuardState(TERMS), ()
     for event in events:
         state, actions = step(state, event)
     return state, list(actions)

@@ -18,7 +18,7 @@ from titan_grpo.sync.lane import LaneContext
 from titan_grpo.sync.link import LinkOptions
 from titan_grpo.sync.publisher import Publisher
 from titan_grpo.sync.server_set import Fleet
-from titan_grpo.sync.slots import Shelf
+from titan_grpo.sync.slots import ImageSlots
 from titan_grpo.sync.snapshot import Snapshotter
 from titan_grpo.sync.transports.store import host_store
 from titan_grpo.sync.worker import SyncWorker
@@ -71,7 +71,7 @@ class SmallTrainer:
                 config.bucket_bytes,
                 timeout_s=config.lane_deadline_s,
             ),
-            shelf=Shelf(config.slots),
+            slots=ImageSlots(config.slots),
             fleet=self.fleet,
             recorder=self.recorder,
         )

@@ -1,7 +1,7 @@
 """Soak: many versions, two servers, random faults. ``python -m tests.soak.__main__ --versions
 1000``.
 
-One trainer process with the real shelf, sealer, lanes and snapshots around a small model; two
+One trainer process with the real slots, sealer, lanes and snapshots around a small model; two
 engine-less server processes (tests.rigs.server_process) with real HTTP and real receivers. Faults
 come from a seeded schedule; between two windows of versions they rest, and everything is measured.
 Memory is judged in long runs only. The exit status is 1 if any figure is not as demanded."""

@@ -22,7 +22,7 @@ from titan_grpo.sync.lane import LaneContext
 from titan_grpo.sync.link import LinkOptions
 from titan_grpo.sync.publisher import Publisher
 from titan_grpo.sync.server_set import Fleet
-from titan_grpo.sync.slots import Shelf
+from titan_grpo.sync.slots import ImageSlots
 from titan_grpo.sync.snapshot import Snapshotter
 from titan_grpo.sync.transports.store import host_store
 from titan_grpo.sync.worker import SyncWorker
@@ -60,7 +60,7 @@ class Weights:
 
 
 class Rig:
-    """Servers, shelf, fleet, worker and the publisher of the only rank; ``publish`` sends
+    """Servers, slots, fleet, worker and the publisher of the only rank; ``publish`` sends
     ``version`` as every element."""
 
     def __init__(
@@ -97,14 +97,14 @@ class Rig:
             timeout_s=self.config.lane_deadline_s,
             run_key=run_keys.get("trainer"),
         )
-        self.shelf = Shelf(self.config.slots)
+        self.slots = ImageSlots(self.config.slots)
         context = LaneContext(
             run_id=new_run_id(time.time()),
             manifest=self.manifest,
             images=tensors,
             config=self.config,
             link=link,
-            shelf=self.shelf,
+            slots=self.slots,
             fleet=self.fleet,
             recorder=self.recorder,
             watch=watch,
@@ -127,7 +127,7 @@ class Rig:
     def publish(self, version: int) -> int:
         """Publish as the trainer does; the slot."""
         slot = self.worker.wait_slot(WAIT_S)
-        assert slot is not None, f"no slot became free for version {version}: {self.shelf!r}"
+        assert slot is not None, f"no slot became free for version {version}: {self.slots!r}"
         shards = {fqn: torch.full(shape, float(version)) for fqn, shape in SHAPES.items()}
         self.publisher.publish(version, slot, shards)
         self.publisher.fence()
@@ -136,7 +136,7 @@ class Rig:
     def until(self, fact: Callable[[], bool]) -> None:
         """Wait until a change of the fleet makes ``fact`` true."""
         assert self.fleet.wait(fact, WAIT_S), (
-            f"not within {WAIT_S} s: {self.fleet!r} {self.shelf!r}"
+            f"not within {WAIT_S} s: {self.fleet!r} {self.slots!r}"
         )
 
     def everyone(self, version: int) -> None:
@@ -145,9 +145,9 @@ class Rig:
 
     def complete(self, version: int) -> None:
         """Wait until ``version`` can be pinned."""
-        published = self.shelf.pin_newer("test", version - 1, WAIT_S)
+        published = self.slots.pin_newer("test", version - 1, WAIT_S)
         assert published is not None
-        self.shelf.unpin("test")
+        self.slots.unpin("test")
 
     def close(self) -> None:
         self.worker.close()

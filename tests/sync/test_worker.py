@@ -1,4 +1,4 @@
-"""The sealer and the shelf between a trainer and its lanes: skipping, flushing, other ranks' parts,
+"""The sealer and the image slots between a trainer and its lanes: skipping, flushing, other ranks' parts,
 and memory."""
 
 import time

@@ -1,4 +1,4 @@
-"""Where a lane stands, for whoever watches it: the caretaker of paused servers, and whoever injects
+"""Where a lane stands, for whoever watches it: the pause guard of paused servers, and whoever injects
 faults."""
 
 from collections.abc import Callable

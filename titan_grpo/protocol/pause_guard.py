@@ -77,7 +77,7 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class Watchlist:
+class GuardState:
     """The servers that may be left paused. ``ended``: the trainer is gone."""
 
     terms: Terms
@@ -90,7 +90,7 @@ class Watchlist:
 
     @property
     def done(self) -> bool:
-        """Whether nobody needs the caretaker any more."""
+        """Whether nobody needs the pause guard any more."""
         return self.ended and not self.servers
 
     @property
@@ -185,15 +185,15 @@ class GiveUp:
 
 
 Action = Settle | CallOff | GiveUp
-_Result = tuple[Watchlist, tuple[Action, ...]]
+_Result = tuple[GuardState, tuple[Action, ...]]
 
 
-def _put(s: Watchlist, url: str, watched: Watched | None) -> Watchlist:
+def _put(s: GuardState, url: str, watched: Watched | None) -> GuardState:
     others = {u: w for u, w in s.servers.items() if u != url}
     return replace(s, servers=others if watched is None else others | {url: watched})
 
 
-def _passed(s: Watchlist, e: Passed) -> _Result:
+def _passed(s: GuardState, e: Passed) -> _Result:
     p = e.passing
     before = s.servers.get(p.url)
     off: tuple[Action, ...] = (
@@ -224,7 +224,7 @@ def _passed(s: Watchlist, e: Passed) -> _Result:
     return s, ()
 
 
-def _ended(s: Watchlist, e: Ended) -> _Result:
+def _ended(s: GuardState, e: Ended) -> _Result:
     last = s.terms.tries - 1
     servers = {
         url: replace(
@@ -235,7 +235,7 @@ def _ended(s: Watchlist, e: Ended) -> _Result:
     return replace(s, servers=servers, ended=True), ()
 
 
-def _ticked(s: Watchlist, e: Ticked) -> _Result:
+def _ticked(s: GuardState, e: Ticked) -> _Result:
     due = {
         url: w for url, w in s.servers.items() if w.phase is not Phase.SETTLING and w.due <= e.now
     }
@@ -246,7 +246,7 @@ def _ticked(s: Watchlist, e: Ticked) -> _Result:
     return replace(s, servers={**s.servers, **begun}), actions
 
 
-def _looked(s: Watchlist, url: str, epoch: int) -> Watched | None:
+def _looked(s: GuardState, url: str, epoch: int) -> Watched | None:
     """The server of a look that was not called off."""
     watched = s.servers.get(url)
     return (
@@ -256,7 +256,7 @@ def _looked(s: Watchlist, url: str, epoch: int) -> Watched | None:
     )
 
 
-def _settled(s: Watchlist, e: Settled) -> _Result:
+def _settled(s: GuardState, e: Settled) -> _Result:
     watched = _looked(s, e.url, e.epoch)
     if watched is None:
         return s, ()
@@ -270,11 +270,11 @@ def _settled(s: Watchlist, e: Settled) -> _Result:
     )
 
 
-def _taken(s: Watchlist, e: Taken) -> _Result:
+def _taken(s: GuardState, e: Taken) -> _Result:
     return (s if _looked(s, e.url, e.epoch) is None else _put(s, e.url, None)), ()
 
 
-def _failed(s: Watchlist, e: Failed) -> _Result:
+def _failed(s: GuardState, e: Failed) -> _Result:
     watched = _looked(s, e.url, e.epoch)
     if watched is None:
         return s, ()
@@ -292,7 +292,7 @@ def _failed(s: Watchlist, e: Failed) -> _Result:
     )
 
 
-TRANSITIONS: dict[type, Callable[[Watchlist, Any], _Result]] = {
+TRANSITIONS: dict[type, Callable[[GuardState, Any], _Result]] = {
     Passed: _passed,
     Ended: _ended,
     Ticked: _ticked,
@@ -302,7 +302,7 @@ TRANSITIONS: dict[type, Callable[[Watchlist, Any], _Result]] = {
 }
 
 
-def step(state: Watchlist, event: Event) -> _Result:
+def step(state: GuardState, event: Event) -> _Result:
     """The next state and what to do. An event that is not listed, or a lane after the end, raises
     ProtocolError.
 

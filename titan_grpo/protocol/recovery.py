@@ -1,7 +1,7 @@
 """What must be done to a server that is found after its lane, its trainer or its receiver died.
 Pure.
 
-Used by a lane that connects and by the caretaker of a dead trainer's servers. The rule: a label is
+Used by a lane that connects and by the pause guard of a dead trainer's servers. The rule: a label is
 a promise about the weights, so it is set right before generation goes on, and generation goes on
 only over one whole version.
 

@@ -21,7 +21,7 @@ from titan_grpo.errors import PeerError, SyncError, TitanGrpoError, TransferFail
 from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest, TensorSpec
 from titan_grpo.protocol.messages import Applied, Commit, Hello, reply_address
-from titan_grpo.receive.handle import ReceiverClient
+from titan_grpo.receive.handle import ReceiverHandle
 from titan_grpo.receive.window import copy_out
 from titan_grpo.runkey import Key
 
@@ -233,10 +233,10 @@ class EngineSide:
         ``run_key``: serve only who proves it.
         """
         self._engine, self._workers, self._problem = engine, workers, problem
-        self._client = ReceiverClient(package_version(), run_key) if workers.rank == 0 else None
+        self._client = ReceiverHandle(package_version(), run_key) if workers.rank == 0 else None
 
     @property
-    def client(self) -> ReceiverClient | None:
+    def client(self) -> ReceiverHandle | None:
         """The receiver's handle; rank 0 only."""
         return self._client
 
@@ -260,7 +260,7 @@ class EngineSide:
                 traceback.format_exc(),
             )
 
-    def _greet(self, client: ReceiverClient, data: dict[str, Any]) -> str:
+    def _greet(self, client: ReceiverHandle, data: dict[str, Any]) -> str:
         try:
             hello = Hello.from_dict(data)
         except PeerError as error:

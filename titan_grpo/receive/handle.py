@@ -115,7 +115,7 @@ class ReceiverProcess:
             return None
 
 
-class ReceiverClient:
+class ReceiverHandle:
     """Keeps the fence and what the engine holds across receiver processes; owns at most one that
     serves an epoch."""
 

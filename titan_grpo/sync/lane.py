@@ -1,7 +1,7 @@
 """One server's lane: a thread that drives the pure table of protocol/lane.py and performs what it
 asks for.
 
-Consumes images from the shelf; waits for its own server only, always with a deadline; is woken by a
+Consumes images from the image slots; waits for its own server only, always with a deadline; is woken by a
 new image or a stop. An error of the server closes the epoch and never leaves this thread except as
 a latched record.
 """
@@ -28,7 +28,7 @@ from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Stage
 from titan_grpo.protocol.recovery import Pause, Relabel, Resume, settle
 from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
 from titan_grpo.sync.server_set import Fleet, fresh_label
-from titan_grpo.sync.slots import Published, Shelf
+from titan_grpo.sync.slots import ImageSlots, Published
 from titan_grpo.sync.stock import StockLink
 from titan_grpo.sync.streaming import load_while_sending
 
@@ -41,7 +41,7 @@ other weights."""
 
 def wire_epoch(epoch: int) -> int:
     """The epoch that a receiver is told for a lane's ``epoch``-th connection. The odd ones are the
-    caretaker's."""
+    pause guard's."""
     return 2 * epoch
 
 
@@ -54,7 +54,7 @@ class LaneContext:
     images: tuple[torch.Tensor, ...]
     config: WeightSync
     link: LinkOptions
-    shelf: Shelf
+    slots: ImageSlots
     fleet: Fleet
     recorder: Recorder
     watch: Watch = nobody
@@ -102,7 +102,7 @@ class LaneThread(threading.Thread):
         stay paused.
         """
         self._stopping.set()
-        self._c.shelf.stop(self.url)
+        self._c.slots.stop(self.url)
         if self._state.phase not in table.COMMITTING:
             self.abort()
 
@@ -236,7 +236,7 @@ class LaneThread(threading.Thread):
     def _await_newer(self) -> table.Event:
         while not self._stopping.is_set():
             entry = self._c.fleet.entry(self.url)
-            self._published = self._c.shelf.pin_newer(self.url, entry.held, IDLE_CHECK_S)
+            self._published = self._c.slots.pin_newer(self.url, entry.held, IDLE_CHECK_S)
             if self._published is not None:
                 self._label, self._published_s = self._published.label, self._published.published_s
                 return table.Newer(self._published.version)
@@ -425,7 +425,7 @@ class LaneThread(threading.Thread):
     def _unpin(self) -> None:
         if self._published is not None:
             self._published = None
-            self._c.shelf.unpin(self.url)
+            self._c.slots.unpin(self.url)
 
     def _open_link(self) -> LaneLink | StockLink:
         if self._link is None:

@@ -1,5 +1,5 @@
 """Rank 0's handle of the process that looks after paused servers when this one can not
-(sync.keeper).
+(sync.pause_guard_main).
 
 The lanes' watch writes one short line when a pause begins and one when it is over, and never waits:
 neither for the process nor for its start."""
@@ -57,7 +57,7 @@ def terms_of(config: WeightSync) -> Terms:
     return Terms(pause_s, greet_s)
 
 
-def keeper_environment(environ: dict[str, str]) -> dict[str, str]:
+def guard_environment(environ: dict[str, str]) -> dict[str, str]:
     """The trainer's environment without a launcher's variables and the run key. Pure."""
     kept = {
         k: v
@@ -67,7 +67,7 @@ def keeper_environment(environ: dict[str, str]) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-class Caretaker:
+class PauseGuard:
     """Starts the process, and tells it what the lanes do. ``watch`` is a points.Watch for all lanes
     of a run.
 
@@ -107,7 +107,7 @@ class Caretaker:
             self._start()
 
     def __repr__(self) -> str:
-        return f"<Caretaker {self.pid}, {len(self._open)} open, {self.restarts} restarts>"
+        return f"<PauseGuard {self.pid}, {len(self._open)} open, {self.restarts} restarts>"
 
     @property
     def pid(self) -> int | None:
@@ -216,7 +216,7 @@ class Caretaker:
                     stderr=log if self._log is not None else None,
                     # torchrun and terminals signal the group or session of the trainer
                     start_new_session=True,
-                    env=keeper_environment(dict(os.environ)),
+                    env=guard_environment(dict(os.environ)),
                 )
         except OSError as error:
             ours.close()

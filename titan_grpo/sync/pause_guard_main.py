@@ -93,7 +93,7 @@ def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Jo
     from titan_grpo.sync.transports.store import host_store, store_errors
 
     key = (
-        EpochKeys.of(Key.parse(access.run_key, "the caretaker's run key"), run_id, epoch).messages
+        EpochKeys.of(Key.parse(access.run_key, "the pause guard's run key"), run_id, epoch).messages
         if access.run_key
         else None
     )
@@ -167,7 +167,7 @@ def look_after(
     )
 
 
-class Keeper:
+class GuardProcess:
     """The process: reads the lanes' lines, keeps the table, looks after servers in a thread
     each."""
 
@@ -175,7 +175,7 @@ class Keeper:
         """``sock``: from the trainer, whose process id is ``parent``."""
         self._sock, self._parent = sock, parent
         self._rest = b""
-        self._state: pause_guard.Watchlist | None = None
+        self._state: pause_guard.GuardState | None = None
         self._access = Access("", 0.0, 0.0, "")
         self._keys: dict[str, tuple[str, str]] = {}
         self._clean = False
@@ -236,7 +236,7 @@ class Keeper:
         match message.pop("op"):
             case "terms":
                 self._access = Access(**message["access"])
-                self._state = pause_guard.Watchlist(pause_guard.Terms(**message["terms"]))
+                self._state = pause_guard.GuardState(pause_guard.Terms(**message["terms"]))
             case "know":
                 self._keys[message["url"]] = (message["key"], message["admin_key"])
             case "pass":
@@ -310,10 +310,10 @@ def main(argv: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(
-        level=logging.INFO, format="titan_grpo caretaker %(process)d %(asctime)s %(message)s"
+        level=logging.INFO, format="titan_grpo pause guard %(process)d %(asctime)s %(message)s"
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    Keeper(socket.socket(fileno=options.fd), options.parent).run()
+    GuardProcess(socket.socket(fileno=options.fd), options.parent).run()
     logging.shutdown()
     # a thread whose look was called off may still wait for its server: nobody needs it
     os._exit(0)

@@ -31,7 +31,7 @@ class Published:
         return self.label.version
 
 
-class Shelf:
+class ImageSlots:
     """The slots of one trainer host, shared by main thread (queue only), sealer and lanes."""
 
     def __init__(self, num_slots: int) -> None:
@@ -45,7 +45,7 @@ class Shelf:
             self._reserve()
 
     def __repr__(self) -> str:
-        return f"<Shelf {self._boundary!r}>"
+        return f"<ImageSlots {self._boundary!r}>"
 
     # Main thread.
 

@@ -1,7 +1,7 @@
 """A lane's link to a server where nothing of ours is installed: the engine's own update route,
 streamed.
 
-What it can not do, next to sync.sender with a receiver: check digests at the far end, fence a
+What it can not do, next to sync.link with a receiver: check digests at the far end, fence a
 trainer that was replaced, keep a whole old version. So the server is labelled "unusable" before its
 first weight is touched, and gets its real label only when all of them are through; whoever meets
 that label afterwards knows that it needs a whole version first.

@@ -5,7 +5,7 @@ Servers may be added and removed at any time, by one thread that is not the trai
 
 ::
 
-    main thread --publish--> [queue] --sealer--> shelf --pin--> lane --> server
+    main thread --publish--> [queue] --sealer--> slots --pin--> lane --> server
         ^                                          |
         `------------- reserved slot <-------------'
 """
@@ -142,7 +142,7 @@ class SyncWorker:
             raise SyncError(
                 "its lane did not end: the server can not be added again in this run", url=url
             )
-        self._c.shelf.forget(url)
+        self._c.slots.forget(url)
         with self._membership:
             self._epochs[url] = lane.epoch
             self._lanes.pop(url, None)
@@ -151,11 +151,11 @@ class SyncWorker:
 
     def take_slot(self) -> int | None:
         """The slot for the next version; None: all are in use, skip it."""
-        return self._c.shelf.take_reserved()
+        return self._c.slots.take_reserved()
 
     def put_back(self, slot: int) -> None:
         """A slot that was taken for a version that was not made."""
-        self._c.shelf.put_back(slot)
+        self._c.slots.put_back(slot)
 
     def publish(self, version: int, slot: int, copy: Copy | None) -> None:
         """Rank 0 has started its part of the copy of ``version`` into ``slot`` (None: rank 0 writes
@@ -184,7 +184,7 @@ class SyncWorker:
 
     def wait_slot(self, timeout_s: float) -> int | None:
         """A slot within ``timeout_s``, or None."""
-        return self._c.shelf.wait_reserved(timeout_s)
+        return self._c.slots.wait_reserved(timeout_s)
 
     def wait_held(self, version: int, timeout_s: float, everyone: bool) -> list[str]:
         """See Fleet.wait_held."""
@@ -192,10 +192,10 @@ class SyncWorker:
 
     def newest(self) -> Published | None:
         """The newest complete version."""
-        return self._c.shelf.newest()
+        return self._c.slots.newest()
 
     def flush(self, version: int, timeout_s: float) -> list[str]:
-        """Seal the shelf and wait until the servers that answer hold ``version``; returns who does.
+        """Seal the image slots and wait until the servers that answer hold ``version``; returns who does.
 
         ``timeout_s`` bounds this and the ``close`` that follows together: a quarter of it
         (``JOIN_S`` at most) is kept for the ends of the lanes.
@@ -204,7 +204,7 @@ class SyncWorker:
         deadline = start + timeout_s - min(JOIN_S, timeout_s / 4)
         self._jobs.put(None)
         self._sealer.join(max(0.0, deadline - time.monotonic()))
-        self._c.shelf.seal()
+        self._c.slots.seal()
         holding = self._c.fleet.wait_held(
             version, max(0.0, deadline - time.monotonic()), everyone=True
         )
@@ -216,7 +216,7 @@ class SyncWorker:
         else ``JOIN_S``.
 
         Idempotent. A lane in a commit may finish it in that time; one that does not leaves its
-        server to the caretaker.
+        server to the pause guard.
         """
         self._jobs.put(None)
         with self._membership:
@@ -230,11 +230,11 @@ class SyncWorker:
         try:
             # no deadline: close() of its owner puts None into the queue; the thread is a daemon
             while (job := self._jobs.get()) is not None:
-                self._c.shelf.writing(job.version, job.slot, self._writers(job))
+                self._c.slots.writing(job.version, job.slot, self._writers(job))
                 try:
                     self._seal(job)
                 except TitanGrpoError as error:
-                    self._c.shelf.discard(job.version)
+                    self._c.slots.discard(job.version)
                     self._c.fleet.latch(
                         SyncError(f"could not be published: {error}", version=job.version)
                     )
@@ -251,19 +251,19 @@ class SyncWorker:
         config, recorder, link = self._c.config, self._c.recorder, self._c.link
         if job.copy is not None:
             recorder.observe(names.COPY_S, job.copy.wait(config.lane_deadline_s))
-            self._c.shelf.copied(job.version, 0)
+            self._c.slots.copied(job.version, 0)
         for rank in self._remote:
             key = copied_key(job.version, rank)
             with store_errors(f"waiting for the part of rank {rank} of version {job.version}"):
                 self._store.wait([key], timedelta(seconds=config.lane_deadline_s))
                 self._store.delete_key(key)
-            self._c.shelf.copied(job.version, rank)
+            self._c.slots.copied(job.version, rank)
         with recorder.span(names.DIGEST_S, "sealer", version=job.version):
             digests = block_digests(
                 self._images[job.slot].buffer, self._c.manifest, link.algorithm, self._block_key
             )
         label = Label(self._c.run_id, job.version, fingerprint(self._c.manifest.digest, digests))
-        self._c.shelf.complete(Published(label, job.slot, digests, job.published_s))
+        self._c.slots.complete(Published(label, job.slot, digests, job.published_s))
 
 
 def _end_lanes(lanes: Sequence[LaneThread], deadline: float, abort_s: float) -> list[LaneThread]:

@@ -32,10 +32,10 @@ from titan_grpo.protocol.messages import new_run_id
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.lane import LaneContext
 from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.pause_guard import Caretaker
+from titan_grpo.sync.pause_guard import PauseGuard
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, local_shards
 from titan_grpo.sync.server_set import Fleet
-from titan_grpo.sync.slots import Published, Shelf
+from titan_grpo.sync.slots import ImageSlots, Published
 from titan_grpo.sync.snapshot import Snapshotter
 from titan_grpo.sync.transports.store import host_store
 from titan_grpo.sync.worker import SyncWorker
@@ -219,7 +219,7 @@ class TrainerSync:
         """Set before ``start`` where engine calls do not go from here."""
         self._controls: dict[str, ServerControl] = {}
         """The newest control plane of each server, which knows what engine it met."""
-        self._caretaker: Caretaker | None = None
+        self._pause_guard: PauseGuard | None = None
         self.publisher: Publisher | None = None
         self._announcer: Announcer | None = None
 
@@ -303,14 +303,14 @@ class TrainerSync:
             apply=config.apply,
             run_key=self.run_key,
         )
-        self._caretaker = Caretaker(config, link, recorder.run_dir / "caretaker.log")
+        self._pause_guard = PauseGuard(config, link, recorder.run_dir / "pause_guard.log")
         context = LaneContext(
             run_id=self.meeting.run_id,
             manifest=self.plan.manifest,
             images=tuple(image.tensor() for image in self.images),
             config=config,
             link=link,
-            shelf=Shelf(config.slots),
+            slots=ImageSlots(config.slots),
             fleet=Fleet(
                 urls,
                 lambda url, version, accepting, label: on_server(
@@ -318,7 +318,7 @@ class TrainerSync:
                 ),
             ),
             recorder=recorder,
-            watch=self._caretaker.watch,
+            watch=self._pause_guard.watch,
             drain=drain,
         )
         assert self._store is not None
@@ -356,8 +356,8 @@ class TrainerSync:
         api_key, admin_key = (
             os.environ.get(n, "") if n else "" for n in (rollout.api_key_env, rollout.admin_key_env)
         )
-        if self._caretaker is not None:
-            self._caretaker.know(url, api_key, admin_key)
+        if self._pause_guard is not None:
+            self._pause_guard.know(url, api_key, admin_key)
         config = self._config
         load_s = load_deadline_s(config)
         control = self.make_control(
@@ -408,8 +408,8 @@ class TrainerSync:
         """Stop lanes and threads and let go of the images. Bounded; idempotent."""
         if self.worker is not None:
             self.worker.close()
-        if self._caretaker is not None:
-            self._caretaker.close()
+        if self._pause_guard is not None:
+            self._pause_guard.close()
         if self._announcer is not None:
             self._announcer.close(timeout_s=5.0)
         if self.publisher is not None:

@@ -1,7 +1,7 @@
 """Rank 0 of a trainer as a process: it publishes versions to one HTTP server and kills or freezes
 itself at a point.
 
-``python caretaken_trainer.py '{"url": ..., "folder": ..., "point": "load", "signal": 9, "versions":
+``python guarded_trainer.py '{"url": ..., "folder": ..., "point": "load", "signal": 9, "versions":
 3}'``: the signal comes at that point of version 2, the ``times``-th time it is passed. One line of
 JSON on stdout after each event; ends cleanly when all versions are held. With ``fork`` a child that
 it forked outlives it, until stdin ends.
@@ -26,10 +26,10 @@ from titan_grpo.protocol.messages import new_run_id
 from titan_grpo.protocol.pause_guard import Terms
 from titan_grpo.sync.lane import LaneContext
 from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.pause_guard import Caretaker
+from titan_grpo.sync.pause_guard import PauseGuard
 from titan_grpo.sync.publisher import Publisher
 from titan_grpo.sync.server_set import Fleet
-from titan_grpo.sync.slots import Shelf
+from titan_grpo.sync.slots import ImageSlots
 from titan_grpo.sync.snapshot import Snapshotter
 from titan_grpo.sync.transports.store import host_store
 from titan_grpo.sync.worker import SyncWorker
@@ -68,8 +68,8 @@ class Trainer:
             apply=config.apply,
         )
         self.recorder = Recorder(folder)
-        self.caretaker = Caretaker(config, link, folder / "caretaker.log", TERMS)
-        self.caretaker.know(told["url"], told["api_key"])
+        self.pause_guard = PauseGuard(config, link, folder / "pause_guard.log", TERMS)
+        self.pause_guard.know(told["url"], told["api_key"])
         self.left = int(told["times"])
         context = LaneContext(
             run_id=new_run_id(time.time()),
@@ -77,7 +77,7 @@ class Trainer:
             images=tensors,
             config=config,
             link=link,
-            shelf=Shelf(config.slots),
+            slots=ImageSlots(config.slots),
             fleet=Fleet([told["url"]], lambda *_: None),
             recorder=self.recorder,
             watch=self.watch,
@@ -91,10 +91,10 @@ class Trainer:
             Snapshotter(ops, tensors, torch.device("cpu"), 1 << 20), self.worker.publish
         )
         self.worker.start([VllmControl(told["url"], told["api_key"], config.commit_deadline_s)])
-        say(caretaker=self.caretaker.pid)
+        say(pause_guard=self.pause_guard.pid)
 
     def watch(self, passing: Passing) -> None:
-        self.caretaker.watch(passing)
+        self.pause_guard.watch(passing)
         if passing.point is not self.point or passing.version != 2:
             return
         self.left -= 1
@@ -116,10 +116,10 @@ class Trainer:
 
     def close(self) -> None:
         self.worker.close()
-        self.caretaker.close()
+        self.pause_guard.close()
         self.publisher.close()
         self.recorder.close()
-        say(ended=True, restarts=self.caretaker.restarts, late=self.caretaker.late)
+        say(ended=True, restarts=self.pause_guard.restarts, late=self.pause_guard.late)
 
 
 def main() -> None:

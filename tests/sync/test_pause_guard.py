@@ -32,10 +32,10 @@ from titan_grpo.protocol.messages import UNUSABLE, Joined, Label
 from titan_grpo.protocol.pause_guard import Terms
 from titan_grpo.runkey import Key
 from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.pause_guard import Caretaker, terms_of
+from titan_grpo.sync.pause_guard import PauseGuard, terms_of
 from titan_grpo.sync.pause_guard_main import superseded
 
-TRAINER = Path(__file__).parent / "caretaken_trainer.py"
+TRAINER = Path(__file__).parent / "guarded_trainer.py"
 SHAPES = {"up": (512, 256), "down": (256, 512)}
 API_KEY = "secret-of-the-control-plane"
 WAIT_S = 90.0
@@ -62,7 +62,7 @@ def until(fact: Any, timeout_s: float = WAIT_S) -> float:
 
 
 class Trainer:
-    """The helper process, and the caretaker that it started."""
+    """The helper process, and the pause guard that it started."""
 
     def __init__(self, url: str, folder: Path, told: dict[str, Any]) -> None:
         defaults = {
@@ -81,8 +81,8 @@ class Trainer:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        self._log = folder / "caretaker.log"
-        self.caretaker = psutil.Process(self.wait("caretaker")["caretaker"])
+        self._log = folder / "pause_guard.log"
+        self.pause_guard = psutil.Process(self.wait("pause_guard")["pause_guard"])
 
     @property
     def log(self) -> str:
@@ -101,8 +101,8 @@ class Trainer:
     def close(self) -> None:
         self.process.kill()
         self.process.communicate()
-        if self.caretaker.is_running():
-            self.caretaker.kill()
+        if self.pause_guard.is_running():
+            self.pause_guard.kill()
 
 
 @contextmanager
@@ -147,12 +147,12 @@ def test_a_trainer_killed_in_a_commit_leaves_its_server_generating_under_the_rig
         took = until(lambda: "holds" in trainer.log)
         record_property("seconds", took)
         print(f"killed at {point.value}: settled after {took:.2f} s")
-        trainer.caretaker.wait(WAIT_S)
+        trainer.pause_guard.wait(WAIT_S)
         now = honest(server)
         assert not now["paused"]
         assert Label.parse(now["label"]).version == holds
         assert now["digest"] == digest(holds)
-        # the receiver that answered the caretaker found nobody to talk to, and ended
+        # the receiver that answered the pause guard found nobody to talk to, and ended
         until(
             lambda: all(
                 psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in server.receiver_pids
@@ -166,7 +166,7 @@ def test_a_half_loaded_server_stays_paused_and_says_so(
     told = {"apply": "streamed", "point": "extent", "times": 6, "signal": signal.SIGKILL}
     with training(server, tmp_path, **told) as trainer:
         trainer.wait("signalled")
-        trainer.caretaker.wait(WAIT_S)
+        trainer.pause_guard.wait(WAIT_S)
         now = honest(server)
         assert (now["intact"], now["paused"], now["label"]) == (False, True, UNUSABLE), trainer.log
         assert "half loaded" in trainer.log
@@ -184,7 +184,7 @@ def test_a_frozen_trainers_server_goes_on_and_its_thawed_lane_can_not_load(
         trainer.process.send_signal(signal.SIGCONT)
         trainer.wait("ended")
         assert trainer.process.wait(WAIT_S) == 0
-        trainer.caretaker.wait(WAIT_S)
+        trainer.pause_guard.wait(WAIT_S)
         now = honest(server)
         assert (now["paused"], now["digest"], Label.parse(now["label"]).version) == (
             False,
@@ -195,12 +195,12 @@ def test_a_frozen_trainers_server_goes_on_and_its_thawed_lane_can_not_load(
         assert now["loads"] == 3
 
 
-def test_a_clean_end_ends_the_caretaker_at_once_and_it_has_nothing_to_say(
+def test_a_clean_end_ends_the_pause_guard_at_once_and_it_has_nothing_to_say(
     server: ServerProcess, tmp_path: Path
 ) -> None:
     with training(server, tmp_path, versions=3) as trainer:
         ended = trainer.wait("ended")
-        trainer.caretaker.wait(WAIT_S)
+        trainer.pause_guard.wait(WAIT_S)
         assert (ended["restarts"], ended["late"], trainer.log) == (0, 0, "")
 
 
@@ -212,34 +212,34 @@ def passing(url: str, point: Point) -> Passing:
     return Passing(point, url, "0001-ab", 2, 1, "0001-ab:1:cd")
 
 
-def test_a_killed_caretaker_is_replaced_with_all_that_is_open(
+def test_a_killed_pause_guard_is_replaced_with_all_that_is_open(
     server: ServerProcess, tmp_path: Path
 ) -> None:
-    caretaker = Caretaker(CONFIG, LINK, tmp_path / "log", Terms(60.0, 60.0, again_s=0.1, tries=2))
-    caretaker.know(server.url, API_KEY)
+    guard = PauseGuard(CONFIG, LINK, tmp_path / "log", Terms(60.0, 60.0, again_s=0.1, tries=2))
+    guard.know(server.url, API_KEY)
     server.run(vllm.pause(5.0))
-    caretaker.watch(passing(server.url, Point.PAUSE))
-    first = psutil.Process(caretaker.pid)
+    guard.watch(passing(server.url, Point.PAUSE))
+    first = psutil.Process(guard.pid)
     first.kill()
     until(lambda: first.status() == psutil.STATUS_ZOMBIE)
-    caretaker.watch(passing("http://127.0.0.1:9", Point.PAUSE))
-    caretaker.watch(passing("http://127.0.0.1:9", Point.RESUMED))
-    assert (caretaker.restarts, caretaker.pid != first.pid) == (1, True)
-    second = psutil.Process(caretaker.pid)
-    caretaker.close()  # with a server still paused: as after a lane that was aborted
+    guard.watch(passing("http://127.0.0.1:9", Point.PAUSE))
+    guard.watch(passing("http://127.0.0.1:9", Point.RESUMED))
+    assert (guard.restarts, guard.pid != first.pid) == (1, True)
+    second = psutil.Process(guard.pid)
+    guard.close()  # with a server still paused: as after a lane that was aborted
     second.wait(WAIT_S)
     assert not server.run(vllm.is_paused())
     assert "127.0.0.1:9 " not in (tmp_path / "log").read_text()
 
 
-def test_what_ends_a_trainer_does_not_end_its_caretaker_and_nobody_reads_its_secrets(
+def test_what_ends_a_trainer_does_not_end_its_pause_guard_and_nobody_reads_its_secrets(
     tmp_path: Path,
 ) -> None:
     key = Key.generate()
     link = LinkOptions("gloo", "127.0.0.1", "xxh3", 1 << 16, 10.0, run_key=key)
-    caretaker = Caretaker(CONFIG, link, tmp_path / "log")
-    caretaker.know("http://127.0.0.1:9", API_KEY)
-    process = psutil.Process(caretaker.pid)
+    guard = PauseGuard(CONFIG, link, tmp_path / "log")
+    guard.know("http://127.0.0.1:9", API_KEY)
+    process = psutil.Process(guard.pid)
     status = Path(f"/proc/{process.pid}/status")
     ignored = sum(1 << (number - 1) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     masks = lambda: dict(line.split(":", 1) for line in status.read_text().splitlines())  # noqa: E731
@@ -251,16 +251,16 @@ def test_what_ends_a_trainer_does_not_end_its_caretaker_and_nobody_reads_its_sec
     assert API_KEY not in shown
     assert os.getsid(process.pid) == process.pid
     assert process.is_running()
-    caretaker.close()
+    guard.close()
     process.wait(WAIT_S)
     assert (tmp_path / "log").read_text() == ""
 
 
 def test_a_server_that_is_gone_is_given_up_with_one_line(tmp_path: Path) -> None:
-    caretaker = Caretaker(CONFIG, LINK, tmp_path / "log", Terms(60.0, 60.0, tries=2, first_s=0.05))
-    caretaker.watch(passing("http://127.0.0.1:9", Point.PAUSE))
-    process = psutil.Process(caretaker.pid)
-    caretaker.close()
+    guard = PauseGuard(CONFIG, LINK, tmp_path / "log", Terms(60.0, 60.0, tries=2, first_s=0.05))
+    guard.watch(passing("http://127.0.0.1:9", Point.PAUSE))
+    process = psutil.Process(guard.pid)
+    guard.close()
     process.wait(WAIT_S)
     assert "http://127.0.0.1:9 did not answer in 2 tries" in (tmp_path / "log").read_text()
 

@@ -1,0 +1,130 @@
+"""Image slots between one publisher and lanes that progress at their own pace."""
+
+import threading
+
+from titan_grpo.protocol.messages import Label
+from titan_grpo.sync.slots import ImageSlots, Published
+
+WAIT_S = 30.0
+
+
+def publish(slots: ImageSlots, version: int) -> int:
+    """Take the reserved slot, write and complete ``version``; the slot."""
+    slot = slots.take_reserved()
+    assert slot is not None
+    slots.writing(version, slot, frozenset({0}))
+    assert slots.copied(version, 0)
+    slots.complete(Published(Label("run", version, "f"), slot, (), 0.0))
+    return slot
+
+
+def test_the_first_slot_is_reserved_from_the_start_and_only_once():
+    slots = ImageSlots(2)
+    assert slots.take_reserved() == 0
+    assert slots.take_reserved() is None
+
+
+def test_a_lane_that_waits_is_woken_by_a_new_version():
+    slots = ImageSlots(2)
+    got: list[Published | None] = []
+    waiting = threading.Thread(target=lambda: got.append(slots.pin_newer("lane", None, WAIT_S)))
+    waiting.start()
+    publish(slots, 1)
+    waiting.join(WAIT_S)
+    assert [p.version for p in got if p] == [1]
+
+
+def test_a_lane_gets_the_newest_version_and_skips_what_came_between():
+    slots = ImageSlots(2)
+    for version in (1, 2, 3):
+        publish(slots, version)
+    assert slots.pin_newer("lane", None, 0.0).version == 3
+    slots.unpin("lane")
+    assert slots.pin_newer("lane", 3, 0.0) is None
+
+
+def test_no_slot_is_given_while_each_one_is_read_and_an_unpin_gives_it():
+    slots = ImageSlots(2)
+    publish(slots, 1)
+    assert slots.pin_newer("slow", None, 0.0).version == 1
+    slot = slots.take_reserved()
+    slots.writing(2, slot, frozenset({0}))  # from here on slot 0 is pinned and slot 1 is written
+    assert slots.take_reserved() is None
+    slots.unpin("slow")
+    assert slots.wait_reserved(0.0) == 0
+
+
+def test_a_version_that_no_lane_waits_for_gives_way_to_the_next_one():
+    slots = ImageSlots(2)
+    publish(slots, 1)
+    slots.pin_newer("busy", None, 0.0)
+    assert publish(slots, 2) == publish(slots, 3) == 1
+
+
+def test_a_lane_that_comes_late_gets_the_newest_version_though_its_slot_was_promised_to_the_next_one():
+    slots = ImageSlots(2)
+    publish(slots, 1)
+    slots.pin_newer("stuck", None, 0.0)
+    publish(slots, 2)  # nobody waits for it, and the other slot is pinned: its slot is reserved
+    assert slots.newest().version == 1
+    slots.unpin("stuck")
+    assert slots.pin_newer("stuck", 1, 0.0).version == 2
+    assert slots.take_reserved() == 0
+
+
+def test_a_reservation_that_the_trainer_has_taken_is_not_revoked():
+    slots = ImageSlots(2)
+    publish(slots, 1)
+    slots.pin_newer("stuck", None, 0.0)
+    publish(slots, 2)
+    assert slots.take_reserved() == 1
+    slots.unpin("stuck")
+    assert slots.pin_newer("stuck", 1, 0.0) is None
+    slots.writing(3, 1, frozenset({0}))
+
+
+def test_a_slot_that_was_put_back_is_the_next_one_again_or_a_late_lanes():
+    slots = ImageSlots(2)
+    publish(slots, 1)
+    slots.pin_newer("stuck", None, 0.0)
+    publish(slots, 2)
+    slots.put_back(slots.take_reserved())
+    assert slots.take_reserved() == 1
+    slots.put_back(1)
+    slots.unpin("stuck")
+    assert slots.pin_newer("stuck", 1, 0.0).version == 2
+    assert slots.take_reserved() == 0
+
+
+def test_a_discarded_version_is_seen_by_nobody_and_its_slot_comes_back():
+    slots = ImageSlots(2)
+    slot = slots.take_reserved()
+    slots.writing(1, slot, frozenset({0}))
+    other = slots.take_reserved()
+    slots.discard(1)
+    assert slots.newest() is None
+    slots.writing(2, other, frozenset({0}))
+    assert slots.take_reserved() == slot
+
+
+def test_a_stopped_lane_is_woken_and_pins_nothing_any_more():
+    slots = ImageSlots(2)
+    got: list[Published | None] = []
+    waiting = threading.Thread(target=lambda: got.append(slots.pin_newer("lane", None, WAIT_S)))
+    waiting.start()
+    slots.stop("lane")
+    waiting.join(WAIT_S)
+    publish(slots, 1)
+    assert got == [None]
+    assert slots.pin_newer("lane", None, 0.0) is None
+
+
+def test_a_sealed_set_of_slots_keeps_the_newest_version_and_gives_no_slot():
+    slots = ImageSlots(2)
+    publish(slots, 1)
+    publish(slots, 2)
+    slots.seal()
+    assert slots.pin_newer("late", None, 0.0).version == 2
+    slots.unpin("late")
+    assert slots.take_reserved() is None
+    assert slots.newest().version == 2
