@@ -316,7 +316,7 @@ def a_server_whose_trainer_died_in_a_pause_goes_on(e: EngineUnderTest) -> None:
         with e.crowd(trainer.label(16)) as crowd:
             trainer.control.pause()
             trainer.control.relabel("half-way")
-            ask = pause_guard.Settle(e.access.url, trainer.run_id, trainer.epoch, doubtful=False)
+            ask = pause_guard.Recover(e.access.url, trainer.run_id, trainer.epoch, doubtful=False)
             pause_guard_main.look_after(trainer.control, access, ask, threading.Event())
             answers = crowd.end()
         assert not trainer.control.paused()

@@ -18,7 +18,7 @@ from titan_grpo.engines.generation import Sampled, Sampling
 from titan_grpo.engines.server import AUTO
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol.lane_events import Passing, Point, Watch, nobody
+from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point, no_observer
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.protocol.messages import UNUSABLE, Label, new_run_id
 from titan_grpo.runkey import Key
@@ -39,7 +39,9 @@ CONFIG = WeightSync(
 class LaneTrainer:
     """The sync half of a trainer: slots, ledger and one lane to the server."""
 
-    def __init__(self, e: EngineUnderTest, watch: Watch = nobody, key: Key | None = None) -> None:
+    def __init__(
+        self, e: EngineUnderTest, watch: Observer = no_observer, key: Key | None = None
+    ) -> None:
         self.e, self.url, self._watch = e, e.access.url, watch
         self.run_id = new_run_id(time.time())
         self.folder = e.folder / self.run_id
@@ -113,7 +115,7 @@ class LaneTrainer:
 
 @contextmanager
 def trainer(
-    e: EngineUnderTest, watch: Watch = nobody, key: Key | None = None
+    e: EngineUnderTest, watch: Observer = no_observer, key: Key | None = None
 ) -> Iterator[LaneTrainer]:
     """A new run on the server."""
     made = LaneTrainer(e, watch, key)
@@ -147,7 +149,7 @@ def a_transfer_that_breaks_off_is_known_until_a_whole_one_is_in(e: EngineUnderTe
     it gets everything."""
     broken: list[int] = []
 
-    def watch(passing: Passing) -> None:
+    def watch(passing: LaneEvent) -> None:
         if passing.point is Point.EXTENT and passing.version == 2:
             broken.append(passing.version)
             if len(broken) == 2:
@@ -179,7 +181,7 @@ def a_transfer_that_breaks_off_is_known_until_a_whole_one_is_in(e: EngineUnderTe
 def the_next_trainer_repairs_what_another_one_left_half_loaded(e: EngineUnderTest) -> None:
     """It knows of it by the label alone where no receiver remembers."""
 
-    def watch(passing: Passing) -> None:
+    def watch(passing: LaneEvent) -> None:
         if passing.point is Point.EXTENT and dead.lane is not None:
             dead.lane.stop()
             dead.lane.abort()
@@ -228,7 +230,7 @@ def no_request_runs_between_two_buckets_and_none_is_lost(e: EngineUnderTest) -> 
     late: list[Future[Sampled]] = []
     with ThreadPoolExecutor(1) as pool:
 
-        def watch(passing: Passing) -> None:
+        def watch(passing: LaneEvent) -> None:
             if passing.point is Point.EXTENT and passing.version == 2 and not late:
                 late.append(
                     pool.submit(e.run, e.speak.generate(prompt(9), Sampling(8, 1.0, 9), REQUEST_S))

@@ -4,7 +4,7 @@ makes no sense. Pure.
 ::
 
     who     trainer | engine | server (all its processes) | receiver | link (the network between trainer and server)
-    point   protocol.points.Point, in a lane's order
+    point   protocol.lane_events.Point, in a lane's order
     kind    what happens there
 
 Names: ``receiver-kill@staged``, with a variant where one place has several:

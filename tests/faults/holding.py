@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_grpo.errors import TransferFailed
-from titan_grpo.protocol.lane_events import Passing, Point
+from titan_grpo.protocol.lane_events import LaneEvent, Point
 
 HOLD_S = 120.0
 """Longest time that a lane is held, in seconds: whoever asked for it may have gone."""
 
 Emit = Callable[[Mapping[str, Any]], None]
-Strike = Callable[[Mapping[str, Any], Passing], Callable[[], None] | None]
+Strike = Callable[[Mapping[str, Any], LaneEvent], Callable[[], None] | None]
 """Does what ``go`` asks for in the lane's thread; returns what undoes it once the transfer's bytes
 are out."""
 
@@ -55,8 +55,8 @@ class Holder:
             self._answer = answer
             self._changed.notify_all()
 
-    def __call__(self, passing: Passing) -> None:
-        """See protocol.points.Watch; here it blocks, which only a fault run may."""
+    def __call__(self, passing: LaneEvent) -> None:
+        """See protocol.lane_events.Observer; here it blocks, which only a fault run may."""
         if passing.point in (Point.SENT, Point.GREET):
             undo = self._undo.pop(passing.url, None)
             # at a greeting the slot may hold another version by now: undone only where the lane
@@ -78,7 +78,7 @@ class Holder:
             if undo is not None:
                 self._undo[passing.url] = undo
 
-    def _due(self, passing: Passing) -> bool:
+    def _due(self, passing: LaneEvent) -> bool:
         with self._changed:
             wanted = self._wanted
             if wanted is None or passing.url != wanted.url:
@@ -92,5 +92,5 @@ class Holder:
             return True
 
 
-def _of(passing: Passing) -> dict[str, Any]:
+def _of(passing: LaneEvent) -> dict[str, Any]:
     return {"epoch": passing.epoch, "version": passing.version, "run_id": passing.run_id}

@@ -13,11 +13,12 @@ from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
 from titan_grpo.engines.server import ServerAccess, make_control
 from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.infer import matrix_shape
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.layout.plan import CopyOp, matrix_shape
+from titan_grpo.layout.plan import CopyOp
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol.lane_events import Passing, Watch
+from titan_grpo.protocol.lane_events import LaneEvent, Observer
 from titan_grpo.protocol.messages import new_run_id
 from titan_grpo.sync.lane import LaneContext
 from titan_grpo.sync.link import LinkOptions
@@ -103,7 +104,7 @@ class Ears:
     each transfer."""
 
     on_server: OnServer
-    watch: Watch
+    watch: Observer
     sent: Callable[[str, float], None]
 
 
@@ -166,6 +167,6 @@ class Rig:
             image.close()
         return lanes_s
 
-    def _pass(self, passing: Passing) -> None:
+    def _pass(self, passing: LaneEvent) -> None:
         self._pause_guard.watch(passing)
         self._watch(passing)

@@ -25,7 +25,7 @@ from tests.faults.holding import Holder, Wanted
 from tests.faults.rig import Ears, Rig, Settings, copy_plan
 from tests.faults.sockets import cut
 from titan_grpo.observe import names
-from titan_grpo.protocol.lane_events import Passing, Point
+from titan_grpo.protocol.lane_events import LaneEvent, Point
 from titan_grpo.receive.receiver_main import die_with_parent
 from titan_grpo.sync.publisher import Publisher
 from titan_grpo.sync.snapshot import Snapshotter
@@ -220,7 +220,7 @@ class FaultTrainer:
             "errors": self._errors[-3:],
         }
 
-    def _strike(self, answer: Mapping[str, Any], passing: Passing) -> Callable[[], None] | None:
+    def _strike(self, answer: Mapping[str, Any], passing: LaneEvent) -> Callable[[], None] | None:
         if answer["with"] == "cut":
             self._out({"event": "cut", "connections": cut(int(answer["pid"]))})
             return None

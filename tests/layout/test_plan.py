@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_grpo.errors import ConfigError
-from titan_grpo.layout.plan import Chunk, CopyOp, Layout, assign_writers, chunk_of, copy_ops, learn
+from titan_grpo.layout.infer import Layout, infer_layout
+from titan_grpo.layout.plan import Chunk, CopyOp, assign_writers, chunk_of, copy_ops
 
 
 def permuted(shape: tuple[int, ...], order: list[int]) -> Layout:
@@ -18,11 +19,11 @@ def permuted(shape: tuple[int, ...], order: list[int]) -> Layout:
         value = state["w"]
         return {"hf": value.reshape(len(order), -1)[torch.tensor(order)].reshape(value.shape)}
 
-    return learn(to_hf, {"w": shape})
+    return infer_layout(to_hf, {"w": shape})
 
 
 def test_the_docstrings_example_holds() -> None:
-    layout = learn(
+    layout = infer_layout(
         lambda s: {f"hf.{k}": v if k == "pad" else v[[0, 2, 1, 3]] for k, v in s.items()},
         {"pad": (8,), "w": (4, 8)},
     )
@@ -34,7 +35,7 @@ def test_the_docstrings_example_holds() -> None:
 
 
 def test_a_whole_parameter_is_one_copy() -> None:
-    layout = learn(lambda s: s, {"w": (4, 8)})
+    layout = infer_layout(lambda s: s, {"w": (4, 8)})
     (op,) = copy_ops(layout, layout.manifest("float32", 4096), "w", (0, 0), (4, 8))
     assert (op.rows, op.dest_offset, op.dest_row_stride, op.num_rows, op.num_cols) == (
         slice(0, 4, 1),
@@ -46,13 +47,13 @@ def test_a_whole_parameter_is_one_copy() -> None:
 
 
 def test_columns_of_a_tensor_parallel_shard_keep_the_full_row_stride() -> None:
-    layout = learn(lambda s: s, {"w": (4, 8)})
+    layout = infer_layout(lambda s: s, {"w": (4, 8)})
     (op,) = copy_ops(layout, layout.manifest("float32", 4096), "w", (0, 6), (4, 2))
     assert (op.dest_offset, op.dest_row_stride, op.num_cols) == (24, 32, 2)
 
 
 def test_an_empty_shard_copies_nothing() -> None:
-    layout = learn(lambda s: s, {"w": (4, 8)})
+    layout = infer_layout(lambda s: s, {"w": (4, 8)})
     assert copy_ops(layout, layout.manifest("float32", 4096), "w", (4, 0), (0, 8)) == []
 
 

@@ -66,37 +66,39 @@ def _resumes_whatever_was_loaded(
 
 
 def _first_version_for_nobody(
-    s: image_slots.Boundary, e: Any
-) -> tuple[image_slots.Boundary, tuple[Any, ...]]:
+    s: image_slots.SlotTable, e: Any
+) -> tuple[image_slots.SlotTable, tuple[Any, ...]]:
     if isinstance(e, image_slots.Pin) and e.newer_than is None:
         return s, ()
     return image_slots.step(s, e)
 
 
 def _sealing_drops_the_newest(
-    s: image_slots.Boundary, e: Any
-) -> tuple[image_slots.Boundary, tuple[Any, ...]]:
+    s: image_slots.SlotTable, e: Any
+) -> tuple[image_slots.SlotTable, tuple[Any, ...]]:
     if isinstance(e, image_slots.Seal):
-        return image_slots.Boundary((image_slots.Slot(),) * len(s.slots), sealed=True), ()
+        return image_slots.SlotTable((image_slots.Slot(),) * len(s.slots), sealed=True), ()
     return image_slots.step(s, e)
 
 
-def _pins_ignored(s: image_slots.Boundary, e: Any) -> tuple[image_slots.Boundary, tuple[Any, ...]]:
+def _pins_ignored(
+    s: image_slots.SlotTable, e: Any
+) -> tuple[image_slots.SlotTable, tuple[Any, ...]]:
     if not isinstance(e, image_slots.Reserve):
         return image_slots.step(s, e)
-    bare = image_slots.Boundary(
+    bare = image_slots.SlotTable(
         tuple(replace(slot, pins=frozenset()) for slot in s.slots), s.sealed
     )
     after, actions = image_slots.step(bare, e)
     slots = tuple(
         replace(new, pins=old.pins) for new, old in zip(after.slots, s.slots, strict=True)
     )
-    return image_slots.Boundary(slots, s.sealed), actions
+    return image_slots.SlotTable(slots, s.sealed), actions
 
 
 def _complete_after_the_first_part(
-    s: image_slots.Boundary, e: Any
-) -> tuple[image_slots.Boundary, tuple[Any, ...]]:
+    s: image_slots.SlotTable, e: Any
+) -> tuple[image_slots.SlotTable, tuple[Any, ...]]:
     if not isinstance(e, image_slots.Copied):
         return image_slots.step(s, e)
     index = s.slot_of(e.version)
@@ -104,35 +106,41 @@ def _complete_after_the_first_part(
         replace(slot, missing=frozenset({e.rank})) if i == index else slot
         for i, slot in enumerate(s.slots)
     )
-    return image_slots.step(image_slots.Boundary(slots, s.sealed), e)
+    return image_slots.step(image_slots.SlotTable(slots, s.sealed), e)
 
 
-def _any_epoch_may_commit(h: fence.Holding, e: Any) -> tuple[fence.Holding, tuple[Any, ...]]:
-    if isinstance(e, fence.CommitAsked):
-        after, actions = fence.step(replace(h, order=(e.run_id, e.epoch)), e)
-        return replace(after, order=h.order), actions
+def _any_epoch_may_commit(
+    h: fence.EngineState, e: Any
+) -> tuple[fence.EngineState, tuple[Any, ...]]:
+    if isinstance(e, fence.CommitRequested):
+        after, actions = fence.step(replace(h, in_force=(e.run_id, e.epoch)), e)
+        return replace(after, in_force=h.in_force), actions
     return fence.step(h, e)
 
 
-def _older_greetings_accepted(h: fence.Holding, e: Any) -> tuple[fence.Holding, tuple[Any, ...]]:
-    if isinstance(e, fence.Greeted):
-        return replace(h, order=(e.run_id, e.epoch)), (fence.Serve(),)
+def _older_greetings_accepted(
+    h: fence.EngineState, e: Any
+) -> tuple[fence.EngineState, tuple[Any, ...]]:
+    if isinstance(e, fence.OpenEpoch):
+        return replace(h, in_force=(e.run_id, e.epoch)), (fence.Serve(),)
     return fence.step(h, e)
 
 
-def _broken_loads_forgotten(h: fence.Holding, e: Any) -> tuple[fence.Holding, tuple[Any, ...]]:
+def _broken_loads_forgotten(
+    h: fence.EngineState, e: Any
+) -> tuple[fence.EngineState, tuple[Any, ...]]:
     if isinstance(e, fence.Loaded) and not e.ok:
         return fence.step(h, replace(e, intact=True))
     return fence.step(h, e)
 
 
 def _unchecked_bytes(s: staging.Staging, e: Any) -> tuple[staging.Staging, tuple[Any, ...]]:
-    if isinstance(e, staging.LendAsked) and s.phase in (
+    if isinstance(e, staging.LendRequested) and s.phase in (
         staging.Phase.STAGED,
         staging.Phase.EMPTY,
         staging.Phase.WRITING,
     ):
-        return replace(s, phase=staging.Phase.LENT), (fence.Lend(),)
+        return replace(s, phase=staging.Phase.LENT), (fence.Grant(),)
     return staging.step(s, e)
 
 

@@ -18,7 +18,7 @@ def execute(s: Server, r: Request, t: Tables, mine: bool) -> Server:
 
     match r.kind:
         case "greet":
-            holding, actions = t.fence(s.holding, fence.Greeted(r.run, r.epoch))
+            holding, actions = t.fence(s.holding, fence.OpenEpoch(r.run, r.epoch))
             if not isinstance(actions[0], fence.Serve):
                 return answer(s._replace(holding=holding), "no")
             s = s._replace(holding=holding, receiver=(r.run, r.epoch), memory=staging.Staging())
@@ -67,8 +67,8 @@ def _begin(s: Server, r: Request, t: Tables) -> Server:
 
 def _load(s: Server, r: Request, t: Tables, mine: bool) -> Server:
     s = s._replace(session=True)
-    holding, actions = t.fence(s.holding, fence.CommitAsked(r.run, r.epoch, r.version))
-    if not isinstance(actions[0], fence.Lend):
+    holding, actions = t.fence(s.holding, fence.CommitRequested(r.run, r.epoch, r.version))
+    if not isinstance(actions[0], fence.Grant):
         # nobody reports it to a lane that is not in force
         told = (
             ("applied", r.version, False, holding.intact)
@@ -80,8 +80,8 @@ def _load(s: Server, r: Request, t: Tables, mine: bool) -> Server:
     if s.receiver is not None:
         # whichever epoch it serves: number, version and fingerprint (here: the run) must be those
         # of what is staged
-        memory, did = t.staging(s.memory, staging.LendAsked(r.version, r.version, r.run))
-        lent = isinstance(did[0], fence.Lend)
+        memory, did = t.staging(s.memory, staging.LendRequested(r.version, r.version, r.run))
+        lent = isinstance(did[0], fence.Grant)
     if not lent:
         holding, _ = t.fence(holding, fence.Loaded(r.run, r.version, "", ok=False, intact=True))
         told = (
@@ -148,7 +148,7 @@ def stray_executed(s: Server, t: Tables) -> Server:
     r = s.stray
     assert r is not None
     refused = r.kind == "load" and not isinstance(
-        t.fence(s.holding, fence.CommitAsked(r.run, r.epoch, r.version))[1][0], fence.Lend
+        t.fence(s.holding, fence.CommitRequested(r.run, r.epoch, r.version))[1][0], fence.Grant
     )
     after = execute(s._replace(stray=None), r, t, mine=False) if r.kind not in HARMLESS else s
     if r.run == NOW or after is s:

@@ -65,7 +65,10 @@ def trainer_dies(s: Server) -> Server:
         loading=None if s.loading is None else s.loading._replace(run=OLDER[s.loading.run]),
         label=_aged_label(s.label),
         holding=replace(
-            h, order=(OLDER[h.order[0]], h.order[1]), run=OLDER[h.run], lent=aged(h.lent)
+            h,
+            in_force=(OLDER[h.in_force[0]], h.in_force[1]),
+            run=OLDER[h.run],
+            granted=aged(h.granted),
         ),
         receiver=None if s.receiver is None else (OLDER[s.receiver[0]], s.receiver[1]),
     )

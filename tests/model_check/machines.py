@@ -140,6 +140,6 @@ class Machines:
                 for s in side.table.slots
             )
             self._renamed[key] = self.trainer(
-                side._replace(table=b.Boundary(slots, side.table.sealed))
+                side._replace(table=b.SlotTable(slots, side.table.sealed))
             )
         return self._renamed[key]

@@ -56,7 +56,7 @@ class Server(NamedTuple):
     paused: bool = False
     label: str = OWN
     session: bool = False
-    holding: fence.Holding = fence.Holding()
+    holding: fence.EngineState = fence.EngineState()
     receiver: tuple[str, int] | None = None
     memory: staging.Staging = staging.Staging()
     meddled: bool = False
@@ -135,7 +135,9 @@ def canonical(s: Server) -> Server:
     seen: dict[str, set[int]] = {NOW: {s.lane.epoch}, BEFORE: set(), LONG_AGO: set()}
     pairs = [(r.run, r.epoch) for r in (s.request, s.stray, s.loading) if r is not None]
     pairs += [
-        p for p in (s.receiver, s.holding.order if s.holding.order[0] else None) if p is not None
+        p
+        for p in (s.receiver, s.holding.in_force if s.holding.in_force[0] else None)
+        if p is not None
     ]
     for run, epoch in pairs:
         seen[run].add(epoch)
@@ -151,7 +153,7 @@ def canonical(s: Server) -> Server:
     def renumbered(r: Request | None) -> Request | None:
         return None if r is None else r._replace(epoch=rank[r.run][r.epoch])
 
-    order = s.holding.order
+    order = s.holding.in_force
     return s._replace(
         lane=replace(s.lane, epoch=rank[NOW][s.lane.epoch]),
         request=renumbered(s.request),
@@ -163,6 +165,6 @@ def canonical(s: Server) -> Server:
         holding=(
             s.holding
             if not order[0]
-            else replace(s.holding, order=(order[0], rank[order[0]][order[1]]))
+            else replace(s.holding, in_force=(order[0], rank[order[0]][order[1]]))
         ),
     )

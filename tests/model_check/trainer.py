@@ -22,7 +22,7 @@ class Trainer(NamedTuple):
     interchangeable, so they are kept in order."""
 
     trained: int
-    table: b.Boundary
+    table: b.SlotTable
     told: tuple[tuple[int, int] | None, ...]
     parts: tuple[tuple[int, ...], ...]
     promise: int | None = None
@@ -41,7 +41,7 @@ class Move(NamedTuple):
 def start(ranks: int, slots: int, tables: Tables, trained: int = 0) -> Trainer:
     """Before the first version is published, which is ``trained`` + 1."""
     return tidy(
-        Trainer(trained, b.Boundary.of(slots), (None,) * ranks, ((0,) * ranks,) * slots), tables
+        Trainer(trained, b.SlotTable.of(slots), (None,) * ranks, ((0,) * ranks,) * slots), tables
     )
 
 
@@ -198,7 +198,7 @@ def _in_order(t: Trainer) -> Trainer:
         for s in t.table.slots
     )
     return t._replace(
-        table=b.Boundary(slots, t.table.sealed),
+        table=b.SlotTable(slots, t.table.sealed),
         told=tuple(t.told[rank] for rank in order),
         parts=tuple(tuple(row[rank] for rank in order) for row in t.parts),
         notes=frozenset((version, new[rank]) for version, rank in t.notes),

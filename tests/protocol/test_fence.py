@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from titan_grpo.errors import ProtocolError
 from titan_grpo.protocol.fence import (
-    CommitAsked,
-    Greeted,
-    Holding,
-    Lend,
+    CommitRequested,
+    EngineState,
+    Grant,
     Loaded,
+    OpenEpoch,
     Refuse,
     Serve,
     step,
@@ -19,13 +19,13 @@ from titan_grpo.protocol.fence import (
 
 RUNS = st.sampled_from(["a", "b", "c"])
 EVENTS = st.one_of(
-    st.builds(Greeted, RUNS, st.integers(1, 4)),
-    st.builds(CommitAsked, RUNS, st.integers(1, 4), st.integers(0, 4)),
+    st.builds(OpenEpoch, RUNS, st.integers(1, 4)),
+    st.builds(CommitRequested, RUNS, st.integers(1, 4), st.integers(0, 4)),
     st.builds(Loaded, RUNS, st.integers(0, 4), st.just("f"), st.booleans(), st.booleans()),
 )
 
 
-NEW = Holding()
+NEW = EngineState()
 
 
 def after(*events, start=NEW):
@@ -36,10 +36,10 @@ def after(*events, start=NEW):
 
 
 def loaded(run: str, epoch: int, version: int) -> tuple:
-    return CommitAsked(run, epoch, version), Loaded(run, version, f"f{version}", True, True)
+    return CommitRequested(run, epoch, version), Loaded(run, version, f"f{version}", True, True)
 
 
-def refusal(holding: Holding, event) -> str:
+def refusal(holding: EngineState, event) -> str:
     """Why the event is refused; fails if it is not, or if it changes the state."""
     same, actions = step(holding, event)
     assert same == holding
@@ -49,18 +49,21 @@ def refusal(holding: Holding, event) -> str:
 
 
 def test_a_state_shows_whom_it_obeys_and_what_it_holds():
-    assert repr(Holding()) == "<obeys nobody, holds its own weights>"
-    held = after(Greeted("r", 2), *loaded("r", 2, 5))
+    assert repr(EngineState()) == "<obeys nobody, holds its own weights>"
+    held = after(OpenEpoch("r", 2), *loaded("r", 2, 5))
     assert repr(held) == "<obeys r/2, holds r v5 f5>"
     half = after(
-        CommitAsked("r", 2, 6), Loaded("r", 6, "", False, False), CommitAsked("r", 2, 6), start=held
+        CommitRequested("r", 2, 6),
+        Loaded("r", 6, "", False, False),
+        CommitRequested("r", 2, 6),
+        start=held,
     )
     assert repr(half) == "<obeys r/2, holds r v5 f5, broken, loading r v6>"
 
 
-@given(st.lists(st.builds(Greeted, RUNS, st.integers(1, 4)), max_size=12))
+@given(st.lists(st.builds(OpenEpoch, RUNS, st.integers(1, 4)), max_size=12))
 def test_admitted_epochs_only_ever_get_newer(greetings):
-    holding, admitted = Holding(), []
+    holding, admitted = EngineState(), []
     for greeting in greetings:
         holding, actions = step(holding, greeting)
         if Serve() in actions:
@@ -69,79 +72,84 @@ def test_admitted_epochs_only_ever_get_newer(greetings):
 
 
 def test_a_replayed_hello_is_refused():
-    assert "not newer than epoch 3 of run r" in refusal(after(Greeted("r", 3)), Greeted("r", 3))
+    assert "not newer than epoch 3 of run r" in refusal(after(OpenEpoch("r", 3)), OpenEpoch("r", 3))
 
 
 def test_an_older_run_is_refused_whatever_its_epoch():
-    assert "a trainer that was replaced" in refusal(after(Greeted("r", 1)), Greeted("q", 99))
+    assert "a trainer that was replaced" in refusal(after(OpenEpoch("r", 1)), OpenEpoch("q", 99))
 
 
 def test_versions_go_forward_within_a_run_and_may_repeat():
-    held = after(Greeted("r", 1), *loaded("r", 1, 5))
-    assert step(held, CommitAsked("r", 1, 5))[1] == (Lend(),)
-    assert "older than version 5" in refusal(held, CommitAsked("r", 1, 4))
+    held = after(OpenEpoch("r", 1), *loaded("r", 1, 5))
+    assert step(held, CommitRequested("r", 1, 5))[1] == (Grant(),)
+    assert "older than version 5" in refusal(held, CommitRequested("r", 1, 4))
 
 
 def test_a_new_run_may_start_at_a_lower_version_and_ends_the_old_one():
-    held = after(Greeted("r", 1), *loaded("r", 1, 5), Greeted("s", 1))
-    assert step(held, CommitAsked("s", 1, 0))[1] == (Lend(),)
-    assert "in force" in refusal(held, CommitAsked("r", 1, 6))
+    held = after(OpenEpoch("r", 1), *loaded("r", 1, 5), OpenEpoch("s", 1))
+    assert step(held, CommitRequested("s", 1, 0))[1] == (Grant(),)
+    assert "in force" in refusal(held, CommitRequested("r", 1, 6))
 
 
 def test_a_commit_before_any_hello_is_refused():
-    assert "in force" in refusal(Holding(), CommitAsked("r", 1, 1))
+    assert "in force" in refusal(EngineState(), CommitRequested("r", 1, 1))
 
 
 def test_a_second_commit_during_a_load_is_refused():
     assert "version 6 of run r is being loaded" in refusal(
-        after(Greeted("r", 1), CommitAsked("r", 1, 6)), CommitAsked("r", 1, 7)
+        after(OpenEpoch("r", 1), CommitRequested("r", 1, 6)), CommitRequested("r", 1, 7)
     )
 
 
 def test_a_failed_load_keeps_the_version_and_says_whether_it_is_whole():
-    held = after(Greeted("r", 1), *loaded("r", 1, 5))
-    untouched = after(CommitAsked("r", 1, 6), Loaded("r", 6, "", False, True), start=held)
+    held = after(OpenEpoch("r", 1), *loaded("r", 1, 5))
+    untouched = after(CommitRequested("r", 1, 6), Loaded("r", 6, "", False, True), start=held)
     assert untouched == held
-    broken = after(CommitAsked("r", 1, 6), Loaded("r", 6, "", False, False), start=held)
+    broken = after(CommitRequested("r", 1, 6), Loaded("r", 6, "", False, False), start=held)
     assert (broken.version, broken.intact) == (5, False)
     assert after(*loaded("r", 1, 6), start=broken).intact
 
 
 def test_a_load_that_touched_nothing_does_not_mend_broken_weights():
-    broken = after(Greeted("r", 1), CommitAsked("r", 1, 6), Loaded("r", 6, "", False, False))
-    assert not after(CommitAsked("r", 1, 7), Loaded("r", 7, "", False, True), start=broken).intact
+    broken = after(OpenEpoch("r", 1), CommitRequested("r", 1, 6), Loaded("r", 6, "", False, False))
+    assert not after(
+        CommitRequested("r", 1, 7), Loaded("r", 7, "", False, True), start=broken
+    ).intact
 
 
 def test_a_hello_during_a_load_does_not_hide_what_was_loaded():
     held = after(
-        Greeted("r", 1), CommitAsked("r", 1, 5), Greeted("s", 1), Loaded("r", 5, "f", True, True)
+        OpenEpoch("r", 1),
+        CommitRequested("r", 1, 5),
+        OpenEpoch("s", 1),
+        Loaded("r", 5, "f", True, True),
     )
     assert repr(held) == "<obeys s/1, holds r v5 f>"
 
 
 @pytest.mark.parametrize(
     "start",
-    [Holding(), after(Greeted("r", 1), CommitAsked("r", 1, 5))],
+    [EngineState(), after(OpenEpoch("r", 1), CommitRequested("r", 1, 5))],
     ids=["nothing lent", "another"],
 )
 def test_the_end_of_a_load_that_was_not_lent_is_our_bug(start):
-    with pytest.raises(ProtocolError, match="not about a commit that was lent"):
+    with pytest.raises(ProtocolError, match="not about a commit that was granted"):
         step(start, Loaded("r", 4, "f", True, True))
 
 
 def test_a_good_load_of_broken_weights_is_our_bug():
     with pytest.raises(ProtocolError, match="leaves whole weights"):
-        step(after(Greeted("r", 1), CommitAsked("r", 1, 5)), Loaded("r", 5, "f", True, False))
+        step(after(OpenEpoch("r", 1), CommitRequested("r", 1, 5)), Loaded("r", 5, "f", True, False))
 
 
 def test_an_unlisted_event_is_our_bug():
     with pytest.raises(ProtocolError, match="not listed"):
-        step(Holding(), "hello")
+        step(EngineState(), "hello")
 
 
 @given(st.lists(EVENTS, max_size=30))
 def test_what_is_held_never_goes_back_and_changes_by_loads_only(events):
-    holding = Holding()
+    holding = EngineState()
     for event in events:
         try:
             new, actions = step(holding, event)
@@ -157,5 +165,5 @@ def test_what_is_held_never_goes_back_and_changes_by_loads_only(events):
             assert new.version >= holding.version
         if any(isinstance(action, Refuse) for action in actions):
             assert new == holding
-        assert new.order >= holding.order
+        assert new.in_force >= holding.in_force
         holding = new

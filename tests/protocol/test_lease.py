@@ -1,169 +1,65 @@
-"""Which servers may be left paused, and when somebody looks after them: the table alone, time as
-numbers."""
-
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol.lane_events import Passing, Point
-from titan_grpo.protocol.pause_guard import (
-    CallOff,
-    Ended,
-    Failed,
-    GiveUp,
-    GuardState,
-    Passed,
-    Settle,
-    Settled,
-    Taken,
-    Terms,
-    Ticked,
-    step,
-)
+from titan_grpo.protocol import lease as T
 
-TERMS = Terms(pause_s=3.0, greet_s=20.0, again_s=2.0, tries=3, first_s=0.5)
-URL = "http://a"
+TAKEN = T.step(T.Lease(10.0), T.Open("run5", "a", 0.0))[0]
 
 
-def passed(point: Point, now: float, epoch: int = 2, url: str = URL) -> Passed:
-    return Passed(Passing(point, url, "run", epoch, 7, "run:7:ab"), now)
+def test_a_trainer_that_is_heard_of_keeps_the_service_and_a_silent_one_loses_it():
+    heard, actions = T.step(TAKEN, T.Renewed("a", 8.0))
+    assert (heard.due, actions) == (18.0, ())
+    assert T.step(heard, T.Ticked(17.9)) == (heard, ())
+    free, actions = T.step(heard, T.Ticked(18.0))
+    assert (repr(free), actions) == ("<free>", (T.End("a"),))
+    assert T.step(free, T.Renewed("a", 19.0)) == (free, (T.Unknown(),))
+    assert T.step(free, T.Renewed("", 19.0)) == (free, (T.Unknown(),))
 
 
-def drive(*events) -> tuple[GuardState, list]:
-    """The state after all events, and all actions of the last one."""
-    state, actions = GuardState(TERMS), ()
-    for event in events:
-        state, actions = step(state, event)
-    return state, list(actions)
+def test_a_newer_run_replaces_an_older_one_which_is_refused_until_the_newer_one_is_done():
+    newer, actions = T.step(TAKEN, T.Open("run6", "b", 1.0))
+    assert actions == (T.End("a"), T.Begin("b"))
+    assert T.step(newer, T.Renewed("a", 2.0)) == (newer, (T.Unknown(),))
+    assert T.step(newer, T.Close("a")) == (newer, (T.Unknown(),))
+    assert T.step(newer, T.Open("run5", "c", 2.0)) == (newer, (T.Refuse("run6"),))
+    free, actions = T.step(newer, T.Close("b"))
+    assert actions == (T.End("b"),)
+    assert T.step(free, T.Open("run5", "c", 3.0))[1] == (T.Begin("c"),)
 
 
-def test_a_commit_in_time_leaves_nothing_open():
-    state, actions = drive(
-        passed(Point.GREET, 0),
-        passed(Point.CONNECTED, 1),
-        passed(Point.PAUSE, 2),
-        passed(Point.RESUMED, 3),
-    )
-    assert (repr(state), actions) == ("<nothing open>", [])
-    assert step(state, Ended(clean=False, now=4.0))[0].done
-
-
-def test_points_in_between_change_nothing():
-    before, _ = drive(passed(Point.PAUSE, 0))
-    for point in (
-        Point.BEGIN,
-        Point.EXTENT,
-        Point.SENT,
-        Point.STAGED,
-        Point.LOAD,
-        Point.LABEL,
-        Point.RESUME,
-    ):
-        assert step(before, passed(point, 1)) == (before, ())
-
-
-def test_a_pause_past_its_lease_is_settled_once():
-    state, actions = drive(passed(Point.PAUSE, 0), Ticked(2.9))
-    assert (state.due, actions) == (3.0, [])
-    state, actions = step(state, Ticked(3.0))
-    assert actions == (Settle(URL, "run", 2, doubtful=False),)
-    assert repr(state) == "<http://a settling epoch 2 due 3.0>"
-    assert step(state, Ticked(9.0)) == (state, ())
-
-
-def test_a_frozen_trainers_server_is_looked_at_again_as_long_as_its_lane_is_silent():
-    state, _ = drive(passed(Point.PAUSE, 0), Ticked(3.0), Settled(URL, 2, 4.0))
-    assert repr(state) == "<http://a settled epoch 2 due 7.0>"
-    for _ in range(5):
-        assert state.due is not None
-        state, actions = step(state, Ticked(state.due))
-        assert actions == (Settle(URL, "run", 2, doubtful=True),)
-        state, _ = step(state, Settled(URL, 2, state.servers[URL].due))
-    assert step(state, passed(Point.RESUMED, 99))[0].servers == {}
-
-
-@pytest.mark.parametrize("point", [Point.GREET, Point.PAUSE, Point.CONNECTED, Point.RESUMED])
-def test_a_look_is_called_off_when_the_lane_speaks(point: Point):
-    state, actions = drive(passed(Point.PAUSE, 0), Ticked(3.0), passed(point, 3.5, epoch=4))
-    assert actions == [CallOff(URL)]
-    assert step(state, Settled(URL, 2, 4.0)) == (state, ())
-    assert step(state, Failed(URL, 2, 4.0)) == (state, ())
-    assert step(state, Taken(URL, 2)) == (state, ())
-
-
-def test_a_pause_stays_open_while_the_lane_connects_anew():
-    state, _ = drive(
-        passed(Point.PAUSE, 0),
-        passed(Point.GREET, 1, epoch=4),
-        Ticked(20.9),
-        Ended(clean=True, now=21.0),
-    )
-    _, actions = step(state, Ticked(21.0))
-    assert actions == (Settle(URL, "run", 4, doubtful=False),)
-
-
-def test_a_dead_trainers_servers_are_looked_at_twice_and_the_others_are_not():
-    events = [
-        passed(Point.PAUSE, 0),
-        passed(Point.PAUSE, 0, url="http://b"),
-        passed(Point.RESUMED, 1, url="http://b"),
-    ]
-    state, actions = drive(*events, Ended(clean=False, now=1.0), Ticked(1.0))
-    assert actions == [Settle(URL, "run", 2, doubtful=False)]
-    state, _ = step(state, Settled(URL, 2, 1.5))
-    assert step(state, Ticked(3.4))[1] == ()
-    state, actions = step(state, Ticked(3.5))
-    assert actions == (Settle(URL, "run", 2, doubtful=True),)
-    state, _ = step(state, Settled(URL, 2, 3.6))
-    assert repr(state) == "<nothing open, trainer gone>"
-    assert state.done
-
-
-def test_a_look_of_before_the_trainers_death_is_followed_by_one_after():
-    state, _ = drive(
-        passed(Point.PAUSE, 0), Ticked(3.0), Ended(clean=False, now=3.1), Settled(URL, 2, 3.2)
-    )
-    assert not state.done
-    state, actions = step(state, Ticked(5.2))
-    assert actions == (Settle(URL, "run", 2, doubtful=True),)
-    assert step(state, Settled(URL, 2, 5.3))[0].done
-
-
-def test_a_server_whose_lane_was_still_connecting_may_have_been_found_paused():
-    _, actions = drive(passed(Point.GREET, 0), Ended(clean=False, now=1.0), Ticked(1.0))
-    assert actions == [Settle(URL, "run", 2, doubtful=True)]
-
-
-def test_after_a_clean_end_a_server_that_never_joined_is_asked_once():
-    state, _ = drive(passed(Point.GREET, 0), Ended(clean=True, now=1.0), Ticked(1.0))
-    state, actions = step(state, Failed(URL, 2, 1.1))
-    assert actions == (GiveUp(URL),)
-    assert state.done
-
-
-def test_a_silent_server_is_given_up_after_its_tries_with_growing_rests():
-    state, _ = drive(passed(Point.PAUSE, 0), Ended(clean=False, now=0.0))
-    rests = []
-    for now in (0.0, 10.0):
-        state, _ = step(state, Ticked(now))
-        state, actions = step(state, Failed(URL, 2, now))
-        assert state.due is not None
-        rests.append(state.due - now)
-        assert actions == ()
-    assert rests == [0.5, 1.0]
-    state, _ = step(state, Ticked(20.0))
-    state, actions = step(state, Failed(URL, 2, 20.0))
-    assert (actions, state.done) == ((GiveUp(URL),), True)
-
-
-def test_a_server_that_a_newer_trainer_has_is_left_to_it():
-    state, _ = drive(
-        passed(Point.PAUSE, 0), Ended(clean=False, now=1.0), Ticked(1.0), Taken(URL, 2)
-    )
-    assert state.done
-
-
-def test_a_lane_after_the_trainers_end_is_a_bug():
-    state, _ = drive(Ended(clean=True, now=0.0))
-    for event in (passed(Point.PAUSE, 1.0), Ended(clean=True, now=1.0), "nonsense"):
+def test_a_run_may_open_anew_and_a_session_needs_a_name_of_its_own():
+    again, actions = T.step(TAKEN, T.Open("run5", "b", 1.0))
+    assert (again.session, actions) == ("b", (T.End("a"), T.Begin("b")))
+    for run, session in (("run5", "a"), ("", "b"), ("run5", "")):
         with pytest.raises(ProtocolError, match="not listed"):
-            step(state, event)
+            T.step(TAKEN, T.Open(run, session, 1.0))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["open", "heard", "close", "tick"]), st.integers(0, 3), st.floats(0, 9)
+        ),
+        max_size=40,
+    )
+)
+def test_there_is_one_session_at_most_and_each_that_began_ends_once(events):
+    state, running, now = T.Lease(5.0), set(), 0.0
+    for number, (kind, run, passes) in enumerate(events):
+        now += passes
+        last = state.session or "none"
+        event = {
+            "open": T.Open(f"run{run}", f"s{number}", now),
+            "heard": T.Renewed(last if run else "other", now),
+            "close": T.Close(last if run else "other"),
+            "tick": T.Ticked(now),
+        }[kind]
+        state, actions = T.step(state, event)
+        for action in actions:
+            if isinstance(action, T.Begin):
+                running.add(action.session)
+            elif isinstance(action, T.End):
+                running.remove(action.session)
+        assert running == ({state.session} if state.session else set())

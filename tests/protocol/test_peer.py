@@ -3,7 +3,7 @@ import pytest
 from titan_grpo.errors import ProtocolError
 from titan_grpo.protocol import recovery as P
 
-PACE = P.Pace(first_s=0.5, longest_s=3.0)
+PACE = P.Backoff(first_s=0.5, longest_s=3.0)
 
 
 def test_rests_double_up_to_the_longest_and_an_answer_starts_over():

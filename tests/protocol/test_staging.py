@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol.fence import Lend, Refuse
+from titan_grpo.protocol.fence import Grant, Refuse
 from titan_grpo.protocol.staging import (
     TRANSITIONS,
     Arrived,
     Begin,
     Free,
-    LendAsked,
+    LendRequested,
     Phase,
     Released,
     Returned,
@@ -23,7 +23,7 @@ from titan_grpo.protocol.staging import (
 )
 
 STAGED = (Begin(1, 7), Arrived(1, 7, "ff", True))
-LENT = (*STAGED, LendAsked(1, 7, "ff"))
+LENT = (*STAGED, LendRequested(1, 7, "ff"))
 
 
 def after(*events, streamed: bool = False) -> Staging:
@@ -48,14 +48,14 @@ def test_a_state_shows_what_is_staged():
 
 
 def test_a_checked_transfer_is_lent_and_may_be_lent_again_after_its_return():
-    state, actions = step(after(*STAGED), LendAsked(1, 7, "ff"))
-    assert actions == (Lend(),)
-    assert step(after(*LENT, Returned()), LendAsked(1, 7, "ff"))[1] == (Lend(),)
-    assert "lent already" in refusal(state, LendAsked(1, 7, "ff"))
+    state, actions = step(after(*STAGED), LendRequested(1, 7, "ff"))
+    assert actions == (Grant(),)
+    assert step(after(*LENT, Returned()), LendRequested(1, 7, "ff"))[1] == (Grant(),)
+    assert "lent already" in refusal(state, LendRequested(1, 7, "ff"))
 
 
 @pytest.mark.parametrize(
-    "asked", [LendAsked(2, 7, "ff"), LendAsked(1, 8, "ff"), LendAsked(1, 7, "gg")]
+    "asked", [LendRequested(2, 7, "ff"), LendRequested(1, 8, "ff"), LendRequested(1, 7, "gg")]
 )
 def test_anything_but_what_is_staged_is_refused(asked):
     assert "staged is (1, 7, 'ff')" in refusal(after(*STAGED), asked)
@@ -63,13 +63,13 @@ def test_anything_but_what_is_staged_is_refused(asked):
 
 def test_nothing_is_lent_before_the_bytes_are_checked_or_after_a_bad_check():
     for state in (Staging(), after(Begin(1, 7)), after(Begin(1, 7), Arrived(1, 7, "ff", False))):
-        assert "not staged here" in refusal(state, LendAsked(1, 7, "ff"))
+        assert "not staged here" in refusal(state, LendRequested(1, 7, "ff"))
 
 
 def test_a_transfer_overwrites_what_is_staged_and_never_what_is_lent():
     state, actions = step(after(*STAGED), Begin(2, 8))
     assert actions == (Write(),)
-    assert "not staged here" in refusal(state, LendAsked(1, 7, "ff"))
+    assert "not staged here" in refusal(state, LendRequested(1, 7, "ff"))
     assert "still loads" in refusal(after(*LENT), Begin(2, 8))
     assert step(after(*LENT, Returned()), Begin(2, 8))[1] == (Write(),)
 
@@ -90,10 +90,10 @@ def test_a_report_about_a_refused_commit_returns_nothing():
 
 def test_a_window_is_lent_once():
     assert "not staged here" in refusal(
-        after(*LENT, Returned(), streamed=True), LendAsked(1, 7, "ff")
+        after(*LENT, Returned(), streamed=True), LendRequested(1, 7, "ff")
     )
     assert "not staged here" in refusal(
-        after(*STAGED, Spent(), streamed=True), LendAsked(1, 7, "ff")
+        after(*STAGED, Spent(), streamed=True), LendRequested(1, 7, "ff")
     )
     assert after(*LENT, Spent(), streamed=True).phase is Phase.LENT
     assert after(*LENT, Returned(), Spent(), streamed=True).phase is Phase.EMPTY
@@ -123,7 +123,7 @@ NUMBERS, PRINTS = st.integers(1, 4), st.sampled_from(["f", "g"])
 EVENTS = st.one_of(
     st.builds(Begin, NUMBERS, NUMBERS),
     st.builds(Arrived, NUMBERS, NUMBERS, PRINTS, st.booleans()),
-    st.builds(LendAsked, NUMBERS, NUMBERS, PRINTS),
+    st.builds(LendRequested, NUMBERS, NUMBERS, PRINTS),
     st.sampled_from([Returned(), Spent(), Released()]),
 )
 
@@ -138,7 +138,7 @@ def test_what_is_lent_was_checked_and_stays_as_it_is_until_it_returns(streamed, 
             continue
         if isinstance(event, Arrived) and event.ok:
             checked.add((event.number, event.version, event.fingerprint))
-        if Lend() in actions:
+        if Grant() in actions:
             assert (new.number, new.version, new.fingerprint) in checked
         if state.phase is Phase.LENT:
             assert Write() not in actions

@@ -11,7 +11,8 @@ from titan_grpo.config import WeightSync
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.layout.image import SharedImage
-from titan_grpo.layout.plan import copy_ops, learn
+from titan_grpo.layout.infer import infer_layout
+from titan_grpo.layout.plan import copy_ops
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.messages import new_run_id
 from titan_grpo.sync.lane import LaneContext
@@ -52,7 +53,7 @@ class SmallTrainer:
         self.config = config
         self.weights = {fqn: torch.zeros(shape) for fqn, shape in SHAPES.items()}
         self.recorder = Recorder(folder)
-        layout = learn(dict, SHAPES)
+        layout = infer_layout(dict, SHAPES)
         manifest = layout.manifest(config.wire_dtype, config.block_bytes)
         self._images = [
             SharedImage.create(manifest.total_bytes, "small trainer") for _ in range(config.slots)

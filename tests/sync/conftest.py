@@ -13,9 +13,10 @@ import torch
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from titan_grpo.config import WeightSync
 from titan_grpo.layout.image import SharedImage
-from titan_grpo.layout.plan import copy_ops, learn
+from titan_grpo.layout.infer import infer_layout
+from titan_grpo.layout.plan import copy_ops
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol.lane_events import Watch, nobody
+from titan_grpo.protocol.lane_events import Observer, no_observer
 from titan_grpo.protocol.messages import new_run_id
 from titan_grpo.runkey import Key
 from titan_grpo.sync.lane import LaneContext
@@ -73,7 +74,7 @@ class Rig:
         """``config``: keys of [weight_sync], ``watch``, ``drain``, and ``run_keys``: "trainer" or a
         server -> its run key."""
         run_keys: dict[str, Key] = config.pop("run_keys", {})
-        watch: Watch = config.pop("watch", nobody)
+        watch: Observer = config.pop("watch", no_observer)
         drain: Callable[[str], None] | None = config.pop("drain", None)
         self.loaded = {url: Weights() for url in urls}
         self.servers = {
@@ -82,7 +83,7 @@ class Rig:
         self.config = WeightSync(**(SHORT | config))
         self.recorder = Recorder(folder)
         self.fleet = Fleet(list(urls), lambda *_: None)
-        layout = learn(dict, SHAPES)
+        layout = infer_layout(dict, SHAPES)
         self.manifest = layout.manifest("bfloat16", self.config.block_bytes)
         self.images = [
             SharedImage.create(self.manifest.total_bytes, "test") for _ in range(self.config.slots)

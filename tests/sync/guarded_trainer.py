@@ -19,11 +19,12 @@ import torch
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.vllm import VllmControl
 from titan_grpo.layout.image import SharedImage
-from titan_grpo.layout.plan import copy_ops, learn
+from titan_grpo.layout.infer import infer_layout
+from titan_grpo.layout.plan import copy_ops
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol.lane_events import Passing, Point
+from titan_grpo.protocol.lane_events import LaneEvent, Point
 from titan_grpo.protocol.messages import new_run_id
-from titan_grpo.protocol.pause_guard import Terms
+from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.sync.lane import LaneContext
 from titan_grpo.sync.link import LinkOptions
 from titan_grpo.sync.pause_guard import PauseGuard
@@ -35,7 +36,7 @@ from titan_grpo.sync.transports.store import host_store
 from titan_grpo.sync.worker import SyncWorker
 
 SHAPES = {"up": (512, 256), "down": (256, 512)}
-TERMS = Terms(pause_s=3.0, greet_s=30.0, again_s=0.5)
+TERMS = Deadlines(pause_s=3.0, greet_s=30.0, again_s=0.5)
 WAIT_S = 60.0
 
 
@@ -53,7 +54,7 @@ class Trainer:
         config = WeightSync(
             **sizes, apply=told["apply"], commit_deadline_s=5.0, backoff_s=0.05, backoff_max_s=0.2
         )
-        layout = learn(dict, SHAPES)
+        layout = infer_layout(dict, SHAPES)
         manifest = layout.manifest("bfloat16", config.block_bytes)
         self.images = [
             SharedImage.create(manifest.total_bytes, "test") for _ in range(config.slots)
@@ -93,7 +94,7 @@ class Trainer:
         self.worker.start([VllmControl(told["url"], told["api_key"], config.commit_deadline_s)])
         say(pause_guard=self.pause_guard.pid)
 
-    def watch(self, passing: Passing) -> None:
+    def watch(self, passing: LaneEvent) -> None:
         self.pause_guard.watch(passing)
         if passing.point is not self.point or passing.version != 2:
             return

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titan_grpo.layout.image import SharedImage
-from titan_grpo.layout.plan import assign_writers, chunk_of, copy_ops, learn
+from titan_grpo.layout.infer import infer_layout
+from titan_grpo.layout.plan import assign_writers, chunk_of, copy_ops
 from titan_grpo.sync.snapshot import Snapshotter
 
 
@@ -146,7 +147,7 @@ def main(kind: str, rank: int, world: int, folder: Path) -> None:
                 p.normal_()  # norms too: all ones would hide a wrong row
         full = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
         params = shard(model)
-        layout = learn(
+        layout = infer_layout(
             adapter.to_hf,
             {fqn: tuple(p.shape) for fqn, p in params.items()},
             tied={"output.weight"},

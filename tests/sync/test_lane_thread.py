@@ -8,7 +8,7 @@ import pytest
 
 from tests.rigs.receiver_server import DirectControl
 from titan_grpo.observe import names
-from titan_grpo.protocol.lane_events import Passing, Point
+from titan_grpo.protocol.lane_events import LaneEvent, Point
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.sync.pause_guard_main import Access, fence
 
@@ -25,7 +25,7 @@ class Strike:
         self._point, self._action = point, action
         self._passed, self._changed = [], threading.Condition()
 
-    def __call__(self, passing: Passing):
+    def __call__(self, passing: LaneEvent):
         with self._changed:
             first = passing.point is self._point and self._point not in [p for p, _ in self._passed]
             self._passed.append((passing.point, time.monotonic()))
@@ -70,7 +70,7 @@ def test_versions_follow_each_other_through_one_epoch(rig):
 def test_a_frozen_receiver_does_not_delay_the_other_server_and_gets_the_newest_in_a_new_epoch(rig):
     frozen, others_are_done = threading.Event(), threading.Event()
 
-    def watch(passing: Passing):
+    def watch(passing: LaneEvent):
         if passing.url == "a" and passing.point is Point.GREET and frozen.is_set():
             assert others_are_done.wait(WAIT_S)
 
@@ -171,7 +171,7 @@ def test_bytes_that_changed_after_their_digest_are_counted_retried_and_never_loa
 def test_a_half_loaded_server_stays_paused_until_a_whole_load(rig):
     looked = threading.Event()
 
-    def watch(passing: Passing):
+    def watch(passing: LaneEvent):
         if (
             passing.point is Point.LOAD
             and passing.version == 2

@@ -27,9 +27,9 @@ from titan_grpo.engines import vllm
 from titan_grpo.errors import PeerError
 from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.protocol import fence
-from titan_grpo.protocol.lane_events import Passing, Point
+from titan_grpo.protocol.lane_events import LaneEvent, Point
 from titan_grpo.protocol.messages import UNUSABLE, Joined, Label
-from titan_grpo.protocol.pause_guard import Terms
+from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
 from titan_grpo.sync.link import LinkOptions
 from titan_grpo.sync.pause_guard import PauseGuard, terms_of
@@ -208,14 +208,14 @@ LINK = LinkOptions("gloo", "127.0.0.1", "xxh3", 1 << 16, 10.0, run_key=None)
 CONFIG = WeightSync(commit_deadline_s=5.0)
 
 
-def passing(url: str, point: Point) -> Passing:
-    return Passing(point, url, "0001-ab", 2, 1, "0001-ab:1:cd")
+def passing(url: str, point: Point) -> LaneEvent:
+    return LaneEvent(point, url, "0001-ab", 2, 1, "0001-ab:1:cd")
 
 
 def test_a_killed_pause_guard_is_replaced_with_all_that_is_open(
     server: ServerProcess, tmp_path: Path
 ) -> None:
-    guard = PauseGuard(CONFIG, LINK, tmp_path / "log", Terms(60.0, 60.0, again_s=0.1, tries=2))
+    guard = PauseGuard(CONFIG, LINK, tmp_path / "log", Deadlines(60.0, 60.0, again_s=0.1, tries=2))
     guard.know(server.url, API_KEY)
     server.run(vllm.pause(5.0))
     guard.watch(passing(server.url, Point.PAUSE))
@@ -257,7 +257,7 @@ def test_what_ends_a_trainer_does_not_end_its_pause_guard_and_nobody_reads_its_s
 
 
 def test_a_server_that_is_gone_is_given_up_with_one_line(tmp_path: Path) -> None:
-    guard = PauseGuard(CONFIG, LINK, tmp_path / "log", Terms(60.0, 60.0, tries=2, first_s=0.05))
+    guard = PauseGuard(CONFIG, LINK, tmp_path / "log", Deadlines(60.0, 60.0, tries=2, first_s=0.05))
     guard.watch(passing("http://127.0.0.1:9", Point.PAUSE))
     process = psutil.Process(guard.pid)
     guard.close()
@@ -278,8 +278,8 @@ def test_a_pause_has_longer_than_its_calls_usually_take_and_a_streamed_one_its_t
 def test_the_epoch_that_a_refusal_names_is_understood() -> None:
     """Written against the fence itself: its wording is how a second try knows that the first one
     had arrived."""
-    holding, _ = fence.step(fence.Holding(), fence.Greeted("0001-ab", 3))
-    _, (refuse,) = fence.step(holding, fence.Greeted("0001-ab", 3))
+    holding, _ = fence.step(fence.EngineState(), fence.OpenEpoch("0001-ab", 3))
+    _, (refuse,) = fence.step(holding, fence.OpenEpoch("0001-ab", 3))
     joined = Joined(1, False, refuse.reason, "", 1, "", -1, "", True)
     assert superseded(joined, "0001-ab", 3) == ""
     assert superseded(joined, "0001-ab", 1) == "epoch 3 of run 0001-ab"

@@ -15,8 +15,9 @@ import torch
 
 from titan_grpo.errors import ProtocolError, SyncError
 from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.infer import Layout, infer_layout
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.layout.plan import Chunk, CopyOp, Layout, assign_writers, copy_ops, learn
+from titan_grpo.layout.plan import Chunk, CopyOp, assign_writers, copy_ops
 from titan_grpo.sync.cuda_copy import loaded_library
 from titan_grpo.sync.snapshot import CudaCopy, Snapshotter
 
@@ -81,7 +82,7 @@ def test_shards_of_every_model_make_the_bytes_of_its_hf_export(
         if not (kind == "qwen3" and fqn == "output.weight")
     }
     full = {fqn: torch.randn(p.shape) for fqn, p in names.items()}
-    layout = learn(adapter.to_hf, {fqn: tuple(t.shape) for fqn, t in full.items()})
+    layout = infer_layout(adapter.to_hf, {fqn: tuple(t.shape) for fqn, t in full.items()})
     manifest = layout.manifest(wire, 4096)
     per_rank = [
         dict(zip(full, chunks, strict=True))
@@ -138,7 +139,7 @@ def test_real_dtensors_on_gloo_ranks_make_the_bytes_of_the_hf_export(
 def one_parameter(
     shape: tuple[int, int], order: list[int]
 ) -> tuple[Layout, Manifest, list[CopyOp]]:
-    layout = learn(lambda s: {"hf": s["w"][torch.tensor(order)]}, {"w": shape})
+    layout = infer_layout(lambda s: {"hf": s["w"][torch.tensor(order)]}, {"w": shape})
     manifest = layout.manifest("bfloat16", 4096)
     return layout, manifest, copy_ops(layout, manifest, "w", (0, 0), shape)
 
@@ -198,7 +199,7 @@ def test_the_runtime_library_is_found_where_torch_loaded_it(tmp_path: Path) -> N
 def cuda_copy() -> Iterator[tuple[Snapshotter, SharedImage, Layout, Manifest]]:
     """A whole rank's plan on the device: a cast, a gather, a column shard and rows that go as they
     are."""
-    layout = learn(
+    layout = infer_layout(
         lambda s: {k: v[torch.randperm(64)] if k == "gather" else v for k, v in s.items()},
         CUDA_SHAPES,
     )

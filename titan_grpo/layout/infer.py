@@ -90,7 +90,9 @@ class Layout:
         )
 
 
-def learn(to_hf: ToHF, shapes: Mapping[str, Sequence[int]], tied: Collection[str] = ()) -> Layout:
+def infer_layout(
+    to_hf: ToHF, shapes: Mapping[str, Sequence[int]], tied: Collection[str] = ()
+) -> Layout:
     """Find out what ``to_hf`` makes of every parameter, one at a time.
 
     ``shapes``: full (unsharded) shape per parameter name, prefixes stripped. ``tied``: names that

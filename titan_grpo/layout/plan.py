@@ -8,29 +8,8 @@ from math import prod
 import torch
 
 from titan_grpo.errors import ConfigError
-from titan_grpo.layout.infer import (
-    HFTensor,
-    Layout,
-    Shape,
-    learn,
-    matrix_shape,
-    progression,
-    strip_prefixes,
-)
+from titan_grpo.layout.infer import Layout, Shape, matrix_shape, progression
 from titan_grpo.layout.manifest import ITEM_BYTES, Manifest
-
-__all__ = [
-    "Chunk",
-    "CopyOp",
-    "HFTensor",
-    "Layout",
-    "assign_writers",
-    "chunk_of",
-    "copy_ops",
-    "learn",
-    "matrix_shape",
-    "strip_prefixes",
-]
 
 Chunk = tuple[Shape, Shape]
 """Offsets and sizes of a box within a parameter's full shape."""

@@ -3,9 +3,9 @@ pure table.
 
 ::
 
-    Greeted      a newer (run, epoch) is served and replaces the one in force; any other one is refused
-    CommitAsked  by the (run, epoch) in force, not older than what this run has committed: lend; otherwise refuse
-    Loaded       how the load of the lent commit ended: the only event that changes what the engine holds
+    OpenEpoch      a newer (run, epoch) is served and replaces the one in force; any other one is refused
+    CommitRequested  by the (run, epoch) in force, not older than what this run has committed: grant; otherwise refuse
+    Loaded       how the load of the granted commit ended: the only event that changes what the engine holds
 
 A hello that is replayed is refused by the first rule, since its epoch is not newer than itself; a
 trainer that was replaced by the same. The engine serves one call at a time, yet nothing here relies
@@ -20,26 +20,26 @@ from titan_grpo.errors import ProtocolError
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """``order``: the newest (run, epoch) that was admitted; ``run``, ``version``, ``fingerprint``:
+class EngineState:
+    """``in_force``: the newest (run, epoch) that was admitted; ``run``, ``version``, ``fingerprint``:
     what was loaded last.
 
-    ``intact`` is false if a load broke off half-way and no whole one followed. ``lent``: (run,
+    ``intact`` is false if a load broke off half-way and no whole one followed. ``granted``: (run,
     version) of the commit that is being loaded.
     """
 
-    order: tuple[str, int] = ("", 0)
+    in_force: tuple[str, int] = ("", 0)
     run: str = ""
     version: int = -1
     fingerprint: str = ""
     intact: bool = True
-    lent: tuple[str, int] | None = None
+    granted: tuple[str, int] | None = None
 
     def __repr__(self) -> str:
-        order = f"{self.order[0]}/{self.order[1]}" if self.order[0] else "nobody"
+        order = f"{self.in_force[0]}/{self.in_force[1]}" if self.in_force[0] else "nobody"
         held = f"{self.run} v{self.version} {self.fingerprint}" if self.run else "its own weights"
         broken = "" if self.intact else ", broken"
-        lent = "" if self.lent is None else f", loading {self.lent[0]} v{self.lent[1]}"
+        lent = "" if self.granted is None else f", loading {self.granted[0]} v{self.granted[1]}"
         return f"<obeys {order}, holds {held}{broken}{lent}>"
 
 
@@ -47,7 +47,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Greeted:
+class OpenEpoch:
     """A trainer opens an epoch."""
 
     run_id: str
@@ -55,7 +55,7 @@ class Greeted:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitAsked:
+class CommitRequested:
     """A trainer wants a version loaded."""
 
     run_id: str
@@ -65,7 +65,7 @@ class CommitAsked:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The load of the lent commit ended. ``intact`` without ``ok``: no weight was touched."""
+    """The load of the granted commit ended. ``intact`` without ``ok``: no weight was touched."""
 
     run_id: str
     version: int
@@ -83,7 +83,7 @@ class Serve:
 
 
 @dataclass(frozen=True, slots=True)
-class Lend:
+class Grant:
     """Hand the image to the engine."""
 
 
@@ -94,26 +94,26 @@ class Refuse:
     reason: str
 
 
-Event = Greeted | CommitAsked | Loaded
-Action = Serve | Lend | Refuse
-Outcome = tuple[Holding, tuple[Action, ...]]
+Event = OpenEpoch | CommitRequested | Loaded
+Action = Serve | Grant | Refuse
+Outcome = tuple[EngineState, tuple[Action, ...]]
 
 
-def _greeted(h: Holding, e: Greeted) -> Outcome:
+def _greeted(h: EngineState, e: OpenEpoch) -> Outcome:
     order = (e.run_id, e.epoch)
-    if order > h.order:
-        return replace(h, order=order), (Serve(),)
+    if order > h.in_force:
+        return replace(h, in_force=order), (Serve(),)
     reason = (
-        f"epoch {e.epoch} of run {e.run_id} is not newer than epoch {h.order[1]} of run"
-        f" {h.order[0]}, which is in force: a trainer that was replaced, or two trainers with the"
+        f"epoch {e.epoch} of run {e.run_id} is not newer than epoch {h.in_force[1]} of run"
+        f" {h.in_force[0]}, which is in force: a trainer that was replaced, or two trainers with the"
         " same server"
     )
     return h, (Refuse(reason),)
 
 
-def _commit_asked(h: Holding, e: CommitAsked) -> Outcome:
-    if (e.run_id, e.epoch) != h.order:
-        run, epoch = h.order
+def _commit_asked(h: EngineState, e: CommitRequested) -> Outcome:
+    if (e.run_id, e.epoch) != h.in_force:
+        run, epoch = h.in_force
         reason = (
             f"commit for epoch {e.epoch} of run {e.run_id}, but epoch {epoch} of run {run} is in"
             " force"
@@ -126,14 +126,14 @@ def _commit_asked(h: Holding, e: CommitAsked) -> Outcome:
                 f"version {e.version} is older than version {h.version}, which the engine holds"
             ),
         )
-    if h.lent is not None:
-        return h, (Refuse(f"version {h.lent[1]} of run {h.lent[0]} is being loaded"),)
-    return replace(h, lent=(e.run_id, e.version)), (Lend(),)
+    if h.granted is not None:
+        return h, (Refuse(f"version {h.granted[1]} of run {h.granted[0]} is being loaded"),)
+    return replace(h, granted=(e.run_id, e.version)), (Grant(),)
 
 
-def _loaded(h: Holding, e: Loaded) -> Outcome:
-    if h.lent != (e.run_id, e.version):
-        raise ProtocolError(f"event {e!r} is not about a commit that was lent: {h!r}")
+def _loaded(h: EngineState, e: Loaded) -> Outcome:
+    if h.granted != (e.run_id, e.version):
+        raise ProtocolError(f"event {e!r} is not about a commit that was granted: {h!r}")
     if e.ok and not e.intact:
         raise ProtocolError(f"a load that went well leaves whole weights: {e!r} reached {h!r}")
     if e.ok:
@@ -144,24 +144,24 @@ def _loaded(h: Holding, e: Loaded) -> Outcome:
                 version=e.version,
                 fingerprint=e.fingerprint,
                 intact=True,
-                lent=None,
+                granted=None,
             ),
             (),
         )
     # a load that touched nothing makes broken weights no better
-    return replace(h, intact=h.intact and e.intact, lent=None), ()
+    return replace(h, intact=h.intact and e.intact, granted=None), ()
 
 
-_Transition = Callable[[Holding, Any], Outcome]
+_Transition = Callable[[EngineState, Any], Outcome]
 
 TRANSITIONS: dict[type, _Transition] = {
-    Greeted: _greeted,
-    CommitAsked: _commit_asked,
+    OpenEpoch: _greeted,
+    CommitRequested: _commit_asked,
     Loaded: _loaded,
 }
 
 
-def step(holding: Holding, event: Event) -> Outcome:
+def step(holding: EngineState, event: Event) -> Outcome:
     """The next state and what to do. An event that is not listed raises ProtocolError and changes
     nothing."""
     transition = TRANSITIONS.get(type(event))

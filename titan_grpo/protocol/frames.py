@@ -9,7 +9,7 @@ pairs.
     sender    Put(frame) -> kept, until Acknowledged(have)      Due(now) -> Post(session, first, frames), as often as wished
     receiver  Got(session, first, frames) -> Deliver(frames)    what it has already is dropped
                                           -> Missing(have)      something before it was lost: nothing is taken
-                                          -> Stranger(session)  of another session: nothing is taken
+                                          -> WrongSession(session)  of another session: nothing is taken
 
 Frames are numbered from 0. ``have`` is how many the receiver has taken, so that it is also the
 number of the one that it wants. Whoever posts may as well answer a question (what is there after
@@ -131,13 +131,13 @@ class Missing:
 
 
 @dataclass(frozen=True, slots=True)
-class Stranger:
+class WrongSession:
     """It was for a session that is not this one."""
 
     session: str
 
 
-Taking = Deliver | Missing | Stranger
+Taking = Deliver | Missing | WrongSession
 
 
 def send(box: Outbox, event: Sending) -> tuple[Outbox, Post | None]:
@@ -192,7 +192,7 @@ def take(box: Inbox, event: Got) -> tuple[Inbox, Taking]:
     Missing(have=2)
     """
     if event.session != box.session:
-        return box, Stranger(event.session)
+        return box, WrongSession(event.session)
     if event.first > box.have:
         return box, Missing(box.have)
     new = event.frames[box.have - event.first :]

@@ -51,7 +51,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
+class SlotTable:
     """All slots of one trainer host."""
 
     slots: tuple[Slot, ...]
@@ -61,7 +61,7 @@ class Boundary:
         return "[" + " | ".join(map(repr, self.slots)) + "]" + (" sealed" if self.sealed else "")
 
     @classmethod
-    def of(cls, num_slots: int) -> "Boundary":
+    def of(cls, num_slots: int) -> "SlotTable":
         """A boundary with ``num_slots`` free slots (2 or more)."""
         if num_slots < 2:
             raise ProtocolError(
@@ -195,14 +195,14 @@ class Hash:
 
 
 Action = Promise | Read | Hash
-_Result = tuple[Boundary, tuple[Action, ...]]
+_Result = tuple[SlotTable, tuple[Action, ...]]
 
 
-def _put(b: Boundary, index: int, slot: Slot) -> Boundary:
-    return Boundary(b.slots[:index] + (slot,) + b.slots[index + 1 :], b.sealed)
+def _put(b: SlotTable, index: int, slot: Slot) -> SlotTable:
+    return SlotTable(b.slots[:index] + (slot,) + b.slots[index + 1 :], b.sealed)
 
 
-def _reserve(b: Boundary, e: Reserve) -> _Result:
+def _reserve(b: SlotTable, e: Reserve) -> _Result:
     if b.sealed or any(s.phase is Phase.RESERVED for s in b.slots):
         return b, ()
     newest = b.newest
@@ -220,7 +220,7 @@ def _reserve(b: Boundary, e: Reserve) -> _Result:
     return _put(b, index, Slot(Phase.RESERVED, b.slots[index].version)), (Promise(index),)
 
 
-def _revoke(b: Boundary, e: Revoke) -> _Result:
+def _revoke(b: SlotTable, e: Revoke) -> _Result:
     slot = b.slots[e.slot]
     if slot.phase is not Phase.RESERVED:
         raise ProtocolError(f"only a reservation is revoked, slot {e.slot} is {slot!r}")
@@ -230,7 +230,7 @@ def _revoke(b: Boundary, e: Revoke) -> _Result:
     )
 
 
-def _write(b: Boundary, e: Write) -> _Result:
+def _write(b: SlotTable, e: Write) -> _Result:
     slot = b.slots[e.slot]
     if slot.phase is not Phase.RESERVED:
         raise ProtocolError(
@@ -244,7 +244,7 @@ def _write(b: Boundary, e: Write) -> _Result:
     return _put(b, e.slot, Slot(Phase.WRITING, e.version, missing=e.ranks)), ()
 
 
-def _copied(b: Boundary, e: Copied) -> _Result:
+def _copied(b: SlotTable, e: Copied) -> _Result:
     index, slot = _writing(b, e.version, "copied")
     if e.rank not in slot.missing:
         raise ProtocolError(f"rank {e.rank} owes no part of version {e.version}: {slot!r}")
@@ -252,18 +252,18 @@ def _copied(b: Boundary, e: Copied) -> _Result:
     return _put(b, index, replace(slot, missing=missing)), () if missing else (Hash(e.version),)
 
 
-def _complete(b: Boundary, e: Complete) -> _Result:
+def _complete(b: SlotTable, e: Complete) -> _Result:
     index, slot = _writing(b, e.version, "completed")
     if slot.missing:
         raise ProtocolError(f"version {e.version} is not whole: {slot!r}")
     return _put(b, index, replace(slot, phase=Phase.COMPLETE)), ()
 
 
-def _discard(b: Boundary, e: Discard) -> _Result:
+def _discard(b: SlotTable, e: Discard) -> _Result:
     return _put(b, _writing(b, e.version, "discarded")[0], Slot()), ()
 
 
-def _pin(b: Boundary, e: Pin) -> _Result:
+def _pin(b: SlotTable, e: Pin) -> _Result:
     if any(e.lane in s.pins for s in b.slots):
         raise ProtocolError(f"lane {e.lane} holds a pin already: {b!r}")
     newest = b.newest
@@ -274,19 +274,19 @@ def _pin(b: Boundary, e: Pin) -> _Result:
     return _put(b, index, replace(slot, pins=slot.pins | {e.lane})), (Read(newest, index),)
 
 
-def _unpin(b: Boundary, e: Unpin) -> _Result:
+def _unpin(b: SlotTable, e: Unpin) -> _Result:
     for index, slot in enumerate(b.slots):
         if e.lane in slot.pins:
             return _put(b, index, replace(slot, pins=slot.pins - {e.lane})), ()
     raise ProtocolError(f"lane {e.lane} holds no pin: {b!r}")
 
 
-def _seal(b: Boundary, _: Any) -> _Result:
+def _seal(b: SlotTable, _: Any) -> _Result:
     slots = tuple(Slot() if s.phase is Phase.RESERVED else s for s in b.slots)
-    return Boundary(slots, sealed=True), ()
+    return SlotTable(slots, sealed=True), ()
 
 
-def _writing(b: Boundary, version: int, what: str) -> tuple[int, Slot]:
+def _writing(b: SlotTable, version: int, what: str) -> tuple[int, Slot]:
     index = b.slot_of(version)
     if b.slots[index].phase is not Phase.WRITING:
         raise ProtocolError(
@@ -295,7 +295,7 @@ def _writing(b: Boundary, version: int, what: str) -> tuple[int, Slot]:
     return index, b.slots[index]
 
 
-TRANSITIONS: dict[type, Callable[[Boundary, Any], _Result]] = {
+TRANSITIONS: dict[type, Callable[[SlotTable, Any], _Result]] = {
     Reserve: _reserve,
     Revoke: _revoke,
     Write: _write,
@@ -308,7 +308,7 @@ TRANSITIONS: dict[type, Callable[[Boundary, Any], _Result]] = {
 }
 
 
-def step(b: Boundary, event: Event) -> _Result:
+def step(b: SlotTable, event: Event) -> _Result:
     """The next slots and what follows from it. A request that finds nothing has no action.
 
     An event that a slot's phase does not list raises ProtocolError and changes nothing.

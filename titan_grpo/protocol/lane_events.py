@@ -48,7 +48,7 @@ class Point(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Passing:
+class LaneEvent:
     """One lane at one point. ``version`` is -1 at GREET and CONNECTED; ``label`` is what the commit
     is to show."""
 
@@ -60,10 +60,10 @@ class Passing:
     label: str = ""
 
 
-Watch = Callable[[Passing], None]
+Observer = Callable[[LaneEvent], None]
 """Called by the lane's thread at every point; must not block. A PeerError that it raises is met as
 if the server had failed."""
 
 
-def nobody(_: Passing) -> None:
+def no_observer(_: LaneEvent) -> None:
     """A watch that looks away."""

@@ -2,7 +2,7 @@
 
 ::
 
-    FREE --Open--> TAKEN by that run, until --Heard--> later --Close--> FREE
+    FREE --Open--> TAKEN by that run, until --Renewed--> later --Close--> FREE
                      |  --Open of the same or of a newer run--> TAKEN by that one
                      |  --Open of an older run--> Refuse
                      `--Ticked past the lease--> FREE
@@ -17,7 +17,7 @@ from titan_grpo.errors import ProtocolError
 
 
 @dataclass(frozen=True, slots=True)
-class Tenancy:
+class Lease:
     """Who has the service, if anybody: both names are empty while it is free. ``until`` is when its
     lease ends."""
 
@@ -49,7 +49,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Renewed:
     """Somebody spoke in a session."""
 
     session: str
@@ -70,7 +70,7 @@ class Ticked:
     now: float
 
 
-Event = Open | Heard | Close | Ticked
+Event = Open | Renewed | Close | Ticked
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,10 @@ class Unknown:
 Action = Begin | End | Refuse | Unknown
 
 
-def step(t: Tenancy, event: Event) -> tuple[Tenancy, tuple[Action, ...]]:
+def step(t: Lease, event: Event) -> tuple[Lease, tuple[Action, ...]]:
     """The next state and what follows.
 
-    >>> t, actions = step(Tenancy(10.0), Open("run1", "a", 0.0))
+    >>> t, actions = step(Lease(10.0), Open("run1", "a", 0.0))
     >>> t, actions
     (<run1 until 10.0, session a>, (Begin(session='a'),))
     >>> step(t, Open("run2", "b", 1.0))[1]
@@ -129,10 +129,10 @@ def step(t: Tenancy, event: Event) -> tuple[Tenancy, tuple[Action, ...]]:
                 *end,
                 Begin(session),
             )
-        case Heard(session, now) if t.session and session == t.session:
+        case Renewed(session, now) if t.session and session == t.session:
             return replace(t, until=max(t.until, now + t.lease_s)), ()
         case Close(session) if t.session and session == t.session:
-            return Tenancy(t.lease_s), end
+            return Lease(t.lease_s), end
         case Ticked(now):
-            return (Tenancy(t.lease_s), end) if t.session and now >= t.until else (t, ())
+            return (Lease(t.lease_s), end) if t.session and now >= t.until else (t, ())
     return t, (Unknown(),)

@@ -3,10 +3,10 @@ pure table.
 
 ::
 
-    GREETING --CONNECTED--> (forgotten)            a lane connects: it may find a server paused, and die before it settles it
+    CONNECTING --CONNECTED--> (forgotten)            a lane connects: it may find a server paused, and die before it settles it
     PAUSED   --RESUMED----> (forgotten)            a commit
-    both, when their lease is over, or at once when the trainer ends --> SETTLING
-    SETTLING --Settled--> SETTLED, looked at again --Taken--> (forgotten) --Failed--> tried again, a few times
+    both, when their lease is over, or at once when the trainer ends --> RECOVERING
+    RECOVERING --Recovered--> RECOVERED, looked at again --Superseded--> (forgotten) --Failed--> tried again, a few times
 
 Time is an argument, in seconds of any monotonic clock. A look that was begun is called off when the
 lane speaks again. A server is looked at twice: a call of the dead trainer that was still on its way
@@ -18,11 +18,11 @@ from enum import Enum
 from typing import Any
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol.lane_events import Passing, Point
+from titan_grpo.protocol.lane_events import LaneEvent, Point
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class Deadlines:
     """All in seconds, but ``tries``: how often a server that does not answer is asked.
 
     ``pause_s``: how long a lane may leave a server paused; ``greet_s``: how long it may take to
@@ -40,7 +40,7 @@ class Terms:
     def rest_s(self, failures: int) -> float:
         """The rest after that many failures in a row.
 
-        >>> [Terms(1, 1).rest_s(n) for n in (1, 2, 3, 9)]
+        >>> [Deadlines(1, 1).rest_s(n) for n in (1, 2, 3, 9)]
         [0.25, 0.5, 1.0, 5.0]
         """
         return min(self.longest_s, self.first_s * 2.0 ** (failures - 1))
@@ -49,18 +49,18 @@ class Terms:
 class Phase(Enum):
     """How a watched server stands."""
 
-    GREETING = "greeting"
+    CONNECTING = "greeting"
     PAUSED = "paused"
-    SETTLING = "settling"
-    SETTLED = "settled"
+    RECOVERING = "settling"
+    RECOVERED = "settled"
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class GuardedServer:
     """One server. ``epoch``: the newest of its lane. ``opened``: a commit began and its end is not
     known.
 
-    ``looks``: that have been settled, since the trainer's end if that has come.
+    ``recoveries``: that have been settled, since the trainer's end if that has come.
     """
 
     run_id: str
@@ -69,7 +69,7 @@ class Watched:
     opened: bool
     due: float
     failures: int = 0
-    looks: int = 0
+    recoveries: int = 0
 
     def __repr__(self) -> str:
         failures = f", {self.failures} failures" if self.failures else ""
@@ -80,8 +80,8 @@ class Watched:
 class GuardState:
     """The servers that may be left paused. ``ended``: the trainer is gone."""
 
-    terms: Terms
-    servers: Mapping[str, Watched] = field(default_factory=dict)
+    terms: Deadlines
+    servers: Mapping[str, GuardedServer] = field(default_factory=dict)
     ended: bool = False
 
     def __repr__(self) -> str:
@@ -97,7 +97,7 @@ class GuardState:
     def due(self) -> float | None:
         """When the next ``Ticked`` will do something."""
         return min(
-            (w.due for w in self.servers.values() if w.phase is not Phase.SETTLING), default=None
+            (w.due for w in self.servers.values() if w.phase is not Phase.RECOVERING), default=None
         )
 
 
@@ -105,10 +105,10 @@ class GuardState:
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class LaneReported:
     """A lane has spoken."""
 
-    passing: Passing
+    passing: LaneEvent
     now: float
 
 
@@ -128,7 +128,7 @@ class Ticked:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class Recovered:
     """The server shows what it holds, and generates if that is whole."""
 
     url: str
@@ -137,7 +137,7 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class Superseded:
     """A newer epoch or run has the server: it settles it."""
 
     url: str
@@ -153,15 +153,15 @@ class Failed:
     now: float
 
 
-Event = Passed | Ended | Ticked | Settled | Taken | Failed
+Event = LaneReported | Ended | Ticked | Recovered | Superseded | Failed
 
 
 # Actions.
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
-    """Fence the lane, and do what protocol.settle says. ``doubtful``: only if the server turns out
+class Recover:
+    """Fence the lane, and do what protocol.recovery.settle says. ``doubtful``: only if the server turns out
     to be paused."""
 
     url: str
@@ -171,7 +171,7 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True)
-class CallOff:
+class CancelRecovery:
     """The lane is back: leave the server to it from the next step on."""
 
     url: str
@@ -184,20 +184,20 @@ class GiveUp:
     url: str
 
 
-Action = Settle | CallOff | GiveUp
+Action = Recover | CancelRecovery | GiveUp
 _Result = tuple[GuardState, tuple[Action, ...]]
 
 
-def _put(s: GuardState, url: str, watched: Watched | None) -> GuardState:
+def _put(s: GuardState, url: str, watched: GuardedServer | None) -> GuardState:
     others = {u: w for u, w in s.servers.items() if u != url}
     return replace(s, servers=others if watched is None else others | {url: watched})
 
 
-def _passed(s: GuardState, e: Passed) -> _Result:
+def _passed(s: GuardState, e: LaneReported) -> _Result:
     p = e.passing
     before = s.servers.get(p.url)
     off: tuple[Action, ...] = (
-        (CallOff(p.url),) if before is not None and before.phase is Phase.SETTLING else ()
+        (CancelRecovery(p.url),) if before is not None and before.phase is Phase.RECOVERING else ()
     )
     match p.point:
         case Point.GREET:
@@ -206,7 +206,9 @@ def _passed(s: GuardState, e: Passed) -> _Result:
                 _put(
                     s,
                     p.url,
-                    Watched(p.run_id, p.epoch, Phase.GREETING, opened, e.now + s.terms.greet_s),
+                    GuardedServer(
+                        p.run_id, p.epoch, Phase.CONNECTING, opened, e.now + s.terms.greet_s
+                    ),
                 ),
                 off,
             )
@@ -215,7 +217,7 @@ def _passed(s: GuardState, e: Passed) -> _Result:
                 _put(
                     s,
                     p.url,
-                    Watched(p.run_id, p.epoch, Phase.PAUSED, True, e.now + s.terms.pause_s),
+                    GuardedServer(p.run_id, p.epoch, Phase.PAUSED, True, e.now + s.terms.pause_s),
                 ),
                 off,
             )
@@ -228,7 +230,7 @@ def _ended(s: GuardState, e: Ended) -> _Result:
     last = s.terms.tries - 1
     servers = {
         url: replace(
-            w, due=e.now, looks=0, failures=w.failures if w.opened or not e.clean else last
+            w, due=e.now, recoveries=0, failures=w.failures if w.opened or not e.clean else last
         )
         for url, w in s.servers.items()
     }
@@ -237,40 +239,44 @@ def _ended(s: GuardState, e: Ended) -> _Result:
 
 def _ticked(s: GuardState, e: Ticked) -> _Result:
     due = {
-        url: w for url, w in s.servers.items() if w.phase is not Phase.SETTLING and w.due <= e.now
+        url: w for url, w in s.servers.items() if w.phase is not Phase.RECOVERING and w.due <= e.now
     }
     actions = tuple(
-        Settle(url, w.run_id, w.epoch, w.looks > 0 or not w.opened) for url, w in due.items()
+        Recover(url, w.run_id, w.epoch, w.recoveries > 0 or not w.opened) for url, w in due.items()
     )
-    begun = {url: replace(w, phase=Phase.SETTLING) for url, w in due.items()}
+    begun = {url: replace(w, phase=Phase.RECOVERING) for url, w in due.items()}
     return replace(s, servers={**s.servers, **begun}), actions
 
 
-def _looked(s: GuardState, url: str, epoch: int) -> Watched | None:
+def _looked(s: GuardState, url: str, epoch: int) -> GuardedServer | None:
     """The server of a look that was not called off."""
     watched = s.servers.get(url)
     return (
         watched
-        if watched is not None and watched.phase is Phase.SETTLING and watched.epoch == epoch
+        if watched is not None and watched.phase is Phase.RECOVERING and watched.epoch == epoch
         else None
     )
 
 
-def _settled(s: GuardState, e: Settled) -> _Result:
+def _settled(s: GuardState, e: Recovered) -> _Result:
     watched = _looked(s, e.url, e.epoch)
     if watched is None:
         return s, ()
-    looks = watched.looks + 1
-    if s.ended and looks >= 2:
+    recoveries = watched.recoveries + 1
+    if s.ended and recoveries >= 2:
         return _put(s, e.url, None), ()
     due = e.now + (s.terms.again_s if s.ended else s.terms.pause_s)
     return (
-        _put(s, e.url, replace(watched, phase=Phase.SETTLED, due=due, failures=0, looks=looks)),
+        _put(
+            s,
+            e.url,
+            replace(watched, phase=Phase.RECOVERED, due=due, failures=0, recoveries=recoveries),
+        ),
         (),
     )
 
 
-def _taken(s: GuardState, e: Taken) -> _Result:
+def _taken(s: GuardState, e: Superseded) -> _Result:
     return (s if _looked(s, e.url, e.epoch) is None else _put(s, e.url, None)), ()
 
 
@@ -281,7 +287,7 @@ def _failed(s: GuardState, e: Failed) -> _Result:
     failures = watched.failures + 1
     if failures >= s.terms.tries:
         return _put(s, e.url, None), (GiveUp(e.url),)
-    phase = Phase.PAUSED if watched.opened else Phase.GREETING
+    phase = Phase.PAUSED if watched.opened else Phase.CONNECTING
     return (
         _put(
             s,
@@ -293,11 +299,11 @@ def _failed(s: GuardState, e: Failed) -> _Result:
 
 
 TRANSITIONS: dict[type, Callable[[GuardState, Any], _Result]] = {
-    Passed: _passed,
+    LaneReported: _passed,
     Ended: _ended,
     Ticked: _ticked,
-    Settled: _settled,
-    Taken: _taken,
+    Recovered: _settled,
+    Superseded: _taken,
     Failed: _failed,
 }
 
@@ -306,10 +312,10 @@ def step(state: GuardState, event: Event) -> _Result:
     """The next state and what to do. An event that is not listed, or a lane after the end, raises
     ProtocolError.
 
-    Worked example (pause_s 3): PAUSE at 0, nothing more, Ticked(3): SETTLING, (Settle(url, run,
+    Worked example (pause_s 3): PAUSE at 0, nothing more, Ticked(3): RECOVERING, (Recover(url, run,
     epoch, doubtful=False),).
     """
     transition = TRANSITIONS.get(type(event))
-    if transition is None or (state.ended and isinstance(event, Passed | Ended)):
+    if transition is None or (state.ended and isinstance(event, LaneReported | Ended)):
         raise ProtocolError(f"event {event!r} is not listed for {state!r}")
     return transition(state, event)

@@ -68,7 +68,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Backoff:
     """The first rest after a failure doubles up to the longest; both in seconds."""
 
     first_s: float
@@ -79,7 +79,7 @@ class Pace:
 class Health:
     """``failures`` in a row; while AWAY it is left alone before ``until``."""
 
-    pace: Pace
+    pace: Backoff
     phase: Phase = Phase.UNPROVEN
     failures: int = 0
     until: float = 0.0
@@ -137,7 +137,7 @@ def step(h: Health, event: Event) -> tuple[Health, tuple[Action, ...]]:
 
     Raises ProtocolError for Rested of a peer that is not away, or before its time.
 
-    >>> h = Health(Pace(0.5, 3.0))
+    >>> h = Health(Backoff(0.5, 3.0))
     >>> for _ in range(4):
     ...     h, rest = step(h, Silent(0.0))
     ...     print(rest[0].until)

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol.fence import Lend, Refuse
+from titan_grpo.protocol.fence import Grant, Refuse
 
 
 class Phase(Enum):
@@ -72,7 +72,7 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class LendAsked:
+class LendRequested:
     """The engine wants to load this version."""
 
     number: int
@@ -96,7 +96,7 @@ class Released:
     """The lane needs the memory no longer."""
 
 
-# Actions, beside fence.Lend and fence.Refuse.
+# Actions, beside fence.Grant and fence.Refuse.
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ class Free:
     """Give the memory back; the next transfer makes it anew."""
 
 
-Event = Begin | Arrived | LendAsked | Returned | Spent | Released
-Action = Write | Lend | Refuse | Free
+Event = Begin | Arrived | LendRequested | Returned | Spent | Released
+Action = Write | Grant | Refuse | Free
 Outcome = tuple[Staging, tuple[Action, ...]]
 
 
@@ -138,16 +138,16 @@ def _arrived(s: Staging, e: Arrived) -> Outcome:
     return replace(s, phase=Phase.STAGED, fingerprint=e.fingerprint), ()
 
 
-def _lend(s: Staging, e: LendAsked) -> Outcome:
+def _lend(s: Staging, e: LendRequested) -> Outcome:
     asked, here = (e.number, e.version, e.fingerprint), (s.number, s.version, s.fingerprint)
     if asked != here:
         return s, (
             Refuse(f"commit asks for (number, version, fingerprint) {asked}, staged is {here}"),
         )
-    return replace(s, phase=Phase.LENT), (Lend(),)
+    return replace(s, phase=Phase.LENT), (Grant(),)
 
 
-def _lend_nothing(s: Staging, e: LendAsked) -> Outcome:
+def _lend_nothing(s: Staging, e: LendRequested) -> Outcome:
     return s, (
         Refuse(f"version {e.version} is not staged here: nothing is, or a transfer is under way"),
     )
@@ -183,7 +183,7 @@ _Transition = Callable[[Staging, Any], Outcome]
 TRANSITIONS: dict[Phase, dict[type, _Transition]] = {
     Phase.EMPTY: {
         Begin: _begin,
-        LendAsked: _lend_nothing,
+        LendRequested: _lend_nothing,
         Returned: _same,
         Spent: _same,
         Released: _released,
@@ -193,20 +193,20 @@ TRANSITIONS: dict[Phase, dict[type, _Transition]] = {
     Phase.WRITING: {
         Begin: _begin,
         Arrived: _arrived,
-        LendAsked: _lend_nothing,
+        LendRequested: _lend_nothing,
         Returned: _same,
         Released: _released,
     },
     Phase.STAGED: {
         Begin: _begin,
-        LendAsked: _lend,
+        LendRequested: _lend,
         Returned: _same,
         Spent: _spent,
         Released: _released,
     },
     Phase.LENT: {
         Begin: _begin_lent,
-        LendAsked: _lend_lent,
+        LendRequested: _lend_lent,
         Returned: _returned,
         Spent: _same,
         Released: _same,

@@ -10,7 +10,15 @@ import time
 from typing import Any
 
 from titan_grpo.errors import PeerError
-from titan_grpo.protocol.fence import CommitAsked, Event, Greeted, Holding, Loaded, Refuse, step
+from titan_grpo.protocol.fence import (
+    CommitRequested,
+    EngineState,
+    Event,
+    Loaded,
+    OpenEpoch,
+    Refuse,
+    step,
+)
 from titan_grpo.protocol.messages import PROBE, Applied, Commit, Hello, Message
 from titan_grpo.receive.unix_rpc import Channel
 from titan_grpo.runkey import KEY_VARIABLES, EpochKeys, Key
@@ -127,7 +135,7 @@ class ReceiverHandle:
         self._answering: ReceiverProcess | None = None
         self._deadline = 0.0
         self._commit: Commit | None = None
-        self.holding = Holding()
+        self.holding = EngineState()
 
     def hello(self, hello: Hello, problem: str) -> str:
         """Serve a newer epoch that proves the run key; anything else is only answered. Why it was
@@ -140,7 +148,7 @@ class ReceiverHandle:
         if refusal:
             keys = None
         elif not probe:
-            refusal = self._step(Greeted(hello.run_id, hello.epoch))
+            refusal = self._step(OpenEpoch(hello.run_id, hello.epoch))
         if refusal or probe:
             self.answer(hello, problem or refusal, keys if hello.proof else None)
             return refusal
@@ -163,8 +171,8 @@ class ReceiverHandle:
         self._commit = None  # whoever has not the key is not even told
         if unproven := _unproven(commit, self._keys(commit.run_id, commit.epoch)):
             raise PeerError(unproven)
-        self._commit = commit if (commit.run_id, commit.epoch) == self.holding.order else None
-        if refusal := self._step(CommitAsked(commit.run_id, commit.epoch, commit.version)):
+        self._commit = commit if (commit.run_id, commit.epoch) == self.holding.in_force else None
+        if refusal := self._step(CommitRequested(commit.run_id, commit.epoch, commit.version)):
             raise PeerError(refusal)
         if self._serving is None:
             raise PeerError("no receiver serves this engine: send a hello first")
@@ -191,7 +199,7 @@ class ReceiverHandle:
             # the lane in force waits for a report of the same number: it must not get this one
             raise PeerError("the commit was not one of the epoch in force: nobody is told")
         self._commit = None
-        if self.holding.lent is not None:
+        if self.holding.granted is not None:
             self._step(
                 Loaded(commit.run_id, commit.version, commit.fingerprint, report.ok, report.intact)
             )

@@ -159,7 +159,7 @@ class Receiver:
                     f"commit asks for manifest {commit.manifest_digest}, staged is"
                     f" {manifest.digest}"
                 )
-            self._step(staging.LendAsked(commit.number, commit.version, commit.fingerprint))
+            self._step(staging.LendRequested(commit.number, commit.version, commit.fingerprint))
             assert image is not None
             assert manifest is not None
             if self._window is not None:

@@ -117,7 +117,7 @@ class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
     """One per worker, made by vLLM after the model is loaded. No method raises: that would end the
     engine.
 
-    ``init_transfer_engine`` takes a Hello, ``receive_weights`` a Commit (see protocol.wire); what
+    ``init_transfer_engine`` takes a Hello, ``receive_weights`` a Commit (see protocol.messages); what
     became of them is reported over the lane's store.
     """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from titan_grpo.protocol import recovery
 from titan_grpo.rollout.messages import ServerState
 
-PACE = recovery.Pace(first_s=0.5, longest_s=15.0)
+PACE = recovery.Backoff(first_s=0.5, longest_s=15.0)
 """How long a server that failed to generate gets no new groups, in seconds."""
 
 

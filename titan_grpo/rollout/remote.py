@@ -27,7 +27,7 @@ RECONCILE_S = 5.0
 """After that much silence the service is asked what there is, in seconds. Callbacks are hints: the
 trainer does not rely on them."""
 
-PACE = recovery.Pace(first_s=0.25, longest_s=2.0)
+PACE = recovery.Backoff(first_s=0.25, longest_s=2.0)
 """How long a service that did not answer is left alone, in seconds."""
 
 
@@ -128,7 +128,7 @@ class RemoteLink:
                 for message in taken:
                     self._hear(message)
             with self._changed:
-                if not isinstance(action, frames.Stranger):
+                if not isinstance(action, frames.WrongSession):
                     self._heard_at = time.monotonic()
                 self._asking = self._asking or isinstance(action, frames.Missing)
                 self._changed.notify_all()
@@ -147,7 +147,7 @@ class RemoteLink:
             return Reply(
                 400, {"error": str(error) if isinstance(error, PeerError) else repr(error)}
             )
-        if isinstance(action, frames.Stranger):
+        if isinstance(action, frames.WrongSession):
             return Reply(410, {"error": "no such session"})
         return Reply(200, {"have": self._inbox.have})
 

@@ -42,7 +42,7 @@ else meanwhile."""
 CALL_S = 10.0
 """Deadline of one request between trainer and service, in seconds."""
 
-PACE = recovery.Pace(first_s=0.25, longest_s=10.0)
+PACE = recovery.Backoff(first_s=0.25, longest_s=10.0)
 """How long a trainer that did not take a callback is left alone, in seconds. It asks by itself."""
 
 
@@ -184,7 +184,7 @@ class Service:
     def __init__(self, address: str, key: str, lease_s: float, say: Say) -> None:
         self._say = say
         self._changed = threading.Condition()
-        self._tenancy = lease.Tenancy(lease_s)
+        self._tenancy = lease.Lease(lease_s)
         self._session: Session | None = None
         self._closing = False
         self._turnover = threading.Lock()
@@ -271,7 +271,7 @@ class Service:
             self._say(f"run {run} has this service")
             with self._changed:
                 # The lease begins where the trainer can know of it.
-                self._tenancy, _ = lease.step(self._tenancy, lease.Heard(name, time.monotonic()))
+                self._tenancy, _ = lease.step(self._tenancy, lease.Renewed(name, time.monotonic()))
                 return Reply(200, {"lease_s": self._tenancy.lease_s})
 
     def _take(self, body: Mapping[str, Any]) -> Reply:
@@ -306,7 +306,7 @@ class Service:
 
     def _heard(self, body: Mapping[str, Any]) -> Session | None:
         with self._changed:
-            heard = lease.Heard(str(body["session"]), time.monotonic())
+            heard = lease.Renewed(str(body["session"]), time.monotonic())
             self._tenancy, actions = lease.step(self._tenancy, heard)
             session = self._session
             return None if actions or session is None or session.name != heard.session else session

@@ -23,7 +23,7 @@ from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane as table
 from titan_grpo.protocol import ledger, recovery
-from titan_grpo.protocol.lane_events import Passing, Point, Watch, nobody
+from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point, no_observer
 from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Staged
 from titan_grpo.protocol.recovery import Pause, Relabel, Resume, settle
 from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
@@ -57,7 +57,7 @@ class LaneContext:
     slots: ImageSlots
     fleet: Fleet
     recorder: Recorder
-    watch: Watch = nobody
+    watch: Observer = no_observer
     drain: Callable[[str], None] | None = None
     """Wait, with a deadline, until a server that takes no new requests has none left; None: they
     run over a commit."""
@@ -81,7 +81,7 @@ class LaneThread(threading.Thread):
         self._streamed = context.config.apply == "streamed"
         self._state = table.Lane(epoch=epoch, streamed=self._streamed)
         self._health = recovery.Health(
-            recovery.Pace(context.config.backoff_s, context.config.backoff_max_s)
+            recovery.Backoff(context.config.backoff_s, context.config.backoff_max_s)
         )
         self._label = self._held = Label(context.run_id, -1, "")
         self._before = ""
@@ -188,7 +188,9 @@ class LaneThread(threading.Thread):
         version = -1 if self._state.version is None else self._state.version
         label = str(self._label) if version >= 0 else ""
         self._c.watch(
-            Passing(point, self.url, self._c.run_id, wire_epoch(self._state.epoch), version, label)
+            LaneEvent(
+                point, self.url, self._c.run_id, wire_epoch(self._state.epoch), version, label
+            )
         )
 
     def _connect(self, epoch: int) -> table.Event:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_grpo.config import WeightSync
-from titan_grpo.protocol.lane_events import Passing, Point
-from titan_grpo.protocol.pause_guard import Terms
+from titan_grpo.protocol.lane_events import LaneEvent, Point
+from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import KEY_VARIABLES
 from titan_grpo.subprocesses import wait_process
 
@@ -44,7 +44,7 @@ STUCK_BYTES = 1 << 16
 """With as much unread behind a full socket buffer the process is held for stuck, and replaced."""
 
 
-def terms_of(config: WeightSync) -> Terms:
+def terms_of(config: WeightSync) -> Deadlines:
     """How long a lane of this configuration may take: three calls of a commit and, streamed, the
     transfer within it."""
     transfer_s = config.lane_deadline_s if config.apply == "streamed" else 0.0
@@ -54,7 +54,7 @@ def terms_of(config: WeightSync) -> Terms:
     greet_s = (
         3 * config.connect_deadline_s + 3 * config.commit_deadline_s + 2 * config.backoff_max_s
     )
-    return Terms(pause_s, greet_s)
+    return Deadlines(pause_s, greet_s)
 
 
 def guard_environment(environ: dict[str, str]) -> dict[str, str]:
@@ -68,7 +68,7 @@ def guard_environment(environ: dict[str, str]) -> dict[str, str]:
 
 
 class PauseGuard:
-    """Starts the process, and tells it what the lanes do. ``watch`` is a points.Watch for all lanes
+    """Starts the process, and tells it what the lanes do. ``watch`` is a lane_events.Observer for all lanes
     of a run.
 
     ``restarts``: how often the process had to be replaced; ``late``: lines that its full socket did
@@ -80,7 +80,7 @@ class PauseGuard:
         config: WeightSync,
         link: "LinkOptions",
         log: Path | None = None,
-        terms: Terms | None = None,
+        terms: Deadlines | None = None,
     ) -> None:
         """``log``: the file that the process appends to; None: this process's stderr. ``terms``:
         None: terms_of(config)."""
@@ -95,7 +95,7 @@ class PauseGuard:
         self._log = log
         self._lock = threading.Lock()
         self._keys: dict[str, tuple[str, str]] = {}
-        self._open: dict[str, Passing] = {}
+        self._open: dict[str, LaneEvent] = {}
         self._sock: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._killed: list[subprocess.Popen[bytes]] = []
@@ -120,7 +120,7 @@ class PauseGuard:
             self._keys[url] = (api_key, admin_key)
             self._write(_known(url, api_key, admin_key))
 
-    def watch(self, passing: Passing) -> None:
+    def watch(self, passing: LaneEvent) -> None:
         """A lane is at a point. Any thread; never waits, never raises."""
         if passing.point in OPENING:
             with self._lock:
@@ -239,5 +239,5 @@ def _known(url: str, api_key: str, admin_key: str) -> dict[str, Any]:
     return {"op": "know", "url": url, "key": api_key, "admin_key": admin_key}
 
 
-def _line(passing: Passing) -> dict[str, Any]:
+def _line(passing: LaneEvent) -> dict[str, Any]:
     return {"op": "pass", **asdict(passing), "point": passing.point.value}

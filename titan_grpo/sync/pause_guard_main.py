@@ -4,7 +4,7 @@ or froze in a commit.
 The lanes write one line when a pause begins and one when it is over. If the trainer ends, or a
 pause outlives its lease, this process fences the lane with an epoch of its own (so nothing that the
 lane still does can load), reads from the receiver what the engine holds, has the server show that,
-and lets it go on (protocol.settle). What is open and when a server is due is decided by
+and lets it go on (protocol.recovery.settle). What is open and when a server is due is decided by
 protocol.lease. It is a process, since a thread dies and freezes with its trainer."""
 
 import argparse
@@ -28,7 +28,7 @@ from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.server import AUTO, ServerAccess, make_control
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol import pause_guard
-from titan_grpo.protocol.lane_events import Passing, Point
+from titan_grpo.protocol.lane_events import LaneEvent, Point
 from titan_grpo.protocol.messages import RECEIVER_RANK, Hello, Joined, Label, key_prefix
 from titan_grpo.protocol.recovery import Pause, Relabel, Resume, Step, settle
 from titan_grpo.runkey import EpochKeys, Key
@@ -125,7 +125,7 @@ def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Jo
 
 
 def perform(control: ServerControl, step: Step) -> None:
-    """One step of protocol.settle."""
+    """One step of protocol.recovery.settle."""
     match step:
         case Pause():
             control.pause()
@@ -136,7 +136,7 @@ def perform(control: ServerControl, step: Step) -> None:
 
 
 def look_after(
-    control: ServerControl, access: Access, ask: pause_guard.Settle, called_off: threading.Event
+    control: ServerControl, access: Access, ask: pause_guard.Recover, called_off: threading.Event
 ) -> str:
     """Settle one server; what was done, as text. PeerError if it can not be reached,
     SupersededError if it is another's."""
@@ -236,12 +236,12 @@ class GuardProcess:
         match message.pop("op"):
             case "terms":
                 self._access = Access(**message["access"])
-                self._state = pause_guard.GuardState(pause_guard.Terms(**message["terms"]))
+                self._state = pause_guard.GuardState(pause_guard.Deadlines(**message["terms"]))
             case "know":
                 self._keys[message["url"]] = (message["key"], message["admin_key"])
             case "pass":
-                passing = Passing(Point(message.pop("point")), **message)
-                self._step(pause_guard.Passed(passing, time.monotonic()))
+                passing = LaneEvent(Point(message.pop("point")), **message)
+                self._step(pause_guard.LaneReported(passing, time.monotonic()))
             case "end":
                 self._clean = True
 
@@ -250,12 +250,12 @@ class GuardProcess:
         self._state, actions = pause_guard.step(self._state, event)
         for action in actions:
             match action:
-                case pause_guard.Settle():
+                case pause_guard.Recover():
                     called_off = self._called_off[action.url] = threading.Event()
                     threading.Thread(
                         target=self._look, args=(action, called_off), name=action.url, daemon=True
                     ).start()
-                case pause_guard.CallOff(url):
+                case pause_guard.CancelRecovery(url):
                     self._called_off[url].set()
                 case pause_guard.GiveUp(url):
                     log.error(
@@ -264,7 +264,7 @@ class GuardProcess:
                         self._state.terms.tries,
                     )
 
-    def _look(self, ask: pause_guard.Settle, called_off: threading.Event) -> None:
+    def _look(self, ask: pause_guard.Recover, called_off: threading.Event) -> None:
         """Thread: one server, once."""
         result: pause_guard.Event = pause_guard.Failed(ask.url, ask.epoch, 0.0)
         api_key, admin_key = self._keys.get(ask.url, ("", ""))
@@ -275,10 +275,10 @@ class GuardProcess:
         try:
             if done := look_after(control, self._access, ask, called_off):
                 log.info("%s %s", ask.url, done)
-            result = pause_guard.Settled(ask.url, ask.epoch, time.monotonic())
+            result = pause_guard.Recovered(ask.url, ask.epoch, time.monotonic())
         except SupersededError as newer:
             log.info("%s is left alone: %s", ask.url, newer)
-            result = pause_guard.Taken(ask.url, ask.epoch)
+            result = pause_guard.Superseded(ask.url, ask.epoch)
         except TitanGrpoError as error:
             log.warning("%s could not be looked after: %s", ask.url, error)
             result = pause_guard.Failed(ask.url, ask.epoch, time.monotonic())

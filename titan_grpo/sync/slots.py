@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 from titan_grpo.protocol import image_slots
-from titan_grpo.protocol.image_slots import Boundary
+from titan_grpo.protocol.image_slots import SlotTable
 from titan_grpo.protocol.messages import Label
 
 
@@ -35,7 +35,7 @@ class ImageSlots:
     """The slots of one trainer host, shared by main thread (queue only), sealer and lanes."""
 
     def __init__(self, num_slots: int) -> None:
-        self._boundary = Boundary.of(num_slots)
+        self._boundary = SlotTable.of(num_slots)
         self._changed = threading.Condition()
         self._published: dict[int, Published] = {}
         self._waiting: dict[str, int | None] = {}

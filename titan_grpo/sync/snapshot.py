@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from titan_grpo.errors import ProtocolError, SyncError
-from titan_grpo.layout.plan import CopyOp, matrix_shape
+from titan_grpo.layout.infer import matrix_shape
+from titan_grpo.layout.plan import CopyOp
 from titan_grpo.sync.cuda_copy import Block, CudaRuntime
 
 logger = logging.getLogger(__name__)

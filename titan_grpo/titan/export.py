@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.layout.infer import Layout, learn
+from titan_grpo.layout.infer import Layout, infer_layout
 from titan_grpo.titan.hf_files import Written, copy_assets, write_weights
 from titan_grpo.titan.weight_sync import ToHF, exported_tensors
 
@@ -139,7 +139,7 @@ def export_version(config: Any, checkpoint: Path, out: Path, dtype: str) -> Writ
     weights = exported_tensors(model, to_hf)
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in weights}
     tied = {"output.weight"} if getattr(model, "enable_weight_tying", False) else set()
-    layout = learn(to_hf, shapes, tied)
+    layout = infer_layout(to_hf, shapes, tied)
     check_same_model(
         {fqn: s for fqn, s in shapes.items() if layout.by_fqn[fqn]},
         stored_shapes(checkpoint),

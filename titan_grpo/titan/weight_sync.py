@@ -24,7 +24,7 @@ from titan_grpo.engines.server import MakeControl, ServerAccess, make_control
 from titan_grpo.errors import ConfigError, ProtocolError, SyncError
 from titan_grpo.layout.digest import KEYED, block_digests, fingerprint
 from titan_grpo.layout.image import ImageAddress, SharedImage, require_memory
-from titan_grpo.layout.infer import Layout, learn, strip_prefixes
+from titan_grpo.layout.infer import Layout, infer_layout, strip_prefixes
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp, assign_writers, chunk_of, copy_ops
 from titan_grpo.observe.recorder import Recorder
@@ -107,7 +107,7 @@ def plan_writes(
     weights = exported_tensors(model, to_hf)
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in weights}
     tied = {"output.weight"} if getattr(model, "enable_weight_tying", False) else set()
-    layout = learn(to_hf, shapes, tied)
+    layout = infer_layout(to_hf, shapes, tied)
     parameters = {strip_prefixes(name) for name, _ in model.named_parameters()}
     keep = {fqn: str(t.dtype).removeprefix("torch.") for fqn, t in weights if fqn not in parameters}
     manifest = layout.manifest(wire_dtype, block_bytes, keep)

@@ -9,25 +9,25 @@ from titan_grpo.protocol import image_slots as B
 ONE = frozenset({0})
 
 
-def do(b: B.Boundary, *events: B.Event) -> B.Boundary:
+def do(b: B.SlotTable, *events: B.Event) -> B.SlotTable:
     for event in events:
         b, _ = B.step(b, event)
     return b
 
 
-def promised(b: B.Boundary, newest_wanted: bool = False) -> tuple[B.Boundary, int | None]:
+def promised(b: B.SlotTable, newest_wanted: bool = False) -> tuple[B.SlotTable, int | None]:
     b, actions = B.step(b, B.Reserve(newest_wanted))
     return b, actions[0].slot if actions else None
 
 
-def published(b: B.Boundary, version: int) -> B.Boundary:
+def published(b: B.SlotTable, version: int) -> B.SlotTable:
     b, slot = promised(b)
     assert slot is not None
     return do(b, B.Write(slot, version, ONE), B.Copied(version, 0), B.Complete(version))
 
 
 def test_a_version_goes_from_reserved_to_complete():
-    b, slot = promised(B.Boundary.of(2))
+    b, slot = promised(B.SlotTable.of(2))
     assert (slot, repr(b)) == (0, "[reserved | free]")
     b = do(b, B.Write(slot, 1, ONE))
     assert (b.newest, repr(b)) == (None, "[writing v1 without 0 | free]")
@@ -37,7 +37,7 @@ def test_a_version_goes_from_reserved_to_complete():
 
 
 def test_a_version_is_whole_only_when_every_rank_has_copied_its_part():
-    b, slot = promised(B.Boundary.of(2))
+    b, slot = promised(B.SlotTable.of(2))
     b = do(b, B.Write(slot, 1, frozenset({0, 3})))
     b, actions = B.step(b, B.Copied(1, 3))
     assert (actions, repr(b)) == ((), "[writing v1 without 0 | free]")
@@ -49,12 +49,12 @@ def test_a_version_is_whole_only_when_every_rank_has_copied_its_part():
 
 
 def test_the_oldest_unpinned_image_is_overwritten_first():
-    b = published(published(B.Boundary.of(2), 1), 2)
+    b = published(published(B.SlotTable.of(2), 1), 2)
     assert promised(b)[1] == b.slot_of(1)
 
 
 def test_a_pinned_slot_is_never_reserved():
-    b = published(published(B.Boundary.of(2), 1), 2)
+    b = published(published(B.SlotTable.of(2), 1), 2)
     b, actions = B.step(b, B.Pin("a", None))
     assert actions == (B.Read(2, 1),)
     b, slot = promised(b)
@@ -66,32 +66,32 @@ def test_a_pinned_slot_is_never_reserved():
 
 
 def test_the_newest_image_stays_while_an_idle_lane_wants_it():
-    b = do(published(B.Boundary.of(2), 1), B.Pin("slow", None))
+    b = do(published(B.SlotTable.of(2), 1), B.Pin("slow", None))
     b = published(b, 2)
     assert promised(b, newest_wanted=True) == (b, None)
     assert promised(b, newest_wanted=False)[1] == b.slot_of(2)
 
 
 def test_only_one_slot_is_reserved_at_a_time():
-    b, _ = promised(B.Boundary.of(3))
+    b, _ = promised(B.SlotTable.of(3))
     assert promised(b) == (b, None)
 
 
 def test_a_sealed_boundary_keeps_the_newest_image():
-    b, _ = promised(published(B.Boundary.of(2), 1))
+    b, _ = promised(published(B.SlotTable.of(2), 1))
     b = do(b, B.Seal())
     assert repr(b) == "[complete v1 | free] sealed"
     assert promised(b) == (b, None)
 
 
 def test_versions_only_grow():
-    b, slot = promised(published(B.Boundary.of(2), 5))
+    b, slot = promised(published(B.SlotTable.of(2), 5))
     with pytest.raises(ProtocolError, match="only grow"):
         B.step(b, B.Write(slot, 5, ONE))
 
 
 def test_a_lane_pins_only_what_is_newer():
-    b = published(B.Boundary.of(2), 4)
+    b = published(B.SlotTable.of(2), 4)
     assert B.step(b, B.Pin("a", 4)) == (b, ())
     b, actions = B.step(b, B.Pin("a", 3))
     assert actions == (B.Read(4, 0),)
@@ -103,14 +103,14 @@ def test_a_lane_pins_only_what_is_newer():
 
 
 def test_a_failed_copy_frees_its_slot():
-    b, slot = promised(B.Boundary.of(2))
+    b, slot = promised(B.SlotTable.of(2))
     assert repr(do(b, B.Write(slot, 1, ONE), B.Discard(1))) == "[free | free]"
 
 
 def test_a_revoked_reservation_is_what_it_was_before():
-    b, slot = promised(published(B.Boundary.of(2), 1))
-    assert do(b, B.Revoke(slot)) == published(B.Boundary.of(2), 1)
-    b = published(published(B.Boundary.of(2), 1), 2)
+    b, slot = promised(published(B.SlotTable.of(2), 1))
+    assert do(b, B.Revoke(slot)) == published(B.SlotTable.of(2), 1)
+    b = published(published(B.SlotTable.of(2), 1), 2)
     reserved, slot = promised(b)
     assert not reserved.revocable(None), (
         "version 2 is complete and newer than what the reserved slot holds"
@@ -126,7 +126,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.b = B.Boundary.of(3)
+        self.b = B.SlotTable.of(3)
         self.version = 0
         self.slot: int | None = None
         self.held: dict[str, int | None] = dict.fromkeys("abc")

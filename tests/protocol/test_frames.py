@@ -45,7 +45,7 @@ class Wires:
             if isinstance(action, S.Deliver):
                 self.delivered += action.frames
                 self.acks.append((self.inbox.session, self.inbox.have))
-            assert isinstance(action, S.Stranger) == (post.session != self.inbox.session)
+            assert isinstance(action, S.WrongSession) == (post.session != self.inbox.session)
 
     def acknowledge(self, index: int) -> None:
         """An answer gets through, however old; the driver drops those of other sessions."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titan_grpo.errors import ConfigError
-from titan_grpo.layout.infer import learn, strip_prefixes
+from titan_grpo.layout.infer import infer_layout, strip_prefixes
 
 State = dict[str, torch.Tensor]
 
@@ -17,7 +17,7 @@ def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[State], St
 
 
 def test_rows_that_keep_their_order_are_a_range() -> None:
-    layout = learn(each(lambda t: t), {"w": (6, 4), "b": (5,), "s": ()})
+    layout = infer_layout(each(lambda t: t), {"w": (6, 4), "b": (5,), "s": ()})
     assert [(t.name, t.shape, t.rows) for t in layout.tensors] == [
         ("hf.w", (6, 4), range(6)),
         ("hf.b", (5,), range(5)),
@@ -26,18 +26,18 @@ def test_rows_that_keep_their_order_are_a_range() -> None:
 
 
 def test_permuted_rows_are_a_list() -> None:
-    layout = learn(each(lambda t: t[torch.tensor([2, 0, 1])]), {"w": (3, 4)})
+    layout = infer_layout(each(lambda t: t[torch.tensor([2, 0, 1])]), {"w": (3, 4)})
     (tensor,) = layout.tensors
     assert tensor.row_ids().tolist() == [2, 0, 1]
 
 
 def test_every_other_row_is_a_range_with_a_step() -> None:
-    layout = learn(lambda s: {"even": s["w"][::2], "odd": s["w"][1::2]}, {"w": (6, 4)})
+    layout = infer_layout(lambda s: {"even": s["w"][::2], "odd": s["w"][1::2]}, {"w": (6, 4)})
     assert [t.rows for t in layout.tensors] == [range(0, 5, 2), range(1, 6, 2)]
 
 
 def test_stacked_experts_become_one_tensor_each() -> None:
-    layout = learn(
+    layout = infer_layout(
         lambda s: {f"e{i}": part.squeeze(0) for i, part in enumerate(s["w"].split(1))},
         {"w": (3, 2, 5)},
     )
@@ -49,13 +49,13 @@ def test_stacked_experts_become_one_tensor_each() -> None:
 
 
 def test_a_reshape_that_keeps_rows_whole_is_followed() -> None:
-    layout = learn(each(lambda t: t.reshape(2, 3, 4)), {"w": (6, 4)})
+    layout = infer_layout(each(lambda t: t.reshape(2, 3, 4)), {"w": (6, 4)})
     assert layout.tensors[0].shape == (2, 3, 4)
     assert layout.tensors[0].rows == range(6)
 
 
 def test_a_big_embedding_is_probed_without_its_memory() -> None:
-    layout = learn(each(lambda t: t), {"embedding": (4_000_000, 1_000_000)})
+    layout = infer_layout(each(lambda t: t), {"embedding": (4_000_000, 1_000_000)})
     assert layout.tensors[0].rows == range(4_000_000)
 
 
@@ -65,8 +65,8 @@ def test_a_lost_parameter_is_named_unless_it_is_tied() -> None:
 
     shapes = {"w": (2, 2), "output.weight": (2, 2)}
     with pytest.raises(ConfigError, match=r"output\.weight becomes none"):
-        learn(drop_output, shapes)
-    layout = learn(drop_output, shapes, tied={"output.weight"})
+        infer_layout(drop_output, shapes)
+    layout = infer_layout(drop_output, shapes, tied={"output.weight"})
     assert layout.by_fqn["output.weight"] == []
 
 
@@ -76,9 +76,10 @@ def test_a_wrapper_prefix_is_never_lost_in_silence() -> None:
 
     wrapped = "layers.0._checkpoint_wrapped_module._orig_mod.w"
     with pytest.raises(ConfigError, match="strip wrapper prefixes"):
-        learn(knows_its_names, {wrapped: (2, 2)})
+        infer_layout(knows_its_names, {wrapped: (2, 2)})
     assert (
-        learn(knows_its_names, {strip_prefixes(wrapped): (2, 2)}).tensors[0].name == "hf.layers.0.w"
+        infer_layout(knows_its_names, {strip_prefixes(wrapped): (2, 2)}).tensors[0].name
+        == "hf.layers.0.w"
     )
 
 
@@ -98,25 +99,25 @@ def test_an_adapter_that_does_more_than_move_rows_is_refused(
     change: Callable[[torch.Tensor], torch.Tensor], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        learn(each(change), {"w": (3, 3)})
+        infer_layout(each(change), {"w": (3, 3)})
 
 
 def test_an_adapter_that_raises_is_named_with_its_parameter() -> None:
     with pytest.raises(
         ConfigError, match=r"must convert other \(2, 2\) on its own, it raised KeyError"
     ):
-        learn(lambda s: {"hf": s["w"]}, {"other": (2, 2)})
+        infer_layout(lambda s: {"hf": s["w"]}, {"other": (2, 2)})
 
 
 def test_two_parameters_with_one_hf_name_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="HF tensor same must come from one parameter, got a and b"
     ):
-        learn(lambda s: {"same": next(iter(s.values()))}, {"a": (2, 2), "b": (2, 2)})
+        infer_layout(lambda s: {"same": next(iter(s.values()))}, {"a": (2, 2), "b": (2, 2)})
 
 
 def test_the_manifest_keeps_the_adapters_order_and_the_dtypes_asked_for() -> None:
-    layout = learn(each(lambda t: t), {"w": (2, 2), "bias": (3,)})
+    layout = infer_layout(each(lambda t: t), {"w": (2, 2), "bias": (3,)})
     manifest = layout.manifest("bfloat16", 4096, keep_dtype={"bias": "float32"})
     assert [(t.name, t.dtype) for t in manifest.tensors] == [
         ("hf.w", "bfloat16"),

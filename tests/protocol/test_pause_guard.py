@@ -1,0 +1,169 @@
+"""Which servers may be left paused, and when somebody recoveries after them: the table alone, time as
+numbers."""
+
+import pytest
+
+from titan_grpo.errors import ProtocolError
+from titan_grpo.protocol.lane_events import LaneEvent, Point
+from titan_grpo.protocol.pause_guard import (
+    CancelRecovery,
+    Deadlines,
+    Ended,
+    Failed,
+    GiveUp,
+    GuardState,
+    LaneReported,
+    Recover,
+    Recovered,
+    Superseded,
+    Ticked,
+    step,
+)
+
+TERMS = Deadlines(pause_s=3.0, greet_s=20.0, again_s=2.0, tries=3, first_s=0.5)
+URL = "http://a"
+
+
+def passed(point: Point, now: float, epoch: int = 2, url: str = URL) -> LaneReported:
+    return LaneReported(LaneEvent(point, url, "run", epoch, 7, "run:7:ab"), now)
+
+
+def drive(*events) -> tuple[GuardState, list]:
+    """The state after all events, and all actions of the last one."""
+    state, actions = GuardState(TERMS), ()
+    for event in events:
+        state, actions = step(state, event)
+    return state, list(actions)
+
+
+def test_a_commit_in_time_leaves_nothing_open():
+    state, actions = drive(
+        passed(Point.GREET, 0),
+        passed(Point.CONNECTED, 1),
+        passed(Point.PAUSE, 2),
+        passed(Point.RESUMED, 3),
+    )
+    assert (repr(state), actions) == ("<nothing open>", [])
+    assert step(state, Ended(clean=False, now=4.0))[0].done
+
+
+def test_points_in_between_change_nothing():
+    before, _ = drive(passed(Point.PAUSE, 0))
+    for point in (
+        Point.BEGIN,
+        Point.EXTENT,
+        Point.SENT,
+        Point.STAGED,
+        Point.LOAD,
+        Point.LABEL,
+        Point.RESUME,
+    ):
+        assert step(before, passed(point, 1)) == (before, ())
+
+
+def test_a_pause_past_its_lease_is_settled_once():
+    state, actions = drive(passed(Point.PAUSE, 0), Ticked(2.9))
+    assert (state.due, actions) == (3.0, [])
+    state, actions = step(state, Ticked(3.0))
+    assert actions == (Recover(URL, "run", 2, doubtful=False),)
+    assert repr(state) == "<http://a settling epoch 2 due 3.0>"
+    assert step(state, Ticked(9.0)) == (state, ())
+
+
+def test_a_frozen_trainers_server_is_looked_at_again_as_long_as_its_lane_is_silent():
+    state, _ = drive(passed(Point.PAUSE, 0), Ticked(3.0), Recovered(URL, 2, 4.0))
+    assert repr(state) == "<http://a settled epoch 2 due 7.0>"
+    for _ in range(5):
+        assert state.due is not None
+        state, actions = step(state, Ticked(state.due))
+        assert actions == (Recover(URL, "run", 2, doubtful=True),)
+        state, _ = step(state, Recovered(URL, 2, state.servers[URL].due))
+    assert step(state, passed(Point.RESUMED, 99))[0].servers == {}
+
+
+@pytest.mark.parametrize("point", [Point.GREET, Point.PAUSE, Point.CONNECTED, Point.RESUMED])
+def test_a_look_is_called_off_when_the_lane_speaks(point: Point):
+    state, actions = drive(passed(Point.PAUSE, 0), Ticked(3.0), passed(point, 3.5, epoch=4))
+    assert actions == [CancelRecovery(URL)]
+    assert step(state, Recovered(URL, 2, 4.0)) == (state, ())
+    assert step(state, Failed(URL, 2, 4.0)) == (state, ())
+    assert step(state, Superseded(URL, 2)) == (state, ())
+
+
+def test_a_pause_stays_open_while_the_lane_connects_anew():
+    state, _ = drive(
+        passed(Point.PAUSE, 0),
+        passed(Point.GREET, 1, epoch=4),
+        Ticked(20.9),
+        Ended(clean=True, now=21.0),
+    )
+    _, actions = step(state, Ticked(21.0))
+    assert actions == (Recover(URL, "run", 4, doubtful=False),)
+
+
+def test_a_dead_trainers_servers_are_looked_at_twice_and_the_others_are_not():
+    events = [
+        passed(Point.PAUSE, 0),
+        passed(Point.PAUSE, 0, url="http://b"),
+        passed(Point.RESUMED, 1, url="http://b"),
+    ]
+    state, actions = drive(*events, Ended(clean=False, now=1.0), Ticked(1.0))
+    assert actions == [Recover(URL, "run", 2, doubtful=False)]
+    state, _ = step(state, Recovered(URL, 2, 1.5))
+    assert step(state, Ticked(3.4))[1] == ()
+    state, actions = step(state, Ticked(3.5))
+    assert actions == (Recover(URL, "run", 2, doubtful=True),)
+    state, _ = step(state, Recovered(URL, 2, 3.6))
+    assert repr(state) == "<nothing open, trainer gone>"
+    assert state.done
+
+
+def test_a_look_of_before_the_trainers_death_is_followed_by_one_after():
+    state, _ = drive(
+        passed(Point.PAUSE, 0), Ticked(3.0), Ended(clean=False, now=3.1), Recovered(URL, 2, 3.2)
+    )
+    assert not state.done
+    state, actions = step(state, Ticked(5.2))
+    assert actions == (Recover(URL, "run", 2, doubtful=True),)
+    assert step(state, Recovered(URL, 2, 5.3))[0].done
+
+
+def test_a_server_whose_lane_was_still_connecting_may_have_been_found_paused():
+    _, actions = drive(passed(Point.GREET, 0), Ended(clean=False, now=1.0), Ticked(1.0))
+    assert actions == [Recover(URL, "run", 2, doubtful=True)]
+
+
+def test_after_a_clean_end_a_server_that_never_joined_is_asked_once():
+    state, _ = drive(passed(Point.GREET, 0), Ended(clean=True, now=1.0), Ticked(1.0))
+    state, actions = step(state, Failed(URL, 2, 1.1))
+    assert actions == (GiveUp(URL),)
+    assert state.done
+
+
+def test_a_silent_server_is_given_up_after_its_tries_with_growing_rests():
+    state, _ = drive(passed(Point.PAUSE, 0), Ended(clean=False, now=0.0))
+    rests = []
+    for now in (0.0, 10.0):
+        state, _ = step(state, Ticked(now))
+        state, actions = step(state, Failed(URL, 2, now))
+        assert state.due is not None
+        rests.append(state.due - now)
+        assert actions == ()
+    assert rests == [0.5, 1.0]
+    state, _ = step(state, Ticked(20.0))
+    state, actions = step(state, Failed(URL, 2, 20.0))
+    assert (actions, state.done) == ((GiveUp(URL),), True)
+
+
+def test_a_server_that_a_newer_trainer_has_is_left_to_it():
+    state, _ = drive(
+        passed(Point.PAUSE, 0), Ended(clean=False, now=1.0), Ticked(1.0), Superseded(URL, 2)
+    )
+    assert state.done
+
+
+def test_a_lane_after_the_trainers_end_is_a_bug():
+    state, _ = drive(Ended(clean=True, now=0.0))
+    for event in (passed(Point.PAUSE, 1.0), Ended(clean=True, now=1.0), "nonsense"):
+        with pytest.raises(ProtocolError, match="not listed"):
+            step(state, event)
