@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     """Run one rank. 0: trained; 2: the configuration is refused; 1: another error of ours. Both are
     said in one line."""
     from titan_grpo.errors import ConfigError, DataError, TitanGrpoError, UpstreamError
-    from titan_grpo.observe.terminal import complain
+    from titan_grpo.observe.terminal import print_error
 
     rank = os.environ.get("RANK", "0")
     try:
@@ -74,11 +74,11 @@ def main(argv: list[str]) -> int:
     except (ConfigError, DataError, UpstreamError) as error:
         # Every rank meets the same error; one of them says it.
         if rank == "0":
-            complain(str(error))
+            print_error(str(error))
         return 2
     except TitanGrpoError as error:
         traceback.print_exc()
-        complain(f"rank {rank}: {type(error).__name__}: {error}")
+        print_error(f"rank {rank}: {type(error).__name__}: {error}")
         return 1
     return 0
 

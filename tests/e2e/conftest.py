@@ -26,7 +26,7 @@ from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.launch import Server
 from titan_grpo.engines.server import Dialect, ServerAccess, dialect, make_control
 from titan_grpo.observe import schema
-from titan_grpo.observe.terminal import Cause, shown
+from titan_grpo.observe.terminal import Cause, status_of
 from titan_grpo.patches import sglang_cpu
 from titan_grpo.protocol.messages import Label
 from titan_grpo.rollout.client import RolloutClient
@@ -78,7 +78,7 @@ class Training:
     @property
     def shown(self) -> list[str]:
         """What a person sees."""
-        return [text for line in list(self.lines) if (text := shown(line)) is not None]
+        return [text for line in list(self.lines) if (text := status_of(line)) is not None]
 
     @property
     def step(self) -> int:
@@ -105,7 +105,7 @@ class Training:
     def _cause(self) -> Cause:
         cause = Cause()
         for line in self.lines:
-            cause.see(line)
+            cause.read(line)
         return cause
 
     def wait_until(self, holds: Callable[[], bool], timeout_s: float = 90.0) -> bool:

@@ -1,12 +1,17 @@
 import json
 import os
 import threading
+import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from titan_grpo.observe import names, recorder
-from titan_grpo.observe.recorder import Recorder, merge, read_events, read_metrics, write_events
+from titan_grpo.errors import ConfigError
+from titan_grpo.observe import names
+from titan_grpo.observe.recorder import Recorder, merge, read_events, read_metrics
+
+SERVER = "http://127.0.0.1:8000"
 
 
 class Clock:
@@ -19,31 +24,26 @@ class Clock:
         return self.now
 
 
+def bars(path: Path) -> list[dict]:
+    return [e for e in json.loads(path.read_text()) if e["ph"] == "X"]
+
+
 def test_a_span_is_a_bar_in_the_trace_and_a_value_in_its_series(tmp_path) -> None:
     clock = Clock()
     recorder = Recorder(tmp_path, clock=clock)
     with recorder.span(names.SEND_S, track="lane a", version=3):
         clock.now += 0.25
-    assert recorder.close()
-    assert recorder.series(names.SEND_S) == [0.25]
-    events = json.loads((tmp_path / "trace.json").read_text())
-    (bar,) = [e for e in events if e["ph"] == "X"]
-    assert (bar["name"], bar["ts"], bar["dur"], bar["args"]) == (
-        names.SEND_S,
-        100e6,
-        0.25e6,
-        {"version": 3},
-    )
-    (track,) = [e for e in events if e["ph"] == "M" and e["name"] == "thread_name"]
-    assert (track["tid"], track["args"]["name"]) == (bar["tid"], "lane a")
-
-
-def test_a_span_that_raises_is_recorded_all_the_same(tmp_path) -> None:
-    recorder = Recorder(tmp_path)
     with pytest.raises(ZeroDivisionError), recorder.span(names.COMMIT_S):
         _ = 1 / 0
-    assert recorder.statistics(names.COMMIT_S).count == 1
-    recorder.close()
+    assert recorder.close()
+    assert recorder.series(names.SEND_S) == [0.25]
+    assert recorder.series(names.COMMIT_S) == [0.0], "a span that raises counts too"
+    bar = bars(tmp_path / "trace.json")[0]
+    assert (bar["name"], bar["ts"], bar["dur"]) == (names.SEND_S, 100e6, 0.25e6)
+    assert bar["args"] == {"version": 3}
+    events = json.loads((tmp_path / "trace.json").read_text())
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert tracks[bar["tid"]] == "lane a"
 
 
 def test_each_step_is_one_line_of_valid_json_even_with_nan(tmp_path) -> None:
@@ -51,10 +51,9 @@ def test_each_step_is_one_line_of_valid_json_even_with_nan(tmp_path) -> None:
     recorder.step(1, {names.REWARD: 0.5, names.KL: float("nan")})
     recorder.step(2, {names.REWARD: 0.75})
     recorder.close()
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     strict = [
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-        for line in lines
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
     ]
     assert [(row["step"], row[names.REWARD]) for row in strict] == [(1, 0.5), (2, 0.75)]
     assert strict[0][names.KL] is None
@@ -70,11 +69,54 @@ def test_a_resumed_run_goes_on_after_the_line_that_a_kill_tore(tmp_path) -> None
     recorder.step(2, {names.REWARD: 0.25})
     recorder.step(3, {names.REWARD: 0.3})
     recorder.close()
-    assert [(row["step"], row[names.REWARD]) for row in read_metrics(path)] == [
-        (1, 0.1),
-        (2, 0.25),
-        (3, 0.3),
-    ]
+    rows = [(row["step"], row[names.REWARD]) for row in read_metrics(path)]
+    assert rows == [(1, 0.1), (2, 0.25), (3, 0.3)]
+    assert recorder.series(names.REWARD) == [0.1, 0.25, 0.3]
+
+
+@pytest.mark.parametrize("torn", [0, 3, 25])
+def test_a_process_that_follows_another_keeps_its_trace(tmp_path, torn) -> None:
+    path = tmp_path / "trace.json"
+    for version in (1, 2):
+        recorder = Recorder(tmp_path)
+        with recorder.span(names.SEND_S, track="lane", version=version):
+            pass
+        recorder.instant("end of a process")
+        assert recorder.close()
+        if version == 1:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size - torn])
+            assert [e["name"] for e in read_events(path) if e["ph"] == "X"] == [names.SEND_S]
+    assert [bar["args"]["version"] for bar in bars(path)] == [1, 2]
+    first, second = bars(path)
+    assert first["tid"] != second["tid"], "both have a row of their own"
+
+
+def test_the_history_of_a_run_spans_its_processes_also_after_a_kill(tmp_path) -> None:
+    for step in (1, 2, 3):
+        recorder = Recorder(tmp_path)
+        recorder.known_server(SERVER)
+        recorder.committed(SERVER, step)
+        recorder.count(names.SYNC_COUNT)
+        recorder.observe(names.SEND_S, 0.5)
+        recorder.error(f"error {step}")
+        recorder.step(step, {names.REWARD: 1.0})
+        recorder.close()
+        path = tmp_path / "history.jsonl"
+        path.write_bytes(path.read_bytes() + b'["count", "sync/c')
+    history = recorder.history()
+    assert history.commits == {SERVER: [1, 2, 3]}
+    assert history.totals[names.SYNC_COUNT] == 3
+    assert history.series[names.SEND_S] == [0.5] * 3
+    assert history.errors == ["error 1", "error 2", "error 3"]
+    assert history.resumes == [2, 3]
+    # A run that starts at step 1 in the same directory is another one.
+    again = Recorder(tmp_path)
+    again.count(names.SYNC_COUNT)
+    again.step(1, {names.REWARD: 2.0})
+    again.close()
+    assert again.history().totals == {names.SYNC_COUNT: 1}
+    assert Recorder(tmp_path).history().totals == {names.SYNC_COUNT: 1}
+    assert [row["step"] for row in again.rows()] == [1]
 
 
 def test_other_ranks_write_a_trace_of_their_own_and_no_metrics(tmp_path) -> None:
@@ -83,29 +125,10 @@ def test_other_ranks_write_a_trace_of_their_own_and_no_metrics(tmp_path) -> None
         with recorder.span(names.COPY_S):
             pass
         recorder.close()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "metrics.jsonl",
-        "trace.json",
-        "trace.rank1.json",
-    ]
-    merged = tmp_path / "all.json"
-    merge([tmp_path / "trace.json", tmp_path / "trace.rank1.json"], merged)
-    bars = [e for e in json.loads(merged.read_text()) if e["ph"] == "X"]
-    assert {bar["pid"] for bar in bars} == {0, 1}
-
-
-def test_the_trace_of_a_killed_run_is_readable_without_its_last_line(tmp_path) -> None:
-    path = tmp_path / "trace.json"
-    write_events(
-        path,
-        [
-            recorder.instant("a", 0, 0, 1.0),
-            recorder.instant("b", 0, 0, 2.0),
-            recorder.instant("c", 0, 0, 3.0),
-        ],
-    )
-    path.write_text(path.read_text()[: -len("]\n") - 20])
-    assert [e["name"] for e in read_events(path)] == ["a", "b"]
+    traces = [tmp_path / "trace.json", tmp_path / "trace.rank1.json"]
+    assert sorted(tmp_path.glob("trace*")) == traces
+    merge(traces, tmp_path / "all.json")
+    assert {bar["pid"] for bar in bars(tmp_path / "all.json")} == {0, 1}
 
 
 def test_many_threads_record_at_once_and_nothing_is_lost(tmp_path) -> None:
@@ -124,38 +147,44 @@ def test_many_threads_record_at_once_and_nothing_is_lost(tmp_path) -> None:
         thread.join(30)
     assert recorder.close()
     assert recorder.totals()[names.SYNC_COUNT] == 1600
-    assert recorder.statistics(names.SEND_S).count == 1600
+    assert len(recorder.series(names.SEND_S)) == 1600
     assert all(versions == list(range(200)) for versions in recorder.commits().values())
-    bars = Counter(
-        e["tid"] for e in json.loads((tmp_path / "trace.json").read_text()) if e["ph"] == "X"
-    )
-    assert sorted(bars.values()) == [200] * 8
+    rows = Counter(bar["tid"] for bar in bars(tmp_path / "trace.json"))
+    assert sorted(rows.values()) == [200] * 8
 
 
 def test_a_disk_that_hangs_does_not_hold_up_the_caller(tmp_path) -> None:
-    # A FIFO that nobody reads: opening it for writing blocks for ever, as a dead network file
-    # system does.
+    # Opening a FIFO without a reader blocks for ever, as a dead network file system does.
     os.mkfifo(tmp_path / "trace.json")
     recorder = Recorder(tmp_path)
-    for step in range(1000):  # it would not come to its end
+    start = time.monotonic()
+    for step in range(1, 1001):
         with recorder.span(names.BLOCKED_S):
             pass
         recorder.step(step, {names.REWARD: 0.0})
+    assert time.monotonic() - start < 1.0
     assert not recorder.close(deadline_s=0.1)
     reader = os.open(tmp_path / "trace.json", os.O_RDONLY)  # lets the recorder's thread end
     os.close(reader)
 
 
-def test_a_full_disk_is_among_the_errors_of_the_run_and_stops_nothing(tmp_path) -> None:
+def test_a_full_disk_is_one_error_of_the_run_and_the_other_files_are_whole(tmp_path) -> None:
     (tmp_path / "trace.json").symlink_to("/dev/full")
     recorder = Recorder(tmp_path)
-    for step in range(2000):
+    for step in range(1, 2001):
         recorder.step(step, {names.REWARD: 1.0})
         recorder.instant("x", detail="y" * 100)
     assert not recorder.close()
     (error,) = recorder.errors()
-    assert "could not be written" in error
-    assert recorder.statistics(names.REWARD).count == 2000
+    assert "trace.json cannot be written: No space left" in error
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2000
+
+
+def test_a_run_directory_that_is_a_file_is_a_mistake_in_the_configuration(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match=r"job\.dump_folder must be a directory"):
+            Recorder(path)
 
 
 def test_every_name_has_its_meaning_and_no_two_names_are_equal() -> None:
@@ -168,7 +197,3 @@ def test_every_name_has_its_meaning_and_no_two_names_are_equal() -> None:
 
 def test_blocked_time_and_work_time_never_share_a_name() -> None:
     assert [n for n in names.MEANING if n.endswith("blocked_s")] == [names.BLOCKED_S]
-    assert not any(
-        "blocked" in n
-        for n in (names.COPY_S, names.SEND_S, names.VERIFY_S, names.COMMIT_S, names.PAUSE_S)
-    )

@@ -1,6 +1,6 @@
 """What a watcher of a run sees, and which line is the cause of its failure."""
 
-from titan_grpo.observe.terminal import Cause, complain, say, shown
+from titan_grpo.observe.terminal import Cause, print_error, print_status, status_of
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in f', "    g()"]
 TORCHRUN = [
@@ -14,15 +14,15 @@ TORCHRUN = [
 def cause(*lines: str) -> Cause:
     found = Cause()
     for line in lines:
-        found.see(line)
+        found.read(line)
     return found
 
 
 def test_only_marked_lines_are_shown(capsys):
-    say("a table\nof two lines")
-    complain("no such key")
+    print_status("a table\nof two lines")
+    print_error("no such key")
     lines = [*capsys.readouterr().err.splitlines(), "[titan] 2026 - root - INFO - step 1", ""]
-    assert [shown(line) for line in lines] == ["a table", "of two lines", None, None, None]
+    assert [status_of(line) for line in lines] == ["a table", "of two lines", None, None, None]
 
 
 def test_the_first_complaint_is_the_cause_whatever_the_other_ranks_say():
@@ -50,4 +50,4 @@ def test_a_rank_that_was_killed_without_a_word_is_said_to_be():
         "E0101 failed (exitcode: -9) local_rank: 1 (pid: 5) of binary: python", *TORCHRUN[1:]
     )
     assert found.text == "a rank was ended by signal 9 (out of memory, maybe)"
-    assert cause("nothing").text == "no rank said why"
+    assert cause("nothing").text == "no rank gave a reason"

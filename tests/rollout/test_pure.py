@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import random
+import resource
 from dataclasses import replace
 
 import pytest
@@ -263,3 +264,22 @@ def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_pat
         replay.next_batch(2, 1, 1)
     with pytest.raises(DataError, match="prompts_per_step is 5"):
         ReplayClient(str(path)).next_batch(1, 5, 1)
+
+
+def test_a_resume_on_a_full_disk_leaves_the_recording_whole(tmp_path):
+    path = tmp_path / "r.jsonl"
+    first = GroupRecorder(str(path), 0)
+    for version in range(3):
+        first.write(version, [Group(Prompt(0, (1,)), (GOOD, GOOD))])
+    first.close()
+    whole = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Python ignores SIGXFSZ: a write over the limit fails as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(DataError, match=r"rollout\.record_path .* cannot be written"):
+            GroupRecorder(str(path), 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == whole
+    assert list(tmp_path.iterdir()) == [path]

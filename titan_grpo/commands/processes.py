@@ -69,8 +69,8 @@ def run_logged(
             for line in process.stdout:
                 file.write(line)
                 file.flush()
-                cause.see(line)
-                text = terminal.shown(line)
+                cause.read(line)
+                text = terminal.status_of(line)
                 if show is not None and text is not None:
                     show(text)
 

@@ -1,13 +1,11 @@
-"""Events of the Chrome trace format, which Perfetto (ui.perfetto.dev) opens.
+"""The recorder: spans, counters and step metrics from any thread; only its own thread writes files.
 
-Source: "Trace Event Format" of the Chromium project. A process is a rank, a track is a thread or a
-lane. The file is a JSON array with one event per line, so that the trace of a killed run is
-readable too: the format allows the closing bracket to be missing.
+The trace has the Chrome trace format, which Perfetto (ui.perfetto.dev) opens. Source: "Trace Event
+Format" of the Chromium project. A process is a rank, a track is a thread or a lane. The file is a
+JSON array with one event per line, and the format allows the closing bracket to be missing: the
+trace of a killed run is readable.
+"""
 
-The recorder: spans, counters and step metrics from any thread; only its own thread touches a
-file."""
-
-import itertools
 import json
 import math
 import os
@@ -16,126 +14,228 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
-from titan_grpo.observe.statistics import Statistics, describe
 
 Event = dict[str, Any]
 
+PENDING_LIMIT = 100_000
+"""Trace events that may wait for a slow disk. Beyond it trace events are dropped and counted;
+metrics never are."""
 
-def complete(
-    name: str, process: int, track: int, start_s: float, duration_s: float, **args: Any
-) -> Event:
-    """A span. Times in seconds of one monotonic clock; the format wants microseconds."""
-    event = {
-        "ph": "X",
-        "name": name,
-        "pid": process,
-        "tid": track,
-        "ts": start_s * 1e6,
-        "dur": duration_s * 1e6,
-    }
-    return {**event, "args": args} if args else event
-
-
-def instant(name: str, process: int, track: int, at_s: float, **args: Any) -> Event:
-    """A point in time on one track."""
-    event = {"ph": "i", "s": "t", "name": name, "pid": process, "tid": track, "ts": at_s * 1e6}
-    return {**event, "args": args} if args else event
-
-
-def counter(name: str, process: int, at_s: float, value: float) -> Event:
-    """A value drawn as a curve of its own."""
-    return {"ph": "C", "name": name, "pid": process, "ts": at_s * 1e6, "args": {"value": value}}
-
-
-def process_name(process: int, name: str) -> Event:
-    """Names a process."""
-    return {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
-
-
-def track_name(process: int, track: int, name: str) -> Event:
-    """Names a track and orders the tracks as they were met."""
-    return {"ph": "M", "name": "thread_name", "pid": process, "tid": track, "args": {"name": name}}
+TAIL_BYTES = 1 << 20
+"""Where the end of an earlier trace is looked for: no event is as long."""
 
 
 def read_events(path: Path) -> list[Event]:
-    """Events of a trace file, also of one that a killed process left without its end."""
+    """Read the events of a trace file. A line that a kill tore is left out."""
     events: list[Event] = []
     for line in path.read_text().splitlines():
-        text = line.strip().rstrip(",")
-        if text in ("", "[", "]"):
-            continue
-        try:
-            events.append(json.loads(text))
-        except json.JSONDecodeError:
-            # A kill can tear only the line that was being written; what follows it, if anything, is
-            # whole.
-            continue
+        with suppress(json.JSONDecodeError):
+            event = json.loads(line.rstrip(","))
+            if isinstance(event, dict):
+                events.append(event)
     return events
 
 
-def write_events(path: Path, events: Iterable[Event]) -> None:
-    """Write a whole trace file."""
-    path.write_text("[\n" + ",\n".join(json.dumps(e, default=str) for e in events) + "\n]\n")
-
-
 def merge(parts: Iterable[Path], out: Path) -> None:
-    """Join the traces of several ranks of one host: they share the monotonic clock, so their times
-    are comparable."""
-    write_events(out, [event for part in parts for event in read_events(part)])
+    """Join the traces of several ranks of one host, which share the monotonic clock."""
+    events = [json.dumps(event) for part in parts for event in read_events(part)]
+    out.write_text("[\n" + ",\n".join(events) + "\n]\n")
 
 
-PENDING_LIMIT = 100_000
-"""Trace events that may wait for a slow disk; beyond it trace events (never metrics) are dropped
-and counted."""
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read metrics.jsonl: one line per step in rising order.
+
+    A torn line is left out. A step repeated after a resume counts once, as it went last.
+    """
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in path.read_text().splitlines():
+        with suppress(json.JSONDecodeError, KeyError, TypeError):
+            row = json.loads(line)
+            by_step[int(row["step"])] = row
+    return [by_step[step] for step in sorted(by_step)]
 
 
-def finite_or_none(value: float) -> float | None:
-    """JSON has no NaN and no infinity: they become null."""
-    return value if math.isfinite(value) else None
+@dataclass
+class History:
+    """What happened in a run besides its step metrics. history.jsonl has one line per ``add``."""
+
+    series: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    commits: dict[str, list[int]] = field(default_factory=dict)
+    membership: list[tuple[str, str, int]] = field(default_factory=list)
+    """(server, "joined" or "left", trainer version), in order."""
+
+    errors: list[str] = field(default_factory=list)
+    resumes: list[int] = field(default_factory=list)
+    """First step after each resume."""
+
+    def add(self, kind: str, *values: Any) -> None:
+        """Apply one entry. Raises KeyError, TypeError or ValueError if it is none."""
+        match kind, values:
+            case "value", (name, value):
+                self.series[name].append(float(value))
+            case "count", (name, amount):
+                self.totals[name] += amount
+            case "server", (server,):
+                self.commits.setdefault(server, [])
+            case "commit", (server, version):
+                self.commits.setdefault(server, []).append(version)
+            case "member", (server, event, version):
+                self.membership.append((server, event, version))
+            case "error", (message,):
+                self.errors.append(message)
+            case "resume", (step,):
+                self.resumes.append(step)
+            case _:
+                raise ValueError(f"no entry of a history: {kind!r} {values!r}")
+
+    def extend(self, later: "History") -> None:
+        """Append what another process of the same run recorded after this one."""
+        for name, values in later.series.items():
+            self.series[name] += values
+        for name, amount in later.totals.items():
+            self.totals[name] += amount
+        for server, versions in later.commits.items():
+            self.commits.setdefault(server, []).extend(versions)
+        self.membership += later.membership
+        self.errors += later.errors
+        self.resumes += later.resumes
+
+
+def read_history(path: Path) -> History:
+    """Read history.jsonl. The processes before the last one that started at step 1 belong to an
+    older run and are left out; so is a line that a kill tore."""
+    whole, part = History(), History()
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        with suppress(ValueError, TypeError, KeyError):
+            kind, *values = json.loads(line)
+            if kind == "process":
+                whole.extend(part)
+                part = History()
+            elif kind == "first step":
+                whole = History()
+            else:
+                part.add(kind, *values)
+    whole.extend(part)
+    return whole
+
+
+class _Output:
+    """A file of the recorder's thread. After its first error it takes nothing more, so that the
+    other files go on."""
+
+    def __init__(self, path: Path, open_file: Callable[[Path], TextIO]) -> None:
+        self._path, self._file = path, None
+        self.problem = ""
+        with self._noting_errors():
+            self._file = open_file(path)
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.problem = self.problem or f"{self._path} cannot be written: {error.strerror}"
+
+    def write(self, text: str) -> None:
+        if self._file is not None and not self.problem:
+            with self._noting_errors():
+                self._file.write(text)
+
+    def flush(self) -> None:
+        if self._file is not None and not self.problem:
+            with self._noting_errors():
+                self._file.flush()
+
+    def close(self, end: str = "") -> None:
+        self.write(end)
+        if self._file is not None:
+            # closing flushes once more, and fails again on a full disk
+            with self._noting_errors():
+                self._file.close()
+
+
+def _open_lines(path: Path) -> TextIO:
+    """Open a file of JSON lines for appending, after the line that a kill tore."""
+    torn = False
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            torn = file.read() != b"\n"
+    stream = path.open("a")
+    if torn:
+        stream.write("\n")
+    return stream
+
+
+def _open_trace(path: Path) -> TextIO:
+    """Open a trace so that events can follow the ones of an earlier process. Only its last bytes
+    are cut: the closing bracket, or the event that a kill tore."""
+    kept = 0
+    if path.is_file() and (size := path.stat().st_size):
+        with path.open("r+b") as file:
+            start = file.seek(max(0, size - TAIL_BYTES))
+            tail = file.read()
+            end = tail.rfind(b"\n]") if tail.rstrip().endswith(b"]") else tail.rfind(b",\n")
+            kept = start + end if end > 0 else 0
+            file.truncate(kept)
+    stream = path.open("a")
+    stream.write(",\n" if kept else "[\n")
+    return stream
 
 
 class Recorder:
-    """Collects what a run did. Every method may be called from any thread and none of them waits
-    for a file.
+    """Collects what a run did. Every method may be called from any thread; none waits for a file.
 
-    Files in ``run_dir``: ``metrics.jsonl`` (rank 0 only, one line per step, appended to on resume)
-    and ``json`` (other ranks: ``rankN.json``; see :func:`titan_grpo.observe.recorder.merge`).
-    ``track`` names a row of the trace; without it the row is the calling thread's name.
+    Files in ``run_dir``: ``trace.json`` (other ranks: ``trace.rankN.json``, see :func:`merge`), and
+    of rank 0 ``metrics.jsonl`` (one line per step) and ``history.jsonl`` (what summary.json needs of
+    earlier processes of the run). A resumed run appends to all of them. ``track`` names a row of the
+    trace; without it the row is the calling thread's name. Raises ConfigError if ``run_dir`` cannot
+    be written.
     """
 
     def __init__(
         self, run_dir: Path | str, rank: int = 0, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.run_dir = Path(run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.rank = rank
+        self.run_dir, self.rank, self._clock = Path(run_dir), rank, clock
         self.trace_path = self.run_dir / ("trace.json" if rank == 0 else f"trace.rank{rank}.json")
         self.metrics_path = self.run_dir / "metrics.jsonl"
-        self._clock = clock
+        self._history_path = self.run_dir / "history.jsonl"
+        self._history = History()
+        self._rows: list[dict[str, Any]] = []
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            if rank == 0:
+                self._history_path.open("a").close()
+                self._history = read_history(self._history_path)
+                self._rows = read_metrics(self.metrics_path) if self.metrics_path.exists() else []
+        except OSError as error:
+            raise ConfigError(
+                f"job.dump_folder must be a directory that can be written, {self.run_dir} is not"
+                f" ({error.strerror}): name another one"
+            ) from error
+        self._own = History()
+        self._own_rows = 0
         self._lock = threading.Lock()
-        self._series: dict[str, list[float]] = defaultdict(list)
-        self._totals: dict[str, float] = defaultdict(float)
-        self._commits: dict[str, list[int]] = {}
-        self._membership: list[tuple[str, str, int]] = []
-        self._errors: list[str] = []
+        # The rows of an earlier process stay apart: their numbers are below the file's size.
+        self._first_track = self.trace_path.stat().st_size if self.trace_path.is_file() else 0
         self._tracks: dict[str, int] = {}
-        self._step_times: list[float] = []
-        self._steps: list[int] = []
         self._lost_events = 0
-        # A SimpleQueue's put never waits, which is what keeps a stuck disk away from the training
-        # step.
+        self._problems: list[str] = []
+        # put() of a SimpleQueue never waits: a disk that hangs cannot hold up a training step.
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
-        self._failure: OSError | None = None
         self._thread = threading.Thread(target=self._write_loop, name="recorder", daemon=True)
         self._thread.start()
-        self._put_event(process_name(rank, f"rank {rank}"))
-
-    # What the other rooms call.
+        self._put_event({"ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}})
+        if rank == 0:
+            self._queue.put(("history", ["process"]))
 
     @contextmanager
     def span(self, name: str, track: str | None = None, **args: Any) -> Iterator[None]:
@@ -150,123 +250,115 @@ class Recorder:
     def record_span(
         self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any
     ) -> None:
-        """A span whose ends were read elsewhere, on the same clock as the recorder's."""
+        """Record a span whose ends were read elsewhere, on the recorder's clock."""
         self.observe(name, stop_s - start_s)
-        self.draw(name, start_s, stop_s, track, **args)
+        self.add_span(name, start_s, stop_s, track, **args)
 
-    def draw(
+    def add_span(
         self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any
     ) -> None:
-        """A bar in the trace and nothing else."""
-        self._put_event(
-            complete(name, self.rank, self._track(track), start_s, stop_s - start_s, **args)
-        )
+        """Add a bar to the trace and nothing else."""
+        # the format wants microseconds
+        times = {"ts": start_s * 1e6, "dur": (stop_s - start_s) * 1e6}
+        self._put_event({"ph": "X", "name": name, "tid": self._track(track), **times, "args": args})
 
     def instant(self, name: str, track: str | None = None, **args: Any) -> None:
         """Mark a point in time in the trace."""
-        self._put_event(instant(name, self.rank, self._track(track), self._clock(), **args))
-
-    def counter(self, name: str, value: float) -> None:
-        """Draw a value that goes up and down (free slots, requests in flight) in the trace."""
-        self._put_event(counter(name, self.rank, self._clock(), value))
+        at = {"tid": self._track(track), "ts": self._clock() * 1e6}
+        self._put_event({"ph": "i", "s": "t", "name": name, **at, "args": args})
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to a total of the run (commits, dropped groups, bytes)."""
-        with self._lock:
-            self._totals[name] += amount
+        self._add("count", name, amount)
 
     def observe(self, name: str, value: float) -> None:
-        """Add one value to a series without drawing it."""
-        with self._lock:
-            self._series[name].append(float(value))
+        """Add one value to a series."""
+        self._add("value", name, float(value))
 
     def committed(self, server: str, version: int) -> None:
-        """A server read back that it holds ``version``."""
-        with self._lock:
-            self._commits.setdefault(server, []).append(version)
+        """Record that a server holds ``version``, as it was read back."""
+        self._add("commit", server, version)
 
     def known_server(self, server: str) -> None:
-        """A server belongs to the run, though it may never commit: it shall appear in the
-        summary."""
-        with self._lock:
-            self._commits.setdefault(server, [])
+        """Name a server of the run: the summary shows it, also if it never commits."""
+        self._add("server", server)
 
     def joined(self, server: str, version: int) -> None:
-        """A server was added to the run while the trainer was at ``version``."""
-        self._changed_members(server, "joined", version, names.SERVERS_JOINED)
+        """Record a server that was added while the trainer was at ``version``."""
+        self._member(server, "joined", version, names.SERVERS_JOINED)
 
     def left(self, server: str, version: int) -> None:
-        """A server was removed from the run while the trainer was at ``version``."""
-        self._changed_members(server, "left", version, names.SERVERS_LEFT)
+        """Record a server that was removed while the trainer was at ``version``."""
+        self._member(server, "left", version, names.SERVERS_LEFT)
 
-    def _changed_members(self, server: str, event: str, version: int, counter: str) -> None:
-        with self._lock:
-            self._membership.append((server, event, version))
+    def _member(self, server: str, event: str, version: int, counter: str) -> None:
+        self._add("member", server, event, version)
         self.count(counter)
         self.instant(f"server {event}", server, version=version)
 
     def error(self, message: str) -> None:
-        """Latch an error that did not stop the run; the summary lists it."""
-        with self._lock:
-            self._errors.append(message)
+        """Record an error that did not stop the run; the summary lists it."""
+        self._add("error", message)
         self.instant("error", message=message)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """End of a training step: a line of metrics.jsonl, and one value in each metric's
-        series."""
-        now = self._clock()
+        """End a training step: one line of metrics.jsonl, and one value of each metric."""
+        # JSON has no NaN and no infinity: they become null
+        values = {n: float(v) if math.isfinite(v) else None for n, v in metrics.items()}
+        row = {"step": step, "time_s": self._clock(), **values}
+        if not self._own_rows:
+            self._begin(step)
         with self._lock:
-            self._steps.append(step)
-            self._step_times.append(now)
-            for name, value in metrics.items():
-                self._series[name].append(float(value))
-        line = {
-            "step": step,
-            "time_s": now,
-            **{name: finite_or_none(float(v)) for name, v in metrics.items()},
-        }
-        self._queue.put(("metrics", line))
+            self._rows.append(row)
+            self._own_rows += 1
+        self._queue.put(("metrics", row))
 
-    # What a report reads.
+    def _begin(self, step: int) -> None:
+        """Before the first step of this process: forget what it repeats, or the older run of which
+        the directory still has the files."""
+        with self._lock:
+            self._rows = [row for row in self._rows if row["step"] < step]
+            older = step == 1
+            if older:
+                self._history = History()
+        if older:
+            self._queue.put(("history", ["first step"]))
+        elif self._rows:
+            self._add("resume", step)
 
     def now(self) -> float:
-        """The recorder's clock, for :meth:`record_span`."""
+        """Read the recorder's clock, for :meth:`record_span`."""
         return self._clock()
 
-    def series(self, name: str) -> list[float]:
-        """Copy of all values of a series, oldest first."""
+    def history(self) -> History:
+        """Copy the history of the run, earlier processes included."""
+        out = History()
         with self._lock:
-            return list(self._series.get(name, ()))
+            out.extend(self._history)
+            out.extend(self._own)
+        return out
 
-    def statistics(self, name: str) -> Statistics:
-        """Median, 95th percentile, mean and maximum of a series."""
-        return describe(self.series(name))
+    def rows(self) -> list[dict[str, Any]]:
+        """Copy the run's lines of metrics.jsonl, earlier processes included."""
+        with self._lock:
+            return list(self._rows)
+
+    def series(self, name: str) -> list[float]:
+        """Copy all values of a series or of a step metric, oldest first."""
+        values = [row[name] for row in self.rows() if row.get(name) is not None]
+        return values + self.history().series[name]
 
     def totals(self) -> dict[str, float]:
-        """Copy of all totals."""
-        with self._lock:
-            return dict(self._totals)
+        """Copy all totals."""
+        return dict(self.history().totals)
 
     def commits(self) -> dict[str, list[int]]:
-        """Copy of the versions that each server committed, in order."""
-        with self._lock:
-            return {server: list(versions) for server, versions in self._commits.items()}
-
-    def membership(self) -> list[tuple[str, str, int]]:
-        """Copy of the changes of the fleet, in order: (server, "joined" or "left", trainer
-        version)."""
-        with self._lock:
-            return list(self._membership)
+        """Copy the versions that each server committed, in order."""
+        return self.history().commits
 
     def errors(self) -> list[str]:
-        """Copy of the latched errors."""
-        with self._lock:
-            return list(self._errors)
-
-    def steps(self) -> tuple[list[int], list[float]]:
-        """The steps recorded and when each of them ended, in seconds of the clock."""
-        with self._lock:
-            return list(self._steps), list(self._step_times)
+        """Copy the errors."""
+        return self.history().errors
 
     @property
     def lost_events(self) -> int:
@@ -274,89 +366,60 @@ class Recorder:
         return self._lost_events
 
     def close(self, deadline_s: float = 10.0) -> bool:
-        """Write what is left and close the files. False if the disk did not take it by the
-        deadline. Idempotent."""
+        """Write what is left and close the files. False if one of them is not whole; the reason is
+        among the errors. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(deadline_s)
-        if self._failure is not None:
-            self._latch_once(
-                f"metrics or trace could not be written under {self.run_dir}: {self._failure}"
-            )
-        return not self._thread.is_alive() and self._failure is None
-
-    # The recorder's own side.
-
-    def _latch_once(self, message: str) -> None:
+        problems = list(self._problems)
+        if self._thread.is_alive():
+            problems.append(f"files in {self.run_dir} were not written within {deadline_s:g} s")
         with self._lock:
-            if message not in self._errors:
-                self._errors.append(message)
+            self._own.errors += [p for p in problems if p not in self._own.errors]
+        return not problems
+
+    def _add(self, kind: str, *values: Any) -> None:
+        with self._lock:
+            self._own.add(kind, *values)
+        if self.rank == 0:
+            self._queue.put(("history", [kind, *values]))
 
     def _track(self, track: str | None) -> int:
         label = track or threading.current_thread().name
         with self._lock:
             number = self._tracks.get(label)
             if number is None:
-                number = self._tracks[label] = len(self._tracks)
-                self._put_event(track_name(self.rank, number, label))
+                number = self._tracks[label] = self._first_track + len(self._tracks)
+                named = {"name": "thread_name", "tid": number, "args": {"name": label}}
+                self._put_event({"ph": "M", **named})
         return number
 
     def _put_event(self, event: Event) -> None:
         if self._queue.qsize() >= PENDING_LIMIT:
             self._lost_events += 1
-            return
-        self._queue.put(("trace", event))
+        else:
+            self._queue.put(("trace", {**event, "pid": self.rank}))
 
     def _write_loop(self) -> None:
-        try:
-            with self.trace_path.open("w") as events:
-                metrics = self._open_metrics() if self.rank == 0 else None
-                try:
-                    self._drain(events, metrics)
-                finally:
-                    if metrics is not None:
-                        metrics.close()
-        except OSError as error:
-            # A full disk must not stop training; close() puts it among the run's errors.
-            self._failure = error
-            # no deadline: close() of its owner puts None into the queue; the thread is a daemon
-            while self._queue.get() is not None:
-                pass
-
-    def _open_metrics(self) -> TextIO:
-        torn = self.metrics_path.exists() and not self.metrics_path.read_bytes().endswith(b"\n")
-        stream = self.metrics_path.open("a")
-        if torn and os.fstat(stream.fileno()).st_size:
-            # A killed run left half a line; without the break our first line would be lost with it.
-            stream.write("\n")
-        return stream
-
-    def _drain(self, events: TextIO, metrics: TextIO | None) -> None:
-        separator = itertools.chain(("[\n",), itertools.repeat(",\n"))
-        # no deadline: close() of its owner puts None into the queue; the thread is a daemon
+        outputs = {"trace": _Output(self.trace_path, _open_trace)}
+        if self.rank == 0:
+            outputs["metrics"] = _Output(self.metrics_path, _open_lines)
+            outputs["history"] = _Output(self._history_path, _open_lines)
+        first = True
+        # no deadline: close() of the owner puts None into the queue; the thread is a daemon
         while (item := self._queue.get()) is not None:
             kind, body = item
+            text = json.dumps(body, default=str)
             if kind == "trace":
-                events.write(next(separator) + json.dumps(body, default=str))
-            elif metrics is not None:
-                metrics.write(json.dumps(body) + "\n")
-                # A step is the unit a reader waits for (a live plot, tail -f), so flush once per
-                # step.
-                metrics.flush()
-                events.flush()
-        events.write("\n]\n")
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl, one per step in rising order.
-
-    A line torn by a kill is left out. A step repeated after a resume counts once, as it went last.
-    """
-    by_step: dict[int, dict[str, Any]] = {}
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-            by_step[int(row["step"])] = row
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue
-    return [by_step[step] for step in sorted(by_step)]
+                outputs[kind].write(text if first else ",\n" + text)
+                first = False
+            elif kind in outputs:
+                outputs[kind].write(text + "\n")
+            if kind == "metrics":
+                # A step is the unit that a reader waits for: a live plot, tail -f.
+                for output in outputs.values():
+                    output.flush()
+        outputs["trace"].close("\n]\n")
+        for output in list(outputs.values())[1:]:
+            output.close()
+        self._problems = [output.problem for output in outputs.values() if output.problem]

@@ -1,126 +1,99 @@
-"""What summary.json holds. One table; the tests and the scripts validate with it."""
+"""What summary.json holds. Tests and scripts validate with it."""
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from titan_grpo.errors import DataError
 
-Rule = tuple[str, Callable[[Any], bool]]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Number = float | None
+"""None: there was no value."""
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+class Record(msgspec.Struct, forbid_unknown_fields=True):
+    """An object that has exactly its keys."""
 
 
-def _optional(value: Any) -> bool:
-    return value is None or _number(value)
+class MedianP95(Record):
+    """Of a duration, in seconds."""
+
+    median: Number
+    p95: Number
 
 
-def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+class MeanMax(Record):
+    """Of a series over steps."""
+
+    mean: Number
+    max: Number
 
 
-def _figures(*names: str) -> Rule:
-    text = "an object of numbers or null with the keys " + ", ".join(names)
-    return (
-        text,
-        lambda v: (
-            isinstance(v, dict) and set(v) == set(names) and all(_optional(x) for x in v.values())
-        ),
-    )
+class Server(Record):
+    """Versions that a server committed, in order, and the last of them."""
+
+    committed: list[Count]
+    last: Count | None
+
+    def __post_init__(self) -> None:
+        if self.last != (self.committed[-1] if self.committed else None):
+            raise ValueError("`last` must be the last of `committed`, or null without one")
 
 
-def _server(value: Any) -> bool:
-    if not isinstance(value, dict) or set(value) != {"committed", "last"}:
-        return False
-    committed, last = value["committed"], value["last"]
-    return (
-        isinstance(committed, list)
-        and all(_count(v) for v in committed)
-        and last == (committed[-1] if committed else None)
-    )
+class Change(Record):
+    """A server that joined or left while the trainer was at ``version``."""
+
+    server: str
+    event: Literal["joined", "left"]
+    version: int
 
 
-def _change(value: Any) -> bool:
-    if not isinstance(value, dict) or set(value) != {"server", "event", "version"}:
-        return False
-    return (
-        isinstance(value["server"], str)
-        and value["event"] in ("joined", "left")
-        and isinstance(value["version"], int)
-    )
+class Summary(Record):
+    """A whole run, also one of several processes."""
+
+    run: str
+    mode: str
+    steps: Count
+    resumes: list[Count]
+    """First step after each resume."""
+
+    reward_first: Number
+    reward_last: Number
+    reward_window: Count
+    """Steps that either of the two is a mean of."""
+
+    versions_committed: dict[str, Server]
+    """By the server's URL. A resumed run commits the versions that it repeats once more."""
+
+    membership: list[Change]
+    sync_count: Count
+    skipped_versions: Count
+    digest_mismatches: Count
+    blocked_s: MedianP95
+    copy_s: MedianP95
+    send_s: MedianP95
+    verify_s: MedianP95
+    commit_s: MedianP95
+    pause_s: MedianP95
+    step_s: MedianP95
+    steps_per_s: Number
+    """Without start-up and the first step of each process, which compiles and connects."""
+
+    staleness: MeanMax
+    logprob_gap: MeanMax
+    logprob_gap_on_policy: MeanMax
+    dropped: dict[str, Count]
+    """Groups by reason."""
+
+    errors: list[str]
 
 
-TEXT: Rule = ("a string", lambda v: isinstance(v, str))
-NUMBER: Rule = ("a number or null", _optional)
-COUNT: Rule = ("an integer, 0 or greater", _count)
-TEXTS: Rule = (
-    "a list of strings",
-    lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
-)
-COUNTS: Rule = (
-    "an object of counts",
-    lambda v: isinstance(v, dict) and all(_count(x) for x in v.values()),
-)
-SERVERS: Rule = (
-    'an object: server URL -> {"committed": versions in order, "last": the last of them or null}',
-    lambda v: isinstance(v, dict) and all(_server(x) for x in v.values()),
-)
-
-CHANGES: Rule = (
-    (
-        'a list of {"server": URL, "event": "joined" or "left", "version": the trainer\'s at that'
-        " moment}, in order"
-    ),
-    lambda v: isinstance(v, list) and all(_change(x) for x in v),
-)
-
-SUMMARY: dict[str, Rule] = {
-    "run": TEXT,
-    "mode": TEXT,
-    "steps": COUNT,
-    "reward_first": NUMBER,
-    "reward_last": NUMBER,
-    "reward_window": COUNT,
-    "versions_committed": SERVERS,
-    "membership": CHANGES,
-    "sync_count": COUNT,
-    "skipped_versions": COUNT,
-    "digest_mismatches": COUNT,
-    "blocked_s": _figures("median", "p95"),
-    "copy_s": _figures("median", "p95"),
-    "send_s": _figures("median", "p95"),
-    "verify_s": _figures("median", "p95"),
-    "commit_s": _figures("median", "p95"),
-    "pause_s": _figures("median", "p95"),
-    "step_s": _figures("median", "p95"),
-    "steps_per_s": NUMBER,
-    "staleness": _figures("mean", "max"),
-    "logprob_gap": _figures("mean", "max"),
-    "logprob_gap_on_policy": _figures("mean", "max"),
-    "dropped": COUNTS,
-    "errors": TEXTS,
-}
-"""Key -> rule. ``*_s`` are seconds; ``dropped`` is groups by reason; a statistic without values is
-null."""
-
-
-def violations(summary: Mapping[str, Any]) -> list[str]:
-    """All broken rules, each as one sentence; empty if the summary is whole. Pure."""
-    out = [f"{key} is missing" for key in SUMMARY if key not in summary]
-    out += [f"{key} is not a key of summary.json" for key in summary if key not in SUMMARY]
-    for key, (rule, holds) in SUMMARY.items():
-        if key in summary and not holds(summary[key]):
-            out.append(f"{key} must be {rule}, got {summary[key]!r}")
-    return out
-
-
-def check(summary: Mapping[str, Any]) -> None:
-    """Raise DataError with every broken rule."""
-    broken = violations(summary)
-    if broken:
+def check(summary: Mapping[str, Any]) -> Summary:
+    """Validate a summary. Raises DataError with the first rule that it breaks."""
+    try:
+        return msgspec.convert(summary, Summary)
+    except msgspec.ValidationError as error:
         raise DataError(
-            "summary.json breaks its schema, so tools that read it would be misled: "
-            + "; ".join(broken)
-        )
+            f"summary.json breaks its schema, so tools that read it would be misled: {error}"
+        ) from error

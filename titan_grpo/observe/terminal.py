@@ -1,7 +1,7 @@
-"""Lines for people among the output of a training run, and why it failed.
+"""Lines for people in the output of a training run, and the cause of its failure.
 
-torchtitan, torch and torchrun write pages to the same streams. What we say ourselves carries a
-mark, so that a command that runs torchrun can show that and leave the rest to the log file.
+torchtitan, torch and torchrun write pages to the same streams. Our own lines carry a mark: a command
+that runs torchrun shows them and leaves the rest to the log file.
 """
 
 import re
@@ -9,10 +9,10 @@ import sys
 from dataclasses import dataclass
 
 MARK = "titan-grpo| "
-"""Before a line that a person wants to see while the run goes on."""
+"""Starts a status line."""
 
 ERROR = "titan-grpo: "
-"""Before the one line that says why a rank ended."""
+"""Starts the one line that names why a rank ended."""
 
 _EXCEPTION = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)(?::.*)?)$")
 _EXITCODE = re.compile(r"failed \(exitcode: (-?\d+)\)")
@@ -20,28 +20,26 @@ _REPORT = "ChildFailedError"
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset)|Broken pipe|gloo|NCCL|DistNetworkError|DistStoreError"
 )
-"""What the other ranks say when one has ended."""
+"""What the other ranks print after one has ended."""
 
 
-def say(text: str) -> None:
-    """Show lines to whoever watches the run. One write per line: other processes write to the same
-    pipe."""
+def print_status(text: str) -> None:
+    """Print marked lines. One write per line: other processes write to the same pipe."""
     for line in text.splitlines():
         sys.stderr.write(f"{MARK}{line}\n")
     sys.stderr.flush()
 
 
-def complain(text: str) -> None:
-    """Say why this rank ends: the first line carries the mark, further ones (a server's log, say)
-    follow it."""
+def print_error(text: str) -> None:
+    """Print why this rank ends. The first line carries the mark; more may follow (a server's log)."""
     sys.stderr.write(f"{ERROR}{text}\n")
     sys.stderr.flush()
 
 
-def shown(line: str) -> str | None:
-    """The line without its mark if it is for people, else None.
+def status_of(line: str) -> str | None:
+    """The line without its mark, None if it has none.
 
-    >>> shown("titan-grpo| step 1/6"), shown("[titan] - INFO - step 1")
+    >>> status_of("titan-grpo| step 1/6"), status_of("[titan] - INFO - step 1")
     ('step 1/6', None)
     """
     return line.removeprefix(MARK).rstrip() if line.startswith(MARK) else None
@@ -49,21 +47,20 @@ def shown(line: str) -> str | None:
 
 @dataclass
 class Cause:
-    """Why a run failed, found while its output passes by: ``see`` every line, then ask ``text``."""
+    """Finds why a run failed: ``read`` every line of its output, then take ``text``."""
 
     exitcode: int | None = None
-    """Exit code of the rank that failed first, as torchrun reports it; negative: the signal that
-    ended it."""
+    """Of the rank that failed first, as torchrun reports it; negative: the signal that ended it."""
 
-    _complaint: str = ""
+    _error: str = ""
     _exception: str = ""
     _consequence: str = ""
 
-    def see(self, line: str) -> None:
+    def read(self, line: str) -> None:
         """Take one line of output into account."""
         if line.startswith(ERROR):
-            # The first rank that complains is the cause; the others lose their connection to it.
-            self._complaint = self._complaint or line.removeprefix(ERROR).strip()
+            # The first rank's error is the cause; the others lose their connection to it.
+            self._error = self._error or line.removeprefix(ERROR).strip()
         elif (found := _EXITCODE.search(line)) and self.exitcode is None:
             self.exitcode = int(found.group(1))
         elif (found := _EXCEPTION.match(line.rstrip())) and _REPORT not in line:
@@ -74,12 +71,10 @@ class Cause:
 
     @property
     def text(self) -> str:
-        """One line; what the rank said itself, else an exception, else the signal that ended it."""
-        said = self._complaint or self._exception or self._consequence
-        if said:
-            return said
+        """One line: the rank's own error, else an exception, else the signal that ended it."""
+        if reason := self._error or self._exception or self._consequence:
+            return reason
         if self.exitcode is not None and self.exitcode < 0:
-            return f"a rank was ended by signal {-self.exitcode}" + (
-                " (out of memory, maybe)" if self.exitcode == -9 else ""
-            )
-        return "no rank said why"
+            memory = " (out of memory, maybe)" if self.exitcode == -9 else ""
+            return f"a rank was ended by signal {-self.exitcode}{memory}"
+        return "no rank gave a reason"

@@ -2,6 +2,7 @@
 must agree."""
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -51,18 +52,31 @@ class GroupRecorder:
 
     def __init__(self, path: str, base_version: int) -> None:
         self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        kept = (
-            [line for version, line in _lines(self._path) if version < base_version]
-            if self._path.exists()
-            else []
-        )
-        self._file = self._path.open("w", encoding="utf-8")
-        self._file.writelines(f"{line}\n" for line in kept)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists():
+                self._cut(base_version)
+            self._file = self._path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _cut(self, base_version: int) -> None:
+        """Drop the lines that are made again. A kill or a full disk leaves the old file whole."""
+        draft = self._path.with_name(self._path.name + ".partial")
+        try:
+            with draft.open("w", encoding="utf-8") as file:
+                kept = (line for version, line in _lines(self._path) if version < base_version)
+                file.writelines(f"{line}\n" for line in kept)
+            os.replace(draft, self._path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _unwritable(self, error: OSError) -> DataError:
+        return DataError(f"rollout.record_path {self._path} cannot be written: {error.strerror}")
 
     def write(self, version: int, groups: Iterable[Group]) -> None:
         """Write one batch and flush it. Raises DataError where a prompt's payload has no JSON
-        form."""
+        form, or the file takes no more."""
         try:
             line = json.dumps(
                 {"version": version, "groups": [group_to_json(g) for g in groups]}, allow_nan=False
@@ -71,8 +85,11 @@ class GroupRecorder:
             raise DataError(
                 f"rollout.record_path needs prompts with a JSON payload and finite numbers: {error}"
             ) from error
-        self._file.write(line + "\n")
-        self._file.flush()
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def close(self) -> None:
         """Close the file. Idempotent."""

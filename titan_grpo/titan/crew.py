@@ -83,7 +83,7 @@ class Crew:
             self._versions[url] = None
             count = len(self._versions)
         self._recorder.joined(url, self.version)
-        terminal.say(
+        terminal.print_status(
             f"{url} joins at version {self.version}: the newest weights first, then rollouts;"
             f" {_servers(count)}"
         )
@@ -98,7 +98,7 @@ class Crew:
             count = len(self._versions)
             self._rollouts.remove_server(url)
         self._recorder.left(url, self.version)
-        terminal.say(
+        terminal.print_status(
             f"{url} leaves at version {self.version}: its rollouts are made elsewhere;"
             f" {_servers(count)}"
         )

@@ -102,7 +102,7 @@ class MemberThread:
         try:
             self._socket = ControlSocket(self._run_dir, self._answer)
         except (PeerError, OSError) as error:
-            terminal.say(f"titan-grpo servers will not reach this run: {error}")
+            terminal.print_status(f"titan-grpo servers will not reach this run: {error}")
 
     def close(self) -> None:
         """No more changes. Bounded; idempotent. Lanes are left to whoever owns them."""
@@ -144,7 +144,9 @@ class MemberThread:
             except ConfigError as error:
                 if str(error) != complaint:
                     complaint = str(error)
-                    terminal.say(f"servers: {complaint}; the last good list stays in force")
+                    terminal.print_status(
+                        f"servers: {complaint}; the last good list stays in force"
+                    )
                 continue
             if urls is not None:
                 complaint = ""
@@ -210,7 +212,7 @@ class MemberThread:
         if job.told is not None:
             job.told.set_exception(ServerRefused(reason))
         else:
-            terminal.say(f"servers: {self._file!r} is not followed: {reason}")
+            terminal.print_status(f"servers: {self._file!r} is not followed: {reason}")
 
     def _tell(self, job: _Job) -> None:
         match job.event:

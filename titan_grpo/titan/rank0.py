@@ -186,7 +186,7 @@ class Controller:
         crew.version = version
         if sync_error:
             self.recorder.error(sync_error)
-            terminal.say(f"weight sync: {sync_error}")
+            terminal.print_status(f"weight sync: {sync_error}")
             if self._job.weight_sync.on_sync_error == "stop":
                 raise SyncError(sync_error)
         self._check_lag(version, crew)
@@ -245,7 +245,7 @@ class Controller:
         )
         self.recorder.count(names.UNHEALTHY_STEPS, skipped)
         self.recorder.error(text)
-        terminal.say(text)
+        terminal.print_status(text)
 
     def no_version(self, slot: int | None) -> None:
         """A training step changed nothing: its slot and its groups' places are free again, and
@@ -274,14 +274,14 @@ class Controller:
         if not self._job.rollout.in_flight_weight_updates:
             timeout_s += sync.drain_deadline_s
         if not self._worker().wait_held(version, timeout_s, everyone=True):
-            terminal.say(
+            terminal.print_status(
                 f"no server held version {version} after {timeout_s:g} s; going on without"
             )
 
     def draw(self, step: int, phases: Mapping[str, tuple[float, float]]) -> None:
         """Bars of the main thread in the trace: phase -> (start, stop) on the recorder's clock."""
         for name, (start, stop) in phases.items():
-            self.recorder.draw(name, start, stop, "main thread", step=step)
+            self.recorder.add_span(name, start, stop, "main thread", step=step)
 
     def record(
         self, step: int, metrics: Mapping[str, float], times: Mapping[str, float]
@@ -306,7 +306,7 @@ class Controller:
         line = report.progress_line(
             step, self._job.training.steps, values, self._servers().versions
         )
-        terminal.say(line)
+        terminal.print_status(line)
         return values
 
     def finish(self, version: int) -> None:
@@ -351,7 +351,7 @@ class Controller:
         if rollouts is not None:
             mode = "async" if self._job.grpo.async_weight_update else "sync"
             summary = report.write_report(self.recorder, self._run_dir.name, mode)
-            terminal.say(report.final_table(summary))
+            terminal.print_status(report.final_table(summary))
         self.recorder.close()
 
     def _count_dropped(self, counters: Mapping[str, int]) -> None:

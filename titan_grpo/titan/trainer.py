@@ -32,7 +32,7 @@ from torchtitan.train import Trainer
 
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.errors import ConfigError, SyncError, UnhealthyError
-from titan_grpo.observe import names
+from titan_grpo.observe import names, terminal
 from titan_grpo.titan import compat
 from titan_grpo.titan.data import BatchLoader, Share
 from titan_grpo.titan.flavors import disable_unexported_buffers, register_tiny_flavors
@@ -180,6 +180,9 @@ class GRPOTrainer(Trainer):
     def train(self) -> None:
         """torchtitan's loop, then the newest version is flushed to the servers."""
         super().train()
+        if not self._started and self.controller is not None:
+            done = f"step {self.step} of {self.job_config.training.steps} is done"
+            terminal.print_status(f"{done}: nothing to train; raise training.steps to go on")
         self._finish()
 
     def _start(self) -> None:
