@@ -32,11 +32,14 @@ def test_it_passes_tensors_on_and_digests_them_as_they_ended_up() -> None:
     assert engine.refuses(Manifest.build([("a", "float32", (2,))], 1024)) == "no"
 
 
-def test_what_is_installed_for_the_server_is_valid_python_and_names_its_entry_point(
+def test_what_is_installed_for_the_server_can_be_imported_and_names_its_entry_point(
     tmp_path,
 ) -> None:
     install(tmp_path, tmp_path / "it's \\ here.jsonl")
-    compile((tmp_path / f"{PLUGIN}.py").read_text(), PLUGIN, "exec")
+    plugin: dict[str, object] = {}
+    exec((tmp_path / f"{PLUGIN}.py").read_text(), plugin)
+    assert callable(plugin["start_sglang"])
+    assert callable(plugin["start_vllm"])
     assert (
         f"{PLUGIN}:start_sglang"
         in (tmp_path / f"{PLUGIN}-0.dist-info" / "entry_points.txt").read_text()

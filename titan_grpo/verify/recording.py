@@ -128,5 +128,5 @@ def install(folder: Path, path: Path) -> None:
         f"def start_{e}():\n    recording.register_{e}({str(path)!r})\n" for e in groups.values()
     ]
     (folder / f"{PLUGIN}.py").write_text(
-        "\n\n".join(["from titan_grpo.receive import recording\n", *starts])
+        "\n\n".join(["from titan_grpo.verify import recording\n", *starts])
     )
