@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.algorithm.batch import BatchOptions, plan
+from titan_grpo.config import JobConfig
 from titan_grpo.errors import DataError
 from titan_grpo.samples import Completion, Group, Prompt
 from titan_grpo.titan import compat
@@ -83,7 +84,7 @@ def main():
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     loader = BatchLoader(rank)
-    loader.connect(60.0)
+    loader.connect(JobConfig())
     figures = {}
     for pack in (False, True):
         for single in (True, False):

@@ -27,6 +27,7 @@ from titan_grpo.algorithm.batch import defect
 from titan_grpo.algorithm.rows import MicroBatch, Rows, attention_rows, build
 from titan_grpo.errors import ProtocolError, TitanGrpoError
 from titan_grpo.samples import Group
+from titan_grpo.titan.rules import rank0_waits_s
 
 Take = Callable[[int], list[Group]]
 """Wait for that many more groups."""
@@ -77,8 +78,9 @@ def _varied(group: Group, kind: AdvantageOptions) -> bool:
     return has_spread([Scored(c.reward, c.num_sampled) for c in sound], kind)
 
 
-SCATTER_MARGIN_S = 120.0
-"""How much longer than rank 0's own deadline the others wait for it, in seconds."""
+GROUP_MARGIN_S = 120.0
+"""Seconds that the loader's group waits longer than rank 0 may: rank 0 builds tensors and writes
+files besides, and its own error says more than a timeout of gloo."""
 
 
 @dataclass(slots=True)
@@ -123,11 +125,11 @@ class BatchLoader(BaseDataLoader):
         self._group: dist.ProcessGroup | None = None
         self._dp_ranks: list[int] = []
 
-    def connect(self, timeout_s: float) -> None:
+    def connect(self, job_config: Any) -> None:
         """Open the scatter's own group. Collective over all ranks, once."""
-        self._group = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=timeout_s + SCATTER_MARGIN_S)
-        )
+        # The ranks wait in this group also while rank 0 starts servers and waits for a commit.
+        timeout = timedelta(seconds=max(rank0_waits_s(job_config)) + GROUP_MARGIN_S)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
         dp_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(dp_ranks, self.dp_rank, group=self._group)
         self._dp_ranks = dp_ranks

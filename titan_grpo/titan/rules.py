@@ -97,22 +97,24 @@ def _lengths(config: Any, machine: Machine) -> Violations:
 
 
 def rank0_waits_s(config: Any) -> tuple[float, float]:
-    """Longest wait of rank 0 by its own deadlines: before and during the first step, and in a later
-    step. Seconds.
+    """Longest time that rank 0 leaves the other ranks in a collective, by its own deadlines:
+    (around the first step, later), in seconds. Every timeout of a process group derives from it.
 
-    Example: batch_timeout_s 1800, startup_deadline_s 600, async: (2400, 1800). In sync mode a step
-    also waits for one whole sync, connect_deadline_s + lane_deadline_s + commit_deadline_s = 240 by
-    default: (2640, 2040).
+    Around the first step rank 0 starts servers or waits for the first commit
+    (``startup_deadline_s``), and then waits for rollouts. In a later step it waits for rollouts
+    (``batch_timeout_s``), in sync mode also for one whole sync; at the end it flushes the newest
+    version (``shutdown_deadline_s``).
+
+    Example: batch_timeout_s 1800, startup_deadline_s 600, async: (2400, 1800). Sync mode adds
+    connect_deadline_s + lane_deadline_s + commit_deadline_s = 240: (2640, 2040).
     """
     w = config.weight_sync
-    sync = (
-        0.0
-        if config.grpo.async_weight_update
-        else w.connect_deadline_s + w.lane_deadline_s + w.commit_deadline_s
-    )
-    if sync and not config.rollout.in_flight_weight_updates:
-        sync += w.drain_deadline_s
-    later = config.rollout.batch_timeout_s + sync
+    sync = 0.0
+    if not config.grpo.async_weight_update:
+        sync = w.connect_deadline_s + w.lane_deadline_s + w.commit_deadline_s
+        if not config.rollout.in_flight_weight_updates:
+            sync += w.drain_deadline_s
+    later = max(config.rollout.batch_timeout_s + sync, w.shutdown_deadline_s)
     return later + w.startup_deadline_s, later
 
 

@@ -118,7 +118,7 @@ class GRPOTrainer(Trainer):
         self._blocked_s = 0.0
         self._unhealthy_in_a_row = 0
         self.loader: BatchLoader = self.dataloader
-        self.loader.connect(job_config.rollout.batch_timeout_s)
+        self.loader.connect(job_config)
         cost = token_cost(self.model_args, self.model_parts[0])
         rank0 = dist.get_rank() == 0
         self.controller = (
