@@ -9,6 +9,7 @@ remedy.
     |-- ProtocolError          we are wrong: a state machine got an event that its state does not list
     |-- DataError              a rollout or a data file is not what it says it is
     |-- UnhealthyError         the numbers of training went bad (NaN, too large a gradient, rewards that say nothing)
+    |-- StorageError           a file of the run cannot be written: the disk is full, or read-only
     |-- SyncError              a weight sync failed in the background (latched, shown at a step boundary)
     `-- PeerError              a server is wrong, or gone
         |-- ServerUnreachable  no answer: refused, reset, timed out
@@ -40,6 +41,10 @@ class DataError(TitanGrpoError):
 class UnhealthyError(TitanGrpoError):
     """The numbers of a training step are bad, and the configuration says that the run stops. Raised
     on every rank alike."""
+
+
+class StorageError(TitanGrpoError):
+    """The disk refused a file of the run. Said in one line on the rank that met it."""
 
 
 class SyncError(TitanGrpoError):

@@ -65,7 +65,13 @@ def _run(argv: list[str]) -> None:
 def main(argv: list[str]) -> int:
     """Run one rank. 0: trained; 2: the configuration is refused; 1: another error of ours. Both are
     said in one line."""
-    from titan_grpo.errors import ConfigError, DataError, TitanGrpoError, UpstreamError
+    from titan_grpo.errors import (
+        ConfigError,
+        DataError,
+        StorageError,
+        TitanGrpoError,
+        UpstreamError,
+    )
     from titan_grpo.observe.terminal import print_error
 
     rank = os.environ.get("RANK", "0")
@@ -76,6 +82,9 @@ def main(argv: list[str]) -> int:
         if rank == "0":
             print_error(str(error))
         return 2
+    except StorageError as error:
+        print_error(f"rank {rank}: {error}")
+        return 1
     except TitanGrpoError as error:
         traceback.print_exc()
         print_error(f"rank {rank}: {type(error).__name__}: {error}")

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from titan_grpo.engines.launch import free_port
+from titan_grpo.titan.dump_folder import held
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -62,6 +63,24 @@ def test_under_torchrun_one_rank_says_it(runs, tmp_path):
     assert len(complaints) == 1, training.log
     assert "parallelism.pipeline_parallel_degree must be 1" in complaints[0]
     assert training.cause == complaints[0].removeprefix("titan-grpo: ")
+    assert training.exitcode == 2
+
+
+def test_a_second_run_in_the_dump_folder_of_a_live_one_is_refused(runs, tmp_path):
+    with held(tmp_path):
+        before = set(tmp_path.iterdir())
+        with runs.start(tmp_path, ["http://127.0.0.1:9"]) as training:
+            assert training.finish() != 0
+    assert "job.dump_folder must not be that of a live run" in training.cause, training.log
+    assert training.exitcode == 2
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_dump_folder_that_is_a_file_is_one_line(runs, tmp_path):
+    (tmp_path / "out").write_text("")
+    with runs.start(tmp_path / "out", ["http://127.0.0.1:9"]) as training:
+        assert training.finish() != 0
+    assert "job.dump_folder must be a directory" in training.cause, training.log
     assert training.exitcode == 2
 
 

@@ -64,6 +64,37 @@ def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(
     assert largest_difference(runs.weights(tmp_path / "earlier"), resumed) > 1e-3
 
 
+def test_a_finished_job_that_is_started_again_says_so_and_keeps_its_files(
+    runs, site, small_replay, whole
+):
+    names_kept = ("trace.json", "metrics.jsonl", "summary.json", "hf/model.safetensors")
+    before = {name: (whole / name).read_bytes() for name in names_kept}
+    arguments = [*small_replay.arguments, *SMOOTH, "--checkpoint.interval=3", "--training.steps=6"]
+    with runs.start(whole, [site.url], *arguments, nproc=2) as training:
+        assert training.finish() == 0, training.log
+    assert [line for line in training.shown if "step 6 of 6 is done" in line] == training.shown
+    assert {name: (whole / name).read_bytes() for name in names_kept} == before
+
+
+SMALL_FILES = """import os, resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
+os.execvp(sys.argv[1], sys.argv[1:])"""
+
+
+def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_one_line_and_a_report(
+    runs, site, small_replay, tmp_path
+):
+    # A limit on the size of files fails in the place where a full disk does.
+    arguments = [*small_replay.arguments, "--checkpoint.interval=1", "--training.steps=3"]
+    inside = (sys.executable, "-c", SMALL_FILES)
+    with runs.start(tmp_path, [site.url], *arguments, inside=inside) as training:
+        assert training.finish() != 0
+    assert "a file of the run could not be written" in training.cause, training.log
+    assert training.exitcode == 1
+    assert runs.summary(tmp_path)["steps"] == 1
+    site.assert_serves()
+
+
 @pytest.mark.long
 def test_a_resumed_run_goes_on_with_the_prompts_where_it_stopped(runs, site, tmp_path):
     record = tmp_path / "record.jsonl"

@@ -168,8 +168,8 @@ class BatchLoader(BaseDataLoader):
     def _prepare(self, prepare: Callable[[], StepWork]) -> list[Share]:
         try:
             work = prepare()
-        except TitanGrpoError as error:
-            # Without telling them, the other ranks would wait in the scatter until its deadline.
+        except (TitanGrpoError, OSError) as error:
+            # The other ranks would wait in the scatter until its deadline without an answer.
             return [Share(error=f"{type(error).__name__}: {error}") for _ in self._dp_ranks]
         return [Share(work.ranks[dp], work.steps, work.slot, work.state) for dp in self._dp_ranks]
 

@@ -93,7 +93,7 @@ class Controller:
         self._model_dir = model_dir
         self._run_dir = Path(job_config.job.dump_folder)
         self._options = batch_options(job_config, cost)
-        self.recorder = Recorder(self._run_dir)
+        self._recorder: Recorder | None = None
         run_key = find_run_key(os.environ, job_config.weight_sync.run_key_file)
         self._launcher = Launcher(
             job_config.rollout, model_dir, self._run_dir, cpu, job_config.training.seq_len, run_key
@@ -110,6 +110,13 @@ class Controller:
         self._finished = False
 
     @property
+    def recorder(self) -> Recorder:
+        """The run's records, once it has started."""
+        if self._recorder is None:
+            raise ProtocolError("nothing is recorded before the start")
+        return self._recorder
+
+    @property
     def urls(self) -> list[str]:
         """The servers of the run at this moment."""
         return self._known.urls if self._members is None else self._members.urls
@@ -117,6 +124,8 @@ class Controller:
     def start(self, version: int, state: str) -> None:
         """Start servers and rollouts for training that continues from ``version``; ``state`` is a
         checkpoint's."""
+        # Not earlier: a finished job that is started again changes no file.
+        self._recorder = Recorder(self._run_dir)
         self._known = self._launcher.start(self._job.weight_sync.startup_deadline_s, os.environ)
         self._rollouts = start_rollouts(self._job, self._model_dir, version, state, os.environ)
         self._crew = Crew(self._known.urls, self._rollouts, self.recorder)
@@ -344,15 +353,26 @@ class Controller:
         if self._sync is not None:
             # before the rollouts: a lane may finish its commit by calls that go through them
             self._sync.close()
+        try:
+            if rollouts is not None:
+                self._count_dropped(rollouts.counters())
+                rollouts.close()
+        finally:
+            # Also when a record of groups cannot be flushed to a full disk.
+            self._launcher.stop()
         if rollouts is not None:
-            self._count_dropped(rollouts.counters())
-            rollouts.close()
-        self._launcher.stop()
-        if rollouts is not None:
-            mode = "async" if self._job.grpo.async_weight_update else "sync"
+            self._report()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _report(self) -> None:
+        mode = "async" if self._job.grpo.async_weight_update else "sync"
+        try:
             summary = report.write_report(self.recorder, self._run_dir.name, mode)
+        except OSError as error:
+            terminal.print_status(f"the report cannot be written under {self._run_dir}: {error}")
+        else:
             terminal.print_status(report.final_table(summary))
-        self.recorder.close()
 
     def _count_dropped(self, counters: Mapping[str, int]) -> None:
         for name, count in counters.items():

@@ -18,8 +18,11 @@ Overridden are train_step and train, the state that a checkpoint holds, and clos
 One rank's life: build the trainer, train, close whatever happens."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +34,11 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
 from titan_grpo.algorithm.balance import TokenCost
-from titan_grpo.errors import ConfigError, SyncError, UnhealthyError
+from titan_grpo.errors import ConfigError, StorageError, SyncError, UnhealthyError
 from titan_grpo.observe import names, terminal
 from titan_grpo.titan import compat
 from titan_grpo.titan.data import BatchLoader, Share
+from titan_grpo.titan.dump_folder import held, write_failure
 from titan_grpo.titan.flavors import disable_unexported_buffers, register_tiny_flavors
 from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics
 from titan_grpo.titan.packed import PackedAttention
@@ -360,24 +364,27 @@ class GRPOTrainer(Trainer):
 
     def close(self) -> None:
         """Stop everything that was started. Also after an error; bounded; idempotent."""
-        try:
+        with ExitStack() as parts:
+            # In reverse; each also after an error of the one before.
+            parts.callback(super().close)
+            parts.callback(self.sync.close)
             if self.controller is not None:
-                self.controller.close()
-            self.sync.close()
-        finally:
-            super().close()
+                parts.callback(self.controller.close)
 
 
 def run(job_config: Any, build: Callable[[Any], GRPOTrainer] = GRPOTrainer) -> None:
     """Train as configured, with what ``build`` makes. Raises what stopped it, after everything that
     was started has ended."""
-    init_logger()
-    trainer: GRPOTrainer | None = None
-    try:
-        trainer = build(job_config)
-        trainer.train()
-    finally:
-        if trainer is not None:
-            trainer.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    folder = Path(job_config.job.dump_folder)
+    with held(folder) if os.environ["RANK"] == "0" else nullcontext():
+        init_logger()
+        try:
+            with ExitStack() as ends:
+                ends.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+                trainer = build(job_config)
+                ends.callback(trainer.close)
+                trainer.train()
+        except BaseException as error:
+            if reason := write_failure(error, folder):
+                raise StorageError(reason) from error
+            raise
