@@ -4,20 +4,24 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from titan_grpo import cli
-from titan_grpo.commands import doctor_facts
+from titan_grpo.commands import doctor_checks, doctor_facts
 
 
 @contextmanager
-def http_server(answers: dict[str, object]) -> Iterator[tuple[str, list[str]]]:
-    """A server that knows these GET paths and answers 404 to the rest; yields its URL and the
-    requests it got."""
+def http_server(
+    answers: dict[str, object], ahead_s: float = 0.0
+) -> Iterator[tuple[str, list[str]]]:
+    """A server that knows these GET paths and answers 404 to the rest, with a clock that is ahead;
+    yields its URL and the requests it got."""
     seen: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -31,6 +35,9 @@ def http_server(answers: dict[str, object]) -> Iterator[tuple[str, list[str]]]:
             self.wfile.write(body)
 
         do_GET = do_POST = answer
+
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return formatdate(time.time() + ahead_s, usegmt=True)
 
         def log_message(self, format: str, *args: object) -> None:
             """Quiet."""
@@ -84,6 +91,23 @@ def test_a_server_without_its_rl_routes_is_told_to_open_them(capsys) -> None:
     with http_server({"/health": None, "/version": {"version": "0.32.0"}}) as (url, _):
         assert cli.main(["doctor", "--server", url]) == 1
     assert "VLLM_SERVER_DEV_MODE=1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("ahead_s", "words"), [(60, "ahead of"), (-60, "behind"), (3, "")])
+def test_a_server_whose_clock_is_off_by_five_seconds_is_a_warning(ahead_s, words, capsys) -> None:
+    with http_server({"/health": None, "/version": {"version": "0.32.0"}}, ahead_s) as (url, _):
+        found = doctor_checks.server(doctor_facts.server_facts(url, doctor_facts.Access(5)))
+    clocks = [f for f in found if f.subject == "clocks"]
+    assert [f.status for f in clocks] == (["warning"] if words else [])
+    assert all(words in f.text and "NTP" in f.remedy for f in clocks)
+
+
+def test_an_engine_that_is_too_old_is_refused_once_and_by_its_version(capsys) -> None:
+    answers = {**SGLANG, "/server_info": {"version": "0.5.20"}}
+    with http_server(answers) as (url, _):
+        assert cli.main(["doctor", "--server", url]) == 1
+    problems = [line for line in capsys.readouterr().out.splitlines() if "problem " in line]
+    assert problems == [f"problem  server        {url}: SGLang 0.5.20 is older than 0.5.21"]
 
 
 def test_a_receiver_that_never_calls_back_is_reported_by_the_deadline() -> None:

@@ -2,11 +2,14 @@
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan_grpo.commands import doctor_checks, doctor_facts
+from titan_grpo.commands import doctor_checks as checks
+from titan_grpo.commands import doctor_facts as facts
+from titan_grpo.commands.doctor_checks import Finding
 from titan_grpo.config import LAUNCH
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.image import available_memory
@@ -36,64 +39,35 @@ class Wanted:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments of the command; everything it does not know goes to torchtitan's parser, so a job's
-    command line fits."""
+    """Arguments of the command; torchtitan's parser reads the others, so a job's command line fits."""
     out = argparse.ArgumentParser(
         prog="titan-grpo doctor",
-        description=(
-            "Check versions, memory, ports, environment and servers. Exit code 1 if a problem was"
-            " found."
-        ),
-        epilog=(
-            "Every other argument is read as a job's: titan-grpo doctor --job.config_file X.toml"
-            " [--rollout.servers URL]"
-        ),
+        description="Check versions, memory, ports, environment and servers. Exit code 1 if there is"
+        " a problem.",
+        epilog="Every other argument is a job's: titan-grpo doctor --job.config_file X.toml"
+        " [--rollout.servers URL]",
     )
-    out.add_argument(
-        "--server",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="a server to look at (may be repeated)",
-    )
-    out.add_argument(
-        "--engine-python",
-        default="",
-        metavar="PATH",
-        help="interpreter that launched vLLM servers would use",
-    )
-    out.add_argument("--sglang-python", default="", metavar="PATH", help="the same of SGLang")
-    out.add_argument(
-        "--api-key-env",
-        default="",
-        metavar="NAME",
-        help="environment variable with the servers' API key",
-    )
-    out.add_argument(
-        "--admin-key-env",
-        default="",
-        metavar="NAME",
-        help="environment variable with SGLang's admin key",
-    )
-    out.add_argument(
-        "--timeout",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="deadline of each question to a server",
-    )
+    add = out.add_argument
+    add("--server", action="append", default=[], metavar="URL", help="a server (may be repeated)")
+    add("--engine-python", default="", metavar="PATH", help="interpreter of launched vLLM servers")
+    add("--sglang-python", default="", metavar="PATH", help="the same of SGLang")
+    add("--api-key-env", default="", metavar="NAME", help="variable with the servers' API key")
+    add("--admin-key-env", default="", metavar="NAME", help="variable with SGLang's admin key")
+    add("--timeout", type=float, default=10.0, metavar="SECONDS", help="of each question")
     return out
 
 
 def wanted(
     args: argparse.Namespace, rest: list[str], env: Mapping[str, str]
-) -> tuple[Wanted, doctor_checks.Finding | None]:
-    """What to look at, and what the configuration itself is like."""
-    out = Wanted(
-        servers=list(args.server), api_key_env=args.api_key_env, admin_key_env=args.admin_key_env
-    )
+) -> tuple[Wanted, Finding | None]:
+    """What to look at, and a finding about the configuration itself."""
     named = {"vllm": args.engine_python, "sglang": args.sglang_python}
-    out.pythons = {engine: python for engine, python in named.items() if python}
+    out = Wanted(
+        servers=list(args.server),
+        api_key_env=args.api_key_env,
+        admin_key_env=args.admin_key_env,
+        pythons={engine: python for engine, python in named.items() if python},
+    )
     if not rest:
         return out, None
     from titan_grpo.titan import jobconfig
@@ -104,55 +78,44 @@ def wanted(
         rollout, sync = config.rollout, config.weight_sync
         launched = rollout.servers == [LAUNCH]
         if not launched or rollout.servers_file or rollout.servers_slurm:
-            out.servers += [
-                url for url in known_servers(rollout, env).urls if url not in out.servers
-            ]
+            known = known_servers(rollout, env).urls
+            out.servers += [url for url in known if url not in out.servers]
     except ConfigError as error:
-        return out, doctor_checks.Finding(
-            "problem", "configuration", str(error), "correct the TOML file or the command line"
-        )
+        remedy = "correct the TOML file or the command line"
+        return out, checks.problem("configuration", str(error), remedy)
     if launched:
         pythons = {"vllm": rollout.launch_python, "sglang": rollout.launch_sglang_python}
         out.pythons = {engine: pythons[engine] for engine in rollout.launch_engines} | out.pythons
     out.api_key_env = out.api_key_env or rollout.api_key_env
     out.admin_key_env = out.admin_key_env or rollout.admin_key_env
-    out.bind_host, out.slots, out.wire_bytes = (
-        sync.bind_host,
-        sync.slots,
-        WIRE_BYTES[sync.wire_dtype],
-    )
+    out.bind_host, out.slots = sync.bind_host, sync.slots
+    out.wire_bytes = WIRE_BYTES[sync.wire_dtype]
     out.model, out.run_key_file = config.model.hf_assets_path, sync.run_key_file
     out.controller = "" if rollout.controller == "local" else rollout.controller
     out.controller_key_env = rollout.controller_key_env
-    return out, doctor_checks.Finding("ok", "configuration", "valid")
+    return out, checks.ok("configuration", "valid")
 
 
-def machine(want: Wanted, env: Mapping[str, str]) -> list[doctor_checks.Finding]:
-    """Findings about this environment and this host."""
-    out = [doctor_checks.python(sys.version_info[:3])]
-    out += [
-        doctor_checks.package(name, doctor_facts.installed(name), allowed)
-        for name, allowed in doctor_checks.RANGES.items()
-    ]
-    out.append(doctor_checks.torchrun(env))
-    elements = doctor_facts.model_elements(Path(want.model)) if want.model else None
+def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
+    """Look at this environment and this host."""
+    yield checks.python(sys.version_info[:3])
+    for name, allowed in checks.RANGES.items():
+        yield checks.package(name, facts.installed(name), allowed)
+    yield checks.torchrun(env)
+    elements = facts.model_elements(Path(want.model)) if want.model else None
     size = None if elements is None else elements * want.wire_bytes
-    out.append(doctor_checks.memory(available_memory(), size, want.slots))
-    out.append(doctor_checks.shared_memory(doctor_facts.shm_size(), accelerators()))
-    hosts = (
-        [want.bind_host]
-        if want.bind_host
-        else sorted({doctor_facts.address_towards(url) for url in want.servers} or {"127.0.0.1"})
-    )
-    out += [doctor_checks.bind(host, doctor_facts.listen_error(host)) for host in hosts]
+    yield checks.memory(available_memory(), size, want.slots)
+    yield checks.shared_memory(facts.shm_size(), accelerators())
+    towards = {facts.address_towards(url) for url in want.servers} or {"127.0.0.1"}
+    for host in [want.bind_host] if want.bind_host else sorted(towards):
+        yield checks.bind(host, facts.listen_error(host))
     for engine, python in want.pythons.items():
-        out += doctor_checks.engine(python, *doctor_facts.engine_answer(python), engine)
-    return out
+        yield from checks.engine(python, *facts.engine_answer(python), engine)
 
 
 def accelerators() -> int:
-    """GPUs that torch sees; 0 if torch is not there (which has a finding of its own)."""
-    if doctor_facts.installed("torch") is None:
+    """GPUs that torch sees; 0 without torch (which has a finding of its own)."""
+    if facts.installed("torch") is None:
         return 0
     import torch
 
@@ -167,39 +130,34 @@ def _key(env: Mapping[str, str], setting: str, name: str) -> str:
     return env[name] if name else ""
 
 
-def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Print all findings as they come; 0 if there is no problem among them, else 1."""
-    args, rest = parser().parse_known_args(argv)
+def findings(
+    args: argparse.Namespace, rest: list[str], env: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Look at everything, one finding after the other. Raises ConfigError for a missing key."""
     want, configuration = wanted(args, rest, env)
-    api_key, admin_key = (
+    access = facts.Access(
+        args.timeout,
+        want.bind_host,
         _key(env, "api_key_env", want.api_key_env),
         _key(env, "admin_key_env", want.admin_key_env),
+        find_run_key(env, want.run_key_file),
     )
-    run_key = find_run_key(env, want.run_key_file)
-    access = doctor_facts.Access(args.timeout, want.bind_host, api_key, admin_key, run_key)
-    problems = warnings = 0
-
-    def show(findings: list[doctor_checks.Finding]) -> None:
-        nonlocal problems, warnings
-        for finding in findings:
-            problems += finding.status == "problem"
-            warnings += finding.status == "warning"
-            print(finding.line(), flush=True)
-
-    show([configuration] if configuration else [])
-    show(machine(want, env))
+    if configuration:
+        yield configuration
+    yield from machine(want, env)
     if want.controller:
         key = _key(env, "controller_key_env", want.controller_key_env)
-        show(
-            [
-                doctor_checks.controller(
-                    want.controller,
-                    *doctor_facts.controller_answer(want.controller, key, args.timeout),
-                    FORMAT,
-                )
-            ]
-        )
+        answer, error = facts.controller_answer(want.controller, key, args.timeout)
+        yield checks.controller(want.controller, answer, error, FORMAT)
     for url in want.servers:
-        show(doctor_checks.server(doctor_facts.server_facts(url, access)))
-    print(f"{problems} problems, {warnings} warnings")
-    return 1 if problems else 0
+        yield from checks.server(facts.server_facts(url, access))
+
+
+def run(argv: list[str], env: Mapping[str, str]) -> int:
+    """Print all findings as they come; 0 if there is no problem among them, else 1."""
+    found: Counter[str] = Counter()
+    for finding in findings(*parser().parse_known_args(argv), env):
+        found[finding.status] += 1
+        print(finding.line(), flush=True)
+    print(f"{found['problem']} problems, {found['warning']} warnings")
+    return 1 if found["problem"] else 0

