@@ -29,9 +29,10 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from titan_grpo.commands.processes import end_group, torchrun
+from titan_grpo.commands.processes import GRACE_S, torchrun
 from titan_grpo.engines.launch import Server, ServerSpec, free_port
 from titan_grpo.runkey import Key, with_run_key
+from titan_grpo.subprocesses import end
 from titan_grpo.titan.tiny import write_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,7 +114,7 @@ def training(
                 stderr=log,
                 start_new_session=True,
             )
-            stack.callback(end_group, started)
+            stack.callback(end, started, GRACE_S)
         yield psutil.Process(started.pid)
 
 

@@ -1,117 +1,276 @@
-"""Waiting for a child process: subprocess has no wait with a deadline that does not ask again every
-50 ms.
+"""Start, watch and end subprocesses. Every subprocess of the package is started here.
 
-What servers of all engines have in common when we start them: the description of one, and a clean
-environment."""
+``python -m titan_grpo.subprocesses --fd N --grace SECONDS -- COMMAND...`` is the guard that
+``Guarded`` starts between itself and a command."""
 
+import argparse
+import ctypes
 import os
 import select
+import signal
+import socket
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import IO, Any
 
-from titan_grpo.runkey import Key
+from titan_grpo.runkey import KEY_VARIABLES
+
+TORCHRUN_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+TORCHRUN_NAMES |= {"GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"}
+TORCHRUN_NAMES |= {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
+TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "PET_")
+
+PR_SET_PDEATHSIG = 1
+KILL_S = 5.0
+"""Seconds to wait for a process that got SIGKILL."""
+
+GUARD_START_S = 30.0
+SHARED_MEMORY = Path("/dev/shm")
+
+Output = int | IO[Any] | None
+"""Where stdout or stderr goes, as subprocess.Popen takes it; None: where ours goes."""
+
+
+def without_torchrun(base: Mapping[str, str]) -> dict[str, str]:
+    """``base`` without torchrun's variables: a process that finds them takes them for its own rank
+    and hangs in the rendezvous."""
+    return {
+        name: value
+        for name, value in base.items()
+        if name not in TORCHRUN_NAMES and not name.startswith(TORCHRUN_PREFIXES)
+    }
+
+
+def helper_environment(base: Mapping[str, str], *dropped: str) -> dict[str, str]:
+    """Environment of our own helper processes: no rank, one thread, no run key (a helper that needs
+    a key gets it over its socket), and nothing of ``dropped``. Pure."""
+    kept = without_torchrun(base)
+    for name in (*KEY_VARIABLES, *dropped):
+        kept.pop(name, None)
+    # C++ stack traces of every lost connection would fill the log.
+    few = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return kept | few | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def start_module(
+    module: str,
+    *arguments: str,
+    env: Mapping[str, str],
+    stdout: Output = None,
+    stderr: Output = None,
+    new_session: bool = False,
+) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+    """Start ``python -m MODULE --fd N ARGUMENTS``, where N is one end of a socket pair. Returns the
+    process and the other end, which closes when this process ends, however it ends.
+
+    ``new_session``: signals to our group or terminal do not reach the process. Raises OSError.
+    """
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", module, "--fd", str(theirs.fileno()), *arguments]
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=[theirs.fileno()],
+                start_new_session=new_session,
+            )
+    except BaseException:
+        ours.close()
+        raise
+    return process, ours
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send ``number`` to this process when the *thread* that started it ends.
+
+    A parent that had ended before this call is not noticed: compare os.getppid() where that
+    matters.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def wait_process(process: "subprocess.Popen[Any]", timeout_s: float) -> int:
-    """As ``process.wait(timeout_s)``, asleep until it ends: its exit status, or
-    subprocess.TimeoutExpired.
-
-    Several threads may wait for one process.
-    """
-    if process.poll() is None and not _ends(process.pid, timeout_s):
-        raise subprocess.TimeoutExpired(process.args, timeout_s)
+    """``process.wait(timeout_s)`` without its polling: the exit status, or
+    subprocess.TimeoutExpired. Several threads may wait for one process."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):  # another thread has reaped it
+            pidfd = os.pidfd_open(process.pid)
+            try:
+                if not _readable(timeout_s, pidfd):
+                    raise subprocess.TimeoutExpired(process.args, timeout_s)
+            finally:
+                os.close(pidfd)
     # no deadline: the process has ended
     return process.wait()
 
 
-def _ends(pid: int, timeout_s: float) -> bool:
-    with suppress(ProcessLookupError):  # another thread has met its end
-        pidfd = os.pidfd_open(pid)
-        try:
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            return bool(poll.poll(max(0.0, timeout_s) * 1000.0))
-        finally:
-            os.close(pidfd)
-    return True
+def end(process: "subprocess.Popen[Any]", grace_s: float) -> None:
+    """End the leader of a process group and every process below it: SIGTERM to the group, SIGKILL
+    to all after the grace. Bounded by the grace and KILL_S. Idempotent."""
+    # Looked up while the parents live: torchrun starts each rank in a session, so in a group, of
+    # its own.
+    below = _descendants(process.pid) if process.poll() is None else []
+    for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
+        if process.poll() is None:
+            signal_group(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                wait_process(process, wait_s)
+    # Also after a clean exit of the leader: the others may still be there.
+    signal_group(process.pid, signal.SIGKILL)
+    for pidfd in below:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
 
 
-TORCHRUN_NAMES = frozenset(
-    {
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "ROLE_RANK",
-        "ROLE_NAME",
-    }
-    | {"ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONHOME"}
-)
-TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "PET_")
+def signal_group(group: int, number: int) -> None:
+    """Signal a process group that may be gone already."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
 
 
-@dataclass(frozen=True, slots=True)
-class ServerSpec:
-    """One server to start.
+class Guarded:
+    """A command in a process group of its own that ends with this process, however this one dies.
 
-    ``python`` is the interpreter of the engine's environment; ``weight_transfer`` False starts
-    without our plugin's backend; ``cpu_threads`` 0 leaves threads to the engine (a GPU machine, or
-    a host of its own). With a ``run_key`` it takes weights from nobody without. ``api_key`` is
-    asked of everybody; ``admin_key`` (SGLang) of who pauses it or sends weights.
+    PR_SET_PDEATHSIG alone is not enough: it follows the thread that forked, and reaches the leader
+    only. So a guard process holds the other end of a socket; when that closes, the guard ends the
+    group and everything below it.
     """
 
-    python: str
-    model: str
-    log_path: str
-    engine: Literal["vllm", "sglang"] = "vllm"
-    port: int = 0
-    host: str = "127.0.0.1"
-    max_model_len: int = 256
-    dtype: str = "bfloat16"
-    max_num_seqs: int = 64
-    tensor_parallel: int = 1
-    weight_transfer: bool = True
-    cpu: bool = True
-    cpu_threads: int = 1
-    args: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    run_key: Key | None = None
-    api_key: str = field(default="", repr=False)
-    admin_key: str = field(default="", repr=False)
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        grace_s: float,
+        stdout: Output = None,
+        stderr: Output = subprocess.STDOUT,
+    ) -> None:
+        """Start it. ``grace_s``: seconds between SIGTERM and SIGKILL. A command that cannot be
+        started shows as one that ended."""
+        self._grace_s = grace_s
+        self.guard, self._owner = start_module(
+            "titan_grpo.subprocesses",
+            *("--grace", str(grace_s), "--", *command),
+            env=env,
+            stdout=stdout,
+            stderr=stderr,
+            new_session=True,
+        )
+        self._owner.settimeout(GUARD_START_S)
+        try:
+            # no deadline: the socket has a timeout
+            self.group = int(self._owner.makefile("rb").readline() or b"0")
+        except (OSError, ValueError):
+            self.group = 0
+        """Process id of the command, which is its process group; 0 if it did not start."""
 
-    @property
-    def url(self) -> str:
-        """Base URL of the server."""
-        return f"http://{self.host}:{self.port}"
+    def poll(self) -> int | None:
+        """Exit status of the command (128 + number after a signal); None while it runs."""
+        return self.guard.poll()
 
-    @property
-    def shares_cores(self) -> bool:
-        """Whether it runs on a CPU that others need too: few threads, few processes, no
-        spinning."""
-        return self.cpu and self.cpu_threads > 0
+    def signal(self, number: int) -> None:
+        """Signal the whole group; SIGSTOP and SIGCONT freeze and thaw it."""
+        if self.group and self.guard.poll() is None:
+            signal_group(self.group, number)
+
+    def stop(self) -> None:
+        """End it: SIGTERM, then SIGKILL after the grace. Returns when it is gone (bounded).
+        Idempotent."""
+        self._owner.close()
+        self.signal(signal.SIGCONT)
+        try:
+            wait_process(self.guard, self._grace_s + 2 * KILL_S)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+            self.guard.kill()
+            wait_process(self.guard, KILL_S)
 
 
-def without_torchrun(base: Mapping[str, str]) -> dict[str, str]:
-    """``base`` without torchrun's variables: an engine would take them for its own rank and
-    hang."""
-    return {
-        k: v
-        for k, v in base.items()
-        if k not in TORCHRUN_NAMES and not k.startswith(TORCHRUN_PREFIXES)
-    }
+def _readable(timeout_s: float | None, *fds: int) -> bool:
+    """Whether a descriptor got readable or closed in time. Not select(): that ends at descriptor
+    1023."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000.0))
 
 
-def few_threads(spec: ServerSpec) -> dict[str, str]:
-    """Variables that keep a server which shares cores from spinning on those that the trainer's
-    ranks need."""
-    out = {
-        "OMP_NUM_THREADS": str(spec.cpu_threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "KMP_BLOCKTIME": "0",
-    }
-    return out | {"TOKENIZERS_PARALLELISM": "false"}
+def _descendants(pid: int) -> list[int]:
+    """A pidfd, which no reuse of pids can mislead, of every process below ``pid``."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # The name in brackets may hold anything; the parent is the second field after it.
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    out: list[int] = []
+    pending = list(children.get(pid, ()))
+    while pending:
+        child = pending.pop()
+        pending += children.get(child, ())
+        with suppress(OSError):
+            out.append(os.pidfd_open(child))
+    return out
+
+
+def _shared_memory(in_group: Callable[[int], bool]) -> set[int]:
+    """Inodes of the files in /dev/shm that a process maps whose process group satisfies
+    ``in_group``.
+
+    Inodes and not paths: glibc creates a named semaphore under another name and links it, so the
+    mapping's path is one that no longer exists.
+    """
+    out: set[int] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if in_group(os.getpgid(int(maps.parent.name))):
+                # address, permissions, offset, device, inode, path
+                lines = (line.split(None, 5) for line in maps.read_text().splitlines())
+                out |= {int(f[4]) for f in lines if f[-1].startswith(f"{SHARED_MEMORY}/")}
+    return out
+
+
+def _guard(argv: Sequence[str]) -> int:
+    """Run the command until it ends, its owner does, or SIGTERM comes; then end what is left of it.
+    Returns the command's exit status (128 + number after a signal).
+
+    What the group leaves in /dev/shm is removed: SGLang's schedulers leave 25 MB each at tensor
+    parallel 2 and a semaphore, and containers often have 64 MB.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--grace", type=float, required=True)
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(argv)
+    owner = socket.socket(fileno=options.fd)
+    woken, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno())
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    child = subprocess.Popen(
+        options.command, process_group=0, preexec_fn=end_with_parent, stdin=subprocess.DEVNULL
+    )
+    with suppress(OSError):
+        owner.sendall(f"{child.pid}\n".encode())
+    # no deadline: the owner's end, a signal, or the command's end
+    _readable(None, owner.fileno(), woken.fileno(), os.pidfd_open(child.pid))
+    left = _shared_memory(lambda group: group == child.pid)
+    end(child, options.grace)
+    left -= _shared_memory(lambda group: group != child.pid)
+    for path in SHARED_MEMORY.iterdir():
+        with suppress(OSError):
+            if path.stat().st_ino in left:
+                path.unlink()
+    status = wait_process(child, KILL_S)
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(_guard(sys.argv[1:]))

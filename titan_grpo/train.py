@@ -1,14 +1,11 @@
 """``torchrun ... -m titan_grpo.train --job.config_file X.toml``: the trainer's entry point on every
 rank."""
 
-import ctypes
 import os
 import signal
 import sys
 import traceback
 from typing import Any
-
-PR_SET_PDEATHSIG = 1
 
 
 def _stop_on_signals() -> None:
@@ -19,7 +16,9 @@ def _stop_on_signals() -> None:
     kills after its grace. If torchrun itself is killed, its ranks (each in a session of its own)
     would train on alone: the kernel sends SIGTERM.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    from titan_grpo.subprocesses import end_with_parent
+
+    end_with_parent(signal.SIGTERM)
 
     def stop(number: int, frame: Any) -> None:
         for each in (signal.SIGTERM, signal.SIGINT):

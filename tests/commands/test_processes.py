@@ -1,14 +1,14 @@
-"""Running a child whose whole tree ends with it, and reporting its failure in one line."""
+"""Run a command whose whole tree ends with us, and report its failure in one line."""
 
 import os
-import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
-from titan_grpo.commands.processes import TrainingFailed, descendants, end_group, run_logged
+from titan_grpo.commands.processes import TrainingFailed, run_logged
 from titan_grpo.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_the_log_keeps_everything_and_people_see_marked_lines(tmp_path):
+def test_the_log_keeps_everything_and_people_see_marked_lines(tmp_path: Path) -> None:
     seen: list[str] = []
     run_logged(
         python("print('noise'); print('titan-grpo| step 1/2')"),
@@ -45,33 +45,36 @@ def test_the_log_keeps_everything_and_people_see_marked_lines(tmp_path):
     ],
     ids=["a refused configuration", "a rank's refused configuration", "an exception"],
 )
-def test_a_failure_is_one_line(code, error, message, tmp_path):
+def test_a_failure_is_one_line(
+    code: str, error: type[Exception], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(error, match=message) as caught:
         run_logged(python(code), tmp_path / "log", os.environ, None)
     assert "\n" not in str(caught.value)
 
 
-# A child in a session of its own that ignores SIGTERM, as a hanging rank of torchrun's does; says
-# its pid.
-HANGING = (
-    "import signal, os; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(),"
-    " flush=True); signal.pause()"
-)
-PARENT = (
-    f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HANGING!r}],"
-    " start_new_session=True)"
-)
+OWNER = """
+import os, sys
+from pathlib import Path
+from titan_grpo.commands.processes import run_logged
+run_logged([sys.executable, "-c", sys.argv[1]], Path(sys.argv[2]), os.environ, print)
+"""
+
+# As torchrun: a child in a session of its own, which does not end by the signal of its group.
+PARENT = """
+import subprocess, sys
+code = "import os, signal; print('titan-grpo|', os.getpid(), flush=True); signal.pause()"
+subprocess.run([sys.executable, "-c", code], start_new_session=True)
+"""
 
 
-def test_a_grandchild_in_a_session_of_its_own_ends_too():
-    process = subprocess.Popen(
-        python(PARENT), stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    child = psutil.Process(int(process.stdout.readline()))
-    pidfds = descendants(process.pid)
-    assert len(pidfds) == 1
-    os.close(pidfds[0])
-    end_group(process)
-    assert process.returncode == -signal.SIGTERM
-    assert psutil.wait_procs([child], timeout=30)[1] == []
-    process.stdout.close()
+def test_a_killed_command_leaves_nothing_of_what_it_ran(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [*python(OWNER), PARENT, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        rank = psutil.Process(int(owner.stdout.readline()))
+        below = [rank, *rank.parents()[:2]]
+        assert owner.pid not in [process.pid for process in below]
+        owner.kill()
+        assert psutil.wait_procs(below, timeout=30)[1] == []

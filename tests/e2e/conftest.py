@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conformance.engine import EngineUnderTest
-from titan_grpo.commands.processes import end_group, torchrun
+from titan_grpo.commands.processes import GRACE_S, torchrun
 from titan_grpo.engines.generation import Sampling
 from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.launch import Server
@@ -35,6 +35,7 @@ from titan_grpo.rollout.remote import RemoteLink
 from titan_grpo.rollout.service import Service
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.subprocesses import end
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.site import Devices, server_spec
 
@@ -151,7 +152,7 @@ class Training:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        end_group(self.process)
+        end(self.process, GRACE_S)
         self._reader.join(10)
 
 

@@ -2,20 +2,13 @@
 has the real ones."""
 
 import json
-import mmap
 import os
 import shlex
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import textwrap
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
-import psutil
 import pytest
 
 from titan_grpo.engines import sglang
@@ -204,36 +197,6 @@ def test_sglangs_keys_are_in_a_file_of_ours_alone_and_only_until_it_runs(tmp_pat
     assert log.stat().st_mode & 0o077 == 0, "SGLang writes its arguments, so its keys, into its log"
 
 
-SHARES_MEMORY = (
-    HEALTHY
-    + """\
-    import mmap
-    held = []
-    for path in {paths!r}:
-        with open(path, "r+b") as file:
-            held.append(mmap.mmap(file.fileno(), 4096))
-    serve()
-"""
-)
-
-
-def test_the_shared_memory_of_a_server_goes_with_it_and_that_of_others_stays(tmp_path):
-    with ExitStack() as stack:
-        files = [
-            stack.enter_context(tempfile.NamedTemporaryFile(dir="/dev/shm", delete=False))
-            for _ in range(2)
-        ]
-        paths = [file.name for file in files]
-        stack.callback(lambda: [Path(path).unlink(missing_ok=True) for path in paths])
-        for file in files:
-            file.truncate(4096)
-        ours = stack.enter_context(mmap.mmap(files[1].fileno(), 4096))
-        assert len(ours) == 4096
-        with Server(spec(tmp_path, SHARES_MEMORY.replace("{paths!r}", repr(paths)))) as server:
-            server.wait_healthy(30)
-        assert [Path(path).exists() for path in paths] == [False, True]
-
-
 def test_the_port_of_a_server_that_starts_is_nobody_elses(tmp_path):
     def take(port: int) -> None:
         with socket.socket() as other:
@@ -254,46 +217,3 @@ def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path
         pytest.raises(ServerUnreachable, match=r"exit code 3(.|\n)*no such model"),
     ):
         server.wait_healthy(30)
-
-
-def test_stop_kills_a_server_that_ignores_sigterm_and_its_children(tmp_path):
-    stubborn = """\
-        import os, signal, sys
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        pid = os.fork()
-        signal.pause()
-    """
-    server = Server(spec(tmp_path, stubborn), stop_grace_s=0.5)
-    leader = psutil.Process(server.group)
-    server.stop()
-    assert not leader.is_running()
-    assert not [p for p in psutil.process_iter() if _group(p.pid) == server.group]
-    server.stop()
-
-
-def test_a_killed_owner_takes_its_server_with_it(tmp_path):
-    path = stand_in(tmp_path, "import signal; signal.pause()")
-    owner_code = f"""
-import sys
-from titan_grpo.engines.launch import Server, ServerSpec
-server = Server(ServerSpec({path!r}, "m", {str(tmp_path / "log")!r}), stop_grace_s=1.0)
-print(server.group, flush=True)
-sys.stdin.read()
-"""
-    owner = subprocess.Popen(
-        [sys.executable, "-c", owner_code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert owner.stdout is not None
-    group = int(owner.stdout.readline())
-    server = psutil.Process(group)
-    owner.send_signal(signal.SIGKILL)
-    owner.wait(10)
-    _, alive = psutil.wait_procs([server], timeout=15)
-    assert not alive
-
-
-def _group(pid: int) -> int:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return -1

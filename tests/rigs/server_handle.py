@@ -4,7 +4,6 @@ behind."""
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,8 +16,8 @@ from typing import Any
 
 from tests.rigs.census import children
 from titan_grpo.engines.http import Call, SyncDriver
-from titan_grpo.engines.process_guard import kill_group
 from titan_grpo.errors import ServerUnreachable
+from titan_grpo.subprocesses import Guarded
 
 START_S = 60.0
 """Deadline of a start, in seconds: most of it is importing torch."""
@@ -76,7 +75,7 @@ class ServerProcess:
     @property
     def guard_pid(self) -> int:
         """Process id of its guard."""
-        return self._guard.pid
+        return self._guarded.guard.pid
 
     @property
     def receiver_pid(self) -> int | None:
@@ -98,42 +97,20 @@ class ServerProcess:
     def start(self) -> None:
         """Start it again after ``kill`` or ``stop``, on the same port: other weights, another
         label, no memory."""
-        ours, theirs = socket.socketpair()
-        guard = [
-            sys.executable,
-            "-m",
-            "titan_grpo.engines.process_guard",
-            "--fd",
-            str(theirs.fileno()),
-            "--grace",
-            str(GRACE_S),
-        ]
-        command = [
-            sys.executable,
-            "-m",
-            "tests.rigs.server_process",
-            "--host",
-            self._host,
-            "--port",
-            str(self._port),
-        ]
-        with theirs, ExitStack() as stack:
+        command = [sys.executable, "-m", "tests.rigs.server_process"]
+        command += ["--host", self._host, "--port", str(self._port), *self._args]
+        with ExitStack() as stack:
             log = None if self._log_path is None else stack.enter_context(self._log_path.open("ab"))
-            self._guard = subprocess.Popen(
-                [*guard, "--", *command, *self._args],
-                env={**os.environ, "OMP_NUM_THREADS": "1", **self._env},
-                stdin=subprocess.DEVNULL,
+            self._guarded = Guarded(
+                command,
+                {**os.environ, "OMP_NUM_THREADS": "1", **self._env},
+                GRACE_S,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
             )
-        self._owner = ours
         try:
             self._port = int(self._first_line()["port"])
-            ours.settimeout(START_S)
-            with ours.makefile("rb") as told:
-                self.pid = int(told.readline())
+            self.pid = self._guarded.group
         except (ValueError, OSError, TypeError) as error:
             self.stop()
             raise ServerUnreachable(
@@ -143,7 +120,7 @@ class ServerProcess:
     def _first_line(self) -> Any:
         """What the process says when it listens. Its further output is read and dropped, so that it
         never fills the pipe."""
-        stdout = self._guard.stdout
+        stdout = self._guarded.guard.stdout
         assert stdout is not None
         lines: SimpleQueue[bytes] = SimpleQueue()
 
@@ -161,8 +138,7 @@ class ServerProcess:
 
     def signal(self, number: int) -> None:
         """Signal the server and its receivers; SIGSTOP and SIGCONT freeze and thaw them."""
-        if self.pid:
-            kill_group(self.pid, number)
+        self._guarded.signal(number)
 
     def signal_server(self, number: int) -> None:
         """Signal the server alone."""
@@ -171,7 +147,7 @@ class ServerProcess:
 
     def alive(self) -> bool:
         """Whether the server's process runs."""
-        return self._guard.poll() is None
+        return self._guarded.poll() is None
 
     def kill(self) -> None:
         """SIGKILL to the server and its receivers; returns when they are gone. ``start`` brings it
@@ -181,14 +157,7 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End it, also while it is stopped; returns when it is gone. Idempotent."""
-        self._owner.close()
-        self.signal(signal.SIGCONT)
-        try:
-            self._guard.wait(GRACE_S + 5.0)
-        except subprocess.TimeoutExpired:
-            self.signal(signal.SIGKILL)
-            self._guard.kill()
-            self._guard.wait(5.0)
+        self._guarded.stop()
         self.pid = 0
 
     def __enter__(self) -> "ServerProcess":

@@ -1,27 +1,21 @@
-"""Starting real servers on this host, and making sure that they end. What is particular to an
-engine: launch_<engine>.py."""
+"""Start real servers on this host, and make sure that they end. What is particular to an engine:
+vllm.py, sglang.py."""
 
 import contextlib
-import dataclasses
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
+from typing import Literal
 
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.http import Call, SyncDriver, ignore
-from titan_grpo.engines.process_guard import kill_group
 from titan_grpo.errors import ServerRefused, ServerUnreachable
-from titan_grpo.runkey import with_run_key
-from titan_grpo.subprocesses import ServerSpec, wait_process
-
-__all__ = ["Server", "ServerSpec", "command", "environment", "free_port"]
+from titan_grpo.runkey import Key, with_run_key
+from titan_grpo.subprocesses import Guarded, without_torchrun
 
 HEALTH = Call("GET", "/health", 2.0, ignore)
 """Both engines answer it with 200 once they can generate, and ask for no key."""
@@ -30,24 +24,71 @@ LOG_TAIL_BYTES = 2000
 POLL_S = 0.25
 
 
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """One server to start.
+
+    ``python``: interpreter of the engine's environment. ``weight_transfer``: start with our plugin.
+    ``cpu_threads``: 0 leaves threads to the engine (a GPU machine, or a host of its own). With a
+    ``run_key`` it takes weights only from a trainer that has the same. ``api_key``: required of
+    every call; ``admin_key`` (SGLang): of calls that pause it or send weights.
+    """
+
+    python: str
+    model: str
+    log_path: str
+    engine: Literal["vllm", "sglang"] = "vllm"
+    port: int = 0
+    host: str = "127.0.0.1"
+    max_model_len: int = 256
+    dtype: str = "bfloat16"
+    max_num_seqs: int = 64
+    tensor_parallel: int = 1
+    weight_transfer: bool = True
+    cpu: bool = True
+    cpu_threads: int = 1
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    run_key: Key | None = None
+    api_key: str = field(default="", repr=False)
+    admin_key: str = field(default="", repr=False)
+
+    @property
+    def url(self) -> str:
+        """Base URL of the server."""
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether other processes need its CPU cores too: few threads, few processes, no
+        spinning."""
+        return self.cpu and self.cpu_threads > 0
+
+
 def command(spec: ServerSpec, keys_path: str = "") -> list[str]:
-    """The server's command line; ``keys_path``: a file with its keys, for an engine that reads them
+    """The server's command line. ``keys_path``: file with its keys, for an engine that reads them
     from one."""
     return sglang.command(spec, keys_path) if spec.engine == "sglang" else vllm.command(spec)
 
 
 def environment(base: Mapping[str, str], spec: ServerSpec) -> dict[str, str]:
-    """The server's environment, made of ``base``; the run key goes by it, because anybody can read
-    a command line."""
+    """The server's environment, made of ``base``. The run key goes here because command lines are
+    public."""
+    out = without_torchrun(base) | {"HF_HUB_OFFLINE": "1"}
+    out.pop("PYTHONHOME", None)  # of our interpreter, not of the engine's
+    if spec.shares_cores:
+        # A server that spins takes the cores that the trainer's ranks need.
+        out |= {"OMP_NUM_THREADS": str(spec.cpu_threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        out |= {"KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false"}
     if spec.engine == "sglang":
-        out = sglang.environment(base, spec, sorted(os.sched_getaffinity(0)))
+        out = sglang.environment(out, spec, sorted(os.sched_getaffinity(0)))
     else:
-        out = vllm.environment(base, spec)
+        out = vllm.environment(out, spec)
     return with_run_key(out, spec.run_key)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago. If somebody takes it first, the server exits and
+    """A port that was free a moment ago. If another process takes it first, the server exits and
     wait_healthy says so."""
     with socket.socket() as probe:
         probe.bind((host, 0))
@@ -55,147 +96,98 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 class Server:
-    """A launched server. A context manager; ``stop`` is idempotent, and the server also ends when
-    this process does."""
+    """A launched server. A context manager; it also ends when this process does."""
 
     def __init__(self, spec: ServerSpec, stop_grace_s: float = 10.0) -> None:
-        # An engine binds its port when the model is loaded: until then nobody else shall be given
-        # it.
-        self._held = None if spec.port else _hold_port(spec.host)
-        self.spec = (
-            spec
-            if self._held is None
-            else dataclasses.replace(spec, port=self._held.getsockname()[1])
-        )
-        self.url = self.spec.url
-        self._grace_s = stop_grace_s
+        """Start it. ``stop_grace_s``: seconds between SIGTERM and SIGKILL."""
+        self._held = None
+        if not spec.port:
+            # An engine binds its port only after the model is loaded. Until then a socket that
+            # never listens keeps the port from other processes; a server that sets SO_REUSEADDR, as
+            # both engines do, can still bind it.
+            self._held = socket.socket()
+            self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._held.bind((spec.host, 0))
+            spec = replace(spec, port=self._held.getsockname()[1])
+        self.spec, self.url = spec, spec.url
         self._started = time.monotonic()
-        ours, theirs = socket.socketpair()
-        Path(self.spec.log_path).parent.mkdir(parents=True, exist_ok=True)
-        self._keys_path = _write_keys(self.spec)
-        guard = [
-            sys.executable,
-            "-m",
-            "titan_grpo.engines.process_guard",
-            "--fd",
-            str(theirs.fileno()),
-            "--grace",
-            str(stop_grace_s),
-        ]
-        with open(self.spec.log_path, "wb") as log:
-            if self._keys_path:
+        log = Path(spec.log_path)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._keys = Path(f"{log}.keys.yaml") if spec.engine == "sglang" else None
+        keys = sglang.keys(spec) if self._keys is not None else ""
+        with log.open("wb") as output:
+            if self._keys is not None and keys:
                 # SGLang writes all its arguments into its log, keys too.
-                os.fchmod(log.fileno(), 0o600)
-            self._guard = subprocess.Popen(
-                [*guard, "--", *command(self.spec, self._keys_path)],
-                env=environment(os.environ, self.spec),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                os.fchmod(output.fileno(), 0o600)
+                self._keys.unlink(missing_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                with open(os.open(self._keys, flags, 0o600), "w") as file:
+                    file.write(keys)
+            self._guarded = Guarded(
+                command(spec, str(self._keys) if keys else ""),
+                environment(os.environ, spec),
+                stop_grace_s,
+                stdout=output,
             )
-        theirs.close()
-        self._owner = ours
-        ours.settimeout(30.0)
-        try:
-            # no deadline: the socket has a timeout
-            self.group = int(ours.makefile("rb").readline() or b"0")
-        except (OSError, ValueError):
-            self.group = 0
+
+    @property
+    def group(self) -> int:
         """Process group of the server; 0 if it did not start."""
+        return self._guarded.group
 
     def wait_healthy(
         self, deadline_s: float = 300.0, cancel: threading.Event | None = None
     ) -> float:
         """Wait until /health answers 200; returns the seconds since the start.
 
-        Raises ServerUnreachable when the process ended, ``cancel`` was set, or the deadline passed,
-        with the log's end.
+        Raises ServerUnreachable, with the log's end, when the process ended, ``cancel`` was set, or
+        the deadline passed.
         """
         cancel = cancel or threading.Event()
-        deadline = self._started + deadline_s
         with SyncDriver(self.url) as driver:
             while True:
                 with contextlib.suppress(ServerUnreachable, ServerRefused):
                     driver.run(HEALTH)
                     self._forget_start()
                     return time.monotonic() - self._started
-                if self._guard.poll() is not None:
-                    raise self._failed(
-                        f"ended with exit code {self._guard.returncode} before it was healthy"
-                    )
-                if time.monotonic() > deadline:
-                    raise self._failed(f"was not healthy after {deadline_s:g} s")
-                if cancel.wait(POLL_S):
-                    raise self._failed("was cancelled while it started")
+                status = self._guarded.poll()
+                if status is not None:
+                    what = f"ended with exit code {status} before it was healthy"
+                elif time.monotonic() > self._started + deadline_s:
+                    what = f"was not healthy after {deadline_s:g} s"
+                elif cancel.wait(POLL_S):
+                    what = "was cancelled while it started"
+                else:
+                    continue
+                log = Path(self.spec.log_path)
+                tail = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+                raise ServerUnreachable(
+                    f"{self.url}: the launched server {what}; see {log}, which ends with:\n{tail}"
+                )
 
     def signal(self, number: int) -> None:
-        """Send a signal to every process of the server (SIGSTOP and SIGCONT freeze and thaw it)."""
-        if self.group:
-            kill_group(self.group, number)
+        """Signal every process of the server; SIGSTOP and SIGCONT freeze and thaw it."""
+        self._guarded.signal(number)
 
     def alive(self) -> bool:
         """Whether the server's process runs."""
-        return self._guard.poll() is None
+        return self._guarded.poll() is None
 
     def stop(self) -> None:
-        """SIGTERM, then after the grace SIGKILL, to the whole group; returns when it is gone
-        (bounded)."""
+        """SIGTERM, then after the grace SIGKILL, to the whole group. Returns when it is gone
+        (bounded). Idempotent."""
         self._forget_start()
-        self._owner.close()
-        self.signal(signal.SIGCONT)
-        try:
-            wait_process(self._guard, self._grace_s + 5.0)
-        except subprocess.TimeoutExpired:
-            self.signal(signal.SIGKILL)
-            self._guard.kill()
-            wait_process(self._guard, 5.0)
+        self._guarded.stop()
 
     def _forget_start(self) -> None:
-        """What only the start needed. Idempotent."""
+        """Give back what only the start needed."""
         if self._held is not None:
             self._held.close()
-        if self._keys_path:
-            Path(self._keys_path).unlink(missing_ok=True)
-
-    def _failed(self, what: str) -> ServerUnreachable:
-        log = Path(self.spec.log_path)
-        tail = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if log.exists() else ""
-        return ServerUnreachable(
-            f"{self.url}: the launched server {what}; see {log}, which ends with:\n{tail}"
-        )
+        if self._keys is not None:
+            self._keys.unlink(missing_ok=True)
 
     def __enter__(self) -> "Server":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def _hold_port(host: str) -> socket.socket:
-    """A socket on a free port that never listens. While it is there nobody is given that port, and
-    a server that sets SO_REUSEADDR, as both engines do, can still bind it (Linux: as long as none
-    of the two listens)."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((host, 0))
-    return held
-
-
-def _write_keys(spec: ServerSpec) -> str:
-    """Path of a new file that only this user can read, with the keys of a server that takes them
-    so; empty without."""
-    text = sglang.keys(spec) if spec.engine == "sglang" else ""
-    if not text:
-        return ""
-    path = Path(f"{spec.log_path}.keys.yaml")
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    return str(path)

@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_grpo.engines.control import NOT_RECOMPUTED, StockRoutes
 from titan_grpo.engines.generation import (
@@ -31,7 +31,9 @@ from titan_grpo.engines.generation import (
 from titan_grpo.engines.http import Call, HttpRefused, SyncDriver, ignore, want
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.patches import sglang_cpu
-from titan_grpo.subprocesses import ServerSpec, few_threads, without_torchrun
+
+if TYPE_CHECKING:
+    from titan_grpo.engines.launch import ServerSpec
 
 NAME = "sglang"
 GENERATE = "/generate"
@@ -517,7 +519,7 @@ CPU_ARGUMENTS = (
 )
 
 
-def command(spec: ServerSpec, keys_path: str = "") -> list[str]:
+def command(spec: "ServerSpec", keys_path: str = "") -> list[str]:
     """The server's command line. ``keys_path``: the file with what ``keys`` returns, where there
     are keys."""
     out = [
@@ -552,7 +554,7 @@ def command(spec: ServerSpec, keys_path: str = "") -> list[str]:
     return out + list(spec.args)
 
 
-def keys(spec: ServerSpec) -> str:
+def keys(spec: "ServerSpec") -> str:
     """What goes into a file that only we can read (SGLang knows no other way but the command line,
     which everybody on the host can read); empty without keys. YAML, of which JSON is a part."""
     found = {"api-key": spec.api_key, "admin-api-key": spec.admin_key}
@@ -560,26 +562,22 @@ def keys(spec: ServerSpec) -> str:
     return json.dumps(present) if present else ""
 
 
-def environment(base: Mapping[str, str], spec: ServerSpec, cores: Sequence[int]) -> dict[str, str]:
-    """The server's environment but for the run key, made of ``base``. ``cores``: those that this
-    process may use."""
-    out = without_torchrun(base) | {"HF_HUB_OFFLINE": "1"}
+def environment(
+    base: Mapping[str, str], spec: "ServerSpec", cores: Sequence[int]
+) -> dict[str, str]:
+    """``base`` with SGLang's variables. ``cores``: those that this process may use."""
     # Otherwise /health generates a token: it would take its turn behind rollouts and call a paused
     # server unhealthy, which then stays so. It answers 503 until the first tokens were generated
     # either way.
-    out["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+    out = dict(base) | {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
     if spec.cpu:
         out |= {"CUDA_VISIBLE_DEVICES": "", "SGLANG_USE_CPU_ENGINE": "1"}
-    if spec.shares_cores:
-        out |= few_threads(spec)
     if spec.cpu and spec.tensor_parallel > 1:
-        # SGLang wants a NUMA node per rank, or to be told.
-        out["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-            str(cores[rank % len(cores)]) for rank in range(spec.tensor_parallel)
-        )
+        # SGLang wants a NUMA node per rank, or this.
+        chosen = (str(cores[rank % len(cores)]) for rank in range(spec.tensor_parallel))
+        out["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(chosen)
     out |= dict(spec.env)
     if spec.cpu:
-        out["PYTHONPATH"] = os.pathsep.join(
-            filter(None, (sglang_cpu.directory(), out.get("PYTHONPATH", "")))
-        )
+        paths = (sglang_cpu.directory(), out.get("PYTHONPATH", ""))
+        out["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return out

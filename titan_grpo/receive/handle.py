@@ -3,9 +3,7 @@ ends it."""
 
 import logging
 import os
-import socket
 import subprocess
-import sys
 import time
 from typing import Any
 
@@ -21,8 +19,8 @@ from titan_grpo.protocol.fence import (
 )
 from titan_grpo.protocol.messages import PROBE, Applied, Commit, Hello, Message
 from titan_grpo.receive.unix_rpc import Channel
-from titan_grpo.runkey import KEY_VARIABLES, EpochKeys, Key
-from titan_grpo.subprocesses import wait_process
+from titan_grpo.runkey import EpochKeys, Key
+from titan_grpo.subprocesses import helper_environment, start_module, wait_process
 
 ANSWER_S = 5.0
 """How long the engine waits for one answer of its receiver, in seconds. The engine stands still
@@ -31,31 +29,7 @@ meanwhile."""
 KILL_S = 5.0
 """How long the engine waits for a killed receiver to be reaped, in seconds."""
 
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-
 log = logging.getLogger("titan_grpo.receive")
-
-
-def receiver_environment(environ: dict[str, str]) -> dict[str, str]:
-    """The engine's environment without a launcher's variables, preloads and run key, and with one
-    thread for torch. Pure.
-
-    The receiver gets the keys of its epoch over the socket pair, and never the run key.
-    """
-    dropped = (*LAUNCHER_VARIABLES, *KEY_VARIABLES, "LD_PRELOAD", "OMP_NUM_THREADS")
-    kept = {
-        k: v for k, v in environ.items() if k not in dropped and not k.startswith("TORCHELASTIC_")
-    }
-    # C++ stack traces of every lost connection would fill the server's log
-    return kept | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 class ReceiverProcess:
@@ -63,21 +37,12 @@ class ReceiverProcess:
 
     def __init__(self, first: dict[str, Any]) -> None:
         """Start it and hand it its first message; returns at once."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [
-                sys.executable,
-                "-m",
-                "titan_grpo.receive.receiver_main",
-                "--fd",
-                str(theirs.fileno()),
-            ]
-            self._process = subprocess.Popen(
-                [*command, "--parent", str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=receiver_environment(dict(os.environ)),
-            )
+        # An engine may preload an allocator of its own; the keys of the epoch come over the socket.
+        self._process, ours = start_module(
+            "titan_grpo.receive.receiver_main",
+            *("--parent", str(os.getpid())),
+            env=helper_environment(os.environ, "LD_PRELOAD"),
+        )
         self._channel = Channel(ours)
         self._sent = 0
         self._channel.send(first, ANSWER_S)

@@ -6,10 +6,8 @@ sender sends more bytes than announced; NCCL's watchdog aborts too), and because
 can be ended with a kill that takes nothing else with it."""
 
 import argparse
-import ctypes
 import logging
 import os
-import signal
 import socket
 import threading
 import traceback
@@ -20,8 +18,8 @@ from titan_grpo.protocol.messages import Applied, Commit, Hello
 from titan_grpo.receive.receiver import Held, Receiver
 from titan_grpo.receive.unix_rpc import Channel
 from titan_grpo.runkey import EpochKeys
+from titan_grpo.subprocesses import end_with_parent
 
-PR_SET_PDEATHSIG = 1
 REPLY_S = 10.0
 """How long an answer to the engine may block, in seconds."""
 
@@ -30,7 +28,7 @@ log = logging.getLogger("titan_grpo.receive")
 
 def die_with_parent(parent: int) -> None:
     """Be killed when the thread that started this process ends; end now if it already has."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:
         leave(0)
 

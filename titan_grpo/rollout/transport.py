@@ -7,9 +7,8 @@ import os
 import queue
 import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -18,7 +17,7 @@ from typing import Any, Protocol
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.subprocesses import wait_process
+from titan_grpo.subprocesses import helper_environment, start_module, wait_process
 
 
 class RolloutStopped(TitanGrpoError):
@@ -62,10 +61,6 @@ class Link(Protocol):
         nothing. Errors may be heard."""
 
 
-DISTRIBUTED_PREFIXES = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
-DISTRIBUTED_NAMES = frozenset({"RANK", "WORLD_SIZE"})
-
-
 class LocalLink:
     """Starts ``rollout.worker`` and talks to it. It ends with this process, whatever that dies
     of."""
@@ -83,18 +78,13 @@ class LocalLink:
     def start(self, spec: RolloutSpec, hear: Hear, timeout_s: float) -> None:
         """Start the process, which loads task and tokenizer."""
         self._hear = hear
-        ours, theirs = socket.socketpair()
-        self._socket = ours
-        command = [sys.executable, "-m", "titan_grpo.rollout.worker", "--fd", str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command,
-            env=_environment(os.environ),
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
+        # The rollout process has no business on a GPU.
+        self._process, self._socket = start_module(
+            "titan_grpo.rollout.worker",
+            env=helper_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},
         )
-        theirs.close()
         # A second descriptor: the socket can then be shut down while threads sit in the connection.
-        self._connection: Connection[Any, Any] = Connection(os.dup(ours.fileno()))
+        self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
         self._connection.send(spec)
         for target in (self._send_loop, self._receive_loop):
             thread = threading.Thread(
@@ -157,13 +147,3 @@ class LocalLink:
         with suppress(subprocess.TimeoutExpired):
             return f"exit code {wait_process(process, 5.0)}"
         return "its connection closed while it still runs"
-
-
-def _environment(base: Mapping[str, str]) -> dict[str, str]:
-    """The process is no rank of torchrun's and has no business on a GPU."""
-    kept = {
-        k: v
-        for k, v in base.items()
-        if k not in DISTRIBUTED_NAMES and not k.startswith(DISTRIBUTED_PREFIXES)
-    }
-    return kept | {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}

@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -20,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from titan_grpo.config import WeightSync
 from titan_grpo.protocol.lane_events import LaneEvent, Point
 from titan_grpo.protocol.pause_guard import Deadlines
-from titan_grpo.runkey import KEY_VARIABLES
-from titan_grpo.subprocesses import wait_process
+from titan_grpo.subprocesses import helper_environment, start_module, wait_process
 
 if TYPE_CHECKING:
     from titan_grpo.sync.link import LinkOptions
@@ -55,16 +53,6 @@ def terms_of(config: WeightSync) -> Deadlines:
         3 * config.connect_deadline_s + 3 * config.commit_deadline_s + 2 * config.backoff_max_s
     )
     return Deadlines(pause_s, greet_s)
-
-
-def guard_environment(environ: dict[str, str]) -> dict[str, str]:
-    """The trainer's environment without a launcher's variables and the run key. Pure."""
-    kept = {
-        k: v
-        for k, v in environ.items()
-        if k not in KEY_VARIABLES and not k.startswith("TORCHELASTIC_")
-    }
-    return kept | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 class PauseGuard:
@@ -194,35 +182,22 @@ class PauseGuard:
         self._start()
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        # blocking sends would make a lane, inside its commit, wait for this process
-        ours.setblocking(False)
-        command = [
-            sys.executable,
-            "-m",
-            "titan_grpo.sync.pause_guard_main",
-            "--fd",
-            str(theirs.fileno()),
-            "--parent",
-            str(os.getpid()),
-        ]
         try:
-            with theirs, open(self._log or os.devnull, "ab") as log:
-                self._process = subprocess.Popen(
-                    command,
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
+            with open(self._log or os.devnull, "ab") as log:
+                # A session of its own: torchrun and terminals signal the trainer's.
+                self._process, self._sock = start_module(
+                    "titan_grpo.sync.pause_guard_main",
+                    *("--parent", str(os.getpid())),
+                    env=helper_environment(os.environ),
                     stdout=subprocess.DEVNULL,
                     stderr=log if self._log is not None else None,
-                    # torchrun and terminals signal the group or session of the trainer
-                    start_new_session=True,
-                    env=guard_environment(dict(os.environ)),
+                    new_session=True,
                 )
         except OSError as error:
-            ours.close()
             logger.warning("no process looks after paused servers if this one dies: %s", error)
             return
-        self._sock = ours
+        # a blocking send would make a lane, inside its commit, wait for this process
+        self._sock.setblocking(False)
         known = [_known(url, *keys) for url, keys in self._keys.items()]
         messages = [self._terms, *known, *map(_line, self._open.values())]
         self._out = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
