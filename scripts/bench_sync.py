@@ -33,10 +33,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
-from titan_grpo.config import Rollout, WeightSync
+from titan_grpo.config import WeightSync
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.sync.worker import SyncOptions, SyncWorker
 from titan_grpo.titan.weight_sync import TrainerSync
 
 RANKS = 2
@@ -206,7 +207,8 @@ class Comparison:
 
     def check(self, sync: TrainerSync, slot: int) -> None:
         """Raise SystemExit unless the server saw the bytes that the trainer published."""
-        buffer = sync.images[slot].buffer
+        assert sync.pool is not None
+        buffer = sync.pool.images[slot].buffer
         tensors = sync.plan.manifest.tensors
         held = {
             t.name: hashlib.blake2b(buffer[t.offset : t.offset + t.nbytes]).hexdigest()
@@ -228,12 +230,11 @@ def memcpy(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def one_version(
-    sync: TrainerSync, recorder: Recorder | None, version: int
+    sync: TrainerSync, worker: SyncWorker | None, recorder: Recorder | None, version: int
 ) -> tuple[dict[str, float], int]:
     """Publish ``version`` and, on rank 0, wait for its commit: (figures of rank 0, the slot that
     was used)."""
-    worker = sync.worker
-    box: list[Any] = [worker.wait_slot(WAIT_S) if worker is not None else None]
+    box: list[Any] = [worker.slots.wait_reserved(WAIT_S) if worker is not None else None]
     dist.broadcast_object_list(box, src=0)
     dist.barrier()
     start = time.perf_counter()
@@ -241,10 +242,10 @@ def one_version(
     copied = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
     figures: dict[str, float] = {}
     if worker is not None and recorder is not None:
-        if not worker.wait_held(version, WAIT_S, everyone=True):
+        if not worker.servers.wait_held(version, WAIT_S, everyone=True):
             raise SystemExit(
                 f"version {version} must be committed within {WAIT_S} s, it was not:"
-                f" {worker.take_error()}"
+                f" {worker.servers.take_error()}"
             )
         series = {
             "digest_s": names.DIGEST_S,
@@ -283,8 +284,22 @@ def rounds(options: Options, rank: int, folder: str) -> list[dict[str, float]]:
     raw = RawSocket(rank, nbytes, config.bucket_bytes)
     out = []
     with ReceiverServer("http://127.0.0.1/bench", comparison) as server:
-        sync.make_control = lambda engine, access: DirectControl(server)  # instead of HTTP
-        sync.start(Rollout(), [server.url], lambda *_: None, recorder)
+        worker = None
+        if recorder is not None:
+            assert sync.pool is not None
+            others = [rank for rank in sync.plan.writers if rank != 0]
+            worker = SyncWorker(
+                sync.pool,
+                config,
+                recorder,
+                SyncOptions(
+                    urls=[server.url],
+                    make_control=lambda _: DirectControl(server),
+                    remote_writers=others,
+                ),
+            )
+            worker.start()
+        sync.start(worker.publish if worker is not None else None)
         source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
         for version in range(options.rounds + 2):
             model.change()
@@ -295,10 +310,12 @@ def rounds(options: Options, rank: int, folder: str) -> list[dict[str, float]]:
             figures = {"memcpy_s": memcpy(source, target) if rank == 0 else 0.0}
             dist.barrier()
             figures["socket_s"] = raw.run()
-            more, slot = one_version(sync, recorder, version)
+            more, slot = one_version(sync, worker, recorder, version)
             if rank == 0 and version == 0:
                 comparison.check(sync, slot)
             out.append(figures | more)
+        if worker is not None:
+            worker.close()
         sync.close()
     raw.close()
     if recorder is not None:

@@ -7,12 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from tests.conformance.commits import difference
 from tests.conformance.crowd import REQUEST_S, prompt
 from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, assert_aborted, assert_sound
-from tests.conformance.reference import Weights
+from tests.conformance.reference import BLOCK_BYTES, Weights
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.generation import Sampled, Sampling
 from titan_grpo.engines.server import AUTO
@@ -22,22 +20,28 @@ from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point, no_obser
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.protocol.messages import UNUSABLE, Label, new_run_id
 from titan_grpo.runkey import Key
-from titan_grpo.sync.lane import LaneContext, LaneThread
 from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.server_set import Fleet
-from titan_grpo.sync.slots import ImageSlots, Published
+from titan_grpo.sync.snapshot import FinishedCopy
+from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker
 
 BUCKET_BYTES = 64 << 10
 WAIT_S = 60.0
 """Deadline of what must happen, in seconds."""
 
 CONFIG = WeightSync(
-    apply="streamed", lane_deadline_s=30.0, commit_deadline_s=30.0, backoff_s=0.5, backoff_max_s=1.0
+    apply="streamed",
+    bind_host="127.0.0.1",
+    block_bytes=BLOCK_BYTES,
+    bucket_bytes=BUCKET_BYTES,
+    lane_deadline_s=30.0,
+    commit_deadline_s=30.0,
+    backoff_s=0.5,
+    backoff_max_s=1.0,
 )
 
 
 class LaneTrainer:
-    """The sync half of a trainer: slots, ledger and one lane to the server."""
+    """The sync half of a trainer: image slots, ledger and one lane to the server."""
 
     def __init__(
         self, e: EngineUnderTest, watch: Observer = no_observer, key: Key | None = None
@@ -54,11 +58,9 @@ class LaneTrainer:
             apply="streamed",
             run_key=key,
         )
-        self.fleet = Fleet([self.url], lambda *_: None)
         self._recorder = Recorder(self.folder / "run")
-        self._slots = ImageSlots(2)
-        self._images: tuple[torch.Tensor, ...] = ()
-        self.lane: LaneThread | None = None
+        self._key = key
+        self.worker: SyncWorker | None = None
 
     def make(self, seed: int, rename: Callable[[str], str] = str) -> tuple[Weights, Path]:
         """Weights to send, and the directory that says what they compute."""
@@ -67,50 +69,52 @@ class LaneTrainer:
 
     def start(self, manifest: Manifest) -> None:
         """The lane; it connects."""
-        self._images = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(2))
-        recorder = self._recorder
-        context = LaneContext(
-            self.run_id,
-            manifest,
-            self._images,
+        self._pool = ImagePool.create(manifest, CONFIG.slots, self.run_id)
+        self.worker = SyncWorker(
+            self._pool,
             CONFIG,
-            self.options,
-            self._slots,
-            self.fleet,
-            recorder,
-            self._watch,
+            self._recorder,
+            SyncOptions(
+                urls=[self.url],
+                make_control=lambda _: self.e.make(AUTO, self.e.access),
+                run_key=self._key,
+                watch=self._watch,
+                guarded=False,
+            ),
         )
-        recorder.known_server(self.url)
-        self.lane = LaneThread(context, self.e.make(AUTO, self.e.access))
-        self.lane.start()
+        self.servers = self.worker.servers
+        self.worker.start()
 
     def publish(self, version: int, weights: Weights) -> str:
         """As the sealer does it; the label that the server is to show."""
-        slot = self._slots.wait_reserved(WAIT_S)
+        assert self.worker is not None
+        slot = self.worker.slots.wait_reserved(WAIT_S)
         assert slot is not None
-        self._images[slot].copy_(weights.image)
-        self._slots.writing(version, slot, frozenset({0}))
-        self._slots.copied(version, 0)
-        label = Label(self.run_id, version, weights.fingerprint)
-        self._slots.complete(Published(label, slot, weights.digests, self._recorder.now()))
-        return str(label)
+        self._pool.tensors()[slot].copy_(weights.image)
+        self.worker.publish(version, slot, FinishedCopy(0.0))
+        return str(Label(self.run_id, version, weights.fingerprint))
 
     def until(self, standing: Standing, version: int | None = None) -> None:
         """Wait until the ledger says so."""
 
         def there() -> bool:
-            entry = self.fleet.entry(self.url)
+            entry = self.servers.entry(self.url)
             return entry.standing is standing and (version is None or entry.held == version)
 
-        assert self.fleet.wait(there, WAIT_S), (self.fleet, self.fleet.take_error())
+        assert self.servers.wait(there, WAIT_S), (self.servers, self.servers.take_error())
 
     def close(self) -> None:
         """End the lane."""
-        if self.lane is not None:
-            self.lane.stop()
-            self.lane.join(WAIT_S)
-            assert not self.lane.is_alive()
+        if self.worker is not None:
+            self.worker.close()
+            self._pool.close()
         self._recorder.close()
+
+    def break_off(self) -> None:
+        """Abort what the lane waits for."""
+        lane = self.servers.lane(self.url)
+        assert lane is not None
+        lane.abort()
 
 
 @contextmanager
@@ -141,7 +145,7 @@ def streamed_weights_are_computed_also_the_second_time(e: EngineUnderTest) -> No
                 assert control.label() == label
                 assert not control.paused()
             assert difference(e, path) <= MAX_DIFFERENCE
-        assert run.fleet.take_error() is None
+        assert run.servers.take_error() is None
 
 
 def a_transfer_that_breaks_off_is_known_until_a_whole_one_is_in(e: EngineUnderTest) -> None:
@@ -153,8 +157,7 @@ def a_transfer_that_breaks_off_is_known_until_a_whole_one_is_in(e: EngineUnderTe
         if passing.point is Point.EXTENT and passing.version == 2:
             broken.append(passing.version)
             if len(broken) == 2:
-                assert run.lane is not None
-                run.lane.abort()
+                run.break_off()
 
     with trainer(e, watch) as run:
         (first, _), (second, _), (third, path) = (run.make(seed) for seed in (11, 12, 13))
@@ -166,14 +169,14 @@ def a_transfer_that_breaks_off_is_known_until_a_whole_one_is_in(e: EngineUnderTe
         with e.control() as control:
             assert control.label() == UNUSABLE
             assert control.paused()
-        assert not run.fleet.entry(run.url).accepting
+        assert not run.servers.entry(run.url).accepting
         label = run.publish(3, third)
         run.until(Standing.HOLDS, 3)
         with e.control() as control:
             assert control.label() == label
             assert not control.paused()
         assert difference(e, path) <= MAX_DIFFERENCE
-        error = run.fleet.take_error()
+        error = run.servers.take_error()
         assert error is not None
         assert "version 2" in str(error) or error.version == 2, error
 
@@ -182,9 +185,11 @@ def the_next_trainer_repairs_what_another_one_left_half_loaded(e: EngineUnderTes
     """It knows of it by the label alone where no receiver remembers."""
 
     def watch(passing: LaneEvent) -> None:
-        if passing.point is Point.EXTENT and dead.lane is not None:
-            dead.lane.stop()
-            dead.lane.abort()
+        if passing.point is Point.EXTENT:
+            lane = dead.servers.lane(dead.url)
+            assert lane is not None
+            lane.stop()
+            lane.abort()
 
     with trainer(e, watch) as dead:
         weights, _ = dead.make(21)
@@ -215,8 +220,8 @@ def names_that_the_model_has_not_are_refused_before_anything_moves(e: EngineUnde
         weights, _ = wrong.make(32, lambda name: name.replace("q_proj", "q_projx"))
         wrong.start(weights.manifest)
         wrong.publish(1, weights)
-        assert wrong.fleet.wait(lambda: wrong.fleet.last_error(wrong.url) is not None, WAIT_S)
-        error = wrong.fleet.take_error()
+        assert wrong.servers.wait(lambda: wrong.servers.last_error(wrong.url) is not None, WAIT_S)
+        error = wrong.servers.take_error()
         assert "q_proj" in str(error), error
     with e.control() as control:
         assert control.label() == label

@@ -82,8 +82,8 @@ def test_a_run_with_a_run_key_does_not_write_to_a_server_that_can_not_prove_it(s
     with streaming.trainer(stock, key=Key.generate()) as run:
         weights, _ = run.make(1)
         run.start(weights.manifest)
-        assert run.fleet.wait(lambda: run.fleet.last_error(run.url) is not None, 60.0)
-        assert "can neither prove it nor ask for it" in str(run.fleet.take_error())
+        assert run.servers.wait(lambda: run.servers.last_error(run.url) is not None, 60.0)
+        assert "can neither prove it nor ask for it" in str(run.servers.take_error())
     assert stock.run(sglang.label()) == before
 
 

@@ -25,10 +25,8 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.protocol.messages import UNUSABLE, Label, new_run_id
-from titan_grpo.sync.lane import LaneContext, LaneThread
-from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.server_set import Fleet
-from titan_grpo.sync.slots import ImageSlots, Published
+from titan_grpo.sync.slots import Published
+from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker
 from titan_grpo.titan.tiny import tiny_weights, write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
@@ -41,7 +39,15 @@ bf16."""
 
 MAX_DIFFERENCE = 0.05
 SENDER = Path(__file__).parent.parent / "receive" / "streaming_sender.py"
-CONFIG = WeightSync(apply="streamed", lane_deadline_s=30.0, commit_deadline_s=30.0, backoff_s=5.0)
+CONFIG = WeightSync(
+    apply="streamed",
+    block_bytes=BLOCK,
+    bucket_bytes=BUCKET,
+    bind_host="127.0.0.1",
+    lane_deadline_s=30.0,
+    commit_deadline_s=30.0,
+    backoff_s=5.0,
+)
 
 
 class Version:
@@ -75,30 +81,31 @@ class Version:
 
 
 class Trainer:
-    """The sync half of a trainer: slots, ledger and one lane."""
+    """The sync half of a trainer: image slots, ledger and one lane."""
 
     def __init__(self, started_s: float, url: str, manifest: Manifest, folder: Path) -> None:
         self.run_id, self.url = new_run_id(started_s), url
-        self.slots, self.recorder = ImageSlots(2), Recorder(folder / f"run{started_s}")
-        self.fleet = Fleet([url], lambda *_: None)
-        self.images = tuple(torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(2))
-        link = LinkOptions(
-            "gloo", "127.0.0.1", "xxh3", BUCKET, CONFIG.lane_deadline_s, apply=CONFIG.apply
+        self.recorder = Recorder(folder / f"run{started_s}")
+        self.pool = ImagePool.create(manifest, CONFIG.slots, self.run_id)
+        self.worker = SyncWorker(
+            self.pool,
+            CONFIG,
+            self.recorder,
+            SyncOptions(
+                urls=[url], make_control=lambda url: VllmControl(url, "", 30.0, 60.0), guarded=False
+            ),
         )
-        context = LaneContext(
-            self.run_id, manifest, self.images, CONFIG, link, self.slots, self.fleet, self.recorder
-        )
-        self.lane = LaneThread(context, VllmControl(url, "", 30.0, 60.0))
-        self.recorder.known_server(url)
-        self.lane.start()
+        self.servers, self.slots = self.worker.servers, self.worker.slots
+        self.worker.start()
 
     def publish(self, version: int, weights: Version, bad_byte: int = -1) -> None:
         """As the sealer does it; ``bad_byte``: this one changes after the digests were made."""
         slot = self.slots.wait_reserved(30.0)
         assert slot is not None
-        self.images[slot].copy_(weights.image)
+        image = self.pool.tensors()[slot]
+        image.copy_(weights.image)
         if bad_byte >= 0:
-            self.images[slot][bad_byte] ^= 1
+            image[bad_byte] ^= 1
         self.slots.writing(version, slot, frozenset({0}))
         self.slots.copied(version, 0)
         label = Label(self.run_id, version, weights.fingerprint)
@@ -106,15 +113,14 @@ class Trainer:
 
     def wait(self, standing: Standing) -> None:
         """Until the ledger says so."""
-        assert self.fleet.wait(lambda: self.fleet.entry(self.url).standing is standing, 60.0), (
-            self.fleet
+        assert self.servers.wait(lambda: self.servers.entry(self.url).standing is standing, 60.0), (
+            self.servers
         )
 
     def close(self) -> None:
-        self.lane.stop()
-        self.lane.join(30.0)
-        assert not self.lane.is_alive()
+        self.worker.close()
         self.recorder.close()
+        self.pool.close()
 
 
 class Site:
@@ -192,9 +198,9 @@ def test_the_server_computes_the_streamed_weights_also_after_a_second_update(sit
     with site.trainer(first.manifest) as trainer:
         for version, weights in ((1, first), (2, second)):
             trainer.publish(version, weights)
-            assert trainer.fleet.wait_held(version, 60.0, everyone=True) == [site.url]
+            assert trainer.servers.wait_held(version, 60.0, everyone=True) == [site.url]
             check_serves(site, trainer, version, weights)
-        assert trainer.fleet.take_error() is None
+        assert trainer.servers.take_error() is None
 
 
 @pytest.mark.parametrize("buckets", [1, 30])
@@ -203,7 +209,7 @@ def test_a_trainer_killed_in_mid_transfer_is_repaired_by_the_next_one(site, tmp_
     first_tensor = old.manifest.tensors[0].nbytes
     with site.trainer(old.manifest) as trainer:
         trainer.publish(1, old)
-        assert trainer.fleet.wait_held(1, 60.0, everyone=True)
+        assert trainer.servers.wait_held(1, 60.0, everyone=True)
     site.cut_off(lost, buckets)
     site.driver.run(vllm.health())
     assert site.control.paused()
@@ -214,9 +220,9 @@ def test_a_trainer_killed_in_mid_transfer_is_repaired_by_the_next_one(site, tmp_
             trainer.wait(Standing.QUARANTINED)
             assert site.control.label() == UNUSABLE
             assert site.control.paused()
-            assert not trainer.fleet.entry(site.url).accepting
+            assert not trainer.servers.entry(site.url).accepting
         trainer.publish(10, new)
-        assert trainer.fleet.wait_held(10, 60.0, everyone=False), trainer.fleet.take_error()
+        assert trainer.servers.wait_held(10, 60.0, everyone=False), trainer.servers.take_error()
         check_serves(site, trainer, 10, new)
 
 
@@ -229,9 +235,9 @@ def test_a_block_that_differs_quarantines_the_server_until_a_newer_version(site,
         assert site.control.label() == UNUSABLE
         assert site.control.paused()
         trainer.publish(2, good)
-        assert trainer.fleet.wait_held(2, 60.0, everyone=False)
+        assert trainer.servers.wait_held(2, 60.0, everyone=False)
         check_serves(site, trainer, 2, good)
-        assert f"block {last} of" in str(trainer.fleet.take_error())
+        assert f"block {last} of" in str(trainer.servers.take_error())
 
 
 def test_an_aborted_commit_leaves_a_whole_version_running_or_the_server_paused_and_marked(
@@ -243,8 +249,10 @@ def test_an_aborted_commit_leaves_a_whole_version_running_or_the_server_paused_a
         trainer.wait(Standing.HOLDS)
         trainer.publish(2, weights)
         trainer.wait(Standing.COMMITTING)
-        trainer.lane.stop()
-        trainer.lane.abort()
+        lane = trainer.servers.lane(site.url)
+        assert lane is not None
+        lane.stop()
+        lane.abort()
     label = site.control.label()
     assert site.control.paused() == (label == UNUSABLE)
     assert label == UNUSABLE or label.startswith(f"{trainer.run_id}:")

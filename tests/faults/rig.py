@@ -4,7 +4,6 @@ model."""
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,21 +11,13 @@ import torch
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
 from titan_grpo.engines.server import ServerAccess, make_control
-from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.infer import matrix_shape
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol.lane_events import LaneEvent, Observer
-from titan_grpo.protocol.messages import new_run_id
-from titan_grpo.sync.lane import LaneContext
-from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.pause_guard import PauseGuard
-from titan_grpo.sync.server_set import Fleet, OnServer
-from titan_grpo.sync.slots import ImageSlots
-from titan_grpo.sync.transports.store import host_store
-from titan_grpo.sync.worker import SyncWorker
+from titan_grpo.protocol.lane_events import Observer
+from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker
 
 DTYPE = "bfloat16"
 
@@ -60,6 +51,7 @@ def config_of(s: Settings) -> WeightSync:
         block_bytes=s.block_bytes,
         bucket_bytes=s.bucket_bytes,
         bind_host=s.bind_host,
+        transport=s.transport,
         connect_deadline_s=s.connect_s,
         lane_deadline_s=s.deadline_s,
         commit_deadline_s=s.deadline_s,
@@ -100,73 +92,59 @@ class ToldRecorder(Recorder):
 
 @dataclass(frozen=True, slots=True)
 class Ears:
-    """Who hears what the sync does: the ledger's changes, the lanes' points, (server, seconds) of
-    each transfer."""
+    """What the sync calls: the ledger's changes, the lanes' points, (server, seconds) of each
+    transfer."""
 
-    on_server: OnServer
+    on_server: Callable[[str, int | None, bool, str], None]
     watch: Observer
     sent: Callable[[str, float], None]
 
+    def set_server(
+        self, url: str, version: int | None, accepting: bool, label: str, engine: str
+    ) -> None:
+        """See server_set.Observer."""
+        self.on_server(url, version, accepting, label)
+
+    def remove_server(self, url: str) -> None:
+        """No server leaves a fault run."""
+
 
 class Rig:
-    """Images, slots, fleet, lanes. ``base``: float32 tensors by name."""
+    """Images, servers, lanes. ``base``: float32 tensors by name."""
 
     def __init__(self, settings: Settings, base: Mapping[str, torch.Tensor], ears: Ears) -> None:
-        self._s = settings
         config = config_of(settings)
         self.manifest = Manifest.build(
             [(n, DTYPE, tuple(t.shape)) for n, t in base.items()], config.block_bytes
         )
         self.buckets = -(-self.manifest.total_bytes // config.bucket_bytes)
-        self.images = tuple(
-            SharedImage.create(self.manifest.total_bytes, "titan_grpo slot")
-            for _ in range(config.slots)
-        )
-        self.run_id = new_run_id(time.time())
+        self._pool = ImagePool.create(self.manifest, config.slots)
+        self.images, self.run_id = self._pool.images, self._pool.run_id
         self.recorder = ToldRecorder(settings.run_dir, ears.sent)
-        self.fleet = Fleet(settings.urls, ears.on_server)
-        self._store = host_store("127.0.0.1")
-        link = LinkOptions(
-            transport=settings.transport,
-            bind_host=settings.bind_host,
-            digest_algorithm=config.digest,
-            bucket_bytes=config.bucket_bytes,
-            timeout_s=config.lane_deadline_s,
-            device=settings.device,
+        self.worker = SyncWorker(
+            self._pool,
+            config,
+            self.recorder,
+            SyncOptions(
+                urls=settings.urls,
+                make_control=lambda url: make_control(
+                    settings.engine, ServerAccess(url, settings.deadline_s)
+                ),
+                observer=ears,
+                device=torch.device(settings.device),
+                watch=ears.watch,
+            ),
         )
-        self._watch = ears.watch
-        self._pause_guard = PauseGuard(config, link, Path(settings.run_dir) / "pause_guard.log")
-        context = LaneContext(
-            run_id=self.run_id,
-            manifest=self.manifest,
-            images=tuple(image.tensor() for image in self.images),
-            config=config,
-            link=link,
-            slots=ImageSlots(config.slots),
-            fleet=self.fleet,
-            recorder=self.recorder,
-            watch=self._pass,
-        )
-        self.worker = SyncWorker(context, self.images, self._store, [])
 
     def start(self) -> None:
         """One lane per server."""
-        for url in self._s.urls:
-            self._pause_guard.know(url, "")
-        accesses = [ServerAccess(url, self._s.deadline_s) for url in self._s.urls]
-        self.worker.start([make_control(self._s.engine, access) for access in accesses])
+        self.worker.start()
 
     def close(self) -> float:
         """End everything; bounded. Seconds until the lanes had ended."""
         begin = time.monotonic()
         self.worker.close()
         lanes_s = time.monotonic() - begin
-        self._pause_guard.close()
         self.recorder.close()
-        for image in self.images:
-            image.close()
+        self._pool.close()
         return lanes_s
-
-    def _pass(self, passing: LaneEvent) -> None:
-        self._pause_guard.watch(passing)
-        self._watch(passing)

@@ -28,7 +28,6 @@ from titan_grpo.observe import names
 from titan_grpo.protocol.lane_events import LaneEvent, Point
 from titan_grpo.receive.receiver_main import die_with_parent
 from titan_grpo.sync.publisher import Publisher
-from titan_grpo.sync.snapshot import Snapshotter
 
 SIDE = 384
 """Rows and columns of the step's matrices."""
@@ -106,11 +105,7 @@ class FaultTrainer:
     def run(self) -> None:
         """Train until told to stop, then flush and close, and say how long that took."""
         rig, settings = self._rig, self._s
-        tensors = [image.tensor() for image in rig.images]
-        plan = copy_plan(rig.manifest)
-        publisher = Publisher(
-            Snapshotter(plan, tensors, self._device, settings.bucket_bytes), rig.worker.publish
-        )
+        publisher = rig.worker.publisher(copy_plan(rig.manifest))
         step = Step(settings.step_s, self._device)
         rig.start()
         started = {
@@ -147,12 +142,12 @@ class FaultTrainer:
     def _publish(self, publisher: Publisher, version: int) -> float:
         """Seconds that the main thread lost to the sync."""
         begin = time.perf_counter()
-        slot = self._rig.worker.take_slot()
+        slot = self._rig.worker.slots.take_reserved()
         if slot is not None:
             self._slots[version] = slot
             publisher.publish(version, slot, self._masters)
             publisher.fence()
-        error = self._rig.worker.take_error()
+        error = self._rig.worker.servers.take_error()
         blocked = time.perf_counter() - begin
         if slot is not None:
             self._newest = version
@@ -206,7 +201,7 @@ class FaultTrainer:
             os._exit(3)  # whoever drives this run is gone
 
     def _report(self) -> dict[str, Any]:
-        entries = self._rig.fleet.entries().items()
+        entries = self._rig.worker.servers.entries().items()
         servers = {
             url: {"standing": e.standing.value, "held": e.held, "incoming": e.incoming}
             for url, e in entries

@@ -1,7 +1,6 @@
 """Rank 0's half of the sync as the trainer builds it, around a few small matrices and no
 torchtitan."""
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,26 +9,15 @@ import torch
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.layout.digest import content_digest, tensor_digest
-from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.plan import copy_ops
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol.messages import new_run_id
-from titan_grpo.sync.lane import LaneContext
-from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.publisher import Publisher
-from titan_grpo.sync.server_set import Fleet
-from titan_grpo.sync.slots import ImageSlots
-from titan_grpo.sync.snapshot import Snapshotter
-from titan_grpo.sync.transports.store import host_store
-from titan_grpo.sync.worker import SyncWorker
+from titan_grpo.sync.worker import ImagePool, Images, SyncOptions, SyncWorker
 
 SHAPES = {"up": (1024, 512), "down": (512, 1024), "head": (1024, 512), "norm": (512,)}
 """3 MiB in bfloat16."""
 
 BLOCK_BYTES = 1 << 18
-
-Images = tuple[torch.Tensor, ...]
 
 
 class SmallTrainer:
@@ -37,7 +25,7 @@ class SmallTrainer:
 
     ::
 
-        trainer.start(controls)
+        trainer.start()
         trainer.step(1); trainer.boundary(1); trainer.step(2); ...
     """
 
@@ -46,7 +34,8 @@ class SmallTrainer:
         urls: Sequence[str],
         folder: Path,
         config: WeightSync,
-        sent: Callable[[Images], Images] = lambda images: images,
+        control: Callable[[str], ServerControl],
+        sent: Callable[[Images], Images] | None = None,
     ) -> None:
         """``sent``: what the lanes read in place of the images whose bytes were hashed, for
         planting wrong bytes."""
@@ -55,40 +44,24 @@ class SmallTrainer:
         self.recorder = Recorder(folder)
         layout = infer_layout(dict, SHAPES)
         manifest = layout.manifest(config.wire_dtype, config.block_bytes)
-        self._images = [
-            SharedImage.create(manifest.total_bytes, "small trainer") for _ in range(config.slots)
-        ]
-        tensors = tuple(image.tensor() for image in self._images)
-        self.fleet = Fleet(list(urls), lambda *_: None)
-        context = LaneContext(
-            run_id=new_run_id(time.time()),
-            manifest=manifest,
-            images=sent(tensors),
-            config=config,
-            link=LinkOptions(
-                "gloo",
-                "127.0.0.1",
-                config.digest,
-                config.bucket_bytes,
-                timeout_s=config.lane_deadline_s,
-            ),
-            slots=ImageSlots(config.slots),
-            fleet=self.fleet,
-            recorder=self.recorder,
+        self._pool = ImagePool.create(manifest, config.slots)
+        self.worker = SyncWorker(
+            self._pool,
+            config,
+            self.recorder,
+            SyncOptions(urls=urls, make_control=control, guarded=False, tamper=sent),
         )
-        self.run_id = context.run_id
-        self.worker = SyncWorker(context, self._images, host_store("127.0.0.1"), ())
-        ops = {
-            fqn: copy_ops(layout, manifest, fqn, (0,) * len(shape), shape)
-            for fqn, shape in SHAPES.items()
-        }
-        self.publisher = Publisher(
-            Snapshotter(ops, tensors, torch.device("cpu"), config.bucket_bytes), self.worker.publish
+        self.run_id = self.worker.run_id
+        self.publisher = self.worker.publisher(
+            {
+                fqn: copy_ops(layout, manifest, fqn, (0,) * len(shape), shape)
+                for fqn, shape in SHAPES.items()
+            }
         )
 
-    def start(self, controls: Sequence[ServerControl]) -> None:
+    def start(self) -> None:
         """Sealer and lanes."""
-        self.worker.start(controls)
+        self.worker.start()
 
     def step(self, version: int) -> None:
         """The optimizer: other values in every element, the same ones for the same version."""
@@ -107,7 +80,7 @@ class SmallTrainer:
     def boundary(self, version: int) -> bool:
         """The step boundary, as the trainer passes it: whether ``version`` was published (a slot
         was free)."""
-        slot = self.worker.take_slot()
+        slot = self.worker.slots.take_reserved()
         if slot is not None:
             self.publisher.publish(version, slot, self.weights)
             self.publisher.fence()
@@ -118,5 +91,4 @@ class SmallTrainer:
         self.worker.close()
         self.publisher.close()
         self.recorder.close()
-        for image in self._images:
-            image.close()
+        self._pool.close()

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from tests.rigs.small_trainer import BLOCK_BYTES, Images, SmallTrainer
+from tests.rigs.small_trainer import BLOCK_BYTES, SmallTrainer
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.vllm import VllmControl
+from titan_grpo.sync.worker import Images
 
 GO_S = 600.0
 """How long a calm may last, in seconds."""
@@ -156,7 +157,13 @@ class Run:
     def __init__(self, orders: Orders, lines: "queue.SimpleQueue[str]", folder: Path) -> None:
         self._orders, self._lines = orders, lines
         self._sent = SentImages(())
-        self._trainer = SmallTrainer(orders.urls, folder, orders.config(), self._keep)
+        self._trainer = SmallTrainer(
+            orders.urls,
+            folder,
+            orders.config(),
+            lambda url: VllmControl(url, "", orders.deadline_s),
+            self._keep,
+        )
         self._private = {
             name: weight.to(torch.bfloat16) for name, weight in self._trainer.weights.items()
         }
@@ -170,7 +177,7 @@ class Run:
         """Publish all versions; a step without a free slot publishes nothing and is counted as
         skipped."""
         orders, trainer = self._orders, self._trainer
-        trainer.start([VllmControl(url, "", orders.deadline_s) for url in orders.urls])
+        trainer.start()
         say({"run_id": trainer.run_id, "pid": os.getpid()})
         corrupt = list(orders.corrupt)
         step = published = 0
@@ -201,7 +208,7 @@ class Run:
         control = watch.stop()
         watch = Stopwatch()
         published = self._trainer.boundary(step)
-        error = self._trainer.worker.take_error()
+        error = self._trainer.worker.servers.take_error()
         spent = watch.stop()
         return {
             "version": step,

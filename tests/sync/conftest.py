@@ -2,7 +2,6 @@
 without an engine."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,12 @@ import torch
 
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from titan_grpo.config import WeightSync
-from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.plan import copy_ops
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane_events import Observer, no_observer
-from titan_grpo.protocol.messages import new_run_id
 from titan_grpo.runkey import Key
-from titan_grpo.sync.lane import LaneContext
-from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.publisher import Publisher
-from titan_grpo.sync.server_set import Fleet
-from titan_grpo.sync.slots import ImageSlots
-from titan_grpo.sync.snapshot import Snapshotter
-from titan_grpo.sync.transports.store import host_store
-from titan_grpo.sync.worker import SyncWorker
+from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker
 
 SHAPES = {"up": (2048, 1024), "down": (1024, 2048)}
 """4 MiB each in bfloat16: more than the sockets' buffers, so that a frozen receiver stops a
@@ -35,7 +25,13 @@ transfer in the middle."""
 WAIT_S = 60.0
 """Deadline of what must happen; nothing takes nearly as long."""
 
-SHORT = {"backoff_s": 0.05, "backoff_max_s": 0.2, "block_bytes": 1 << 20, "bucket_bytes": 1 << 20}
+SHORT = {
+    "backoff_s": 0.05,
+    "backoff_max_s": 0.2,
+    "block_bytes": 1 << 20,
+    "bucket_bytes": 1 << 20,
+    "bind_host": "127.0.0.1",
+}
 
 
 class Weights:
@@ -61,7 +57,7 @@ class Weights:
 
 
 class Rig:
-    """Servers, slots, fleet, worker and the publisher of the only rank; ``publish`` sends
+    """Servers, worker and the publisher of the only rank; ``publish`` sends
     ``version`` as every element."""
 
     def __init__(
@@ -82,52 +78,38 @@ class Rig:
         }
         self.config = WeightSync(**(SHORT | config))
         self.recorder = Recorder(folder)
-        self.fleet = Fleet(list(urls), lambda *_: None)
         layout = infer_layout(dict, SHAPES)
-        self.manifest = layout.manifest("bfloat16", self.config.block_bytes)
-        self.images = [
-            SharedImage.create(self.manifest.total_bytes, "test") for _ in range(self.config.slots)
-        ]
-        self.store = host_store("127.0.0.1")
-        tensors = tuple(image.tensor() for image in self.images)
-        link = LinkOptions(
-            "gloo",
-            "127.0.0.1",
-            self.config.digest,
-            self.config.bucket_bytes,
-            timeout_s=self.config.lane_deadline_s,
-            run_key=run_keys.get("trainer"),
+        manifest = layout.manifest("bfloat16", self.config.block_bytes)
+        self.pool = ImagePool.create(manifest, self.config.slots)
+        self.worker = SyncWorker(
+            self.pool,
+            self.config,
+            self.recorder,
+            SyncOptions(
+                urls=urls,
+                make_control=lambda url: DirectControl(self.servers[url]),
+                run_key=run_keys.get("trainer"),
+                remote_writers=remote_writers,
+                watch=watch,
+                drain=drain,
+                guarded=False,
+            ),
         )
-        self.slots = ImageSlots(self.config.slots)
-        context = LaneContext(
-            run_id=new_run_id(time.time()),
-            manifest=self.manifest,
-            images=tensors,
-            config=self.config,
-            link=link,
-            slots=self.slots,
-            fleet=self.fleet,
-            recorder=self.recorder,
-            watch=watch,
-            drain=drain,
-        )
-        self.run_id = context.run_id
-        self.worker = SyncWorker(context, self.images, self.store, remote_writers)
-        ops = {
-            fqn: copy_ops(layout, self.manifest, fqn, (0,) * len(shape), shape)
-            for fqn, shape in SHAPES.items()
-        }
-        self.publisher = Publisher(
-            Snapshotter(ops, tensors, torch.device("cpu"), 1 << 20), self.worker.publish
+        self.server_set, self.slots = self.worker.servers, self.worker.slots
+        self.publisher = self.worker.publisher(
+            {
+                fqn: copy_ops(layout, manifest, fqn, (0,) * len(shape), shape)
+                for fqn, shape in SHAPES.items()
+            }
         )
 
     def start(self) -> None:
         """Sealer and lanes."""
-        self.worker.start([DirectControl(server) for server in self.servers.values()])
+        self.worker.start()
 
     def publish(self, version: int) -> int:
         """Publish as the trainer does; the slot."""
-        slot = self.worker.wait_slot(WAIT_S)
+        slot = self.slots.wait_reserved(WAIT_S)
         assert slot is not None, f"no slot became free for version {version}: {self.slots!r}"
         shards = {fqn: torch.full(shape, float(version)) for fqn, shape in SHAPES.items()}
         self.publisher.publish(version, slot, shards)
@@ -135,14 +117,16 @@ class Rig:
         return slot
 
     def until(self, fact: Callable[[], bool]) -> None:
-        """Wait until a change of the fleet makes ``fact`` true."""
-        assert self.fleet.wait(fact, WAIT_S), (
-            f"not within {WAIT_S} s: {self.fleet!r} {self.slots!r}"
+        """Wait until a change of a server makes ``fact`` true."""
+        assert self.server_set.wait(fact, WAIT_S), (
+            f"not within {WAIT_S} s: {self.server_set!r} {self.slots!r}"
         )
 
     def everyone(self, version: int) -> None:
         """Wait until every server was read back with ``version``."""
-        self.until(lambda: all(entry.held == version for entry in self.fleet.entries().values()))
+        self.until(
+            lambda: all(entry.held == version for entry in self.server_set.entries().values())
+        )
 
     def complete(self, version: int) -> None:
         """Wait until ``version`` can be pinned."""
@@ -156,8 +140,7 @@ class Rig:
             server.close()
         self.publisher.close()
         self.recorder.close()
-        for image in self.images:
-            image.close()
+        self.pool.close()
 
 
 MakeRig = Callable[..., Rig]

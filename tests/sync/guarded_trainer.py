@@ -1,7 +1,7 @@
 """Rank 0 of a trainer as a process: it publishes versions to one HTTP server and kills or freezes
 itself at a point.
 
-``python guarded_trainer.py '{"url": ..., "folder": ..., "point": "load", "signal": 9, "versions":
+``python caretaken_trainer.py '{"url": ..., "folder": ..., "point": "load", "signal": 9, "versions":
 3}'``: the signal comes at that point of version 2, the ``times``-th time it is passed. One line of
 JSON on stdout after each event; ends cleanly when all versions are held. With ``fork`` a child that
 it forked outlives it, until stdin ends.
@@ -18,22 +18,12 @@ import torch
 
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.vllm import VllmControl
-from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.plan import copy_ops
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane_events import LaneEvent, Point
-from titan_grpo.protocol.messages import new_run_id
 from titan_grpo.protocol.pause_guard import Deadlines
-from titan_grpo.sync.lane import LaneContext
-from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.pause_guard import PauseGuard
-from titan_grpo.sync.publisher import Publisher
-from titan_grpo.sync.server_set import Fleet
-from titan_grpo.sync.slots import ImageSlots
-from titan_grpo.sync.snapshot import Snapshotter
-from titan_grpo.sync.transports.store import host_store
-from titan_grpo.sync.worker import SyncWorker
+from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker
 
 SHAPES = {"up": (512, 256), "down": (256, 512)}
 TERMS = Deadlines(pause_s=3.0, greet_s=30.0, again_s=0.5)
@@ -56,46 +46,34 @@ class Trainer:
         )
         layout = infer_layout(dict, SHAPES)
         manifest = layout.manifest("bfloat16", config.block_bytes)
-        self.images = [
-            SharedImage.create(manifest.total_bytes, "test") for _ in range(config.slots)
-        ]
-        tensors = tuple(image.tensor() for image in self.images)
-        link = LinkOptions(
-            "gloo",
-            "127.0.0.1",
-            config.digest,
-            config.bucket_bytes,
-            config.lane_deadline_s,
-            apply=config.apply,
-        )
+        self.pool = ImagePool.create(manifest, config.slots)
         self.recorder = Recorder(folder)
-        self.pause_guard = PauseGuard(config, link, folder / "pause_guard.log", TERMS)
-        self.pause_guard.know(told["url"], told["api_key"])
         self.left = int(told["times"])
-        context = LaneContext(
-            run_id=new_run_id(time.time()),
-            manifest=manifest,
-            images=tensors,
-            config=config,
-            link=link,
-            slots=ImageSlots(config.slots),
-            fleet=Fleet([told["url"]], lambda *_: None),
-            recorder=self.recorder,
-            watch=self.watch,
+        self.worker = SyncWorker(
+            self.pool,
+            config,
+            self.recorder,
+            SyncOptions(
+                urls=[told["url"]],
+                make_control=lambda url: VllmControl(
+                    url, told["api_key"], config.commit_deadline_s
+                ),
+                keys=(told["api_key"], ""),
+                watch=self.watch,
+                guard_terms=TERMS,
+            ),
         )
-        self.worker = SyncWorker(context, self.images, host_store("127.0.0.1"), ())
+        assert self.worker.guard is not None
+        self.guard = self.worker.guard
         ops = {
             fqn: copy_ops(layout, manifest, fqn, (0,) * len(shape), shape)
             for fqn, shape in SHAPES.items()
         }
-        self.publisher = Publisher(
-            Snapshotter(ops, tensors, torch.device("cpu"), 1 << 20), self.worker.publish
-        )
-        self.worker.start([VllmControl(told["url"], told["api_key"], config.commit_deadline_s)])
-        say(pause_guard=self.pause_guard.pid)
+        self.publisher = self.worker.publisher(ops)
+        self.worker.start()
+        say(pause_guard=self.guard.pid)
 
     def watch(self, passing: LaneEvent) -> None:
-        self.pause_guard.watch(passing)
         if passing.point is not self.point or passing.version != 2:
             return
         self.left -= 1
@@ -104,23 +82,23 @@ class Trainer:
             os.kill(os.getpid(), self.number)
 
     def publish(self, version: int) -> None:
-        slot = self.worker.wait_slot(WAIT_S)
+        slot = self.worker.slots.wait_reserved(WAIT_S)
         assert slot is not None, f"no slot for version {version}"
         self.publisher.publish(
             version, slot, {fqn: torch.full(shape, float(version)) for fqn, shape in SHAPES.items()}
         )
         self.publisher.fence()
-        assert self.worker.wait_held(version, WAIT_S, everyone=False), (
+        assert self.worker.servers.wait_held(version, WAIT_S, everyone=False), (
             f"version {version} is not held"
         )
-        say(held=version, label=str(self.worker.newest().label))
+        say(held=version, label=str(self.worker.slots.newest().label))
 
     def close(self) -> None:
         self.worker.close()
-        self.pause_guard.close()
         self.publisher.close()
         self.recorder.close()
-        say(ended=True, restarts=self.pause_guard.restarts, late=self.pause_guard.late)
+        self.pool.close()
+        say(ended=True, restarts=self.guard.restarts, late=self.guard.late)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ def test_a_draining_server_generates_and_takes_nothing_new_while_the_other_one_c
     for version in (2, 3):
         r.publish(version)
         assert r.servers["b"].wait_version(version, WAIT_S)
-    entry = r.fleet.entry("a")
+    entry = r.server_set.entry("a")
     assert entry.standing is Standing.COMMITTING
     assert not entry.accepting
     assert not r.servers["a"].paused
@@ -35,4 +35,4 @@ def test_a_draining_server_generates_and_takes_nothing_new_while_the_other_one_c
     r.everyone(3)
     assert r.servers["a"].versions == [1, 3]
     assert r.recorder.series(names.DRAIN_S)
-    assert r.worker.take_error() is None
+    assert r.server_set.take_error() is None

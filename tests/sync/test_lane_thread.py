@@ -49,19 +49,19 @@ def test_a_version_reaches_every_server_and_is_read_back(rig):
     r.publish(1)
     r.everyone(1)
     for url, server in r.servers.items():
-        assert server.label == str(r.worker.newest().label)
+        assert server.label == str(r.slots.newest().label)
         assert not server.paused
         assert r.loaded[url].value() == 1.0
-        assert r.fleet.entry(url).accepting
+        assert r.server_set.entry(url).accepting
     assert r.recorder.commits() == {"a": [1], "b": [1]}
-    assert r.worker.take_error() is None
+    assert r.server_set.take_error() is None
 
 
 def test_versions_follow_each_other_through_one_epoch(rig):
     r = rig("a")
     for version in (1, 2, 3, 4):
         r.publish(version)
-        assert r.worker.wait_held(version, WAIT_S, everyone=True) == ["a"]
+        assert r.server_set.wait_held(version, WAIT_S, everyone=True) == ["a"]
         assert r.loaded["a"].value() == version
     assert r.servers["a"].versions == [1, 2, 3, 4]
     assert len(r.recorder.series(names.CONNECT_S)) == 1
@@ -99,7 +99,7 @@ def test_a_receiver_that_thaws_in_time_goes_on_and_then_takes_the_newest(rig):
     r.everyone(1)
     r.servers["a"].freeze_receiver()
     r.publish(2)
-    r.until(lambda: r.fleet.entry("a").incoming == 2)
+    r.until(lambda: r.server_set.entry("a").incoming == 2)
     for version in (3, 4):
         r.publish(version)
         assert r.servers["b"].wait_version(version, WAIT_S)
@@ -129,8 +129,8 @@ def test_a_server_that_went_away_takes_no_rollouts_and_gets_the_newest_when_it_i
     for version in (2, 3):
         r.publish(version)
         assert r.servers["b"].wait_version(version, WAIT_S)
-    r.until(lambda: r.fleet.entry("a").standing is Standing.UNKNOWN)
-    assert not r.fleet.entry("a").accepting
+    r.until(lambda: r.server_set.entry("a").standing is Standing.UNKNOWN)
+    assert not r.server_set.entry("a").accepting
     r.servers["a"].come_back()
     assert r.servers["a"].wait_version(3, WAIT_S)
     assert r.servers["a"].versions == [1, 3]
@@ -155,15 +155,15 @@ def test_bytes_that_changed_after_their_digest_are_counted_retried_and_never_loa
     r.start()
     slot = r.publish(1)
     r.complete(1)
-    r.images[slot].buffer[5_000_000] ^= 1
+    r.pool.images[slot].buffer[5_000_000] ^= 1
     r.servers["a"].come_back()
     r.until(lambda: r.recorder.totals().get(names.DIGEST_MISMATCHES, 0) >= 1)
     assert r.servers["a"].versions == []
     assert r.loaded["a"].values == {}
-    r.until(lambda: getattr(r.fleet.last_error("a"), "block", None) is not None)
-    error = r.fleet.last_error("a")
+    r.until(lambda: getattr(r.server_set.last_error("a"), "block", None) is not None)
+    error = r.server_set.last_error("a")
     assert (error.url, error.version, error.block) == ("a", 1, 5_000_000 // r.config.block_bytes)
-    r.images[slot].buffer[5_000_000] ^= 1
+    r.pool.images[slot].buffer[5_000_000] ^= 1
     assert r.servers["a"].wait_version(1, WAIT_S)
     assert r.loaded["a"].value() == 1.0
 
@@ -188,10 +188,10 @@ def test_a_half_loaded_server_stays_paused_until_a_whole_load(rig):
     assert (r.servers["a"].versions, r.servers["a"].paused) == ([1], True)
     looked.set()
     assert r.servers["a"].wait_version(2, WAIT_S)
-    r.until(lambda: r.fleet.entry("a").held == 2)
+    r.until(lambda: r.server_set.entry("a").held == 2)
     assert not r.servers["a"].paused
     assert r.loaded["a"].value() == 2.0
-    assert "half loaded" in str(r.worker.take_error())
+    assert "half loaded" in str(r.server_set.take_error())
 
 
 def test_a_lane_inside_a_frozen_transfer_ends_when_it_is_told_to(rig, caplog):
@@ -200,7 +200,7 @@ def test_a_lane_inside_a_frozen_transfer_ends_when_it_is_told_to(rig, caplog):
     r.everyone(1)
     r.servers["a"].freeze_receiver()
     r.publish(2)
-    r.until(lambda: r.fleet.entry("a").incoming == 2)
+    r.until(lambda: r.server_set.entry("a").incoming == 2)
     r.worker.close()
     assert "was told to stop and did not" not in caplog.text
 
@@ -220,7 +220,7 @@ def test_a_server_restarted_before_its_label_is_not_given_it_although_it_would_t
     assert len(strike.times(Point.BEGIN)) == 2, "the second time to the server that came back"
     assert len(strike.times(Point.HELD)) == 1
     assert r.recorder.commits() == {"a": [1]}
-    assert "setlabel failed" in str(r.worker.take_error())
+    assert "setlabel failed" in str(r.server_set.take_error())
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,9 @@ def test_a_receiver_killed_after_its_load_is_replaced_at_once_and_nothing_is_sen
 
 def test_a_lane_that_was_fenced_before_its_load_learns_it_before_the_deadline_of_the_load(rig):
     def newer_epoch():
-        fence(DirectControl(r.servers["a"]), Access("127.0.0.1", 10.0, WAIT_S, ""), r.run_id, 3)
+        fence(
+            DirectControl(r.servers["a"]), Access("127.0.0.1", 10.0, WAIT_S, ""), r.worker.run_id, 3
+        )
 
     strike = Strike(Point.LOAD, newer_epoch)
     r = rig("a", watch=strike, commit_deadline_s=2 * WAIT_S)

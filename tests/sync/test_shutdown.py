@@ -21,8 +21,8 @@ def test_the_live_server_is_flushed_and_a_frozen_and_a_dead_one_cost_one_deadlin
     for url in ("frozen", "frozen too"):
         r.servers[url].freeze_receiver()
     r.publish(2)
-    r.until(lambda: all(r.fleet.entry(url).incoming == 2 for url in ("frozen", "frozen too")))
-    r.until(lambda: r.fleet.entry("live").held == 2)
+    r.until(lambda: all(r.server_set.entry(url).incoming == 2 for url in ("frozen", "frozen too")))
+    r.until(lambda: r.server_set.entry("live").held == 2)
     start = time.monotonic()
     assert r.worker.flush(2, TIMEOUT_S) == ["live"]
     r.worker.close()
@@ -38,9 +38,9 @@ def test_without_a_flush_every_lane_ends_when_it_is_told_to(rig, caplog):
     r.servers["frozen"].freeze_receiver()
     r.servers["dead"].go_away()
     r.publish(2)
-    r.until(lambda: r.fleet.entry("frozen").incoming == 2)
+    r.until(lambda: r.server_set.entry("frozen").incoming == 2)
     r.worker.close()
-    assert "was told to stop and did not" not in caplog.text
+    assert "was stopped and goes on" not in caplog.text
 
 
 def test_commits_that_hang_on_two_servers_share_the_deadline(rig):
@@ -52,9 +52,11 @@ def test_commits_that_hang_on_two_servers_share_the_deadline(rig):
         r.loaded[url].hold = goes_on
     r.publish(2)
     r.until(
-        lambda: all(r.fleet.entry(url).standing.value == "committing" for url in ("slow", "slower"))
+        lambda: all(
+            r.server_set.entry(url).standing.value == "committing" for url in ("slow", "slower")
+        )
     )
-    r.until(lambda: r.fleet.entry("live").held == 2)
+    r.until(lambda: r.server_set.entry("live").held == 2)
     start = time.monotonic()
     assert r.worker.flush(2, TIMEOUT_S) == ["live"]
     r.worker.close()
@@ -62,5 +64,7 @@ def test_commits_that_hang_on_two_servers_share_the_deadline(rig):
     goes_on.set()
     # Given up inside their commit: nobody may believe that they hold anything.
     r.until(
-        lambda: all(r.fleet.entry(url).standing is Standing.UNKNOWN for url in ("slow", "slower"))
+        lambda: all(
+            r.server_set.entry(url).standing is Standing.UNKNOWN for url in ("slow", "slower")
+        )
     )

@@ -21,11 +21,11 @@ def test_a_version_is_skipped_when_every_slot_is_being_read_and_the_next_one_is_
     r.everyone(1)
     r.servers["a"].freeze_receiver()
     r.publish(2)
-    r.until(lambda: r.fleet.entry("a").incoming == 2 and r.fleet.entry("b").held == 2)
+    r.until(lambda: r.server_set.entry("a").incoming == 2 and r.server_set.entry("b").held == 2)
     r.servers["b"].freeze_receiver()
     r.publish(3)
-    r.until(lambda: r.fleet.entry("b").incoming == 3)
-    assert r.worker.take_slot() is None
+    r.until(lambda: r.server_set.entry("b").incoming == 3)
+    assert r.slots.take_reserved() is None
     for server in r.servers.values():
         server.thaw_receiver()
     r.publish(5)
@@ -37,7 +37,7 @@ def test_a_flush_returns_the_live_servers_and_does_not_wait_for_a_dead_one(rig):
     r = rig("live", "dead")
     r.servers["dead"].go_away()
     r.publish(1)
-    r.worker.wait_held(1, WAIT_S, everyone=False)
+    r.server_set.wait_held(1, WAIT_S, everyone=False)
     r.publish(2)
     start = time.monotonic()
     assert r.worker.flush(2, timeout_s=2 * WAIT_S) == ["live"]
@@ -69,11 +69,11 @@ def test_a_flush_with_nobody_there_ends_by_its_deadline(rig):
 
 def test_a_version_is_sealed_only_when_the_other_ranks_have_written_their_part(rig):
     r = rig("a", remote_writers=(1,))
-    announcer = Announcer(1, "127.0.0.1", r.store.port, WAIT_S)
+    announcer = Announcer(1, "127.0.0.1", r.pool.store.port, WAIT_S)
     slot = r.publish(1)
-    assert r.servers["a"].receiver_pid is None or r.worker.newest() is None
+    assert r.servers["a"].receiver_pid is None or r.slots.newest() is None
     announcer(1, slot, FinishedCopy(0.0))
-    assert r.worker.wait_held(1, WAIT_S, everyone=True) == ["a"]
+    assert r.server_set.wait_held(1, WAIT_S, everyone=True) == ["a"]
     assert announcer.take_error() is None
     announcer.close(WAIT_S)
 
@@ -81,16 +81,16 @@ def test_a_version_is_sealed_only_when_the_other_ranks_have_written_their_part(r
 def test_a_part_that_never_arrives_discards_the_version_latches_an_error_and_frees_the_slot(rig):
     r = rig("a", remote_writers=(1,), lane_deadline_s=4.0)
     slot = r.publish(1)
-    assert {r.worker.wait_slot(WAIT_S), r.worker.wait_slot(0.0)} == {
+    assert {r.slots.wait_reserved(WAIT_S), r.slots.wait_reserved(0.0)} == {
         1 - slot,
         None,
     }  # one reservation at a time
-    announcer = Announcer(1, "127.0.0.1", r.store.port, WAIT_S)
+    announcer = Announcer(1, "127.0.0.1", r.pool.store.port, WAIT_S)
     announcer(2, 1 - slot, FinishedCopy(0.0))
     r.worker.publish(2, 1 - slot, FinishedCopy(0.0))
     assert r.servers["a"].wait_version(2, WAIT_S)
-    assert "version 1: could not be published" in str(r.worker.take_error())
-    assert r.worker.take_error() is None
+    assert "version 1: could not be published" in str(r.server_set.take_error())
+    assert r.server_set.take_error() is None
     assert r.servers["a"].versions == [2]
     announcer.close(WAIT_S)
 
@@ -107,11 +107,11 @@ class LateCopy(Copy):
 
 def test_a_copy_that_fails_is_never_published(rig):
     r = rig("a")
-    r.worker.publish(1, r.worker.wait_slot(WAIT_S), LateCopy())
+    r.worker.publish(1, r.slots.wait_reserved(WAIT_S), LateCopy())
     r.publish(2)
     assert r.servers["a"].wait_version(2, WAIT_S)
     assert r.servers["a"].versions == [2]
-    assert "planted" in str(r.worker.take_error())
+    assert "planted" in str(r.server_set.take_error())
 
 
 def memory(pid: int | str, key: str) -> int:
@@ -127,7 +127,7 @@ def test_host_memory_is_the_slots_here_and_one_image_at_the_receiver(rig):
     size besides."""
     before = memory("self", "RssShmem")
     r = rig("a", "b", slots=2)
-    model = r.manifest.total_bytes
+    model = r.pool.manifest.total_bytes
     r.publish(1)
     r.everyone(1)
     Path("/proc/self/clear_refs").write_text("5")  # restarts VmHWM, the peak

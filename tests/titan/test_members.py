@@ -1,4 +1,4 @@
-"""The members thread with its door and its file, driven as a person and a scheduler drive it."""
+"""Commands and the servers file of a running trainer, as a person and a scheduler use them."""
 
 import json
 import os
@@ -7,91 +7,106 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from titan_grpo.cli import main
 from titan_grpo.errors import ServerRefused, ServerUnreachable
+from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import members
+from titan_grpo.sync.server_set import ServerSet
 from titan_grpo.titan.control_socket import NAME, ControlSocket, ask
-from titan_grpo.titan.membership import Hands, MemberThread
+from titan_grpo.titan.membership import Membership
 from titan_grpo.titan.server_urls import ServersFile
 
 WAIT_S = 20.0
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
 
-class Site:
-    """Lanes that only say when they start and end; ``held`` keeps a lane from ending."""
+class Lane(threading.Thread):
+    """Reports its start and its end."""
 
-    def __init__(self) -> None:
-        self.said: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.held = threading.Event()
-        self.held.set()
+    engine = "vllm"
 
-    @property
-    def hands(self) -> Hands:
-        return Hands(
-            lambda url: self.said.put(f"+{url}"),
-            self._leave,
-            lambda: [{"url": A, "held": 3}],
-            self.said.put,
-        )
+    def __init__(self, url: str, epoch: int, said: "queue.SimpleQueue[str]") -> None:
+        super().__init__(name=f"lane {url}", daemon=True)
+        self.url, self.epoch, self._said = url, epoch, said
+        self._stopping = threading.Event()
 
-    def _leave(self, url: str) -> None:
-        assert self.held.wait(WAIT_S)
-        self.said.put(f"-{url}")
+    def run(self) -> None:
+        self._said.put(f"+{self.url}")
+        assert self._stopping.wait(WAIT_S)
+        self._said.put(f"-{self.url}")
 
-    def next(self) -> str:
-        return self.said.get(timeout=WAIT_S)
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def abort(self) -> None:
+        """Nothing can be aborted."""
 
 
 @pytest.fixture
-def site() -> Site:
-    return Site()
+def said() -> "queue.SimpleQueue[str]":
+    """What the lanes of a run report; those of its first servers are taken out."""
+    return queue.SimpleQueue()
+
+
+def following(said: "queue.SimpleQueue[str]") -> str:
+    return said.get(timeout=WAIT_S)
+
+
+Start = Callable[..., ServerSet]
 
 
 @pytest.fixture
-def start(site: Site, tmp_path: Path) -> Iterator:
-    """``start("http://a:1", ...)``: a thread with these configured servers, and those of
-    ``file``."""
-    made: list[MemberThread] = []
+def start(said: "queue.SimpleQueue[str]", tmp_path: Path) -> Iterator[Start]:
+    """``start("http://a:1", ...)``: a run with these configured servers, and those of ``file``."""
+    ends = ExitStack()
 
-    def begin(*fixed: str, file: Path | None = None, folder: Path = tmp_path) -> MemberThread:
+    def begin(*fixed: str, file: Path | None = None, folder: Path = tmp_path) -> ServerSet:
         watched = ServersFile(file) if file is not None else None
-        listed = frozenset(watched.read()) if watched is not None else frozenset()
-        made.append(
-            MemberThread(members.start(frozenset(fixed), listed), site.hands, folder, watched)
+        listed = watched.read() if watched is not None else ()
+        recorder = Recorder(tmp_path / "records")
+        ends.callback(recorder.close)
+        servers = ServerSet(
+            members.start(frozenset(fixed), frozenset(listed)),
+            lambda _, url, epoch: Lane(url, epoch, said),
+            recorder,
         )
-        made[-1].start()
-        return made[-1]
+        servers.start()
+        for _ in servers.urls:
+            following(said)
+        ends.callback(lambda: servers.close(time.monotonic() + WAIT_S))
+        ends.callback(Membership(servers, folder, dict, watched).close)
+        return servers
 
-    yield begin
-    for thread in made:
-        thread.close()
+    with ends:
+        yield begin
 
 
 def command(run: Path, *arguments: str) -> int:
     return main(["servers", *arguments, "--run", str(run)])
 
 
-def test_a_command_adds_and_removes_and_says_so_in_one_line(start, site, tmp_path, capsys):
+def test_a_command_adds_and_removes_and_says_so_in_one_line(start, said, tmp_path, capsys):
     thread = start(A)
     assert command(tmp_path, "add", "http://B:1/") == 0
     assert (
         capsys.readouterr().out
         == f"{B} was added: it gets the newest version before its first rollout\n"
     )
-    assert site.next() == f"+{B}"
+    assert following(said) == f"+{B}"
     assert thread.urls == [A, B]
     assert command(tmp_path, "remove", A) == 0
     assert (
         capsys.readouterr().out
         == f"{A} was removed: it takes no more rollouts and no more versions\n"
     )
-    assert site.next() == f"-{A}"
+    assert following(said) == f"-{A}"
     assert thread.urls == [B]
 
 
@@ -103,13 +118,13 @@ def test_a_command_adds_and_removes_and_says_so_in_one_line(start, site, tmp_pat
         (("remove", A), "the last server"),
     ],
 )
-def test_what_is_refused_exits_with_1_and_one_line(start, site, tmp_path, capsys, arguments, words):
+def test_what_is_refused_exits_with_1_and_one_line(start, said, tmp_path, capsys, arguments, words):
     start(A)
     assert command(tmp_path, *arguments) == 1
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
-    assert site.said.empty()
+    assert said.empty()
 
 
 def test_a_mistake_in_the_command_exits_with_2(tmp_path, capsys):
@@ -128,28 +143,8 @@ def test_the_list_comes_as_a_table_and_as_json(start, tmp_path, capsys):
     assert command(tmp_path, "list") == 0
     assert A in capsys.readouterr().out.splitlines()[1]
     assert command(tmp_path, "list", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == [{"url": A, "held": 3}]
-
-
-def test_a_server_that_is_added_while_its_lane_ends_joins_afterwards(start, site, tmp_path):
-    start(A, B)
-    site.held.clear()
-    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-    remover = threading.Thread(
-        target=lambda: answers.put(ask(tmp_path, {"do": "remove", "url": B})["text"])
-    )
-    remover.start()
-    while True:
-        try:
-            text = ask(tmp_path, {"do": "add", "url": B})["text"]
-            break
-        except ServerRefused:  # the removal is not there yet
-            pass
-    assert text.endswith("when its last lane has ended")
-    site.held.set()
-    assert [site.next(), site.next()] == [f"-{B}", f"+{B}"]
-    remover.join(WAIT_S)
-    assert "was removed" in answers.get(timeout=WAIT_S)
+    (line,) = json.loads(capsys.readouterr().out)
+    assert (line["url"], line["standing"], line["held"]) == (A, "unknown", None)
 
 
 def replaced(path: Path, text: str) -> None:
@@ -158,17 +153,17 @@ def replaced(path: Path, text: str) -> None:
     os.replace(other, path)
 
 
-def test_a_file_that_changes_moves_servers_and_a_bad_one_does_not(start, site, tmp_path, capsys):
+def test_a_file_that_changes_moves_servers_and_a_bad_one_does_not(start, said, tmp_path, capsys):
     path = tmp_path / "servers"
     path.write_text(f"{A}\n{B}\n")
     thread = start(file=path)
     assert thread.urls == [A, B]
     replaced(path, f"{A}\nhttp:/broken\n")
     replaced(path, f"{B}\n{C}  # new\n")
-    assert {site.next(), site.next()} == {f"+{C}", f"-{A}"}
+    assert {following(said), following(said)} == {f"+{C}", f"-{A}"}
     replaced(path, "")
     replaced(path, f"{A}\n{B}\n{C}\n")
-    assert site.next() == f"+{A}"
+    assert following(said) == f"+{A}"
     assert thread.urls == [A, B, C]
 
 
@@ -181,7 +176,7 @@ class Heard(queue.SimpleQueue):
         """All is there."""
 
 
-def test_a_bad_file_is_said_once_and_the_last_good_list_stays(start, site, tmp_path, monkeypatch):
+def test_a_bad_file_is_said_once_and_the_last_good_list_stays(start, said, tmp_path, monkeypatch):
     heard = Heard()
     monkeypatch.setattr(sys, "stderr", heard)
     path = tmp_path / "servers"
@@ -190,14 +185,15 @@ def test_a_bad_file_is_said_once_and_the_last_good_list_stays(start, site, tmp_p
     for text in ("nonsense\n", f"{B}\n", f"{A}\n"):
         replaced(path, text)
         if text == "nonsense\n":
-            said = heard.get(timeout=20)
-            assert "nonsense" in said
-            assert "line 1" in said
-            assert "last good list stays" in said
+            complaint = heard.get(timeout=20)
+            assert "nonsense" in complaint
+            assert "line 1" in complaint
+            assert "last good list stays" in complaint
             assert thread.urls == [A, B]
         else:
-            assert site.next()
-    assert heard.empty()
+            assert following(said)
+    rest = [heard.get() for _ in range(heard.qsize())]
+    assert not [line for line in rest if "servers:" in line]
 
 
 def test_the_socket_is_for_its_owner_only_and_may_lie_deep(start, tmp_path):
@@ -225,10 +221,9 @@ def test_a_dead_trainers_socket_is_replaced_a_live_ones_is_not(tmp_path):
 
 
 def test_a_silent_or_senseless_caller_holds_up_nobody(start, tmp_path):
-    thread = start(A)
+    start(A)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(str(tmp_path / NAME))
         with pytest.raises(ServerRefused, match="must be one of add, remove, list"):
             ask(tmp_path, {"do": "explode"})
         assert ask(tmp_path, {"do": "list"})["servers"]
-        thread.close()

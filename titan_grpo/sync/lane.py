@@ -1,7 +1,7 @@
 """One server's lane: a thread that drives the pure table of protocol/lane.py and performs what it
 asks for.
 
-Consumes images from the image slots; waits for its own server only, always with a deadline; is woken by a
+Consumes images from the shelf; waits for its own server only, always with a deadline; is woken by a
 new image or a stop. An error of the server closes the epoch and never leaves this thread except as
 a latched record.
 """
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,7 +27,7 @@ from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point, no_obser
 from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Staged
 from titan_grpo.protocol.recovery import Pause, Relabel, Resume, settle
 from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
-from titan_grpo.sync.server_set import Fleet, fresh_label
+from titan_grpo.sync.server_set import ServerSet
 from titan_grpo.sync.slots import ImageSlots, Published
 from titan_grpo.sync.stock import StockLink
 from titan_grpo.sync.streaming import load_while_sending
@@ -55,24 +55,35 @@ class LaneContext:
     config: WeightSync
     link: LinkOptions
     slots: ImageSlots
-    fleet: Fleet
     recorder: Recorder
+    bind_host: Callable[[str], str]
+    """Server URL -> address of this host that its lane's sockets bind to."""
     watch: Observer = no_observer
     drain: Callable[[str], None] | None = None
     """Wait, with a deadline, until a server that takes no new requests has none left; None: they
     run over a commit."""
 
 
+def fresh_label(run_id: str, text: str | None) -> Label | None:
+    """The label a server shows, if it is of this run; None: its weights are unknown."""
+    label = Label.parse(text)
+    return label if label is not None and label.run_id == run_id else None
+
+
 class LaneThread(threading.Thread):
     """Keeps one server on the newest version."""
 
-    def __init__(self, context: LaneContext, control: ServerControl, epoch: int = 0) -> None:
+    def __init__(
+        self, context: LaneContext, servers: ServerSet, control: ServerControl, epoch: int = 0
+    ) -> None:
         """``epoch``: that of the last lane to the same server in this run; this one's are
         higher."""
         super().__init__(name=f"lane {control.url}", daemon=True)
         self.url = control.url
         self._c = context
+        self._servers = servers
         self._control = control
+        self._turn = threading.Lock()
         self._stopping = threading.Event()
         self._link: LaneLink | StockLink | None = None
         self._published: Published | None = None
@@ -95,15 +106,23 @@ class LaneThread(threading.Thread):
         """Number of connections so far."""
         return self._state.epoch
 
+    @property
+    def engine(self) -> str:
+        """Name of the server's engine, empty while unknown."""
+        return self._control.engine
+
     def stop(self) -> None:
         """End the lane now. Any thread; does not wait.
 
         What it waits for is aborted, but not a commit: that has a deadline, and its server would
         stay paused.
         """
-        self._stopping.set()
+        # One turn: a step into a commit either comes first and is left alone, or sees the stop.
+        with self._turn:
+            self._stopping.set()
+            committing = self._state.phase in table.COMMITTING
         self._c.slots.stop(self.url)
-        if self._state.phase not in table.COMMITTING:
+        if not committing:
             self.abort()
 
     def abort(self) -> None:
@@ -122,9 +141,10 @@ class LaneThread(threading.Thread):
         event: table.Event = table.Started()
         try:
             while True:
-                if self._stopping.is_set() and self._state.stoppable:
-                    event = table.Stopped()
-                self._state, actions = table.step(self._state, event)
+                with self._turn:
+                    if self._stopping.is_set() and self._state.stoppable:
+                        event = table.Stopped()
+                    self._state, actions = table.step(self._state, event)
                 for action in actions[:-1]:
                     self._tell(action)
                 if isinstance(actions[-1], table.Leave):
@@ -132,9 +152,9 @@ class LaneThread(threading.Thread):
                 event = self._perform(actions[-1])
         except Exception as error:  # top of a thread: the server would stay on its version
             logger.exception("lane %s ended", self.url)
-            self._c.fleet.apply(self.url, ledger.Forgotten())
+            self._servers.apply(self.url, ledger.Forgotten())
             cause = f"the lane ended with {error!r}; this server gets no more versions"
-            self._c.fleet.latch(SyncError(cause, url=self.url))
+            self._servers.latch(SyncError(cause, url=self.url))
         finally:
             self._leave()
 
@@ -143,9 +163,9 @@ class LaneThread(threading.Thread):
             case table.Release():
                 self._unpin()
             case table.Note(ledger.Holds() as event):
-                self._c.fleet.apply(self.url, event, self._held)
+                self._servers.apply(self.url, event, self._held)
             case table.Note(event):
-                self._c.fleet.apply(self.url, event)
+                self._servers.apply(self.url, event)
 
     def _perform(self, work: table.Action) -> table.Event:
         try:
@@ -182,7 +202,7 @@ class LaneThread(threading.Thread):
             logger.warning(
                 "weight sync: %s", error
             )  # a step boundary shows the first one and counts the others
-            self._c.fleet.latch(error)
+            self._servers.latch(error)
 
     def _pass(self, point: Point) -> None:
         version = -1 if self._state.version is None else self._state.version
@@ -210,9 +230,11 @@ class LaneThread(threading.Thread):
     def _make_link(self, epoch: int) -> LaneLink | StockLink:
         c = self._c
         stock = self._control.stock() if self._streamed else None
+        # Resolved anew for each connection: a server that comes up late may have had no name.
+        options = replace(c.link, bind_host=c.bind_host(self.url))
         if stock is not None:
-            return StockLink(c.run_id, epoch, c.manifest, c.link, stock)
-        return LaneLink(c.run_id, epoch, c.manifest, c.link)
+            return StockLink(c.run_id, epoch, c.manifest, options, stock)
+        return LaneLink(c.run_id, epoch, c.manifest, options)
 
     def _settle(self, joined: Joined) -> table.Event:
         """A lane, a receiver or a trainer that died may have left the server paused, or over
@@ -237,7 +259,7 @@ class LaneThread(threading.Thread):
 
     def _await_newer(self) -> table.Event:
         while not self._stopping.is_set():
-            entry = self._c.fleet.entry(self.url)
+            entry = self._servers.entry(self.url)
             self._published = self._c.slots.pin_newer(self.url, entry.held, IDLE_CHECK_S)
             if self._published is not None:
                 self._label, self._published_s = self._published.label, self._published.published_s
@@ -298,7 +320,7 @@ class LaneThread(threading.Thread):
         recorder = self._c.recorder
         if self._c.drain is not None:
             # no phase of its own: the ledger is at COMMITTING, so nothing new comes, the server is
-            # not paused, so nobody has to look after it, and whether the wait ends well or by its
+            # not paused, so no_observer has to look after it, and whether the wait ends well or by its
             # deadline, what follows is the pause
             with recorder.span(names.DRAIN_S, self.url, version=self._state.version):
                 self._c.drain(self.url)
@@ -417,6 +439,8 @@ class LaneThread(threading.Thread):
                 link.bye(self._number + 1)
         self._close_link()
         self._control.close()
+        # The next lane of this server may pin images again.
+        self._c.slots.forget(self.url)
 
     def _close_link(self) -> None:
         self._unpin()

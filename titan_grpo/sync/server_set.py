@@ -1,89 +1,342 @@
-"""The ledger of all servers behind one condition variable, and the latch of background errors."""
+"""The servers of a run, behind one lock: who is in the run, what each holds, who may sample.
 
+::
+
+    commands, servers file --add, remove, listed--> members --Join--> a lane starts
+                                                           `--Leave--> a lane ends
+    lanes --apply, latch--> ledger lines --set_server, remove_server--> observer (the rollouts)
+    main thread --reached, take_error, wait_held-->
+"""
+
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from titan_grpo.errors import SyncError
-from titan_grpo.protocol import ledger
+from titan_grpo.errors import ServerRefused, SyncError
+from titan_grpo.observe import terminal
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol import lag, ledger, members
 from titan_grpo.protocol.ledger import Entry, Standing
 from titan_grpo.protocol.messages import Label
 
-OnServer = Callable[[str, int | None, bool, str], None]
-"""Called with (url, version held or None, accepting, label) after every change; must not block."""
+logger = logging.getLogger(__name__)
+
+JOIN_S = 10.0
+"""Seconds for all lanes to end, where no flush and no commit sets the deadline."""
+
+_KNOWN = (Standing.HOLDS, Standing.RECEIVING, Standing.COMMITTING)
 
 
-class Fleet:
-    """What every server holds. Lanes write their own line; whoever waits is woken by each
-    change."""
+class ServerObserver(Protocol):
+    """Follows the servers' states. Called under the set's lock, in the order of the changes; never
+    blocks."""
 
-    def __init__(self, urls: list[str], on_server: OnServer) -> None:
-        self._entries = {url: Entry() for url in urls}
-        self._labels = dict.fromkeys(urls, "")
+    def set_server(
+        self, url: str, version: int | None, accepting: bool, label: str, engine: str
+    ) -> None:
+        """What a server holds (None: unknown) and whether it takes new requests."""
+
+    def remove_server(self, url: str) -> None:
+        """A server left the run."""
+
+
+class NoObserver:
+    """ServerObserver that ignores all changes."""
+
+    def set_server(
+        self, url: str, version: int | None, accepting: bool, label: str, engine: str
+    ) -> None:
+        """See ServerObserver."""
+
+    def remove_server(self, url: str) -> None:
+        """See ServerObserver."""
+
+
+class Lane(Protocol):
+    """What keeps one server on the newest version: a thread."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of connections so far."""
+
+    @property
+    def engine(self) -> str:
+        """Name of the server's engine, empty while unknown."""
+
+    def start(self) -> None:
+        """Begin; does not wait for the server."""
+
+    def stop(self) -> None:
+        """End soon: at once, or after a commit that runs. Does not wait."""
+
+    def abort(self) -> None:
+        """Abort what the lane waits for, a commit too."""
+
+    def join(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for the end."""
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+
+
+OpenLane = Callable[["ServerSet", str, int], Lane]
+"""(set, url, epoch of the server's last lane) -> a lane that is not started yet."""
+
+
+@dataclass(slots=True)
+class _Server:
+    entry: Entry = field(default_factory=Entry)
+    label: str = ""
+    lane: Lane | None = None
+    epoch: int = 0
+    highest: int | None = None
+    """Highest version that it was read back with in this run."""
+    error: SyncError | None = None
+
+
+class ServerSet:
+    """All servers of one run. Every method may be called by any thread; those that wait say so."""
+
+    def __init__(
+        self,
+        first: members.Members,
+        open_lane: OpenLane,
+        recorder: Recorder,
+        *,
+        observer: ServerObserver | None = None,
+        leave_s: float = JOIN_S,
+        max_lag: int = 0,
+    ) -> None:
+        """``first``: the servers that the run starts with. ``leave_s``: deadline for the lane of a
+        server that leaves, which must cover a commit. ``max_lag``: see weight_sync.max_lag."""
+        self._members = first
+        self._servers = {url: _Server() for url in self.urls}
+        self._open_lane, self._recorder, self._leave_s = open_lane, recorder, leave_s
+        self._observer = observer or NoObserver()
         self._changed = threading.Condition()
-        self._on_server = on_server
+        self._lag = lag.Lag(max_lag)
+        self._version = 0
         self._error: SyncError | None = None
         self._further = 0
-        self._last: dict[str, SyncError] = {}
+        self._ended = False
 
     def __repr__(self) -> str:
-        return "<Fleet " + ", ".join(f"{url} {e!r}" for url, e in self.entries().items()) + ">"
+        return "<ServerSet " + ", ".join(f"{u} {e!r}" for u, e in self.entries().items()) + ">"
 
-    def entries(self) -> dict[str, Entry]:
-        """A copy of all lines."""
+    def start(self) -> None:
+        """Open one lane for each server."""
         with self._changed:
-            return dict(self._entries)
+            for url, server in self._servers.items():
+                self._open(url, server)
+
+    def close(self, deadline: float) -> None:
+        """Stop all lanes and wait for them until ``deadline`` (monotonic clock). Idempotent: lanes
+        that did not end by their deadline are not waited for again.
+
+        A commit may end in that time; a lane that does not leaves its server to the pause guard.
+        """
+        with self._changed:
+            if self._ended:
+                return
+            self._ended = True
+            self._changed.notify_all()
+            lanes = [s.lane for s in self._servers.values() if s.lane is not None]
+        _end(lanes, deadline, min(1.0, max(0.0, deadline - time.monotonic()) / 4))
+
+    # Who is in the run.
+
+    @property
+    def urls(self) -> list[str]:
+        """Servers that have a lane and are not leaving."""
+        return sorted(self._members.present)
+
+    def add(self, url: str) -> bool:
+        """A server joins: it gets the newest version before its first rollout. False: only when its
+        last lane has ended. ServerRefused with the reason if it cannot."""
+        with self._changed:
+            self._change(members.Add(url))
+            return url in self._members.present
+
+    def remove(self, url: str, timeout_s: float) -> bool:
+        """A server leaves: rollouts go elsewhere at once, its transfer is aborted, its commit is
+        finished (it would stay paused). Waits for its lane; False if that goes on after
+        ``timeout_s`` seconds. ServerRefused with the reason if it cannot."""
+        with self._changed:
+            self._change(members.Remove(url))
+            self._changed.wait_for(
+                lambda: self._ended or url not in self._members.leaving, timeout_s
+            )
+            if self._ended:
+                raise ServerRefused("the run is ending")
+            return url not in self._members.leaving
+
+    def listed(self, urls: Iterable[str]) -> None:
+        """The servers file has new content. ServerRefused with the reason if it is not followed."""
+        with self._changed:
+            self._change(members.Listed(frozenset(urls)))
+
+    def _change(self, event: members.Event) -> None:
+        if self._ended:
+            raise ServerRefused("the run is ending")
+        self._members, actions = members.step(self._members, event)
+        for action in actions:
+            match action:
+                case members.Join(url):
+                    self._join(url)
+                case members.Leave(url):
+                    self._leave(url)
+                case members.Refuse(reason):
+                    raise ServerRefused(reason)
+
+    def _join(self, url: str) -> None:
+        server = self._servers.setdefault(url, _Server())
+        if server.entry.standing is Standing.GONE:
+            server.entry, _ = ledger.step(server.entry, ledger.Came())
+        server.label = ""
+        self._recorder.joined(url, self._version)
+        terminal.print_status(
+            f"{url} joins at version {self._version}: the newest weights first, then rollouts;"
+            f" {self._count()}"
+        )
+        self._observer.set_server(url, None, False, "", "")
+        self._open(url, server)
+        self._changed.notify_all()
+
+    def _open(self, url: str, server: _Server) -> None:
+        self._recorder.known_server(url)
+        # A receiver refuses an epoch that it has seen: the lanes of one server count on.
+        server.lane = self._open_lane(self, url, server.epoch)
+        server.lane.start()
+
+    def _leave(self, url: str) -> None:
+        server = self._servers[url]
+        # GONE first: what the lane reports on its way out must not bring the server back.
+        server.entry, _ = ledger.step(server.entry, ledger.Left())
+        self._observer.remove_server(url)
+        self._recorder.left(url, self._version)
+        terminal.print_status(
+            f"{url} leaves at version {self._version}: its rollouts are made elsewhere;"
+            f" {self._count()}"
+        )
+        self._changed.notify_all()
+        assert server.lane is not None
+        threading.Thread(
+            target=self._end_lane, args=(url, server.lane), name=f"leave {url}", daemon=True
+        ).start()
+
+    def _end_lane(self, url: str, lane: Lane) -> None:
+        slow = _end([lane], time.monotonic() + self._leave_s, JOIN_S)
+        with self._changed:
+            if slow:
+                cause = "its lane did not end: the server cannot be added again in this run"
+                self._latch(SyncError(cause, url=url))
+                return
+            self._servers[url].epoch, self._servers[url].lane = lane.epoch, None
+            if not self._ended:
+                self._change(members.Ended(url))
+            self._changed.notify_all()
+
+    def _count(self) -> str:
+        count = len(self._members.present)
+        return f"{count} server{'' if count == 1 else 's'} now"
+
+    # What each holds.
+
+    def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
+        """Apply a lane's event to its server's line, and show the observer what changed."""
+        with self._changed:
+            server = self._servers[url]
+            server.entry, actions = ledger.step(server.entry, event)
+            if label is not None:
+                server.label = str(label)
+            held = server.entry.held
+            if held is not None:
+                server.highest = max(held, server.highest or held)
+            if actions and server.entry.standing is not Standing.GONE and not self._ended:
+                engine = server.lane.engine if server.lane is not None else ""
+                # Under the lock: a state that crosses a departure would bring the server back.
+                self._observer.set_server(url, held, server.entry.accepting, server.label, engine)
+            self._changed.notify_all()
 
     def entry(self, url: str) -> Entry:
         """One server's line."""
         with self._changed:
-            return self._entries[url]
+            return self._servers[url].entry
 
-    def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
-        """Apply one ledger event to a server's line and tell the rollout side if that changes what
-        it may do."""
+    def entries(self) -> dict[str, Entry]:
+        """All lines, those of servers that left among them. A copy."""
         with self._changed:
-            self._entries[url], actions = ledger.step(self._entries[url], event)
-            if label is not None:
-                self._labels[url] = str(label)
-            entry, text = self._entries[url], self._labels[url]
-            self._changed.notify_all()
-        if actions:
-            self._on_server(url, entry.held, entry.accepting, text)
+            return {url: server.entry for url, server in self._servers.items()}
 
-    def add(self, url: str) -> None:
-        """A server joins, for the first time or again: nothing is known about it."""
+    def versions(self) -> dict[str, int | None]:
+        """Version by server, None where nothing is known."""
+        return {u: e.held for u, e in self.entries().items() if e.standing is not Standing.GONE}
+
+    def lane(self, url: str) -> Lane | None:
+        """The lane of a server."""
         with self._changed:
-            if url in self._entries:
-                self._entries[url], _ = ledger.step(self._entries[url], ledger.Came())
-            else:
-                self._entries[url] = Entry()
-            self._labels[url] = ""
-            self._changed.notify_all()
-        self._on_server(url, None, False, "")
+            return self._servers[url].lane
 
-    def remove(self, url: str) -> None:
-        """A server has left: it takes no more rollouts, and nobody waits for it. Its line stays, as
-        GONE."""
-        self.apply(url, ledger.Left())
+    def reached(self, version: int) -> None:
+        """The trainer is at ``version``. SyncError if no server has committed anything for
+        weight_sync.max_lag versions."""
+        with self._changed:
+            self._version = version
+            held = {u: s.highest for u, s in self._servers.items() if s.highest is not None}
+            self._lag, stops = lag.step(self._lag, lag.Boundary(version, held))
+        for stop in stops:
+            raise SyncError(
+                f"no server has committed anything for {stop.versions} versions"
+                f" (weight_sync.max_lag), and the trainer is at version {version}: {self.text()}"
+            )
+
+    def lines(self, in_flight: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
+        """What is known of every server, as JSON-able values."""
+        with self._changed:
+            return [
+                {
+                    "url": url,
+                    "standing": server.entry.standing.value,
+                    "held": server.entry.held,
+                    "incoming": server.entry.incoming,
+                    "accepting": server.entry.accepting,
+                    "in_flight": (in_flight or {}).get(url),
+                    "last_error": " ".join(server.error.cause.split()) if server.error else "",
+                }
+                for url, server in self._servers.items()
+                if server.entry.standing is not Standing.GONE
+            ]
+
+    def text(self) -> str:
+        """Every server, its standing and its last error, in one line."""
+        return "; ".join(
+            f"{line['url']} {line['standing']}"
+            + (f", last error: {line['last_error']}" if line["last_error"] else "")
+            for line in self.lines()
+        )
+
+    # Errors.
 
     def latch(self, error: SyncError) -> None:
-        """Keep the first background error until the step boundary collects it; count those that
-        follow."""
+        """Keep the first background error until the step boundary collects it; count the others."""
         with self._changed:
-            if self._error is None:
-                self._error = error
-            else:
-                self._further += 1
-            if error.url:
-                self._last[error.url] = error
-            self._changed.notify_all()
+            self._latch(error)
+
+    def _latch(self, error: SyncError) -> None:
+        if self._error is None:
+            self._error = error
+        else:
+            self._further += 1
+        if error.url in self._servers:
+            self._servers[error.url].error = error
+        self._changed.notify_all()
 
     def take_error(self) -> SyncError | None:
-        """The latched error, once, with the number of those that followed it.
-
-        Never waits for a lane: the lock is held for assignments only.
-        """
+        """The latched error, once, with the number of those that followed it. Never waits for a
+        lane: the lock is held for assignments only."""
         if self._error is None:
             return None
         with self._changed:
@@ -92,45 +345,51 @@ class Fleet:
         return error.followed_by(further)
 
     def last_error(self, url: str) -> SyncError | None:
-        """The last background error of a server, collected or not; it says nothing about what came
-        after it."""
+        """The last background error of a server, collected or not."""
         with self._changed:
-            return self._last.get(url)
+            return self._servers[url].error
+
+    # Waits.
 
     def wait(self, fact: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``fact`` is true, looked at after every change of a line and every error;
-        False past the deadline."""
+        """Wait until ``fact`` is true, checked after every change; False past the deadline."""
         with self._changed:
             return self._changed.wait_for(fact, timeout_s)
 
     def wait_held(self, version: int, timeout_s: float, everyone: bool) -> list[str]:
-        """Wait until a server holds ``version`` or newer, and return who does by then; shorter than
-        that if time is up.
+        """Wait until a server holds ``version`` or newer; the servers that do by then.
 
-        ``everyone``: wait also for the others, except those about which nothing is known (dead,
-        restarting, quarantined): they get the newest version when they answer again, and nobody
-        waits for that.
+        ``everyone``: wait for the others too, except for those about which nothing is known (dead,
+        restarting, quarantined): they get the newest version when they answer again.
         """
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while True:
-                holding = [
-                    u for u, e in self._entries.items() if e.held is not None and e.held >= version
-                ]
-                behind = [
-                    e for u, e in self._entries.items() if u not in holding and e.standing in _KNOWN
-                ]
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or (holding and not (everyone and behind)):
-                    return holding
-                self._changed.wait(remaining)
+        holding: list[str] = []
+
+        def done() -> bool:
+            lines = {url: server.entry for url, server in self._servers.items()}
+            holding[:] = [u for u, e in lines.items() if e.held is not None and e.held >= version]
+            behind = [u for u, e in lines.items() if u not in holding and e.standing in _KNOWN]
+            return bool(holding) and not (everyone and behind)
+
+        self.wait(done, timeout_s)
+        return holding
 
 
-_KNOWN = (Standing.HOLDS, Standing.RECEIVING, Standing.COMMITTING)
+def _end(lanes: Sequence[Lane], deadline: float, abort_s: float) -> list[Lane]:
+    """Stop all, wait for all at once, abort ``abort_s`` before the deadline (monotonic clock) what
+    is left; those that go on."""
+    for lane in lanes:
+        lane.stop()
+    slow = _join(lanes, deadline - abort_s)
+    for lane in slow:
+        logger.warning("%r was stopped and goes on: what it waits for is aborted", lane)
+        lane.abort()
+    slow = _join(slow, deadline)
+    for lane in slow:
+        logger.warning("%r did not end by its deadline", lane)
+    return slow
 
 
-def fresh_label(run_id: str, text: str | None) -> Label | None:
-    """The label a server shows, if it belongs to this run; None means: nothing is known about its
-    weights."""
-    label = Label.parse(text)
-    return label if label is not None and label.run_id == run_id else None
+def _join(lanes: Iterable[Lane], deadline: float) -> list[Lane]:
+    for lane in lanes:
+        lane.join(max(0.0, deadline - time.monotonic()))
+    return [lane for lane in lanes if lane.is_alive()]

@@ -1,49 +1,127 @@
-"""Rank 0's half of the sync: seals images (all ranks' bytes are there, blocks hashed) and runs one
-lane per server.
-
-Servers may be added and removed at any time, by one thread that is not the trainer's main thread.
+"""Rank 0's half of the weight sync, assembled: production, verify and every harness build it here.
 
 ::
 
-    main thread --publish--> [queue] --sealer--> slots --pin--> lane --> server
-        ^                                          |
-        `------------- reserved slot <-------------'
+    main thread --publish--> [queue] --sealer--> image slots --pin--> lane --> server
+        ^                                            |
+        `------------- reserved slot <---------------'
 """
 
+import ipaddress
 import logging
 import queue
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
+from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 
+from titan_grpo.config import WeightSync
 from titan_grpo.engines.control import ServerControl
-from titan_grpo.errors import ProtocolError, SyncError, TitanGrpoError
+from titan_grpo.errors import SyncError, TitanGrpoError
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.layout.plan import CopyOp
 from titan_grpo.observe import names
-from titan_grpo.protocol.ledger import Entry
-from titan_grpo.protocol.messages import Label
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol import members
+from titan_grpo.protocol.lane_events import LaneEvent, Observer, no_observer
+from titan_grpo.protocol.messages import Label, new_run_id
+from titan_grpo.protocol.pause_guard import Deadlines
+from titan_grpo.runkey import Key
 from titan_grpo.sync.lane import LaneContext, LaneThread
-from titan_grpo.sync.publisher import copied_key
-from titan_grpo.sync.slots import Published
-from titan_grpo.sync.snapshot import Copy
-from titan_grpo.sync.transports.store import store_errors
+from titan_grpo.sync.link import LinkOptions
+from titan_grpo.sync.pause_guard import PauseGuard
+from titan_grpo.sync.publisher import Publisher, copied_key
+from titan_grpo.sync.server_set import JOIN_S, ServerObserver, ServerSet
+from titan_grpo.sync.slots import ImageSlots, Published
+from titan_grpo.sync.snapshot import Copy, Snapshotter
+from titan_grpo.sync.transports.store import host_store, store_errors
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 10.0
-"""How long the end waits for all threads that have been told to stop, in seconds, where no flush
-set a deadline."""
-
 LEAST_S = 1.0
-"""What the threads get at least, if the flush used its deadline up, in seconds."""
+"""Seconds that the lanes get at least to end, if a flush used up its deadline."""
 
-BindHost = Callable[[str], str]
-"""Server URL -> address of this host that the sockets of its lane bind to."""
+LOOPBACK = "127.0.0.1"
+
+ANYWHERE = "192.0.2.1"
+"""An address that no host has (RFC 5737): the way to it is the default route."""
+
+Images = tuple[torch.Tensor, ...]
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL names this host's loopback."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def resolve_bind_host(configured: str, url: str) -> str:
+    """The address for the sockets of a server's lane: as configured, loopback for a local server,
+    else the one towards it.
+
+    The kernel's routing answers without sending a packet (a connected UDP socket). The address of
+    the default route where the server's name cannot be resolved now: it may come up later.
+    """
+    if configured:
+        return configured
+    if is_local(url):
+        return LOOPBACK
+    parts = urlsplit(url)
+    for host in (parts.hostname, ANYWHERE):
+        family = socket.AF_INET6 if ":" in (host or "") else socket.AF_INET
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, parts.port or 80))
+            return str(probe.getsockname()[0])
+    return LOOPBACK
+
+
+def load_deadline_s(config: WeightSync) -> float:
+    """Of a server's load call, which streamed waits for the transfer too, in seconds."""
+    return config.commit_deadline_s + _transfer_s(config)
+
+
+def _transfer_s(config: WeightSync) -> float:
+    return config.lane_deadline_s if config.apply == "streamed" else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePool:
+    """One run's version images and what their writers share. Rank 0 creates it."""
+
+    run_id: str
+    manifest: Manifest
+    images: tuple[SharedImage, ...]
+    store: dist.TCPStore
+    """Carries the other ranks' notices that their bytes are there."""
+
+    @classmethod
+    def create(cls, manifest: Manifest, slots: int, run_id: str = "") -> "ImagePool":
+        """Of a new run, unless it has a ``run_id`` already."""
+        images = tuple(
+            SharedImage.create(manifest.total_bytes, f"titan_grpo slot {i}") for i in range(slots)
+        )
+        return cls(run_id or new_run_id(time.time()), manifest, images, host_store(LOOPBACK))
+
+    def tensors(self) -> Images:
+        """The images as bytes: uint8[total_bytes] each."""
+        return tuple(image.tensor() for image in self.images)
+
+    def close(self) -> None:
+        """Free the images. Idempotent."""
+        for image in self.images:
+            image.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,148 +132,128 @@ class _Job:
     published_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncOptions:
+    """What a sync works with, beside its weights and the section of the configuration."""
+
+    urls: Sequence[str]
+    make_control: Callable[[str], ServerControl]
+    listed: Sequence[str] = ()
+    """In the servers file at the start."""
+    observer: ServerObserver | None = None
+    keys: tuple[str, str] = ("", "")
+    """The servers' API key and admin key."""
+    run_key: Key | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Of the trainer."""
+    remote_writers: Sequence[int] = ()
+    """Other ranks that write a part of each image."""
+    drain: Callable[[str], None] | None = None
+    """See LaneContext, like ``watch``."""
+    watch: Observer = no_observer
+    guarded: bool = True
+    """Whether a pause guard's process watches the lanes."""
+    guard_terms: Deadlines | None = None
+    tamper: Callable[[Images], Images] | None = None
+    """For tests: what lanes send in place of the images whose bytes were hashed."""
+
+    def link(self, config: WeightSync) -> LinkOptions:
+        """What all connections have in common."""
+        transport = config.transport
+        if transport == "auto":
+            transport = "nccl" if self.device.type == "cuda" else "gloo"
+        remote = [url for url in (*self.urls, *self.listed) if not is_local(url)]
+        return LinkOptions(
+            transport=transport,
+            # Of the pause guard; a lane resolves its own at each connection.
+            bind_host=resolve_bind_host(config.bind_host, (remote or [f"http://{LOOPBACK}"])[0]),
+            digest_algorithm=config.digest,
+            bucket_bytes=config.bucket_bytes,
+            timeout_s=config.lane_deadline_s,
+            device=str(self.device) if transport == "nccl" else "cpu",
+            apply=config.apply,
+            run_key=self.run_key,
+        )
+
+
 class SyncWorker:
-    """Owned by rank 0. ``publish`` and ``take_slot`` are for the main thread and never wait."""
+    """Rank 0's sync: seals images (all ranks' bytes are there, blocks hashed) and keeps the servers
+    on the newest one. ``servers`` and ``slots`` are for its users too."""
 
     def __init__(
-        self,
-        context: LaneContext,
-        images: Sequence[SharedImage],
-        store: dist.Store,
-        remote_writers: Sequence[int],
-        bind_host: BindHost | None = None,
+        self, pool: ImagePool, config: WeightSync, recorder: Recorder, options: SyncOptions
     ) -> None:
-        """``store`` carries the other writers' notices (``remote_writers``, global ranks) that
-        their bytes are there. Without a ``bind_host`` all lanes bind to the one in
-        ``context.link``."""
-        self._c = context
-        self._bind_host = bind_host
-        self._images = images
-        self._block_key = context.link.block_key(context.run_id)
-        self._store = store
-        self._remote = tuple(remote_writers)
+        """Nothing runs before ``start``, but for the pause guard's process."""
+        self.pool, self.run_id, self.manifest = pool, pool.run_id, pool.manifest
+        self._config, self._recorder, self._o = config, recorder, options
+        link = self._link = options.link(config)
+        self._block_key = link.block_key(pool.run_id)
+        log = recorder.run_dir / "pause_guard.log"
+        self.guard = PauseGuard(config, link, log, options.guard_terms) if options.guarded else None
+        self.slots = ImageSlots(config.slots)
+        tensors = pool.tensors()
+        self._context = LaneContext(
+            run_id=pool.run_id,
+            manifest=pool.manifest,
+            images=tensors if options.tamper is None else options.tamper(tensors),
+            config=config,
+            link=link,
+            slots=self.slots,
+            recorder=recorder,
+            watch=self._pass,
+            drain=options.drain,
+            bind_host=lambda url: resolve_bind_host(config.bind_host, url),
+        )
+        self.servers = ServerSet(
+            members.start(frozenset(options.urls), frozenset(options.listed)),
+            self._open_lane,
+            recorder,
+            observer=options.observer,
+            # pause, load, label, resume, read-back
+            leave_s=5 * config.commit_deadline_s + _transfer_s(config) + JOIN_S,
+            max_lag=config.max_lag,
+        )
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._sealer = threading.Thread(target=self._seal_loop, name="sealer", daemon=True)
-        self._membership = threading.Lock()
-        self._lanes: dict[str, LaneThread] = {}
-        self._epochs: dict[str, int] = {}
         self._left_s = JOIN_S
 
-    def start(self, controls: Sequence[ServerControl]) -> None:
-        """Start the sealer and one lane per server. The fleet knows these servers from the
-        beginning."""
+    def start(self) -> None:
+        """Start the sealer and one lane per server."""
         self._sealer.start()
-        for control in controls:
-            self._open_lane(control)
+        self.servers.start()
 
-    def _open_lane(self, control: ServerControl) -> None:
-        context = self._c
-        if self._bind_host is not None:
-            context = replace(
-                context, link=replace(context.link, bind_host=self._bind_host(control.url))
-            )
-        context.recorder.known_server(control.url)
-        with self._membership:
-            # A receiver refuses an epoch that it has seen: the lanes of a server that comes back
-            # count on.
-            lane = self._lanes[control.url] = LaneThread(
-                context, control, self._epochs.get(control.url, 0)
-            )
-        lane.start()
+    def _open_lane(self, servers: ServerSet, url: str, epoch: int) -> LaneThread:
+        if self.guard is not None:
+            self.guard.know(url, *self._o.keys)
+        return LaneThread(self._context, servers, self._o.make_control(url), epoch)
 
-    # The members thread: servers that come and go.
+    def _pass(self, passing: LaneEvent) -> None:
+        if self.guard is not None:
+            self.guard.watch(passing)
+        self._o.watch(passing)
 
-    def add(self, control: ServerControl) -> None:
-        """A server joins: it is given no rollout before it was read back with a version. Does not
-        wait for it.
-
-        Raises ProtocolError if it has a lane.
-        """
-        with self._membership:
-            if control.url in self._lanes:
-                raise ProtocolError(
-                    f"{control.url} was added while its last lane goes on:"
-                    f" {self._lanes[control.url]!r}"
-                )
-        self._c.fleet.add(control.url)
-        self._open_lane(control)
-
-    def remove(self, url: str) -> None:
-        """A server leaves: its lane is stopped and waited for, then the fleet forgets the server.
-
-        A transfer is aborted, a commit that has begun is finished: its server would stay paused.
-        Bounded by a commit's own deadlines. Raises ProtocolError without a lane, SyncError if the
-        lane does not end; the server then takes no more.
-        """
-        with self._membership:
-            lane = self._lanes.get(url)
-        if lane is None:
-            raise ProtocolError(f"{url} was removed and has no lane")
-        config = self._c.config
-        transfer_s = config.lane_deadline_s if config.apply == "streamed" else 0.0
-        # pause, load, label, resume, read-back
-        alive = _end_lanes(
-            [lane], time.monotonic() + 5 * config.commit_deadline_s + transfer_s + JOIN_S, JOIN_S
+    def publisher(self, ops: Mapping[str, list[CopyOp]]) -> Publisher:
+        """Rank 0's publisher: copies its shards by ``ops`` and announces them here."""
+        return Publisher(
+            Snapshotter(ops, self.pool.tensors(), self._o.device, self._config.bucket_bytes),
+            self.publish,
         )
-        self._c.fleet.remove(url)
-        if alive:
-            raise SyncError(
-                "its lane did not end: the server can not be added again in this run", url=url
-            )
-        self._c.slots.forget(url)
-        with self._membership:
-            self._epochs[url] = lane.epoch
-            self._lanes.pop(url, None)
-
-    # Main thread, never waiting.
-
-    def take_slot(self) -> int | None:
-        """The slot for the next version; None: all are in use, skip it."""
-        return self._c.slots.take_reserved()
-
-    def put_back(self, slot: int) -> None:
-        """A slot that was taken for a version that was not made."""
-        self._c.slots.put_back(slot)
 
     def publish(self, version: int, slot: int, copy: Copy | None) -> None:
         """Rank 0 has started its part of the copy of ``version`` into ``slot`` (None: rank 0 writes
-        no part)."""
-        self._jobs.put(_Job(version, slot, copy, self._c.recorder.now()))
+        no part). Main thread; never waits."""
+        self._jobs.put(_Job(version, slot, copy, self._recorder.now()))
 
-    def take_error(self) -> SyncError | None:
-        """The first background error since the last call."""
-        return self._c.fleet.take_error()
+    def fingerprint(self, image: memoryview) -> str:
+        """The fingerprint of a version with these bytes, under this run's key."""
+        return fingerprint(self.manifest.digest, self._digests(image))
 
-    def latch(self, error: SyncError) -> None:
-        """An error of somebody else's, for the next step boundary. Any thread."""
-        self._c.fleet.latch(error)
-
-    # Any thread: what is known of the servers.
-
-    def entries(self) -> dict[str, Entry]:
-        """The ledger's lines, those of servers that left among them."""
-        return self._c.fleet.entries()
-
-    def last_error(self, url: str) -> SyncError | None:
-        """See Fleet.last_error."""
-        return self._c.fleet.last_error(url)
-
-    # Start, sync mode and shutdown: waiting is their purpose.
-
-    def wait_slot(self, timeout_s: float) -> int | None:
-        """A slot within ``timeout_s``, or None."""
-        return self._c.slots.wait_reserved(timeout_s)
-
-    def wait_held(self, version: int, timeout_s: float, everyone: bool) -> list[str]:
-        """See Fleet.wait_held."""
-        return self._c.fleet.wait_held(version, timeout_s, everyone)
-
-    def newest(self) -> Published | None:
-        """The newest complete version."""
-        return self._c.slots.newest()
+    def _digests(self, image: memoryview) -> tuple[bytes, ...]:
+        return block_digests(image, self.manifest, self._link.algorithm, self._block_key)
 
     def flush(self, version: int, timeout_s: float) -> list[str]:
-        """Seal the image slots and wait until the servers that answer hold ``version``; returns who does.
+        """Accept no more versions and wait until the servers that answer hold ``version``; those
+        that do.
 
         ``timeout_s`` bounds this and the ``close`` that follows together: a quarter of it
         (``JOIN_S`` at most) is kept for the ends of the lanes.
@@ -204,8 +262,8 @@ class SyncWorker:
         deadline = start + timeout_s - min(JOIN_S, timeout_s / 4)
         self._jobs.put(None)
         self._sealer.join(max(0.0, deadline - time.monotonic()))
-        self._c.slots.seal()
-        holding = self._c.fleet.wait_held(
+        self.slots.seal()
+        holding = self.servers.wait_held(
             version, max(0.0, deadline - time.monotonic()), everyone=True
         )
         self._left_s = max(LEAST_S, timeout_s - (time.monotonic() - start))
@@ -213,82 +271,46 @@ class SyncWorker:
 
     def close(self) -> None:
         """Stop all lanes and the sealer, all within one deadline: what ``flush`` left of its own,
-        else ``JOIN_S``.
-
-        Idempotent. A lane in a commit may finish it in that time; one that does not leaves its
-        server to the pause guard.
-        """
+        else ``JOIN_S``. Idempotent."""
         self._jobs.put(None)
-        with self._membership:
-            lanes = list(self._lanes.values())
         deadline = time.monotonic() + self._left_s
-        _end_lanes(lanes, deadline, min(LEAST_S, self._left_s / 4))
+        self.servers.close(deadline)
         if self._sealer.is_alive():
             self._sealer.join(max(0.0, deadline - time.monotonic()))
+        if self.guard is not None:
+            self.guard.close()
 
     def _seal_loop(self) -> None:
         try:
             # no deadline: close() of its owner puts None into the queue; the thread is a daemon
             while (job := self._jobs.get()) is not None:
-                self._c.slots.writing(job.version, job.slot, self._writers(job))
+                writers = set(self._o.remote_writers) | ({0} if job.copy is not None else set())
+                self.slots.writing(job.version, job.slot, frozenset(writers))
                 try:
                     self._seal(job)
                 except TitanGrpoError as error:
-                    self._c.slots.discard(job.version)
-                    self._c.fleet.latch(
+                    self.slots.discard(job.version)
+                    self.servers.latch(
                         SyncError(f"could not be published: {error}", version=job.version)
                     )
         except Exception as error:  # top of a thread: a silent death would end all syncs unseen
             logger.exception("the sealer ended")
-            self._c.fleet.latch(
+            self.servers.latch(
                 SyncError(f"the sealer ended with {error!r}: no further version is published")
             )
 
-    def _writers(self, job: _Job) -> frozenset[int]:
-        return frozenset(self._remote) | ({0} if job.copy is not None else frozenset())
-
     def _seal(self, job: _Job) -> None:
-        config, recorder, link = self._c.config, self._c.recorder, self._c.link
+        timeout_s = self._config.lane_deadline_s
         if job.copy is not None:
-            recorder.observe(names.COPY_S, job.copy.wait(config.lane_deadline_s))
-            self._c.slots.copied(job.version, 0)
-        for rank in self._remote:
+            self._recorder.observe(names.COPY_S, job.copy.wait(timeout_s))
+            self.slots.copied(job.version, 0)
+        for rank in self._o.remote_writers:
             key = copied_key(job.version, rank)
             with store_errors(f"waiting for the part of rank {rank} of version {job.version}"):
-                self._store.wait([key], timedelta(seconds=config.lane_deadline_s))
-                self._store.delete_key(key)
-            self._c.slots.copied(job.version, rank)
-        with recorder.span(names.DIGEST_S, "sealer", version=job.version):
-            digests = block_digests(
-                self._images[job.slot].buffer, self._c.manifest, link.algorithm, self._block_key
-            )
-        label = Label(self._c.run_id, job.version, fingerprint(self._c.manifest.digest, digests))
-        self._c.slots.complete(Published(label, job.slot, digests, job.published_s))
-
-
-def _end_lanes(lanes: Sequence[LaneThread], deadline: float, abort_s: float) -> list[LaneThread]:
-    """Stop all, wait for all at once, abort ``abort_s`` before the deadline what is left; returns
-    those that go on.
-
-    ``deadline`` is on the monotonic clock.
-    """
-    for lane in lanes:
-        lane.stop()
-    slow = _join(lanes, deadline - abort_s)
-    for lane in slow:
-        logger.warning("%r was told to stop and did not: what it waits for is aborted", lane)
-        lane.abort()
-    slow = _join(slow, deadline)
-    for lane in slow:
-        logger.warning("%r did not end by its deadline", lane)
-    return slow
-
-
-def _join(lanes: Iterable[LaneThread], deadline: float) -> list[LaneThread]:
-    """Wait for threads until one common deadline; returns those that go on."""
-    slow = []
-    for lane in lanes:
-        lane.join(max(0.0, deadline - time.monotonic()))
-        if lane.is_alive():
-            slow.append(lane)
-    return slow
+                self.pool.store.wait([key], timedelta(seconds=timeout_s))
+                self.pool.store.delete_key(key)
+            self.slots.copied(job.version, rank)
+        with self._recorder.span(names.DIGEST_S, "sealer", version=job.version):
+            digests = self._digests(self.pool.images[job.slot].buffer)
+        label = Label(self.run_id, job.version, fingerprint(self.manifest.digest, digests))
+        self.slots.complete(Published(label, job.slot, digests, job.published_s))

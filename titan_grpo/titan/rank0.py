@@ -11,28 +11,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from titan_grpo.algorithm.advantages import AdvantageOptions, Overlong
 from titan_grpo.algorithm.balance import TokenCost, variation
 from titan_grpo.algorithm.batch import Batch, BatchOptions, plan
 from titan_grpo.algorithm.metrics import Collapse
 from titan_grpo.config_grpo import normalization_of
-from titan_grpo.engines.server import MakeControl, make_control
-from titan_grpo.errors import ProtocolError, ServerUnreachable, SyncError
+from titan_grpo.engines.control import ServerControl
+from titan_grpo.engines.server import ServerAccess, make_control
+from titan_grpo.errors import ProtocolError, ServerUnreachable
 from titan_grpo.observe import names, report, terminal
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol import lag, members
 from titan_grpo.receive.commit import tensor_views
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group, sound_reward
-from titan_grpo.sync.worker import SyncWorker
-from titan_grpo.titan.crew import Crew, Rollouts
+from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker, load_deadline_s
 from titan_grpo.titan.data import Sampled, StepWork, varied_groups
 from titan_grpo.titan.hf_files import copy_assets, write_weights
-from titan_grpo.titan.membership import Hands, MemberThread
-from titan_grpo.titan.server_urls import Known, ServersFile
-from titan_grpo.titan.startup import Launcher, start_rollouts
-from titan_grpo.titan.weight_sync import Drain, TrainerSync
+from titan_grpo.titan.membership import Membership
+from titan_grpo.titan.server_urls import ServersFile
+from titan_grpo.titan.startup import Launcher, Rollouts, start_rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -98,13 +98,9 @@ class Controller:
         self._launcher = Launcher(
             job_config.rollout, model_dir, self._run_dir, cpu, job_config.training.seq_len, run_key
         )
-        self.run_key = self._launcher.run_key
         self._rollouts: Rollouts | None = None
-        self._sync: TrainerSync | None = None
-        self._known = Known((), ())
-        self._crew: Crew | None = None
-        self._members: MemberThread | None = None
-        self._lag = lag.Lag(job_config.weight_sync.max_lag)
+        self._worker: SyncWorker | None = None
+        self._membership: Membership | None = None
         self._step_values: dict[str, float] = {}
         self._collapse = Collapse(job_config.grpo.reward_collapse_steps)
         self._finished = False
@@ -116,94 +112,100 @@ class Controller:
             raise ProtocolError("nothing is recorded before the start")
         return self._recorder
 
-    @property
-    def urls(self) -> list[str]:
-        """The servers of the run at this moment."""
-        return self._known.urls if self._members is None else self._members.urls
-
-    def start(self, version: int, state: str) -> None:
-        """Start servers and rollouts for training that continues from ``version``; ``state`` is a
-        checkpoint's."""
+    def start(
+        self,
+        version: int,
+        state: str,
+        pool: ImagePool,
+        device: torch.device,
+        remote_writers: Sequence[int],
+    ) -> SyncWorker:
+        """Start servers, rollouts and weight sync for training that continues from ``version``;
+        ``state`` is a checkpoint's. ``remote_writers``: other ranks that write parts of images."""
+        rollout, sync = self._job.rollout, self._job.weight_sync
         # Not earlier: a finished job that is started again changes no file.
         self._recorder = Recorder(self._run_dir)
-        self._known = self._launcher.start(self._job.weight_sync.startup_deadline_s, os.environ)
-        self._rollouts = start_rollouts(self._job, self._model_dir, version, state, os.environ)
-        self._crew = Crew(self._known.urls, self._rollouts, self.recorder)
-        self._crew.version = version
-
-    def on_server(
-        self, url: str, version: int | None, accepting: bool, label: str, engine: str
-    ) -> None:
-        """A lane's news about its server. Called by lanes; never waits."""
-        self._servers().on_server(url, version, accepting, label, engine)
-
-    @property
-    def drain(self) -> Drain | None:
-        """What a lane asks before a commit; None where commits do not wait for requests."""
-        within_s = self._job.weight_sync.drain_deadline_s
-        return (
-            None
-            if self._job.rollout.in_flight_weight_updates
-            else lambda url: self._servers().drain(url, within_s)
+        known = self._launcher.start(sync.startup_deadline_s, os.environ)
+        rollouts = self._rollouts = start_rollouts(
+            self._job, self._model_dir, version, state, os.environ
         )
-
-    @property
-    def make_control(self) -> MakeControl:
-        """How lanes come to a server's control plane: from here, or through the service that makes
-        the rollouts."""
-        rollouts = self._running()
-        if self._job.rollout.controller != "local" and isinstance(rollouts, RolloutClient):
-            return rollouts.control
-        return make_control
-
-    def adopt(self, sync: TrainerSync) -> None:
-        """Take over the started sync. From now on servers may come and go."""
-        self._sync = sync
-        crew, path = self._servers(), self._job.rollout.servers_file
-        crew.adopt(sync)
-        first = members.start(frozenset(self._known.fixed), frozenset(self._known.listed))
-        hands = Hands(crew.join, crew.leave, crew.lines, crew.failed)
-        self._members = MemberThread(
-            first, hands, self._run_dir, ServersFile(path) if path else None
+        api_key, admin_key = (
+            os.environ.get(name, "") if name else ""
+            for name in (rollout.api_key_env, rollout.admin_key_env)
         )
-        self._members.start()
+        make = make_control
+        if rollout.controller != "local" and isinstance(rollouts, RolloutClient):
+            make = rollouts.control
+
+        def control(url: str) -> ServerControl:
+            deadlines = sync.commit_deadline_s, load_deadline_s(sync)
+            return make(rollout.engine, ServerAccess(url, *deadlines, api_key, admin_key))
+
+        worker = self._worker = SyncWorker(
+            pool,
+            sync,
+            self.recorder,
+            SyncOptions(
+                urls=known.fixed,
+                make_control=control,
+                listed=known.listed,
+                observer=rollouts,
+                keys=(api_key, admin_key),
+                run_key=self._launcher.run_key,
+                device=device,
+                remote_writers=remote_writers,
+                drain=(
+                    None
+                    if rollout.in_flight_weight_updates
+                    else lambda url: rollouts.drain(url, sync.drain_deadline_s)
+                ),
+            ),
+        )
+        worker.servers.reached(version)
+        worker.start()
+        path = rollout.servers_file
+        self._membership = Membership(
+            worker.servers, self._run_dir, rollouts.in_flight, ServersFile(path) if path else None
+        )
+        return worker
 
     def wait_slot(self) -> int | None:
         """A slot for a version that must not be skipped (the first, the last)."""
-        return self._worker().wait_slot(self._job.weight_sync.shutdown_deadline_s)
+        return self.worker.slots.wait_reserved(self._job.weight_sync.shutdown_deadline_s)
 
     def wait_first_commit(self, version: int) -> None:
         """Until one server holds the version that training starts from. Raises ServerUnreachable
         naming every server."""
         deadline_s = self._job.weight_sync.startup_deadline_s
-        if not self._worker().wait_held(version, deadline_s, everyone=False):
-            reason = self._worker().take_error()
+        servers = self.worker.servers
+        if not servers.wait_held(version, deadline_s, everyone=False):
+            reason = servers.take_error()
             raise ServerUnreachable(
                 f"no server committed version {version} within {deadline_s:g} s"
-                f" (weight_sync.startup_deadline_s); tried {', '.join(self.urls)}; first error:"
+                f" (weight_sync.startup_deadline_s); tried {', '.join(servers.urls)}; first error:"
                 f" {reason or 'none'}; titan-grpo doctor says more"
             )
 
-    def prepare(self, version: int, num_ranks: int, sync_error: str) -> StepWork:
+    def prepare(self, version: int, num_ranks: int) -> StepWork:
         """One step's work for all ranks: groups for the trainer at ``version``, and the slot for
         the version it makes.
 
         Raises SyncError for a latched background error when weight_sync.on_sync_error is "stop",
         and for a fleet without a commit for weight_sync.max_lag versions.
         """
-        crew = self._servers()
-        crew.version = version
-        if sync_error:
-            self.recorder.error(sync_error)
-            terminal.print_status(f"weight sync: {sync_error}")
+        servers = self.worker.servers
+        error = servers.take_error()
+        if error is not None:
+            self.recorder.error(str(error))
+            terminal.print_status(f"weight sync: {error}")
             if self._job.weight_sync.on_sync_error == "stop":
-                raise SyncError(sync_error)
-        self._check_lag(version, crew)
+                raise error
+        servers.reached(version)
         rollouts = self._running()
         try:
             groups = self._take(rollouts, version)
         except RolloutsLate as error:
-            raise RolloutsLate(f"{error}; {crew.text()}") from error
+            raise RolloutsLate(f"{error}; {servers.text()}") from error
         self._collapse = self._collapse.after([c.reward for g in groups for c in g.completions])
         batch = plan(groups, num_ranks, self._options)
         for reason, count in batch.dropped.items():
@@ -217,7 +219,7 @@ class Controller:
         self._step_values = _group_values(groups, batch, version)
         ranks = batch.micro_batches() if self._job.grpo.single_rank_load else batch.rows
         return StepWork(
-            ranks, batch.steps, self._worker().take_slot(), json.dumps(rollouts.state())
+            ranks, batch.steps, self.worker.slots.take_reserved(), json.dumps(rollouts.state())
         )
 
     def _take(self, rollouts: Rollouts, version: int) -> list[Group]:
@@ -260,16 +262,8 @@ class Controller:
         """A training step changed nothing: its slot and its groups' places are free again, and
         nothing is published."""
         if slot is not None:
-            self._worker().put_back(slot)
+            self.worker.slots.put_back(slot)
         self._running().used_without_version(self._job.rollout.prompts_per_step)
-
-    def _check_lag(self, version: int, crew: Crew) -> None:
-        self._lag, stops = lag.step(self._lag, lag.Boundary(version, crew.highest))
-        for stop in stops:
-            raise SyncError(
-                f"no server has committed anything for {stop.versions} versions"
-                f" (weight_sync.max_lag), and the trainer is at version {version}: {crew.text()}"
-            )
 
     def skipped(self, version: int) -> None:
         """No slot was free for ``version``."""
@@ -282,7 +276,7 @@ class Controller:
         timeout_s = sync.lane_deadline_s + sync.commit_deadline_s
         if not self._job.rollout.in_flight_weight_updates:
             timeout_s += sync.drain_deadline_s
-        if not self._worker().wait_held(version, timeout_s, everyone=True):
+        if not self.worker.servers.wait_held(version, timeout_s, everyone=True):
             terminal.print_status(
                 f"no server held version {version} after {timeout_s:g} s; going on without"
             )
@@ -313,46 +307,41 @@ class Controller:
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         self.recorder.step(step, values)
         line = report.progress_line(
-            step, self._job.training.steps, values, self._servers().versions
+            step, self._job.training.steps, values, self.worker.servers.versions()
         )
         terminal.print_status(line)
         return values
 
     def finish(self, version: int) -> None:
         """Flush the newest version to the servers, save it in HF layout, and write the report."""
-        sync = self._sync
-        assert sync is not None
-        deadline_s = self._job.weight_sync.shutdown_deadline_s
+        worker, deadline_s = self.worker, self._job.weight_sync.shutdown_deadline_s
         self._running().hurry()
-        holding = self._worker().flush(version, deadline_s)
-        for url in sorted(set(self.urls) - set(holding)):
+        holding = worker.flush(version, deadline_s)
+        for url in sorted(set(worker.servers.urls) - set(holding)):
             self.recorder.error(
                 f"{url} did not hold version {version} at the end, after {deadline_s:g} s"
             )
-        published = sync.newest()
+        published = worker.slots.newest()
         if published is not None:
             # The image already has the names, the layout and the type of HF files.
             folder = self._run_dir / "hf"
             folder.mkdir(parents=True, exist_ok=True)
-            write_weights(
-                tensor_views(sync.images[published.slot].tensor(), sync.plan.manifest), folder
-            )
+            image = worker.pool.images[published.slot].tensor()
+            write_weights(tensor_views(image, worker.manifest), folder)
             copy_assets(Path(self._model_dir), folder, self._job.weight_sync.wire_dtype)
         self._finished = True
 
     def close(self) -> None:
         """End rollouts, lanes and servers, then write the report. Also after an error;
         idempotent."""
-        if self._members is not None:
-            self._members.close()
+        if self._membership is not None:
+            self._membership.close()
         rollouts, self._rollouts = self._rollouts, None
-        if self._crew is not None:
-            self._crew.end()
         if rollouts is not None:
             rollouts.hurry()
-        if self._sync is not None:
-            # before the rollouts: a lane may finish its commit by calls that go through them
-            self._sync.close()
+        if self._worker is not None:
+            # Before the rollouts: a lane may finish its commit by calls that go through them.
+            self._worker.close()
         try:
             if rollouts is not None:
                 self._count_dropped(rollouts.counters())
@@ -379,20 +368,17 @@ class Controller:
             if name.startswith("dropped."):
                 self.recorder.count(names.dropped(name.removeprefix("dropped.")), count)
 
-    def _servers(self) -> Crew:
-        if self._crew is None:
-            raise ProtocolError("the servers are not known before the start")
-        return self._crew
-
     def _running(self) -> Rollouts:
         if self._rollouts is None:
             raise ProtocolError("the rollouts are not running")
         return self._rollouts
 
-    def _worker(self) -> SyncWorker:
-        if self._sync is None or self._sync.worker is None:
+    @property
+    def worker(self) -> SyncWorker:
+        """The weight sync. ProtocolError before ``start``."""
+        if self._worker is None:
             raise ProtocolError("the weight sync is not running")
-        return self._sync.worker
+        return self._worker
 
 
 def _group_values(groups: Sequence[Group], batch: Batch, version: int) -> dict[str, float]:

@@ -23,9 +23,10 @@ from titan_grpo.rollout.remote import RemoteLink
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.transport import Link, LocalLink
 from titan_grpo.runkey import Key
-from titan_grpo.titan.crew import Rollouts
+from titan_grpo.sync.worker import load_deadline_s, resolve_bind_host
 from titan_grpo.titan.server_urls import Known, known_servers
-from titan_grpo.titan.weight_sync import load_deadline_s, resolve_bind_host
+
+Rollouts = RolloutClient | ReplayClient
 
 
 def registration(job_config: Any, version: int) -> dict[str, Any]:

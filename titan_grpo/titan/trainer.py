@@ -195,20 +195,14 @@ class GRPOTrainer(Trainer):
         self._started = True
         controller = self.controller
         if controller is not None:
-            controller.start(self.version, self.loader.state)
-            recorder = controller.recorder
-            self.sync.make_control = controller.make_control
-            self.sync.start(
-                self.job_config.rollout,
-                controller.urls,
-                controller.on_server,
-                recorder,
-                controller.run_key,
-                controller.drain,
+            assert self.sync.pool is not None
+            remote = [rank for rank in self.sync.plan.writers if rank != 0]
+            worker = controller.start(
+                self.version, self.loader.state, self.sync.pool, self.device, remote
             )
-            controller.adopt(self.sync)
+            self.sync.start(worker.publish)
         else:
-            self.sync.start(self.job_config.rollout, [], lambda *_: None, None)
+            self.sync.start()
         self._publish_now(self.version)
         if controller is not None:
             controller.wait_first_commit(self.version)
@@ -339,17 +333,14 @@ class GRPOTrainer(Trainer):
             )
 
     def _fetch(self) -> Share:
-        error = self.sync.take_error()
         controller = self.controller
         if controller is None:
             # A rank that is not 0 cannot stop the others at a boundary; it logs, and rank 0 misses
             # its part.
-            if error:
+            if error := self.sync.take_error():
                 logger.error("weight sync: %s", error)
             return self.loader.fetch(None)
-        return self.loader.fetch(
-            lambda: controller.prepare(self.version, self.loader.num_shares, error)
-        )
+        return self.loader.fetch(lambda: controller.prepare(self.version, self.loader.num_shares))
 
     def _finish(self) -> None:
         if not self._started:

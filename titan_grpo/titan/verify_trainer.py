@@ -114,14 +114,14 @@ class VerifyTrainer(GRPOTrainer):
                 whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
                 cast = id(tensor) in parameters and whole.is_floating_point()
                 full[fqn] = (whole.to(wire) if cast else whole).cpu()
-            if dist.get_rank() != 0:
+            if self.controller is None:
                 return
             exported = {name: t.contiguous() for name, t in self._adapter.to_hf(full).items()}
         digests = {name: tensor_digest(t) for name, t in exported.items()}
         line = {
             "version": version,
             "digest": content_digest(digests),
-            "fingerprint": self.sync.image_fingerprint(
+            "fingerprint": self.controller.worker.fingerprint(
                 memoryview(image_of(exported, self.sync.plan.manifest))
             ),
             "image_bytes": self.sync.plan.manifest.total_bytes,

@@ -1,47 +1,30 @@
-"""The trainer's weights as the sync sees them: named tensors without wrapper prefixes, and who
-writes which part.
+"""One rank's weights as the sync sees them: which part of each image it writes, and publishing."""
 
-Setting up the weight sync on all ranks, and one rank's handle of it."""
-
-import ipaddress
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
-from titan_grpo.config import Rollout, WeightSync
-from titan_grpo.engines.control import ServerControl
-from titan_grpo.engines.server import MakeControl, ServerAccess, make_control
-from titan_grpo.errors import ConfigError, ProtocolError, SyncError
-from titan_grpo.layout.digest import KEYED, block_digests, fingerprint
+from titan_grpo.config import WeightSync
+from titan_grpo.errors import ConfigError
 from titan_grpo.layout.image import ImageAddress, SharedImage, require_memory
 from titan_grpo.layout.infer import Layout, infer_layout, strip_prefixes
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp, assign_writers, chunk_of, copy_ops
-from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol.messages import new_run_id
-from titan_grpo.runkey import EpochKeys, Key
-from titan_grpo.sync.lane import LaneContext
-from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.pause_guard import PauseGuard
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, local_shards
-from titan_grpo.sync.server_set import Fleet
-from titan_grpo.sync.slots import ImageSlots, Published
 from titan_grpo.sync.snapshot import Snapshotter
-from titan_grpo.sync.transports.store import host_store
-from titan_grpo.sync.worker import SyncWorker
+from titan_grpo.sync.worker import LOOPBACK, ImagePool
 
 ToHF = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,71 +116,16 @@ def plan_writes(
     return WritePlan(manifest, layout, ops, tuple(r for r, fqns in enumerate(assigned) if fqns))
 
 
-logger = logging.getLogger(__name__)
-
-LOOPBACK = "127.0.0.1"
-
-
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What rank 0 tells the other ranks once."""
+    """What rank 0 sends the other ranks once."""
 
-    run_id: str
     images: tuple[ImageAddress, ...]
     store_port: int
 
 
-def is_local(url: str) -> bool:
-    """Whether a server's URL names this host's loopback."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-OnServer = Callable[[str, int | None, bool, str, str], None]
-"""Called with (url, version held or None, accepting, label, engine) after every change; must not
-block."""
-
-Drain = Callable[[str], None]
-"""Wait, with a deadline, until nothing runs on a server."""
-
-ANYWHERE = "192.0.2.1"
-"""An address that no host has (RFC 5737): the way to it is the default route."""
-
-
-def resolve_bind_host(configured: str, url: str) -> str:
-    """The address for the sockets of a server's lane: as configured, loopback for a local server,
-    else the one towards it.
-
-    The kernel's routing answers without sending a packet (a connected UDP socket). Where the
-    server's name can not be resolved now, the address of the default route: the server may come up
-    later, and nobody waits for its name.
-    """
-    if configured:
-        return configured
-    if is_local(url):
-        return LOOPBACK
-    parts = urlsplit(url)
-    for host in (parts.hostname, ANYWHERE):
-        family = socket.AF_INET6 if ":" in (host or "") else socket.AF_INET
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, parts.port or 80))
-            return str(probe.getsockname()[0])
-    return LOOPBACK
-
-
-def load_deadline_s(config: WeightSync) -> float:
-    """Of a server's load call, which streamed waits for the transfer too, in seconds."""
-    return config.commit_deadline_s + (
-        config.lane_deadline_s if config.apply == "streamed" else 0.0
-    )
-
-
 class TrainerSync:
-    """One rank's weight sync. Built collectively; afterwards no collective of the trainer is
-    involved any more."""
+    """One rank's side of the weight sync. Built collectively; later calls involve no collective."""
 
     def __init__(
         self,
@@ -209,23 +137,16 @@ class TrainerSync:
     ) -> None:
         self._model, self._config, self._device = model, config, device
         self.plan: WritePlan = plan_writes(model, to_hf, config.wire_dtype, config.block_bytes)
-        self._store: dist.TCPStore | None = None
-        self.images: tuple[SharedImage, ...] = ()
-        self.meeting = self._meet(group)
-        self.worker: SyncWorker | None = None
-        self.run_key: Key | None = None
-        self._rollout: Rollout | None = None
-        self.make_control: MakeControl = make_control
-        """Set before ``start`` where engine calls do not go from here."""
-        self._controls: dict[str, ServerControl] = {}
-        """The newest control plane of each server, which knows what engine it met."""
-        self._pause_guard: PauseGuard | None = None
-        self.publisher: Publisher | None = None
+        self.pool: ImagePool | None = None
+        """On rank 0 only, which serves the images from it."""
+        self._images: tuple[SharedImage, ...] = ()
+        self._meeting = self._meet(group)
+        self._publisher: Publisher | None = None
         self._announcer: Announcer | None = None
 
     def _meet(self, group: dist.ProcessGroup) -> Meeting:
         rank = dist.get_rank()
-        told: list[Any] = [None]
+        sent: list[Any] = [None]
         if rank == 0:
             nbytes, slots = self.plan.manifest.total_bytes, self._config.slots
             require_memory(
@@ -239,181 +160,52 @@ class TrainerSync:
                 slots * nbytes / 2**30,
                 f"{self._config.bucket_bytes:,}",
             )
-            self.images = tuple(
-                SharedImage.create(nbytes, f"titan_grpo slot {i}") for i in range(slots)
-            )
-            self._store = host_store(LOOPBACK)
-            told = [
-                Meeting(
-                    new_run_id(time.time()), tuple(i.address for i in self.images), self._store.port
-                )
-            ]
-        dist.broadcast_object_list(told, src=0, group=group)
-        meeting: Meeting = told[0]
+            pool = self.pool = ImagePool.create(self.plan.manifest, slots)
+            self._images = pool.images
+            sent = [Meeting(tuple(image.address for image in pool.images), pool.store.port)]
+        dist.broadcast_object_list(sent, src=0, group=group)
+        meeting: Meeting = sent[0]
         if rank != 0 and self.plan.ops:
-            self.images = tuple(SharedImage.attach(address) for address in meeting.images)
+            self._images = tuple(SharedImage.attach(address) for address in meeting.images)
         return meeting
 
-    def start(
-        self,
-        rollout: Rollout,
-        urls: list[str],
-        on_server: OnServer,
-        recorder: Recorder | None,
-        run_key: Key | None = None,
-        drain: Drain | None = None,
-    ) -> None:
-        """Open this rank's publisher; on rank 0 also start one lane per server. Not collective.
-        ``drain``: see LaneContext."""
-        self.run_key = run_key
-        self._rollout = rollout
-        announce: Announce
-        if recorder is not None:
-            self.worker = self._start_worker(urls, on_server, recorder, drain)
-            announce = self.worker.publish
-        elif self.plan.ops:
+    def start(self, announce: Announce | None = None) -> None:
+        """Open this rank's publisher. Not collective. ``announce``: rank 0's SyncWorker.publish;
+        None: announce to rank 0."""
+        if announce is None:
+            if not self.plan.ops:
+                return
             announce = self._announcer = Announcer(
-                dist.get_rank(), LOOPBACK, self.meeting.store_port, self._config.connect_deadline_s
+                dist.get_rank(), LOOPBACK, self._meeting.store_port, self._config.connect_deadline_s
             )
-        else:
-            return
-        tensors = [image.tensor() for image in self.images]
-        chunk_bytes = self._config.bucket_bytes
-        self.publisher = Publisher(
-            Snapshotter(self.plan.ops, tensors, self._device, chunk_bytes), announce
-        )
-
-    def _start_worker(
-        self, urls: list[str], on_server: OnServer, recorder: Recorder, drain: Drain | None
-    ) -> SyncWorker:
-        config = self._config
-        transport = config.transport
-        if transport == "auto":
-            transport = "nccl" if self._device.type == "cuda" else "gloo"
-        link = LinkOptions(
-            transport=transport,
-            # of the process that looks after paused servers; each lane has its own, see SyncWorker
-            bind_host=resolve_bind_host(
-                config.bind_host, next((url for url in urls if not is_local(url)), urls[0])
-            ),
-            digest_algorithm=config.digest,
-            bucket_bytes=config.bucket_bytes,
-            timeout_s=config.lane_deadline_s,
-            device=str(self._device) if transport == "nccl" else "cpu",
-            apply=config.apply,
-            run_key=self.run_key,
-        )
-        self._pause_guard = PauseGuard(config, link, recorder.run_dir / "pause_guard.log")
-        context = LaneContext(
-            run_id=self.meeting.run_id,
-            manifest=self.plan.manifest,
-            images=tuple(image.tensor() for image in self.images),
-            config=config,
-            link=link,
-            slots=ImageSlots(config.slots),
-            fleet=Fleet(
-                urls,
-                lambda url, version, accepting, label: on_server(
-                    url, version, accepting, label, self._engine(url)
-                ),
-            ),
-            recorder=recorder,
-            watch=self._pause_guard.watch,
-            drain=drain,
-        )
-        assert self._store is not None
-        remote_writers = [r for r in self.plan.writers if r != 0]
-        worker = SyncWorker(
-            context,
-            self.images,
-            self._store,
-            remote_writers,
-            lambda url: resolve_bind_host(config.bind_host, url),
-        )
-        worker.start([self._control(url) for url in urls])
-        return worker
-
-    def add_server(self, url: str) -> None:
-        """Rank 0: see SyncWorker.add."""
-        self._worker().add(self._control(url))
-
-    def remove_server(self, url: str) -> None:
-        """Rank 0: see SyncWorker.remove."""
-        self._worker().remove(url)
-
-    def latch(self, error: SyncError) -> None:
-        """Rank 0: an error for the next step boundary."""
-        self._worker().latch(error)
-
-    def _worker(self) -> SyncWorker:
-        if self.worker is None:
-            raise ProtocolError("the weight sync is not running on this rank")
-        return self.worker
-
-    def _control(self, url: str) -> ServerControl:
-        rollout = self._rollout
-        assert rollout is not None
-        api_key, admin_key = (
-            os.environ.get(n, "") if n else "" for n in (rollout.api_key_env, rollout.admin_key_env)
-        )
-        if self._pause_guard is not None:
-            self._pause_guard.know(url, api_key, admin_key)
-        config = self._config
-        load_s = load_deadline_s(config)
-        control = self.make_control(
-            rollout.engine, ServerAccess(url, config.commit_deadline_s, load_s, api_key, admin_key)
-        )
-        self._controls[url] = control
-        return control
-
-    def _engine(self, url: str) -> str:
-        control = self._controls.get(url)
-        return control.engine if control is not None else ""
-
-    def image_fingerprint(self, image: memoryview) -> str:
-        """Rank 0: the fingerprint of a version with these bytes, under this run's key."""
-        manifest, key = self.plan.manifest, self.run_key
-        algorithm: str = self._config.digest
-        block_key = None
-        if key is not None:
-            algorithm, block_key = KEYED, EpochKeys.of(key, self.meeting.run_id, 0).blocks.raw
-        return fingerprint(manifest.digest, block_digests(image, manifest, algorithm, block_key))
-
-    def newest(self) -> Published | None:
-        """Rank 0: the newest complete version."""
-        return self.worker.newest() if self.worker is not None else None
+        tensors = [image.tensor() for image in self._images]
+        snapshotter = Snapshotter(self.plan.ops, tensors, self._device, self._config.bucket_bytes)
+        self._publisher = Publisher(snapshotter, announce)
 
     def publish(self, version: int, slot: int) -> None:
         """Start the copy of this rank's shards into ``slot``. Nothing on a rank that writes no
         part."""
-        if self.publisher is not None:
+        if self._publisher is not None:
             shards = local_shards(named_tensors(self._model), set(self.plan.ops))
-            self.publisher.publish(version, slot, shards)
+            self._publisher.publish(version, slot, shards)
 
     def fence(self) -> None:
         """Before the optimizer changes the weights."""
-        if self.publisher is not None:
-            self.publisher.fence()
+        if self._publisher is not None:
+            self._publisher.fence()
 
     def take_error(self) -> str:
-        """The latched background error of this rank, as text; empty if there is none."""
-        sources: list[Callable[[], Exception | None]] = []
-        if self.worker is not None:
-            sources.append(self.worker.take_error)
-        if self._announcer is not None:
-            sources.append(self._announcer.take_error)
-        return "; ".join(str(error) for take in sources if (error := take()) is not None)
+        """The latched error of a rank other than 0, as text; empty if there is none."""
+        error = self._announcer.take_error() if self._announcer is not None else None
+        return "" if error is None else str(error)
 
     def close(self) -> None:
-        """Stop lanes and threads and let go of the images. Bounded; idempotent."""
-        if self.worker is not None:
-            self.worker.close()
-        if self._pause_guard is not None:
-            self._pause_guard.close()
+        """Stop the thread and free the images; on rank 0 after its SyncWorker. Bounded;
+        idempotent."""
         if self._announcer is not None:
             self._announcer.close(timeout_s=5.0)
-        if self.publisher is not None:
-            self.publisher.close()
-        for image in self.images:
+        if self._publisher is not None:
+            self._publisher.close()
+        for image in self._images:
             image.close()
-        self.images = ()
+        self._images = ()

@@ -1,0 +1,220 @@
+"""The servers of a run: what they hold, what the observer sees, who joins and leaves, what waits."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from titan_grpo.errors import ServerRefused, SyncError
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol import ledger, members
+from titan_grpo.protocol.ledger import Standing
+from titan_grpo.protocol.messages import Label
+from titan_grpo.sync.lane import fresh_label
+from titan_grpo.sync.server_set import ServerSet
+
+WAIT_S = 30.0
+
+
+class Lane(threading.Thread):
+    """Connects once to nothing; ends when it is stopped and let go."""
+
+    engine = "vllm"
+
+    def __init__(self, url: str, epoch: int, held: threading.Event) -> None:
+        super().__init__(name=f"lane {url}", daemon=True)
+        self.epoch, self._held, self._stopping = epoch + 1, held, threading.Event()
+
+    def run(self) -> None:
+        assert self._stopping.wait(WAIT_S)
+        self._held.wait(WAIT_S)
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def abort(self) -> None:
+        """Nothing can be aborted."""
+
+
+class Site:
+    """A set, what its observer saw, and the lanes that it opened."""
+
+    def __init__(self, folder: Path, urls: tuple[str, ...], leave_s: float) -> None:
+        self.seen: list[tuple[str, int | None, bool, str]] = []
+        self.opened: list[Lane] = []
+        self.ending = threading.Event()
+        self.ending.set()
+        self.recorder = Recorder(folder)
+        self.set = ServerSet(
+            members.start(frozenset(urls)),
+            self._open,
+            self.recorder,
+            observer=self,
+            leave_s=leave_s,
+        )
+        self.set.start()
+
+    def _open(self, servers: ServerSet, url: str, epoch: int) -> Lane:
+        self.opened.append(Lane(url, epoch, self.ending))
+        return self.opened[-1]
+
+    def set_server(
+        self, url: str, version: int | None, accepting: bool, label: str, engine: str
+    ) -> None:
+        self.seen.append((url, version, accepting, label))
+
+    def remove_server(self, url: str) -> None:
+        self.seen.append((url, None, False, "left"))
+
+    def commit(self, url: str, version: int) -> None:
+        self.set.apply(url, ledger.Receiving(version))
+        self.set.apply(url, ledger.Committing())
+        self.set.apply(url, ledger.Holds(version), Label("run", version, "f"))
+
+
+Make = Callable[..., Site]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Make]:
+    made: list[Site] = []
+
+    def make(*urls: str, leave_s: float = WAIT_S) -> Site:
+        made.append(Site(tmp_path, urls, leave_s))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.ending.set()
+        one.set.close(time.monotonic() + WAIT_S)
+        one.recorder.close()
+
+
+def test_the_observer_sees_each_change_and_a_stop_during_a_commit_only(site: Make) -> None:
+    s = site("a")
+    s.commit("a", 1)
+    s.commit("a", 2)
+    assert s.seen == [
+        ("a", 1, True, "run:1:f"),
+        ("a", 1, False, "run:1:f"),
+        ("a", 2, True, "run:2:f"),
+    ]
+
+
+def test_a_wait_for_one_server_ends_with_the_first_that_holds_the_version(site: Make) -> None:
+    s = site("a", "b")
+    got: list[list[str]] = []
+    waiting = threading.Thread(
+        target=lambda: got.append(s.set.wait_held(1, WAIT_S, everyone=False))
+    )
+    waiting.start()
+    s.commit("b", 2)
+    waiting.join(WAIT_S)
+    assert got == [["b"]]
+
+
+def test_a_wait_for_everyone_waits_for_the_known_and_not_for_the_unknown(site: Make) -> None:
+    s = site("a", "b", "dead")
+    s.commit("a", 1)
+    s.commit("b", 1)
+    s.commit("a", 2)
+    assert s.set.wait_held(2, 0.05, everyone=True) == ["a"], "b is behind: waited for, in vain"
+    got: list[list[str]] = []
+    waiting = threading.Thread(target=lambda: got.append(s.set.wait_held(2, WAIT_S, everyone=True)))
+    waiting.start()
+    start = time.monotonic()
+    s.commit("b", 2)
+    waiting.join(WAIT_S)
+    assert got == [["a", "b"]]
+    assert time.monotonic() - start < WAIT_S / 2, "dead is not waited for"
+
+
+def test_the_first_error_is_kept_with_its_place_and_given_once_and_the_others_are_counted(
+    site: Make,
+) -> None:
+    s = site("a")
+    assert s.set.take_error() is None
+    s.set.latch(SyncError("bytes differ", url="a", version=7, block=3))
+    s.set.latch(SyncError("second"))
+    error = s.set.take_error()
+    assert error is not None
+    assert str(error) == "a, version 7, block 3: bytes differ (and 1 more since the last step)"
+    assert (error.url, error.version, error.block) == ("a", 7, 3)
+    assert s.set.take_error() is None
+    s.set.latch(SyncError("third"))
+    assert str(s.set.take_error()) == "third"
+
+
+def test_a_server_that_left_takes_nothing_and_may_come_again_in_a_later_epoch(site: Make) -> None:
+    s = site("a", "b")
+    s.commit("a", 1)
+    assert s.set.remove("a", WAIT_S)
+    s.set.apply("a", ledger.Holds(2))
+    assert s.seen[-1] == ("a", None, False, "left"), "what its lane reports on its way out is late"
+    assert s.set.entry("a").standing is Standing.GONE
+    assert s.set.wait_held(1, 0.0, everyone=True) == []
+    assert s.set.add("a")
+    assert repr(s.set.entry("a")) == "unknown(?)"
+    s.commit("a", 2)
+    assert s.seen[-1] == ("a", 2, True, "run:2:f")
+    assert [lane.epoch for lane in s.opened] == [1, 1, 2]
+
+
+def test_a_server_that_is_added_while_its_lane_ends_joins_afterwards(site: Make) -> None:
+    s = site("a", "b")
+    s.ending.clear()
+    assert not s.set.remove("b", 0.0)
+    assert not s.set.add("b")
+    s.ending.set()
+    assert s.set.wait(lambda: "b" in s.set.urls, WAIT_S)
+    assert len(s.opened) == 3
+
+
+def test_a_server_whose_lane_does_not_end_is_not_added_again(site: Make) -> None:
+    s = site("a", "b", leave_s=0.1)
+    s.ending.clear()
+    assert not s.set.remove("b", 0.0)
+    assert s.set.wait(lambda: s.set.last_error("b") is not None, WAIT_S)
+    assert not s.set.add("b")
+    assert s.set.urls == ["a"]
+
+
+def test_a_wait_for_a_removal_ends_with_the_run(site: Make) -> None:
+    s = site("a", "b")
+    s.ending.clear()
+    refused: list[str] = []
+
+    def remove() -> None:
+        try:
+            s.set.remove("b", WAIT_S)
+        except ServerRefused as error:
+            refused.append(str(error))
+
+    waiting = threading.Thread(target=remove)
+    waiting.start()
+    assert s.set.wait(lambda: s.set.urls == ["a"], WAIT_S)
+    s.set.close(time.monotonic() + 0.1)
+    waiting.join(WAIT_S)
+    assert refused == ["the run is ending"]
+
+
+def test_a_run_whose_servers_commit_nothing_for_max_lag_versions_stops(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    servers = ServerSet(
+        members.start(frozenset("a")),
+        lambda *_: Lane("a", 0, threading.Event()),
+        recorder,
+        max_lag=2,
+    )
+    for version in (1, 2):
+        servers.reached(version)
+    with pytest.raises(SyncError, match=r"committed anything for 2 versions .*a unknown"):
+        servers.reached(3)
+    recorder.close()
+
+
+def test_a_label_of_another_run_or_of_the_engine_says_nothing_about_this_run() -> None:
+    assert fresh_label("run", "run:3:f") == Label("run", 3, "f")
+    assert [fresh_label("run", text) for text in ("other:3:f", "default", "", None)] == [None] * 4
