@@ -109,6 +109,12 @@ def test_an_adapter_that_raises_is_named_with_its_parameter() -> None:
         infer_layout(lambda s: {"hf": s["w"]}, {"other": (2, 2)})
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,), (2, 0, 3)])
+def test_a_parameter_without_elements_is_named(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="every dimension of empty must be 1 or greater"):
+        infer_layout(dict, {"w": (2, 2), "empty": shape})
+
+
 def test_two_parameters_with_one_hf_name_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="HF tensor same must come from one parameter, got a and b"

@@ -74,5 +74,7 @@ def test_a_directory_without_safetensors_gives_nothing(tmp_path):
 
 def test_a_file_that_is_no_safetensors_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"abc")
-    with pytest.raises(DataError, match="no safetensors"):
+    with pytest.raises(
+        DataError, match=r"model\.safetensors must be a file of a safetensors checkpoint"
+    ):
         checkpoint_shapes(tmp_path)

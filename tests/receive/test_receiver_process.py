@@ -49,14 +49,14 @@ def test_a_killed_sender_leaves_the_old_version_and_the_next_one_works(site, wei
     site.deliver(site.connect(weights(1.0)), 1, 1, weights(1.0))
     process = rogue(site, "half")
     assert process.stdout.readline().strip() == "half"
-    receiver = site.side.client.pid
+    receiver = site.side.receiver.pid
     process.kill()
     process.wait(10)
     assert site.engine.value() == 1.0
-    assert site.side.client.holding.version == 1
+    assert site.side.receiver.state.version == 1
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
     assert site.engine.value() == 2.0
-    assert site.side.client.pid != receiver
+    assert site.side.receiver.pid != receiver
 
 
 def test_a_stalled_sender_costs_the_receiver_its_deadline_and_the_engine_nothing(
@@ -64,7 +64,7 @@ def test_a_stalled_sender_costs_the_receiver_its_deadline_and_the_engine_nothing
 ):
     process = rogue(site, "stall")
     assert process.stdout.readline().strip() == "stall"
-    _, status = os.waitpid(site.side.client.pid, 0)
+    _, status = os.waitpid(site.side.receiver.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 3  # ended the epoch by its own deadline of 3 s
     assert site.engine.value() == 0.0
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
@@ -102,7 +102,7 @@ def test_a_sender_with_other_byte_counts_aborts_the_receiver_and_not_the_engine(
     site, weights, rogue
 ):
     rogue(site, "longer")
-    _, status = os.waitpid(site.side.client.pid, 0)
+    _, status = os.waitpid(site.side.receiver.pid, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGABRT
     assert site.engine.value() == 0.0
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
@@ -199,7 +199,7 @@ def test_a_receiver_killed_between_staging_and_commit_leaves_the_old_version(sit
     w = weights(1.0)
     link = site.connect(w)
     staged = link.send(1, 1, w.image, w.digests, w.fingerprint)
-    os.kill(site.side.client.pid, signal.SIGKILL)
+    os.kill(site.side.receiver.pid, signal.SIGKILL)
     report = site.side.commit(link.commit(staged).to_dict())
     assert not report.ok
     assert report.intact
@@ -236,7 +236,7 @@ def test_a_receiver_that_is_gone_gives_no_sign_of_life(site, weights, end):
     link = site.connect(w)
     assert site.deliver(link, 1, 1, w).ok
     if end == "killed":
-        os.kill(site.side.client.pid, signal.SIGKILL)
+        os.kill(site.side.receiver.pid, signal.SIGKILL)
     else:
         site.connect(w)
     began = time.monotonic()
@@ -249,7 +249,7 @@ def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(site, weight
     w = weights(1.0)
     link = site.connect(w)
     assert site.deliver(link, 1, 1, w).ok
-    os.kill(site.side.client.pid, signal.SIGSTOP)
+    os.kill(site.side.receiver.pid, signal.SIGSTOP)
     with pytest.raises(TransferFailed):
         link.ping(2, 0.5)
 
@@ -257,14 +257,14 @@ def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(site, weight
 def test_bye_ends_the_receiver_process(site, weights):
     link = site.connect(weights(1.0))
     link.bye(1)
-    _, status = os.waitpid(site.side.client.pid, 0)
+    _, status = os.waitpid(site.side.receiver.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_a_trainer_that_closes_its_store_ends_the_receiver_process(site, weights):
     link = site.connect(weights(1.0))
     link.close()
-    _, status = os.waitpid(site.side.client.pid, 0)
+    _, status = os.waitpid(site.side.receiver.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 3
 
 
@@ -272,10 +272,10 @@ def test_a_probe_is_answered_and_changes_nothing(site, weights):
     w = weights(1.0)
     link = site.connect(w)
     site.deliver(link, 1, 1, w)
-    serving = site.side.client.pid
+    serving = site.side.receiver.pid
     joined = site.probe()
     assert joined.ok
     assert joined.held_version == 1
     assert joined.package.startswith("titan_grpo")
-    assert site.side.client.pid == serving
+    assert site.side.receiver.pid == serving
     assert site.deliver(link, 2, 2, w).ok

@@ -58,7 +58,7 @@ def trainer(guarded, weights):
     """The right one: joined, with version v of value v committed; returns (link, deliver the next
     version)."""
     link = guarded.connect(weights(0.0))
-    held = guarded.side.client.holding.version
+    held = guarded.side.receiver.state.version
 
     def deliver(number: int) -> float:
         value = float(held + number)
@@ -79,10 +79,10 @@ def test_the_right_key_writes_weights_and_none_of_it_is_seen(
     link = guarded.connect(weights(1.0))
     assert guarded.deliver(link, 1, 1, weights(1.0, key=block_key(guarded))).ok
     assert guarded.engine.value() == 1.0
-    receiver = psutil.Process(guarded.side.client.pid)
+    receiver = psutil.Process(guarded.side.receiver.pid)
     seen = [
         repr(link._options),
-        repr(guarded.side.client.holding),
+        repr(guarded.side.receiver.state),
         caplog.text,
         *capfd.readouterr(),
         *receiver.cmdline(),
@@ -153,7 +153,7 @@ def test_a_manifest_that_is_not_the_announced_one_is_refused(guarded, weights):
 
 def test_a_forged_commit_is_not_loaded_and_the_true_one_is(guarded, trainer, weights):
     link, _ = trainer
-    held = guarded.side.client.holding.version
+    held = guarded.side.receiver.state.version
     before = guarded.engine.value()
     version = weights(float(held + 1), key=block_key(guarded))
     staged = link.send(1, held + 1, version.image, version.digests, version.fingerprint)
@@ -198,7 +198,7 @@ def test_an_order_that_somebody_else_put_into_the_store_ends_the_epoch(guarded, 
         key_prefix(guarded.run_id, guarded.epoch), join_store("127.0.0.1", link._host.port, 10.0)
     )
     store.set("order/1", Order(1, "receive", 99, "digests/1", "ff").to_json())
-    _, status = os.waitpid(guarded.side.client.pid, 0)
+    _, status = os.waitpid(guarded.side.receiver.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 3
     assert guarded.engine.value() == before
 
@@ -233,7 +233,7 @@ def test_a_server_without_the_key_is_refused_by_the_trainer_that_has_one(site, w
     link = intruder(site, weights(1.0).manifest, RUN_KEY)
     with pytest.raises(TransferFailed, match="Hello proves a run key and this end has none"):
         link.wait_joined(60.0)
-    assert site.side.client.pid is None
+    assert site.side.receiver.pid is None
 
 
 def test_a_server_that_only_claims_to_have_the_key_is_refused(weights):
@@ -278,4 +278,4 @@ def test_a_trainer_of_another_version_is_told_at_once(site, weights):
     ):
         link.wait_joined(60.0)
     assert time.monotonic() - began < 30.0
-    assert site.side.client.pid is None
+    assert site.side.receiver.pid is None

@@ -49,7 +49,7 @@ def test_both_ends_listen_on_the_configured_interface_only(host, site, weights):
 
     def look(moved: int) -> None:
         trainer.append(listening() - before)
-        receiver.append(listening(site.side.client.pid))
+        receiver.append(listening(site.side.receiver.pid))
 
     staged = link.send(1, 1, w.image, w.digests, w.fingerprint, look)
     assert staged.ok

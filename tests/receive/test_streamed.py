@@ -337,7 +337,7 @@ def test_a_killed_receiver_frees_the_engine(site):
     version = Version(1)
     _, loading = site.stray(version, 1, buckets=FIRST_BUCKETS)
     assert site.engine.begun.wait(SOON_S)
-    os.kill(site.side.client.pid, signal.SIGKILL)
+    os.kill(site.side.receiver.pid, signal.SIGKILL)
     report = loading.report(SOON_S)
     assert not report.ok
     assert not report.intact

@@ -96,7 +96,7 @@ class ReceiverServer:
     @property
     def receiver_pid(self) -> int | None:
         """Process id of the receiver of the epoch in force; None before the first."""
-        client = self._side.client
+        client = self._side.receiver
         return client.pid if client is not None else None
 
     def wait_version(self, version: int, timeout_s: float) -> bool:

@@ -140,7 +140,7 @@ class Server:
 
     def _served(self, query: Mapping[str, Any]) -> dict[str, Any]:
         first = int(query.get("after", 0))
-        client = self._side.client
+        client = self._side.receiver
         assert client is not None
         return {
             "label": self._label,
@@ -148,7 +148,7 @@ class Server:
             "versions": self._labels,
             "visible": self._visible[first:],
             "digest": self._model.digest(),
-            "intact": client.holding.intact,
+            "intact": client.state.intact,
             "loads": self._model.loads,
             "pid": os.getpid(),
             "receiver_pid": client.pid,

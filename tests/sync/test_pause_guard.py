@@ -7,13 +7,14 @@ Real HTTP, real receiver processes, a real trainer process; the engine is a copy
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,25 @@ def test_a_server_that_is_gone_is_given_up_with_one_line(tmp_path: Path) -> None
     guard.close()
     process.wait(WAIT_S)
     assert "http://127.0.0.1:9 did not answer in 2 tries" in (tmp_path / "log").read_text()
+
+
+def test_a_trainer_with_many_open_files_has_a_pause_guard_too(
+    tmp_path: Path,
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        # more than select() can name
+        for _ in range(1100):
+            stack.callback(os.close, os.dup(0))
+        deadlines = Deadlines(60.0, 60.0, tries=1)
+        guard = PauseGuard(CONFIG, LINK, tmp_path / "log", deadlines)
+        guard.watch(passing("http://127.0.0.1:9", Point.PAUSE))
+        process = psutil.Process(guard.pid)
+        guard.close()
+        process.wait(WAIT_S)
+    assert "http://127.0.0.1:9 did not answer in 1 tries" in (tmp_path / "log").read_text()
 
 
 def test_a_pause_has_longer_than_its_calls_usually_take_and_a_streamed_one_its_transfer_too() -> (

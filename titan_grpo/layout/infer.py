@@ -106,6 +106,11 @@ def infer_layout(
     tensors: list[HFTensor] = []
     owner: dict[str, str] = {}
     for fqn, shape in shapes.items():
+        if 0 in shape:
+            raise ConfigError(
+                f"every dimension of {fqn} must be 1 or greater, got {tuple(shape)}: a parameter"
+                " without elements has no rows to sync; remove it from the model"
+            )
         found = _learn_one(to_hf, fqn, tuple(shape))
         if not found and fqn not in tied:
             raise ConfigError(

@@ -1,19 +1,27 @@
-"""The checkpoint that a server was started with: the names and shapes that a trainer's tensors must
-have.
-
-Whether a manifest is what a served model is made of, told from the checkpoint the server was
-started with."""
+"""Compares a manifest with the checkpoint that a server was started with: names and shapes."""
 
 import json
 import logging
 import struct
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 from titan_grpo.errors import DataError
 from titan_grpo.layout.manifest import Manifest
 
 Shape = tuple[int, ...]
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER = 100 << 20
+"""Largest header that safetensors itself accepts, in bytes."""
+
+NEVER_SENT = (".inv_freq", ".masked_bias", ".attn.bias")
+"""Ends of names that old checkpoints hold and every engine computes itself."""
+
+SHOWN = 4
+"""Names per message."""
+
 
 log = logging.getLogger("titan_grpo.receive")
 
@@ -33,69 +41,58 @@ def checkpoint_folder(model: str, revision: str | None) -> Path:
 
 
 class CheckpointNames:
-    """Read once, when the first manifest comes: a server that nobody trains against reads
-    nothing."""
+    """Reads the checkpoint when the first manifest comes, and never in a server that no run uses."""
 
     def __init__(self, model: str, revision: str | None, tied: bool) -> None:
         """``model``: directory or hub name. ``tied``: embedding and head are one matrix."""
         self.model, self._revision, self._tied = model, revision, tied
-        self._wanted: Mapping[str, Shape] | None = None
 
-    @property
-    def known(self) -> bool:
-        """Whether there are safetensors files to compare with."""
-        return bool(self._shapes())
+    @cached_property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Names and shapes; empty if there are no safetensors files to compare with. DataError for
+        a damaged checkpoint."""
+        shapes = checkpoint_shapes(checkpoint_folder(self.model, self._revision))
+        if not shapes:
+            log.info("names are not compared: no safetensors files at %s", self.model)
+        return shapes
 
     def problem(self, manifest: Manifest) -> str:
-        """See coverage_problem; empty too where nothing is known."""
-        return coverage_problem(manifest, self._shapes(), self._tied) if self.known else ""
-
-    def _shapes(self) -> Mapping[str, Shape]:
-        if self._wanted is None:
-            self._wanted = checkpoint_shapes(checkpoint_folder(self.model, self._revision))
-            if not self._wanted:
-                log.info(
-                    "names are not compared with a checkpoint: no safetensors files at %s",
-                    self.model,
-                )
-        return self._wanted
-
-
-INDEX = "model.safetensors.index.json"
-MAX_HEADER = 100 << 20
-"""Largest header that safetensors itself accepts, in bytes."""
-
-NEVER_SENT = (".inv_freq", ".masked_bias", ".attn.bias")
-"""Ends of names that old checkpoints hold and every engine computes itself."""
-
-SHOWN = 4
-"""Names per message."""
+        """See coverage_problem; empty too where there is nothing to compare with."""
+        return coverage_problem(manifest, self.shapes, self._tied) if self.shapes else ""
 
 
 def read_header(path: Path) -> dict[str, Shape]:
-    """Names and shapes in one safetensors file; DataError if it is none."""
+    """Names and shapes in one safetensors file. ValueError, KeyError and the like if it is none."""
     with path.open("rb") as file:
         start = file.read(8)
         size = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER + 1
         if size > MAX_HEADER:
-            raise DataError(f"{path.name} is no safetensors file: its header has no valid length")
+            raise ValueError("its header has no valid length")
         entries = json.loads(file.read(size))
-    return {
-        name: tuple(entry["shape"]) for name, entry in entries.items() if name != "__metadata__"
-    }
+    entries.pop("__metadata__", None)
+    return {name: tuple(map(int, entry["shape"])) for name, entry in entries.items()}
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, Shape]:
-    """Names and shapes of all tensors of a checkpoint directory; empty if it holds no
-    safetensors."""
-    index = folder / INDEX
-    if index.exists():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        files = sorted(path.name for path in folder.glob("*.safetensors"))
-    shapes: dict[str, Shape] = {}
-    for name in files:
-        shapes |= read_header(folder / name)
+    """Names and shapes of all tensors of a checkpoint directory; empty if it holds no safetensors.
+
+    DataError that names the file if one is damaged.
+    """
+    path = folder / INDEX
+    try:
+        if path.exists():
+            files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        else:
+            files = sorted(path.name for path in folder.glob("*.safetensors"))
+        shapes: dict[str, Shape] = {}
+        for name in files:
+            path = folder / name
+            shapes |= read_header(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} must be a file of a safetensors checkpoint, reading it gave {error!r}: tensor"
+            " names cannot be compared; restore the file, the next version reads it again"
+        ) from error
     return shapes
 
 
@@ -119,16 +116,12 @@ def coverage_problem(manifest: Manifest, wanted: Mapping[str, Shape], tied: bool
         for n in sorted(sent.keys() & wanted.keys())
         if sent[n] != wanted[n]
     ]
-    parts = [
-        f"{what}:"
-        f" {', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}"
-        for what, names in (
-            ("unknown to the server", unknown),
-            ("missing", missing),
-            ("of another shape", other),
-        )
-        if names
-    ]
+    found = {"unknown to the server": unknown, "missing": missing, "of another shape": other}
+    parts = []
+    for what, names in found.items():
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        if names:
+            parts.append(f"{what}: {', '.join(names[:SHOWN])}{more}")
     if not parts:
         return ""
     return (

@@ -100,7 +100,7 @@ class ReceiverHandle:
         self._answering: ReceiverProcess | None = None
         self._deadline = 0.0
         self._commit: Commit | None = None
-        self.holding = EngineState()
+        self.state = EngineState()
 
     def hello(self, hello: Hello, problem: str) -> str:
         """Serve a newer epoch that proves the run key; anything else is only answered. Why it was
@@ -136,7 +136,7 @@ class ReceiverHandle:
         self._commit = None  # whoever has not the key is not even told
         if unproven := _unproven(commit, self._keys(commit.run_id, commit.epoch)):
             raise PeerError(unproven)
-        self._commit = commit if (commit.run_id, commit.epoch) == self.holding.in_force else None
+        self._commit = commit if (commit.run_id, commit.epoch) == self.state.in_force else None
         if refusal := self._step(CommitRequested(commit.run_id, commit.epoch, commit.version)):
             raise PeerError(refusal)
         if self._serving is None:
@@ -164,7 +164,7 @@ class ReceiverHandle:
             # the lane in force waits for a report of the same number: it must not get this one
             raise PeerError("the commit was not one of the epoch in force: nobody is told")
         self._commit = None
-        if self.holding.granted is not None:
+        if self.state.granted is not None:
             self._step(
                 Loaded(commit.run_id, commit.version, commit.fingerprint, report.ok, report.intact)
             )
@@ -184,14 +184,14 @@ class ReceiverHandle:
 
     def _step(self, event: Event) -> str:
         """Why the fence refuses; empty if it does not."""
-        self.holding, actions = step(self.holding, event)
+        self.state, actions = step(self.state, event)
         return next((action.reason for action in actions if isinstance(action, Refuse)), "")
 
     def _keys(self, run_id: str, epoch: int) -> EpochKeys | None:
         return EpochKeys.of(self._run_key, run_id, epoch) if self._run_key is not None else None
 
     def _first(self, op: str, hello: Hello, problem: str, keys: EpochKeys | None) -> dict[str, Any]:
-        h = self.holding
+        h = self.state
         held = {
             "run": h.run,
             "version": h.version,

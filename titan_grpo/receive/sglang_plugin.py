@@ -138,7 +138,8 @@ def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) 
     """Scheduler process, after the model is loaded."""
     workers = workers_of(scheduler.tp_group)
     run_key, key_problem = environment_key(os.environ)
-    problem = compatibility(scheduler.server_args) or key_problem
+    model = scheduler.tp_worker.model_runner.model
+    problem = compatibility(scheduler.server_args) or model_problem(model) or key_problem
     plugin.side = plugin.make_side(SglangModel(scheduler), workers, problem, run_key)
     if workers.rank == 0:
         Door(os.environ[DOOR_VARIABLE], plugin.hello).start()
@@ -151,15 +152,57 @@ def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) 
 
 
 def compatibility(args: Any) -> str:
-    """Why commits can not work in a server with these ServerArgs; empty if they can."""
+    """Why commits cannot work in a server with these ServerArgs; empty if they can."""
     if args.dp_size > 1:
         return "data-parallel replicas behind one URL are not synced: start one server per replica"
     if args.pp_size > 1:
         return "pipeline-parallel stages are not synced: use tensor parallelism"
+    if args.enable_eplb or args.ep_num_redundant_experts or args.init_expert_location != "trivial":
+        return (
+            "a reload writes experts into the slots that they have without load balancing: start"
+            " the server without --enable-eplb, --ep-num-redundant-experts and"
+            " --init-expert-location"
+        )
     if args.speculative_algorithm:
         return "a speculative draft model would keep its old weights: start the server without one"
     if LOADER not in (args.custom_weight_loader or []):
         return f"start the server with --custom-weight-loader {LOADER}"
+    return ""
+
+
+NEVER_REPACKED = tuple(f"sglang.srt.layers.quantization.{name}" for name in ("unquant", "kv_cache"))
+"""Modules of SGLang whose methods keep weights as they are loaded."""
+
+
+def repacked_layer(model: torch.nn.Module) -> str:
+    """The first layer whose weights are repacked after a load and not put back before the next one;
+    empty if there is none.
+
+    SGLang calls restore_weights_before_loading when an update begins. Only a class that repacks
+    (or a subclass) knows how to put back: its bases do nothing there, or have no such call.
+    """
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is None or type(method).__module__ in NEVER_REPACKED:
+            continue
+        # methods with a scheme leave both calls to it
+        classes = type(getattr(module, "scheme", None) or method).__mro__
+        repacks, restores = (
+            next((kind for kind in classes if call in vars(kind)), None)
+            for call in ("process_weights_after_loading", "restore_weights_before_loading")
+        )
+        if repacks is not None and (restores is None or not issubclass(restores, repacks)):
+            return f"{name} ({classes[0].__name__})"
+    return ""
+
+
+def model_problem(model: torch.nn.Module) -> str:
+    """Why this model cannot be reloaded; empty if it can."""
+    if layer := repacked_layer(model):
+        return (
+            f"{layer} is quantised by a method that cannot restore its weights before a reload:"
+            " serve the unquantised model"
+        )
     return ""
 
 
@@ -177,7 +220,7 @@ class SglangModel:
         they are checked here, and a server without a checkpoint to check them against takes
         nothing.
         """
-        if not self._names.known:
+        if not self._names.shapes:
             return (
                 f"SGLang ignores names it does not know, and {self._names.model} holds no"
                 " safetensors files to check them against: start the server from a directory with"

@@ -56,16 +56,35 @@ class RawInfo:
     data: dict[str, Any]
 
 
+NO_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""Speculative methods that propose tokens without weights of their own."""
+
+
+def problem_of(vllm_config: Any) -> str:
+    """Why commits cannot work in a server with this VllmConfig; empty if they can."""
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    if parallel.data_parallel_size > 1:
+        return "data-parallel replicas behind one URL are not synced: start one server per replica"
+    if parallel.enable_eplb:
+        return (
+            "after a rebalance of experts a reload writes them into the slots of other experts:"
+            " start the server without --enable-eplb"
+        )
+    if speculative is not None and speculative.method not in NO_DRAFT_WEIGHTS:
+        return (
+            f"speculative decoding with {speculative.method} would keep its old draft weights: start"
+            f" the server without --speculative-config, or with {', '.join(NO_DRAFT_WEIGHTS)}"
+        )
+    return ""
+
+
 def compatibility(vllm_config: Any) -> tuple[bool, str]:
-    """(whether a reload must be followed by the CPU repair, why commits can not work here or
+    """(whether a reload must be followed by the CPU repair, why commits cannot work here or
     empty)."""
     from titan_grpo.patches import vllm_cpu_reload
 
-    if vllm_config.parallel_config.data_parallel_size > 1:
-        return (
-            False,
-            "data-parallel replicas behind one URL are not synced: start one server per replica",
-        )
+    if problem := problem_of(vllm_config):
+        return False, problem
     try:
         return vllm_cpu_reload.apply(), ""
     except TitanGrpoError as error:

@@ -1,27 +1,31 @@
-"""A ring of buckets between a lane and an engine that stands still: how a version passes without a
-whole image of it.
+"""Windowed apply: a ring of buckets between a lane and a paused engine, instead of a whole image.
 
 Byte ``b`` of the version lies at ``b % capacity`` of the ring. The receiver fills bucket after
-bucket and checks its blocks; the engine copies tensors out of it and says how far it is, which
-makes room for further buckets.
+bucket and checks its blocks (Window); the engine copies tensors out of it and reports its progress,
+which makes room for further buckets (WindowReader).
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 
 from titan_grpo.errors import PeerError, TransferFailed
 from titan_grpo.layout.digest import digest_block
 from titan_grpo.layout.image import SharedImage
-from titan_grpo.layout.manifest import Manifest
+from titan_grpo.layout.manifest import Manifest, TensorSpec
 from titan_grpo.sync.transports.base import Transport
 
+if TYPE_CHECKING:
+    from titan_grpo.receive.commit import Workers
+
+Tensors = Iterator[tuple[str, torch.Tensor]]
+
 WINDOW_BUCKETS = 4
-"""Buckets in a ring: enough for one to be filled and one to be read at any time, with some slack on
-both sides."""
+"""Buckets in a ring: one is filled while another is read, with slack on both sides."""
 
 
 def window_bytes(total_bytes: int, bucket_bytes: int) -> int:
@@ -31,7 +35,7 @@ def window_bytes(total_bytes: int, bucket_bytes: int) -> int:
 
 
 class Window:
-    """One streamed transfer at the receiver. The lane's thread calls ``fill``, the engine's side
+    """The receiver's end of one transfer. The lane's thread calls ``fill``, the engine's thread
     ``open`` and ``take``."""
 
     def __init__(self, ring: SharedImage, manifest: Manifest, bucket_bytes: int) -> None:
@@ -45,17 +49,16 @@ class Window:
         self.receive_s = self.verify_s = 0.0
 
     def open(self) -> None:
-        """The engine stands still and will take."""
+        """The engine is paused and begins to take."""
         with self._turn:
             self._opened = True
             self._turn.notify_all()
 
     def take(self, consumed: int, wait_s: float) -> int:
-        """Bytes before ``consumed`` are no longer needed; how many from the start may be read now,
-        at most a bucket more.
+        """Give the bytes before ``consumed`` back and wait for a further one; how many from the
+        start may be read now, at most a bucket more.
 
-        Waits for a further byte. PeerError if the transfer failed, or none came within ``wait_s``
-        seconds.
+        PeerError if the transfer failed, or no byte came within ``wait_s`` seconds.
         """
         with self._turn:
             self._consumed = consumed
@@ -64,11 +67,11 @@ class Window:
             if self._error:
                 raise PeerError(self._error)
             if not came:
+                total = self._manifest.total_bytes
                 raise PeerError(
-                    f"no byte after byte {consumed} of {self._manifest.total_bytes} came before the"
-                    " deadline"
+                    f"no byte after byte {consumed} of {total} came before the deadline"
                 )
-            # not all there is: what the engine has read of it becomes room only when it asks again
+            # one bucket and not all: bytes become room only when the engine asks again
             return min(self._filled, consumed + self._bucket)
 
     def fail(self, error: str) -> None:
@@ -88,33 +91,24 @@ class Window:
         key: bytes | None = None,
     ) -> None:
         """Receive the whole version, once the engine has opened; each part waits at most
-        ``timeout_s`` seconds.
-
-        ``algorithm`` and ``key`` are digest_block's.
+        ``timeout_s`` seconds. ``algorithm`` and ``key`` are digest_block's.
 
         TransferFailed if the engine does not come or stops taking, the lane fails, or a block
         differs from ``expected``.
         """
         self._wait(lambda: self._opened, timeout_s, "the engine did not begin to load")
         deadline = time.monotonic() + timeout_s
-        tensor, total, capacity = (
-            self._ring.tensor(),
-            self._manifest.total_bytes,
-            self._ring.address.nbytes,
-        )
+        ring, total = self._ring.tensor(), self._manifest.total_bytes
         for start in range(0, total, self._bucket):
             stop = min(start + self._bucket, total)
-            room = stop - capacity
-            self._wait(
-                partial(self._has_consumed, room),
-                deadline - time.monotonic(),
-                "the engine stopped loading",
-            )
+            room = stop - ring.numel()
+            left = deadline - time.monotonic()
+            self._wait(lambda: self._consumed >= room, left, "the engine stopped loading")  # noqa: B023 - called before the next round
             began = time.monotonic()
-            at = start % capacity
-            transport.broadcast(tensor[at : at + stop - start], max(0.0, deadline - began))
+            at = start % ring.numel()
+            transport.broadcast(ring[at : at + stop - start], max(0.0, deadline - began))
             received = time.monotonic()
-            self._verify((start, stop), expected, algorithm, key)
+            self._verify(start, stop, expected, algorithm, key)
             self.receive_s += received - began
             self.verify_s += time.monotonic() - received
             with self._turn:
@@ -122,24 +116,18 @@ class Window:
                 self._turn.notify_all()
 
     def _verify(
-        self, span: tuple[int, int], expected: Sequence[bytes], algorithm: str, key: bytes | None
+        self, start: int, stop: int, expected: Sequence[bytes], algorithm: str, key: bytes | None
     ) -> None:
-        start, stop = span
-        shift = start - start % self._ring.address.nbytes
-        buffer = self._ring.buffer
-        for index in range(
-            start // self._manifest.block_bytes, -(-stop // self._manifest.block_bytes)
-        ):
-            low, high = self._manifest.block(index)
+        manifest, buffer = self._manifest, self._ring.buffer
+        shift = start - start % buffer.nbytes
+        for index in range(start // manifest.block_bytes, -(-stop // manifest.block_bytes)):
+            low, high = manifest.block(index)
             if digest_block(buffer[low - shift : high - shift], algorithm, key) != expected[index]:
                 self.bad_block = index
                 raise TransferFailed(
-                    f"block {index} of {self._manifest.num_blocks} differs from what the trainer"
+                    f"block {index} of {manifest.num_blocks} differs from what the trainer"
                     " hashed; no byte of its bucket reached the engine"
                 )
-
-    def _has_consumed(self, count: int) -> bool:
-        return self._consumed >= count
 
     def _wait(self, ready: Callable[[], bool], wait_s: float, otherwise: str) -> None:
         with self._turn:
@@ -148,15 +136,71 @@ class Window:
                 raise TransferFailed(self._error or f"{otherwise} before the deadline")
 
 
-def copy_out(ring: torch.Tensor, start: int, into: torch.Tensor) -> None:
-    """Copy ``len(into)`` bytes of the version from its byte ``start`` on; both uint8, 1-D. Copes
-    with the ring's end.
+class WindowReader:
+    """The engine's end of one transfer. All workers of an engine read in step."""
 
-    Worked example: a ring of 8, start 6, 4 bytes -> ring[6:8] and ring[0:2].
-    """
-    capacity, done = ring.numel(), 0
-    while done < into.numel():
-        at = (start + done) % capacity
-        size = min(into.numel() - done, capacity - at)
-        into[done : done + size] = ring[at : at + size]
-        done += size
+    def __init__(
+        self,
+        ring: torch.Tensor,
+        manifest: Manifest,
+        workers: "Workers",
+        take: Callable[[int], int],
+    ) -> None:
+        """``ring``: uint8[window bytes], filled by the receiver. ``take``: Window.take without its
+        wait; called on rank 0 only."""
+        self._ring, self._manifest, self._workers, self._take = ring, manifest, workers, take
+        self._filled = 0
+        self.broken = ""
+
+    def begun(self) -> Tensors:
+        """``tensors()`` once the first one is there: until then nothing of the engine is
+        touched."""
+        tensors = self.tensors()
+        return chain([next(tensors)], tensors)
+
+    def tensors(self) -> Tensors:
+        """(HF name, tensor of its own memory), each when its last block is checked; ends when the
+        whole version is.
+
+        Copies and not views: engines keep a layer's tensors until the layer is complete, and the
+        ring is overwritten. TransferFailed, on every worker alike, if the transfer or a worker
+        failed; ``broken`` then holds the reason.
+        """
+        for spec in self._manifest.tensors:
+            yield spec.name, self._tensor(spec)
+        while self._filled < self._manifest.total_bytes:
+            self._advance()
+
+    def _tensor(self, spec: TensorSpec) -> torch.Tensor:
+        flat = torch.empty(spec.nbytes, dtype=torch.uint8)
+        done = 0
+        while done < spec.nbytes:
+            start = spec.offset + done
+            if self._filled <= start:
+                self._advance()
+                continue
+            at = start % self._ring.numel()
+            size = min(self._filled - start, spec.nbytes - done, self._ring.numel() - at)
+            flat[done : done + size] = self._ring[at : at + size]
+            done += size
+        return flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+    def _advance(self) -> None:
+        """Give back what was read (all there is) and wait for more. Called by every worker at the
+        same bytes."""
+        # the exchange comes first: a worker whose load broke off makes its final exchange here
+        failed = [why for why in self._workers.gather("") if why]
+        if not failed:
+            self._filled, why = self._workers.share(self._request())
+            failed = [why] if why else []
+        if failed:
+            self.broken = failed[0]
+            raise TransferFailed(self.broken)
+
+    def _request(self) -> tuple[int, str]:
+        if self._workers.rank != 0:
+            return 0, ""
+        try:
+            return self._take(self._filled), ""
+        except Exception as error:  # noqa: BLE001 - the other workers wait for what this one shares
+            return self._filled, f"{type(error).__name__}: {error}"

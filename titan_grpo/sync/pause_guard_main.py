@@ -13,7 +13,7 @@ import logging
 import os
 import queue
 import re
-import select
+import selectors
 import signal
 import socket
 import sys
@@ -185,36 +185,37 @@ class GuardProcess:
 
     def run(self) -> None:
         """Until the trainer has ended and nothing is open."""
-        # the socket alone does not do: a process that the trainer forked holds its other end open
-        # too
-        parent = _pidfd(self._parent)
-        while self._state is None or not self._state.done:
-            ended = self._state is not None and self._state.ended
-            sources = (
-                [self._wake_read.fileno()]
-                if ended
-                else [self._wake_read.fileno(), self._sock.fileno(), parent]
-            )
-            due = self._state.due if self._state is not None else None
-            wait_s = None if due is None else max(0.0, due - time.monotonic())
-            ready, _, _ = select.select(
-                [source for source in sources if source >= 0], [], [], wait_s
-            )
-            if self._wake_read.fileno() in ready:
-                # no deadline: read after select, and while the queue is not empty: this thread
-                # alone takes from it
-                self._wake_read.recv(READ_BYTES)
-            # first what the lanes have to say: a pause that ended in time is not looked after
-            if not ended and (self._read() or parent < 0 or parent in ready):
-                if self._state is None:
-                    return
-                self._step(pause_guard.Ended(self._clean, time.monotonic()))
-            while not self._results.empty():
-                # no deadline: read after select, and while the queue is not empty: this thread
-                # alone takes from it
-                self._step(self._results.get())
-            if self._state is not None:
-                self._step(pause_guard.Ticked(time.monotonic()))
+        # poll and not select, which fails for the descriptors over 1023 of a busy trainer
+        with selectors.PollSelector() as selector:
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            selector.register(self._sock, selectors.EVENT_READ)
+            # the socket alone is not enough: a child that the trainer forked also holds its other
+            # end open
+            parent = _pidfd(self._parent)
+            if parent >= 0:
+                selector.register(parent, selectors.EVENT_READ)
+            while self._state is None or not self._state.done:
+                ended = self._state is not None and self._state.ended
+                due = self._state.due if self._state is not None else None
+                wait_s = None if due is None else max(0.0, due - time.monotonic())
+                # no deadline: the next due time, a lane's line, a result, or the trainer's end
+                ready = {key.fileobj for key, _ in selector.select(wait_s)}
+                if self._wake_read in ready:
+                    # no deadline: something is there to be read
+                    self._wake_read.recv(READ_BYTES)
+                # the lanes' lines come first: a pause that ended in time is not recovered
+                if not ended and (self._read() or parent < 0 or parent in ready):
+                    if self._state is None:
+                        return
+                    for source in (self._sock, parent):
+                        with suppress(KeyError, ValueError):
+                            selector.unregister(source)
+                    self._step(pause_guard.Ended(self._clean, time.monotonic()))
+                while not self._results.empty():
+                    # no deadline: the queue is not empty, and only this thread takes from it
+                    self._step(self._results.get())
+                if self._state is not None:
+                    self._step(pause_guard.Ticked(time.monotonic()))
 
     def _read(self) -> bool:
         """Take all that has come; whether the stream has ended."""

@@ -6,41 +6,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.receive.workers import Team
 from titan_grpo.errors import PeerError, TransferFailed
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.receive.commit import Feed
-from titan_grpo.receive.window import copy_out, window_bytes
+from titan_grpo.receive.window import WindowReader, window_bytes
 
 BUCKET = 1024
 MANIFEST = Manifest.build(
     [("a", "uint8", (3000,)), ("b", "uint8", (7000,)), ("c", "uint8", (10,))], 512
 )
 RING = window_bytes(MANIFEST.total_bytes, BUCKET)
-
-
-class Team:
-    """The exchanges of workers that are threads of one process."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.barrier = size, threading.Barrier(size, timeout=20.0)
-        self.values: list = [None] * size
-
-
-class Member:
-    """One worker of a team."""
-
-    def __init__(self, team: Team, rank: int) -> None:
-        self._team, self.rank, self.size = team, rank, team.size
-
-    def gather(self, value: str) -> list[str]:
-        self._team.values[self.rank] = value
-        self._team.barrier.wait()
-        values = list(self._team.values)
-        self._team.barrier.wait()
-        return values
-
-    def share(self, value):
-        return self.gather(value)[0]
 
 
 class Source:
@@ -57,7 +32,7 @@ class Source:
         stop = min(consumed + BUCKET, MANIFEST.total_bytes)
         if stop > self._until:
             raise PeerError("planted end")
-        # whatever was consumed is gone: a feed that still needed it would read these
+        # whatever was consumed is gone: a reader that still needed it would read these
         self.ring.fill_(255)
         at = consumed % RING
         self.ring[at : at + stop - consumed] = self.image[consumed:stop]
@@ -71,11 +46,11 @@ def run(source: Source, size: int, fails: int = -1) -> list[tuple[dict[str, torc
     results: list = [None] * size
 
     def work(rank: int) -> None:
-        member = Member(team, rank)
-        feed = Feed(source.ring, MANIFEST, member, source.take)
+        member = team.members[rank]
+        reader = WindowReader(source.ring, MANIFEST, member, source.take)
         got: dict[str, torch.Tensor] = {}
         try:
-            for name, tensor in feed.tensors():
+            for name, tensor in reader.tensors():
                 got[name] = tensor
                 if rank == fails:
                     member.gather("planted failure")
@@ -84,7 +59,7 @@ def run(source: Source, size: int, fails: int = -1) -> list[tuple[dict[str, torc
         except TransferFailed as error:
             results[rank] = (got, str(error))
             return
-        results[rank] = (got, feed.broken)
+        results[rank] = (got, reader.broken)
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -118,9 +93,3 @@ def test_a_worker_that_breaks_off_takes_the_others_with_it():
     (_, first), (_, second) = run(Source(MANIFEST.total_bytes), 2, fails=1)
     assert first == "planted failure"
     assert second == "failed"
-
-
-def test_bytes_are_read_across_the_end_of_the_ring():
-    into = torch.zeros(4, dtype=torch.uint8)
-    copy_out(torch.arange(8, dtype=torch.uint8), 6, into)
-    assert into.tolist() == [6, 7, 0, 1]

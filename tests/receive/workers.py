@@ -1,0 +1,31 @@
+"""Workers of one engine as threads of one process, for tests of what several workers do in step."""
+
+import threading
+from typing import Any
+
+
+class Team:
+    """The exchanges of ``size`` workers. A worker that leaves one out ends the others' wait with
+    BrokenBarrierError."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=20.0)
+        self.values: list[Any] = [None] * size
+        self.members = [Member(self, rank) for rank in range(size)]
+
+
+class Member:
+    """One worker of a team; see commit.Workers."""
+
+    def __init__(self, team: Team, rank: int) -> None:
+        self._team, self.rank, self.size = team, rank, len(team.values)
+
+    def gather(self, value: str) -> list[str]:
+        self._team.values[self.rank] = value
+        self._team.barrier.wait()
+        values = list(self._team.values)
+        self._team.barrier.wait()
+        return values
+
+    def share(self, value: Any) -> Any:
+        return self.gather(value)[0]
