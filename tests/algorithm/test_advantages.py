@@ -24,7 +24,7 @@ def one(values, options=GROUP):
     return out
 
 
-def test_the_docstring_example():
+def test_the_docstring_example() -> None:
     assert one((1, 0, 0, 1)) == pytest.approx((1, -1, -1, 1), abs=3e-6)
     assert one((1, 0, 0, 1), NONE) == (0.5, -0.5, -0.5, 0.5)
     loo = AdvantageOptions(baseline="leave_one_out", normalization="none")
@@ -33,23 +33,23 @@ def test_the_docstring_example():
 
 @pytest.mark.parametrize("options", [GROUP, NONE, BATCH])
 @pytest.mark.parametrize("group", [(), (3.0,), (0.1, 0.1, 0.1), (1e9,) * 7])
-def test_a_group_without_differences_has_exact_zeros(group, options):
+def test_a_group_without_differences_has_exact_zeros(group, options) -> None:
     assert one(group, options) == (0.0,) * len(group)
     assert not has_spread([Scored(r, 5) for r in group], options)
 
 
-def test_nearly_equal_rewards_are_not_blown_up():
+def test_nearly_equal_rewards_are_not_blown_up() -> None:
     assert max(one((0.5, 0.5 + 1e-9))) < 1e-3
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_is_refused(bad):
+def test_a_reward_that_is_not_finite_is_refused(bad) -> None:
     with pytest.raises(DataError, match="finite"):
         one((0.0, bad))
 
 
 @given(rewards, st.sampled_from([GROUP, NONE, BATCH]))
-def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(group, options):
+def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(group, options) -> None:
     advantages = one(group, options)
     assert sum(advantages) == pytest.approx(0, abs=1e-6)
     for a, r in zip(advantages, group, strict=True):
@@ -57,7 +57,7 @@ def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(group, options):
 
 
 @given(rewards)
-def test_normalized_advantages_have_a_mean_square_of_one_at_most(group):
+def test_normalized_advantages_have_a_mean_square_of_one_at_most(group) -> None:
     advantages = one(group)
     assert sum(a * a for a in advantages) / len(advantages) <= 1 + 1e-9
 
@@ -92,7 +92,9 @@ def reference(groups, options):
 @pytest.mark.parametrize("scale_by_len", [False, True])
 @pytest.mark.parametrize("normalization", ["group", "batch", "none"])
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
-def test_advantages_are_those_of_the_formulas(baseline, normalization, scale_by_len, overlong):
+def test_advantages_are_those_of_the_formulas(
+    baseline, normalization, scale_by_len, overlong
+) -> None:
     rng = np.random.default_rng(5)
     groups = [
         [(float(rng.normal()), int(rng.integers(1, 45))) for _ in range(size)]
@@ -104,7 +106,7 @@ def test_advantages_are_those_of_the_formulas(baseline, normalization, scale_by_
         np.testing.assert_allclose(mine, theirs, rtol=1e-12)
 
 
-def test_the_batch_scale_is_the_same_for_every_group_and_the_group_scale_is_not():
+def test_the_batch_scale_is_the_same_for_every_group_and_the_group_scale_is_not() -> None:
     groups = [[Scored(0.0, 1), Scored(1.0, 1)], [Scored(0.0, 1), Scored(10.0, 1)]]
     assert step_advantages(groups, GROUP)[0] == pytest.approx(
         step_advantages(groups, GROUP)[1], rel=1e-5
@@ -113,7 +115,7 @@ def test_the_batch_scale_is_the_same_for_every_group_and_the_group_scale_is_not(
     assert large[1] == pytest.approx(10 * small[1])
 
 
-def test_the_overlong_penalty_begins_in_the_cache_and_is_whole_at_the_limit():
+def test_the_overlong_penalty_begins_in_the_cache_and_is_whole_at_the_limit() -> None:
     options = Overlong(max_tokens=100, cache_tokens=20)
     assert [overlong_penalty(n, options) for n in (1, 80, 90, 100, 130)] == [0, 0, -0.5, -1, -1]
     equal = [Scored(1.0, 80), Scored(1.0, 100)]
@@ -122,6 +124,6 @@ def test_the_overlong_penalty_begins_in_the_cache_and_is_whole_at_the_limit():
 
 
 @pytest.mark.parametrize("cache", [0, -1, 101])
-def test_an_overlong_cache_without_room_is_refused(cache):
+def test_an_overlong_cache_without_room_is_refused(cache) -> None:
     with pytest.raises(ConfigError, match="overlong_cache_tokens"):
         Overlong(100, cache)

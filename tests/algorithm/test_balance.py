@@ -27,7 +27,7 @@ def loads_of(parts, costs):
     return [sum(costs[item] for item in part) for part in parts]
 
 
-def test_the_docstring_examples():
+def test_the_docstring_examples() -> None:
     assert TokenCost(2, 0.5).of(4) == 16
     assert variation((1, 3)) == 0.5
     assert deal(5, 2) == [[0, 2, 4], [1, 3]]
@@ -36,12 +36,12 @@ def test_the_docstring_examples():
     assert cut_packed((5, 3, 2, 6), 8) == [[2, 3], [0, 1]]
 
 
-def test_a_padded_length_never_exceeds_the_greatest_length():
+def test_a_padded_length_never_exceeds_the_greatest_length() -> None:
     assert [padded_length(n, 8, 30) for n in (1, 8, 9, 24, 25, 30)] == [8, 8, 16, 24, 30, 30]
 
 
 @given(costs, num_parts, st.booleans())
-def test_every_item_is_in_one_part_and_equal_counts_are_equal(costs, parts, equal):
+def test_every_item_is_in_one_part_and_equal_counts_are_equal(costs, parts, equal) -> None:
     found = partition(costs, parts, equal)
     assert len(found) == parts
     assert sorted(item for part in found for item in part) == list(range(len(costs)))
@@ -55,7 +55,7 @@ def test_every_item_is_in_one_part_and_equal_counts_are_equal(costs, parts, equa
 @settings(deadline=None)
 @given(st.lists(st.floats(0.01, 1000), min_size=1, max_size=7), st.integers(1, 3))
 @example([8.0, 7.0, 6.0, 5.0, 4.0], 2)
-def test_the_costliest_part_is_within_a_third_of_the_best_possible(costs, parts):
+def test_the_costliest_part_is_within_a_third_of_the_best_possible(costs, parts) -> None:
     best = min(
         max(
             sum(c for c, at in zip(costs, places, strict=True) if at == part)
@@ -67,14 +67,14 @@ def test_the_costliest_part_is_within_a_third_of_the_best_possible(costs, parts)
 
 
 @given(st.lists(st.floats(0.01, 1000), min_size=1, max_size=40), num_parts)
-def test_balanced_shares_are_not_worse_than_dealt_ones(costs, parts):
+def test_balanced_shares_are_not_worse_than_dealt_ones(costs, parts) -> None:
     assert max(loads_of(partition(costs, parts), costs)) <= max(
         loads_of(deal(len(costs), parts), costs)
     ) * (1 + 1e-9)
 
 
 @given(st.lists(st.floats(1, 1000), min_size=1, max_size=8))
-def test_fewer_items_than_parts_are_alone(costs):
+def test_fewer_items_than_parts_are_alone(costs) -> None:
     found = partition(costs, 9)
     assert sorted(map(len, found)) == [0] * (9 - len(costs)) + [1] * len(costs)
 
@@ -93,7 +93,7 @@ DISTRIBUTIONS = {
 @given(seed=st.integers(0, 10**6), quadratic=st.sampled_from((0.0, 1e-5, 1e-4)))
 def test_4096_sequences_over_64_ranks_are_within_one_percent_of_the_mean(
     name, equal, seed, quadratic
-):
+) -> None:
     source, cost = random.Random(seed), TokenCost(1.0, quadratic)
     costs = [cost.of(DISTRIBUTIONS[name](source)) for _ in range(4096)]
     loads = loads_of(partition(costs, 64, equal), costs)
@@ -103,7 +103,9 @@ def test_4096_sequences_over_64_ranks_are_within_one_percent_of_the_mean(
 
 
 @given(lengths, budget, at_least)
-def test_padded_micro_batches_keep_the_budget_and_come_longest_first(padded, token_budget, wanted):
+def test_padded_micro_batches_keep_the_budget_and_come_longest_first(
+    padded, token_budget, wanted
+) -> None:
     cuts = cut_padded(padded, token_budget, wanted)
     assert sorted(row for cut in cuts for row in cut) == list(range(len(padded)))
     assert all(len(cut) * max(padded[row] for row in cut) <= token_budget for cut in cuts)
@@ -113,7 +115,9 @@ def test_padded_micro_batches_keep_the_budget_and_come_longest_first(padded, tok
 
 
 @given(lengths, budget, at_least)
-def test_packed_micro_batches_keep_the_budget_and_come_fullest_first(lengths, token_budget, wanted):
+def test_packed_micro_batches_keep_the_budget_and_come_fullest_first(
+    lengths, token_budget, wanted
+) -> None:
     cuts = cut_packed(lengths, token_budget, wanted)
     assert sorted(row for cut in cuts for row in cut) == list(range(len(lengths)))
     sums = [sum(lengths[row] for row in cut) for cut in cuts]
@@ -124,7 +128,7 @@ def test_packed_micro_batches_keep_the_budget_and_come_fullest_first(lengths, to
         assert len(cuts) <= 2 * sum(lengths) / token_budget + 1
 
 
-def test_nothing_is_cut_into_nothing():
+def test_nothing_is_cut_into_nothing() -> None:
     assert cut_padded([], 64, 3) == []
     assert cut_packed([], 64, 3) == []
     assert partition([], 3) == [[], [], []]

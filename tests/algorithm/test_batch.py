@@ -29,7 +29,7 @@ def only_micro_batch(groups, options=OPTIONS):
     return micro_batch
 
 
-def test_tokens_labels_and_logprobs_are_aligned_by_the_next_token():
+def test_tokens_labels_and_logprobs_are_aligned_by_the_next_token() -> None:
     mb = only_micro_batch([group(completion((7, 8), reward=1.0), completion((9,), reward=0.0))])
     x = IGNORE_INDEX
     assert mb["inputs"].tolist() == [[5, 6, 7, 1, 1, 1, 1, 1], [5, 6, 1, 1, 1, 1, 1, 1]]
@@ -62,7 +62,7 @@ def test_tokens_labels_and_logprobs_are_aligned_by_the_next_token():
     ("normalization", "one_token", "three_tokens"),
     [("token", 1 / 4, 1 / 4), ("sequence", 1 / 2, 1 / 6), ("constant", 1 / 20, 1 / 20)],
 )
-def test_the_weights_of_the_docstring_example(normalization, one_token, three_tokens):
+def test_the_weights_of_the_docstring_example(normalization, one_token, three_tokens) -> None:
     options = replace(OPTIONS, normalization=normalization, constant=10)
     weights = only_micro_batch([group(completion((7,)), completion((7, 8, 9)))], options)["weights"]
     by_count = {int((row != 0).sum()): row[row != 0] for row in weights}
@@ -85,7 +85,9 @@ def test_the_weights_of_the_docstring_example(normalization, one_token, three_to
         ("bad_reward", completion((7, 8), reward=-1.7e308)),
     ],
 )
-def test_a_defective_completion_is_counted_and_leaves_its_group_as_if_it_never_was(reason, bad):
+def test_a_defective_completion_is_counted_and_leaves_its_group_as_if_it_never_was(
+    reason, bad
+) -> None:
     good = (completion(reward=1.0), completion(reward=0.25))
     batch = plan([group(*good, bad)], 1, OPTIONS)
     assert batch.dropped == {reason: 1}
@@ -95,7 +97,7 @@ def test_a_defective_completion_is_counted_and_leaves_its_group_as_if_it_never_w
         assert torch.equal(tensor, without[name]), name
 
 
-def test_an_overlong_completion_is_left_out_but_its_reward_counts_in_the_mean():
+def test_an_overlong_completion_is_left_out_but_its_reward_counts_in_the_mean() -> None:
     batch = plan([group(completion(reward=1.0), completion((7,) * 31, reward=0.0))], 1, OPTIONS)
     assert batch.dropped == {"too_long": 1}
     assert batch.micro_batches()[0][0]["advantages"][0, :3].tolist() == pytest.approx(
@@ -104,7 +106,7 @@ def test_an_overlong_completion_is_left_out_but_its_reward_counts_in_the_mean():
     assert batch.tokens == 2
 
 
-def test_what_the_policy_did_not_sample_is_context_only():
+def test_what_the_policy_did_not_sample_is_context_only() -> None:
     turns = replace(
         completion((7, 8, 9), logprobs=(-1.0, 1.0, -2.0), reward=1.0), sampled=(True, False, True)
     )
@@ -120,13 +122,13 @@ def test_what_the_policy_did_not_sample_is_context_only():
     assert mb["weights"][0].tolist() == [0, 0.25, 0, 0.25, 0, 0, 0, 0]
 
 
-def test_a_completion_with_its_advantage_taken_away_still_counts_for_its_group():
+def test_a_completion_with_its_advantage_taken_away_still_counts_for_its_group() -> None:
     left_out = replace(completion((7, 8), reward=0.0), zero_advantage=True)
     mb = only_micro_batch([group(completion((7, 8), reward=1.0), left_out)])
     assert mb["advantages"].round().tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [0] * 8]
 
 
-def test_packed_sequences_lie_in_one_row_and_positions_begin_anew():
+def test_packed_sequences_lie_in_one_row_and_positions_begin_anew() -> None:
     groups = [group(completion((7, 8), reward=1.0), completion((9,), reward=0.0))]
     mb = only_micro_batch(groups, replace(OPTIONS, pack=True))
     x = IGNORE_INDEX
@@ -137,7 +139,7 @@ def test_packed_sequences_lie_in_one_row_and_positions_begin_anew():
     assert mb["advantages"].round().tolist() == [[1, 1, 1, -1, -1, 0, 0, 0]]
 
 
-def test_a_packed_row_may_be_longer_than_any_sequence_but_not_than_the_budget():
+def test_a_packed_row_may_be_longer_than_any_sequence_but_not_than_the_budget() -> None:
     groups = [group(*[completion(tuple(range(10, 38)), reward=r) for r in range(5)])]
     batch = plan(groups, 1, replace(OPTIONS, pack=True))
     assert [tuple(mb["inputs"].shape) for mb in batch.micro_batches()[0]] == [
@@ -165,7 +167,7 @@ def prompts_of(micro_batches):
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_a_group_stays_on_one_rank_unless_it_may_be_split(pack):
+def test_a_group_stays_on_one_rank_unless_it_may_be_split(pack) -> None:
     groups = [
         group(*[completion((7,) * (n + 1)) for n in range(4)], prompt=(50 + g, 60), index=g)
         for g in range(5)
@@ -178,7 +180,7 @@ def test_a_group_stays_on_one_rank_unless_it_may_be_split(pack):
     assert max(split.loads) - min(split.loads) < max(whole.loads) - min(whole.loads)
 
 
-def test_work_is_balanced_against_what_dealing_would_give():
+def test_work_is_balanced_against_what_dealing_would_give() -> None:
     long, short = completion((7,) * 29), completion((7,))
     groups = [
         group(*[long if g % 2 == 0 else short] * 2, prompt=(50 + g, 60), index=g) for g in range(4)
@@ -190,23 +192,23 @@ def test_work_is_balanced_against_what_dealing_would_give():
     assert plan(groups, 2, replace(OPTIONS, cost=cost, balance=False)).work == batch.dealt_work
 
 
-def test_a_prompt_without_tokens_is_dropped_because_nothing_predicts_its_first_token():
+def test_a_prompt_without_tokens_is_dropped_because_nothing_predicts_its_first_token() -> None:
     batch = plan([group(completion(), completion(), prompt=()), group(completion())], 1, OPTIONS)
     assert batch.dropped == {"empty_prompt": 2}
 
 
-def test_a_row_of_exactly_the_greatest_length_fits():
+def test_a_row_of_exactly_the_greatest_length_fits() -> None:
     assert only_micro_batch([group(completion((7,) * 30))])["inputs"].shape == (1, 32)
     odd = replace(OPTIONS, max_len=30)
     assert only_micro_batch([group(completion((7,) * 28))], odd)["inputs"].shape == (1, 30)
 
 
-def test_a_step_without_a_trainable_row_is_an_error_that_names_the_reasons():
+def test_a_step_without_a_trainable_row_is_an_error_that_names_the_reasons() -> None:
     with pytest.raises(DataError, match="empty_completion"):
         plan([group(completion(()))], 1, OPTIONS)
 
 
-def test_ranks_without_rows_get_an_all_masked_micro_batch():
+def test_ranks_without_rows_get_an_all_masked_micro_batch() -> None:
     batch = plan([group(completion())], 3, OPTIONS)
     assert [len(rank) for rank in batch.micro_batches()] == [1, 1, 1]
     for rank in batch.micro_batches()[1:]:
@@ -227,7 +229,7 @@ def test_ranks_without_rows_get_an_all_masked_micro_batch():
         ({"normalization": "mean"}, "token, sequence or constant"),
     ],
 )
-def test_impossible_options_are_refused(change, message):
+def test_impossible_options_are_refused(change, message) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(OPTIONS, **change)
 
@@ -248,7 +250,7 @@ a_group = st.builds(
 @given(st.lists(a_group, min_size=1, max_size=6), st.integers(1, 5), st.booleans(), st.booleans())
 def test_packed_and_padded_batches_hold_the_same_sequences_with_the_same_weights(
     groups, num_ranks, split, balance
-):
+) -> None:
     options = replace(OPTIONS, split_groups=split, balance=balance)
     try:
         padded = plan(groups, num_ranks, options)
@@ -275,7 +277,7 @@ def test_packed_and_padded_batches_hold_the_same_sequences_with_the_same_weights
 )
 def test_a_batch_holds_every_short_enough_completion_once_within_the_budget(
     groups, num_ranks, normalization
-):
+) -> None:
     fits = [
         (g, c)
         for g in groups

@@ -36,7 +36,7 @@ def figures(tmp_path_factory):
 
 
 @pytest.mark.e2e
-def test_logits_sharded_over_the_vocabulary_give_the_same_values_and_gradients(figures):
+def test_logits_sharded_over_the_vocabulary_give_the_same_values_and_gradients(figures) -> None:
     for rank in figures:
         assert rank["vocabulary"].keys() == {"logprobs", "entropy", "mean_square"}
         for reader, differences in rank["vocabulary"].items():
@@ -44,14 +44,16 @@ def test_logits_sharded_over_the_vocabulary_give_the_same_values_and_gradients(f
 
 
 @pytest.mark.e2e
-def test_logits_sharded_over_the_sequence_are_refused_with_the_remedy(figures):
+def test_logits_sharded_over_the_sequence_are_refused_with_the_remedy(figures) -> None:
     for rank in figures:
         assert "disable_loss_parallel" in rank["refusal"]
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("layout", ["rows", "packed"])
-def test_two_ranks_and_one_give_the_same_loss_gradient_and_metrics_with_every_term(figures, layout):
+def test_two_ranks_and_one_give_the_same_loss_gradient_and_metrics_with_every_term(
+    figures, layout
+) -> None:
     for rank in figures:
         found = rank[layout]
         assert found["scale"] > 1e-3
@@ -59,6 +61,6 @@ def test_two_ranks_and_one_give_the_same_loss_gradient_and_metrics_with_every_te
 
 
 @pytest.mark.e2e
-def test_one_rank_with_bad_numbers_stops_the_step_of_all(figures):
+def test_one_rank_with_bad_numbers_stops_the_step_of_all(figures) -> None:
     for rank in figures:
         assert tuple(rank["health"]) == (REASONS[0], REASONS[3])

@@ -1,18 +1,16 @@
-"""What is done to a reward before it is compared, and to an advantage before it is used. Pure
-arithmetic.
+"""Group-relative advantages: a completion's reward against those of the same prompt, in float64.
 
-Group-relative advantages: a completion's reward against those of the same prompt. Pure arithmetic
-in float64.
-
-With rewards r_1 .. r_G of one group, shaped first (see ``AdvantageOptions``):
+With rewards r_1 .. r_G of one group, first shaped (overlong penalty, then length):
 
 * baseline "mean": c_i = r_i - mean(r)   (GRPO, arXiv 2402.03300, section 4.1.2);
-* baseline "leave_one_out": c_i = r_i - mean of the others = G / (G - 1) * (r_i - mean(r))   (RLOO, arXiv 2402.14740, eq. 5);
+* baseline "leave_one_out": c_i = r_i - mean of the others = G / (G - 1) * (r_i - mean(r))   (RLOO,
+  arXiv 2402.14740, eq. 5);
 * normalization "none": A_i = c_i   (Dr.GRPO, arXiv 2503.20783);
 * normalization "group": A_i = c_i / (std(r) + eps), the group's population deviation   (GRPO);
 * normalization "batch": A_i = c_i / (sqrt(mean of c^2 over every completion of the step) + eps),
   one scale for all prompts (REINFORCE++ with a group baseline, arXiv 2501.03262; compared in
-  2508.08221)."""
+  2508.08221).
+"""
 
 import math
 from collections.abc import Sequence
@@ -23,11 +21,22 @@ import torch
 
 from titan_grpo.errors import ConfigError, DataError
 
+STD_EPSILON = 1e-6
+"""Added to a standard deviation, so that nearly equal rewards are not blown up to unit scale."""
+
+
+class Scored(NamedTuple):
+    """What advantages are made of."""
+
+    reward: float
+    tokens: int
+    """Completion tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Overlong:
-    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13). Checked on construction: raises
-    ConfigError."""
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13). Raises ConfigError where the cache
+    does not fit."""
 
     max_tokens: int
     """L_max: the longest completion that is sampled."""
@@ -47,43 +56,9 @@ class Overlong:
             )
 
 
-def overlong_penalty(tokens: int, options: Overlong) -> float:
-    """What is added to the reward of a completion of ``tokens`` tokens: 0 down to minus
-    ``options.factor``.
-
-    0 up to L_max - L_cache tokens, then (L_max - L_cache - tokens) / L_cache, and -1 at L_max and
-    beyond; times the factor.
-
-    Example: L_max 100, L_cache 20: 80 tokens 0, 90 tokens -0.5, 100 tokens -1.
-    """
-    over = tokens - (options.max_tokens - options.cache_tokens)
-    return -options.factor * min(max(over / options.cache_tokens, 0.0), 1.0)
-
-
-def scaled_advantages(
-    advantages: torch.Tensor, pos_scaler: float, neg_scaler: float
-) -> torch.Tensor:
-    """A * pos_scaler where A > 0, else A * neg_scaler; any shape. (The existing trainer's keys of
-    these names.)"""
-    return torch.where(advantages > 0, advantages * pos_scaler, advantages * neg_scaler)
-
-
-STD_EPSILON = 1e-6
-"""Added to a standard deviation, so that nearly equal rewards are not blown up to unit scale."""
-
-
-class Scored(NamedTuple):
-    """What advantages are made of."""
-
-    reward: float
-    tokens: int
-    """Completion tokens."""
-
-
 @dataclass(frozen=True, slots=True)
 class AdvantageOptions:
-    """How rewards become advantages; the order is overlong penalty, length, baseline,
-    normalisation."""
+    """How rewards become advantages; see the module's docstring."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
     normalization: Literal["group", "batch", "none"] = "group"
@@ -93,6 +68,18 @@ class AdvantageOptions:
 
     overlong: Overlong | None = None
     """Penalty on long completions, before ``scale_by_len``."""
+
+
+def overlong_penalty(tokens: int, options: Overlong) -> float:
+    """What is added to the reward of a completion of ``tokens`` tokens.
+
+    0 up to L_max - L_cache tokens, then (L_max - L_cache - tokens) / L_cache, and -1 at L_max and
+    beyond; times the factor.
+
+    Example: L_max 100, L_cache 20: 80 tokens 0, 90 tokens -0.5, 100 tokens -1.
+    """
+    over = tokens - (options.max_tokens - options.cache_tokens)
+    return -options.factor * min(max(over / options.cache_tokens, 0.0), 1.0)
 
 
 def step_advantages(
@@ -108,35 +95,47 @@ def step_advantages(
 
     Raises DataError for a reward that is not finite: it would poison the whole group.
     """
-    shaped = [[_shaped(item, options) for item in group] for group in groups]
+    shaped = [_shaped(group, options) for group in groups]
     centred = [_centred(rewards, options.baseline) for rewards in shaped]
     if options.normalization == "none":
         return centred
     if options.normalization == "batch":
-        scale = _root_mean_square([c for group in centred for c in group]) + STD_EPSILON
-        return [tuple(c / scale for c in group) for group in centred]
-    # The deviation of the rewards, whatever the baseline: leave-one-out moves all of a group by the
-    # same factor.
-    scales = [_root_mean_square(_centred(rewards, "mean")) + STD_EPSILON for rewards in shaped]
-    return [tuple(c / scale for c in group) for group, scale in zip(centred, scales, strict=True)]
+        scales = [_root_mean_square([c for group in centred for c in group])] * len(centred)
+    else:
+        # The deviation of the rewards, whatever the baseline: leave-one-out moves all of a group
+        # by the same factor.
+        scales = [_root_mean_square(_centred(rewards, "mean")) for rewards in shaped]
+    return [
+        tuple(c / (scale + STD_EPSILON) for c in group)
+        for group, scale in zip(centred, scales, strict=True)
+    ]
 
 
 def has_spread(group: Sequence[Scored], options: AdvantageOptions) -> bool:
     """Whether a group teaches anything: its shaped rewards are not all the same (DAPO's dynamic
     sampling keeps those)."""
-    return any(_centred([_shaped(item, options) for item in group], options.baseline))
+    return any(_centred(_shaped(group, options), options.baseline))
 
 
-def _shaped(item: Scored, options: AdvantageOptions) -> float:
-    if not math.isfinite(item.reward):
-        raise DataError(
-            f"a reward must be a finite number, got {item.reward!r}: the group's advantages would"
-            " all be NaN"
-        )
-    reward = item.reward
-    if options.overlong is not None:
-        reward += overlong_penalty(item.tokens, options.overlong)
-    return reward * item.tokens if options.scale_by_len else reward
+def scaled_advantages(
+    advantages: torch.Tensor, pos_scaler: float, neg_scaler: float
+) -> torch.Tensor:
+    """A * pos_scaler where A > 0, else A * neg_scaler; any shape."""
+    return torch.where(advantages > 0, advantages * pos_scaler, advantages * neg_scaler)
+
+
+def _shaped(group: Sequence[Scored], options: AdvantageOptions) -> list[float]:
+    out = []
+    for reward, tokens in group:
+        if not math.isfinite(reward):
+            raise DataError(
+                f"a reward must be a finite number, got {reward!r}: the group's advantages would"
+                " all be NaN"
+            )
+        if options.overlong is not None:
+            reward += overlong_penalty(tokens, options.overlong)
+        out.append(reward * tokens if options.scale_by_len else reward)
+    return out
 
 
 def _centred(rewards: Sequence[float], baseline: str) -> tuple[float, ...]:

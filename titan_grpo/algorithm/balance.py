@@ -8,7 +8,6 @@ them, longest sequences first: the k-th micro-batches of all ranks then have sim
 """
 
 import heapq
-import math
 import statistics
 from bisect import insort
 from collections.abc import Sequence
@@ -39,11 +38,7 @@ def variation(loads: Sequence[float]) -> float:
     Example: loads (1, 3) have mean 2 and deviation 1: 0.5.
     """
     mean = statistics.fmean(loads)
-    return (
-        math.sqrt(math.fsum((load - mean) ** 2 for load in loads) / len(loads)) / mean
-        if mean > 0
-        else 0.0
-    )
+    return statistics.pstdev(loads, mean) / mean if mean > 0 else 0.0
 
 
 def deal(num_items: int, num_parts: int) -> list[list[int]]:
@@ -189,43 +184,34 @@ def _mended(parts: list[list[int]], costs: Sequence[float], equal_counts: bool) 
     where few items are very long: nothing short enough may go with them. At most four exchanges per
     part; items of a part come out sorted.
     """
-    loads = [sum(map(costs.__getitem__, part)) for part in parts]
+    cost = costs.__getitem__
+    loads = [sum(map(cost, part)) for part in parts]
     enough = (1 + EVEN_ENOUGH) * sum(loads) / max(len(loads), 1)
     if max(loads) > enough:
-        parts = [sorted(part, key=costs.__getitem__) for part in parts]
+        parts = [sorted(part, key=cost) for part in parts]
     for _ in range(4 * len(parts)):
         heavy = max(range(len(parts)), key=loads.__getitem__)
-        if loads[heavy] <= enough or not _exchanged(parts, loads, heavy, (costs, equal_counts)):
+        if loads[heavy] <= enough:
             break
-    return [sorted(part) for part in parts]
-
-
-def _exchanged(
-    parts: list[list[int]], loads: list[float], heavy: int, rule: tuple[Sequence[float], bool]
-) -> bool:
-    costs, equal_counts = rule
-    for light in sorted(range(len(parts)), key=loads.__getitem__):
-        gap = loads[heavy] - loads[light]
-        found = _best_pair(
-            [costs[i] for i in parts[heavy]],
-            [costs[i] for i in parts[light]],
-            gap,
-            not equal_counts,
-        )
-        if found is None:
-            continue
+        own = [costs[i] for i in parts[heavy]]
+        for light in sorted(range(len(parts)), key=loads.__getitem__):
+            others = [costs[i] for i in parts[light]]
+            found = _best_pair(own, others, loads[heavy] - loads[light], not equal_counts)
+            if found is not None:
+                break
+        else:
+            break
         give, take = found
         given = parts[heavy].pop(give)
         moved = costs[given]
         if take is not None:
             taken = parts[light].pop(take)
-            insort(parts[heavy], taken, key=costs.__getitem__)
+            insort(parts[heavy], taken, key=cost)
             moved -= costs[taken]
-        insort(parts[light], given, key=costs.__getitem__)
+        insort(parts[light], given, key=cost)
         loads[heavy] -= moved
         loads[light] += moved
-        return True
-    return False
+    return [sorted(part) for part in parts]
 
 
 def _best_pair(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress, groupby
-from typing import Literal, TypeVar
+from typing import Literal
 
 from titan_grpo.algorithm.advantages import AdvantageOptions, Scored, step_advantages
 from titan_grpo.algorithm.balance import (
@@ -28,7 +28,8 @@ rounding."""
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """How rows are limited, padded and weighted. Checked on construction: raises ConfigError."""
+    """How rows are limited, padded and weighted. Raises ConfigError where they contradict each
+    other."""
 
     token_budget: int
     """Rows times padded length of one micro-batch on one rank."""
@@ -42,10 +43,9 @@ class BatchOptions:
     right."""
 
     normalization: Literal["token", "sequence", "constant"] = "token"
-    """Which weights the loss gets; see ``_row_weight``."""
+    """Which weights the loss gets; see ``_weighted``."""
 
     advantage: AdvantageOptions = field(default_factory=AdvantageOptions)
-    """How rewards become advantages."""
 
     num_minibatches: int = 1
     """Optimizer steps that the groups are dealt to; each is normalised over its own rows."""
@@ -71,7 +71,7 @@ class BatchOptions:
     """Balance single sequences; false keeps all of a group on one rank."""
 
     pack: bool = False
-    """Several sequences in one row (see packing.py); false gives each a row of its own, padded."""
+    """Several sequences in one row; false gives each a row of its own, padded."""
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_len", "pad_multiple", "num_minibatches"):
@@ -96,7 +96,7 @@ class BatchOptions:
 
     @property
     def layout(self) -> Layout:
-        """What a rank needs to know of them to build its tensors."""
+        """What a rank needs of them to build its tensors."""
         return Layout(self.token_budget, self.max_len, self.pad_id, self.pad_multiple, self.pack)
 
 
@@ -141,12 +141,13 @@ def defect(prompt: Prompt, completion: Completion) -> str:
         return "empty_prompt"
     if not completion.token_ids:
         return "empty_completion"
-    if len(completion.logprobs) != len(completion.token_ids):
-        return "length_mismatch"
     logprobs: Sequence[float] = completion.logprobs
+    lengths = {len(completion.token_ids), len(logprobs)}
     if completion.sampled:
-        if len(completion.sampled) != len(completion.token_ids):
-            return "length_mismatch"
+        lengths.add(len(completion.sampled))
+    if len(lengths) > 1:
+        return "length_mismatch"
+    if completion.sampled:
         logprobs = list(compress(logprobs, completion.sampled))
         if not logprobs:
             return "nothing_sampled"
@@ -174,63 +175,77 @@ def plan(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batc
         raise DataError(
             f"no completion of this step can be trained on: {len(groups)} groups, dropped {dropped}"
         )
-    parts = [
-        [row for row in rows if row.group % options.num_minibatches == m]
-        for m in range(options.num_minibatches)
-    ]
-    dealt = [_deal(_weighted(part, options), num_ranks, options) for part in parts if part]
-    ranks = [
-        [cut for minibatch in dealt for cut in minibatch.ranks[rank]] for rank in range(num_ranks)
-    ]
+    steps: list[int] = []
+    ranks: list[list[list[Row]]] = [[] for _ in range(num_ranks)]
+    work, dealt_work = [0.0] * num_ranks, [0.0] * num_ranks
+    for minibatch in range(options.num_minibatches):
+        part = [row for row in rows if row.group % options.num_minibatches == minibatch]
+        if not part:
+            continue
+        items = [[row] for row in _weighted(part, options)]
+        if not options.split_groups:
+            of_groups = groupby((row for [row] in items), lambda row: row.group)
+            items = [list(group) for _, group in of_groups]
+        costs = [sum(options.cost.of(row.length) for row in item) for item in items]
+        dealt = deal(len(items), num_ranks)
+        shares = partition(costs, num_ranks, options.equal_counts) if options.balance else dealt
+        cuts = _cuts([[row for item in share for row in items[item]] for share in shares], options)
+        steps.append(len(cuts[0]))
+        for rank in range(num_ranks):
+            ranks[rank] += cuts[rank]
+            work[rank] += sum(costs[item] for item in shares[rank])
+            dealt_work[rank] += sum(costs[item] for item in dealt[rank])
     layout = options.layout
     shapes = [layout.shape([row.length for row in cut]) for cuts in ranks for cut in cuts]
     return Batch(
         rows=[compact(cuts, layout) for cuts in ranks],
-        steps=tuple(len(minibatch.ranks[0]) for minibatch in dealt),
+        steps=tuple(steps),
         sequences=len(rows),
         tokens=sum(row.completion.num_sampled for row in rows),
-        loads=_summed([minibatch.loads for minibatch in dealt]),
-        work=_summed([minibatch.work for minibatch in dealt]),
-        dealt_work=_summed([minibatch.dealt_work for minibatch in dealt]),
+        loads=tuple(sum(row.length for cut in cuts for row in cut) for cuts in ranks),
+        work=tuple(work),
+        dealt_work=tuple(dealt_work),
         padded_tokens=sum(math.prod(shape) for shape in shapes),
         dropped=dropped,
     )
 
 
-_Number = TypeVar("_Number", int, float)
+def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], dict[str, int]]:
+    """Rows in the order of groups and completions, and what was left out, by reason."""
+    rows: list[Row] = []
+    dropped: Counter[str] = Counter()
+    sound: list[list[Completion]] = []
+    for group in groups:
+        reasons = [defect(group.prompt, completion) for completion in group.completions]
+        dropped.update(filter(None, reasons))
+        sound.append([c for c, why in zip(group.completions, reasons, strict=True) if not why])
+    scored = [[Scored(c.reward, c.num_sampled) for c in completions] for completions in sound]
+    for number, advantages in enumerate(step_advantages(scored, options.advantage)):
+        prompt = groups[number].prompt
+        for completion, advantage in zip(sound[number], advantages, strict=True):
+            if len(prompt.token_ids) + len(completion.token_ids) > options.max_len:
+                dropped["too_long"] += 1
+                continue
+            advantage = 0.0 if completion.zero_advantage else advantage
+            rows.append(Row(number, prompt, completion, advantage))
+    return rows, dict(dropped)
 
 
-def _summed(of_minibatches: Sequence[Sequence[_Number]]) -> tuple[_Number, ...]:
-    """Per rank, the sum over minibatches."""
-    return tuple(sum(values) for values in zip(*of_minibatches, strict=True))
+def _weighted(rows: Sequence[Row], options: BatchOptions) -> list[Row]:
+    """The rows of one optimizer step, each with the weight of its completion tokens.
 
-
-@dataclass(frozen=True, slots=True)
-class _Dealt:
-    ranks: list[list[list[Row]]]
-    """Rows of each micro-batch of each rank."""
-    loads: list[int]
-    work: list[float]
-    dealt_work: list[float]
-
-
-def _deal(rows: Sequence[Row], num_ranks: int, options: BatchOptions) -> _Dealt:
-    """The rows of one optimizer step."""
-    items = (
-        [[row] for row in rows]
-        if options.split_groups
-        else [list(g) for _, g in groupby(rows, lambda row: row.group)]
-    )
-    costs = [sum(options.cost.of(row.length) for row in item) for item in items]
-    dealt = deal(len(items), num_ranks)
-    parts = partition(costs, num_ranks, options.equal_counts) if options.balance else dealt
-    shares = [[row for item in part for row in items[item]] for part in parts]
-    return _Dealt(
-        ranks=_cuts(shares, options),
-        loads=[sum(row.length for row in share) for share in shares],
-        work=[sum(costs[item] for item in part) for part in parts],
-        dealt_work=[sum(costs[item] for item in part) for part in dealt],
-    )
+    token: 1 / tokens of the step (DAPO). sequence: 1 / (sequences * the row's tokens) (GRPO).
+    constant: 1 / (sequences * constant) (Dr.GRPO). Example, rows of 1 and 3 tokens: token 1/4 each;
+    sequence 1/2 and 1/6; constant 10: 1/20 each.
+    """
+    match options.normalization:
+        case "token":
+            divisors = [sum(row.completion.num_sampled for row in rows)] * len(rows)
+        case "sequence":
+            divisors = [len(rows) * row.completion.num_sampled for row in rows]
+        case "constant":
+            divisors = [len(rows) * options.constant] * len(rows)
+    return [replace(row, weight=1 / div) for row, div in zip(rows, divisors, strict=True)]
 
 
 def _cuts(shares: Sequence[Sequence[Row]], options: BatchOptions) -> list[list[list[Row]]]:
@@ -241,9 +256,7 @@ def _cuts(shares: Sequence[Sequence[Row]], options: BatchOptions) -> list[list[l
         lengths = [row.length for row in share]
         if options.pack:
             return cut_packed(lengths, options.token_budget, at_least)
-        padded = [
-            padded_length(length, options.pad_multiple, options.max_len) for length in lengths
-        ]
+        padded = [padded_length(n, options.pad_multiple, options.max_len) for n in lengths]
         return cut_padded(padded, options.token_budget, at_least)
 
     most = max(len(cut(share, 1)) for share in shares)
@@ -252,49 +265,3 @@ def _cuts(shares: Sequence[Sequence[Row]], options: BatchOptions) -> list[list[l
         cuts = [[share[i] for i in indices] for indices in cut(share, most)]
         out.append(cuts + [[] for _ in range(most - len(cuts))])
     return out
-
-
-def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], dict[str, int]]:
-    """Rows in the order of groups and completions, and what was left out, by reason."""
-    rows: list[Row] = []
-    dropped: Counter[str] = Counter()
-    sound: list[list[Completion]] = []
-    for group in groups:
-        reasons = [defect(group.prompt, completion) for completion in group.completions]
-        dropped.update(reason for reason in reasons if reason)
-        sound.append(
-            [c for c, reason in zip(group.completions, reasons, strict=True) if not reason]
-        )
-    scored = [[Scored(c.reward, c.num_sampled) for c in completions] for completions in sound]
-    for number, advantages in enumerate(step_advantages(scored, options.advantage)):
-        prompt = groups[number].prompt
-        for completion, advantage in zip(sound[number], advantages, strict=True):
-            if len(prompt.token_ids) + len(completion.token_ids) > options.max_len:
-                dropped["too_long"] += 1
-            else:
-                rows.append(
-                    Row(number, prompt, completion, 0.0 if completion.zero_advantage else advantage)
-                )
-    return rows, dict(dropped)
-
-
-def _weighted(rows: Sequence[Row], options: BatchOptions) -> list[Row]:
-    """The rows of one optimizer step, each with its weight."""
-    tokens = sum(row.completion.num_sampled for row in rows)
-    return [
-        replace(row, weight=_row_weight(row.completion.num_sampled, len(rows), tokens, options))
-        for row in rows
-    ]
-
-
-def _row_weight(length: int, sequences: int, tokens: int, options: BatchOptions) -> float:
-    """Weight of each of a row's ``length`` completion tokens, in a step of ``sequences`` rows and
-    ``tokens`` tokens.
-
-    token: 1 / tokens (DAPO). sequence: 1 / (sequences * length) (GRPO). constant: 1 / (sequences *
-    constant) (Dr.GRPO). Example, rows of 1 and 3 tokens: token 1/4 each; sequence 1/2 and 1/6;
-    constant 10: 1/20 each.
-    """
-    if options.normalization == "token":
-        return 1 / tokens
-    return 1 / (sequences * (length if options.normalization == "sequence" else options.constant))

@@ -1,14 +1,8 @@
-"""How the loss's metrics are added up over micro-batches and ranks, and what they mean then.
+"""The loss's metrics added up over micro-batches and ranks, and whether a step may be taken.
 
-A name says how it is reduced: ``*_sum`` by addition, ``*_max`` by maximum. ``*_tokens_sum`` becomes
-a mean over completion tokens in ``summarize``. Values are float64 scalars on the loss's device: no
-host sync until the end.
-
-Whether an optimizer step may be taken: NaN, infinity, too large a gradient, rewards that say
-nothing. Pure.
-
-Every rank makes its own ``flags``; one all-reduce with MAX makes them the same everywhere, so that
-a step that is skipped on one rank is skipped on all."""
+A name says how it is reduced: ``*_sum`` by addition, ``*_max`` by maximum. Values are float64
+scalars on the loss's device: no host sync until the end.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +32,7 @@ def accumulate(parts: Sequence[Mapping[str, torch.Tensor]]) -> Metrics:
 
 
 def pack(metrics: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sums, maxima): two float64 vectors, in sorted order of names, so that two all-reduces serve
+    """(sums, maxima): two float64 vectors in sorted order of names, so that two all-reduces serve
     every metric."""
     sums = [metrics[name] for name in sorted(metrics) if not name.endswith("_max")]
     maxima = [metrics[name] for name in sorted(metrics) if name.endswith("_max")]
@@ -58,8 +52,8 @@ def summarize(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Plain numbers of one step from fully reduced metrics.
 
     ``X_tokens_sum`` gives ``X`` as mean over completion tokens (0 without tokens), ``X_sum`` gives
-    ``X`` as it is, ``X_max`` stays. ``entropy_estimate`` is minus the mean log-probability:
-    unbiased for on-policy tokens.
+    ``X``, ``X_max`` stays. ``entropy_estimate`` is minus the mean log-probability: unbiased for
+    on-policy tokens.
 
     Example: tokens_sum 4, logprob_gap_tokens_sum 0.2, logprob_gap_max 0.1 -> tokens 4.0,
     logprob_gap 0.05, logprob_gap_max 0.1.
@@ -83,7 +77,7 @@ REASONS = (
     "the gradient norm is past grpo.grad_norm_limit",
     "all rewards were equal for grpo.reward_collapse_steps steps in a row",
 )
-"""What each flag says."""
+"""What each of ``flags`` says."""
 
 
 def flags(
@@ -91,14 +85,13 @@ def flags(
 ) -> torch.Tensor:
     """float32 [4] on the loss's device, 1 where REASONS holds on this rank. No host sync.
 
-    ``loss`` and ``grad_norm`` (before clipping) are scalars; ``grad_norm_limit`` 0 allows any.
+    An all-reduce with MAX makes them the same everywhere: a step that one rank skips is skipped on
+    all. ``grad_norm`` is that before clipping; a limit of 0 allows any.
     """
     norm = grad_norm.to(loss.device)
     finite = torch.isfinite(norm)
-    too_large = (
-        finite & (norm > grad_norm_limit) if grad_norm_limit > 0 else torch.zeros_like(finite)
-    )
-    found = [~torch.isfinite(loss), ~finite, too_large, torch.full_like(finite, collapsed)]
+    large = finite & (norm > grad_norm_limit) if grad_norm_limit > 0 else torch.zeros_like(finite)
+    found = [~torch.isfinite(loss), ~finite, large, torch.full_like(finite, collapsed)]
     return torch.stack([flag.reshape(()) for flag in found]).to(torch.float32)
 
 

@@ -1,21 +1,19 @@
-"""A rank's rows in compact form, and the tensors that they become: nothing is decided here
-(batch.py does that).
+"""A rank's rows in compact form, and the tensors that they become. batch.py decides, this builds.
 
-The compact form is what travels to a rank that builds its own tensors: 8 bytes for a completion
-token, where the tensors take 44 and their padding besides.
+The compact form travels to a rank that builds its own tensors: 8 bytes for a completion token,
+where the tensors take 44 and their padding besides.
 
-Several sequences in one row, and how attention is kept from crossing from one to the next.
-
-Everything in a transformer but attention works token by token, so it does not matter to it whose
-neighbour a token is. For attention the row is taken apart: its tokens are gathered into rows of one
-sequence each, plain causal attention runs on those, and the results go back to where the tokens
-lie. So no mask is needed (the fast kernels take none), and nothing but attention pays for padding:
-rows of similar length go together, and less than half of such a batch is padding."""
+With several sequences in one row everything in a transformer but attention works as before, token
+by token. For attention the row is taken apart (``attention_rows``): its tokens are gathered into
+rows of one sequence each, plain causal attention runs on those, and the results go back to where
+the tokens lie. So no mask is needed (the fast kernels take none), and only attention pays for
+padding: rows of similar length go together, and less than half of such a batch is padding.
+"""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -106,7 +104,10 @@ def compact(cuts: Sequence[Sequence[Row]], layout: Layout) -> Rows:
         ids += array("i", row.prompt.token_ids)
         ids += array("i", row.completion.token_ids)
         logprobs += array("f", row.completion.logprobs)
-    context = any(completion.sampled for completion in completions)
+    sampled: list[bool] = []
+    if any(completion.sampled for completion in completions):
+        for c in completions:
+            sampled += c.sampled or (True,) * len(c.token_ids)
     return Rows(
         layout=layout,
         cuts=tuple(len(cut) for cut in cuts),
@@ -114,15 +115,11 @@ def compact(cuts: Sequence[Sequence[Row]], layout: Layout) -> Rows:
         completion_tokens=array("i", [len(completion.token_ids) for completion in completions]),
         ids=ids,
         logprobs=logprobs,
-        sampled=array("b", chain.from_iterable(map(_sampled, completions)) if context else ()),
+        sampled=array("b", sampled),
         weights=array("f", [row.weight for row in rows]),
         advantages=array("f", [row.advantage for row in rows]),
         versions=array("q", [completion.version_first for completion in completions]),
     )
-
-
-def _sampled(completion: Completion) -> Iterable[bool]:
-    return completion.sampled or (True,) * len(completion.token_ids)
 
 
 def build(rows: Rows) -> list[MicroBatch]:
@@ -146,16 +143,11 @@ def build(rows: Rows) -> list[MicroBatch]:
     A micro-batch without sequences is one all-masked row of the least length, because every rank
     must run every collective.
     """
-    sequences = _sequences(rows)
-    out, start = [], 0
-    for count in rows.cuts:
-        out.append(_micro_batch(sequences[start : start + count], rows.layout))
-        start += count
-    return out
+    sequences = iter(_sequences(rows))
+    return [_micro_batch(list(islice(sequences, count)), rows.layout) for count in rows.cuts]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sequence:
+class _Sequence(NamedTuple):
     """Views of one sequence's part of a rank's rows."""
 
     prompt_tokens: int
@@ -167,33 +159,18 @@ class _Sequence:
     advantage: float
     version: int
 
-    @property
-    def length(self) -> int:
-        return self.ids.numel() - 1
 
-
-def _sequences(rows: Rows) -> list[_Sequence]:
+def _sequences(rows: Rows) -> Iterator[_Sequence]:
     ids, logprobs = _tensor(rows.ids, torch.int32), _tensor(rows.logprobs, torch.float32)
     context = _tensor(rows.sampled, torch.int8) == 0 if rows.sampled else None
-    out, start, first = [], 0, 0
-    figures = zip(
-        rows.prompt_tokens,
-        rows.completion_tokens,
-        rows.weights,
-        rows.advantages,
-        rows.versions,
-        strict=True,
-    )
-    for prompt, completion, weight, advantage, version in figures:
+    start = first = 0
+    counts = zip(rows.prompt_tokens, rows.completion_tokens, strict=True)
+    figures = zip(rows.weights, rows.advantages, rows.versions, strict=True)
+    for (prompt, completion), decided in zip(counts, figures, strict=True):
         stop, last = start + prompt + completion, first + completion
-        mine = None if context is None else context[first:last]
-        out.append(
-            _Sequence(
-                prompt, ids[start:stop], logprobs[first:last], mine, weight, advantage, version
-            )
-        )
+        own = None if context is None else context[first:last]
+        yield _Sequence(prompt, ids[start:stop], logprobs[first:last], own, *decided)
         start, first = stop, last
-    return out
 
 
 def _tensor(values: "array[int] | array[float]", dtype: torch.dtype) -> torch.Tensor:
@@ -202,7 +179,9 @@ def _tensor(values: "array[int] | array[float]", dtype: torch.dtype) -> torch.Te
 
 
 def _micro_batch(sequences: Sequence[_Sequence], layout: Layout) -> MicroBatch:
-    shape = layout.shape([sequence.length for sequence in sequences])
+    # The last token of a sequence is only ever a label.
+    lengths = [len(sequence.ids) - 1 for sequence in sequences]
+    shape = layout.shape(lengths)
     out = {
         "inputs": torch.full(shape, layout.pad_id, dtype=torch.int64),
         "labels": torch.full(shape, IGNORE_INDEX, dtype=torch.int64),
@@ -216,24 +195,21 @@ def _micro_batch(sequences: Sequence[_Sequence], layout: Layout) -> MicroBatch:
         out["positions"] = torch.zeros(shape, dtype=torch.int64)
     flat = {name: tensor.view(-1) for name, tensor in out.items()}
     start = 0
-    for number, sequence in enumerate(sequences):
-        stop, first = start + sequence.length, start + sequence.prompt_tokens - 1
+    for number, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+        stop, first = start + length, start + sequence.prompt_tokens - 1
         flat["inputs"][start:stop] = sequence.ids[:-1]
         flat["labels"][first:stop] = sequence.ids[sequence.prompt_tokens :]
         flat["sequence"][start:stop] = number
         flat["rollout_logprobs"][first:stop] = sequence.logprobs
         flat["weights"][first:stop] = sequence.weight
         if sequence.context is not None:
-            for name, nothing in (
-                ("labels", IGNORE_INDEX),
-                ("rollout_logprobs", 0),
-                ("weights", 0),
-            ):
-                flat[name][first:stop][sequence.context] = nothing
+            nothing = {"labels": IGNORE_INDEX, "rollout_logprobs": 0, "weights": 0}
+            for name, value in nothing.items():
+                flat[name][first:stop][sequence.context] = value
         flat["advantages"][start:stop] = sequence.advantage
         flat["versions"][start:stop] = sequence.version
         if layout.pack:
-            flat["positions"][start:stop] = torch.arange(sequence.length)
+            flat["positions"][start:stop] = torch.arange(length)
         start = stop if layout.pack else start + shape[1]
     return out
 
@@ -261,7 +237,7 @@ def attention_rows(sequence: torch.Tensor, multiple: int = 8) -> AttentionRows:
     """From ``sequence`` int64 [R, L] on the CPU: which sequence a token belongs to (its tokens lie
     together), -1 for padding.
 
-    Results of padding tokens are those of some other token: finite, and used by nobody. A
+    Results of padding tokens are those of some other token: finite, and unused. A
     micro-batch of nothing but padding counts as R sequences, so that attention has a gradient graph
     there too.
 
@@ -275,7 +251,7 @@ def attention_rows(sequence: torch.Tensor, multiple: int = 8) -> AttentionRows:
     for alike in _alike([length for _, length in spans]):
         longest = padded_length(spans[alike.start][1], multiple, row_tokens)
         starts = torch.tensor([start for start, _ in spans[alike]])
-        # Past a sequence's end follow its neighbours, which its own tokens can not see; past the
+        # Past a sequence's end follow its neighbours, which its own tokens cannot see; past the
         # last row any token will do.
         index = (starts.unsqueeze(-1) + torch.arange(longest)).clamp_(max=home.numel() - 1)
         for number, (start, length) in enumerate(spans[alike]):

@@ -1,0 +1,82 @@
+"""Metrics over micro-batches, and when a step may be taken. That a step is skipped on every rank:
+test_two_ranks.py."""
+
+import math
+
+import pytest
+import torch
+
+from titan_grpo.algorithm.metrics import (
+    REASONS,
+    Collapse,
+    accumulate,
+    flags,
+    pack,
+    reasons,
+    summarize,
+    unpack,
+)
+from titan_grpo.errors import ProtocolError
+
+
+def test_metrics_of_micro_batches_add_up_and_maxima_are_maxima() -> None:
+    parts = [
+        {
+            "tokens_sum": torch.tensor(5.0),
+            "logprob_tokens_sum": torch.tensor(-7.5),
+            "logprob_gap_tokens_sum": torch.tensor(gap),
+            "logprob_gap_max": torch.tensor(gap),
+        }
+        for gap in (2.5, 7.5)
+    ]
+    metrics = accumulate(parts)
+    assert summarize(metrics) == {
+        "tokens": 10,
+        "logprob": -1.5,
+        "logprob_gap": 1.0,
+        "logprob_gap_max": 7.5,
+        "entropy_estimate": 1.5,
+    }
+    assert unpack(list(metrics), *pack(metrics)) == metrics
+
+
+def test_no_micro_batches_give_no_metrics_and_different_names_are_refused() -> None:
+    assert accumulate([]) == {}
+    assert summarize({}) == {}
+    assert [len(vector) for vector in pack({})] == [0, 0]
+    with pytest.raises(ProtocolError, match="kl_tokens_sum"):
+        accumulate([{"kl_tokens_sum": torch.tensor(0.0)}, {}])
+
+
+BAD = (math.nan, math.inf, -math.inf)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "limit", "collapsed", "expected"),
+    [
+        (0.5, 1.0, 0.0, False, ()),
+        (0.5, 9.0, 9.0, False, ()),
+        (0.5, 1e30, 0.0, False, ()),
+        *((bad, 1.0, 0.0, False, REASONS[:1]) for bad in BAD),
+        *((0.5, bad, 1.0, False, REASONS[1:2]) for bad in BAD),
+        (math.nan, math.nan, 0.0, False, REASONS[:2]),
+        (0.5, 9.1, 9.0, False, REASONS[2:3]),
+        (0.5, 1.0, 0.0, True, REASONS[3:]),
+    ],
+)
+def test_bad_numbers_are_named_and_a_large_gradient_counts_only_with_a_limit(
+    loss, norm, limit, collapsed, expected
+) -> None:
+    found = flags(torch.tensor(loss), torch.tensor(norm), limit, collapsed)
+    assert reasons(found.tolist()) == expected
+
+
+@pytest.mark.parametrize(("limit", "collapses"), [(2, [3, 4]), (0, [])])
+def test_rewards_collapse_after_equal_ones_in_a_row_and_never_without_a_limit(
+    limit, collapses
+) -> None:
+    state, seen = Collapse(limit), []
+    for rewards in ((1, 1), (1, 2), (3, 3), (0, 0), (0, 0), (0, 1)):
+        state = state.after(rewards)
+        seen.append(state.collapsed)
+    assert [at for at, collapsed in enumerate(seen) if collapsed] == collapses
