@@ -1,5 +1,5 @@
-"""What travels to a rank that builds its own tensors: it builds the very ones that rank 0 would send.
-Where attention finds a packed row's tokens."""
+"""Tensors that a rank builds from compact rows are the ones that rank 0 would send; rows of
+attention."""
 
 import pickle
 import random

@@ -60,6 +60,8 @@ def test_an_error_of_the_disk_is_found_where_a_library_wrapped_it() -> None:
     of_ranks.failures = {1: (wrapped, None)}  # type: ignore[attr-defined]
     for error in (full, wrapped, of_ranks):
         assert "No space left on device" in write_failure(error, folder)
+    of_torch = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    assert "unexpected pos" in write_failure(of_torch, folder)
     assert "Permission denied" in write_failure(
         PermissionError(errno.EACCES, "Permission denied", "out/summary.json"), folder
     )

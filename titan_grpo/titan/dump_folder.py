@@ -73,13 +73,19 @@ def write_failure(error: BaseException, folder: Path) -> str:
     empty."""
     chain: list[Any] = [error]
     for each in chain:
-        if isinstance(each, OSError) and (
-            each.errno in _CANNOT_WRITE or str(each.filename or "").startswith(str(folder))
-        ):
+        reason = ""
+        if isinstance(each, OSError):
+            if each.errno in _CANNOT_WRITE or str(each.filename or "").startswith(str(folder)):
+                reason = each.strerror or str(each)
+        elif isinstance(each, RuntimeError) and "inline_container" in str(each):
+            # torch's zip writer says only this of a short write, and the OSError before it is lost
+            # where torch.distributed.checkpoint pickles errors.
+            reason = f"torch: {each}"
+        if reason:
             return (
-                f"a file of the run could not be written under {str(folder)!r}"
-                f" ({each.strerror or each}), so the run stopped; make room and start it again: it"
-                " resumes from its last complete checkpoint"
+                f"a file of the run could not be written under {str(folder)!r} ({reason}), so the"
+                " run stopped; make room and start it again: it resumes from its last complete"
+                " checkpoint"
             )
         # torch.distributed.checkpoint maps ranks to (error, stack).
         failures = [failure[0] for failure in getattr(each, "failures", {}).values()]
