@@ -88,14 +88,7 @@ def grpo_loss(
         _per_token(batch["advantages"]), grpo.pos_scaler, grpo.neg_scaler
     )
 
-    if old_logprobs is not None:
-        old = old_logprobs
-    elif grpo.proximal_logprobs == "rollout":
-        old = rollout
-    elif grpo.proximal_logprobs == "interpolate":
-        old = interpolated(logprobs, rollout, _per_token(batch["staleness"]))
-    else:
-        old = logprobs
+    old = _proximal(logprobs, batch, grpo) if old_logprobs is None else old_logprobs
     ratio = policy_ratio(logprobs, old, spans, grpo.policy_ratio_type)
     importance = rollout_weights(old, rollout, spans, grpo)
     low, high = grpo.clip_ratio_lower_bound, grpo.clip_ratio_upper_bound
@@ -128,6 +121,16 @@ def grpo_loss(
         metrics |= _token_metrics(logprobs, batch, labelled, spans)
         metrics |= _ratio_metrics(ratio, importance, advantages, spans, grpo)
     return loss, metrics
+
+
+def _proximal(logprobs: torch.Tensor, batch: MicroBatch, grpo: GRPO) -> torch.Tensor:
+    """What the ratio is measured against in the first optimizer step of a batch."""
+    if grpo.proximal_logprobs == "rollout":
+        return batch["rollout_logprobs"]
+    if grpo.proximal_logprobs == "interpolate":
+        staleness = _per_token(batch["staleness"])
+        return interpolated(logprobs, batch["rollout_logprobs"], staleness)
+    return logprobs
 
 
 def _per_token(values: torch.Tensor) -> torch.Tensor:
