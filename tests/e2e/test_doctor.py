@@ -15,7 +15,7 @@ def test_a_server_that_runs_our_plugin_passes_and_is_left_as_it_was(
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, tiny_server.spec.run_key.hex())
     with SyncDriver(tiny_server.url) as driver:
-        before = driver.run(vllm.weight_info())
+        before = driver.run(vllm.label())
         arguments = [
             "doctor",
             "--server",
@@ -29,7 +29,7 @@ def test_a_server_that_runs_our_plugin_passes_and_is_left_as_it_was(
         out = capsys.readouterr().out
         assert "called back, holding its own weights; it has proven that it has our run key" in out
         assert "vLLM finds the receiver there" in out
-        assert driver.run(vllm.weight_info()) == before
+        assert driver.run(vllm.label()) == before
         driver.run(vllm.health())
 
 

@@ -12,10 +12,11 @@ from tests.conformance import commits, streaming
 from tests.conformance.crowd import CONTEXT
 from tests.conformance.engine import EngineUnderTest
 from titan_grpo.engines import sglang
+from titan_grpo.engines.control import Announced, Group
 from titan_grpo.engines.http import HttpRefused
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.engines.server import ServerAccess
-from titan_grpo.engines.sglang_stock import Group, HttpStockRoutes
+from titan_grpo.engines.sglang_stock import HttpStockRoutes
 from titan_grpo.errors import ServerRefused
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.store import host_store
@@ -112,7 +113,7 @@ def test_a_group_whose_trainer_is_gone_is_refused_and_the_server_goes_on(stock) 
 def test_a_failed_flush_that_left_other_weights_behind_is_never_asked_for() -> None:
     """SGLang answers 400 after it took the weights if the cache can not be flushed: so no update of
     ours flushes it."""
-    from titan_grpo.engines.sglang_stock import Announced, update
+    from titan_grpo.engines.sglang_stock import update
 
     assert update("group", Announced(["a"], ["bfloat16"], [(2,)]), 1.0).json["flush_cache"] is False
     assert sglang.update_weights({}, 1, 1.0).json["flush_cache"] is False

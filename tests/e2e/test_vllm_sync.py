@@ -293,7 +293,7 @@ def assert_keys_are_demanded_and_hidden(site: Site, manifest: Manifest) -> None:
             stranger.run(vllm.generate([1, 40, 41], vllm.Sampling(max_tokens=2), 30.0))
         # vLLM's key guards generation, not the control routes: docs/security.md says what follows
         # from that
-        assert stranger.run(vllm.weight_info())
+        assert stranger.run(vllm.label())
     assert site.driver.run(vllm.generate([1, 40, 41], vllm.Sampling(max_tokens=2), 30.0)).token_ids
     before = site.control.label()
     link = LaneLink(site.run_id, site.epoch + 1, manifest, replace(site.options, run_key=None))

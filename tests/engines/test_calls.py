@@ -75,9 +75,9 @@ def test_scores_are_of_all_tokens_but_the_first():
 
 
 def test_weight_info_reads_the_label():
-    assert vllm.weight_info().parse({"weight_version": "7"}) == "7"
+    assert vllm.label().parse({"weight_version": "7"}) == "7"
     with pytest.raises(ServerRefused, match="weight_version"):
-        vllm.weight_info().parse({"detail": "Not Found"})
+        vllm.label().parse({"detail": "Not Found"})
 
 
 def test_messages_show_no_credentials():

@@ -101,7 +101,7 @@ def test_admin_calls_go_with_the_admin_key_and_without_one_with_the_other(board)
 
 
 def test_a_refusal_carries_status_and_the_start_of_the_body(url):
-    for error in both(url, vllm.weight_info(), "s3cret"):
+    for error in both(url, vllm.label(), "s3cret"):
         assert isinstance(error, HttpRefused)
         assert error.status == 503
         assert url in str(error)
@@ -128,7 +128,7 @@ def test_a_connection_on_which_a_server_failed_is_not_used_again(url):
     with SyncDriver(url) as driver:
         driver.run(vllm.health())
         with pytest.raises(HttpRefused):
-            driver.run(vllm.weight_info())
+            driver.run(vllm.label())
         driver.run(vllm.health())
     _, failed, after = Handler.ports
     assert after != failed

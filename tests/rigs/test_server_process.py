@@ -153,7 +153,7 @@ def test_a_killed_server_comes_back_on_its_port_without_memory():
         assert not psutil.pid_exists(pid)
         server.start()
         assert (server.url, server.pid != pid) == (url, True)
-        assert server.run(vllm.weight_info()) == "default"
+        assert server.run(vllm.label()) == "default"
 
 
 OWNER = """

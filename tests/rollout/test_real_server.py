@@ -119,7 +119,7 @@ def test_a_server_tells_its_label_size_and_model(server, model_dir):
     with SyncDriver(server.url) as driver:
         assert driver.run(vllm.models()) == [model_dir]
         assert driver.run(vllm.world_size()) == 1
-        assert isinstance(driver.run(vllm.weight_info()), str)
+        assert isinstance(driver.run(vllm.label()), str)
         with pytest.raises(HttpRefused) as refusal:
             driver.run(vllm.generate(list(range(3, 100)) * 5, Sampling(4), 60))
         assert refusal.value.status == 400

@@ -207,7 +207,7 @@ class Questions:
         facts = replace(
             self.facts,
             version=self._answer("version", Call("GET", "/version", self._s, version)),
-            label=self._answer("label", vllm.weight_info(self._s)),
+            label=self._answer("label", vllm.label(self._s)),
             paused=self._answer("paused", vllm.is_paused(self._s)),
         )
         if facts.label is None:

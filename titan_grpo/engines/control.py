@@ -1,40 +1,77 @@
-"""What a lane asks of a server, in the order in which it asks. One small seam; one implementation
-per engine."""
+"""Control plane of one server: the interface that a lane calls, one implementation per engine.
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+Arguments and results are plain data, encoded by their type hints where calls are made elsewhere
+(rollout.engine_calls): a further method is one here and one in each engine."""
 
-if TYPE_CHECKING:
-    from titan_grpo.engines.sglang_stock import Announced, Group
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 NOT_RECOMPUTED = (
     'older weights would go on in it, so nothing is committed; weight_sync.kv_after_update = "keep"'
     " allows that"
 )
-"""What a refusal of ``drop_kv`` ends with."""
+"""End of a refusal of ``drop_kv``."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def requests(count: int) -> Callable[[F], F]:
+    """Mark a method that makes up to ``count`` requests of its server, each with a deadline; others
+    make one."""
+
+    def mark(method: F) -> F:
+        method.requests = count  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group of one transfer. Rank 0 is the trainer, the server's workers are 1 to ``size
+    - 1``."""
+
+    name: str
+    host: str
+    port: int
+    size: int
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """Contents of one broadcast, in order: tensors by name, dtype (torch's name without "torch."),
+    and shape."""
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[Sequence[int]]
 
 
 class StockRoutes(Protocol):
-    """These routes of one server, for one thread beside the lane's control. Every method raises
-    PeerError by its deadline."""
+    """Update routes of a server without our plugin, over connections of their own, for one thread
+    beside the lane's control. Every method raises PeerError by ``timeout_s``, the deadline of each
+    request."""
 
     def workers(self, timeout_s: float) -> int:
         """Tensor-parallel workers."""
 
     def parameter_names(self, timeout_s: float) -> frozenset[str]:
-        """See the function."""
+        """Names of the model's parameters."""
 
-    def init_group(self, group: "Group", timeout_s: float) -> None:
-        """See the function."""
+    def init_group(self, group: Group, timeout_s: float) -> None:
+        """Have the workers join; answers when all ranks are there."""
 
     def destroy_group(self, name: str, timeout_s: float) -> None:
-        """See the function."""
+        """Leave the group; refused by a server that does not have it, as after a restart."""
 
+    @requests(3)
     def begin(self, timeout_s: float) -> None:
         """Open an update; one that was left open is ended first."""
 
-    def update(self, group: str, announced: "Announced", timeout_s: float) -> None:
-        """See the function."""
+    def update(self, group: str, announced: Announced, timeout_s: float) -> None:
+        """Receive one broadcast of exactly the announced bytes, and load it."""
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -52,41 +89,44 @@ class ServerControl(Protocol):
 
     @property
     def engine(self) -> str:
-        """Which engine answers there: the name of its dialect, empty as long as nobody has
-        asked."""
+        """Name of the engine there (that of its dialect); empty before the first call."""
 
     def label(self) -> str:
-        """The label of the weights that the server serves now, as the server says it."""
+        """Label of the weights that the server serves now, as the server says it."""
 
+    @requests(2)
     def stock(self) -> StockRoutes | None:
         """The engine's own update routes if our plugin is not there and streaming over them is
-        possible; None otherwise."""
+        possible; else None."""
 
     def greet(self, hello: Mapping[str, Any]) -> None:
-        """Tell the server's receiver where its lane is; returns at once, the receiver joins in the
-        background."""
+        """Send the server's receiver the address of its lane. Returns at once, the receiver joins
+        in the background."""
 
+    @requests(4)
     def paused(self) -> bool:
-        """Whether generation is frozen, by us or by anybody."""
+        """Whether generation is frozen, by us or by another client."""
 
     def pause(self) -> None:
         """Freeze generation; running requests keep their state and go on after ``resume``."""
 
+    @requests(2)
     def drop_kv(self) -> None:
-        """On a paused server: throw away the KV of running requests and of prefixes, to be computed
-        anew with the weights that come. No token is lost. ServerRefused where the engine does not
-        say that it did."""
+        """On a paused server: drop the KV of running requests and of prefixes, to be computed again
+        with the new weights. No token is lost. ServerRefused where the engine does not say that it
+        did."""
 
+    @requests(5)
     def load(self, info: Mapping[str, Any]) -> None:
         """Load the version ``info`` names, staged or on its way. The answer proves nothing: the
         receiver's Applied does."""
 
+    @requests(4)
     def finish(self, label: str) -> None:
         """Close the update and set the label."""
 
     def relabel(self, label: str) -> None:
-        """Set the label outside of an update: what a server found after somebody's death has to
-        show."""
+        """Set the label outside of an update, on a server that is being recovered."""
 
     def resume(self) -> None:
         """Go on generating."""

@@ -1,7 +1,5 @@
-"""What is asked of a generation request and what comes back, whichever engine answers.
-
-Completions that come in pieces, as server-sent events: bytes in, tokens out. Pure; drivers.py
-brings the bytes."""
+"""Generation requests and their answers, for any engine; and answers that come in pieces, as
+server-sent events: bytes in, tokens out. Pure."""
 
 import hashlib
 import json
@@ -25,10 +23,11 @@ VersionSpan = tuple[str, int, int]
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """One sampled continuation: token ids, their natural-log probabilities (NaN where the server
-    sent null), why it ended.
+    sent null), and why it ended.
 
     ``versions``: which weights made which tokens, in order and without gaps; empty where the engine
-    does not say.
+    does not say. ``retractions``: how often the engine dropped the request's KV and computed it
+    anew; None where it does not say.
     """
 
     token_ids: tuple[int, ...]
@@ -36,8 +35,6 @@ class Sampled:
     finish_reason: str
     versions: tuple[VersionSpan, ...] = ()
     retractions: int | None = None
-    """How often the engine threw the request's KV away and computed it anew; None where it does not
-    say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +81,14 @@ def version_spans(value: Any, path: str) -> tuple[VersionSpan, ...]:
     )
 
 
+def models(timeout_s: float = 10.0) -> Call[list[str]]:
+    """Names of the served models."""
+    path = "/v1/models"
+    return Call(
+        "GET", path, timeout_s, lambda a: [str(m["id"]) for m in want(a, "data", list, path)]
+    )
+
+
 INTERVAL = 32
 """Tokens in one piece, but for the first and the last: what a broken connection costs of each
 request at most. Both engines take it with the request. At this the engines' own cost does not show;
@@ -95,11 +100,11 @@ DONE = b"[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event of a dialect says.
+    """One event of a streamed answer.
 
     ``start``: how many tokens come before these; -1: as many as came so far. ``finish_reason``:
-    empty while more is to come. ``versions`` and ``retractions`` are those of the whole answer up
-    to here; ``versions`` is empty where nothing is said.
+    empty while more is to come. ``versions`` (empty where not in the event) and ``retractions`` are
+    those of the whole answer up to here.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -178,14 +183,12 @@ class Answer:
                 self._add(self._call.piece(_event(payload, self._call.call.path)))
 
     def end(self) -> None:
-        """The body ended. Raises ServerRefused where it was a whole answer, and one that can not be
-        read."""
+        """The body ended. Raises ServerRefused for a whole answer that cannot be read."""
         if self._whole:
             self._set(self._call.call.parse(_event(self._whole, self._call.call.path)))
 
     def sampled(self, count: int, finish_reason: str) -> Sampled:
-        """The first ``count`` tokens, with what the engine has said of them, and
-        ``finish_reason``."""
+        """The first ``count`` tokens with their versions, and ``finish_reason``."""
         spans = tuple(
             (label, start, min(end, count)) for label, start, end in self._versions if start < count
         )
@@ -217,8 +220,8 @@ class Answer:
 
 
 def _event(payload: bytes, path: str) -> Any:
-    """The JSON of one event. An error that it tells is raised as the status code would be that it
-    comes too late for."""
+    """The JSON of one event. An error in it is raised as the HTTP status that it comes too late
+    for."""
     try:
         event = json.loads(payload)
     except ValueError:

@@ -1,22 +1,33 @@
-"""HTTP as data: what to ask, and how to read the answer. Whoever owns a connection executes a Call
-(drivers.py).
+"""HTTP calls as data, and the two drivers that execute them over httpx: blocking and in asyncio.
 
-Executing Calls over httpx, blocking and in asyncio. The only place where HTTP errors become
-ours."""
+The only place where HTTP errors become ours."""
 
 import asyncio
+import functools
 import json
+import os
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from titan_grpo.errors import ServerRefused, ServerUnreachable
+from titan_grpo.errors import ConfigError, ServerRefused, ServerUnreachable
 
 T = TypeVar("T")
+
+BODY_CHARS = 300
+
+KEEPALIVE_S = 1.0
+"""Idle connections are dropped after this. uvicorn (so vLLM) closes them after 5 s, which is
+httpx's default too: a request that meets the closing connection fails with a read error although
+nothing is wrong."""
+
+CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+"""Environment variables with the certificate authorities that https servers are checked against, in
+place of the public ones."""
 
 
 class HttpRefused(ServerRefused):
@@ -33,7 +44,7 @@ class Call(Generic[T]):
 
     ``parse`` gets the decoded JSON body, or ``None`` for an empty or non-JSON one, and raises
     ServerRefused (through ``want``) where the answer has not the promised form. ``timeout_s`` is
-    the deadline in seconds. ``admin``: it goes with the admin key, if there is one.
+    the deadline in seconds. ``admin``: send the admin key, if there is one.
     """
 
     method: str
@@ -48,9 +59,8 @@ class Call(Generic[T]):
 def want(answer: Any, key: str, kind: type | tuple[type, ...], path: str) -> Any:
     """``answer[key]`` if it has the type ``kind``, else ServerRefused with the path, the key and
     what was there."""
-    value = answer.get(key) if isinstance(answer, Mapping) else None
-    if isinstance(answer, Mapping) and key in answer and isinstance(value, kind):
-        return value
+    if isinstance(answer, Mapping) and key in answer and isinstance(answer[key], kind):
+        return answer[key]
     raise ServerRefused(
         f"{path} must answer with {key!r}, got {str(answer)[:200]!r}: another server or another"
         " version of it?"
@@ -61,23 +71,14 @@ def ignore(_answer: Any) -> None:
     """Parse step of calls whose status code says everything."""
 
 
-__all__ = ["AsyncDriver", "HttpRefused", "Sink", "SyncDriver", "public_url"]
-BODY_CHARS = 300
-
-KEEPALIVE_S = 1.0
-"""Idle connections are dropped after this. uvicorn (so vLLM) closes them after 5 s, which is
-httpx's default too: a request that meets the closing connection fails with a read error although
-nothing is wrong (met in practice on a busy host)."""
-
-
 class Sink(Protocol):
-    """Who takes a streamed answer."""
+    """Consumer of a streamed answer."""
 
     def take(self, chunk: bytes) -> None:
-        """The next bytes of its body; raises for what it can not be."""
+        """The next bytes of the body. Raises ServerRefused for what it cannot be."""
 
     def end(self) -> None:
-        """The body ended; raises likewise."""
+        """The body ended. Raises likewise."""
 
     @property
     def whole(self) -> bool:
@@ -87,20 +88,46 @@ class Sink(Protocol):
 def public_url(url: str) -> str:
     """The URL without user, password, query and fragment, for messages and logs."""
     parts = urlsplit(url)
-    return urlunsplit(
-        (parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", "")
-    )
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
 
 
-class _Keys:
-    """Which key a call goes with. A server with an admin key takes that one alone for admin calls,
-    and refuses it elsewhere."""
+@functools.cache
+def _tls(ca_file: str | None, ca_path: str | None) -> ssl.SSLContext:
+    """One context for all clients: reading the authorities takes tens of milliseconds."""
+    if ca_file is None and ca_path is None:
+        return httpx.create_ssl_context(trust_env=False)
+    try:
+        return ssl.create_default_context(cafile=ca_file, capath=ca_path)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"{' and '.join(CA_VARIABLES)} must name certificate authorities in PEM format, got"
+            f" {ca_file!r} and {ca_path!r}: {error}"
+        ) from error
 
-    def __init__(self, api_key: str, admin_key: str) -> None:
+
+class _Driver:
+    """What both drivers have in common. Proxy settings of the environment are not used: servers are
+    addressed directly."""
+
+    def __init__(self, base_url: str, api_key: str, admin_key: str, connections: int) -> None:
+        self.url = public_url(base_url)
         self._api_key, self._admin_key = api_key, admin_key
+        https = urlsplit(base_url).scheme == "https"
+        self._settings: dict[str, Any] = {
+            "base_url": base_url,
+            "limits": httpx.Limits(
+                max_connections=connections,
+                max_keepalive_connections=connections,
+                keepalive_expiry=KEEPALIVE_S,
+            ),
+            "trust_env": False,
+            "verify": _tls(*(os.environ.get(name) for name in CA_VARIABLES)) if https else False,
+        }
 
-    def request(self, call: Call[Any], timeout_s: float | None = None) -> dict[str, Any]:
-        """Arguments of httpx for a call; without a deadline of its own where the loop keeps it."""
+    def _request(self, call: Call[Any], timeout_s: float | None) -> dict[str, Any]:
+        """Arguments of httpx for a call; without a timeout where the loop keeps it."""
+        # A server with an admin key takes that one alone for admin calls, and refuses it elsewhere.
         key = self._admin_key if call.admin and self._admin_key else self._api_key
         return {
             "method": call.method,
@@ -111,82 +138,59 @@ class _Keys:
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
         }
 
+    def _check(self, call: Call[Any], response: httpx.Response) -> None:
+        if not response.is_success:
+            raise HttpRefused(
+                f"{self.url}: {call.method} {call.path} was refused with"
+                f" {response.status_code}: {response.text[:BODY_CHARS]}",
+                response.status_code,
+            )
 
-def _limits(connections: int) -> httpx.Limits:
-    return httpx.Limits(
-        max_connections=connections,
-        max_keepalive_connections=connections,
-        keepalive_expiry=KEEPALIVE_S,
-    )
+    def _value(self, call: Call[T], response: httpx.Response) -> T:
+        self._check(call, response)
+        try:
+            answer = response.json()
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            answer = None
+        return call.parse(answer)
 
-
-def _finish(call: Call[T], url: str, response: httpx.Response) -> T:
-    _succeeded(call, url, response)
-    return call.parse(_decode(response))
-
-
-def _succeeded(call: Call[Any], url: str, response: httpx.Response) -> None:
-    if not response.is_success:
-        body = response.text[:BODY_CHARS]
-        raise HttpRefused(
-            f"{url}: {call.method} {call.path} was refused with {response.status_code}: {body}",
-            response.status_code,
-        )
-
-
-def _decode(response: httpx.Response) -> Any:
-    try:
-        return response.json()
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return None
-
-
-def _unreachable(
-    call: Call[Any], url: str, error: Exception, began: bool = False
-) -> ServerUnreachable:
-    cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if began:
+    def _unreachable(
+        self, call: Call[Any], error: Exception, began: bool = False
+    ) -> ServerUnreachable:
+        cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        what = "broke off, or was silent for" if began else "got no answer within"
         return ServerUnreachable(
-            f"{url}: {call.method} {call.path} broke off, or was silent for {call.timeout_s:g} s"
-            f" ({cause})"
+            f"{self.url}: {call.method} {call.path} {what} {call.timeout_s:g} s ({cause})"
         )
-    return ServerUnreachable(
-        f"{url}: {call.method} {call.path} got no answer within {call.timeout_s:g} s ({cause})"
-    )
 
 
-class SyncDriver:
+class SyncDriver(_Driver):
     """Calls to one server from a thread that may block. Not for sharing between threads.
 
     The deadline is per network operation (connect, send, wait for bytes), which for one-piece
-    answers is the whole call. Proxy settings of the environment are not used: servers are addressed
-    directly.
+    answers is the whole call.
     """
 
     def __init__(self, base_url: str, api_key: str = "", admin_key: str = "") -> None:
-        """``admin_key``: what calls with ``admin`` go with; empty: ``api_key`` as for all
-        others."""
-        self.url = public_url(base_url)
-        self._base_url, self._keys = base_url, _Keys(api_key, admin_key)
-        self._client = self._connect()
-
-    def _connect(self) -> httpx.Client:
-        return httpx.Client(base_url=self._base_url, limits=_limits(4), trust_env=False)
+        """``admin_key``: for calls with ``admin``; empty: ``api_key`` as for all others. Raises
+        ConfigError for unusable SSL_CERT_FILE or SSL_CERT_DIR."""
+        super().__init__(base_url, api_key, admin_key, 4)
+        self._client = httpx.Client(**self._settings)
 
     def run(self, call: Call[T]) -> T:
         """Execute. Raises ServerUnreachable (no answer), HttpRefused (not 2xx), ServerRefused
         (unreadable answer)."""
         try:
-            response = self._client.request(**self._keys.request(call, call.timeout_s))
+            response = self._client.request(**self._request(call, call.timeout_s))
         except httpx.HTTPError as error:
-            raise _unreachable(call, self.url, error) from error
+            raise self._unreachable(call, error) from error
         if response.is_server_error:
             # uvicorn closes a connection on which a handler raised, without saying so in its
             # answer: the next request on it would fail with a read error although the server is
             # there
             self._client.close()
-            self._client = self._connect()
-        return _finish(call, self.url, response)
+            self._client = httpx.Client(**self._settings)
+        return self._value(call, response)
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -195,55 +199,47 @@ class SyncDriver:
     def __enter__(self) -> "SyncDriver":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class AsyncDriver:
+class AsyncDriver(_Driver):
     """Calls to one server from an asyncio loop, many at once (at most ``max_connections`` in
     flight, the others wait)."""
 
     def __init__(
         self, base_url: str, api_key: str = "", max_connections: int = 64, admin_key: str = ""
     ) -> None:
-        """``admin_key``: as for SyncDriver."""
-        self.url = public_url(base_url)
-        self._keys = _Keys(api_key, admin_key)
-        self._client = httpx.AsyncClient(
-            base_url=base_url, limits=_limits(max_connections), trust_env=False
-        )
+        """As SyncDriver."""
+        super().__init__(base_url, api_key, admin_key, max_connections)
+        self._client = httpx.AsyncClient(**self._settings)
 
     async def run(self, call: Call[T]) -> T:
         """Execute within ``call.timeout_s`` in all. Raises as SyncDriver.run does; cancelling it
         drops the connection, which makes the engine abort the request."""
         try:
             async with asyncio.timeout(call.timeout_s):
-                response = await self._client.request(**self._keys.request(call))
+                response = await self._client.request(**self._request(call, None))
         except (httpx.HTTPError, TimeoutError) as error:
-            raise _unreachable(call, self.url, error) from error
-        return _finish(call, self.url, response)
+            raise self._unreachable(call, error) from error
+        return self._value(call, response)
 
     async def stream(self, call: Call[Any], sink: Sink) -> None:
         """Execute, and hand the body of a 2xx answer to ``sink`` as it comes.
 
         ``call.timeout_s`` bounds the time to the first byte and each silence after it, not the
-        whole. Raises as ``run`` does, ServerUnreachable too where the body ends before the sink has
-        all; once it has, nothing is wrong any more.
+        whole. Raises as ``run`` does, and ServerUnreachable where the body ends before the sink has
+        all. Once it has, no error of the connection matters.
         """
         began, clock = False, asyncio.get_running_loop().time
         try:
             async with (
                 asyncio.timeout(call.timeout_s) as silence,
-                self._client.stream(**self._keys.request(call)) as response,
+                self._client.stream(**self._request(call, None)) as response,
             ):
                 if not response.is_success:
                     await response.aread()
-                    _succeeded(call, self.url, response)
+                    self._check(call, response)
                 async for chunk in response.aiter_bytes():
                     began = True
                     silence.reschedule(clock() + call.timeout_s)
@@ -251,9 +247,9 @@ class AsyncDriver:
             sink.end()
         except (httpx.HTTPError, TimeoutError) as error:
             if not sink.whole:
-                raise _unreachable(call, self.url, error, began) from error
+                raise self._unreachable(call, error, began) from error
         if not sink.whole:
-            raise _unreachable(call, self.url, EOFError("the answer has no end"), began)
+            raise self._unreachable(call, EOFError("the answer has no end"), began)
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""

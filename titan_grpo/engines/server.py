@@ -1,21 +1,14 @@
-"""What an engine's module offers: pure functions that turn arguments into Calls. Whoever talks to a
-server of either kind asks ``dialect(name)`` for its module.
+"""Engines by name: the functions that make calls (a dialect), the control plane, and which engine
+answers at a URL."""
 
-Which engine answers at a URL, asked of the server itself: a fleet may mix engines, and a restarted
-server may be another.
-
-Making a server's control plane: of a named engine, or of the one that the server says it is."""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.control import ServerControl, StockRoutes
+from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.generation import Sampled, Sampling, StreamedCall
 from titan_grpo.engines.http import Call, HttpRefused, SyncDriver
-from titan_grpo.engines.sglang import SglangControl
-from titan_grpo.engines.vllm import VllmControl
 from titan_grpo.errors import ConfigError, ProtocolError, ServerRefused
 
 
@@ -71,19 +64,15 @@ class Dialect(Protocol):
         """End all requests in flight; each of them is answered with what it has."""
 
 
-DIALECTS: dict[str, Dialect] = {vllm.NAME: vllm, sglang.NAME: sglang}
+DIALECTS: dict[str, Dialect] = {sglang.NAME: sglang, vllm.NAME: vllm}
+"""In the order in which a server is asked: the label is what only its own engine answers so."""
 
 
 def dialect(name: str) -> Dialect:
-    """The module of an engine. ProtocolError for a name that is none: whoever calls has asked the
-    server first."""
-    try:
-        return DIALECTS[name]
-    except KeyError:
-        raise ProtocolError(
-            f"an engine must be one of {', '.join(DIALECTS)}, got {name!r}: the server was not"
-            " asked"
-        ) from None
+    """The module of an engine. ProtocolError for another name: its server was not asked."""
+    if name not in DIALECTS:
+        raise ProtocolError(f"an engine must be one of {', '.join(DIALECTS)}, got {name!r}")
+    return DIALECTS[name]
 
 
 EXPECTED = (
@@ -92,37 +81,22 @@ EXPECTED = (
 )
 
 
-def questions(timeout_s: float) -> dict[str, Call[Any]]:
-    """Engine -> the call that only it answers in the promised form."""
-    return {sglang.NAME: sglang.label(timeout_s), vllm.NAME: vllm.weight_info(timeout_s)}
-
-
-def is_other(refusal: ServerRefused) -> bool:
-    """Whether a refusal says that another engine is there: no such route, or an answer of another
-    form. Pure.
-
-    A refused key or a server in trouble says nothing about which engine it is.
-    """
-    return refusal.status in (404, 405) if isinstance(refusal, HttpRefused) else True
-
-
 def detect(driver: SyncDriver, timeout_s: float) -> str:
-    """The engine's name. ServerUnreachable without an answer, ServerRefused with what is expected
-    for a stranger."""
-    heard = []
-    for name, call in questions(timeout_s).items():
+    """Name of the engine that answers. Raises ServerUnreachable without an answer, ServerRefused
+    with what is expected for another kind of server."""
+    got = []
+    for name, engine in DIALECTS.items():
+        call = engine.label(timeout_s)
         try:
             driver.run(call)
-        except ServerRefused as refusal:
-            if not is_other(refusal):
-                raise
-            heard.append(
-                f"{call.path}"
-                f" {refusal.status if isinstance(refusal, HttpRefused) else 'of another form'}"
-            )
-        else:
             return name
-    raise ServerRefused(f"{driver.url} must be {EXPECTED}, got {', '.join(heard)}")
+        except HttpRefused as refusal:
+            if refusal.status not in (404, 405):
+                raise  # a refused key or a server in trouble says nothing about its engine
+            got.append(f"{call.path} {refusal.status}")
+        except ServerRefused:
+            got.append(f"{call.path} of another form")
+    raise ServerRefused(f"{driver.url} must be {EXPECTED}, got {', '.join(got)}")
 
 
 AUTO = "auto"
@@ -149,93 +123,65 @@ class ServerAccess:
 
 
 MakeControl = Callable[[str, ServerAccess], ServerControl]
-"""(value of ``rollout.engine``, access) -> control plane. Nothing is asked yet."""
+"""(value of ``rollout.engine``, access) -> control plane. Makes no call yet."""
 
 
 def make_control(engine: str, access: ServerAccess) -> ServerControl:
-    """The control plane for a value of ``rollout.engine``; nothing is asked yet. ConfigError for
-    any other value."""
+    """The control plane for a value of ``rollout.engine``; makes no call yet. ConfigError for any
+    other value."""
+    a = access
     match engine:
         case "vllm":
-            return VllmControl(
-                access.url, access.api_key, access.deadline_s, access.load_deadline_s
-            )
+            return vllm.VllmControl(a.url, a.api_key, a.deadline_s, a.load_deadline_s)
         case "sglang":
-            return SglangControl(
-                access.url,
-                access.api_key,
-                access.admin_key,
-                access.deadline_s,
-                access.load_deadline_s,
+            return sglang.SglangControl(
+                a.url, a.api_key, a.admin_key, a.deadline_s, a.load_deadline_s
             )
         case "auto":
-            return AskingControl(access)
+            # Its methods are looked up by name in the interface.
+            return cast(ServerControl, DetectingControl(access))
     raise ConfigError(f'an engine must be "auto", "vllm" or "sglang", got {engine!r}')
 
 
-class AskingControl:
-    """Asks the server which engine it is, before its first call and again at each greeting, and
-    hands every call on to that engine's control."""
+class DetectingControl:
+    """A ServerControl that asks the server for its engine before the first call, and again when a
+    lane connects: a restarted server may be another engine."""
 
     def __init__(self, access: ServerAccess) -> None:
         self._access = access
-        self._driver = SyncDriver(access.url, access.api_key, access.admin_key)
         self._control: ServerControl | None = None
         self.url = access.url
 
     def __repr__(self) -> str:
-        return f"<AskingControl {self.url}, {self.engine or 'not asked yet'}>"
+        return f"<DetectingControl {self.url}, {self.engine or 'not asked yet'}>"
 
     @property
     def engine(self) -> str:
         """See ServerControl."""
         return self._control.engine if self._control is not None else ""
 
-    def _ask(self) -> ServerControl:
-        engine = detect(self._driver, min(ASK_S, self._access.deadline_s))
-        if self._control is None or self._control.engine != engine:
-            self._forget()
-            self._control = make_control(engine, self._access)
-        return self._control
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """A method of ServerControl."""
+        if method.startswith("_") or not hasattr(ServerControl, method):
+            raise AttributeError(method)
 
-    def _forget(self) -> None:
+        def call(*arguments: Any) -> Any:
+            if self._control is None or method in ("stock", "greet"):
+                self._detect()
+            return getattr(self._control, method)(*arguments)
+
+        return call
+
+    def _detect(self) -> None:
+        a = self._access
+        with SyncDriver(a.url, a.api_key, a.admin_key) as driver:
+            engine = detect(driver, min(ASK_S, a.deadline_s))
+        if self.engine != engine:
+            self.close()
+            self._control = make_control(engine, a)
+
+    def close(self) -> None:
+        """See ServerControl."""
         if self._control is not None:
             self._control.close()
             self._control = None
-
-    def _known(self) -> ServerControl:
-        return self._control or self._ask()
-
-    def label(self) -> str:
-        return self._known().label()
-
-    def stock(self) -> StockRoutes | None:
-        return self._ask().stock()
-
-    def greet(self, hello: Mapping[str, Any]) -> None:
-        self._ask().greet(hello)
-
-    def paused(self) -> bool:
-        return self._known().paused()
-
-    def pause(self) -> None:
-        self._known().pause()
-
-    def drop_kv(self) -> None:
-        self._known().drop_kv()
-
-    def load(self, info: Mapping[str, Any]) -> None:
-        self._known().load(info)
-
-    def finish(self, label: str) -> None:
-        self._known().finish(label)
-
-    def relabel(self, label: str) -> None:
-        self._known().relabel(label)
-
-    def resume(self) -> None:
-        self._known().resume()
-
-    def close(self) -> None:
-        self._forget()
-        self._driver.close()

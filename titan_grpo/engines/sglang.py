@@ -1,14 +1,9 @@
-"""SGLang's HTTP interface (written for and run against 0.5.23) as pure functions: arguments in,
-Call out.
+"""SGLang (0.5.23): its HTTP interface as pure functions from arguments to a Call, a lane's control
+plane, and how a server is started.
 
 Calls with ``admin`` go to the routes that SGLang guards with its admin key; with one set, the API
 key is refused there, and the admin key everywhere else. ``/server_info`` answers with both keys in
-clear text: nothing of it may reach a message or a log.
-
-A lane's control plane of an SGLang server.
-
-How an SGLang server is started: command line, environment and the file with its keys, as data.
-Tested with SGLang 0.5.23."""
+clear text: nothing of it may reach a message or a log."""
 
 import base64
 import json
@@ -17,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from titan_grpo.engines import generation
 from titan_grpo.engines.control import NOT_RECOMPUTED, StockRoutes
 from titan_grpo.engines.generation import (
     INTERVAL,
@@ -41,15 +37,38 @@ BAD_REQUEST = 400
 LOADER = "titan_grpo.receive.sglang_plugin.commit"
 """Our custom weight loader, as the server was started with it (``--custom-weight-loader``)."""
 
+QUERY_S = 10.0
+"""Longest deadline of a question that needs no work of the engine, in seconds."""
+
+TOKEN_S = 4.0
+"""Deadline of one token from a server without our plugin, which shows that it is not paused, in
+seconds. Less than the 20 s of silence after which SGLang calls itself unhealthy."""
+
+ABSENT = (401, 404)
+"""Answers to a route of our plugin where the plugin is not: 404, or with both keys set 401, since
+SGLang guards routes that it does not have with the API key."""
+
+NO_PLUGIN = (
+    "install titan_grpo in the server's environment and start it with --custom-weight-loader"
+    f' {LOADER}, or set weight_sync.apply = "streamed"; or the admin key (rollout.admin_key_env)'
+    " is not the server's"
+)
+
+models = generation.models
+
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What our plugin in the server says of it."""
+    """Our plugin's account of a server. ``boot``: another one after each start of the server; empty
+    where the plugin does not say."""
 
     paused: bool
     workers: int
     boot: str = ""
-    """Another one after each start of the server; empty where the plugin does not say."""
+
+
+def _post(path: str, timeout_s: float, body: Any = None) -> Call[None]:
+    return Call("POST", path, timeout_s, ignore, json=body, admin=True)
 
 
 def health(timeout_s: float = 30.0) -> Call[None]:
@@ -66,108 +85,88 @@ def alive(timeout_s: float = 2.0) -> Call[None]:
     return Call("GET", "/model_info", timeout_s, ignore)
 
 
-def label(timeout_s: float = 10.0) -> Call[str]:
+def label(timeout_s: float = QUERY_S) -> Call[str]:
     """Label of the weights, as the HTTP process has it, which takes it over after the scheduler
     did.
 
     So it never runs ahead of the label that tokens are stamped with. (An update through SGLang's
     own routes with a ``weight_version`` and a cache flush that fails leaves it behind that one.)
     """
-    return Call(
-        "GET",
-        "/model_info",
-        timeout_s,
-        lambda a: str(want(a, "weight_version", str, "/model_info")),
-    )
+    path = "/model_info"
+    return Call("GET", path, timeout_s, lambda a: str(want(a, "weight_version", str, path)))
 
 
-def models(timeout_s: float = 10.0) -> Call[list[str]]:
-    """Names of the served models."""
-    return Call(
-        "GET",
-        "/v1/models",
-        timeout_s,
-        lambda a: [str(m["id"]) for m in want(a, "data", list, "/v1/models")],
-    )
-
-
-def world_size(timeout_s: float = 10.0) -> Call[int]:
+def world_size(timeout_s: float = QUERY_S) -> Call[int]:
     """Workers of the server: tensor x pipeline parallel."""
     return Call("GET", "/server_info", timeout_s, _parse_world_size)
 
 
 def ready(timeout_s: float = 2.0) -> Call[None]:
-    """200 if nobody has paused the server; 503 if somebody has, or if the last health check met a
-    pause."""
+    """200 if the server is not paused; 503 if it is, or if the last health check met a pause."""
     return Call("GET", "/ready", timeout_s, ignore)
 
 
 def state(timeout_s: float = 5.0) -> Call[State]:
     """Our plugin's route, which says whether generation is paused: no route of SGLang does."""
-    return Call("GET", "/titan_grpo/state", timeout_s, _parse_state, admin=True)
+    path = "/titan_grpo/state"
+
+    def parse(answer: Any) -> State:
+        paused, workers = want(answer, "paused", bool, path), want(answer, "workers", int, path)
+        return State(paused, workers, str(answer.get("boot", "")))
+
+    return Call("GET", path, timeout_s, parse, admin=True)
 
 
 def hello(greeting: Mapping[str, Any], timeout_s: float) -> Call[None]:
-    """Hand a lane's greeting to our plugin."""
-    return Call("POST", "/titan_grpo/hello", timeout_s, ignore, json=dict(greeting), admin=True)
+    """Send a lane's hello to our plugin."""
+    return _post("/titan_grpo/hello", timeout_s, dict(greeting))
 
 
 def pause(timeout_s: float, mode: str = "in_place") -> Call[None]:
     """Stop generating. ``in_place`` freezes the running requests with their KV cache, ``retract``
     puts them back into the queue with their tokens and without it, also on a server that is paused
     already; new ones wait in all modes."""
-    return Call("POST", "/pause_generation", timeout_s, ignore, json={"mode": mode}, admin=True)
+    return _post("/pause_generation", timeout_s, {"mode": mode})
 
 
 def flush_cache(timeout_s: float) -> Call[None]:
     """Empty the prefix cache; 400 while any request holds KV. On a paused server those in the queue
     do not count."""
-    return Call("POST", "/flush_cache", timeout_s, ignore, admin=True)
+    return _post("/flush_cache", timeout_s)
 
 
 def resume(timeout_s: float) -> Call[None]:
     """Go on after pause."""
-    return Call(
-        "POST",
-        "/continue_generation",
-        timeout_s,
-        ignore,
-        json={"torch_empty_cache": False},
-        admin=True,
-    )
+    return _post("/continue_generation", timeout_s, {"torch_empty_cache": False})
 
 
 def begin_weight_update(timeout_s: float) -> Call[None]:
     """Open an update; an error while one is open. Without a pause it waits for all running
     requests, and holds up new ones."""
-    return Call("POST", "/begin_weight_update", timeout_s, ignore, json={}, admin=True)
+    return _post("/begin_weight_update", timeout_s, {})
 
 
 def end_weight_update(timeout_s: float) -> Call[None]:
     """Close the update; an error if none is open, as on a server that was restarted since."""
-    return Call("POST", "/end_weight_update", timeout_s, ignore, json={}, admin=True)
+    return _post("/end_weight_update", timeout_s, {})
 
 
 def update_weights(info: Mapping[str, Any], workers: int, timeout_s: float) -> Call[None]:
     """Run our commit in every scheduler; returns when all of them are through. Needs a pause and an
     open update.
 
-    The prefix cache is not flushed: SGLang can not while requests are paused, and says 400 although
+    The prefix cache is not flushed: SGLang cannot while requests are paused, and says 400 although
     the weights are in. Requests are kept apart by their cache keys instead (see ``generate``).
     """
-    body = {
-        "serialized_named_tensors": commit_payload(info, workers),
-        "load_format": LOADER,
-        "flush_cache": False,
-    }
-    return Call("POST", "/update_weights_from_tensor", timeout_s, ignore, json=body, admin=True)
+    body = {"serialized_named_tensors": commit_payload(info, workers), "load_format": LOADER}
+    return _post("/update_weights_from_tensor", timeout_s, body | {"flush_cache": False})
 
 
 def commit_payload(info: Mapping[str, Any], workers: int) -> list[str]:
     """A commit in the form in which SGLang takes tensors: one base64 pickle per worker, of ``[(info
     as JSON, no tensor)]``.
 
-    SGLang's unpickler lets few classes in, and calls ``.to(device)`` of whatever stands beside a
+    SGLang's unpickler accepts few classes, and calls ``.to(device)`` of whatever stands beside a
     name. A name may be any text, so it carries the commit; beside it stands an empty uint8 tensor,
     written here by its opcodes (protocol 2) since this side has no torch: a list, the text,
     ``torch.ByteTensor`` called with an empty tuple, both as a pair, appended.
@@ -178,25 +177,25 @@ def commit_payload(info: Mapping[str, Any], workers: int) -> list[str]:
 
 
 def update_weight_version(new_label: str, timeout_s: float) -> Call[None]:
-    """Set the label, of the scheduler first. SGLang aborts all requests unless it is told not
-    to."""
+    """Set the label, of the scheduler first. By SGLang's default this would abort all requests."""
     body = {"new_version": new_label, "abort_all_requests": False}
-    return Call("POST", "/update_weight_version", timeout_s, ignore, json=body, admin=True)
+    return _post("/update_weight_version", timeout_s, body)
 
 
 def abort_all(timeout_s: float = 10.0) -> Call[None]:
     """Abort all requests in flight; each is answered with 200, what it has, and the finish reason
     ``abort``."""
-    return Call("POST", "/abort_request", timeout_s, ignore, json={"abort_all": True}, admin=True)
+    return _post("/abort_request", timeout_s, {"abort_all": True})
 
 
 def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> Call[Sampled]:
     """Sample one continuation of a token-id prompt, with the log-probability and the version of
     each sampled token.
 
-    Everything that shapes the distribution is sent explicitly: left out, a server's ``--preferred-sampling-params`` apply. The
-    seed has an effect only where the server runs with ``--enable-deterministic-inference``. ``extra_key`` names a part of the
-    prefix cache that requests of other versions do not see.
+    Everything that shapes the distribution is sent explicitly: left out, a server's
+    ``--preferred-sampling-params`` apply. The seed has an effect only where the server runs with
+    ``--enable-deterministic-inference``. ``extra_key`` names a part of the prefix cache that
+    requests of other versions do not see.
     """
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
@@ -226,8 +225,8 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
 def stream(
     prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float, interval: int = INTERVAL
 ) -> StreamedCall:
-    """``generate`` with the answer in pieces. Each has all tokens so far, unless the server runs with
-    ``--incremental-streaming-output``, as ours do."""
+    """``generate`` with the answer in pieces. Each has all tokens so far, unless the server runs
+    with ``--incremental-streaming-output``, as ours do."""
     call = generate(prompt_ids, sampling, timeout_s)
     parameters = {**call.json["sampling_params"], "stream_interval": interval}
     return StreamedCall(
@@ -237,12 +236,11 @@ def stream(
 
 
 def parse_piece(event: Any) -> Piece:
-    """Read one event of a streamed answer, whichever of both kinds it is: it counts the tokens so
-    far, so what it has are the last of them. (A list of all tokens may have got longer than that
-    before it was sent.)
+    """Read one event of a streamed answer of either kind: it counts the tokens so far, so its
+    tokens are the last of them. (A list of all tokens may have grown longer before it was sent.)
 
-    A status code at its end is what an unstreamed answer would be refused with. Raises HttpRefused
-    for it.
+    A status code in the finish reason is what an unstreamed answer would be refused with. Raises
+    HttpRefused for it.
     """
     meta = want(event, "meta_info", dict, GENERATE)
     ids = want(event, "output_ids", list, GENERATE)
@@ -292,8 +290,8 @@ def score(
 
 
 def parse_sampled(answer: Any) -> Sampled:
-    """Read one answer of /generate. Comparing lengths is the caller's: a mismatch is a sample to
-    drop, not an outage."""
+    """Read one answer of /generate. Does not compare lengths: a mismatch is a sample to drop,
+    not an outage."""
     meta = want(answer, "meta_info", dict, GENERATE)
     ids = want(answer, "output_ids", list, GENERATE)
     entries = want(meta, "output_token_logprobs", list, GENERATE)
@@ -329,13 +327,6 @@ def _first(entry: Any) -> float:
     return logprob(entry[0] if isinstance(entry, list) and entry else None)
 
 
-def _parse_state(answer: Any) -> State:
-    paused = want(answer, "paused", bool, "/titan_grpo/state")
-    return State(
-        paused, int(want(answer, "workers", int, "/titan_grpo/state")), str(answer.get("boot", ""))
-    )
-
-
 def _parse_world_size(answer: Any) -> int:
     named = answer if isinstance(answer, Mapping) else {}
     tensor_parallel, pipeline_parallel = named.get("tp_size"), named.get("pp_size")
@@ -348,26 +339,8 @@ def _parse_world_size(answer: Any) -> int:
     return tensor_parallel * pipeline_parallel
 
 
-LOOK_S = 10.0
-"""Longest deadline of a question, in seconds."""
-
-TOKEN_S = 4.0
-"""How long a server without our plugin gets to generate one token, which shows that it is not
-paused, in seconds. Less than the 20 s after which SGLang takes its own silence for illness."""
-
-ABSENT = (401, 404)
-"""Answers to a route of our plugin where the plugin is not: 404, or with both keys set 401, since
-SGLang guards routes that it does not have with the API key."""
-
-NO_PLUGIN = (
-    "install titan_grpo in the server's environment and start it with --custom-weight-loader"
-    f' {LOADER}, or set weight_sync.apply = "streamed"; or the admin key (rollout.admin_key_env)'
-    " is not the server's"
-)
-
-
 class SglangControl:
-    """SGLang >= 0.5.21 with our plugin."""
+    """ServerControl of SGLang >= 0.5.21 with our plugin."""
 
     engine = NAME
 
@@ -382,18 +355,16 @@ class SglangControl:
         """``deadline_s``: of each call; ``load_deadline_s``: of ``load``, where that waits for a
         transfer too."""
         self._driver = SyncDriver(url, api_key, admin_key)
+        self._run = self._driver.run
         self._access = (url, api_key, admin_key)
         self._deadline_s = deadline_s
         self._load_deadline_s = load_deadline_s or deadline_s
+        self._query_s = min(QUERY_S, deadline_s)
         self._boot: str | None = None
         self.url = url
 
-    @property
-    def _look_s(self) -> float:
-        return min(LOOK_S, self._deadline_s)
-
     def label(self) -> str:
-        return self._driver.run(label(self._look_s))
+        return self._run(label(self._query_s))
 
     def stock(self) -> StockRoutes | None:
         from titan_grpo.engines.sglang_stock import HttpStockRoutes
@@ -402,38 +373,38 @@ class SglangControl:
 
     def greet(self, greeting: Mapping[str, Any]) -> None:
         try:
-            self._driver.run(hello(greeting, self._deadline_s))
+            self._run(hello(greeting, self._deadline_s))
         except HttpRefused as error:
             if error.status in ABSENT:
                 raise ServerRefused(f"{error}: {NO_PLUGIN}") from error
             raise
 
     def paused(self) -> bool:
-        """Where our plugin is not there to say it: whether a token can be had."""
+        """Without our plugin: whether the server gives no token."""
         state = self._state()
         if state is not None:
             return state.paused
-        if self._answers(ready(self._look_s), (404, 503)):
+        if self._answers(ready(self._query_s), (404, 503)):
             return False
         # 503 also after a health check met a pause that is long over: only a token tells the two
         # apart (a health check that generates does not: any message of the scheduler, such as the
         # answer to a lane's call, makes it say yes)
         try:
-            self._driver.run(generate([0], Sampling(1), min(TOKEN_S, self._deadline_s)))
+            self._run(generate([0], Sampling(1), min(TOKEN_S, self._deadline_s)))
         except ServerUnreachable:
-            self._driver.run(alive(self._look_s))
+            self._run(alive(self._query_s))
             return True
         return False
 
     def pause(self) -> None:
-        self._driver.run(pause(self._deadline_s))
+        self._run(pause(self._deadline_s))
 
     def drop_kv(self) -> None:
-        """``retract`` is answered before it is done; that the cache could be flushed after it shows
-        that nobody holds KV."""
-        self._driver.run(pause(self._deadline_s, "retract"))
+        """``retract`` is answered before it is done; a flush that succeeds after it shows that no
+        request holds KV."""
+        self._run(pause(self._deadline_s, "retract"))
         try:
-            self._driver.run(flush_cache(self._deadline_s))
+            self._run(flush_cache(self._deadline_s))
         except HttpRefused as error:
             raise ServerRefused(
                 f"{error}: SGLang did not throw its KV cache away: {NOT_RECOMPUTED}"
@@ -450,15 +421,15 @@ class SglangControl:
         begin = begin_weight_update(self._deadline_s)
         # 400: a lane that died between begin and end left its update open
         if not self._answers(begin, (400,)):
-            self._driver.run(end_weight_update(self._deadline_s))
-            self._driver.run(begin)
-        self._driver.run(update_weights(info, state.workers, self._load_deadline_s))
+            self._run(end_weight_update(self._deadline_s))
+            self._run(begin)
+        self._run(update_weights(info, state.workers, self._load_deadline_s))
 
     def finish(self, label: str) -> None:
         """A restarted server has no update to end. One that restarts between the two calls would
-        take the label, so it is asked once more; what it shows then is settled when its lane
-        connects again."""
-        self._driver.run(end_weight_update(self._deadline_s))
+        take the label, so compare its boot afterwards; its lane recovers it when it connects
+        again."""
+        self._run(end_weight_update(self._deadline_s))
         self.relabel(label)
         boot, self._boot = self._boot, None
         state = self._state() if boot is not None else None
@@ -469,27 +440,27 @@ class SglangControl:
             )
 
     def relabel(self, label: str) -> None:
-        self._driver.run(update_weight_version(label, self._deadline_s))
+        self._run(update_weight_version(label, self._deadline_s))
 
     def resume(self) -> None:
-        self._driver.run(resume(self._deadline_s))
+        self._run(resume(self._deadline_s))
 
     def close(self) -> None:
         self._driver.close()
 
     def _state(self) -> State | None:
-        """What our plugin says; None if it is not there."""
+        """Our plugin's account; None if the plugin is not there."""
         try:
-            return self._driver.run(state(self._look_s))
+            return self._run(state(self._query_s))
         except HttpRefused as error:
             if error.status not in ABSENT:
                 raise
             return None
 
     def _answers(self, call: Call[None], refusals: tuple[int, ...]) -> bool:
-        """Whether a call is answered with yes; False for these refusals, any other is raised."""
+        """False for these refusals; raises any other."""
         try:
-            self._driver.run(call)
+            self._run(call)
         except HttpRefused as error:
             if error.status not in refusals:
                 raise
@@ -497,42 +468,18 @@ class SglangControl:
         return True
 
 
-CPU_ARGUMENTS = (
-    # pure torch in every layer: PyPI has no compiled kernels for CPU
-    *(
-        "--device",
-        "cpu",
-        "--attention-backend",
-        "torch_native",
-        "--sampling-backend",
-        "pytorch",
-        "--grammar-backend",
-        "none",
-    ),
-    *(
-        "--disable-overlap-schedule",
-        "--cuda-graph-backend-decode",
-        "disabled",
-        "--cuda-graph-backend-prefill",
-        "disabled",
-    ),
-)
+# pure torch in every layer: PyPI has no compiled kernels for CPU
+CPU_ARGUMENTS = ["--device", "cpu", "--attention-backend", "torch_native"]
+CPU_ARGUMENTS += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
+CPU_ARGUMENTS += ["--disable-overlap-schedule", "--cuda-graph-backend-decode", "disabled"]
+CPU_ARGUMENTS += ["--cuda-graph-backend-prefill", "disabled"]
 
 
 def command(spec: "ServerSpec", keys_path: str = "") -> list[str]:
     """The server's command line. ``keys_path``: the file with what ``keys`` returns, where there
     are keys."""
-    out = [
-        spec.python,
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        spec.model,
-        "--host",
-        spec.host,
-        "--port",
-        str(spec.port),
-    ]
+    out = [spec.python, "-m", "sglang.launch_server", "--model-path", spec.model]
+    out += ["--host", spec.host, "--port", str(spec.port)]
     out += ["--dtype", spec.dtype, "--context-length", str(spec.max_model_len)]
     out += ["--max-running-requests", str(spec.max_num_seqs), "--log-level-http", "warning"]
     # An idle scheduler polls, which keeps a core busy; with this it waits for the next message (2 %

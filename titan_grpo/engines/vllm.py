@@ -1,18 +1,15 @@
-"""vLLM's HTTP interface (written for and run against 0.32) as pure functions: arguments in, Call
-out.
+"""vLLM (0.32): its HTTP interface as pure functions from arguments to a Call, a lane's control plane,
+and how a server is started.
 
-The routes for weight transfer and pausing exist only where the server runs with
-``VLLM_SERVER_DEV_MODE=1``.
-
-A lane's control plane of a vLLM server.
-
-How a vLLM server is started: command line and environment, as data."""
+The routes for weights and pauses exist only where the server runs with
+``VLLM_SERVER_DEV_MODE=1``."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from titan_grpo.engines import generation
 from titan_grpo.engines.control import NOT_RECOMPUTED
 from titan_grpo.engines.generation import (
     INTERVAL,
@@ -32,6 +29,14 @@ if TYPE_CHECKING:
 
 NAME = "vllm"
 COMPLETIONS = "/v1/completions"
+QUERY_S = 10.0
+"""Longest deadline of a question that needs no work of the engine, in seconds."""
+
+models = generation.models
+
+
+def _post(path: str, timeout_s: float, body: Any = None, **params: str) -> Call[None]:
+    return Call("POST", path, timeout_s, ignore, params=params, json=body)
 
 
 def health(timeout_s: float = 5.0) -> Call[None]:
@@ -40,110 +45,79 @@ def health(timeout_s: float = 5.0) -> Call[None]:
 
 
 alive = health
-"""It needs no generation, so a paused server answers too."""
 
 
-def weight_info(timeout_s: float = 10.0) -> Call[str]:
+def label(timeout_s: float = QUERY_S) -> Call[str]:
     """Label of the weights that the server holds, as its last finish_weight_update set it."""
-    return Call(
-        "GET",
-        "/weight_info",
-        timeout_s,
-        lambda a: str(want(a, "weight_version", (str, int), "/weight_info")),
-    )
+    path = "/weight_info"
+    return Call("GET", path, timeout_s, lambda a: str(want(a, "weight_version", (str, int), path)))
 
 
-label = weight_info
-
-
-def is_paused(timeout_s: float = 10.0) -> Call[bool]:
+def is_paused(timeout_s: float = QUERY_S) -> Call[bool]:
     """Whether generation is paused."""
-    return Call(
-        "GET", "/is_paused", timeout_s, lambda a: bool(want(a, "is_paused", bool, "/is_paused"))
-    )
+    path = "/is_paused"
+    return Call("GET", path, timeout_s, lambda a: bool(want(a, "is_paused", bool, path)))
 
 
-def world_size(timeout_s: float = 10.0) -> Call[int]:
+def world_size(timeout_s: float = QUERY_S) -> Call[int]:
     """Workers of the server: tensor x pipeline x data parallel."""
-    return Call(
-        "GET",
-        "/get_world_size",
-        timeout_s,
-        lambda a: int(want(a, "world_size", int, "/get_world_size")),
-    )
-
-
-def models(timeout_s: float = 10.0) -> Call[list[str]]:
-    """Names of the served models."""
-    return Call(
-        "GET",
-        "/v1/models",
-        timeout_s,
-        lambda a: [str(m["id"]) for m in want(a, "data", list, "/v1/models")],
-    )
+    path = "/get_world_size"
+    return Call("GET", path, timeout_s, lambda a: int(want(a, "world_size", int, path)))
 
 
 def init_weight_transfer(hello: Mapping[str, Any], timeout_s: float) -> Call[None]:
-    """Hand a lane's greeting to the server's weight-transfer plugin."""
-    return Call(
-        "POST", "/init_weight_transfer_engine", timeout_s, ignore, json={"init_info": dict(hello)}
-    )
+    """Send a lane's hello to the server's weight-transfer plugin."""
+    return _post("/init_weight_transfer_engine", timeout_s, {"init_info": dict(hello)})
 
 
 def pause(timeout_s: float, mode: str = "keep") -> Call[None]:
     """Stop scheduling. ``keep`` freezes the running requests with their KV cache and accepts new
     ones.
 
-    ``clear_cache`` must be said: left out, 0.32 preempts all requests and empties the prefix cache
-    in ``keep`` too, although its documentation says that it does not.
+    ``clear_cache`` is always sent: without it 0.32 preempts all requests and empties the prefix
+    cache in ``keep`` too, although its documentation says that it does not.
     """
-    return Call("POST", "/pause", timeout_s, ignore, params={"mode": mode, "clear_cache": "false"})
+    return _post("/pause", timeout_s, mode=mode, clear_cache="false")
 
 
 def reset_kv(timeout_s: float) -> Call[bool]:
-    """Throw away all KV: running requests go back to the queue with their tokens, to be computed
-    anew, and the prefix cache is emptied. Whether vLLM says that it did."""
-    path = "/reset_prefix_cache"
+    """Drop all KV: running requests go back to the queue with their tokens, and the prefix cache is
+    emptied. Whether vLLM says that it did."""
+    path, params = "/reset_prefix_cache", {"reset_running_requests": "true"}
     return Call(
-        "POST",
-        path,
-        timeout_s,
-        lambda a: bool(want(a, "success", bool, path)),
-        params={"reset_running_requests": "true"},
+        "POST", path, timeout_s, lambda a: bool(want(a, "success", bool, path)), params=params
     )
 
 
 def resume(timeout_s: float) -> Call[None]:
     """Go on after pause."""
-    return Call("POST", "/resume", timeout_s, ignore)
+    return _post("/resume", timeout_s)
 
 
 def start_weight_update(timeout_s: float) -> Call[None]:
     """Open an update; an error while one is open."""
-    return Call("POST", "/start_weight_update", timeout_s, ignore)
+    return _post("/start_weight_update", timeout_s)
 
 
 def update_weights(info: Mapping[str, Any], timeout_s: float) -> Call[None]:
-    """Run the plugin's receive step (our commit) in every worker; returns when all of them are
-    through."""
-    return Call("POST", "/update_weights", timeout_s, ignore, json={"update_info": dict(info)})
+    """Run our commit in every worker; returns when all of them are through."""
+    return _post("/update_weights", timeout_s, {"update_info": dict(info)})
 
 
-def finish_weight_update(label: str | None, timeout_s: float) -> Call[None]:
-    """Close the update and set the label that weight_info answers with; None leaves the label as it
-    is."""
-    body = {} if label is None else {"weight_version": label}
-    return Call("POST", "/finish_weight_update", timeout_s, ignore, json=body)
+def finish_weight_update(new_label: str | None, timeout_s: float) -> Call[None]:
+    """Close the update and set the label; None leaves the label as it is."""
+    body = {} if new_label is None else {"weight_version": new_label}
+    return _post("/finish_weight_update", timeout_s, body)
 
 
-def update_weight_version(label: str, timeout_s: float) -> Call[None]:
+def update_weight_version(new_label: str, timeout_s: float) -> Call[None]:
     """Set the label outside of an update."""
-    return Call("POST", "/update_weight_version", timeout_s, ignore, json={"new_version": label})
+    return _post("/update_weight_version", timeout_s, {"new_version": new_label})
 
 
 def abort_all(timeout_s: float = 10.0) -> Call[None]:
     """Abort all requests in flight."""
-    return Call("POST", "/abort_requests", timeout_s, ignore, json={"request_ids": []})
+    return _post("/abort_requests", timeout_s, {"request_ids": []})
 
 
 def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> Call[Sampled]:
@@ -151,8 +125,8 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
 
     top_k, top_p, min_p and the repetition penalty are sent explicitly: left out, vLLM takes them
     from the model's generation_config.json, and the tokens would come from another distribution
-    than the trainer's. Which weights made which token is told from vLLM 0.33 on; 0.32 ignores the
-    question.
+    than the trainer's. Which weights made which token is in the answer from vLLM 0.33 on; 0.32
+    ignores the option.
     """
     body: dict[str, Any] = {
         "prompt": list(prompt_ids),
@@ -186,7 +160,7 @@ def stream(
 
 
 def parse_piece(event: Any) -> Piece:
-    """Read one event of a streamed answer; one without a choice says nothing of tokens."""
+    """Read one event of a streamed answer; one without a choice has no tokens."""
     if want(event, "choices", list, COMPLETIONS) == []:
         return Piece()
     choice = _only_choice(event)
@@ -219,31 +193,31 @@ def score(
 
 
 def parse_sampled(answer: Any) -> Sampled:
-    """Read one choice of /v1/completions. Comparing lengths is the caller's: a mismatch is a sample
-    to drop, not an outage."""
+    """Read one choice of /v1/completions. Does not compare lengths: a mismatch is a sample to drop,
+    not an outage."""
     choice = _only_choice(answer)
     return _read(choice, str(choice.get("finish_reason")))
 
 
-def _read(choice: Mapping[str, Any], reason: str) -> Sampled:
+def _read(choice: Any, reason: str) -> Sampled:
     ids = want(choice, "token_ids", list, COMPLETIONS)
-    logprobs = want(
-        want(choice, "logprobs", dict, COMPLETIONS), "token_logprobs", list, COMPLETIONS
-    )
+    logprobs = tuple(logprob(x) for x in _logprobs(choice))
     spans = version_spans(choice.get("weight_versions"), COMPLETIONS)
-    return Sampled(tuple(int(t) for t in ids), tuple(logprob(x) for x in logprobs), reason, spans)
+    return Sampled(tuple(int(t) for t in ids), logprobs, reason, spans)
 
 
 def _parse_scores(answer: Any, count: int) -> tuple[float, ...]:
-    choice = _only_choice(answer)
-    logprobs = want(
-        want(choice, "logprobs", dict, COMPLETIONS), "token_logprobs", list, COMPLETIONS
-    )
+    logprobs = _logprobs(_only_choice(answer))
     if len(logprobs) < count:
         raise ServerRefused(
             f"{COMPLETIONS} must echo {count} log-probabilities, got {len(logprobs)}"
         )
     return tuple(logprob(x) for x in logprobs[1:count])
+
+
+def _logprobs(choice: Any) -> list[Any]:
+    found = want(choice, "logprobs", dict, COMPLETIONS)
+    return want(found, "token_logprobs", list, COMPLETIONS)  # type: ignore[no-any-return]
 
 
 def _only_choice(answer: Any) -> Any:
@@ -256,7 +230,7 @@ def _only_choice(answer: Any) -> Any:
 
 
 class VllmControl:
-    """vLLM >= 0.32 with our plugin, over its RL routes."""
+    """ServerControl of vLLM >= 0.32 with our plugin."""
 
     engine = NAME
 
@@ -266,50 +240,52 @@ class VllmControl:
         """``deadline_s``: of each call; ``load_deadline_s``: of ``load``, where that waits for a
         transfer too."""
         self._driver = SyncDriver(url, api_key)
+        self._run = self._driver.run
         self._deadline_s = deadline_s
         self._load_deadline_s = load_deadline_s or deadline_s
         self.url = url
 
     def label(self) -> str:
-        return self._driver.run(weight_info(min(10.0, self._deadline_s)))
+        return self._run(label(min(QUERY_S, self._deadline_s)))
 
     def stock(self) -> None:
-        """vLLM's own engines need a GPU or its host: greet says that our plugin is missing."""
+        """vLLM's own transfer engines need a GPU or its host; ``greet`` says that our plugin is
+        missing."""
 
     def greet(self, hello: Mapping[str, Any]) -> None:
-        self._driver.run(init_weight_transfer(hello, self._deadline_s))
+        self._run(init_weight_transfer(hello, self._deadline_s))
 
     def paused(self) -> bool:
-        return self._driver.run(is_paused(min(10.0, self._deadline_s)))
+        return self._run(is_paused(min(QUERY_S, self._deadline_s)))
 
     def pause(self) -> None:
-        self._driver.run(pause(self._deadline_s))
+        self._run(pause(self._deadline_s))
 
     def drop_kv(self) -> None:
-        """A vLLM without this reset answers without a word of success, which is refused too."""
-        if not self._driver.run(reset_kv(self._deadline_s)):
+        """A vLLM without this reset answers 200 without "success", which is refused too."""
+        if not self._run(reset_kv(self._deadline_s)):
             raise ServerRefused(
                 f"{self._driver.url}: vLLM did not throw its KV cache away: {NOT_RECOMPUTED}"
             )
 
     def load(self, info: Mapping[str, Any]) -> None:
         try:
-            self._driver.run(start_weight_update(self._deadline_s))
+            self._run(start_weight_update(self._deadline_s))
         except ServerRefused:
             # A lane that died between start and finish left its session open, and vLLM has no route
             # to abort one.
-            self._driver.run(finish_weight_update(None, self._deadline_s))
-            self._driver.run(start_weight_update(self._deadline_s))
-        self._driver.run(update_weights(info, self._load_deadline_s))
+            self._run(finish_weight_update(None, self._deadline_s))
+            self._run(start_weight_update(self._deadline_s))
+        self._run(update_weights(info, self._load_deadline_s))
 
     def finish(self, label: str) -> None:
-        self._driver.run(finish_weight_update(label, self._deadline_s))
+        self._run(finish_weight_update(label, self._deadline_s))
 
     def relabel(self, label: str) -> None:
-        self._driver.run(update_weight_version(label, self._deadline_s))
+        self._run(update_weight_version(label, self._deadline_s))
 
     def resume(self) -> None:
-        self._driver.run(resume(self._deadline_s))
+        self._run(resume(self._deadline_s))
 
     def close(self) -> None:
         self._driver.close()
@@ -328,8 +304,8 @@ def command(spec: "ServerSpec") -> list[str]:
     out += ["--logprobs-mode", "processed_logprobs"]
     if spec.cpu:
         # A prompt that is computed in parts ends the engine where its request has a seed, as all of
-        # ours have: vLLM (0.32) then winds the request's generator back, which a CPU generator can
-        # not do. Many prompts at once suffice.
+        # ours have: vLLM (0.32) then winds the request's generator back, which a CPU generator
+        # cannot do. Many prompts at once suffice.
         out += ["--enforce-eager", "--no-enable-chunked-prefill"]
     if spec.tensor_parallel > 1:
         out += [

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate, count
-from typing import Any
+from typing import Any, cast
 
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.server import ServerAccess
@@ -121,7 +121,8 @@ class RolloutClient:
     def control(self, engine: str, access: ServerAccess) -> ServerControl:
         """A server's control plane, as make_control's, whose calls the far end makes with its own
         keys."""
-        return RemoteControl(self, engine, access)
+        # Its methods are looked up by name in the interface.
+        return cast(ServerControl, RemoteControl(self, engine, access))
 
     @property
     def era(self) -> int:

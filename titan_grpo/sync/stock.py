@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from titan_grpo.engines.control import ServerControl, StockRoutes
-from titan_grpo.engines.sglang_stock import NOT_RECEIVED, Announced, Group
+from titan_grpo.engines.control import Announced, Group, ServerControl, StockRoutes
+from titan_grpo.engines.sglang_stock import NOT_RECEIVED
 from titan_grpo.errors import PeerError, ServerRefused, TransferFailed
 from titan_grpo.layout.manifest import Manifest, TensorSpec, buckets, names_problem
 from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Staged
