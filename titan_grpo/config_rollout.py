@@ -7,7 +7,9 @@ objects.
 import ipaddress
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
+
+from titan_grpo.errors import ConfigError
 
 LAUNCH = "launch"
 """The one value of ``rollout.servers`` that is not a URL."""
@@ -217,14 +219,36 @@ def _server_violations(r: Rollout) -> list[str]:
         'a list of URLs, or ["launch"], unless servers_file or servers_slurm is set',
         r.servers,
     )
-    for url in r.servers:
-        parts = urlsplit(url)
-        bad = parts.scheme not in ("http", "https") or not parts.hostname
-        out += rule(bad, "rollout.servers", "URLs such as http://host:8000", url)
-    out += rule(
-        len(set(r.servers)) != len(r.servers), "rollout.servers", "without repetition", r.servers
+    urls = []
+    for text in r.servers:
+        try:
+            urls.append(server_url(text).replace("://localhost", "://127.0.0.1"))
+        except ConfigError as error:
+            out.append(f"rollout.servers: {error}")
+    return out + rule(
+        len(set(urls)) != len(urls), "rollout.servers", "without repetition", r.servers
     )
-    return out
+
+
+def server_url(text: str) -> str:
+    """A server's URL in the one form that is compared: without a slash at its end, host in lower
+    case. Raises ConfigError for another than http://host:port or https://host:port with a path.
+
+    >>> server_url("http://GPU2:8000/")
+    'http://gpu2:8000'
+    """
+    text = text.strip()
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port past 65535, or brackets that do not match
+        usable = False
+    if not usable or any(letter in text for letter in "@?# "):
+        raise ConfigError(
+            "a server must be a URL such as http://host:8000, without user, query and fragment,"
+            f" got {text!r}"
+        )
+    return urlunsplit((parts.scheme, parts.netloc.lower(), parts.path.rstrip("/"), "", ""))
 
 
 def _source_violations(r: Rollout) -> list[str]:
@@ -261,11 +285,14 @@ def is_loopback(host: str) -> bool:
 def _controller_violations(r: Rollout) -> list[str]:
     if r.controller == "local":
         return []
-    url = urlsplit(r.controller)
-    bad = url.scheme not in ("http", "https") or not url.hostname
+    try:
+        host_name = urlsplit(server_url(r.controller)).hostname or ""
+    except ConfigError:
+        host_name = ""
+    bad = not host_name
     out = rule(bad, "rollout.controller", '"local" or a URL such as http://host:8910', r.controller)
     out += rule(
-        not bad and not r.controller_key_env and not is_loopback(url.hostname or ""),
+        not bad and not r.controller_key_env and not is_loopback(host_name),
         "rollout.controller_key_env",
         "set while rollout.controller is not on loopback (anybody who answers there could teach the"
         " model)",
@@ -280,7 +307,7 @@ def _controller_violations(r: Rollout) -> list[str]:
         r.callback_address,
     )
     out += rule(
-        not bad and r.servers == [LAUNCH] and not is_loopback(url.hostname or ""),
+        not bad and r.servers == [LAUNCH] and not is_loopback(host_name),
         "rollout.servers",
         "URLs while rollout.controller is on another host (launched servers listen on loopback)",
         r.servers,

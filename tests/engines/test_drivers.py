@@ -4,16 +4,19 @@ tried."""
 import asyncio
 import http.server
 import json
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.http import AsyncDriver, HttpRefused, SyncDriver
+from titan_grpo.engines.http import CA_VARIABLES, AsyncDriver, HttpRefused, SyncDriver
 from titan_grpo.engines.launch import free_port
-from titan_grpo.errors import ServerUnreachable
+from titan_grpo.errors import ConfigError, ServerUnreachable
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -132,3 +135,56 @@ def test_a_connection_on_which_a_server_failed_is_not_used_again(url):
         driver.run(vllm.health())
     _, failed, after = Handler.ports
     assert after != failed
+
+
+@pytest.fixture
+def https(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """URL of a server with a self-signed certificate, and the certificate."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=test",
+    ]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(
+        [*command, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60
+    )
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.socket = tls.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"https://127.0.0.1:{server.server_port}", certificate
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_with_a_private_authority_is_trusted_where_ssl_cert_file_names_it(
+    https: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, certificate = https
+    for variable in CA_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    for error in both(address, vllm.models()):
+        assert isinstance(error, ServerUnreachable)
+        assert "CERTIFICATE_VERIFY_FAILED" in str(error)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    assert both(address, vllm.models(), "s3cret") == [["Bearer s3cret"], ["Bearer s3cret"]]
+
+
+def test_an_unusable_ssl_cert_file_is_a_mistake_of_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing.pem"))
+    with pytest.raises(ConfigError, match=r"SSL_CERT_FILE .*missing\.pem"):
+        SyncDriver("https://127.0.0.1:1")
+    SyncDriver("http://127.0.0.1:1").close()

@@ -88,6 +88,17 @@ def test_what_the_user_gives_is_not_derived(parse) -> None:
         ),
         (
             "",
+            ("--rollout.servers=http://user:password@a:1",),
+            "rollout.servers: .*without user, query",
+        ),
+        ("", ("--rollout.servers=http://a:99999",), "rollout.servers: .*must be a URL"),
+        (
+            "",
+            ("--rollout.servers", "http://localhost:1,http://127.0.0.1:1/"),
+            "rollout.servers must be without repetition",
+        ),
+        (
+            "",
             ("--rollout.servers=launch",),
             r"rollout.launch_python must be set when .* starts \"vllm\"",
         ),

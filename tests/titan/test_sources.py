@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.config import Rollout
+from titan_grpo.config_rollout import server_url
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.server_urls import (
     ServersFile,
     expand_hosts,
     known_servers,
     parse_servers,
-    server_url,
 )
 
 
@@ -99,7 +99,10 @@ def test_urls_are_compared_in_one_form() -> None:
         "http://",
         "http://h:70000",
         "http://h:0",
+        "http://h:99999",
         "http://u@h:1",
+        "http://:password@h:1",
+        "http://h:1#top",
         "http://h:1?x=1",
         "http://a b",
     ):

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_grpo.config_rollout import server_url
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.control_socket import ask
-from titan_grpo.titan.server_urls import server_url
 
 COLUMNS = ("url", "standing", "held", "accepting", "in_flight", "last_error")
 

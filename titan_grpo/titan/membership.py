@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from titan_grpo.config_rollout import server_url
 from titan_grpo.errors import ConfigError, DataError, PeerError, ServerRefused
 from titan_grpo.observe import terminal
 from titan_grpo.sync.server_set import ServerSet
 from titan_grpo.titan.control_socket import ControlSocket
-from titan_grpo.titan.server_urls import ServersFile, server_url
+from titan_grpo.titan.server_urls import ServersFile
 
 LOOK_S = 1.0
 """How often the servers file is checked, in seconds."""

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 from titan_grpo.config import LAUNCH, Rollout
+from titan_grpo.config_rollout import server_url
 from titan_grpo.errors import ConfigError
 
 MAX_HOSTS = 65_536
@@ -17,32 +17,6 @@ MAX_HOSTS = 65_536
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],\s]+)")
-
-
-def server_url(text: str) -> str:
-    """A server's URL in the one form that is compared: without a slash at its end, host in lower
-    case.
-
-    Raises ConfigError for what is not a URL such as http://host:8000.
-
-    >>> server_url("http://GPU2:8000/")
-    'http://gpu2:8000'
-    """
-    try:
-        parts = urlsplit(text.strip())
-        port_is_whole = parts.port is None or parts.port > 0
-    except ValueError:
-        parts, port_is_whole = urlsplit(""), False
-    extra = parts.query or parts.fragment or parts.username
-    if (
-        parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or not port_is_whole
-        or extra
-        or " " in text.strip()
-    ):
-        raise ConfigError(f"a server must be a URL such as http://host:8000, got {text!r}")
-    return urlunsplit((parts.scheme, parts.netloc.lower(), parts.path.rstrip("/"), "", ""))
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
