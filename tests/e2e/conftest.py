@@ -37,7 +37,7 @@ from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Completion, Group, Prompt
 from titan_grpo.subprocesses import end
 from titan_grpo.titan.tiny import write_tiny_model
-from titan_grpo.verify.site import Devices, server_spec
+from titan_grpo.verify.server import Devices, server_spec
 
 RECIPE = "train_configs/quickstart_cpu.toml"
 API_KEY, API_KEY_VARIABLE = "the-engines-own-key", "TITAN_GRPO_TEST_API_KEY"

@@ -1,5 +1,5 @@
 """``titan-grpo verify`` against a real server: passes where nothing is wrong, and names every
-violation that is planted."""
+violation that the self-test causes."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def verify(
 
 
 def test_a_good_run_passes_with_all_its_evidence(root, tmp_path, sglang_python) -> None:
-    # On SGLang: the planted run below is on vLLM.
+    # On SGLang: the tampered run below is on vLLM.
     done, result = verify(root, tmp_path, "--engine", "sglang")
     assert done.returncode == 0, done.stdout + done.stderr
     assert result["engine"] == "sglang"
@@ -56,12 +56,12 @@ def test_a_good_run_passes_with_all_its_evidence(root, tmp_path, sglang_python) 
 
 
 @pytest.fixture(scope="module")
-def planted(
+def tampered(
     root, tmp_path_factory, vllm_python
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """One verification, on one server, in which every kind of violation is planted."""
+    """One verification, on one server, in which every kind of violation is caused."""
     return verify(
-        root, tmp_path_factory.mktemp("planted"), "--plant", "bytes,mixed,backwards,modes"
+        root, tmp_path_factory.mktemp("tampered"), "--tamper", "bytes,mixed,backwards,modes"
     )
 
 
@@ -80,8 +80,8 @@ def planted(
         ("modes", "async live and sync replay", "versions [2, 3, 4] differ"),
     ],
 )
-def test_a_planted_violation_is_named(planted, kind: str, run: str, words: str) -> None:
-    done, result = planted
+def test_a_violation_is_named(tampered, kind: str, run: str, words: str) -> None:
+    done, result = tampered
     assert done.returncode == 1, done.stdout + done.stderr
     found = [v for v in result["violations"] if (v["kind"], v["run"]) == (kind, run)]
     assert any(words in v["message"] for v in found), result["violations"]
@@ -89,10 +89,10 @@ def test_a_planted_violation_is_named(planted, kind: str, run: str, words: str) 
 
 
 @pytest.mark.long
-def test_what_was_planted_in_one_run_is_not_held_against_another(planted) -> None:
-    _, result = planted
+def test_what_was_done_to_one_run_is_not_held_against_another(tampered) -> None:
+    _, result = tampered
     assert "async replay" not in {v["run"] for v in result["violations"]}
-    # The file is written from the image with the planted bit, the versions are what the trainer
+    # The file is written from the image with the flipped bit, the versions are what the trainer
     # had.
     between = [
         v["message"] for v in result["violations"] if v["run"] == "async live and async replay"
@@ -103,7 +103,7 @@ def test_what_was_planted_in_one_run_is_not_held_against_another(planted) -> Non
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--plant", "fire"], "--plant must name"),
+        (["--tamper", "fire"], "--tamper must name"),
         (["--steps", "1"], "--steps must be 3 or more"),
         (["--out", "tests"], "new directory"),
     ],

@@ -26,7 +26,7 @@ from titan_grpo.cli import guarded
 from titan_grpo.commands.processes import stop_on_sigterm
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.tiny import write_tiny_model
-from titan_grpo.verify.site import Devices
+from titan_grpo.verify.server import Devices
 
 MODEL, OTHER_MODEL = "qwen3", "llama3"
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from tests.faults.instances import Launch, Process
 from tests.rigs.server_handle import ServerProcess
 from titan_grpo.engines import vllm
-from titan_grpo.verify.site import recorded
+from titan_grpo.verify.server import recorded
 
 
 class Engineless:

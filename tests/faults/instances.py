@@ -22,7 +22,7 @@ from titan_grpo.engines.launch import Server
 from titan_grpo.engines.server import ServerAccess, detect, make_control
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.verify.evidence import Committed
-from titan_grpo.verify.site import Devices, Engine, recorded, server_spec
+from titan_grpo.verify.server import Devices, Engine, recorded, server_spec
 
 PORTS = (20000, 30000)
 """Of servers in a network of their own, where every port is free."""

@@ -9,7 +9,7 @@ from titan_grpo.commands.verify_runs import phases
 from titan_grpo.errors import ConfigError
 from titan_grpo.verify.evidence import Run
 from titan_grpo.verify.outcome import Violation, outcome, table, throughput
-from titan_grpo.verify.site import Devices, choose_devices
+from titan_grpo.verify.server import Devices, choose_devices
 
 EMPTY = Run("a run", (), (), (), (), ())
 SUMMARY = {
@@ -74,9 +74,9 @@ def test_cuda_without_enough_gpus_is_refused_with_the_remedy(gpus: int, ranks: i
         choose_devices("cuda", gpus, ranks)
 
 
-def test_an_unplanted_verification_plants_nothing_and_a_planted_one_in_its_own_run() -> None:
-    assert {phase.plant for phase in phases(Path("out"), ())} == {""}
-    assert [phase.plant for phase in phases(Path("out"), ("bytes", "modes"))] == [
+def test_a_verification_tampers_with_nothing_and_the_self_test_with_its_own_runs() -> None:
+    assert {phase.tamper for phase in phases(Path("out"), ())} == {""}
+    assert [phase.tamper for phase in phases(Path("out"), ("bytes", "modes"))] == [
         "bytes:2",
         "",
         "modes:2",

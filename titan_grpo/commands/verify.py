@@ -1,11 +1,10 @@
-"""``titan-grpo verify``: proves on this machine, with real processes, that servers serve exactly
-the trainer's weights.
+"""``titan-grpo verify``: prove with real processes that a server serves the trainer's weights.
 
 Three runs on one real server, vLLM or SGLang: asynchronous with live rollouts, which are recorded;
-then the recording again, in asynchronous and in synchronous mode. Asserted is that (1) at every
-committed version the server's bytes are the trainer's, (2) no request was answered by a mixture of
-versions, and versions never went backwards, (3) all runs made the same weights, bit for bit. Exit
-code 0: nothing is violated; 1: what is violated is named.
+then the recording again, asynchronous and synchronous. Asserted: (1) at every committed version the
+server's bytes are the trainer's, (2) no request was answered by a mixture of versions, and versions
+never went backwards, (3) all runs made the same weights, bit for bit. Exit code 0: no violation; 1:
+every violation is named.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from titan_grpo.commands.processes import stop_on_sigterm
 from titan_grpo.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-PLANTS = ("bytes", "mixed", "backwards", "modes")
+TAMPERS = ("bytes", "mixed", "backwards", "modes")
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
@@ -28,55 +27,34 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--device",
         default="auto",
         choices=["auto", "cpu", "cuda"],
         help="auto: CUDA with two or more GPUs",
     )
-    parser.add_argument(
-        "--steps", type=int, default=6, help="training steps of each run (default 6)"
-    )
-    parser.add_argument("--nproc", type=int, default=2, help="trainer ranks (default 2)")
-    parser.add_argument(
-        "--out",
-        default="",
-        help="new directory for logs and evidence (default outputs/verify-<time>)",
-    )
-    parser.add_argument("--json", default="", metavar="PATH", help="also write the result as JSON")
+    add("--steps", type=int, default=6, help="training steps of each run (default 6)")
+    add("--nproc", type=int, default=2, help="trainer ranks (default 2)")
+    add("--out", default="", help="new directory for evidence (default outputs/verify-<time>)")
+    add("--json", default="", metavar="PATH", help="also write the result as JSON")
     # No mixture of experts: rounding in bf16 decides its routing, so log-probabilities do not tell
     # its versions apart.
-    parser.add_argument("--model", default="qwen3", choices=["qwen3", "qwen3_untied", "llama3"])
-    parser.add_argument(
-        "--engine",
-        default="vllm",
-        choices=["vllm", "sglang"],
-        help="the server's software (default vllm)",
-    )
-    parser.add_argument(
-        "--vllm-python",
-        default=str(ROOT / ".venv-vllm/bin/python"),
-        help="interpreter of vLLM's environment",
-    )
-    parser.add_argument(
-        "--sglang-python",
-        default=str(ROOT / ".venv-sglang/bin/python"),
-        help="interpreter of SGLang's",
-    )
-    parser.add_argument(
-        "--config",
-        default=str(ROOT / "train_configs/verify_2gpu.toml"),
-        help="TOML file of the runs",
-    )
-    # The self-test, for tests/e2e/test_verify.py: plants violations for real, comma-separated; the
-    # run must then fail.
-    parser.add_argument("--plant", default="", help=argparse.SUPPRESS)
+    add("--model", default="qwen3", choices=["qwen3", "qwen3_untied", "llama3"])
+    add("--engine", default="vllm", choices=["vllm", "sglang"], help="of the server (default vllm)")
+    for engine, title in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        python = ROOT / f".venv-{engine}/bin/python"
+        add(f"--{engine}-python", default=str(python), help=f"interpreter of {title}'s environment")
+    config = ROOT / "train_configs/verify_2gpu.toml"
+    add("--config", default=str(config), help="TOML file of the runs")
+    # The self-test (tests/e2e/test_verify.py): cause these violations; the run must fail.
+    add("--tamper", default="", help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args(argv)
     options.rest = rest
-    options.plants = tuple(filter(None, options.plant.split(",")))
-    if unknown := set(options.plants) - set(PLANTS):
+    options.tampers = tuple(filter(None, options.tamper.split(",")))
+    if unknown := set(options.tampers) - set(TAMPERS):
         raise ConfigError(
-            f"--plant must name {', '.join(PLANTS)}, got {', '.join(sorted(unknown))}"
+            f"--tamper must name {', '.join(TAMPERS)}, got {', '.join(sorted(unknown))}"
         )
     if options.steps < 3 or options.nproc < 1:
         raise ConfigError(

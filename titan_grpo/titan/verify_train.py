@@ -1,4 +1,4 @@
-"""``torchrun ... -m titan_grpo.titan.verify_train --evidence DIR [--plant KIND:N] -- ARGUMENTS``: a
+"""``torchrun ... -m titan_grpo.titan.verify_train --evidence DIR [--tamper KIND:N] -- ARGUMENTS``: a
 run with evidence."""
 
 import argparse
@@ -12,7 +12,7 @@ def main(argv: list[str]) -> int:
     to torchrun."""
     parser = argparse.ArgumentParser(prog="titan_grpo.titan.verify_train", description=__doc__)
     parser.add_argument("--evidence", type=Path, required=True)
-    parser.add_argument("--plant", default="")
+    parser.add_argument("--tamper", default="")
     cut = argv.index("--")
     options = parser.parse_args(argv[:cut])
     # First: it patches what must be patched before torchtitan is imported.
@@ -21,11 +21,11 @@ def main(argv: list[str]) -> int:
     prepare()
     from titan_grpo.titan.jobconfig import parse
     from titan_grpo.titan.trainer import run
-    from titan_grpo.titan.verify_trainer import Plant, VerifyTrainer
+    from titan_grpo.titan.verify_trainer import Tamper, VerifyTrainer
 
     run(
         parse(argv[cut + 1 :]),
-        partial(VerifyTrainer, evidence=options.evidence, plant=Plant.parse(options.plant)),
+        partial(VerifyTrainer, evidence=options.evidence, tamper=Tamper.parse(options.tamper)),
     )
     return 0
 

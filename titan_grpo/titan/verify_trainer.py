@@ -27,8 +27,8 @@ TRAINER_EVIDENCE = "trainer.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Plant:
-    """A violation to plant: the self-test.
+class Tamper:
+    """A violation to cause: the self-test.
 
     ``bytes``: every version from ``at`` on is published with one sign flipped, and trained on
     without (every one, since any of them may be skipped); ``modes``: one weight changes its sign
@@ -39,8 +39,8 @@ class Plant:
     at: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> "Plant":
-        """``"bytes:2"``; an empty text plants nothing."""
+    def parse(cls, text: str) -> "Tamper":
+        """``"bytes:2"``; an empty text causes nothing."""
         kind, _, at = text.partition(":")
         return cls(kind, int(at)) if text else cls()
 
@@ -54,9 +54,9 @@ class VerifyTrainer(GRPOTrainer):
     """See the module's docstring. Rank 0 writes TRAINER_EVIDENCE and one safetensors file per
     version into ``evidence``."""
 
-    def __init__(self, job_config: Any, evidence: Path, plant: Plant) -> None:
+    def __init__(self, job_config: Any, evidence: Path, tamper: Tamper) -> None:
         super().__init__(job_config)
-        self._evidence, self._plant = evidence, plant
+        self._evidence, self._tamper = evidence, tamper
         self._adapter = self.train_spec.state_dict_adapter(
             self.model_args, job_config.model.hf_assets_path
         )
@@ -71,7 +71,7 @@ class VerifyTrainer(GRPOTrainer):
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
     ) -> None:
         """GRPOTrainer's step, then the version it made is written down."""
-        if self._plant == Plant("modes", self.step):
+        if self._tamper == Tamper("modes", self.step):
             self.sync.fence()
             self._flip()
         before = self.version
@@ -80,11 +80,11 @@ class VerifyTrainer(GRPOTrainer):
             self._witness(self.version)
 
     def _publish(self, version: int, slot: int) -> None:
-        planted = self._plant.kind == "bytes" and version >= self._plant.at
-        if planted:
+        tampered = self._tamper.kind == "bytes" and version >= self._tamper.at
+        if tampered:
             self._flip()
         super()._publish(version, slot)
-        if planted:
+        if tampered:
             # On a device the copy is only enqueued: it must have read the wrong value before that
             # is taken back.
             self.sync.fence()

@@ -1,11 +1,10 @@
-"""What a verification looks at, as records: written by trainer, server and prober, read back from
-their files."""
+"""What a verification looks at: records of trainer, server and prober."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
+
+import msgspec
 
 from titan_grpo.errors import DataError
 from titan_grpo.protocol.messages import Label
@@ -13,16 +12,19 @@ from titan_grpo.protocol.messages import Label
 START = -1
 """Stands for the weights that a server had before the run committed anything."""
 
+Line = TypeVar("Line")
+
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """One version as the trainer had it. ``tensors``: HF name -> digest; ``fingerprint``: what its
-    image must have."""
+    """One version as the trainer had it. ``tensors``: HF name -> digest."""
 
     version: int
     digest: str
     fingerprint: str
-    tensors: Mapping[str, str]
+    """Of its image."""
+
+    tensors: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Committed:
     version: int
     ok: bool
     fingerprint: str
-    tensors: Mapping[str, str]
+    tensors: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What one version computes: log-probabilities by prompt. ``digest`` names its content (equal
-    weights, equal digest)."""
+    """What one version computes: log-probabilities by prompt. Equal weights, equal ``digest``."""
 
     version: int
     digest: str
@@ -60,41 +61,41 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training run with everything that was seen of it. ``probe_errors``: requests that got no
-    answer, and why."""
+    """One training run with everything that was seen of it."""
 
     name: str
     made: tuple[Made, ...]
     claimed: tuple[int, ...]
     """Versions that the trainer's summary calls committed."""
+
     commits: tuple[Committed, ...]
     probes: tuple[Probe, ...]
     references: tuple[Reference, ...]
     probe_errors: tuple[str, ...] = ()
+    """Why requests got no answer."""
+
     final_file: str = ""
     """SHA-256 of the trained weights' file."""
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path, kind: type[Line], skip: int = 0) -> tuple[Line, ...]:
     if not path.exists():
-        return []
+        return ()
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except ValueError as error:
-        raise DataError(f"{path} must hold one JSON object per line: {error}") from error
+        lines = path.read_bytes().splitlines()[skip:]
+        return tuple(msgspec.json.decode(line, type=kind) for line in lines)
+    except msgspec.MsgspecError as error:
+        raise DataError(f"each line of {path} must be a {kind.__name__}: {error}") from error
 
 
 def read_made(path: Path) -> tuple[Made, ...]:
     """The trainer's lines; empty if there is no such file."""
-    return tuple(
-        Made(d["version"], d["digest"], d["fingerprint"], d["tensors"]) for d in _lines(path)
-    )
+    return _read(path, Made)
 
 
 def read_commits(path: Path, skip: int = 0) -> tuple[Committed, ...]:
     """The server's lines behind the first ``skip``; empty if there is no such file."""
-    keys = ("run_id", "worker", "version", "ok", "fingerprint", "tensors")
-    return tuple(Committed(*(d[key] for key in keys)) for d in _lines(path)[skip:])
+    return _read(path, Committed, skip)
 
 
 def label_version(text: str, run_id: str) -> int:

@@ -3,11 +3,10 @@ torch.
 
 Kinds: ``bytes`` (a server's bytes are not the trainer's), ``mixed`` (an answer fits no version),
 ``backwards`` (an older version was seen after a newer one), ``label`` (a server names another
-version than it serves), ``foreign`` (somebody else committed to the server), ``modes`` (runs that
+version than it serves), ``foreign`` (another run committed to the server), ``modes`` (runs that
 must agree do not), ``evidence`` (there is too little of it to prove anything, which counts as a
-failure).
-
-What a verification found, as a table for people and as JSON for programs. Pure."""
+failure). The outcome is a table for people and JSON for programs.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from itertools import combinations
 from typing import Any
 
 from titan_grpo.protocol.messages import Label
-from titan_grpo.verify.evidence import START, Made, Probe, Reference, Run, label_version
+from titan_grpo.verify.evidence import START, Probe, Reference, Run, label_version
 
 MIN_PROBES = 6
 SHOWN = 3
@@ -49,69 +48,47 @@ def distance(a: Sequence[float], b: Sequence[float]) -> float:
     return worst
 
 
-def check_bytes(run: Run) -> list[Violation]:
+def check_bytes(run: Run) -> Iterator[Violation]:
     """Every claimed or recorded commit holds, tensor by tensor, what the trainer had; fingerprints
     and labels agree."""
     made, run_id = {m.version: m for m in run.made}, run_of(run)
-    taken = {c.version for c in run.commits if c.ok and c.run_id == run_id}
-    out = [
-        Violation(
-            "bytes",
-            run.name,
-            f"version {v} is called committed, but the server's plugin recorded no commit of it",
-        )
+    own = [c for c in run.commits if c.ok and c.run_id == run_id]
+    messages = [
+        f"version {v} is called committed, but the server's plugin recorded no commit of it"
         for v in run.claimed
-        if v not in taken
+        if v not in {c.version for c in own}
     ]
-    for commit in run.commits:
-        if not commit.ok or commit.run_id != run_id:
-            continue
+    for commit in own:
         where = f"version {commit.version} on worker {commit.worker}"
-        if commit.version not in made:
-            out.append(
-                Violation("bytes", run.name, f"{where}: the trainer never made that version")
-            )
-            continue
-        want = made[commit.version]
-        if wrong := differing(want.tensors, commit.tensors):
-            shown = ", ".join(wrong[:SHOWN]) + (", ..." if len(wrong) > SHOWN else "")
-            message = (
-                f"{where}: {len(wrong)} of {len(want.tensors)} tensors are not the trainer's"
-                f" ({shown})"
-            )
-            out.append(Violation("bytes", run.name, message))
+        want = made.get(commit.version)
+        if want is None:
+            messages.append(f"{where}: the trainer never made that version")
+        elif wrong := differing(want.tensors, commit.tensors):
+            names = ", ".join(wrong[:SHOWN]) + (", ..." if len(wrong) > SHOWN else "")
+            of = f"{len(wrong)} of {len(want.tensors)} tensors"
+            messages.append(f"{where}: {of} are not the trainer's ({names})")
         elif commit.fingerprint != want.fingerprint:
-            message = (
+            messages.append(
                 f"{where}: fingerprint {commit.fingerprint} is not that of the trainer's image,"
                 f" {want.fingerprint}"
             )
-            out.append(Violation("bytes", run.name, message))
-    return out + list(_labels_with_other_fingerprints(run, made))
-
-
-def _labels_with_other_fingerprints(run: Run, made: Mapping[int, Made]) -> Iterator[Violation]:
-    run_id = run_of(run)
     for text in dict.fromkeys(p.after for p in run.probes):
         label = Label.parse(text)
-        if label is None or label.run_id != run_id:
-            continue
-        if label.version not in made or made[label.version].fingerprint != label.fingerprint:
-            yield Violation(
-                "bytes",
-                run.name,
-                f"the server's label {text} has not the fingerprint of the trainer's version",
-            )
+        if label is not None and label.run_id == run_id:
+            want = made.get(label.version)
+            if want is None or want.fingerprint != label.fingerprint:
+                messages.append(
+                    f"the server's label {text} has not the fingerprint of the trainer's version"
+                )
+    yield from (Violation("bytes", run.name, message) for message in messages)
 
 
-def check_foreign(run: Run) -> list[Violation]:
+def check_foreign(run: Run) -> Iterator[Violation]:
     """No other run committed anything to the server while this one trained."""
-    others = [c for c in run.commits if c.ok and c.run_id != run_of(run)]
-    return [
-        Violation(
-            "foreign", run.name, f"version {c.version} was committed by another run, {c.run_id}"
-        )
-        for c in others
-    ]
+    for commit in run.commits:
+        if commit.ok and commit.run_id != run_of(run):
+            text = f"version {commit.version} was committed by another run, {commit.run_id}"
+            yield Violation("foreign", run.name, text)
 
 
 def differing(want: Mapping[str, str], got: Mapping[str, str]) -> list[str]:
@@ -122,13 +99,8 @@ def differing(want: Mapping[str, str], got: Mapping[str, str]) -> list[str]:
 def run_of(run: Run) -> str:
     """Id of the training run: the newest that the labels name (an older one is what the server came
     from)."""
-    labels = [
-        label
-        for p in run.probes
-        for text in (p.before, p.after)
-        if (label := Label.parse(text)) is not None
-    ]
-    return max((label.run_id for label in labels), default="")
+    labels = [Label.parse(text) for p in run.probes for text in (p.before, p.after)]
+    return max((label.run_id for label in labels if label is not None), default="")
 
 
 def candidates(probe: Probe, references: Sequence[Reference], tolerance: float) -> list[Reference]:
@@ -140,8 +112,7 @@ def candidates(probe: Probe, references: Sequence[Reference], tolerance: float) 
 
 
 def check_probes(run: Run, tolerance: float) -> list[Violation]:
-    """Every answer is that of exactly one version, versions never go backwards, and labels tell the
-    truth.
+    """Every answer is that of exactly one version, versions never go backwards, and labels are true.
 
     Two versions of the same content count as one. ``probes`` are in the order in which one client
     sent them, each after the answer to the one before. Of many like violations in a row, the first
@@ -159,55 +130,38 @@ def check_probes(run: Run, tolerance: float) -> list[Violation]:
             # from an earlier run of the same data); the label tells them apart. Versions of this
             # run are told apart without it: see check_evidence.
             fitting = [r for r in fitting if low <= r.version <= high]
-        if len({r.digest for r in fitting}) != 1:
-            text = _no_single_version(number, probe, possible, fitting, tolerance)
-            found.setdefault(("mixed", current), []).append(text)
-            continue
         versions = sorted(r.version for r in fitting)
+        if len({r.digest for r in fitting}) != 1:
+            if fitting:
+                text = f"fits versions {versions} alike within {tolerance:g} nats"
+            else:
+                off, near = min(
+                    (distance(probe.logprobs, r.logprobs[probe.prompt]), r.version)
+                    for r in possible
+                )
+                text = f"fits no version; the nearest, {near}, is {off:.3f} nats off, allowed are"
+                text += f" {tolerance:g}"
+            found.setdefault(("mixed", current), []).append(f"probe {number} {text}")
+            continue
+        newest = versions[-1]
         ahead = [v for v in versions if v >= current]
+        text = f"probe {number} was answered by version {newest}"
+        said = f"the label said {low} before, {high} after"
         if not ahead or high < low:
-            text = (
-                f"probe {number} was answered by version {versions[-1]} after version {current} had"
-                " been seen"
-            )
-            found.setdefault(("backwards", versions[-1]), []).append(
-                f"{text}; the label said {low} before, {high} after"
-            )
+            text = f"{text} after version {current} had been seen; {said}"
+            found.setdefault(("backwards", newest), []).append(text)
         elif not any(low <= v <= high for v in versions):
-            text = (
-                f"probe {number} was answered by version {versions[-1]}, the label said {low}"
-                f" before, {high} after"
-            )
-            found.setdefault(("label", versions[-1]), []).append(text)
-        current = ahead[0] if ahead else versions[-1]
+            found.setdefault(("label", newest), []).append(f"{text}, {said}")
+        current = ahead[0] if ahead else newest
     return [
-        Violation(
-            kind,
-            run.name,
-            texts[0] + (f" (and {len(texts) - 1} more probes)" if len(texts) > 1 else ""),
-        )
+        Violation(kind, run.name, texts[0] + more(len(texts) - 1))
         for (kind, _), texts in found.items()
     ]
 
 
-def _no_single_version(
-    number: int,
-    probe: Probe,
-    references: Sequence[Reference],
-    fitting: Sequence[Reference],
-    tolerance: float,
-) -> str:
-    if fitting:
-        return (
-            f"probe {number} fits versions {[r.version for r in fitting]} alike within"
-            f" {tolerance:g} nats"
-        )
-    nearest = min(references, key=lambda r: distance(probe.logprobs, r.logprobs[probe.prompt]))
-    off = distance(probe.logprobs, nearest.logprobs[probe.prompt])
-    return (
-        f"probe {number} fits no version; the nearest, {nearest.version}, is {off:.3f} nats off,"
-        f" allowed are {tolerance:g}"
-    )
+def more(count: int) -> str:
+    """Say how many like violations are not shown."""
+    return f" (and {count} more probes)" if count else ""
 
 
 def separation(references: Sequence[Reference]) -> float:
@@ -303,12 +257,8 @@ def check_all(runs: Sequence[Run], tolerance: float) -> list[Violation]:
     """Every check on every run, and all runs against the first."""
     out: list[Violation] = []
     for run in runs:
-        out += (
-            check_bytes(run)
-            + check_foreign(run)
-            + check_probes(run, tolerance)
-            + check_evidence(run, tolerance)
-        )
+        out += [*check_bytes(run), *check_foreign(run)]
+        out += check_probes(run, tolerance) + check_evidence(run, tolerance)
     for other in runs[1:]:
         out += check_same(runs[0], other)
     return out
@@ -381,51 +331,44 @@ def outcome(
 
 def table(result: Mapping[str, Any]) -> str:
     """The object of ``outcome`` as text."""
-    head = (
-        f"{'run':<14}{'made':>5}{'committed':>10}{'probes':>8}{'seen':>6}{'worst fit':>11}{'apart':>8}"
-        "  final weights"
-    )
     lines = [
-        head,
-        *(
-            f"{run['run']:<14}{run['versions_made']:>5}{run['versions_committed']:>10}{run['probes']:>8}{len(run['versions_seen']):>6}{run['worst_fit_nats']:>11.4f}{run['separation_nats']:>8.2f}"
-            f"  {run['final_digest']}"
-            for run in result["runs"]
-        ),
+        f"{'run':<14}{'made':>5}{'committed':>10}{'probes':>8}{'seen':>6}{'worst fit':>11}"
+        f"{'apart':>8}  final weights"
     ]
-    lines.append(
-        "(worst fit and apart in nats; an answer fits a version within"
-        f" {result['tolerance_nats']:g})"
-    )
     lines += [
-        "",
-        (
-            f"{'run':<14}{'steps/s':>9}{'synced MiB/s':>14}{'sent MiB/s':>12}{'commit s':>10}{'blocked s':>11}{'gather s':>10}"
-        ),
+        f"{run['run']:<14}{run['versions_made']:>5}{run['versions_committed']:>10}"
+        f"{run['probes']:>8}{len(run['versions_seen']):>6}{run['worst_fit_nats']:>11.4f}"
+        f"{run['separation_nats']:>8.2f}  {run['final_digest']}"
+        for run in result["runs"]
     ]
+    within = f"{result['tolerance_nats']:g}"
+    lines += [f"(worst fit and apart in nats; an answer fits a version within {within})", ""]
+    lines.append(
+        f"{'run':<14}{'steps/s':>9}{'synced MiB/s':>14}{'sent MiB/s':>12}{'commit s':>10}"
+        f"{'blocked s':>11}{'gather s':>10}"
+    )
     for run in result["runs"]:
         if speed := run["throughput"]:
             lines.append(
-                f"{run['run']:<14}{speed['steps_per_s']:>9.2f}{speed['synced_mib_s']:>14.1f}{speed['sent_mib_s']:>12.0f}"
-                f"{speed['commit_s']:>10.3f}{speed['blocked_s']:>11.4f}{speed['gather_s']:>10.3f}"
+                f"{run['run']:<14}{speed['steps_per_s']:>9.2f}{speed['synced_mib_s']:>14.1f}"
+                f"{speed['sent_mib_s']:>12.0f}{speed['commit_s']:>10.3f}"
+                f"{speed['blocked_s']:>11.4f}{speed['gather_s']:>10.3f}"
             )
-    lines.append("(steps include the gather, which only a verification does)")
-    found = list(_shown(result["violations"]))
-    return "\n".join([*lines, "", *found, "FAILED" if found else "PASSED: no violation"])
+    lines += ["(steps include the gather, which only a verification does)", ""]
+    found = _selection(result["violations"])
+    return "\n".join([*lines, *found, "FAILED" if found else "PASSED: no violation"])
 
 
-def _shown(violations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """One line per violation; where there are many, at least one of every kind and run, and how
-    many there are."""
-    lines = [
-        (v["kind"], v["run"], f"VIOLATION {v['kind']} in run {v['run']}: {v['message']}")
-        for v in violations
-    ]
-    firsts = {(kind, run): line for kind, run, line in reversed(lines)}
-    order = [line for _, _, line in lines if line in firsts.values()] + [
-        x for _, _, x in lines if x not in firsts.values()
-    ]
-    shown = max(MOST_SHOWN, len(firsts))
-    yield from order[:shown]
-    if len(lines) > shown:
-        yield f"... {len(lines)} violations in all"
+def _selection(violations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line per violation; of many, at least one of every kind and run, and their number."""
+    firsts: list[str] = []
+    others: list[str] = []
+    seen = set()
+    for v in violations:
+        key = (v["kind"], v["run"])
+        line = f"VIOLATION {v['kind']} in run {v['run']}: {v['message']}"
+        (others if key in seen else firsts).append(line)
+        seen.add(key)
+    chosen = [*firsts, *others][: max(MOST_SHOWN, len(firsts))]
+    left = len(violations) - len(chosen)
+    return chosen + ([f"... {len(violations)} violations in all"] if left else [])

@@ -1,8 +1,7 @@
-"""The self-test's foreign sender: puts other weights on a server behind the trainer's back, over
-the real lane.
+"""The self-test's foreign sender: commits other weights to a server over the real lane.
 
-What it plants is what a zombie trainer or a torn load would leave: the server itself is healthy and
-sure of itself."""
+It leaves what a zombie trainer or a torn load would: the server itself is healthy, its label wrong.
+"""
 
 import time
 from collections.abc import Mapping
@@ -37,7 +36,7 @@ def commit_foreign(
     """Send and commit ``tensors`` as ``version`` of a newer run, and leave the server's label as it
     was.
 
-    A sender without the server's run key would be refused: this one has stolen it.
+    A sender without the server's run key would be refused: this one has it.
     """
     entries = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
     manifest = Manifest.build(entries, BLOCK_BYTES)
@@ -46,7 +45,7 @@ def commit_foreign(
     link = LaneLink(run_id, 1, manifest, options)
     control = make_control(AUTO, ServerAccess(url, DEADLINE_S))
     label = control.label()
-    with SharedImage.create(manifest.total_bytes, "titan_grpo plant") as image:
+    with SharedImage.create(manifest.total_bytes, "titan_grpo tamper") as image:
         bytes_ = image.tensor()
         for spec in manifest.tensors:
             bytes_[spec.offset : spec.offset + spec.nbytes] = (
@@ -70,4 +69,4 @@ def commit_foreign(
             link.close()
             control.close()
     if not applied.ok:
-        raise TransferFailed(f"the planted version {version} was refused: {applied.error}")
+        raise TransferFailed(f"the foreign version {version} was refused: {applied.error}")

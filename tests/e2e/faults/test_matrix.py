@@ -25,7 +25,7 @@ from tests.faults.rig import Settings
 from tests.faults.runner import Launches, Runner, groups, site_bench
 from tests.faults.site import Site
 from tests.rigs.proxy import Act
-from titan_grpo.verify.site import recorded
+from titan_grpo.verify.server import recorded
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

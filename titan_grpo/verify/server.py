@@ -1,5 +1,4 @@
-"""Where a verification runs: which devices, the real server with the recorder in it, and the
-trainer's environment."""
+"""The server of a verification: its devices, and its plugin that records every commit."""
 
 import json
 from collections.abc import Mapping
@@ -14,8 +13,7 @@ from titan_grpo.verify import recording
 
 STARTUP_S = 300.0
 GPU_SHARE = "0.3"
-"""Part of a GPU's memory that the server takes: on two GPUs it shares the second one with a trainer
-rank."""
+"""Of a GPU's memory: on two GPUs the server shares the second one with a trainer rank."""
 
 MAX_MODEL_LEN = 256
 
@@ -48,7 +46,7 @@ class Devices:
 
 def choose_devices(wanted: str, gpus: int, ranks: int) -> Devices:
     """``wanted`` auto, cpu or cuda, on a host with ``gpus`` GPUs. Pure. Raises ConfigError where
-    CUDA can not be used.
+    CUDA cannot be used.
 
     >>> choose_devices("auto", 1, 2), choose_devices("auto", 2, 2), choose_devices("cuda", 4, 2)
     (Devices(kind='cpu', server_gpu=0), Devices(kind='cuda', server_gpu=1), Devices(kind='cuda', server_gpu=2))
