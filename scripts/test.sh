@@ -2,15 +2,20 @@
 # Every check of the project: set-up if needed, formatting, lint, types, all states of the protocol, then the whole test suite
 # with real servers.
 #
-#   scripts/test.sh [--long] [arguments for pytest]      e.g. scripts/test.sh -m "not e2e" tests/observe
+#   scripts/test.sh [--fast|--long] [arguments for pytest]      e.g. scripts/test.sh -m "not e2e" tests/observe
+#   --fast   formatting, lint, types, and the tests that need neither a server nor torchtitan: about a minute
 #   --long   those tests too that a quarter of an hour has no room for
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-case "${1:-}" in -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+case "${1:-}" in -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
-marks=()
-if [ "${1:-}" = --long ]; then shift; marks=(-m ""); fi
+marks=() states=yes
+case "${1:-}" in
+  --long) shift; marks=(-m "") ;;
+  --fast) shift; marks=(-m "not e2e and not long and not slow"); states=no ;;
+esac
+[ $# -eq 0 ] || states=no
 
 step() { printf '\n== %s\n' "$*"; }
 
@@ -23,8 +28,10 @@ step "ruff check"
 .venv/bin/ruff check .
 step "mypy"
 .venv/bin/mypy
-step "every state of the protocol"
-[ $# -gt 0 ] || .venv/bin/python -m tests.model_check --ranks 2 --servers 2 --versions 3
+if [ $states = yes ]; then
+  step "every state of the protocol"
+  .venv/bin/python -m tests.model_check --ranks 2 --servers 2 --versions 3
+fi
 step "pytest"
 # Two workers: most of the time is spent waiting for servers and processes to start. What shares a server stays on one worker
 # (tests/conftest.py). The longest tests are named, because the whole has to stay within what a person waits for.

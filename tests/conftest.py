@@ -32,6 +32,22 @@ them, on one server."""
 FIRST = "tests/e2e/"
 """What takes longest comes first, so that no worker is left alone with it in the end."""
 
+SLOW = (
+    "tests/layout/test_image.py",
+    "tests/model_check/",
+    "tests/patches/",
+    "tests/rollout/test_broken_off.py",
+    "tests/rollout/test_client.py",
+    "tests/rollout/test_engine_calls.py",
+    "tests/rollout/test_idle.py",
+    "tests/rollout/test_links.py",
+    "tests/sync/test_transports.py",
+    "tests/titan/",
+    "tests/verify/test_reference.py",
+)
+"""What ``scripts/test.sh --fast`` leaves out besides real servers: it searches states, imports
+torchtitan, or starts an interpreter per test."""
+
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,9 +63,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if known and known[-1].scope == "session" and groups.get(item.path) != "sglang":
                 groups[item.path] = group
     for item in items:
-        item.add_marker(
-            pytest.mark.xdist_group(groups.get(item.path, item.path.relative_to(ROOT).as_posix()))
-        )
+        path = item.path.relative_to(ROOT).as_posix()
+        item.add_marker(pytest.mark.xdist_group(groups.get(item.path, path)))
+        if path.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
     order = {"sglang": 0, "vllm": 1}
     items.sort(
         key=lambda item: (

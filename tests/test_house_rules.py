@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.conftest import SLOW
+
 MAX_FILE = 600
 MAX_FUNCTION = 80
 USUAL_FUNCTION = 35
@@ -184,6 +186,10 @@ def test_commands_and_files_that_the_readme_names_exist(root) -> None:
     assert named <= set(COMMANDS), (
         f"the README names commands that titan-grpo does not have: {named - set(COMMANDS)}"
     )
+
+
+def test_what_the_fast_check_leaves_out_exists(root) -> None:
+    assert [path for path in SLOW if not (root / path).exists()] == []
 
 
 def test_scripts_are_executable_and_strict(root) -> None:
