@@ -1,5 +1,4 @@
-from dataclasses import replace
-
+import msgspec
 import pytest
 
 from titan_grpo.commands import doctor_checks
@@ -72,20 +71,25 @@ def test_a_package_outside_its_range_is_named_with_the_command_that_mends_it(
     [
         (JOINED, False, "ok", "it demands no run key"),
         (
-            replace(JOINED, keyed=True),
+            msgspec.structs.replace(JOINED, keyed=True),
             False,
             "warning",
             "it demands a run key, and there is none here",
         ),
-        (replace(JOINED, keyed=True), True, "ok", "it has proven that it has our run key"),
         (
-            replace(JOINED, keyed=True, ok=False, error="another run key"),
+            msgspec.structs.replace(JOINED, keyed=True),
+            True,
+            "ok",
+            "it has proven that it has our run key",
+        ),
+        (
+            msgspec.structs.replace(JOINED, keyed=True, ok=False, error="another run key"),
             True,
             "problem",
             "refuse a trainer from here: a",
         ),
         (
-            replace(JOINED, ok=False, error="this end has none"),
+            msgspec.structs.replace(JOINED, ok=False, error="this end has none"),
             True,
             "problem",
             "this end has none",
@@ -173,7 +177,7 @@ def test_another_backend_and_a_receiver_that_does_not_call_back_are_told_apart()
 
 
 def test_half_loaded_weights_are_a_problem() -> None:
-    finding = server(facts(joined=replace(JOINED, intact=False)))[-1]
+    finding = server(facts(joined=msgspec.structs.replace(JOINED, intact=False)))[-1]
     assert finding.status == "problem"
     assert "half-loaded" in finding.text
 

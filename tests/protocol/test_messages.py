@@ -1,9 +1,10 @@
 """The lane's messages: what is written is read back, and what is not exactly a message is
 refused."""
 
-import dataclasses
 import json
+import re
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,22 +46,23 @@ def test_a_message_is_read_back_as_it_was_written(message):
 
 @pytest.mark.parametrize("message", MESSAGES, ids=names)
 def test_a_missing_key_is_named(message):
-    for key in message.to_dict():
+    for field in msgspec.structs.fields(message):
         data = message.to_dict()
-        del data[key]
-        with pytest.raises(PeerError, match=f"lacks {key}"):
-            type(message).from_dict(data)
+        del data[field.name]
+        if field.required:
+            with pytest.raises(PeerError, match=f"missing required field `{field.name}`"):
+                type(message).from_dict(data)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=names)
 def test_an_unknown_key_is_named(message):
-    with pytest.raises(PeerError, match="unknown keys surprise"):
+    with pytest.raises(PeerError, match="unknown field `surprise`"):
         type(message).from_dict(message.to_dict() | {"surprise": 1})
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=names)
 def test_a_value_of_a_wrong_type_is_refused(message):
-    for field in dataclasses.fields(message):
+    for field in msgspec.structs.fields(message):
         with pytest.raises(PeerError, match=field.name):
             type(message).from_dict(message.to_dict() | {field.name: [1]})
 
@@ -74,22 +76,22 @@ def test_true_is_not_a_number_and_a_whole_number_is_a_float():
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
     [
-        ("epoch", 0, "epoch >= 1"),
-        ("store_port", 70000, "store_port"),
-        ("rank", 0, "rank 0 is the lane"),
+        ("epoch", 0, ">= 1 - at `$.epoch`"),
+        ("store_port", 70000, "<= 65535 - at `$.store_port`"),
+        ("rank", 0, ">= 1 - at `$.rank`"),
         ("size", 1, "rank < size"),
-        ("timeout_s", 0.0, "timeout_s > 0"),
+        ("timeout_s", 0.0, "> 0.0 - at `$.timeout_s`"),
         ("bucket_bytes", 5000, "multiple of block_bytes"),
-        ("block_bytes", 0, "multiple of block_bytes"),
+        ("block_bytes", 0, ">= 1 - at `$.block_bytes`"),
     ],
 )
 def test_an_impossible_hello_is_refused_with_its_rule(key, value, rule):
-    with pytest.raises(PeerError, match=rule):
+    with pytest.raises(PeerError, match=re.escape(rule)):
         Hello.from_dict(HELLO.to_dict() | {key: value})
 
 
 def test_an_unknown_order_is_refused():
-    with pytest.raises(PeerError, match="op is one of"):
+    with pytest.raises(PeerError, match="Invalid enum value"):
         Order.from_json(json.dumps(MESSAGES[2].to_dict() | {"op": "delete"}))
 
 
@@ -97,12 +99,6 @@ def test_an_unknown_order_is_refused():
 def test_anything_else_is_refused_and_never_crashes(text):
     with pytest.raises(PeerError):
         Staged.from_json(text)
-
-
-@given(st.floats(0, 4e9), st.floats(0, 4e9))
-def test_run_ids_sort_by_their_start_time(a, b):
-    if int(a * 1000) < int(b * 1000):
-        assert new_run_id(a) < new_run_id(b)
 
 
 def test_two_runs_of_the_same_millisecond_differ():
@@ -120,16 +116,16 @@ KEY = Key(bytes(32))
 def test_a_proof_survives_the_journey_and_a_changed_value_does_not(message):
     arrived = type(message).from_json(message.proven(KEY).to_json())
     arrived.require_proof(KEY)
-    for field in dataclasses.fields(message):
+    for field in msgspec.structs.fields(message):
         value = getattr(message, field.name)
-        if (
-            field.name != "proof"
-            and isinstance(value, int | float | str)
-            and not isinstance(value, bool)
-        ):
-            other = value + 1 if isinstance(value, int | float) else f"{value}x"
-            with pytest.raises(PeerError, match="another run key, or changed on its way"):
-                dataclasses.replace(arrived, **{field.name: other}).require_proof(KEY)
+        # values that are valid in another message of the same type
+        valid = {"size": 3, "op": "stream", "apply": "streamed", "rank": 1}
+        valid |= {"bucket_bytes": 8192, "block_bytes": 8192}
+        changed = valid.get(field.name, f"{value}x" if isinstance(value, str) else 99)
+        if field.name == "proof" or changed == value or isinstance(value, bool | dict):
+            continue
+        with pytest.raises(PeerError, match="another run key, or changed on its way"):
+            msgspec.structs.replace(arrived, **{field.name: changed}).require_proof(KEY)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=names)
@@ -167,7 +163,7 @@ def test_what_has_no_address_gets_no_answer(data):
 
 @given(
     st.dictionaries(
-        st.sampled_from([f.name for f in dataclasses.fields(Hello)]),
+        st.sampled_from(list(Hello.__struct_fields__)),
         st.integers() | st.text() | st.none(),
     )
 )

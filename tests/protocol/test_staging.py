@@ -11,10 +11,8 @@ from titan_grpo.protocol.staging import (
     TRANSITIONS,
     Arrived,
     Begin,
-    Free,
     LendRequested,
     Phase,
-    Released,
     Returned,
     Spent,
     Staging,
@@ -78,11 +76,6 @@ def test_a_transfer_begins_over_one_that_broke_off():
     assert step(after(Begin(1, 7)), Begin(2, 8))[1] == (Write(),)
 
 
-def test_memory_is_freed_unless_the_engine_reads_it():
-    assert step(after(*STAGED), Released()) == (Staging(number=1), (Free(),))
-    assert step(after(*LENT), Released()) == (after(*LENT), ())
-
-
 def test_a_report_about_a_refused_commit_returns_nothing():
     for events in ((), (Begin(1, 7),), STAGED):
         assert step(after(*events), Returned()) == (after(*events), ())
@@ -124,7 +117,7 @@ EVENTS = st.one_of(
     st.builds(Begin, NUMBERS, NUMBERS),
     st.builds(Arrived, NUMBERS, NUMBERS, PRINTS, st.booleans()),
     st.builds(LendRequested, NUMBERS, NUMBERS, PRINTS),
-    st.sampled_from([Returned(), Spent(), Released()]),
+    st.sampled_from([Returned(), Spent()]),
 )
 
 
@@ -142,5 +135,4 @@ def test_what_is_lent_was_checked_and_stays_as_it_is_until_it_returns(streamed, 
             assert (new.number, new.version, new.fingerprint) in checked
         if state.phase is Phase.LENT:
             assert Write() not in actions
-            assert Free() not in actions
         state = new

@@ -208,15 +208,6 @@ def test_a_receiver_killed_between_staging_and_commit_leaves_the_old_version(sit
         link.wait_applied(1, 0.5)
 
 
-def test_release_frees_the_image_and_the_next_transfer_makes_it_anew(site, weights):
-    w = weights(1.0)
-    link = site.connect(w)
-    assert site.deliver(link, 1, 1, w).ok
-    assert link.release(2, 10.0).ok
-    assert site.deliver(link, 3, 2, weights(2.0)).ok
-    assert site.engine.value() == 2.0
-
-
 def test_a_receiver_gives_signs_of_life_between_transfers_and_the_store_does_not_grow(
     site, weights
 ):

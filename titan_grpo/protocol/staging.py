@@ -91,11 +91,6 @@ class Spent:
     """Streamed: the window's bytes have passed, or will not come."""
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
-    """The lane needs the memory no longer."""
-
-
 # Actions, beside fence.Grant and fence.Refuse.
 
 
@@ -104,13 +99,8 @@ class Write:
     """The memory may be written from now on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Give the memory back; the next transfer makes it anew."""
-
-
-Event = Begin | Arrived | LendRequested | Returned | Spent | Released
-Action = Write | Grant | Refuse | Free
+Event = Begin | Arrived | LendRequested | Returned | Spent
+Action = Write | Grant | Refuse
 Outcome = tuple[Staging, tuple[Action, ...]]
 
 
@@ -166,10 +156,6 @@ def _spent(s: Staging, _: Any) -> Outcome:
     return _emptied(s), ()
 
 
-def _released(s: Staging, _: Any) -> Outcome:
-    return _emptied(s), (Free(),)
-
-
 def _same(s: Staging, _: Any) -> Outcome:
     return s, ()
 
@@ -186,7 +172,6 @@ TRANSITIONS: dict[Phase, dict[type, _Transition]] = {
         LendRequested: _lend_nothing,
         Returned: _same,
         Spent: _same,
-        Released: _released,
     },
     # A transfer that broke off without an answer leaves WRITING behind; the next one begins over
     # it.
@@ -195,21 +180,18 @@ TRANSITIONS: dict[Phase, dict[type, _Transition]] = {
         Arrived: _arrived,
         LendRequested: _lend_nothing,
         Returned: _same,
-        Released: _released,
     },
     Phase.STAGED: {
         Begin: _begin,
         LendRequested: _lend,
         Returned: _same,
         Spent: _spent,
-        Released: _released,
     },
     Phase.LENT: {
         Begin: _begin_lent,
         LendRequested: _lend_lent,
         Returned: _returned,
         Spent: _same,
-        Released: _same,
     },
 }
 

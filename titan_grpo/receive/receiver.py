@@ -9,9 +9,10 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -114,7 +115,6 @@ class Receiver:
             "receive": self._receive,
             "stream": self._offer,
             "ping": self._ping,
-            "release": self._release,
         }
         self.streamed = hello.apply == "streamed"
         self.timeout_s = hello.timeout_s
@@ -177,7 +177,7 @@ class Receiver:
         """Forward the engine's report to the lane, and take the image back."""
         if (window := self._window) is not None:
             window.fail(f"the engine gave up: {report.error}")
-            report = replace(
+            report = msgspec.structs.replace(
                 report,
                 receive_s=window.receive_s,
                 verify_s=window.verify_s,
@@ -354,27 +354,17 @@ class Receiver:
     def _reserve(self, order: Order) -> tuple[SharedImage, Manifest]:
         """The image, once the engine has given it back; from here on nothing is staged."""
         with self._turn:
-            if self._manifest is None:
+            if self._manifest is None or self._image is None:
                 raise PeerError("the manifest must be handed over before the first transfer")
             self._turn.wait_for(
                 lambda: self._staging.phase is not staging.Phase.LENT, self._hello.timeout_s
             )
             self._step(staging.Begin(order.number, order.version))
-            if self._image is None:
-                self._image = self._create(self._manifest)
             return self._image, self._manifest
 
     def _ping(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
         """A sign of life, whatever the memory holds: this process dies with its engine."""
         transport.broadcast(torch.empty(PING_BYTES, dtype=torch.uint8), self._hello.timeout_s)
-        return Staged(order.number, 0, True, "", 0.0, 0.0, "", -1, {})
-
-    def _release(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
-        with self._turn:
-            actions = self._step(staging.Released())
-            if staging.Free() in actions and self._image is not None:
-                self._image.close()
-                self._image = None
         return Staged(order.number, 0, True, "", 0.0, 0.0, "", -1, {})
 
     def _step(self, event: staging.Event) -> tuple[staging.Action, ...]:

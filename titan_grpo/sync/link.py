@@ -22,9 +22,11 @@ from titan_grpo.protocol.messages import (
     PROBE,
     RECEIVER_RANK,
     Applied,
+    Apply,
     Commit,
     Hello,
     Joined,
+    Op,
     Order,
     Staged,
     key_prefix,
@@ -64,7 +66,7 @@ class LinkOptions:
     bucket_bytes: int
     timeout_s: float
     device: str = "cpu"
-    apply: str = "staged"
+    apply: Apply = "staged"
     run_key: Key | None = None
 
     @property
@@ -274,10 +276,6 @@ class LaneLink:
                 f"the receiver of epoch {self._epoch} refused to be asked: {answer.error}"
             )
 
-    def release(self, number: int, timeout_s: float) -> Staged:
-        """Let the receiver free its image; the next send makes it anew."""
-        return self._order(Order(number, "release", 0, "", ""), timeout_s)
-
     def bye(self, number: int) -> None:
         """Tell the receiver that no more comes; it ends. Then close."""
         self._post(Order(number, "bye", 0, "", ""))
@@ -310,7 +308,7 @@ class LaneLink:
             )
 
     def _announce(
-        self, op: str, number: int, version: int, digests: Sequence[bytes], fingerprint: str
+        self, op: Op, number: int, version: int, digests: Sequence[bytes], fingerprint: str
     ) -> None:
         self._forget(number - 1)
         key = f"digests/{number}"
