@@ -77,8 +77,7 @@ class Rollout:
     only."""
 
     callback_address: str = ""
-    """host:port of rank 0 where that service posts what it has made; empty: a free port on the
-    address that faces it. Where it can not be reached, rank 0 asks every 5 s."""
+    """No longer used, and refused: rank 0 polls the service, which calls nothing back."""
 
     controller_deadline_s: float = 120.0
     """How long that service may be unreachable before the run stops, in seconds."""
@@ -283,28 +282,28 @@ def is_loopback(host: str) -> bool:
 
 
 def _controller_violations(r: Rollout) -> list[str]:
+    out = rule(
+        bool(r.callback_address),
+        "rollout.callback_address",
+        "left out (rank 0 polls the service, and accepts no connection from it)",
+        r.callback_address,
+    )
     if r.controller == "local":
-        return []
+        return out
     try:
         host_name = urlsplit(server_url(r.controller)).hostname or ""
     except ConfigError:
         host_name = ""
     bad = not host_name
-    out = rule(bad, "rollout.controller", '"local" or a URL such as http://host:8910', r.controller)
+    out += rule(
+        bad, "rollout.controller", '"local" or a URL such as http://host:8910', r.controller
+    )
     out += rule(
         not bad and not r.controller_key_env and not is_loopback(host_name),
         "rollout.controller_key_env",
         "set while rollout.controller is not on loopback (anybody who answers there could teach the"
         " model)",
         r.controller_key_env,
-    )
-    host, _, port = r.callback_address.rpartition(":")
-    wrong = not (host and port.isdigit() and int(port) < 65536 and host not in ("0.0.0.0", "[::]"))
-    out += rule(
-        bool(r.callback_address) and wrong,
-        "rollout.callback_address",
-        "host:port as the service reaches it",
-        r.callback_address,
     )
     out += rule(
         not bad and r.servers == [LAUNCH] and not is_loopback(host_name),

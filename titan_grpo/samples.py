@@ -5,12 +5,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LARGEST_REWARD = 3e38
-"""In float32, which advantages are trained on in, there is hardly a larger number."""
+"""Advantages are computed in float32, whose range ends just above."""
+
+LARGEST_LOGPROB = 1e-3
+"""Rounding can make the log-probability of a certain token slightly positive. Larger values are no
+log-probabilities: a probability, or the 1.0 with which Atropos marks a masked token."""
 
 
 def sound_reward(reward: float) -> bool:
-    """Whether that is a reward: neither NaN nor larger than ``LARGEST_REWARD`` either way, so that
-    sums of them are finite."""
+    """Whether a reward is no NaN and no larger than ``LARGEST_REWARD`` either way, so that sums of
+    rewards are finite."""
     return abs(reward) <= LARGEST_REWARD
 
 
@@ -19,7 +23,7 @@ class Prompt:
     """One prompt of a task.
 
     ``index`` is its place in the task's endless, seeded sequence: the same index gives the same
-    prompt in every run with that seed, which is what makes a resumed run exact.
+    prompt in every run with that seed, which makes a resumed run exact.
     """
 
     index: int
@@ -50,8 +54,7 @@ class Completion:
     their ``logprobs`` mean nothing. Empty: all of them."""
 
     zero_advantage: bool = False
-    """The reward counts for the others of its group, but this completion itself is not learnt
-    from."""
+    """The reward counts for the others of its group, but this completion is not trained on."""
 
     @property
     def num_sampled(self) -> int:
@@ -69,7 +72,7 @@ class Group:
 
     @property
     def version(self) -> int:
-        """Oldest policy version in the group: what its staleness is counted from."""
+        """Oldest policy version in the group, from which its staleness is counted."""
         return min(c.version_first for c in self.completions)
 
     @property

@@ -2,7 +2,7 @@ import pytest
 
 from titan_grpo.commands import doctor_checks, doctor_facts, rollouts
 from titan_grpo.errors import ConfigError
-from titan_grpo.rollout.codec import FORMAT
+from titan_grpo.rollout.messages import FORMAT
 from titan_grpo.rollout.service import Service
 
 

@@ -31,7 +31,7 @@ from titan_grpo.patches import sglang_cpu
 from titan_grpo.protocol.messages import Label
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.records import GroupRecorder
-from titan_grpo.rollout.remote import RemoteLink
+from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.service import Service
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Completion, Group, Prompt
@@ -373,9 +373,7 @@ def through_service(monkeypatch) -> Iterator[Callable[[EngineUnderTest], EngineU
             )
             service = Service("127.0.0.1:0", "", 30.0, lambda _: None)
             stack.callback(service.close)
-            client = RolloutClient(
-                spec, "", RemoteLink(f"http://{service.address}", "", "127.0.0.1:0")
-            )
+            client = RolloutClient(spec, "", RemoteTransport(f"http://{service.address}", ""))
             stack.callback(client.close)
             client.start(60.0)
 

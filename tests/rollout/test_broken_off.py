@@ -14,9 +14,9 @@ from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.pool import Server
-from titan_grpo.rollout.sampler import Heard, Sampler, TextCodec
+from titan_grpo.rollout.sampler import Sampler, TextCodec, TokenStream
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import Asker
+from titan_grpo.rollout.task_runner import TaskRunner
 from titan_grpo.rollout.tasks.base import TaskOptions, load_task
 
 WAIT_S = 60.0
@@ -26,7 +26,9 @@ TOKENS = 6
 @pytest.fixture
 def sampler(model_dir) -> Sampler:
     spec = RolloutSpec(model_dir, group_size=2, max_completion_tokens=TOKENS)
-    return Sampler(spec, Asker(load_task("digits", TaskOptions()), TextCodec(model_dir), 8, 20.0))
+    return Sampler(
+        spec, TaskRunner(load_task("digits", TaskOptions()), TextCodec(model_dir), 8, 20.0)
+    )
 
 
 async def sample(sampler: Sampler, parts: list[Partial], server: Server, attempt: int = 0):
@@ -123,7 +125,7 @@ class Telling(AsyncDriver):
 
 def test_what_came_after_the_ledger_lost_track_is_not_kept(completion_server):
     server = Server("http://a", 3, True, "r:3:f", "vllm")
-    heard = Heard(Answer(vllm.stream([1], Sampling(9), 1.0)), server)
+    heard = TokenStream(Answer(vllm.stream([1], Sampling(9), 1.0)), server)
     assert heard.kept().token_ids == ()
     assert heard.version is None
     for version, tokens in ((3, [5]), (4, [6, 7]), (None, [8])):
@@ -134,7 +136,7 @@ def test_what_came_after_the_ledger_lost_track_is_not_kept(completion_server):
 
 
 def test_an_answer_that_only_lacked_its_last_line_is_kept_as_finished(completion_server):
-    heard = Heard(
+    heard = TokenStream(
         Answer(vllm.stream([1], Sampling(9), 1.0)), Server("http://a", 3, True, "r:3:f", "vllm")
     )
     heard.take(completion_server().piece([5, 6], "stop"))

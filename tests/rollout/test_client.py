@@ -242,7 +242,7 @@ def test_a_drain_waits_for_what_runs_and_gives_up_past_its_deadline(start, compl
 def test_a_drain_ends_with_the_run_and_with_the_departure_of_its_server(start, completion_server):
     for end in (
         lambda c, s: c.remove_server(s.url),
-        lambda c, s: c.hurry(),
+        lambda c, s: c.skip_drains(),
         lambda c, s: c.close(5),
     ):
         server, client = completion_server(), start()
@@ -337,7 +337,7 @@ def test_a_recorded_run_replays_bit_for_bit(start, completion_server, tmp_path):
 
 def test_a_killed_process_surfaces_in_next_batch(start):
     client = start()
-    psutil.Process(client._link.pid).send_signal(signal.SIGKILL)
+    psutil.Process(client._transport.pid).send_signal(signal.SIGKILL)
     with pytest.raises(RolloutStopped, match="ended with exit code -9"):
         client.next_batch(0, PER_STEP, 20)
 
@@ -373,7 +373,7 @@ def test_close_ends_a_process_with_requests_in_flight(start, completion_server):
     server.behaviour = server.hang
     client.set_server(server.url, 0, True, "0")
     server.wait_for_requests(GROUP)
-    child = psutil.Process(client._link.pid)
+    child = psutil.Process(client._transport.pid)
     begin = time.monotonic()
     client.close(60)
     assert time.monotonic() - begin < 60, "it was killed"

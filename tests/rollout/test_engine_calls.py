@@ -13,14 +13,20 @@ from titan_grpo.engines.launch import free_port
 from titan_grpo.engines.server import ServerAccess, make_control
 from titan_grpo.errors import ProtocolError, ServerRefused, ServerUnreachable, TransferFailed
 from titan_grpo.rollout.client import RolloutClient
-from titan_grpo.rollout.codec import decode, encode
 from titan_grpo.rollout.engine_calls import RemoteControl, kind_of, value_of
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
-from titan_grpo.rollout.messages import EngineAnswer, EngineCall, FromWorker, ToWorker
-from titan_grpo.rollout.remote import RemoteLink
+from titan_grpo.rollout.messages import (
+    EngineAnswer,
+    EngineCall,
+    FromWorker,
+    ToWorker,
+    decode,
+    encode,
+)
+from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.service import Service
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.transport import LocalLink
+from titan_grpo.rollout.transport import LocalTransport
 
 ANY, ENGINE_KEY, KEY_VARIABLE = "127.0.0.1:0", "the-engines-own-key", "TITAN_GRPO_TEST_ENGINE_KEY"
 CALL_S, WAIT_S = 10.0, 20.0
@@ -134,9 +140,9 @@ def far() -> Iterator[Far]:
 @pytest.fixture(params=["local", "remote"])
 def client(request, spec) -> Iterator[RolloutClient]:
     link = (
-        LocalLink()
+        LocalTransport()
         if request.param == "local"
-        else RemoteLink(f"http://{request.getfixturevalue('far').address}", "", ANY)
+        else RemoteTransport(f"http://{request.getfixturevalue('far').address}", "")
     )
     one = RolloutClient(spec, "", link)
     one.start(60)
@@ -251,7 +257,7 @@ def test_no_call_is_made_after_the_end(client, engine):
 
 def test_a_service_that_was_restarted_fails_what_it_had_begun_and_nothing_else(spec, far, engine):
     server = engine()
-    client = RolloutClient(spec, "", RemoteLink(f"http://{far.address}", "", ANY))
+    client = RolloutClient(spec, "", RemoteTransport(f"http://{far.address}", ""))
     client.start(60)
     one = control(client, server)
     one.load({"number": 1})
@@ -292,7 +298,7 @@ def test_calls_and_outcomes_are_json_and_hold_no_key(spec, engine):
         lambda: one.finish("r:2:g"),
     ):
         act()
-    texts = [encode(call, ToWorker) for call in asked]
+    texts = [encode(call) for call in asked]
     assert [decode(text, ToWorker) for text in texts] == asked
     assert ENGINE_KEY not in "".join(texts)
     for answer in (
@@ -300,7 +306,7 @@ def test_calls_and_outcomes_are_json_and_hold_no_key(spec, engine):
         EngineAnswer(2, ["a"]),
         EngineAnswer(3, None, "", "no", "ServerRefused"),
     ):
-        assert decode(encode(answer, FromWorker), FromWorker) == answer
+        assert decode(encode(answer), FromWorker) == answer
 
 
 def test_an_error_crosses_as_the_nearest_that_has_a_name_there():

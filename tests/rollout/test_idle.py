@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.transport import LocalLink
+from titan_grpo.rollout.transport import LocalTransport
 
 REQUESTS, QUIET_S, TRIES = 64, 1.0, 20
 MOST_WAKES = 6
@@ -37,7 +37,7 @@ def used(pid: int, threads: list[int] | None = None) -> Used:
 
 
 def test_waiting_for_completions_costs_nothing(completion_server, model_dir) -> None:
-    server, link = completion_server(), LocalLink()
+    server, link = completion_server(), LocalTransport()
     server.behaviour = server.hang
     spec = RolloutSpec(model_dir=model_dir, prompts_per_step=8, group_size=8, max_staleness=0)
     client = RolloutClient(spec, "", link)

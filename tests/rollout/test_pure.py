@@ -5,21 +5,24 @@ import json
 import math
 import random
 import resource
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_grpo.algorithm.batch import defect
 from titan_grpo.engines.generation import Sampled
 from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.rollout import atropos, push
 from titan_grpo.rollout.messages import ServerState
 from titan_grpo.rollout.pool import Pool
-from titan_grpo.rollout.records import GroupRecorder, ReplayClient, group_from_json, group_to_json
-from titan_grpo.rollout.sampler import completion_fault, group_fault, made_by, request_seed
+from titan_grpo.rollout.records import GroupRecorder, ReplayClient
+from titan_grpo.rollout.sampler import completion_fault, made_by, request_seed
 from titan_grpo.rollout.spec import Cursor
 from titan_grpo.rollout.tasks.base import TaskOptions, load_task
-from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt
 
 GOOD = Completion((5, 6), (-0.5, -1.25), "stop", 3, 4, "http://a", 0.5)
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -44,6 +47,26 @@ def test_a_cursor_resumes_with_exactly_the_unused_indices(order, used):
     rest = restored.unused()
     expected = sorted(order[used:]) + [12, 13]
     assert [next(rest) for _ in expected] == expected
+
+
+@pytest.mark.parametrize("logprob", [LARGEST_LOGPROB, 1.01 * LARGEST_LOGPROB])
+def test_the_sampler_the_push_server_and_the_batch_bear_the_same_rounding(logprob: float) -> None:
+    completion = replace(GOOD, logprobs=(-1.0, logprob))
+    pushed = {"tokens": [5, 6], "logprobs": [-1.0, logprob], "reward": 0.5}
+    group = {"policy_version": 0, "prompt_tokens": [1], "completions": [pushed]}
+    item = {"tokens": [[1, 6]], "masks": [[-100, 6]], "scores": [0.0]}
+    sound = logprob <= LARGEST_LOGPROB
+    assert (completion_fault(completion, 2) is None) == sound
+    assert (defect(Prompt(0, (1,)), completion) == "") == sound
+    for error, read in (
+        (DataError, lambda: push.parse(json.dumps({"groups": [group]}).encode())),
+        (
+            atropos.Rejected,
+            lambda: atropos.group_of(item | {"inference_logprobs": [[1.0, logprob]]}, 0),
+        ),
+    ):
+        with nullcontext() if sound else pytest.raises(error):
+            read()
 
 
 def test_an_index_used_twice_is_refused():
@@ -71,16 +94,13 @@ def test_a_broken_cursor_state_is_refused(state):
         ({"logprobs": (-1.0, math.nan)}, "bad_logprob"),
         ({"logprobs": (-1.0, -math.inf)}, "bad_logprob"),
         ({"logprobs": (-1.0, 0.1)}, "positive_logprob"),
+        ({"logprobs": (-1.0, 1e-7)}, None),
         ({"finish_reason": "abort"}, "unfinished"),
         ({"reward": math.nan}, "bad_reward"),
     ],
 )
 def test_each_fault_has_a_name(change, fault):
     assert completion_fault(replace(GOOD, **change), 2) == fault
-
-
-def test_a_group_short_of_members_is_refused():
-    assert group_fault(Group(Prompt(0, (1,)), (GOOD,)), 2, 8) == "wrong_size"
 
 
 def test_request_seeds_are_stable_and_fit_int64():
@@ -219,9 +239,9 @@ def test_gsm8k_visits_every_row_once_per_epoch_and_checks_answers(tmp_path):
     answers = [p.payload["answer"] for p in prompts]
     assert sorted(answers[:5]) == sorted(answers[5:]) == sorted(str(i * 1000) for i in range(5))
     prompt = next(p for p in prompts if p.payload["answer"] == "3000")
-    assert asyncio.run(task.reward(prompt, "thus \\boxed{3000}", ())) == 1
-    assert asyncio.run(task.reward(prompt, "thus \\boxed{3001}", ())) == 0
-    assert asyncio.run(task.reward(prompt, "no idea", ())) == 0
+    assert task.reward(prompt, "thus \\boxed{3000}", ()) == 1
+    assert task.reward(prompt, "thus \\boxed{3001}", ()) == 0
+    assert task.reward(prompt, "no idea", ()) == 0
 
 
 def test_gsm8k_refuses_a_missing_or_broken_file(tmp_path):
@@ -230,16 +250,6 @@ def test_gsm8k_refuses_a_missing_or_broken_file(tmp_path):
     (tmp_path / "bad").write_text('{"question": "x"}\n')
     with pytest.raises(DataError, match=r"bad:1 must be"):
         load_task("gsm8k", TaskOptions(path=str(tmp_path / "bad")))
-
-
-@given(st.lists(st.tuples(st.integers(0, 2**31), finite), min_size=1), finite)
-def test_a_group_survives_json_with_all_its_bits(tokens, reward):
-    ids, logprobs = zip(*tokens, strict=True)
-    group = Group(
-        Prompt(7, (1, 2), {"answer": "4"}),
-        (replace(GOOD, token_ids=ids, logprobs=logprobs, reward=reward),),
-    )
-    assert group_from_json(json.loads(json.dumps(group_to_json(group)))) == group
 
 
 def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_path):

@@ -60,7 +60,7 @@ def run_batches(url: str, model_dir: str) -> tuple[list[list[Group]], list[float
             seconds.append(time.perf_counter() - begin)
         assert client.counters()["requests"] == 2 * PER_STEP * GROUP
         assert client.counters().get("outages", 0) == 0
-        child = psutil.Process(client._link.pid)
+        child = psutil.Process(client._transport.pid)
     finally:
         client.close(10)
     assert not child.is_running()

@@ -15,7 +15,7 @@ from titan_grpo.rollout.partial import Partial, oldest, worth_keeping
 from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.sampler import Sampler, TextCodec, kv_survived
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import Asker
+from titan_grpo.rollout.task_runner import TaskRunner
 from titan_grpo.rollout.tasks.base import TaskOptions, load_task
 from titan_grpo.samples import Completion, Group, Prompt
 
@@ -71,7 +71,7 @@ def test_what_is_finished_when_a_server_fails_is_kept_and_not_asked_for_again(
     server.behaviour = lambda _: (500, {"error": "engine is dead"})
     spec = RolloutSpec(model_dir, group_size=3, max_completion_tokens=4)
     sampler = Sampler(
-        spec, Asker(load_task("digits", TaskOptions()), TextCodec(model_dir), 8, 20.0)
+        spec, TaskRunner(load_task("digits", TaskOptions()), TextCodec(model_dir), 8, 20.0)
     )
     state = Server(server.url, 4, True, "r:4:f", "vllm")
     parts = [FINISHED, OPEN, FINISHED]

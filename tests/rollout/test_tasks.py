@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import random
+import threading
 from collections import deque
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.sampler import Interrupted, Sampler, request_seed
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import Asker, TaskFailed
+from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.base import TaskOptions, Turn, load_task
 from titan_grpo.samples import Completion, Prompt
 
@@ -37,8 +38,8 @@ class Letters:
         return "".join(map(chr, token_ids))
 
 
-def asker(reward, limit=8, timeout_s=20.0):
-    return Asker(SimpleNamespace(reward=reward), Letters(), limit, timeout_s)
+def runner(reward, limit=8, timeout_s=20.0):
+    return TaskRunner(SimpleNamespace(reward=reward), Letters(), limit, timeout_s)
 
 
 def test_the_budget_is_spent_by_one_error_more_than_it_allows_in_any_window():
@@ -69,7 +70,7 @@ def test_an_episode_keeps_its_budget_and_knows_which_tokens_are_the_policys():
                 else None
             )
             room = part.left(budget)
-            part = part.told(context, budget)
+            part = part.answered(context, budget)
             assert part.finish_reason == (
                 "stop" if context is None else "length" if len(context) >= room else ""
             )
@@ -105,11 +106,40 @@ def test_no_more_calls_of_a_task_are_in_flight_than_its_limit():
             inside -= 1
             return 1.0
 
-        ask = asker(reward, limit=3)
-        rewards = await asyncio.gather(*(ask.reward(PROMPT, DONE) for _ in range(20)))
+        three = runner(reward, limit=3)
+        rewards = await asyncio.gather(*(three.reward(PROMPT, DONE) for _ in range(20)))
         return most, sum(rewards)
 
     assert asyncio.run(run()) == (3, 20.0)
+
+
+class Plain(Letters):
+    """A task of plain functions, and one whose functions return awaitables."""
+
+    def prompt(self, index, codec):
+        return PROMPT
+
+    def reward(self, prompt, text, token_ids):
+        assert threading.current_thread() is not threading.main_thread()
+        return 0.5
+
+    def wrapped(self, *_):
+        async def reward():
+            return 0.25
+
+        return reward()
+
+
+def test_plain_functions_run_in_threads_and_coroutines_in_the_loop():
+    plain = Plain()
+    assert asyncio.run(runner(plain.reward).reward(PROMPT, DONE)) == 0.5
+    assert asyncio.run(runner(plain.wrapped).reward(PROMPT, DONE)) == 0.25
+    loop = SimpleNamespace(
+        prompt=plain.prompt, turn=lambda *_: (4,), episode_reward=lambda *_: 0.75
+    )
+    both = TaskRunner(loop, Letters(), 8, 20.0)
+    assert asyncio.run(both.turn(PROMPT, Partial((1,), (-1.0,), 0, 0))) == (4,)
+    assert asyncio.run(both.reward(PROMPT, DONE)) == 0.75
 
 
 def test_a_call_past_its_deadline_is_the_tasks_error():
@@ -117,7 +147,7 @@ def test_a_call_past_its_deadline_is_the_tasks_error():
         await asyncio.Event().wait()
 
     with pytest.raises(TaskFailed, match="reward failed: TimeoutError") as caught:
-        asyncio.run(asker(never, timeout_s=0.05).reward(PROMPT, DONE))
+        asyncio.run(runner(never, timeout_s=0.05).reward(PROMPT, DONE))
     assert caught.value.error.__notes__ == [
         "rollout.task_timeout_s = 0.05 ran out in the task's reward"
     ]
@@ -132,7 +162,7 @@ def test_a_servers_error_or_a_cancellation_that_a_task_lets_out_is_the_tasks_err
 
     for reward in (judge, cancelled):
         with pytest.raises(TaskFailed):
-            asyncio.run(asker(reward).reward(PROMPT, DONE))
+            asyncio.run(runner(reward).reward(PROMPT, DONE))
 
 
 @pytest.mark.parametrize("hides", [False, True])
@@ -149,7 +179,7 @@ def test_a_cancelled_call_is_cancelled_and_not_the_tasks_error(hides):
                     raise RuntimeError("the tool was cut off") from None
                 raise
 
-        call = asyncio.create_task(asker(reward).reward(PROMPT, DONE))
+        call = asyncio.create_task(runner(reward).reward(PROMPT, DONE))
         await asyncio.wait_for(entered.wait(), 20)
         call.cancel()
         await asyncio.wait([call], timeout=20)
@@ -165,7 +195,7 @@ def test_an_answer_that_is_no_tokens_is_the_tasks_error(answer):
 
     task = SimpleNamespace(prompt=turn, turn=turn, episode_reward=turn)
     with pytest.raises(TaskFailed, match="at least one token id"):
-        asyncio.run(Asker(task, Letters(), 8, 20.0).turn(PROMPT, Partial((1,), (-1.0,), 0, 0)))
+        asyncio.run(TaskRunner(task, Letters(), 8, 20.0).turn(PROMPT, Partial((1,), (-1.0,), 0, 0)))
 
 
 def test_a_task_with_half_a_loop_is_refused(tmp_path, monkeypatch):
@@ -212,7 +242,7 @@ def test_the_calculator_answers_calls_and_rewards_what_the_policy_says_after_the
 
 def test_an_episode_that_waited_for_the_task_when_it_was_cancelled_samples_nothing_again(model_dir):
     spec = RolloutSpec(model_dir, group_size=2, max_completion_tokens=40)
-    sampler = Sampler(spec, Asker(load_task("calculator", TaskOptions()), Letters(), 8, 20.0))
+    sampler = Sampler(spec, TaskRunner(load_task("calculator", TaskOptions()), Letters(), 8, 20.0))
     said = tuple(map(ord, "it is 7"))
     parts = [
         Partial(said, (-1.0,) * len(said), 3, 4, waits=True),
@@ -240,7 +270,7 @@ def test_an_episode_goes_on_elsewhere_when_nobody_knows_what_its_server_holds_af
     model_dir,
 ):
     spec = RolloutSpec(model_dir, group_size=1, max_completion_tokens=40)
-    sampler = Sampler(spec, Asker(load_task("calculator", TaskOptions()), Letters(), 8, 20.0))
+    sampler = Sampler(spec, TaskRunner(load_task("calculator", TaskOptions()), Letters(), 8, 20.0))
     said = tuple(map(ord, "[3+4]"))
     parts = [Partial(said, (-1.0,) * len(said), 3, 4, waits=True)]
     state = Server("http://127.0.0.1:9", None, False, "", "vllm")
@@ -268,11 +298,10 @@ def test_the_example_of_the_documentation_is_a_task(root):
     prompt = task.prompt(3, codec)
     secret = prompt.payload["secret"]
     low, right = Turn((1,), True, str(secret - 1)), Turn((1,), True, str(secret))
-    ask = Asker(task, codec, 8, 20.0)
-    assert ask.multi_turn
+    assert TaskRunner(task, codec, 8, 20.0).multi_turn
     assert codec.decode(asyncio.run(task.turn(prompt, [low], codec))) == " too low. Again: "
     assert asyncio.run(task.turn(prompt, [low, Turn((2,), False, "?"), right], codec)) is None
-    assert asyncio.run(task.episode_reward(prompt, [right])) == 1.0
+    assert task.episode_reward(prompt, [right]) == 1.0
 
 
 GROUP = 2

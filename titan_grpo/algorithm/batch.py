@@ -19,11 +19,10 @@ from titan_grpo.algorithm.balance import (
 )
 from titan_grpo.algorithm.rows import Layout, MicroBatch, Row, Rows, build, compact
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.samples import Completion, Group, Prompt, sound_reward
+from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt, sound_reward
 
-LOGPROB_RANGE = (-1e30, 1e-3)
-"""A log-probability outside this is not one: NaN, infinite, past float32, or positive by more than
-rounding."""
+LEAST_LOGPROB = -1e30
+"""A log-probability below this is past float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ def defect(prompt: Prompt, completion: Completion) -> str:
     # The sum finds NaN, which min and max may step over; three passes in C, where a generator would
     # take 5 times as long.
     least, most = min(logprobs), max(logprobs)
-    if not (math.isfinite(sum(logprobs)) and LOGPROB_RANGE[0] < least and most < LOGPROB_RANGE[1]):
+    if not (math.isfinite(sum(logprobs)) and least > LEAST_LOGPROB and most <= LARGEST_LOGPROB):
         return "bad_logprob"
     return "" if sound_reward(completion.reward) else "bad_reward"
 

@@ -13,7 +13,7 @@ from titan_grpo.commands.doctor_checks import Finding
 from titan_grpo.config import LAUNCH
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.image import available_memory
-from titan_grpo.rollout.codec import FORMAT
+from titan_grpo.rollout.messages import FORMAT
 from titan_grpo.runkey import find_run_key
 
 WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

@@ -1,12 +1,10 @@
-"""The Atropos API (atroposlib's server) as data: what a trainer asks, and how its groups become
-ours. Pure.
+"""The Atropos API (atroposlib's server) as data: its calls, and its groups as ours. Pure.
 
 A group of Atropos has, per sequence, ``tokens`` (prompt and completion), ``masks`` (-100 where a
 token was not sampled, else the token), a score, and ``inference_logprobs``. The last are aligned
 with the tokens: entry t is the log-probability OF token t, and 1.0 where the token is masked. Our
-records keep that alignment; what predicts what is the business of algorithm/batch.py. The API knows
-no policy versions. An environment may say one, as ``policy_version`` in ``group_overrides`` or
-``generation_params``; without it a group counts as made by the version that its reader gives.
+records keep that alignment; algorithm/batch.py shifts it. The API knows no policy versions. An
+environment may give one, as ``policy_version`` in ``group_overrides`` or ``generation_params``.
 """
 
 import math
@@ -14,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from titan_grpo.engines.http import Call, ignore, want
 from titan_grpo.errors import DataError, ServerRefused
-from titan_grpo.rollout.push import LARGEST_LOGPROB
-from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt
 
 MASKED = -100
 """Mask of a token that the policy did not sample."""
@@ -28,8 +27,7 @@ CALL_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a trainer tells the server before it takes batches. ``batch_size`` counts sequences, not
-    groups."""
+    """What a trainer sends before it takes batches. ``batch_size`` counts sequences, not groups."""
 
     batch_size: int
     max_token_len: int
@@ -51,16 +49,35 @@ class Answer:
 
 
 class Rejected(DataError):
-    """A group that can not be trained on; ``reason`` is one word for the counters."""
+    """A group that cannot be trained on; ``reason`` is one word for the counters."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
         self.reason = reason
 
 
+class Override(msgspec.Struct):
+    """What an environment sets for one sequence."""
+
+    set_advantage_to_zero: bool | None = None
+
+
+class Item(msgspec.Struct):
+    """The fields of a group that are used. A score or a log-probability may be NaN here."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    inference_logprobs: list[list[float]] | None = None
+    images: Any = None
+    overrides: list[Override] | None = None
+    group_overrides: Any = None
+    generation_params: Any = None
+    env_id: Any = None
+
+
 def register_call(registration: Registration) -> Call[int]:
-    """Make us known; the answer is a number that the API gives no use to. Raises ServerRefused for
-    another answer."""
+    """Register; the answer is a number without a use. Raises ServerRefused for another answer."""
     return Call(
         "POST",
         "/register",
@@ -94,121 +111,85 @@ def _answer(answer: Any) -> Answer:
     return Answer(tuple(batch))
 
 
-def group_of(item: Mapping[str, Any], version: int) -> Group:
-    """One group, with prompt index 0. ``version`` is used where the group does not say its own.
+def group_of(data: Mapping[str, Any], version: int) -> Group:
+    """One group, with prompt index 0. ``version`` is used where the group gives none.
 
     The prompt is what all sequences have in common before their first sampled token; what follows
     is the completion, with its masked tokens as context (turns of a tool, say); masked tokens at
     the end are cut, since nothing is learnt from them. ``overrides[i]["set_advantage_to_zero"]``
-    takes a sequence out of the learning, not out of its group's mean.
+    takes a sequence out of the training, not out of its group's mean.
 
-    Raises Rejected for a group that is not what it says it is.
+    Raises Rejected for a group that breaks its own declaration.
     """
-    tokens, masks = _table(item, "tokens", int), _table(item, "masks", int)
-    scores = item.get("scores")
-    if not isinstance(scores, list) or not all(
-        _number(score) and math.isfinite(score) for score in scores
-    ):
+    try:
+        item = msgspec.convert(data, Item)
+    except msgspec.ValidationError as error:
         raise Rejected(
-            "bad_score", f"scores must be a list of finite numbers, got {str(scores)[:100]}"
-        )
-    if item.get("inference_logprobs") is None:
-        raise Rejected(
-            "no_logprobs",
-            "inference_logprobs are missing: without them nothing corrects for how the data was"
-            " made",
-        )
-    if item.get("images"):
-        raise Rejected("images", "images can not be trained on")
-    logprobs = _table(item, "inference_logprobs", float)
-    if not tokens or not len(tokens) == len(masks) == len(scores) == len(logprobs):
-        counts = (len(tokens), len(masks), len(scores), len(logprobs))
+            "bad_score" if "scores" in str(error) else "malformed", str(error)
+        ) from error
+    scores, logprobs = item.scores, item.inference_logprobs
+    if not all(map(math.isfinite, scores)):
+        raise Rejected("bad_score", f"scores must be finite numbers, got {str(scores)[:100]}")
+    if logprobs is None:
+        text = "inference_logprobs are missing: nothing would correct for how the data was made"
+        raise Rejected("no_logprobs", text)
+    if item.images:
+        raise Rejected("images", "images cannot be trained on")
+    counts = (len(item.tokens), len(item.masks), len(scores), len(logprobs))
+    if not item.tokens or len(set(counts)) != 1:
         raise Rejected(
             "length_mismatch",
             f"tokens, masks, scores and inference_logprobs must be as many, got {counts}",
         )
-    for number, row in enumerate(zip(tokens, masks, logprobs, strict=True)):
-        if len({len(values) for values in row}) != 1:
-            lengths = tuple(len(values) for values in row)
+    for number, row in enumerate(zip(item.tokens, item.masks, logprobs, strict=True)):
+        lengths = tuple(len(values) for values in row)
+        if len(set(lengths)) != 1:
             raise Rejected(
                 "length_mismatch",
                 f"sequence {number}: tokens, masks and inference_logprobs have lengths {lengths}",
             )
-    start = _prompt_length(tokens, masks)
+    if item.overrides is not None and len(item.overrides) != len(scores):
+        text = f"overrides must be one object per sequence ({len(scores)})"
+        raise Rejected("malformed", f"{text}, got {len(item.overrides)}")
+    start = _prompt_length(item.tokens, item.masks)
     if start == 0:
         raise Rejected(
             "empty_prompt",
-            "the sequences must begin with one masked token at least that they have in common",
+            "the sequences must begin with one masked token that they have in common",
         )
-    zero = _zeroed(item.get("overrides"), len(tokens))
-    said = _version(item)
-    made = (version if said is None else said, f"atropos environment {item.get('env_id')}")
-    completions = []
-    for number, score in enumerate(scores):
-        rest = _Sequence(tokens[number][start:], masks[number][start:], logprobs[number][start:])
-        completions.append(rest.completion(number, float(score), zero[number], made))
-    return Group(Prompt(0, tuple(tokens[0][:start])), tuple(completions))
-
-
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    """What follows the prompt."""
-
-    tokens: list[int]
-    masks: list[int]
-    logprobs: list[float]
-
-    def completion(
-        self, number: int, score: float, zero: bool, made: tuple[int, str]
-    ) -> Completion:
-        sampled = [mask != MASKED for mask in self.masks]
-        if True not in sampled:
-            raise Rejected("nothing_sampled", f"sequence {number} has no token that is not masked")
-        stop = len(sampled) - sampled[::-1].index(True)
-        sampled = sampled[:stop]
-        for place, (chosen, logprob) in enumerate(zip(sampled, self.logprobs, strict=False)):
-            if chosen and not (math.isfinite(logprob) and logprob <= LARGEST_LOGPROB):
-                raise Rejected(
-                    "bad_logprob",
-                    f"sequence {number}: token {place} after the prompt is not masked and its"
-                    f" inference_logprob is {logprob}",
-                )
-        version, source = made
-        return Completion(
-            token_ids=tuple(self.tokens[:stop]),
-            logprobs=tuple(
-                lp if chosen else 0.0 for lp, chosen in zip(self.logprobs, sampled, strict=False)
-            ),
-            finish_reason="external",
-            version_first=version,
-            version_last=version,
-            server=source,
-            reward=score,
-            sampled=() if all(sampled) else tuple(sampled),
-            zero_advantage=zero,
-        )
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _table(item: Mapping[str, Any], name: str, kind: type) -> list[list[Any]]:
-    rows = item.get(name)
-    good = (
-        _number
-        if kind is float
-        else lambda value: isinstance(value, int) and not isinstance(value, bool)
+    completions = tuple(
+        _completion(item, number, start, _version(item, version)) for number in range(len(scores))
     )
-    if not isinstance(rows, list) or not all(
-        isinstance(row, list) and all(map(good, row)) for row in rows
-    ):
-        raise Rejected(
-            "malformed",
-            f"{name} must be lists of {'numbers' if kind is float else 'integers'}, got"
-            f" {str(rows)[:100]}",
-        )
-    return rows
+    return Group(Prompt(0, tuple(item.tokens[0][:start])), completions)
+
+
+def _completion(item: Item, number: int, start: int, version: int) -> Completion:
+    """Sequence ``number`` from token ``start`` to its last sampled one."""
+    assert item.inference_logprobs is not None
+    sampled = [mask != MASKED for mask in item.masks[number][start:]]
+    if True not in sampled:
+        raise Rejected("nothing_sampled", f"sequence {number} has no token that is not masked")
+    stop = len(sampled) - sampled[::-1].index(True)
+    sampled, end = sampled[:stop], start + stop
+    logprobs = item.inference_logprobs[number][start:end]
+    for place, (chosen, logprob) in enumerate(zip(sampled, logprobs, strict=True)):
+        if chosen and not (math.isfinite(logprob) and logprob <= LARGEST_LOGPROB):
+            raise Rejected(
+                "bad_logprob",
+                f"sequence {number}: token {place} after the prompt is not masked and its"
+                f" inference_logprob is {logprob}",
+            )
+    return Completion(
+        token_ids=tuple(item.tokens[number][start:end]),
+        logprobs=tuple(lp if s else 0.0 for lp, s in zip(logprobs, sampled, strict=True)),
+        finish_reason="external",
+        version_first=version,
+        version_last=version,
+        server=f"atropos environment {item.env_id}",
+        reward=item.scores[number],
+        sampled=() if all(sampled) else tuple(sampled),
+        zero_advantage=bool(item.overrides and item.overrides[number].set_advantage_to_zero),
+    )
 
 
 def _prompt_length(tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> int:
@@ -221,25 +202,9 @@ def _prompt_length(tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int
     return length
 
 
-def _zeroed(overrides: Any, count: int) -> list[bool]:
-    if overrides is None:
-        return [False] * count
-    if (
-        not isinstance(overrides, list)
-        or len(overrides) != count
-        or not all(isinstance(o, Mapping) for o in overrides)
-    ):
-        raise Rejected(
-            "malformed",
-            f"overrides must be one object per sequence ({count}), got {str(overrides)[:100]}",
-        )
-    return [bool(override.get("set_advantage_to_zero")) for override in overrides]
-
-
-def _version(item: Mapping[str, Any]) -> int | None:
-    for name in ("group_overrides", "generation_params"):
-        said = item.get(name)
-        value = said.get("policy_version") if isinstance(said, Mapping) else None
+def _version(item: Item, default: int) -> int:
+    for given in (item.group_overrides, item.generation_params):
+        value = given.get("policy_version") if isinstance(given, Mapping) else None
         if isinstance(value, int) and not isinstance(value, bool):
             return value
-    return None
+    return default

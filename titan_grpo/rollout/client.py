@@ -1,5 +1,5 @@
 """The trainer's handle of its rollouts, wherever they are made. Owned by rank 0; only next_batch,
-start, drain, in_flight and close wait, with deadlines."""
+start, drain, engine_call, in_flight and close wait, with deadlines."""
 
 import logging
 import threading
@@ -17,13 +17,19 @@ from titan_grpo.rollout import messages
 from titan_grpo.rollout.engine_calls import Outstanding, RemoteControl
 from titan_grpo.rollout.records import GroupRecorder
 from titan_grpo.rollout.spec import Cursor, RolloutSpec
-from titan_grpo.rollout.transport import Forgotten, Heard, Link, LocalLink, RolloutStopped
+from titan_grpo.rollout.transport import (
+    LocalTransport,
+    Message,
+    RolloutStopped,
+    SessionLost,
+    WorkerTransport,
+)
 from titan_grpo.samples import Group
 
 logger = logging.getLogger(__name__)
 
 DRAIN_MARGIN_S = 5.0
-"""How much longer than its deadline a drain waits for the rollout process's word, in seconds."""
+"""How much longer than its deadline a drain waits for the rollout process's answer, in seconds."""
 
 
 class RolloutsLate(RolloutStopped):
@@ -32,18 +38,22 @@ class RolloutsLate(RolloutStopped):
 
 
 class RolloutClient:
-    """Has rollouts made at the other end of a link: tells it versions, takes finished groups from
-    it.
+    """Has rollouts made by the worker at the other end of a transport: sends it versions, takes
+    finished groups from it.
 
-    What the far end forgets (``Forgotten``) it is told anew: finished groups are kept, since they
-    hold their prompts and their places in the admission, and those that were being made are made
-    again.
+    A remote that lost the session (``SessionLost``) gets the state again. Finished groups are kept,
+    since they hold their prompts and their places in the admission; unfinished ones are made again.
     """
 
-    def __init__(self, spec: RolloutSpec, record_path: str = "", link: Link | None = None) -> None:
-        """``link``: a child process unless another one is given."""
+    def __init__(
+        self,
+        spec: RolloutSpec,
+        record_path: str = "",
+        transport: WorkerTransport | None = None,
+    ) -> None:
+        """``transport``: a child process unless another one is given."""
         self._spec = spec
-        self._link: Link = link if link is not None else LocalLink()
+        self._transport: WorkerTransport = transport or LocalTransport()
         self._cursor = Cursor.from_state(spec.state.get("cursor", {}))
         self._own: dict[str, int] = {k: int(v) for k, v in spec.state.get("counters", {}).items()}
         self._theirs: dict[str, int] = {}
@@ -51,7 +61,7 @@ class RolloutClient:
         self._ready: dict[int, messages.GroupDone] = {}
         self._load: dict[str, int] | None = None
         self._error: TitanGrpoError | None = None
-        self._running = self._started = self._closing = self._hurried = False
+        self._running = self._started = self._closing = self._skip_drains = False
         self._numbers = count()
         self._drains: dict[int, str] = {}
         self._calls = Outstanding()
@@ -62,13 +72,13 @@ class RolloutClient:
         self._changed = threading.Condition()
 
     def start(self, timeout_s: float = 120.0) -> None:
-        """Start the far end and wait until its task and tokenizer are loaded.
+        """Start the worker and wait until its task and tokenizer are loaded.
 
         Raises ConfigError or DataError as the task or the tokenizer does, RolloutStopped past the
         deadline.
         """
         self._running = True
-        self._link.start(self._spec, self._take, timeout_s)
+        self._transport.start(self._spec, self._on_message, timeout_s)
         with self._changed:
             self._changed.wait_for(lambda: self._started or self._error is not None, timeout_s)
             self._raise_latched()
@@ -78,55 +88,56 @@ class RolloutClient:
     def set_server(
         self, url: str, version: int | None, accepting: bool, label: str, engine: str = "vllm"
     ) -> None:
-        """Tell what one server holds (None: unknown) and whether it takes new groups. Any thread;
-        never blocks.
+        """What a server holds (None: unknown) and whether it takes new groups. Any thread; never
+        blocks.
 
         ``label`` is the version label as the server knows it, used as the cache salt of its
-        requests. ``engine`` is the name of its dialect; it may be empty as long as nothing else is
-        known either.
+        requests. ``engine`` is the name of its dialect; it may be empty while the version is.
         """
         with self._changed:
             self._servers[url] = messages.ServerState(url, version, accepting, label, engine)
-            self._link.send(self._servers[url])
+            self._transport.send(self._servers[url])
 
     def remove_server(self, url: str) -> None:
-        """A server left the run: what runs on it is made elsewhere. Any thread; never blocks."""
+        """A server left the run: its groups are made elsewhere. Any thread; never blocks."""
         with self._changed:
             self._servers.pop(url, None)
-            self._link.send(messages.ServerLeft(url))
+            self._transport.send(messages.ServerLeft(url))
 
     def drain(self, url: str, within_s: float) -> None:
-        """Wait until nothing runs on a server, which the ledger says takes nothing meanwhile; past
-        ``within_s`` seconds what still runs is given up and made again. Any thread. Returns at once
-        when the run is ending, or the process is gone."""
+        """Wait up to ``within_s`` seconds for the server's running requests; those still running
+        then are cancelled and made again. The ledger keeps new ones away meanwhile. Any thread.
+        Returns at once when the run is ending, or the worker is gone."""
         with self._changed:
             number = next(self._numbers)
             self._drains[number] = url
-            self._link.send(
-                messages.Drain(url, number, 0.0 if self._hurried else within_s),
+            self._transport.send(
+                messages.Drain(url, number, 0.0 if self._skip_drains else within_s),
                 within_s + DRAIN_MARGIN_S,
             )
-            over = lambda: number not in self._drains or self._error is not None or self._closing  # noqa: E731
-            self._changed.wait_for(over, within_s + DRAIN_MARGIN_S)
+            self._changed.wait_for(
+                lambda: number not in self._drains or self._error is not None or self._closing,
+                within_s + DRAIN_MARGIN_S,
+            )
             self._drains.pop(number, None)
 
-    def hurry(self) -> None:
+    def skip_drains(self) -> None:
         """No batch will be taken any more: drains wait for nothing, also those under way. Any
         thread; never blocks."""
         with self._changed:
-            self._hurried = True
+            self._skip_drains = True
             for number, url in self._drains.items():
-                self._link.send(messages.Drain(url, number, 0.0), DRAIN_MARGIN_S)
+                self._transport.send(messages.Drain(url, number, 0.0), DRAIN_MARGIN_S)
 
     def control(self, engine: str, access: ServerAccess) -> ServerControl:
-        """A server's control plane, as make_control's, whose calls the far end makes with its own
+        """A server's control plane, as make_control's, whose calls the worker makes with its own
         keys."""
         # Its methods are looked up by name in the interface.
         return cast(ServerControl, RemoteControl(self, engine, access))
 
     @property
     def era(self) -> int:
-        """How often the far end has forgotten everything."""
+        """Number of the session: what the worker has open belongs to one of them."""
         return self._calls.era
 
     def engine_call(
@@ -137,11 +148,11 @@ class RolloutClient:
         within_s: float,
         era: int | None = None,
     ) -> messages.EngineAnswer:
-        """Have the far end call a server (messages.EngineCall), and wait for what comes of it. Any
+        """Have the worker call a server (messages.EngineCall), and wait for the outcome. Any
         thread.
 
-        ServerUnreachable if that is not known within ``within_s`` seconds, or never will be; also
-        if ``era`` is over.
+        Raises ServerUnreachable if that is not known within ``within_s`` seconds, or never will be;
+        also if ``era`` is over.
         """
         with self._changed:
             if self._error is not None or not self._running:
@@ -151,12 +162,14 @@ class RolloutClient:
                 )
             if era is not None and era != self._calls.era:
                 raise ServerUnreachable(
-                    f"{url}: {method} was not called: the rollout service forgot what it had open"
-                    " there"
+                    f"{url}: {method} was not called: the rollout service lost the session in which"
+                    " it was open"
                 )
             number = next(self._numbers)
             future = self._calls.begin(number)
-            self._link.send(messages.EngineCall(number, url, method, arguments, within_s), within_s)
+            self._transport.send(
+                messages.EngineCall(number, url, method, arguments, within_s), within_s
+            )
         try:
             return future.result(within_s)
         except TimeoutError:
@@ -167,29 +180,31 @@ class RolloutClient:
             ) from None
 
     def engine_tell(self, url: str, method: str, arguments: tuple[Any, ...]) -> None:
-        """The same, with no outcome. Never blocks."""
+        """The same without an outcome. Never blocks."""
         with self._changed:
             if self._running:
                 number = next(self._numbers)
-                self._link.send(messages.EngineCall(number, url, method, arguments, DRAIN_MARGIN_S))
+                self._transport.send(
+                    messages.EngineCall(number, url, method, arguments, DRAIN_MARGIN_S)
+                )
 
     def in_flight(self, timeout_s: float = 1.0) -> dict[str, int]:
-        """Requests in flight by server URL; empty if the rollout process does not say within
-        ``timeout_s`` seconds."""
+        """Requests in flight by server URL; empty without an answer within ``timeout_s``
+        seconds."""
         with self._changed:
             self._load = None
-            self._link.send(messages.AskLoad(), timeout_s)
+            self._transport.send(messages.AskLoad(), timeout_s)
             self._changed.wait_for(
                 lambda: self._load is not None or self._error is not None, timeout_s
             )
             return dict(self._load or {})
 
     def set_trainer_version(self, version: int) -> None:
-        """Tell the version the trainer is at: groups in flight that can no longer be used are
-        aborted. Never blocks."""
+        """The version the trainer is at: groups in flight that can no longer be used are aborted.
+        Never blocks."""
         with self._changed:
             self._version = version
-            self._link.send(messages.TrainerVersion(version))
+            self._transport.send(messages.TrainerVersion(version))
 
     def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
         """The groups for the trainer at ``version``: ``count`` of them, as ``rollout.consume``
@@ -216,14 +231,14 @@ class RolloutClient:
                 self._cursor.use(item.ticket.index)
             self._count("consumed_groups", len(done))
             self._places += len(done)
-            self._link.send(messages.Used(tuple(chosen)))
+            self._transport.send(messages.Used(tuple(chosen)))
         groups = [item.group for item in done]
         if self._record is not None:
             self._record.write(version, groups)
         return groups
 
     def _chosen(self, count: int) -> list[int]:
-        """Which of the ready groups are taken; none while there are too few."""
+        """The ready groups that a step takes; none while there are too few."""
         ready, spec = consumption_order(self._ready, self._spec.consume), self._spec
         if spec.source == "task":
             return ready[:count] if len(ready) >= count else []
@@ -237,13 +252,13 @@ class RolloutClient:
         with self._changed:
             self._count("unversioned_groups", count)
             self._places -= count
-            self._link.send(messages.Unversioned(count))
+            self._transport.send(messages.Unversioned(count))
 
     def counters(self) -> dict[str, int]:
         """Counts so far, resumed ones included: ``consumed_groups``, ``requests``, ``tokens``,
         ``outages``, ``skipped``, ``moved`` (their server left), ``resumed`` (completions that went
-        on from ``resumed_tokens`` tokens), ``dropped.<reason>``, ``sessions_lost`` (times that the
-        far end was told anew); and ``ready``, the finished groups that wait."""
+        on from ``resumed_tokens`` tokens), ``dropped.<reason>``, ``sessions_lost``; and ``ready``,
+        the finished groups that wait."""
         with self._changed:
             names = {**self._own, **self._theirs}
             return {k: self._own.get(k, 0) + self._theirs.get(k, 0) for k in names} | {
@@ -259,57 +274,58 @@ class RolloutClient:
             return {"cursor": self._cursor.state(), "counters": counts}
 
     def close(self, deadline_s: float = 10.0) -> None:
-        """End the far end and the link, within the deadline. Idempotent; raises nothing."""
+        """End the worker, within the deadline. Idempotent; raises nothing."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._link.close(deadline_s)
+        self._transport.close(deadline_s)
         with self._changed:
             self._running = False
             self._calls.lose("the rollouts have ended, and engine calls with them")
         if self._record is not None:
             self._record.close()
 
-    def _take(self, message: Heard) -> None:
-        if isinstance(message, TitanGrpoError):
-            self._latch(message)
-            return
-        if isinstance(message, Forgotten):
-            self._tell_anew(message)
-            return
-        if isinstance(message, messages.Failed):
-            kinds = {"config": ConfigError, "data": DataError}
-            self._latch(kinds.get(message.kind, RolloutStopped)(message.text))
-            return
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case TitanGrpoError():
+                self._latch(message)
+                return
+            case messages.Failed(kind, text):
+                kinds = {"config": ConfigError, "data": DataError}
+                self._latch(kinds.get(kind, RolloutStopped)(text))
+                return
+            case SessionLost():
+                self._resync(message)
+                return
         with self._changed:
-            if isinstance(message, messages.Ready):
-                self._started = True
-            elif isinstance(message, messages.Load):
-                self._load = message.in_flight
-            elif isinstance(message, messages.Drained):
-                self._drains.pop(message.number, None)
-            elif isinstance(message, messages.EngineAnswer):
-                if not self._calls.answered(message):
-                    self._count("late_engine_answers", 1)
-            else:
-                self._theirs = message.counters
-            if isinstance(message, messages.GroupDone):
-                self._ready[message.ticket.index] = message
-            if isinstance(message, messages.Event) and message.skipped is not None:
-                self._cursor.use(message.skipped)
+            match message:
+                case messages.Ready():
+                    self._started = True
+                case messages.Load(in_flight):
+                    self._load = in_flight
+                case messages.Drained(number):
+                    self._drains.pop(number, None)
+                case messages.EngineAnswer():
+                    if not self._calls.answered(message):
+                        self._count("late_engine_answers", 1)
+                case messages.GroupDone(ticket, _, counters):
+                    self._theirs = counters
+                    self._ready[ticket.index] = message
+                case messages.Event(text, counters, skipped):
+                    self._theirs = counters
+                    if skipped is not None:
+                        self._cursor.use(skipped)
+                    logger.warning("rollout: %s", text)
             self._changed.notify_all()
-        if isinstance(message, messages.Event):
-            logger.warning("rollout: %s", message.text)
 
-    def _tell_anew(self, forgotten: Forgotten) -> None:
+    def _resync(self, lost: SessionLost) -> None:
         with self._changed:
             for name, number in self._theirs.items():
                 self._count(name, number)
             self._theirs = {}
-            # What ran is gone with the far end: drains have nothing to wait for any more.
-            self._drains.clear()
+            self._drains.clear()  # Nothing runs any more.
             self._calls.lose(
-                "the rollout service forgot this run while it made the call: what came of it is"
+                "the rollout service lost this run's session while it made the call: its outcome is"
                 " unknown"
             )
             self._count("sessions_lost", 1)
@@ -319,10 +335,11 @@ class RolloutClient:
                 places=self._places + len(self._ready),
                 waiting={index: len(done.group.completions) for index, done in self._ready.items()},
             )
-            forgotten.tell(spec, (messages.TrainerVersion(self._version), *self._servers.values()))
+            lost.resync(spec, (messages.TrainerVersion(self._version), *self._servers.values()))
             self._changed.notify_all()
         logger.warning(
-            "rollout: the far end forgot this run; %d finished groups are kept, others made again",
+            "rollout: the service lost this run's session; %d finished groups are kept, others are"
+            " made again",
             len(spec.waiting),
         )
 
@@ -333,7 +350,7 @@ class RolloutClient:
         ]
         for index in stale:
             self._count("dropped.stale", 1)
-            self._link.send(messages.GiveBack(self._ready.pop(index).ticket))
+            self._transport.send(messages.GiveBack(self._ready.pop(index).ticket))
 
     def _late(self, version: int, count: int, timeout_s: float) -> RolloutsLate:
         return RolloutsLate(
@@ -363,8 +380,8 @@ class RolloutClient:
 
 
 def consumption_order(ready: Mapping[int, messages.GroupDone], consume: str) -> list[int]:
-    """Prompt indices of finished groups, those that a step takes first. Freshest: of the newest
-    weights, then by prompt."""
+    """Prompt indices of finished groups, in the order in which steps take them. Freshest: of the
+    newest weights, then by prompt."""
     if consume == "freshest":
         return sorted(ready, key=lambda index: (-ready[index].group.version, index))
     return sorted(ready)

@@ -1,43 +1,44 @@
-"""Sources beside the sampler, in the rollout process: batches taken from an Atropos API, groups
-pushed to a door of ours.
+"""Sources beside the sampler, in the rollout process: batches of an Atropos API, and groups that
+environments push.
 
-They speak the dispatcher's messages. A group that comes from outside can not be made again, so one
-that is given back is only counted; how many may wait is bounded here (``Used`` tells what was
-taken), so that what is trained on is fresh.
+They take and send the dispatcher's messages. A group from outside cannot be made again, so one that
+is given back is only counted. How many may wait is bounded here (``Used`` frees their places), so
+that what is trained on is fresh.
 """
 
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import ConfigError, DataError, PeerError, ServerRefused
 from titan_grpo.rollout import atropos, messages
 from titan_grpo.rollout.httpd import Reply
 from titan_grpo.rollout.messages import Ticket
-from titan_grpo.rollout.push import Desk, Door, Incoming
+from titan_grpo.rollout.push import Incoming, PushQueue, PushServer
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Group
 
 POLL_S = (0.1, 1.0)
-"""First and longest pause between two questions to an API that has no batch yet; it has no way to
-say when."""
+"""First and longest pause between two requests to an API that has no batch yet; it cannot say
+when."""
 
 OUTAGE_S = (0.5, 15.0)
 """The same after it did not answer."""
 
 MAX_REJECTED_IN_A_ROW = 64
-"""Then it is not the groups but what makes them, and waiting would not help."""
+"""Then what makes the groups is at fault, and waiting would not help."""
 
 Send = Callable[[messages.FromWorker], None]
 Fail = Callable[[BaseException], None]
 
 
 class External:
-    """What both sources share: numbers for groups, what waits, which versions there are. All
-    methods run in the loop."""
+    """What both sources share: indices of groups, what waits, which versions there are. All methods
+    run in the loop."""
 
     def __init__(self, spec: RolloutSpec, send: Send, fail: Fail) -> None:
         self._spec, self._send, self._fail = spec, send, fail
@@ -46,7 +47,7 @@ class External:
         self._versions: dict[str, int] = {}
         self._counts: Counter[str] = Counter()
         self._trainer_version = spec.base_version
-        self._ahead = spec.prompts_per_step * spec.group_size
+        self._per_step = spec.prompts_per_step * spec.group_size
         """Completions of one step."""
 
     async def start(self) -> None:
@@ -57,23 +58,27 @@ class External:
 
     def on(self, message: messages.ToWorker) -> None:
         """Take one message of the trainer."""
-        if isinstance(message, messages.ServerState) and message.version is not None:
-            self._versions[message.url] = message.version
-        elif isinstance(message, messages.ServerLeft):
-            self._versions.pop(message.url, None)
-        elif isinstance(message, messages.AskLoad):
-            self._send(messages.Load({}))
-        elif isinstance(message, messages.TrainerVersion):
-            self._trainer_version = message.version
-        elif isinstance(message, messages.Used):
-            for index in message.indices:
-                self._waiting.pop(index, None)
-        elif isinstance(message, messages.GiveBack):
-            self._waiting.pop(message.ticket.index, None)
-            self._say(
-                f"group {message.ticket.index} from outside came too late to be used",
-                skipped=message.ticket.index,
-            )
+        match message:
+            case messages.ServerState(url, version) if version is not None:
+                self._versions[url] = version
+            case messages.ServerLeft(url):
+                self._versions.pop(url, None)
+            case messages.AskLoad():
+                self._send(messages.Load({}))
+            case messages.TrainerVersion(version):
+                self._trainer_version = version
+            case messages.Used(indices):
+                for index in indices:
+                    self._waiting.pop(index, None)
+            case messages.GiveBack(ticket):
+                self._waiting.pop(ticket.index, None)
+                text = f"group {ticket.index} from outside came too late to be used"
+                self._report(text, skipped=ticket.index)
+
+    @property
+    def waiting(self) -> int:
+        """Completions that were sent and not used yet."""
+        return sum(self._waiting.values())
 
     def _deliver(self, group: Group) -> None:
         index = next(self._indices)
@@ -83,18 +88,13 @@ class External:
         self._counts["tokens"] += sum(c.num_sampled for c in group.completions)
         self._send(messages.GroupDone(Ticket(index), group, dict(self._counts)))
 
-    @property
-    def waiting(self) -> int:
-        """Completions that were sent and not taken yet."""
-        return sum(self._waiting.values())
-
-    def _say(self, text: str, skipped: int | None = None) -> None:
-        self._send(messages.Event(text, dict(self._counts), skipped=skipped))
+    def _report(self, text: str, skipped: int | None = None) -> None:
+        self._send(messages.Event(text, dict(self._counts), skipped))
 
 
 class AtroposSource(External):
-    """Takes batches from an Atropos API while the trainer has less than a step's worth and one more
-    waiting.
+    """Takes batches from an Atropos API while less than two steps' worth waits for the trainer (one
+    with ``max_staleness = 0``).
 
     A group without a version counts as made by the oldest version that a server holds when it is
     taken.
@@ -104,7 +104,7 @@ class AtroposSource(External):
         super().__init__(spec, send, fail)
         self._driver = AsyncDriver(spec.atropos_url, max_connections=1)
         self._registration = atropos.Registration(
-            **{**spec.registration, "batch_size": self._ahead}
+            **{**spec.registration, "batch_size": self._per_step}
         )
         self._room = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -124,14 +124,13 @@ class AtroposSource(External):
         await self._driver.close()
 
     def on(self, message: messages.ToWorker) -> None:
-        """As the base; and look whether there is room for a batch."""
+        """As the base; and see whether there is room for a batch."""
         super().on(message)
-        self._look_for_room()
+        self._update_room()
 
-    def _look_for_room(self) -> None:
-        # A step's worth for the trainer and one ahead; the rest stays in the API, which hands out
-        # the newest first.
-        if self.waiting < self._ahead * (1 + min(self._spec.max_staleness, 1)):
+    def _update_room(self) -> None:
+        # The rest stays in the API, which hands out the newest first.
+        if self.waiting < self._per_step * (1 + min(self._spec.max_staleness, 1)):
             self._room.set()
         else:
             self._room.clear()
@@ -151,27 +150,29 @@ class AtroposSource(External):
                     raise ConfigError(
                         f"rollout.atropos_url must be that of an Atropos API: {error}"
                     ) from error
-                # It may have been restarted or reset; reset, it answers 500 until a trainer
+                # It may have been restarted or reset; after a reset it answers 500 until a trainer
                 # registers.
-                known, pause = False, await self._outage(error, pause)
+                known = False
+                self._counts["outages"] += 1
+                self._report(f"{self._driver.url} gave no batch: {error}")
+                pause = await _pause(max(pause, OUTAGE_S[0]), OUTAGE_S[1])
                 continue
             if not known:
                 continue
             for item in answer.groups:
                 self._take(item)
-            pause = POLL_S[0] if answer.groups else await self._paused(pause, POLL_S)
+            pause = POLL_S[0] if answer.groups else await _pause(pause, POLL_S[1])
 
     async def _register(self) -> atropos.Answer:
-        """Register, at the start or because the server was restarted, and ask for a batch. A second
-        time does no harm."""
+        """Register (repeating it does no harm) and ask for a batch."""
         await self._driver.run(atropos.register_call(self._registration))
         answer = await self._driver.run(atropos.batch_call())
         if not answer.registered:
             # It was given groups before a trainer, so it takes no registration any more and would
             # never hand them out.
-            self._say(
-                f"{self._driver.url} held groups of before its registration, and has to throw them"
-                " away"
+            self._report(
+                f"{self._driver.url} held groups from before its registration, and has to throw"
+                " them away"
             )
             await self._driver.run(atropos.reset_call())
             await self._driver.run(atropos.register_call(self._registration))
@@ -180,8 +181,7 @@ class AtroposSource(External):
             raise ServerRefused(f"{self._driver.url} does not take our registration")
         return answer
 
-    def _take(self, item: object) -> None:
-        assert isinstance(item, dict)
+    def _take(self, item: Mapping[str, Any]) -> None:
         held = self._versions.values()
         try:
             group = atropos.group_of(item, min(held) if held else self._trainer_version)
@@ -194,75 +194,67 @@ class AtroposSource(External):
         except atropos.Rejected as error:
             self._counts[f"dropped.{error.reason}"] += 1
             self._rejected_in_a_row += 1
-            self._say(
+            self._report(
                 f"a group of atropos environment {item.get('env_id')} is not trained on: {error}"
             )
             if self._rejected_in_a_row >= MAX_REJECTED_IN_A_ROW:
                 raise DataError(
-                    f"{MAX_REJECTED_IN_A_ROW} groups in a row can not be trained on; the last:"
+                    f"{MAX_REJECTED_IN_A_ROW} groups in a row cannot be trained on; the last:"
                     f" {error}"
                 ) from error
             return
         self._rejected_in_a_row = 0
         self._deliver(group)
-        self._look_for_room()
-
-    async def _outage(self, why: object, pause: float) -> float:
-        self._counts["outages"] += 1
-        self._say(f"{self._driver.url} gave no batch: {why}")
-        return await self._paused(max(pause, OUTAGE_S[0]), OUTAGE_S)
-
-    async def _paused(self, pause: float, bounds: tuple[float, float]) -> float:
-        """Wait; how long the next pause is."""
-        await asyncio.sleep(min(pause, bounds[1]))
-        return min(2 * pause, bounds[1])
+        self._update_room()
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        # no deadline: the task has ended: this is called by its callback, or after its group
+        # no deadline: the task has ended: this is its callback
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._fail(error)
 
 
+async def _pause(seconds: float, longest: float) -> float:
+    """Wait; returns the length of the next pause."""
+    await asyncio.sleep(min(seconds, longest))
+    return min(2 * seconds, longest)
+
+
 class PushSource(External):
-    """Lets in what environments POST to the door, as much as the staleness bound lets the trainer
-    use."""
+    """Takes what environments POST, as much as the staleness bound lets the trainer use."""
 
     def __init__(self, spec: RolloutSpec, send: Send, fail: Fail) -> None:
         super().__init__(spec, send, fail)
-        self._desk = Desk(
-            (1 + spec.max_staleness) * self._ahead,
-            spec.max_staleness,
-            spec.base_version,
-            spec.base_version,
+        capacity = (1 + spec.max_staleness) * self._per_step
+        self._queue = PushQueue(
+            capacity, spec.max_staleness, spec.base_version, newest_version=spec.base_version
         )
-        self._door: Door | None = None
+        self._server: PushServer | None = None
 
     async def start(self) -> None:
-        """Open the door. Raises ConfigError where the address can not be bound."""
+        """Listen. Raises ConfigError where the address cannot be bound."""
         key = os.environ.get(self._spec.push_key_env, "") if self._spec.push_key_env else ""
-        self._door = Door(
-            self._spec.push_address, key, asyncio.get_running_loop(), self.take, self.status
-        )
-        self._say(f"environments may push groups to http://{self._door.address}/groups")
+        loop = asyncio.get_running_loop()
+        self._server = PushServer(self._spec.push_address, key, loop, self.take, self.status)
+        self._report(f"environments may push groups to http://{self._server.address}/groups")
 
     async def close(self) -> None:
-        """Refuse what still comes, and close the door."""
-        self._desk.closing = True
-        if self._door is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._door.close)
+        """Refuse what still comes, and stop listening."""
+        self._queue.closing = True
+        if self._server is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._server.close)
 
     def on(self, message: messages.ToWorker) -> None:
-        """As the base; and tell the desk which versions there are."""
+        """As the base; and pass the versions to the queue."""
         super().on(message)
-        self._desk.trainer_version = self._trainer_version
-        self._desk.newest_version = max(
-            [self._trainer_version, *self._versions.values(), self._desk.newest_version]
+        self._queue.trainer_version = self._trainer_version
+        self._queue.newest_version = max(
+            [self._trainer_version, *self._versions.values(), self._queue.newest_version]
         )
 
     def take(self, incoming: list[Incoming]) -> Reply:
         """One POST."""
-        reply, groups = self._desk.take(incoming, self.waiting)
+        reply, groups = self._queue.take(incoming, self.waiting)
         for group in groups:
             self._deliver(group)
         self._counts[f"pushes.{reply.status}"] += 1
@@ -270,13 +262,10 @@ class PushSource(External):
 
     def status(self) -> Reply:
         """One GET of the status."""
-        return Reply(200, self._desk.status(self.waiting))
+        return Reply(200, self._queue.status(self.waiting))
 
 
 def open_source(spec: RolloutSpec, send: Send, fail: Fail) -> External:
     """The source that the spec names, not started yet."""
-    return (
-        AtroposSource(spec, send, fail)
-        if spec.source == "atropos"
-        else PushSource(spec, send, fail)
-    )
+    kind = AtroposSource if spec.source == "atropos" else PushSource
+    return kind(spec, send, fail)

@@ -1,8 +1,5 @@
-"""Serving sockets without looking at a clock: socketserver's own loop wakes twice a second to see
-whether it shall end.
-
-A small HTTP server with a key: threads that read requests, hand them over, and write the answers as
-JSON."""
+"""A small HTTP server with a key, for the push server and the rollout service. Threads read
+requests, pass them on, and write the answers as JSON."""
 
 import hmac
 import json
@@ -21,23 +18,29 @@ from urllib.parse import parse_qsl, urlsplit
 from titan_grpo.errors import ConfigError
 
 END_S = 5.0
-"""How long ``end`` waits for the loop, in seconds; it has nothing to finish but the start of one
-connection's thread."""
-
+"""How long ``end`` waits for the accepting thread, in seconds."""
 
 SPENT_S = 0.1
-"""Rest after a connection could not be taken, in seconds: the process has no descriptor left, which
-may pass."""
+"""Back-off after accept() fails (EMFILE), in seconds."""
+
+READ_S = 30.0
+"""How long a connection may stay silent, in seconds."""
+
+MAX_BYTES = 256 << 20
+"""Longest body of a request."""
+
+RETRY_AFTER_S = 1
 
 
 class Serving(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """A stream server that sleeps until somebody connects, with a thread for each connection.
+    """A stream server that sleeps until a client connects, with a thread for each connection.
+    (socketserver's own loop wakes twice a second to see whether it shall end.)
 
     Put it before another server class: ``class MyServer(Serving, http.server.HTTPServer)``.
     """
 
     daemon_threads = True
-    block_on_close = False  # a caller that says nothing must not hold up the end of the run
+    block_on_close = False  # a silent client must not hold up the end of the run
 
     def begin(self, name: str) -> None:
         """Serve in a thread called ``name``, until ``end``."""
@@ -46,7 +49,7 @@ class Serving(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._loop.start()
 
     def end(self) -> None:
-        """Stop listening, at once. Requests under way are not waited for. Idempotent; bounded."""
+        """Stop listening. Requests under way are not waited for. Idempotent; bounded."""
         self._ending.set()
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # ends the loop's accept
@@ -66,18 +69,9 @@ class Serving(socketserver.ThreadingMixIn, socketserver.TCPServer):
                 self.shutdown_request(connection)
 
 
-READ_S = 30.0
-"""How long a connection may stay silent, in seconds."""
-
-MAX_BYTES = 256 << 20
-"""Longest body of a request."""
-
-RETRY_AFTER_S = 1
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What somebody asked; ``body`` is empty for a GET, and unpacked where it came gzipped."""
+    """``body`` is empty for a GET, and unpacked where it came gzipped."""
 
     method: str
     path: str
@@ -87,7 +81,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What they are told."""
+    """The answer to a request."""
 
     status: int
     body: Mapping[str, Any]
@@ -99,14 +93,13 @@ class HttpServer:
     connections' threads.
 
     With a ``key`` every request needs ``Authorization: Bearer KEY``. Raises ConfigError, which
-    begins with ``what``, where the address can not be bound.
+    begins with ``what``, where the address cannot be bound.
     """
 
     def __init__(
         self, address: str, key: str, answer: Callable[[Request], Reply], what: str
     ) -> None:
-        self.key, self.answer = key, answer
-        self._closed = threading.Event()
+        self.key, self.answer, self.closed = key, answer, False
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         try:
@@ -118,24 +111,14 @@ class HttpServer:
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._server.server_address[1]}"
         self._server.begin("http")
 
-    @property
-    def closed(self) -> bool:
-        """Whether requests are only refused."""
-        return self._closed.is_set()
-
     def close(self) -> None:
-        """Take no further request, also not over connections that are open. Idempotent."""
-        self._closed.set()
+        """Refuse further requests, also over connections that are open. Idempotent."""
+        self.closed = True
         self._server.end()
 
 
-class _TooLarge(Exception):
-    pass
-
-
-class _Server(
-    Serving
-):  # not HTTPServer, which asks for its own name in the DNS, without a deadline
+class _Server(Serving):
+    # Not HTTPServer, which asks the DNS for its own name, without a deadline.
     request_queue_size = 64
     allow_reuse_address = True
 
@@ -145,54 +128,58 @@ class _Server(
         super().__init__((host, port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients may go away; anything else is a bug of ours, and shown."""
+        """Ignore clients that went away; show anything else."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
+
+
+class _TooLarge(Exception):
+    pass
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = READ_S
-    # head and body in one packet: the second of two small ones would wait for the first one's ACK
+    # Head and body in one packet: the second of two small ones would wait for the first one's ACK.
     wbufsize = -1
     disable_nagle_algorithm = True
     server: _Server
 
     def do_GET(self) -> None:
-        """Questions."""
         self._reply("GET")
 
     def do_POST(self) -> None:
-        """Everything else."""
         self._reply("POST")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet: what is refused is told to the one who asked."""
+        """Log nothing: the answer says what was refused."""
 
     def _reply(self, method: str) -> None:
-        owner = self.server.owner
-        if owner.closed:
-            return self._write(Reply(503, {"error": "this server is ending"}, RETRY_AFTER_S), False)
-        given = self.headers.get("Authorization", "")
-        if owner.key and not hmac.compare_digest(given.encode(), f"Bearer {owner.key}".encode()):
-            return self._write(
-                Reply(401, {"error": "a request needs the header Authorization: Bearer KEY"}), False
-            )
-        if "Origin" in self.headers:
-            # A web page that somebody looks at on this host reaches loopback too.
-            return self._write(Reply(403, {"error": "requests of web pages are refused"}), False)
+        if refusal := self._refusal():
+            return self._write(refusal, keep=False)
         try:
             body = self._body() if method == "POST" else b""
         except _TooLarge:
-            return self._write(
-                Reply(413, {"error": f"a body must not be larger than {MAX_BYTES} bytes"}), False
-            )
+            text = f"a body must not be larger than {MAX_BYTES} bytes"
+            return self._write(Reply(413, {"error": text}), keep=False)
         except (ValueError, zlib.error) as error:
-            return self._write(Reply(400, {"error": f"the body can not be read: {error}"}), False)
+            text = f"the body cannot be read: {error}"
+            return self._write(Reply(400, {"error": text}), keep=False)
         parts = urlsplit(self.path)
-        return self._write(
-            owner.answer(Request(method, parts.path, dict(parse_qsl(parts.query)), body)), True
-        )
+        request = Request(method, parts.path, dict(parse_qsl(parts.query)), body)
+        return self._write(self.server.owner.answer(request), keep=True)
+
+    def _refusal(self) -> Reply | None:
+        owner = self.server.owner
+        if owner.closed:
+            return Reply(503, {"error": "this server is ending"}, RETRY_AFTER_S)
+        given = self.headers.get("Authorization", "")
+        if owner.key and not hmac.compare_digest(given.encode(), f"Bearer {owner.key}".encode()):
+            return Reply(401, {"error": "a request needs the header Authorization: Bearer KEY"})
+        if "Origin" in self.headers:
+            # A web page in a browser on this host reaches loopback too.
+            return Reply(403, {"error": "requests of web pages are refused"})
+        return None
 
     def _body(self) -> bytes:
         if "Content-Length" not in self.headers:
@@ -219,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
         if reply.retry_after_s is not None:
             self.send_header("Retry-After", str(reply.retry_after_s))
         if not keep:
-            # What was not read of the request would be taken for the next one.
+            # The unread rest of this request would be taken for the next one.
             self.send_header("Connection", "close")
             self.close_connection = True
         self.end_headers()

@@ -1,23 +1,30 @@
-"""Frames between the trainer's rank 0 and its rollout process: pickled over a socket pair, or as
-JSON from another host."""
+"""Messages between the trainer's rank 0 and its rollout process, and their JSON form.
 
+A child process gets them pickled, since a prompt's payload may hold any Python object. Between
+hosts each is one JSON text, and what is read can only become one of these messages."""
+
+import hashlib
+import json
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import msgspec
+
+from titan_grpo.errors import DataError, PeerError
 from titan_grpo.rollout.partial import Partial
+from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Group
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One prompt on its way: its index, and what has happened to it so far.
+    """A prompt that is being worked on: its index, and its history.
 
     ``attempt`` counts starts and goes into the request seeds. ``drops`` counts unusable groups: a
-    bad prompt must not be tried forever. ``outages`` counts servers that failed one after the other
-    without one more token: a prompt that ends servers must not be tried forever, and a slow one
-    over a bad network must not be given up. Staleness costs a prompt neither: long completions
-    would be filtered out of the training data. ``parts``: what its completions have already, one
-    each, or nothing.
+    bad prompt must not be tried forever. ``outages`` counts consecutive server failures without a
+    further token: a prompt that crashes servers must not be tried forever, and a slow one over a
+    bad network must not be given up. Staleness costs neither: long completions would be filtered
+    out of the training data. ``parts``: what its completions have so far, one each, or nothing.
     """
 
     index: int
@@ -27,40 +34,42 @@ class Ticket:
     parts: tuple[Partial, ...] = ()
 
     def dropped(self) -> "Ticket":
-        """The same prompt after its group was dropped as unusable, with all that it had."""
+        """After its group was dropped as unusable, with all its parts."""
         return replace(self, attempt=self.attempt + 1, drops=self.drops + 1, parts=())
 
     def stale(self) -> "Ticket":
-        """The same prompt after its group grew too stale: made again as often as that happens."""
+        """After its group grew too stale; costs no budget."""
         return replace(self, attempt=self.attempt + 1, parts=())
 
     def failed(self, parts: tuple[Partial, ...]) -> "Ticket":
-        """The same prompt after a server failed under it, or cut it short.
+        """After its server failed, or aborted it.
 
         >>> ticket = Ticket(0, outages=19)
         >>> ticket.failed(()).outages, ticket.failed((Partial((5,), (-1.0,), 3, 3),)).outages
         (20, 1)
         """
-        more = sum(len(part.token_ids) for part in parts) > sum(
-            len(part.token_ids) for part in self.parts
-        )
-        return replace(
-            self, attempt=self.attempt + 1, outages=1 if more else self.outages + 1, parts=parts
-        )
+        had, has = (sum(len(part.token_ids) for part in some) for some in (self.parts, parts))
+        outages = 1 if has > had else self.outages + 1
+        return replace(self, attempt=self.attempt + 1, outages=outages, parts=parts)
 
     def moved(self, parts: tuple[Partial, ...]) -> "Ticket":
-        """The same prompt after its server left the run: nobody's fault, so it costs no budget."""
+        """After its server left the run, or had to be drained; costs no budget."""
         return replace(self, attempt=self.attempt + 1, parts=parts)
 
     def done(self) -> "Ticket":
-        """The same prompt with its group made."""
+        """With its group made."""
         return replace(self, parts=())
 
 
-@dataclass(frozen=True, slots=True)
-class ServerState:
-    """To the rollout process: what the ledger says of one server. ``version`` None: unknown.
-    ``engine``: its dialect's name."""
+class Frame(msgspec.Struct, frozen=True, tag=True, tag_field="frame", forbid_unknown_fields=True):
+    """A message. ``frame`` names its type in the JSON form."""
+
+
+# To the rollout process.
+
+
+class ServerState(Frame, frozen=True):
+    """What the ledger has of a server. ``version`` None: unknown. ``engine``: its dialect."""
 
     url: str
     version: int | None
@@ -69,72 +78,53 @@ class ServerState:
     engine: str
 
 
-@dataclass(frozen=True, slots=True)
-class ServerLeft:
-    """To the rollout process: a server was removed from the run; what runs on it is made
-    elsewhere."""
+class ServerLeft(Frame, frozen=True):
+    """A server was removed from the run: make its groups elsewhere."""
 
     url: str
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """To the rollout process: answer ``Drained`` once nothing runs on a server any more, which is
-    given nothing meanwhile (its ledger line says so). What still runs after ``within_s`` seconds is
-    given up and made elsewhere, or later."""
+class Drain(Frame, frozen=True):
+    """Answer ``Drained`` once nothing runs on the server. Its ``ServerState`` keeps new groups
+    away. What still runs after ``within_s`` seconds is cancelled and made elsewhere, or later."""
 
     url: str
     number: int
     within_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """From the rollout process: nothing runs on the server of that Drain."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerVersion:
-    """To the rollout process: the version the trainer is at."""
+class TrainerVersion(Frame, frozen=True):
+    """The version the trainer is at."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class AskLoad:
-    """To the rollout process: say what is in flight."""
+class AskLoad(Frame, frozen=True):
+    """Answer with ``Load``."""
 
 
-@dataclass(frozen=True, slots=True)
-class GiveBack:
-    """To the rollout process: this finished group was too stale at use; make the prompt's group
-    again."""
+class GiveBack(Frame, frozen=True):
+    """A finished group was too stale at use: make the prompt's group again."""
 
     ticket: Ticket
 
 
-@dataclass(frozen=True, slots=True)
-class Used:
-    """To the rollout process: the groups with these prompt indices were taken by the trainer."""
+class Used(Frame, frozen=True):
+    """The trainer took the groups with these prompt indices."""
 
     indices: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Unversioned:
-    """To the rollout process: ``count`` groups were used without making a version, so their places
-    are free again."""
+class Unversioned(Frame, frozen=True):
+    """``count`` groups were used without making a version: their places are free again."""
 
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCall:
-    """To the rollout process: call a method of a server's ServerControl (engine_calls.METHODS), or
-    of its own update routes; ``arguments`` are JSON values. Calls of one server are made in order;
-    one that could not begin within ``within_s`` seconds is not made."""
+class EngineCall(Frame, frozen=True):
+    """Call a method of a server's ServerControl (engine_calls.METHODS), or of its own update
+    routes; ``arguments`` are JSON values. Calls of one server are made in order; one that could not
+    begin within ``within_s`` seconds is not made."""
 
     number: int
     url: str
@@ -143,11 +133,40 @@ class EngineCall:
     within_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class EngineAnswer:
-    """From the rollout process: what came of an EngineCall, as a JSON value. ``kind``: empty, or
-    the name of the error that ``error`` is the text of. ``engine``: what answers at that URL, empty
-    as long as nobody has asked."""
+class Stop(Frame, frozen=True):
+    """Abort everything and exit."""
+
+
+# From the rollout process.
+
+
+class Ready(Frame, frozen=True):
+    """Task and tokenizer are loaded."""
+
+
+class GroupDone(Frame, frozen=True):
+    """A checked, rewarded group, with the counters at that moment."""
+
+    ticket: Ticket
+    group: Group
+    counters: dict[str, int]
+
+
+class Load(Frame, frozen=True):
+    """Requests in flight by server URL."""
+
+    in_flight: dict[str, int]
+
+
+class Drained(Frame, frozen=True):
+    """Nothing runs on the server of that Drain."""
+
+    number: int
+
+
+class EngineAnswer(Frame, frozen=True):
+    """The outcome of an EngineCall, as a JSON value. ``kind``: empty, or the name of the error that
+    ``error`` is the text of. ``engine``: what answers at that URL, empty before the first call."""
 
     number: int
     value: Any
@@ -156,46 +175,16 @@ class EngineAnswer:
     kind: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """To the rollout process: abort everything and exit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """From the rollout process: task and tokenizer are loaded."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupDone:
-    """From the rollout process: a checked, rewarded group, with the counters at that moment."""
-
-    ticket: Ticket
-    group: Group
-    counters: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """From the rollout process, when it is asked: requests in flight by server URL."""
-
-    in_flight: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """From the rollout process: something was dropped, or a server failed. ``skipped`` names a
-    prompt given up for good."""
+class Event(Frame, frozen=True):
+    """Something was dropped, or a server failed. ``skipped``: a prompt given up for good."""
 
     text: str
     counters: dict[str, int]
     skipped: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """From the rollout process: its last words. ``kind`` says whose fault it is (config, data,
-    bug)."""
+class Failed(Frame, frozen=True):
+    """The rollout process ends; nothing follows. ``kind`` says what is at fault."""
 
     kind: Literal["config", "data", "bug"]
     text: str
@@ -214,3 +203,44 @@ ToWorker = (
     | Stop
 )
 FromWorker = Ready | GroupDone | Load | Drained | EngineAnswer | Event | Failed
+
+T = TypeVar("T")
+
+FORMAT = hashlib.sha256(
+    json.dumps(
+        msgspec.json.schema_components([ToWorker, FromWorker, RolloutSpec]), sort_keys=True
+    ).encode()
+).hexdigest()[:16]
+"""Names the messages of this version. Trainer and service must have the same."""
+
+
+def encode(message: ToWorker | FromWorker) -> str:
+    """The text of a message. Raises DataError for one without a JSON form."""
+    try:
+        if isinstance(message, GroupDone):
+            # msgspec would write NaN as null, and other types as what they resemble. Only the
+            # task's payload is not checked before.
+            json.dumps(message.group.prompt.payload, allow_nan=False)
+        return msgspec.json.encode(message).decode()
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            "with a remote rollout.controller prompts need a JSON payload of finite numbers:"
+            f" {type(message).__name__}: {error}"
+        ) from error
+
+
+def decode(text: str | bytes | msgspec.Raw, kind: Any) -> Any:
+    """A value of the type ``kind`` (``ToWorker``, ``FromWorker`` or a record). Raises PeerError."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.MsgspecError as error:
+        raise PeerError(f"a frame cannot be read: {error}: {str(text)[:200]!r}") from error
+
+
+def convert(answer: Any, kind: type[T], what: str, strict: bool = True) -> T:
+    """A decoded JSON value as ``kind``; not ``strict``: numbers may be texts. Raises PeerError,
+    which begins with ``what``."""
+    try:
+        return msgspec.convert(answer, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise PeerError(f"{what} cannot be read: {error}: {str(answer)[:200]!r}") from error

@@ -1,5 +1,5 @@
-"""What a completion has so far, when its request ended before it did: it goes on from there, on
-whichever server. Pure."""
+"""What a completion has so far. When its request ends before it does, it goes on from there, on any
+server. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ class Partial:
 
     ``finish_reason`` is empty while more is to come; ``first`` and ``last`` mean something only
     where there are tokens. ``sampled`` is as in samples.Completion. ``waits``: the policy's turn is
-    over, and the task has not said how it goes on.
+    over, and the task's answer to it is missing.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class Partial:
         )
 
     def after(self, sampled: Sampled, versions: Sequence[int], budget: int) -> "Partial":
-        """With one more answer at its end. ``budget``: tokens of the whole completion; a full one
+        """With an engine's answer appended. ``budget``: tokens of the whole completion; a full one
         is finished by its length.
 
         >>> part = Partial().after(Sampled((5, 6), (-1.0, -2.0), "abort"), (3,), 4)
@@ -57,26 +57,26 @@ class Partial:
         return Partial(token_ids, logprobs, min(made), max(made), reason, flags)
 
     def waiting(self) -> "Partial":
-        """With its turn over, but not the completion: the task is to be asked."""
+        """With its turn over, but not the completion: the task's answer comes next."""
         return replace(self, finish_reason="", waits=True)
 
-    def told(self, context: Sequence[int] | None, budget: int) -> "Partial":
-        """With the task's answer, which no version made; None ends it. One that leaves no room to
-        go on is left out.
+    def answered(self, context: Sequence[int] | None, budget: int) -> "Partial":
+        """With the task's answer appended, which no version made; None ends it. An answer that
+        leaves no room to go on is left out.
 
-        >>> part = Partial((5,), (-1.0,), 3, 3, waits=True).told((8, 9), 4)
-        >>> part.token_ids, part.sampled, part.told((8,), 4).finish_reason, part.told(None, 4).finish_reason
-        ((5, 8, 9), (True, False, False), 'length', 'stop')
+        >>> part = Partial((5,), (-1.0,), 3, 3, waits=True).answered((8, 9), 4)
+        >>> part.token_ids, part.sampled
+        ((5, 8, 9), (True, False, False))
+        >>> part.answered((8,), 4).finish_reason, part.answered(None, 4).finish_reason
+        ('length', 'stop')
         """
         if context is None or len(context) >= self.left(budget):
             return replace(self, finish_reason="stop" if context is None else "length", waits=False)
-        flags = (self.sampled or (True,) * len(self.token_ids)) + (False,) * len(context)
-        logprobs = self.logprobs + (0.0,) * len(context)
         return replace(
             self,
             token_ids=(*self.token_ids, *context),
-            logprobs=logprobs,
-            sampled=flags,
+            logprobs=self.logprobs + (0.0,) * len(context),
+            sampled=(self.sampled or (True,) * len(self.token_ids)) + (False,) * len(context),
             waits=False,
         )
 
@@ -100,7 +100,7 @@ class Partial:
         return budget - len(self.token_ids)
 
     def completion(self, server: str) -> Completion:
-        """The finished completion, without its reward; ``server`` is the one that finished it."""
+        """The completion, without its reward; ``server`` is the one that finished it."""
         return Completion(
             self.token_ids,
             self.logprobs,
@@ -120,19 +120,16 @@ def oldest(parts: Sequence[Partial]) -> int | None:
 def worth_keeping(
     parts: Sequence[Partial], version: int, needed: int, mix: bool
 ) -> tuple[Partial, ...]:
-    """The parts with which a group goes on at a server that holds ``version``; those that can not
-    be used begin anew.
+    """The parts with which a group goes on at a server that holds ``version``; unusable ones begin
+    anew.
 
     ``needed``: oldest version that the trainer could use now. A group that goes on is of a low
     prompt, so one of the next to be used; the bound itself is checked there. ``mix``: whether one
-    completion may be of several versions; one that is finished is of those that it is of.
+    completion may be of several versions (a finished one keeps those it has).
     """
-    return tuple(
-        (
-            Partial()
-            if part.token_ids
-            and (part.first < needed or not (mix or part.finish_reason or part.last == version))
-            else part
-        )
-        for part in parts
-    )
+
+    def usable(part: Partial) -> bool:
+        unmixed = mix or bool(part.finish_reason) or part.last == version
+        return not part.token_ids or (part.first >= needed and unmixed)
+
+    return tuple(part if usable(part) else Partial() for part in parts)

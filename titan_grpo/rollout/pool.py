@@ -13,8 +13,8 @@ PACE = recovery.Backoff(first_s=0.5, longest_s=15.0)
 
 @dataclass(slots=True)
 class Server:
-    """One server: the last word of the ledger on it, and how it has answered us. The ledger does
-    not see generation fail."""
+    """What the ledger has of a server, and how its generation went, which the ledger does not
+    see."""
 
     url: str
     version: int | None = None
@@ -26,12 +26,12 @@ class Server:
     health: recovery.Health = field(default_factory=lambda: recovery.Health(PACE))
 
 
-def burden(in_flight: int, lag: int, requests: int) -> int:
-    """What speaks against giving a server a group of ``requests``: its load, and a further group's
-    worth for each version that it is behind the newest one that could take it. So a late server
-    fills up last, and its groups are the ones that go stale.
+def cost(in_flight: int, lag: int, requests: int) -> int:
+    """Cost of giving a server a group of ``requests``: its load, and a further group's worth for
+    each version that it is behind the newest candidate. So a late server, whose groups go stale
+    first, fills up last.
 
-    >>> burden(8, 0, 8) == burden(0, 1, 8)
+    >>> cost(8, 0, 8) == cost(0, 1, 8)
     True
     """
     return in_flight + lag * requests
@@ -45,14 +45,14 @@ class Pool:
         self._servers: dict[str, Server] = {}
 
     def set(self, state: ServerState) -> Server:
-        """Take over the ledger's word. A rest after failures stays."""
+        """Take over the ledger's state. A rest after failures stays."""
         server = self._servers.setdefault(state.url, Server(state.url))
         server.version, server.accepting = state.version, state.accepting
         server.label, server.engine = state.label, state.engine
         return server
 
     def remove(self, url: str) -> None:
-        """The server left the run. What runs on it keeps its record, which accepts nothing more."""
+        """The server left the run. Its running groups keep its record, which takes no others."""
         server = self._servers.pop(url, None)
         if server is not None:
             server.accepting, server.left = False, True
@@ -64,37 +64,38 @@ class Pool:
     def pick(
         self, requests: int, now: float, may_start: Callable[[int], bool], avoid: str = ""
     ) -> Server | None:
-        """The best server (``burden``) that accepts, is not at rest, has room for ``requests`` and
+        """The server of least ``cost`` that accepts, is not at rest, has room for ``requests`` and
         a version that may start.
 
-        ``avoid`` (where the group failed before) is taken only if no other server is there. A group
-        larger than the capacity is admitted to an idle server, whose connections then bound what is
-        in flight. All requests of a group go to the one server, which has its prompt in its cache
-        after the first of them.
+        ``avoid`` (where the group failed before) is taken only if there is no other. A group larger
+        than the capacity is admitted to an idle server, whose connections then bound what is in
+        flight. All requests of a group go to one server, which has its prompt in its cache after
+        the first of them.
         """
         able = [
-            (s, s.version)
-            for s in self._servers.values()
-            if s.version is not None and self._able(s, requests, now)
+            (server, server.version)
+            for server in self._servers.values()
+            if server.version is not None
+            and server.accepting
+            and (server.in_flight + requests <= self._capacity or server.in_flight == 0)
+            and server.health.askable(now)
+            and may_start(server.version)
         ]
-        able = [(s, version) for s, version in able if may_start(version)]
         newest = max((version for _, version in able), default=0)
-        others = [(s, version) for s, version in able if s.url != avoid]
-        ranked = [
-            (burden(s.in_flight, newest - version, requests), newest - version, s.url, s)
-            for s, version in others or able
-        ]
-        return min(ranked, key=lambda r: r[:3])[3] if ranked else None
+        others = [(server, version) for server, version in able if server.url != avoid]
+
+        def rank(candidate: tuple[Server, int]) -> tuple[int, int, str]:
+            server, version = candidate
+            lag = newest - version
+            return cost(server.in_flight, lag, requests), lag, server.url
+
+        return min(others or able, key=rank)[0] if able else None
 
     def failed(self, server: Server, now: float) -> float:
-        """A request failed on it: no new groups for a while. Returns when the rest ends."""
+        """A request failed on it: no new groups for a while. Returns when that ends."""
         server.health, _ = recovery.step(server.health, recovery.Silent(now))
         return server.health.until
 
     def succeeded(self, server: Server) -> None:
         """A group came back whole."""
         server.health, _ = recovery.step(server.health, recovery.Answered())
-
-    def _able(self, server: Server, requests: int, now: float) -> bool:
-        room = server.in_flight + requests <= self._capacity or server.in_flight == 0
-        return server.accepting and room and server.health.askable(now)

@@ -1,101 +1,101 @@
-"""Groups that external environments push: the schema, the check of what came, and who is let in
-when. Pure.
+"""Groups that environments push: the form of a body, the queue that decides, and the HTTP server.
 
-``POST /groups`` takes a body of ``SCHEMA``'s form (published at ``GET /schema``). All of its groups
-are taken, or none.
+``POST /groups`` takes a ``Body`` (``GET /schema`` has its JSON schema), all of its groups or none.
 
-==== =====================================================================================================================
-202  taken; ``duplicates`` of them were here before (same ``id``) and are not taken again
-400  not JSON, or not of the schema's form: the text names the place, the rule and what was there
+==== ======================================================================================
+202  taken; ``duplicates`` of them have an ``id`` that was taken before, and are left out
+400  not JSON, or not of the schema's form: the text names the place, the rule and the value
 409  made by a version that the trainer can no longer use, or that does not exist yet
 413  more than ``httpd.MAX_BYTES``
-429  the trainer has enough waiting: come again after ``Retry-After`` seconds
+429  enough groups wait for the trainer: come again after ``Retry-After`` seconds
 503  the run is ending
-==== =====================================================================================================================
-
-The HTTP door of the rollout process: environments push groups here. Threads that parse; the loop
-decides (ingest.py)."""
+==== ======================================================================================
+"""
 
 import asyncio
 import json
-import math
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from titan_grpo.errors import DataError
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.rollout.httpd import RETRY_AFTER_S, HttpServer, Reply, Request
-from titan_grpo.samples import Completion, Group, Prompt
-
-LARGEST_LOGPROB = 1e-3
-"""Rounding may make a certain token's log-probability that large; the mark of a masked one (1.0 in
-Atropos) is larger."""
+from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt
 
 REMEMBERED_IDS = 100_000
 """Ids kept to recognise a group that is sent again."""
 
-_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_COMPLETION: dict[str, Any] = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["tokens", "logprobs", "reward"],
-    "properties": {
-        "tokens": _TOKENS | {"description": "what follows the prompt"},
-        "logprobs": {
-            "type": "array",
-            "items": {"type": "number"},
-            "description": (
-                "the engine's log-probability of each token, natural logarithm, as many as tokens;"
-                " any number where sampled is false"
+DECIDE_S = 10.0
+"""How long the loop may take to decide, in seconds."""
+
+Count = Annotated[int, Meta(ge=0)]
+Tokens = Annotated[tuple[Count, ...], Meta(min_length=1)]
+
+
+class PushedCompletion(Struct, frozen=True, forbid_unknown_fields=True):
+    """One completion of a pushed group."""
+
+    tokens: Annotated[Tokens, Meta(description="what follows the prompt")]
+    logprobs: Annotated[
+        tuple[float, ...],
+        Meta(
+            description="the engine's log-probability of each token, natural logarithm, as many as"
+            " tokens; any number where sampled is false"
+        ),
+    ]
+    reward: float
+    sampled: Annotated[
+        tuple[bool, ...],
+        Meta(
+            description="which tokens the policy sampled, as many as tokens; the others are"
+            " context. Default: all"
+        ),
+    ] = ()
+    zero_advantage: Annotated[
+        bool, Meta(description="do not train on it; its reward still counts in the group's mean")
+    ] = False
+    finish_reason: str = "external"
+
+
+class PushedGroup(Struct, frozen=True, forbid_unknown_fields=True):
+    """One pushed group."""
+
+    policy_version: Annotated[
+        Count, Meta(description="oldest version that made a token of the group")
+    ]
+    prompt_tokens: Tokens
+    completions: Annotated[tuple[PushedCompletion, ...], Meta(min_length=1)]
+    id: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                description="a group with an id that was taken before is not taken again",
             ),
-        },
-        "reward": {"type": "number"},
-        "sampled": {
-            "type": "array",
-            "items": {"type": "boolean"},
-            "description": (
-                "which tokens the policy sampled, as many as tokens; the others are context."
-                " Default: all"
-            ),
-        },
-        "zero_advantage": {
-            "type": "boolean",
-            "description": "do not learn from it; its reward still counts in the group's mean",
-        },
-        "finish_reason": {"type": "string"},
-    },
-}
-_GROUP: dict[str, Any] = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["policy_version", "prompt_tokens", "completions"],
-    "properties": {
-        "id": {
-            "type": "string",
-            "minLength": 1,
-            "description": "a group with an id that was taken before is not taken again",
-        },
-        "policy_version": {
-            "type": "integer",
-            "minimum": 0,
-            "description": "oldest version that made a token of the group",
-        },
-        "prompt_tokens": _TOKENS,
-        "completions": {"type": "array", "items": _COMPLETION, "minItems": 1},
-        "source": {"type": "string", "description": "who made it, for the records"},
-    },
-}
+        ]
+        | UnsetType
+    ) = UNSET
+    source: Annotated[str, Meta(description="who made it, for the records")] = "pushed"
+
+
+class Body(Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of ``POST /groups``."""
+
+    groups: Annotated[tuple[PushedGroup, ...], Meta(min_length=1)]
+
+
 SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "titan_grpo groups, version 1",
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["groups"],
-    "properties": {"groups": {"type": "array", "items": _GROUP, "minItems": 1}},
+    **msgspec.json.schema(Body),
 }
 """JSON schema of a body of ``POST /groups``."""
 
@@ -112,154 +112,86 @@ def parse(body: bytes) -> list[Incoming]:
     """The groups of a body. Raises DataError with the place in the body, the rule, and what was
     there."""
     try:
-        content = json.loads(body)
-    except ValueError as error:
+        groups = msgspec.json.decode(body, type=Body).groups
+    except msgspec.ValidationError as error:
+        rule, _, place = str(error).partition(" - at `$")
+        place = place.rstrip("`")
+        value: Any = json.loads(body)
+        for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", place):
+            value = value[name or int(index)]
+        raise DataError(f"body{place}: {rule}, got {str(value)[:100]!r}") from error
+    except msgspec.DecodeError as error:
         raise DataError(f"the body must be JSON: {error}") from error
-    _conform(content, SCHEMA, "body")
-    return [
-        _incoming(group, f"body.groups[{number}]") for number, group in enumerate(content["groups"])
-    ]
+    return [_incoming(group, f"body.groups[{number}]") for number, group in enumerate(groups)]
 
 
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "object": lambda value: isinstance(value, dict),
-    "array": lambda value: isinstance(value, list),
-    "string": lambda value: isinstance(value, str),
-    "boolean": lambda value: isinstance(value, bool),
-    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "number": lambda value: (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    ),
-}
-
-
-def _conform(value: Any, schema: Mapping[str, Any], place: str) -> None:
-    """The part of JSON schema that ``SCHEMA`` uses. Raises DataError for the first thing that does
-    not conform."""
-    if not _KINDS[schema["type"]](value):
-        raise DataError(f"{place} must be of type {schema['type']}, got {str(value)[:100]!r}")
-    if schema["type"] == "object":
-        _conform_object(value, schema, place)
-    elif schema["type"] == "array":
-        _conform_array(value, schema, place)
-    elif "minimum" in schema and value < schema["minimum"]:
-        raise DataError(f"{place} must be {schema['minimum']} or greater, got {value}")
-    elif "minLength" in schema and not value:
-        raise DataError(f"{place} must not be empty")
-
-
-def _conform_object(value: Mapping[str, Any], schema: Mapping[str, Any], place: str) -> None:
-    known = schema["properties"]
-    for name in schema["required"]:
-        if name not in value:
-            raise DataError(f"{place} must have {name!r}, got {sorted(value)}")
-    for name, inner in value.items():
-        if name not in known:
-            raise DataError(f"{place}.{name} is not a field; known are {sorted(known)}")
-        _conform(inner, known[name], f"{place}.{name}")
-
-
-def _conform_array(value: Sequence[Any], schema: Mapping[str, Any], place: str) -> None:
-    if len(value) < schema.get("minItems", 0):
-        raise DataError(f"{place} must not be empty")
-    items = schema["items"]
-    # Lists of tokens are long: the kind of all is looked at first, and their bound by the least of
-    # them.
-    plain = items["type"] in ("integer", "number", "boolean") and all(
-        map(_KINDS[items["type"]], value)
-    )
-    if plain and (not value or "minimum" not in items or min(value) >= items["minimum"]):
-        return
-    for number, inner in enumerate(value):
-        _conform(inner, items, f"{place}[{number}]")
-
-
-def _incoming(data: Mapping[str, Any], place: str) -> Incoming:
-    version, source = data["policy_version"], data.get("source", "pushed")
+def _incoming(group: PushedGroup, place: str) -> Incoming:
     completions = []
-    for number, item in enumerate(data["completions"]):
-        here = f"{place}.completions[{number}]"
-        tokens, logprobs, sampled = item["tokens"], item["logprobs"], item.get("sampled", [])
-        for name, values in (("logprobs", logprobs), ("sampled", sampled or tokens)):
-            if len(values) != len(tokens):
-                raise DataError(
-                    f"{here}.{name} must be as many as tokens ({len(tokens)}), got {len(values)}"
-                )
-        if sampled and True not in sampled:
-            raise DataError(f"{here}.sampled must have a true one: nothing could be learnt from it")
-        bad = next(
-            (
-                at
-                for at, lp in enumerate(logprobs)
-                if lp > LARGEST_LOGPROB and (not sampled or sampled[at])
-            ),
-            None,
-        )
-        if bad is not None:
-            raise DataError(
-                f"{here}.logprobs[{bad}] must be 0 or less, got {logprobs[bad]}: is it a"
-                " probability?"
-            )
+    for number, item in enumerate(group.completions):
+        _check(item, f"{place}.completions[{number}]")
         completions.append(
             Completion(
-                token_ids=tuple(tokens),
-                logprobs=tuple(map(float, logprobs)),
-                finish_reason=item.get("finish_reason", "external"),
-                version_first=version,
-                version_last=version,
-                server=source,
-                reward=float(item["reward"]),
-                sampled=() if all(sampled) else tuple(sampled),
-                zero_advantage=item.get("zero_advantage", False),
+                token_ids=item.tokens,
+                logprobs=item.logprobs,
+                finish_reason=item.finish_reason,
+                version_first=group.policy_version,
+                version_last=group.policy_version,
+                server=group.source,
+                reward=item.reward,
+                sampled=() if all(item.sampled) else item.sampled,
+                zero_advantage=item.zero_advantage,
             )
         )
-    return Incoming(
-        data.get("id", ""), Group(Prompt(0, tuple(data["prompt_tokens"])), tuple(completions))
-    )
+    id_ = "" if group.id is UNSET else group.id
+    return Incoming(id_, Group(Prompt(0, group.prompt_tokens), tuple(completions)))
+
+
+def _check(item: PushedCompletion, place: str) -> None:
+    """The rules between fields."""
+    count, sampled = len(item.tokens), item.sampled
+    for name, length in (("logprobs", len(item.logprobs)), ("sampled", len(sampled) or count)):
+        if length != count:
+            raise DataError(f"{place}.{name} must be as many as tokens ({count}), got {length}")
+    if sampled and True not in sampled:
+        raise DataError(f"{place}.sampled must have a true one: nothing could be learnt from it")
+    for at, logprob in enumerate(item.logprobs):
+        if logprob > LARGEST_LOGPROB and (not sampled or sampled[at]):
+            raise DataError(
+                f"{place}.logprobs[{at}] must be 0 or less, got {logprob}: is it a probability?"
+            )
 
 
 @dataclass(slots=True)
-class Desk:
-    """Lets groups in, or says why not. ``capacity`` bounds the completions that wait for the
+class PushQueue:
+    """Takes groups, or says why not. ``capacity`` bounds the completions that wait for the
     trainer."""
 
     capacity: int
     max_staleness: int
     trainer_version: int
     newest_version: int
-    """What the trainer has made or a server holds: nothing can be newer."""
+    """The newest one that the trainer made or a server holds."""
     closing: bool = False
     _ids: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
     def take(self, incoming: Sequence[Incoming], waiting: int) -> tuple[Reply, list[Group]]:
-        """Reply and the groups to be used, all or none; ``waiting`` completions were let in and are
-        not used yet."""
+        """Reply and the groups to be used, all or none; ``waiting`` completions were taken before
+        and are not used yet."""
         if self.closing:
             return Reply(503, {"error": "the run is ending"}, RETRY_AFTER_S), []
+        oldest = self.trainer_version - self.max_staleness
         for number, item in enumerate(incoming):
-            version = item.group.version
+            version, rule = item.group.version, ""
             if version > self.newest_version:
-                text = (
-                    f"groups[{number}].policy_version must exist, the newest is"
-                    f" {self.newest_version}, got {version}"
-                )
-                return Reply(409, {"error": text}), []
-            if too_stale(version, self.trainer_version, self.max_staleness):
-                oldest = self.trainer_version - self.max_staleness
-                text = (
-                    f"groups[{number}].policy_version must be {oldest} or later"
-                    f" (rollout.max_staleness), got {version}"
-                )
+                rule = f"exist, the newest is {self.newest_version}"
+            elif too_stale(version, self.trainer_version, self.max_staleness):
+                rule = f"be {oldest} or later (rollout.max_staleness)"
+            if rule:
+                text = f"groups[{number}].policy_version must {rule}, got {version}"
                 return Reply(409, {"error": text}), []
         if waiting >= self.capacity:
-            return (
-                Reply(
-                    429,
-                    {"error": f"{waiting} completions wait for the trainer already"},
-                    RETRY_AFTER_S,
-                ),
-                [],
-            )
+            text = f"{waiting} completions wait for the trainer already"
+            return Reply(429, {"error": text}, RETRY_AFTER_S), []
         taken = []
         for item in incoming:
             if item.id in self._ids:
@@ -281,16 +213,12 @@ class Desk:
         }
 
 
-DECIDE_S = 10.0
-"""How long the loop may take to decide, in seconds."""
-
-
-class Door:
-    """Listens from construction to ``close`` at ``host:port`` (port 0: any); ``take`` and
-    ``status`` run in ``loop``.
+class PushServer:
+    """Listens from construction to ``close`` at ``host:port`` (port 0: any). Connection threads
+    parse; ``take`` and ``status`` run in ``loop``.
 
     With a ``key`` every request needs ``Authorization: Bearer KEY``. Raises ConfigError where the
-    address can not be bound.
+    address cannot be bound.
     """
 
     def __init__(
@@ -310,32 +238,26 @@ class Door:
         self._server.close()
 
     def _answer(self, request: Request) -> Reply:
-        """Reply to one request, in a connection's thread."""
-        method, path = request.method, request.path
-        if (method, path) == ("GET", "/schema"):
-            return Reply(200, SCHEMA)
-        if (method, path) == ("GET", "/status"):
-            return self._decided(self._status)
-        if (method, path) != ("POST", "/groups"):
-            return Reply(
-                404,
-                {
-                    "error": (
-                        f"there is GET /schema, GET /status and POST /groups, got {method} {path}"
-                    )
-                },
-            )
-        try:
-            incoming = parse(request.body)
-        except DataError as error:
-            return Reply(400, {"error": str(error)})
-        return self._decided(lambda: self._take(incoming))
+        match request.method, request.path:
+            case "GET", "/schema":
+                return Reply(200, SCHEMA)
+            case "GET", "/status":
+                return self._decide(self._status)
+            case "POST", "/groups":
+                try:
+                    incoming = parse(request.body)
+                except DataError as error:
+                    return Reply(400, {"error": str(error)})
+                return self._decide(lambda: self._take(incoming))
+        known = "GET /schema, GET /status and POST /groups"
+        return Reply(404, {"error": f"there is {known}, got {request.method} {request.path}"})
 
-    def _decided(self, decide: Callable[[], Reply]) -> Reply:
+    def _decide(self, decide: Callable[[], Reply]) -> Reply:
+        """Run ``decide`` in the loop, and wait for its reply."""
         future: Future[Reply] = Future()
 
         def run() -> None:
-            # Not after the sender was told that nothing was decided.
+            # Not after the sender got a 503: it would send the groups again.
             if future.set_running_or_notify_cancel():
                 future.set_result(decide())
 
@@ -344,8 +266,5 @@ class Door:
             return future.result(DECIDE_S)
         except (LateError, RuntimeError):  # the loop is busy, or closed
             future.cancel()
-            return Reply(
-                503,
-                {"error": "the rollout process does not answer; the run may be ending"},
-                RETRY_AFTER_S,
-            )
+            text = "the rollout process does not answer; the run may be ending"
+            return Reply(503, {"error": text}, RETRY_AFTER_S)

@@ -4,47 +4,31 @@ must agree."""
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from titan_grpo.errors import DataError
-from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.samples import Group
 
 
-def group_to_json(group: Group) -> dict[str, Any]:
-    """A JSON-able dict; floats keep all their bits (Python writes the shortest text that reads back
-    the same)."""
-    return asdict(group)
+class Batch(msgspec.Struct, frozen=True):
+    """One line of a record: the groups that the step from ``version`` consumed. Floats keep all
+    their bits."""
+
+    version: int
+    groups: tuple[Group, ...]
 
 
-def group_from_json(data: Mapping[str, Any]) -> Group:
-    """Inverse of group_to_json. Raises DataError on missing or unknown fields."""
-    try:
-        prompt = {**data["prompt"], "token_ids": tuple(data["prompt"]["token_ids"])}
-        completions = tuple(
-            Completion(
-                **{
-                    **c,
-                    **{
-                        name: tuple(c[name])
-                        for name in ("token_ids", "logprobs", "sampled")
-                        if name in c
-                    },
-                }
-            )
-            for c in data["completions"]
-        )
-        return Group(Prompt(**prompt), completions)
-    except (KeyError, TypeError) as error:
-        raise DataError(
-            f"a recorded group must have the fields of samples.Group, got {str(data)[:200]!r}"
-            f" ({error})"
-        ) from error
+class _Version(msgspec.Struct, frozen=True):
+    """The part of a line that finds it; the groups are read when they are used."""
+
+    version: int
 
 
 class GroupRecorder:
-    """Appends one line per batch: ``{"version": v, "groups": [...]}``.
+    """Appends one ``Batch`` per line.
 
     A resumed run appends to the same file; lines of versions at or past its base are cut first,
     since the resumed run makes them again.
@@ -77,11 +61,12 @@ class GroupRecorder:
     def write(self, version: int, groups: Iterable[Group]) -> None:
         """Write one batch and flush it. Raises DataError where a prompt's payload has no JSON
         form, or the file takes no more."""
+        batch = Batch(version, tuple(groups))
         try:
-            line = json.dumps(
-                {"version": version, "groups": [group_to_json(g) for g in groups]}, allow_nan=False
-            )
-        except (TypeError, ValueError) as error:
+            # msgspec would write NaN as null; completions were checked when they were made.
+            json.dumps([group.prompt.payload for group in batch.groups], allow_nan=False)
+            line = msgspec.json.encode(batch).decode()
+        except (TypeError, ValueError, OverflowError) as error:
             raise DataError(
                 f"rollout.record_path needs prompts with a JSON payload and finite numbers: {error}"
             ) from error
@@ -101,8 +86,8 @@ class ReplayClient:
     version."""
 
     def __init__(self, path: str, state: Mapping[str, Any] | None = None) -> None:
-        """``state``: what ``state`` returned when a checkpoint was written; without it the version
-        asked for first decides."""
+        """``state``: what ``state`` returned when a checkpoint was written; without it the first
+        version that is asked for decides."""
         self._path = path
         self._batches = _lines(Path(path))
         self._next: int | None = (state or {}).get("next_batch")
@@ -122,7 +107,7 @@ class ReplayClient:
     def drain(self, url: str, within_s: float) -> None:
         """Nothing runs."""
 
-    def hurry(self) -> None:
+    def skip_drains(self) -> None:
         """Nothing is waited for."""
 
     def in_flight(self, timeout_s: float = 0.0) -> dict[str, int]:
@@ -133,7 +118,7 @@ class ReplayClient:
         """Ignored."""
 
     def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
-        """The recorded batches in their order, from the one for the ``version`` asked for first.
+        """The recorded batches in their order, from the one for the first ``version`` asked for.
 
         A step that makes no version takes the next batch all the same. Raises DataError if there is
         none, or one of another size.
@@ -147,7 +132,13 @@ class ReplayClient:
                 f"{self._path} has no batch for version {version} (recorded: {known}): train fewer"
                 " steps"
             )
-        groups = json.loads(self._batches[self._next][1])["groups"]
+        try:
+            groups = msgspec.json.decode(self._batches[self._next][1], type=Batch).groups
+        except msgspec.MsgspecError as error:
+            raise DataError(
+                f"{self._path}: the batch of version {versions[self._next]} must have the fields"
+                f" of samples.Group: {error}"
+            ) from error
         if len(groups) != count:
             raise DataError(
                 f"{self._path}: version {version} has {len(groups)} groups,"
@@ -155,7 +146,7 @@ class ReplayClient:
             )
         self._next += 1
         self._consumed += count
-        return [group_from_json(g) for g in groups]
+        return list(groups)
 
     def used_without_version(self, count: int) -> None:
         """Ignored: nothing is bounded."""
@@ -173,17 +164,17 @@ class ReplayClient:
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:
-    """(version, line) of every whole line; a torn last line (a killed run) is left out, any other
+    """(version, line) of every whole line. A torn last line (a killed run) is left out, any other
     bad one is a DataError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise DataError(f"the recorded rollouts {path} can not be read: {error}") from error
+        raise DataError(f"the recorded rollouts {path} cannot be read: {error}") from error
     out = []
     for number, line in enumerate(lines, 1):
         try:
-            out.append((int(json.loads(line)["version"]), line))
-        except (ValueError, KeyError, TypeError) as error:
+            out.append((msgspec.json.decode(line, type=_Version).version, line))
+        except msgspec.MsgspecError as error:
             if number < len(lines):
                 raise DataError(f"{path}:{number} is not a recorded batch: {error}") from error
     return out

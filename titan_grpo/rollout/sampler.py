@@ -1,17 +1,11 @@
-"""Building groups and refusing broken ones.
-
-Text to token ids and back, with the ``tokenizers`` library alone: the rollout process loads no
-transformers.
-
-Making one group on one server: requests, the task's turns in between, checks, rewards."""
+"""Making one group on one server: requests, the task's turns in between, checks, rewards."""
 
 import asyncio
 import hashlib
 import math
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,59 +18,27 @@ from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import ABORTED, Partial
 from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import Asker
-from titan_grpo.samples import Completion, Group, Prompt, sound_reward
+from titan_grpo.rollout.task_runner import TaskRunner
+from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt, sound_reward
+
+T = TypeVar("T")
 
 
-def request_seed(seed: int, index: int, sample: int, attempt: int, answers: int = 0) -> int:
-    """63-bit seed of one request: the same numbers give the same seed everywhere, different ones
-    unrelated seeds.
+class GroupDropped(TitanGrpoError):
+    """A group is not fit for training; ``reason`` is the name it is counted under."""
 
-    ``answers``: the task's turns before it.
-    """
-    text = f"{seed}/{index}/{sample}/{attempt}" + (f"/{answers}" if answers else "")
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
-def completion_fault(completion: Completion, max_tokens: int, finished: bool = True) -> str | None:
-    """Why a completion must not be trained on (the name it is counted under), or None. One that is
-    not ``finished`` may have nothing yet.
-
-    One bad completion drops its whole group: advantages compare members, and a group short of the
-    failures of one kind would be biased.
-    """
-    if finished and not completion.token_ids:
-        return "empty"
-    if (
-        len(completion.token_ids) != len(completion.logprobs)
-        or len(completion.token_ids) > max_tokens
-    ):
-        return "wrong_length"
-    if not all(math.isfinite(x) for x in completion.logprobs):
-        return "bad_logprob"
-    if any(x > 0 for x in completion.logprobs):
-        return "positive_logprob"
-    if finished and completion.finish_reason not in ("stop", "length"):
-        return "unfinished"
-    return None if sound_reward(completion.reward) else "bad_reward"
-
-
-def group_fault(group: Group, size: int, max_tokens: int) -> str | None:
-    """First fault of a group's completions, ``wrong_size`` if some are missing, or None."""
-    if len(group.completions) != size:
-        return "wrong_size"
-    return first_fault(group.completions, max_tokens)
-
-
-def first_fault(completions: Sequence[Completion], max_tokens: int) -> str | None:
-    """First fault among completions, or None."""
-    return next((fault for c in completions if (fault := completion_fault(c, max_tokens))), None)
+class Interrupted(TitanGrpoError):
+    """An engine cut completions short; their tokens are in the group's parts."""
 
 
 class TextCodec:
-    """The tokenizer of a model directory (its ``tokenizer.json``). No special tokens are added when
-    encoding."""
+    """The tokenizer of a model directory (its ``tokenizer.json``), without special tokens. Uses
+    ``tokenizers`` alone: the rollout process loads no transformers."""
 
     def __init__(self, model_dir: str) -> None:
         # Imported here: the trainer's side of this room needs no tokenizer.
@@ -95,165 +57,125 @@ class TextCodec:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
+        """Text of token ids."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
-T = TypeVar("T")
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A group that is being made. ``parts`` has its completions' tokens at any moment."""
 
-
-class GroupDropped(TitanGrpoError):
-    """A group is not fit for training; ``reason`` is the name it is counted under."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-class Interrupted(TitanGrpoError):
-    """An engine cut completions short; what they have is in the group's parts."""
+    prompt: Prompt
+    ticket: Ticket
+    parts: list[Partial]
+    server: Server
+    driver: AsyncDriver
 
 
 class Sampler:
-    """Samples groups. One request per completion and turn, so that each has its own seed and one
-    failure is seen alone."""
+    """Samples groups. One request per completion and turn, so that each has its own seed and fails
+    alone."""
 
-    def __init__(self, spec: RolloutSpec, asker: Asker) -> None:
-        self._spec, self._asker = spec, asker
+    def __init__(self, spec: RolloutSpec, runner: TaskRunner) -> None:
+        self._spec, self._runner, self._budget = spec, runner, spec.max_completion_tokens
 
     async def group(
         self, ticket: Ticket, parts: list[Partial], server: Server, driver: AsyncDriver
     ) -> Group:
-        """Finish the completions of ``parts``, which always holds what there is, also after an
-        error.
+        """Finish the completions of ``parts``, which holds their tokens also after an error.
 
         Raises PeerError where the server failed (the other requests are cancelled), Interrupted
         where it cut completions short, GroupDropped where the result is unfit, TaskFailed for what
         the task raises.
         """
-        prompt = self._asker.prompt(ticket.index)
-        await at_once(
-            [
-                self._finish(prompt, ticket, sample, parts, server, driver)
-                for sample in range(len(parts))
-            ]
-        )
-        if any(not part.finish_reason for part in parts):
-            raise Interrupted(
-                f"{server.url} cut {sum(not p.finish_reason for p in parts)} of {len(parts)}"
-                " completions short"
-            )
+        prompt = self._runner.prompt(ticket.index)
+        job = _Job(prompt, ticket, parts, server, driver)
+        await at_once([self._finish(job, sample) for sample in range(len(parts))])
+        if cut := sum(not part.finish_reason for part in parts):
+            raise Interrupted(f"{server.url} cut {cut} of {len(parts)} completions short")
         completions = [part.completion(server.url) for part in parts]
-        if fault := first_fault(completions, self._spec.max_completion_tokens):
-            raise GroupDropped(fault)
-        rewards = await at_once([self._asker.reward(prompt, c) for c in completions])
-        group = Group(
-            prompt, tuple(replace(c, reward=r) for c, r in zip(completions, rewards, strict=True))
-        )
-        if fault := group_fault(group, self._spec.group_size, self._spec.max_completion_tokens):
-            raise GroupDropped(fault)
-        return group
+        self._check(completions)
+        rewards = await at_once([self._runner.reward(prompt, c) for c in completions])
+        completions = [replace(c, reward=r) for c, r in zip(completions, rewards, strict=True)]
+        self._check(completions)
+        return Group(prompt, tuple(completions))
 
-    async def _finish(
-        self,
-        prompt: Prompt,
-        ticket: Ticket,
-        sample: int,
-        parts: list[Partial],
-        server: Server,
-        driver: AsyncDriver,
-    ) -> None:
+    def _check(self, completions: Sequence[Completion]) -> None:
+        # One bad completion drops its whole group: advantages compare members, and a group short
+        # of the failures of one kind would be biased.
+        for completion in completions:
+            if fault := completion_fault(completion, self._budget):
+                raise GroupDropped(fault)
+
+    async def _finish(self, job: _Job, sample: int) -> None:
         """Turn after turn, until the completion ends or an engine cuts it short."""
-        while not parts[sample].finish_reason:
-            if not parts[sample].waits:
-                await self._goes_on(prompt, ticket, sample, parts, server, driver)
-            if not parts[sample].waits:
+        while not job.parts[sample].finish_reason:
+            if not job.parts[sample].waits:
+                await self._sample_turn(job, sample)
+            part = job.parts[sample]
+            if not part.waits:
                 return
-            parts[sample] = await self._told(prompt, parts[sample])
+            stretches = part.stretches()
+            silent = not stretches or not stretches[-1][0]
+            full = part.answers + 1 >= self._spec.max_turns or part.left(self._budget) < 2
+            context = None if silent or full else await self._runner.turn(job.prompt, part)
+            job.parts[sample] = part.answered(context, self._budget)
 
-    async def _told(self, prompt: Prompt, part: Partial) -> Partial:
-        """With what the task says to a turn; it is not asked where nothing could follow, or nothing
-        came."""
-        spec, stretches = self._spec, part.stretches()
-        silent = not stretches or not stretches[-1][0]
-        if (
-            silent
-            or part.answers + 1 >= spec.max_turns
-            or part.left(spec.max_completion_tokens) < 2
-        ):
-            return part.told(None, spec.max_completion_tokens)
-        return part.told(await self._asker.turn(prompt, part), spec.max_completion_tokens)
-
-    async def _goes_on(
-        self,
-        prompt: Prompt,
-        ticket: Ticket,
-        sample: int,
-        parts: list[Partial],
-        server: Server,
-        driver: AsyncDriver,
-    ) -> None:
-        """One request, from where the completion stands to the end of its turn."""
-        spec, first, part = self._spec, server.version, parts[sample]
-        if first is None:
-            # Lost between two turns: nothing was made that is of no version, so the episode goes on
-            # elsewhere.
+    async def _sample_turn(self, job: _Job, sample: int) -> None:
+        """One request, from the completion's last token to the end of its turn."""
+        spec, server, part = self._spec, job.server, job.parts[sample]
+        if server.version is None:
+            # The ledger lost track of it between two turns. No token of an unknown version was
+            # made, so the episode goes on elsewhere.
             return
-        seed = request_seed(spec.seed, ticket.index, sample, ticket.attempt, part.answers)
-        sampling = Sampling(
-            part.left(spec.max_completion_tokens),
-            spec.temperature,
-            seed,
-            server.label or str(first),
-        )
-        speak, token_ids = dialect(server.engine), (*prompt.token_ids, *part.token_ids)
-        added = partial(self._added, part, server.label, first, server.url)
+        label, first = server.label, server.version
+        seed = request_seed(spec.seed, job.ticket.index, sample, job.ticket.attempt, part.answers)
+        sampling = Sampling(part.left(self._budget), spec.temperature, seed, label or str(first))
+        speak, token_ids = dialect(server.engine), (*job.prompt.token_ids, *part.token_ids)
+
+        def added(sampled: Sampled, last: int | None) -> Partial:
+            # None: the ledger lost track of the server meanwhile, so which weights made the tokens
+            # is unknown.
+            versions = None if last is None else made_by(sampled, label, first, last)
+            if versions is None:
+                raise GroupDropped("version_unknown")
+            return self._added(part, sampled, versions)
+
         if not spec.stream_completions:
-            sampled = await driver.run(speak.generate(token_ids, sampling, spec.request_timeout_s))
-            parts[sample] = added(sampled, server.version)
+            call = speak.generate(token_ids, sampling, spec.request_timeout_s)
+            sampled = await job.driver.run(call)
+            job.parts[sample] = added(sampled, server.version)
             return
-        call = speak.stream(token_ids, sampling, spec.request_timeout_s)
-        heard = Heard(Answer(call), server)
+        stream = speak.stream(token_ids, sampling, spec.request_timeout_s)
+        tokens = TokenStream(Answer(stream), server)
         try:
-            await driver.stream(call.call, heard)
+            await job.driver.stream(stream.call, tokens)
         except (PeerError, asyncio.CancelledError):
-            # What broke off is kept; where it is unfit, the request is made again as if nothing had
-            # come.
+            # Keep what came before the break. Where that is unfit, the request is made again from
+            # its start.
             with suppress(GroupDropped):
-                parts[sample] = added(heard.kept(), heard.version)
+                job.parts[sample] = added(tokens.kept(), tokens.version)
             raise
-        parts[sample] = added(heard.sampled(), server.version)
+        job.parts[sample] = added(tokens.sampled(), server.version)
 
-    def _added(
-        self, part: Partial, label: str, first: int, url: str, sampled: Sampled, last: int | None
-    ) -> Partial:
-        """``part`` with an answer to a request that was made under ``label`` when the ledger had
-        ``first``, and ``last`` at its end. Raises GroupDropped."""
-        spec, budget = self._spec, self._spec.max_completion_tokens
-        # None: the ledger lost track of the server while this ran, so nobody knows which weights
-        # made the tokens.
-        versions = made_by(sampled, label, first, last) if last is not None else None
-        if versions is None:
-            raise GroupDropped("version_unknown")
-        if spec.kv_recomputed and kv_survived(sampled):
+    def _added(self, part: Partial, sampled: Sampled, versions: tuple[int, ...]) -> Partial:
+        if self._spec.kv_recomputed and kv_survived(sampled):
             raise GroupDropped("kv_kept")
-        after = part.after(sampled, versions, budget)
-        if self._asker.multi_turn and after.finish_reason == "stop":
+        after = part.after(sampled, versions, self._budget)
+        if self._runner.multi_turn and after.finish_reason == "stop":
             after = after.waiting()
         if not after.finish_reason and (
-            fault := completion_fault(after.completion(url), budget, finished=False)
+            fault := completion_fault(after.completion(""), self._budget, finished=False)
         ):
             raise GroupDropped(fault)
         return after
 
 
-class Heard:
-    """A streamed answer of a server, with what the ledger had of that server when each part of it
-    came.
+class TokenStream:
+    """A streamed answer, with the ledger's version of its server at each piece.
 
-    When a server fails, the ledger may lose track of it before its connections break. What came
-    until then is as good as before: ``kept``, made by ``version`` at the latest; None where that is
-    nothing.
+    When a server fails, the ledger may lose track of it before its connections break. The pieces
+    before that moment stay good: ``kept``, made by ``version`` at the latest (None: none).
     """
 
     def __init__(self, answer: Answer, server: Server) -> None:
@@ -281,14 +203,39 @@ class Heard:
         return self._answer.whole
 
     def kept(self) -> Sampled:
-        """What can be kept of an answer that broke off: a whole one, if nothing but the
-        connection's end was missing."""
+        """The usable part of an answer that broke off: all of it if only the end of the connection
+        was missing."""
         whole = self.whole and self._count == self._answer.count
         return self._answer.sampled(self._count, self._answer.finish_reason if whole else ABORTED)
 
     def sampled(self) -> Sampled:
         """The whole answer."""
         return self._answer.sampled(self._answer.count, self._answer.finish_reason)
+
+
+def request_seed(seed: int, index: int, sample: int, attempt: int, answers: int = 0) -> int:
+    """63-bit seed of one request: the same numbers give the same seed everywhere, different ones
+    unrelated seeds. ``answers``: the task's turns before it."""
+    text = f"{seed}/{index}/{sample}/{attempt}" + (f"/{answers}" if answers else "")
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def completion_fault(completion: Completion, max_tokens: int, finished: bool = True) -> str | None:
+    """Why a completion must not be trained on (the name it is counted under), or None. One that is
+    not ``finished`` may have no token yet."""
+    count = len(completion.token_ids)
+    if finished and not count:
+        return "empty"
+    if count != len(completion.logprobs) or count > max_tokens:
+        return "wrong_length"
+    if not all(math.isfinite(x) for x in completion.logprobs):
+        return "bad_logprob"
+    if any(x > LARGEST_LOGPROB for x in completion.logprobs):
+        return "positive_logprob"
+    if finished and completion.finish_reason not in ("stop", "length"):
+        return "unfinished"
+    return None if sound_reward(completion.reward) else "bad_reward"
 
 
 async def at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -299,25 +246,24 @@ async def at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             tasks = [group.create_task(call) for call in calls]
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
-    # no deadline: the task has ended: this is called by its callback, or after its group
+    # no deadline: the tasks have ended with their group
     return [task.result() for task in tasks]
 
 
 def made_by(sampled: Sampled, label: str, first: int, last: int) -> tuple[int, ...] | None:
-    """The versions that made the tokens, ``first`` and ``last`` being those that the ledger had
-    before and after.
+    """The versions that made the tokens; ``first`` and ``last`` are the ledger's before and after.
 
-    Where the engine says it of each token, that counts; None if it names weights that are not of
+    The engine's own statement for each token counts more; None if it names weights that are not of
     the run of ``label``.
     """
     if not sampled.versions:
         return first, last
     ours = Label.parse(label)
-    spoken = [Label.parse(text) for text, _, _ in sampled.versions]
+    shown = [Label.parse(text) for text, _, _ in sampled.versions]
     known = [
-        s.version for s in spoken if s is not None and ours is not None and s.run_id == ours.run_id
+        s.version for s in shown if s is not None and ours is not None and s.run_id == ours.run_id
     ]
-    return tuple(known) if len(known) == len(spoken) else None
+    return tuple(known) if len(known) == len(shown) else None
 
 
 def kv_survived(sampled: Sampled) -> bool:

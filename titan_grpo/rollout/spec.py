@@ -1,10 +1,8 @@
-"""Which prompts of the endless sequence are done: what makes a resumed run continue with exactly
-the right ones.
-
-What the rollout process is told once, at its start."""
+"""What the rollout process gets at its start, and the cursor that makes a resumed run continue with
+exactly the right prompts."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from titan_grpo.config import Rollout
@@ -51,10 +49,9 @@ class Cursor:
             self.low += 1
 
     def unused(self) -> Iterator[int]:
-        """The unused indices as of now, in order, without end. A copy: later ``use`` calls do not
-        change it."""
-        low, above = self.low, frozenset(self._above)
-        index = low
+        """The unused indices as of now, in order, without end. Later ``use`` calls do not change
+        it."""
+        index, above = self.low, frozenset(self._above)
         while True:
             if index not in above:
                 yield index
@@ -63,8 +60,8 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """Everything the rollout process needs to know. Small, picklable, without secrets (the key is
-    named, not held).
+    """Everything the rollout process needs to know. Small, and without secrets (keys are named, not
+    held).
 
     ``base_version`` is the trainer's version at the start or at the resume; ``state`` what
     ``RolloutClient.state`` returned when the checkpoint was written (empty: from the first prompt).
@@ -105,18 +102,15 @@ class RolloutSpec:
     push_address: str = ""
     push_key_env: str = ""
     places: int = 0
-    """Groups of before that hold places in the admission from base_version on: a far end that was
-    restarted starts there."""
+    """Groups of an earlier session that hold places in the admission from ``base_version`` on."""
     waiting: dict[int, int] = field(default_factory=dict)
-    """Prompt index -> completions of the finished groups that the trainer has and did not use
-    yet."""
+    """Prompt index -> completions of the finished groups that the trainer has not used yet."""
     registration: dict[str, Any] = field(default_factory=dict)
-    """What an Atropos API is told of the run (fields of ``atropos.Registration``, without
-    batch_size)."""
+    """For an Atropos API: fields of ``atropos.Registration``, without batch_size."""
 
     def unused_prompts(self) -> Iterator[int]:
-        """Indices of the prompts whose groups nobody has made, in order, without end. Raises
-        DataError for a bad ``state``."""
+        """Indices of the prompts without a group, in order, without end. Raises DataError for a bad
+        ``state``."""
         cursor = Cursor.from_state(self.state.get("cursor", {}))
         for index in self.waiting:
             cursor.use(index)
@@ -130,34 +124,9 @@ class RolloutSpec:
         base_version: int = 0,
         state: dict[str, Any] | None = None,
     ) -> "RolloutSpec":
-        """The spec of a validated ``[rollout]`` section; ``model_dir`` is where tokenizer.json
-        lies."""
-        names: tuple[str, ...] = (
-            "task",
-            "task_path",
-            "task_concurrency",
-            "task_timeout_s",
-            "task_error_budget",
-            "max_turns",
-            "seed",
-            "prompts_per_step",
-            "group_size",
-            "max_completion_tokens",
-            "temperature",
-        )
-        names += (
-            "in_flight_weight_updates",
-            "consume",
-            "max_staleness",
-            "max_concurrent_requests",
-            "request_timeout_s",
-            "stream_completions",
-            "api_key_env",
-            "admin_key_env",
-            "engine",
-        )
-        names += ("source", "atropos_url", "push_address", "push_key_env")
-        values = {name: getattr(rollout, name) for name in names}
+        """The spec of a validated ``[rollout]`` section; ``model_dir`` holds tokenizer.json."""
+        shared = {f.name for f in fields(cls)} & {f.name for f in fields(rollout)}
+        values = {name: getattr(rollout, name) for name in shared}
         return cls(
             model_dir=model_dir, base_version=base_version, state=dict(state or {}), **values
         )

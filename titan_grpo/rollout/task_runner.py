@@ -1,9 +1,11 @@
-"""Calling a user's task: so many at once, each with a deadline, and what it raises told apart from
-all other errors."""
+"""Runs a user's task: a bounded number of calls at once, each with a deadline, and the task's own
+errors separated from all others."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+import inspect
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from titan_grpo.errors import DataError, TitanGrpoError
 from titan_grpo.rollout.partial import Partial
@@ -14,20 +16,19 @@ T = TypeVar("T")
 
 
 class TaskFailed(TitanGrpoError):
-    """The task raised ``error``, did not answer within its deadline, or answered something
-    unusable."""
+    """The task raised ``error``, missed its deadline, or returned something unusable."""
 
     def __init__(self, what: str, error: BaseException) -> None:
         super().__init__(f"the task's {what} failed: {type(error).__name__}: {error}")
         self.error = error
 
 
-class Asker:
-    """The task, as the sampler sees it. ``concurrency`` bounds its asynchronous calls in flight;
-    ``timeout_s`` each of them.
+class TaskRunner:
+    """The task, as the sampler sees it. ``concurrency`` bounds its calls in flight, ``timeout_s``
+    each of them. Plain functions run in threads, coroutines in the loop.
 
-    All methods raise TaskFailed for whatever the task raises, and nothing else. A deadline can only
-    end a call that awaits.
+    All methods raise TaskFailed for whatever the task raises, and nothing else. A deadline cannot
+    end a plain function: its thread runs on, and its result is dropped.
     """
 
     def __init__(
@@ -35,6 +36,8 @@ class Asker:
     ) -> None:
         self._task, self._codec, self._timeout_s = task, codec, timeout_s
         self._places = asyncio.Semaphore(concurrency)
+        # Not asyncio.to_thread, whose executor has few threads on a small machine.
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="task")
 
     @property
     def multi_turn(self) -> bool:
@@ -51,59 +54,56 @@ class Asker:
     async def turn(self, prompt: Prompt, part: Partial) -> tuple[int, ...] | None:
         """Tokens with which an episode goes on after the policy's turn, at least one; None where it
         ends."""
-        task = self._task
-        if not isinstance(task, MultiTurnTask):
+        if not isinstance(self._task, MultiTurnTask):
             return None
-
-        async def ask() -> tuple[int, ...] | None:
-            answer = await task.turn(prompt, self._turns(part.stretches()), self._codec)
-            if answer is not None and (
-                not answer or not all(isinstance(t, int) and t >= 0 for t in answer)
-            ):
-                raise DataError(
-                    f"turn must return None or at least one token id, got {str(answer)[:100]!r}"
-                )
-            return None if answer is None else tuple(answer)
-
-        return await self._call("turn", ask)
+        turns = self._turns(part)
+        return await self._call("turn", _tokens, self._task.turn, prompt, turns, self._codec)
 
     async def reward(self, prompt: Prompt, completion: Completion) -> float:
-        """The reward of a finished completion, of whichever kind the task is."""
-        task = self._task
+        """The reward of a finished completion, for both kinds of task."""
+        if isinstance(self._task, MultiTurnTask):
+            part = Partial(completion.token_ids, completion.logprobs, sampled=completion.sampled)
+            turns = self._turns(part)
+            return await self._call("reward", float, self._task.episode_reward, prompt, turns)
+        text, token_ids = self._codec.decode(completion.token_ids), completion.token_ids
+        return await self._call("reward", float, self._task.reward, prompt, text, token_ids)
 
-        async def ask() -> float:
-            if isinstance(task, MultiTurnTask):
-                part = Partial(
-                    completion.token_ids, completion.logprobs, sampled=completion.sampled
-                )
-                return float(await task.episode_reward(prompt, self._turns(part.stretches())))
-            return float(
-                await task.reward(
-                    prompt, self._codec.decode(completion.token_ids), completion.token_ids
-                )
-            )
-
-        return await self._call("reward", ask)
-
-    def _turns(self, stretches: Sequence[tuple[bool, tuple[int, ...]]]) -> tuple[Turn, ...]:
+    def _turns(self, part: Partial) -> tuple[Turn, ...]:
         return tuple(
             Turn(token_ids, sampled, self._codec.decode(token_ids))
-            for sampled, token_ids in stretches
+            for sampled, token_ids in part.stretches()
         )
 
-    async def _call(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _call(
+        self, what: str, read: Callable[[Any], T], function: Callable[..., Any], *arguments: Any
+    ) -> T:
         async with self._places:
             try:
                 async with asyncio.timeout(self._timeout_s) as deadline:
-                    return await ask()
+                    if inspect.iscoroutinefunction(function):
+                        return read(await function(*arguments))
+                    loop = asyncio.get_running_loop()
+                    answer = await loop.run_in_executor(self._threads, function, *arguments)
+                    # A wrapper of a coroutine function looks like a plain function.
+                    return read(await answer if inspect.isawaitable(answer) else answer)
             # CancelledError too: a user's code may let out a cancellation of its own.
             except (Exception, asyncio.CancelledError) as error:  # the boundary to a user's code
                 running = asyncio.current_task()
                 if running is None or running.cancelling():
-                    # Whatever a task makes of our cancelling is none of its errors.
+                    # Cancelled by us, whatever the task made of it.
                     raise asyncio.CancelledError from error
                 if deadline.expired():
                     error.add_note(
                         f"rollout.task_timeout_s = {self._timeout_s:g} ran out in the task's {what}"
                     )
                 raise TaskFailed(what, error) from error
+
+
+def _tokens(answer: Sequence[int] | None) -> tuple[int, ...] | None:
+    if answer is not None and (
+        not answer or not all(isinstance(token, int) and token >= 0 for token in answer)
+    ):
+        raise DataError(
+            f"turn must return None or at least one token id, got {str(answer)[:100]!r}"
+        )
+    return None if answer is None else tuple(answer)

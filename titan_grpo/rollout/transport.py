@@ -1,7 +1,5 @@
-"""The way between the trainer's rank 0 and what makes its rollouts: a child process, or a service
-elsewhere. The seam.
-
-The rollout process as a child of this one, with pickled messages over a socket pair."""
+"""The worker transport: carries messages between the trainer's rank 0 and what makes its rollouts.
+Here the interface, and the transport to a child process; remote.py has the one to a service."""
 
 import os
 import queue
@@ -25,45 +23,44 @@ class RolloutStopped(TitanGrpoError):
 
 
 @dataclass(frozen=True, slots=True)
-class Forgotten:
-    """The far end was restarted, or let go of us: it knows nothing, and what was sent and not
-    answered is lost.
+class SessionLost:
+    """The remote lost our session (restart or lease expiry). Unanswered messages are lost; send the
+    state again.
 
-    ``tell`` opens a new session there: its spec, and the messages that come first in it. Whatever
-    is sent after ``tell`` belongs to the new session, so whoever calls it holds the lock under
-    which it sends. Never blocks.
+    ``resync`` opens a new session there with a spec and its first messages. Messages that are sent
+    after ``resync`` belong to the new session, so call it under the lock under which you send.
+    Never blocks.
     """
 
-    tell: Callable[[RolloutSpec, Sequence[messages.ToWorker]], None]
+    resync: Callable[[RolloutSpec, Sequence[messages.ToWorker]], None]
 
 
-Heard = messages.FromWorker | Forgotten | TitanGrpoError
-"""What comes from a link. An error says that nothing will come any more."""
+Message = messages.FromWorker | SessionLost | TitanGrpoError
+"""What a transport delivers. After an error nothing follows."""
 
-Hear = Callable[[Heard], None]
-"""Called by a thread of the link, with one message after the other in the order in which they were
-sent; must not block."""
+OnMessage = Callable[[Message], None]
+"""Called by a thread of the transport, in the order of sending; must not block."""
 
 
-class Link(Protocol):
+class WorkerTransport(Protocol):
     """Carries messages both ways, in order and each of them once. Used by one client."""
 
-    def start(self, spec: RolloutSpec, hear: Hear, timeout_s: float) -> None:
-        """Begin. What becomes of it is heard: ``Ready``, or an error. ``timeout_s``: deadline of
-        what is done in this call."""
+    def start(self, spec: RolloutSpec, on_message: OnMessage, timeout_s: float) -> None:
+        """Begin. ``on_message`` gets ``Ready``, or an error. ``timeout_s``: deadline of this
+        call."""
 
     def send(self, message: messages.ToWorker, within_s: float | None = None) -> None:
-        """Any thread; never blocks. A message that is still on its way after ``within_s`` seconds
-        need not be delivered."""
+        """Any thread; never blocks. A message that could not be delivered within ``within_s``
+        seconds may be left out."""
 
     def close(self, deadline_s: float) -> None:
-        """Have the far end abort everything and end; within the deadline. Idempotent; raises
-        nothing. Errors may be heard."""
+        """Abort and end the remote, within the deadline. Idempotent; raises nothing. Errors may be
+        delivered meanwhile."""
 
 
-class LocalLink:
-    """Starts ``rollout.worker`` and talks to it. It ends with this process, whatever that dies
-    of."""
+class LocalTransport:
+    """Starts ``rollout.worker`` as a child and exchanges pickled messages over a socket pair. The
+    child ends with this process, however that dies: its end of the socket closes."""
 
     def __init__(self) -> None:
         self._out: queue.SimpleQueue[messages.ToWorker | None] = queue.SimpleQueue()
@@ -75,9 +72,9 @@ class LocalLink:
         """Of the child; None while there is none."""
         return None if self._process is None else self._process.pid
 
-    def start(self, spec: RolloutSpec, hear: Hear, timeout_s: float) -> None:
+    def start(self, spec: RolloutSpec, on_message: OnMessage, timeout_s: float) -> None:
         """Start the process, which loads task and tokenizer."""
-        self._hear = hear
+        self._on_message = on_message
         # The rollout process has no business on a GPU.
         self._process, self._socket = start_module(
             "titan_grpo.rollout.worker",
@@ -86,20 +83,17 @@ class LocalLink:
         # A second descriptor: the socket can then be shut down while threads sit in the connection.
         self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
         self._connection.send(spec)
-        for target in (self._send_loop, self._receive_loop):
-            thread = threading.Thread(
-                target=target, name=f"rollout-{target.__name__.strip('_')}", daemon=True
-            )
+        for name, target in (("send", self._send_loop), ("receive", self._receive_loop)):
+            thread = threading.Thread(target=target, name=f"rollout-{name}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def send(self, message: messages.ToWorker, within_s: float | None = None) -> None:
-        """As Link.send: nothing is on its way for long here."""
+        """As WorkerTransport.send; delivery takes no time here."""
         self._out.put(message)
 
     def close(self, deadline_s: float) -> None:
-        """Stop the process (killed past the deadline) and the threads. Idempotent; raises
-        nothing."""
+        """Stop the process (killed past the deadline) and the threads."""
         self._out.put(messages.Stop())
         self._out.put(None)
         if self._process is None:
@@ -118,7 +112,7 @@ class LocalLink:
         self._process = None
 
     def _send_loop(self) -> None:
-        # no deadline: close() of its owner puts None into the queue; the thread is a daemon
+        # no deadline: close() puts None into the queue; the thread is a daemon
         while (message := self._out.get()) is not None:
             try:
                 self._connection.send(message)
@@ -128,17 +122,19 @@ class LocalLink:
     def _receive_loop(self) -> None:
         try:
             while True:
-                # no deadline: ends with the other process, whose end closes the stream
-                self._hear(self._connection.recv())
+                # no deadline: ends with the process, whose end closes the socket
+                self._on_message(self._connection.recv())
         except (EOFError, OSError):
-            self._hear(
+            self._on_message(
                 RolloutStopped(
                     f"the rollout process ended with {self._exit_status()}; its last output is"
                     " above"
                 )
             )
         except Exception as error:  # noqa: BLE001 - top of a thread: latched, and raised by next_batch
-            self._hear(RolloutStopped(f"the rollout process sent something unreadable: {error!r}"))
+            self._on_message(
+                RolloutStopped(f"the rollout process sent something unreadable: {error!r}")
+            )
 
     def _exit_status(self) -> str:
         process = self._process

@@ -3,13 +3,12 @@ no torch, no GPU."""
 
 import argparse
 import asyncio
-import functools
 import os
 import queue
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,7 +19,7 @@ from titan_grpo.rollout.engine_calls import EngineCalls
 from titan_grpo.rollout.external import External, open_source
 from titan_grpo.rollout.sampler import Sampler, TextCodec
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import Asker
+from titan_grpo.rollout.task_runner import TaskRunner
 from titan_grpo.rollout.tasks.base import TaskOptions, load_task
 
 EXIT_GRACE_S = 5.0
@@ -34,28 +33,28 @@ class Worker:
         self._out: queue.SimpleQueue[messages.FromWorker | None] = queue.SimpleQueue()
         self._stop = asyncio.Event()
         self._error: BaseException | None = None
-        self._writer = threading.Thread(target=self._write_loop, name="write", daemon=True)
 
     async def run(self) -> int:
         """Serve until Stop, a closed connection (the trainer is gone) or an error; returns the exit
         code."""
-        # no deadline: ends with the other process, whose end closes the stream
+        # no deadline: ends with the trainer, whose end closes the connection
         spec: RolloutSpec = self._connection.recv()
-        self._writer.start()
+        writer = threading.Thread(target=self._write_loop, name="write", daemon=True)
+        writer.start()
         try:
             await self._serve(spec)
         except Exception as error:  # noqa: BLE001 - top of the process: sent to the trainer, which raises it
             self._error = error
         if self._error is not None:
-            self._out.put(_last_words(self._error))
+            self._out.put(_failed(self._error))
         self._out.put(None)
-        self._writer.join(EXIT_GRACE_S)
+        writer.join(EXIT_GRACE_S)
         return 1 if self._error is not None else 0
 
     async def _serve(self, spec: RolloutSpec) -> None:
         source = await self._source(spec)
         loop = asyncio.get_running_loop()
-        # A bug in a callback would otherwise only be logged, and the trainer would wait for its
+        # Without it a bug in a callback would only be logged, and the trainer would wait for its
         # deadline.
         loop.set_exception_handler(
             lambda _loop, context: self._fail(
@@ -63,9 +62,8 @@ class Worker:
             )
         )
         calls = EngineCalls(spec, self._out.put)
-        take = functools.partial(self._take, source)
         reader = threading.Thread(
-            target=self._read_loop, args=(loop, take, calls), name="read", daemon=True
+            target=self._read_loop, args=(loop, source, calls), name="read", daemon=True
         )
         self._out.put(messages.Ready())
         reader.start()
@@ -81,49 +79,47 @@ class Worker:
             await source.start()
             return source
         task = load_task(spec.task, TaskOptions(spec.seed, spec.task_path))
-        asker = Asker(task, TextCodec(spec.model_dir), spec.task_concurrency, spec.task_timeout_s)
+        codec = TextCodec(spec.model_dir)
+        runner = TaskRunner(task, codec, spec.task_concurrency, spec.task_timeout_s)
         key = os.environ.get(spec.api_key_env, "") if spec.api_key_env else ""
-        return Dispatcher(spec, Sampler(spec, asker), self._out.put, self._fail, key)
+        return Dispatcher(spec, Sampler(spec, runner), self._out.put, self._fail, key)
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
         self._stop.set()
 
-    def _take(self, source: Dispatcher | External, message: messages.ToWorker) -> None:
-        if isinstance(message, messages.Stop):
-            self._stop.set()
-        elif not self._stop.is_set():
-            source.on(message)
-
     def _read_loop(
         self,
         loop: asyncio.AbstractEventLoop,
-        take: Callable[[messages.ToWorker], None],
+        source: Dispatcher | External,
         calls: EngineCalls,
     ) -> None:
-        message: messages.ToWorker = messages.Stop()
-        while True:
+        def take(message: messages.ToWorker) -> None:
+            if isinstance(message, messages.Stop):
+                self._stop.set()
+            elif not self._stop.is_set():
+                source.on(message)
+
+        message: messages.ToWorker | None = None
+        while not isinstance(message, messages.Stop):
             try:
-                # no deadline: ends with the other process, whose end closes the stream
+                # no deadline: ends with the trainer, whose end closes the connection
                 message = self._connection.recv()
             except (EOFError, OSError):
                 message = messages.Stop()
             if isinstance(message, messages.EngineCall):
-                calls.take(
-                    message
-                )  # a commit does not wait for a loop that is busy with a user's reward
+                # Not in the loop: a commit must not wait for a user's reward that blocks it.
+                calls.take(message)
                 continue
-            loop.call_soon_threadsafe(take, message)
-            if isinstance(message, messages.Stop):
-                break
-        # A user's reward that never returns to the loop must not keep this process alive after its
-        # trainer.
+            with suppress(RuntimeError):  # The loop has ended.
+                loop.call_soon_threadsafe(take, message)
+        # A user's reward that never returns must not keep this process alive after its trainer.
         timer = threading.Timer(EXIT_GRACE_S, os._exit, args=(1,))
         timer.daemon = True
         timer.start()
 
     def _write_loop(self) -> None:
-        # no deadline: close() of its owner puts None into the queue; the thread is a daemon
+        # no deadline: run() puts None into the queue; the thread is a daemon
         while (message := self._out.get()) is not None:
             try:
                 self._connection.send(message)
@@ -131,7 +127,7 @@ class Worker:
                 return  # The trainer is gone; the reading thread ends the loop.
 
 
-def _last_words(error: BaseException) -> messages.Failed:
+def _failed(error: BaseException) -> messages.Failed:
     if isinstance(error, ConfigError):
         return messages.Failed("config", str(error))
     if isinstance(error, DataError):

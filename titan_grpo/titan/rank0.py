@@ -315,7 +315,7 @@ class Controller:
     def finish(self, version: int) -> None:
         """Flush the newest version to the servers, save it in HF layout, and write the report."""
         worker, deadline_s = self.worker, self._job.weight_sync.shutdown_deadline_s
-        self._running().hurry()
+        self._running().skip_drains()
         holding = worker.flush(version, deadline_s)
         for url in sorted(set(worker.servers.urls) - set(holding)):
             self.recorder.error(
@@ -338,7 +338,7 @@ class Controller:
             self._membership.close()
         rollouts, self._rollouts = self._rollouts, None
         if rollouts is not None:
-            rollouts.hurry()
+            rollouts.skip_drains()
         if self._worker is not None:
             # Before the rollouts: a lane may finish its commit by calls that go through them.
             self._worker.close()

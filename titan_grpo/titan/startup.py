@@ -19,11 +19,11 @@ from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.records import ReplayClient
-from titan_grpo.rollout.remote import RemoteLink
+from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.transport import Link, LocalLink
+from titan_grpo.rollout.transport import LocalTransport, WorkerTransport
 from titan_grpo.runkey import Key
-from titan_grpo.sync.worker import load_deadline_s, resolve_bind_host
+from titan_grpo.sync.worker import load_deadline_s
 from titan_grpo.titan.server_urls import Known, known_servers
 
 Rollouts = RolloutClient | ReplayClient
@@ -138,9 +138,11 @@ def start_rollouts(
         spec, commit_deadline_s=sync.commit_deadline_s, load_deadline_s=load_deadline_s(sync)
     )
     if rollout.controller == "local":
-        client, start_s = RolloutClient(spec, rollout.record_path, LocalLink()), LOAD_S
+        client, start_s = RolloutClient(spec, rollout.record_path, LocalTransport()), LOAD_S
     else:
-        client = RolloutClient(placed(spec), rollout.record_path, remote_link(rollout, environ))
+        client = RolloutClient(
+            placed(spec), rollout.record_path, remote_transport(rollout, environ)
+        )
         start_s = LOAD_S + rollout.controller_deadline_s
     with ExitStack() as failed:
         failed.callback(client.close)
@@ -149,7 +151,7 @@ def start_rollouts(
     return client
 
 
-def remote_link(rollout: Rollout, environ: Mapping[str, str]) -> Link:
+def remote_transport(rollout: Rollout, environ: Mapping[str, str]) -> WorkerTransport:
     """The way to ``rollout.controller``. Raises ConfigError where its key is not in the environment
     that names it."""
     key = environ.get(rollout.controller_key_env, "") if rollout.controller_key_env else ""
@@ -158,9 +160,7 @@ def remote_link(rollout: Rollout, environ: Mapping[str, str]) -> Link:
             "rollout.controller_key_env must name a variable of rank 0's environment with the"
             f" service's key, {rollout.controller_key_env} is empty"
         )
-    host = resolve_bind_host("", rollout.controller)
-    address = rollout.callback_address or f"{f'[{host}]' if ':' in host else host}:0"
-    return RemoteLink(rollout.controller, key, address, rollout.controller_deadline_s)
+    return RemoteTransport(rollout.controller, key, rollout.controller_deadline_s)
 
 
 def placed(spec: RolloutSpec) -> RolloutSpec:

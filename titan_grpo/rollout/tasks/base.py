@@ -1,7 +1,7 @@
-"""What a task is, and finding one by name."""
+"""The interface of a task, and finding one by name (docs/tasks.md)."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -37,8 +37,8 @@ class TaskOptions:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One stretch of an episode after its prompt: made by the policy (``sampled``), or what the
-    task answered."""
+    """One stretch of an episode after its prompt: made by the policy (``sampled``), or the task's
+    answer."""
 
     token_ids: tuple[int, ...]
     sampled: bool
@@ -58,29 +58,30 @@ class Prompts(Protocol):
 class Task(Prompts, Protocol):
     """Prompts and a reward of single completions."""
 
-    async def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
-        """Reward of one completion, finite. Long computations go to a thread (asyncio.to_thread),
-        never into the loop."""
+    def reward(
+        self, prompt: Prompt, text: str, token_ids: Sequence[int]
+    ) -> float | Awaitable[float]:
+        """Reward of one completion, finite. A plain function runs in a thread, and several of them
+        at once; ``async def`` runs in the loop, which it must not block."""
         ...
 
 
 @runtime_checkable
 class MultiTurnTask(Prompts, Protocol):
     """Prompts, a loop of turns and a reward of whole episodes. A class with ``turn`` is one of
-    these."""
+    these. Both methods may be plain functions or coroutines, as ``Task.reward``."""
 
-    async def turn(
+    def turn(
         self, prompt: Prompt, turns: Sequence[Turn], codec: Codec
-    ) -> Sequence[int] | None:
+    ) -> Sequence[int] | Awaitable[Sequence[int] | None] | None:
         """The policy ended its turn, the last of ``turns``: at least one token of context with
-        which it goes on, or None.
+        which it goes on, or None, which ends the episode.
 
-        None ends the episode. A call that was cancelled (its server failed, its weights are too
-        old) may be made again.
+        A call that was cancelled (its server failed, its weights are too old) may be made again.
         """
         ...
 
-    async def episode_reward(self, prompt: Prompt, turns: Sequence[Turn]) -> float:
+    def episode_reward(self, prompt: Prompt, turns: Sequence[Turn]) -> float | Awaitable[float]:
         """Reward of the whole episode, finite."""
         ...
 
@@ -98,7 +99,7 @@ def load_task(name: str, options: TaskOptions) -> Task | MultiTurnTask:
     try:
         factory = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"rollout.task {name!r} can not be imported: {error}") from error
+        raise ConfigError(f"rollout.task {name!r} cannot be imported: {error}") from error
     task: Task | MultiTurnTask = factory(options)
     if hasattr(task, "turn") != hasattr(task, "episode_reward"):
         raise ConfigError(

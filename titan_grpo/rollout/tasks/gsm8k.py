@@ -1,7 +1,6 @@
 """Grade-school mathematics from a JSONL file in the form of GSM8K: {"question": ..., "answer": "...
 #### 42"}."""
 
-import asyncio
 import json
 import random
 from collections.abc import Sequence
@@ -35,18 +34,14 @@ class Gsm8k:
         question, answer = self._rows[self._order[1][place]]
         return Prompt(index, codec.encode(TEMPLATE.format(question=question)), {"answer": answer})
 
-    async def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
-        """0 or 1, computed in a thread."""
-        return await asyncio.to_thread(_score, str(prompt.payload["answer"]), text)
+    def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
+        """0 or 1."""
+        from math_verify import parse, verify  # type: ignore[import-untyped]
 
-
-def _score(answer: str, text: str) -> float:
-    from math_verify import parse, verify  # type: ignore[import-untyped]
-
-    # No timeouts of its own: math-verify makes them with SIGALRM, which only a main thread can
-    # have.
-    gold = parse(f"${answer}$", parsing_timeout=None)
-    return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
+        # Without math-verify's own timeouts: they are made with SIGALRM, which only a main thread
+        # can have.
+        gold = parse(f"${prompt.payload['answer']}$", parsing_timeout=None)
+        return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
 
 
 def _read(path: str) -> list[tuple[str, str]]:

@@ -1,5 +1,5 @@
-"""What environments may push: every rule of the schema, the desk's decisions, and the door over
-real HTTP."""
+"""What environments may push: every rule of the schema, the queue's decisions, and the server
+over real HTTP."""
 
 import asyncio
 import copy
@@ -14,7 +14,7 @@ import pytest
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout import httpd, push
 from titan_grpo.rollout.httpd import Reply
-from titan_grpo.rollout.push import Desk, Door, parse
+from titan_grpo.rollout.push import PushQueue, PushServer, parse
 
 
 def body(**changes):
@@ -74,38 +74,30 @@ COMPLETION = (*FIRST, "completions", 0)
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("groups",), [], r"body.groups must not be empty"),
-        (("groups",), {}, r"body.groups must be of type array"),
-        (("more",), 1, r"body.more is not a field; known are \['groups'\]"),
-        (
-            (*FIRST, "policy_version"),
-            -1,
-            r"body.groups\[0\].policy_version must be 0 or greater, got -1",
-        ),
-        ((*FIRST, "policy_version"), True, r"policy_version must be of type integer"),
-        ((*FIRST, "id"), "", r"id must not be empty"),
-        ((*FIRST, "prompt_tokens"), [], r"prompt_tokens must not be empty"),
-        ((*FIRST, "prompt_tokens"), [5, -6], r"prompt_tokens\[1\] must be 0 or greater"),
-        ((*FIRST, "prompt_tokens"), [5, 6.0], r"prompt_tokens\[1\] must be of type integer"),
-        ((*FIRST, "completions"), [], r"completions must not be empty"),
-        ((*COMPLETION, "reward"), "1", r"completions\[0\].reward must be of type number"),
-        ((*COMPLETION, "reward"), float("nan"), r"reward must be of type number"),
-        (
-            (*COMPLETION, "logprobs"),
-            [-0.5],
-            r"completions\[0\].logprobs must be as many as tokens \(2\), got 1",
-        ),
+        (("groups",), [], r"^body.groups: Expected `array` of length >= 1, got '\[\]'"),
+        (("groups",), {}, r"^body.groups: Expected `array`, got `object`"),
+        (("more",), 1, r"^body: Object contains unknown field `more`"),
+        ((*FIRST, "policy_version"), -1, r"^body.groups\[0\].policy_version: .* >= 0, got '-1'"),
+        ((*FIRST, "policy_version"), True, r"policy_version: Expected `int`"),
+        ((*FIRST, "id"), "", r"id: Expected `str` of length >= 1"),
+        ((*FIRST, "prompt_tokens"), [], r"prompt_tokens: Expected `array` of length >= 1"),
+        ((*FIRST, "prompt_tokens"), [5, -6], r"prompt_tokens\[1\]: Expected `int` >= 0, got '-6'"),
+        ((*FIRST, "prompt_tokens"), [5, 6.5], r"prompt_tokens\[1\]: Expected `int`"),
+        ((*FIRST, "completions"), [], r"completions: Expected `array` of length >= 1"),
+        ((*COMPLETION, "reward"), "1", r"completions\[0\].reward: Expected `float`, got `str`"),
+        ((*COMPLETION, "reward"), float("nan"), r"the body must be JSON"),
+        ((*COMPLETION, "logprobs"), [-0.5], r"logprobs must be as many as tokens \(2\), got 1"),
         (
             (*COMPLETION, "logprobs"),
             [-0.5, 0.7],
-            r"completions\[0\].logprobs\[1\] must be 0 or less, got 0.7: is it a prob",
+            r"logprobs\[1\] must be 0 or less, got 0.7: is it",
         ),
         ((*COMPLETION, "sampled"), [True], r"sampled must be as many as tokens"),
         ((*COMPLETION, "sampled"), [False, False], r"sampled must have a true one"),
-        ((*COMPLETION, "sampled"), [1, 0], r"sampled\[0\] must be of type boolean"),
+        ((*COMPLETION, "sampled"), [1, 0], r"sampled\[0\]: Expected `bool`, got `int`"),
     ],
 )
-def test_what_breaks_the_schema_is_refused_by_place_and_rule(path, value, message) -> None:
+def test_what_breaks_the_schema_is_refused_by_place_rule_and_value(path, value, message) -> None:
     with pytest.raises(DataError, match=message):
         parse(encoded(set_at(body(), path, value)))
 
@@ -114,7 +106,7 @@ def test_what_breaks_the_schema_is_refused_by_place_and_rule(path, value, messag
 def test_a_missing_field_is_named(name) -> None:
     content = body()
     del content["groups"][0][name]
-    with pytest.raises(DataError, match=rf"body.groups\[0\] must have '{name}'"):
+    with pytest.raises(DataError, match=rf"body.groups\[0\]: .*missing required field `{name}`"):
         parse(encoded(content))
 
 
@@ -133,36 +125,36 @@ def incoming(version=3, id=""):
     return parse(encoded(body(policy_version=version, id=id) if id else content))
 
 
-def test_the_desk_takes_what_the_trainer_can_use() -> None:
-    desk = Desk(capacity=4, max_staleness=1, trainer_version=3, newest_version=4)
+def test_the_queue_takes_what_the_trainer_can_use() -> None:
+    queue = PushQueue(capacity=4, max_staleness=1, trainer_version=3, newest_version=4)
     for version, status in ((1, 409), (2, 202), (3, 202), (4, 202), (5, 409)):
-        reply, groups = desk.take(incoming(version), waiting=0)
+        reply, groups = queue.take(incoming(version), waiting=0)
         assert (reply.status, len(groups)) == (status, int(status == 202)), version
-    reply, groups = desk.take(incoming(), waiting=4)
+    reply, groups = queue.take(incoming(), waiting=4)
     assert (reply.status, reply.retry_after_s, groups) == (429, 1, [])
-    desk.closing = True
-    assert desk.take(incoming(), waiting=0)[0].status == 503
+    queue.closing = True
+    assert queue.take(incoming(), waiting=0)[0].status == 503
 
 
 def test_a_group_that_is_sent_again_is_taken_once() -> None:
-    desk = Desk(capacity=4, max_staleness=1, trainer_version=3, newest_version=3)
-    assert desk.take(incoming(id="x"), 0)[0].body == {"taken": 1, "duplicates": 0}
-    assert desk.take(incoming(id="x"), 0)[0].body == {"taken": 0, "duplicates": 1}
-    assert desk.take([*incoming(id="x"), *incoming(id="y")], 0)[0].body == {
+    queue = PushQueue(capacity=4, max_staleness=1, trainer_version=3, newest_version=3)
+    assert queue.take(incoming(id="x"), 0)[0].body == {"taken": 1, "duplicates": 0}
+    assert queue.take(incoming(id="x"), 0)[0].body == {"taken": 0, "duplicates": 1}
+    assert queue.take([*incoming(id="x"), *incoming(id="y")], 0)[0].body == {
         "taken": 1,
         "duplicates": 1,
     }
 
 
 def test_a_refused_group_may_be_sent_again() -> None:
-    desk = Desk(capacity=4, max_staleness=1, trainer_version=3, newest_version=3)
-    assert desk.take(incoming(id="x"), waiting=4)[0].status == 429
-    assert desk.take(incoming(id="x"), waiting=0)[0].body["taken"] == 1
+    queue = PushQueue(capacity=4, max_staleness=1, trainer_version=3, newest_version=3)
+    assert queue.take(incoming(id="x"), waiting=4)[0].status == 429
+    assert queue.take(incoming(id="x"), waiting=0)[0].body["taken"] == 1
 
 
 def test_one_stale_group_refuses_the_whole_body() -> None:
-    desk = Desk(capacity=4, max_staleness=1, trainer_version=3, newest_version=3)
-    reply, groups = desk.take([*incoming(3), *incoming(1)], waiting=0)
+    queue = PushQueue(capacity=4, max_staleness=1, trainer_version=3, newest_version=3)
+    reply, groups = queue.take([*incoming(3), *incoming(1)], waiting=0)
     assert (reply.status, groups) == (409, [])
     assert "groups[1].policy_version must be 2 or later" in reply.body["error"]
 
@@ -179,24 +171,26 @@ def loop():
 
 
 @pytest.fixture
-def door(loop):
-    desk = Desk(capacity=2, max_staleness=1, trainer_version=3, newest_version=3)
+def server(loop):
+    queue = PushQueue(capacity=2, max_staleness=1, trainer_version=3, newest_version=3)
     taken = []
 
     def take(incoming):
-        reply, groups = desk.take(incoming, len(taken))
+        reply, groups = queue.take(incoming, len(taken))
         taken.extend(groups)
         return reply
 
-    door = Door("127.0.0.1:0", "secret", loop, take, lambda: Reply(200, desk.status(len(taken))))
-    yield door
-    door.close()
+    server = PushServer(
+        "127.0.0.1:0", "secret", loop, take, lambda: Reply(200, queue.status(len(taken)))
+    )
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def client(door):
+def client(server):
     with httpx.Client(
-        base_url=f"http://{door.address}",
+        base_url=f"http://{server.address}",
         headers={"Authorization": "Bearer secret"},
         trust_env=False,
         timeout=10,
@@ -204,7 +198,7 @@ def client(door):
         yield c
 
 
-def test_groups_go_through_the_door_until_enough_wait(client) -> None:
+def test_groups_are_taken_until_enough_wait(client) -> None:
     assert client.post("/groups", json=body()).json() == {"taken": 1, "duplicates": 0}
     packed = client.post(
         "/groups",
@@ -223,10 +217,10 @@ def test_groups_go_through_the_door_until_enough_wait(client) -> None:
 
 
 def test_the_schema_is_published(client) -> None:
-    assert client.get("/schema").json() == push.SCHEMA
+    assert client.get("/schema").json() == json.loads(json.dumps(push.SCHEMA))
 
 
-def test_what_can_not_be_read_is_refused_and_the_door_goes_on(client) -> None:
+def test_what_can_not_be_read_is_refused_and_the_server_goes_on(client) -> None:
     assert "must be JSON" in client.post("/groups", content=b"{").json()["error"]
     assert client.post("/groups", json={}).status_code == 400
     torn = client.post(
@@ -238,8 +232,8 @@ def test_what_can_not_be_read_is_refused_and_the_door_goes_on(client) -> None:
     assert client.post("/groups", json=body()).status_code == 202
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_read(door) -> None:
-    connection = http.client.HTTPConnection(door.address, timeout=10)
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(server) -> None:
+    connection = http.client.HTTPConnection(server.address, timeout=10)
     connection.putrequest("POST", "/groups")
     connection.putheader("Authorization", "Bearer secret")
     connection.putheader("Content-Length", str(httpd.MAX_BYTES + 1))
@@ -248,7 +242,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(door) -> None:
     connection.close()
 
 
-def test_without_the_key_nothing_is_let_in(client) -> None:
+def test_without_the_key_nothing_is_taken(client) -> None:
     for headers in ({"Authorization": "Bearer other"}, {"Authorization": ""}):
         assert client.post("/groups", json=body(), headers=headers).status_code == 401
     assert (
@@ -261,16 +255,16 @@ def test_without_the_key_nothing_is_let_in(client) -> None:
 def test_a_loop_that_has_ended_is_503() -> None:
     ended = asyncio.new_event_loop()
     ended.close()
-    door = Door("127.0.0.1:0", "", ended, lambda _: Reply(202, {}), lambda: Reply(200, {}))
+    server = PushServer("127.0.0.1:0", "", ended, lambda _: Reply(202, {}), lambda: Reply(200, {}))
     try:
         reply = httpx.post(
-            f"http://{door.address}/groups", json=body(), trust_env=False, timeout=10
+            f"http://{server.address}/groups", json=body(), trust_env=False, timeout=10
         )
         assert (reply.status_code, reply.headers["Retry-After"]) == (503, "1")
     finally:
-        door.close()
+        server.close()
 
 
-def test_an_address_that_can_not_be_bound_is_a_wrong_configuration(loop, door) -> None:
+def test_an_address_that_can_not_be_bound_is_a_wrong_configuration(loop, server) -> None:
     with pytest.raises(ConfigError, match=r"rollout.push_address must be an address of this host"):
-        Door(door.address, "", loop, lambda _: Reply(202, {}), lambda: Reply(200, {}))
+        PushServer(server.address, "", loop, lambda _: Reply(202, {}), lambda: Reply(200, {}))

@@ -1,5 +1,4 @@
-"""Both ways between the trainer and its rollouts: what a client may rely on, and what a remote one
-outlives."""
+"""Both worker transports: what a client may rely on, and which failures the remote one survives."""
 
 import dataclasses
 import json
@@ -8,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import httpx
 import psutil
@@ -17,47 +17,43 @@ from titan_grpo.engines.launch import free_port
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
-from titan_grpo.rollout.remote import RemoteLink
+from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.service import Service
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.transport import LocalLink, RolloutStopped
+from titan_grpo.rollout.transport import LocalTransport, RolloutStopped
 
 PER_STEP, GROUP, KEY = 2, 2, "a-secret"
 ANY = "127.0.0.1:0"
 
 
 class Relay:
-    """An HTTP server that passes requests on as ``way`` has it: a list of "" (as it is), "drop"
-    (before), "lose" (the answer), "twice", or "late" (after the next one). Its key is that of
-    whoever asks."""
+    """An HTTP server that passes requests on as ``way`` says: "" (as it is), "drop" (before),
+    "lose" (the answer), "twice", or "late" (after the next one)."""
 
-    def __init__(self, target: Callable[[], str], way: Callable[[], str]) -> None:
+    def __init__(self, target: str, way: Callable[[], str]) -> None:
         self.target, self.way = target, way
         self.passed = 0
-        self._late: list[tuple[Request, str]] = []
+        self._late: list[Request] = []
         self._lock = threading.Lock()
         self._server = HttpServer(ANY, "", self._answer, "the relay")
         self.url = f"http://{self._server.address}"
-        self.key = ""
 
     def _answer(self, request: Request) -> Reply:
         with self._lock:
             way = self.way()
-            late, self._late = self._late, []
-            lost = Reply(502, {"error": "lost on the way"})
-            if way == "late":
-                self._late = [(request, self.key)]
-            answers = [
-                self._pass(request) for _ in range({"drop": 0, "late": 0, "twice": 2}.get(way, 1))
-            ]
-            for old, _ in late:
-                self._pass(old)
+            late, self._late = self._late, [request] if way == "late" else []
+        answers = [
+            self._pass(request) for _ in range({"drop": 0, "late": 0, "twice": 2}.get(way, 1))
+        ]
+        for old in late:
+            self._pass(old)
+        lost = Reply(502, {"error": "lost on the way"})
         return lost if way in ("drop", "lose", "late") else answers[-1]
 
     def _pass(self, request: Request) -> Reply:
         self.passed += 1
-        headers = {"Authorization": f"Bearer {self.key}"}
-        url = self.target() + request.path
+        headers = {"Authorization": f"Bearer {KEY}"}
+        url = self.target + request.path
         try:
             answer = httpx.request(
                 request.method,
@@ -66,7 +62,7 @@ class Relay:
                 content=request.body,
                 headers=headers,
                 trust_env=False,
-                timeout=20,
+                timeout=40,
             )
         except httpx.HTTPError as error:
             return Reply(502, {"error": repr(error)})
@@ -99,14 +95,12 @@ class Site:
         if self.service is not None:
             self.service.close()
 
-    def link(self, **changes) -> RemoteLink:
-        return RemoteLink(
+    def link(self, **changes) -> RemoteTransport:
+        return RemoteTransport(
             **{
                 "url": self.url,
                 "key": KEY,
-                "callback_address": ANY,
                 "deadline_s": 20.0,
-                "reconcile_s": 0.2,
                 **changes,
             }
         )
@@ -118,8 +112,8 @@ class Site:
         self.closing.insert(0, lambda: client.close(5))
         return client
 
-    def relay(self, target: Callable[[], str], way: Callable[[], str]) -> Relay:
-        relay = Relay(target, way)
+    def relay(self, way: Callable[[], str]) -> Relay:
+        relay = Relay(self.url, way)
         self.closing.append(relay.close)
         return relay
 
@@ -153,7 +147,9 @@ def start(request, site):
         site.serve()
 
     def make(**changes):
-        client = site.client(LocalLink() if request.param == "local" else site.link(), **changes)
+        client = site.client(
+            LocalTransport() if request.param == "local" else site.link(), **changes
+        )
         client.start(60)
         return client
 
@@ -220,15 +216,28 @@ def test_a_process_that_dies_surfaces_over_the_link(start):
         client.next_batch(0, PER_STEP, 20)
 
 
-def test_a_run_without_a_single_callback_goes_on(site, completion_server):
+def test_a_poll_is_answered_by_the_next_message_and_not_before(site):
     site.serve()
-    server = completion_server()
-    client = site.client(site.link(callback_url=f"http://127.0.0.1:{free_port()}"))
+    client = site.client()
     client.start(60)
-    for version in range(3):
-        client.set_server(server.url, version, True, str(version))
-        assert len(client.next_batch(version, PER_STEP, 20)) == PER_STEP
-    assert client.counters()["consumed_groups"] == 3 * PER_STEP
+    asked = []
+    relay = site.relay(lambda: asked.append("") or "")
+    poll = {
+        "session": client._transport._inbox.session,
+        "after": str(client._transport._inbox.have),
+    }
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(
+            httpx.get,
+            f"{relay.url}/frames",
+            params=poll | {"wait": "20"},
+            trust_env=False,
+            timeout=40,
+        )
+        assert not wait([answer], 0.3).done
+        assert client.in_flight(20.0) == {}
+        texts = answer.result(20).json()["frames"]
+    assert [json.loads(text)["frame"] for text in texts] == ["Load"]
 
 
 def test_what_is_lost_doubled_delayed_and_reordered_on_the_way_changes_nothing(
@@ -237,12 +246,8 @@ def test_what_is_lost_doubled_delayed_and_reordered_on_the_way_changes_nothing(
     site.serve()
     server, chance = completion_server(), random.Random(0)
     ways = ["", "", "", "drop", "lose", "twice", "late"]
-    there = site.relay(lambda: site.url, lambda: chance.choice(ways))
-    there.key = KEY
+    there = site.relay(lambda: chance.choice(ways))
     link = site.link(url=there.url)
-    back = site.relay(lambda: f"http://{link._endpoint.address}", lambda: chance.choice(ways))
-    back.key = link._callback_key
-    link._callback_url = back.url
     client = site.client(link, max_staleness=3)
     client.start(60)
     client.set_server(server.url, 0, True, "0")
@@ -254,7 +259,6 @@ def test_what_is_lost_doubled_delayed_and_reordered_on_the_way_changes_nothing(
     assert not client.counters().keys() & {"sessions_lost", "skipped"}
     assert len(server.bodies) == 4 * PER_STEP * GROUP
     assert there.passed > 4
-    assert back.passed > 0
 
 
 def wait_idle(client: RolloutClient) -> None:
@@ -313,8 +317,7 @@ def test_a_drain_ends_when_the_service_is_restarted(site, completion_server):
 def test_a_question_that_nobody_waits_for_any_more_is_not_delivered_late(site):
     site.serve()
     cut = threading.Event()
-    relay = site.relay(lambda: site.url, lambda: "drop" if cut.is_set() else "")
-    relay.key = KEY
+    relay = site.relay(lambda: "drop" if cut.is_set() else "")
     link = site.link(url=relay.url)
     client = site.client(link)
     client.start(60)
@@ -335,8 +338,7 @@ def test_a_silent_trainer_loses_its_session_and_is_told_anew_when_it_is_back(
     site.lease_s = 4.0
     site.serve()
     cut = threading.Event()
-    relay = site.relay(lambda: site.url, lambda: "drop" if cut.is_set() else "")
-    relay.key = KEY
+    relay = site.relay(lambda: "drop" if cut.is_set() else "")
     server, client = completion_server(), site.client(site.link(url=relay.url))
     client.start(60)
     server.behaviour = server.hang
@@ -384,10 +386,6 @@ def test_a_wrong_key_and_a_url_of_something_else_are_mistakes_of_the_configurati
         ConfigError, match=r"rollout\.controller must be the URL of a rollout service"
     ):
         site.client(site.link(url=f"http://{other.address}")).start(60)
-    with pytest.raises(
-        ConfigError, match=r"rollout\.callback_address must be an address of this host"
-    ):
-        site.client(site.link(callback_address="192.0.2.1:0")).start(60)
 
 
 def test_a_service_of_another_version_is_a_mistake_of_the_configuration(site):
@@ -400,27 +398,6 @@ def test_a_service_of_another_version_is_a_mistake_of_the_configuration(site):
         400,
         True,
     )
-
-
-def test_nobody_posts_groups_to_the_trainer_without_the_sessions_key(site):
-    site.serve()
-    link = site.link()
-    site.client(link).start(60)
-    url = f"http://{link._endpoint.address}/frames"
-    body = {"session": link._outbox.session, "first": 0, "frames": ['{"frame":"Ready"}']}
-    assert httpx.post(url, json=body, trust_env=False, timeout=10).status_code == 401
-    headers = {"Authorization": f"Bearer {link._callback_key}"}
-    other = httpx.post(
-        url, json=body | {"session": "other"}, headers=headers, trust_env=False, timeout=10
-    )
-    assert other.status_code == 410
-    unreadable = httpx.post(
-        url,
-        json=body | {"first": link._inbox.have, "frames": ["x"]},
-        headers=headers,
-        trust_env=False,
-    )
-    assert unreadable.status_code == 400
 
 
 def test_a_service_that_stays_away_stops_the_run_and_names_url_and_remedy(site):
