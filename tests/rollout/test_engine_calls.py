@@ -266,11 +266,9 @@ def test_a_service_that_was_restarted_fails_what_it_had_begun_and_nothing_else(s
         pausing = pool.submit(one.pause)
         assert server.holding.wait(WAIT_S)
         far.restart()
-        with pytest.raises(ServerUnreachable, match="forgot this run while it made the call"):
+        with pytest.raises(ServerUnreachable, match="lost this run's session while"):
             pausing.result(WAIT_S)
-    with pytest.raises(
-        ServerUnreachable, match="finish was not called: the rollout service forgot"
-    ):
+    with pytest.raises(ServerUnreachable, match="finish was not called: the rollout service lost"):
         one.finish("r:2:g")
     assert not {"POST /finish_weight_update", "POST /resume"} & {*server.paths}
     one.resume()

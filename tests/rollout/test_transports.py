@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import httpx
+import msgspec
 import psutil
 import pytest
 
@@ -17,6 +18,7 @@ from titan_grpo.engines.launch import free_port
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
+from titan_grpo.rollout.messages import FORMAT, AskLoad, encode
 from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.service import Service
 from titan_grpo.rollout.spec import RolloutSpec
@@ -216,28 +218,27 @@ def test_a_process_that_dies_surfaces_over_the_link(start):
         client.next_batch(0, PER_STEP, 20)
 
 
-def test_a_poll_is_answered_by_the_next_message_and_not_before(site):
+def test_a_poll_is_answered_by_the_next_frame_and_not_before(site):
     site.serve()
-    client = site.client()
-    client.start(60)
-    asked = []
-    relay = site.relay(lambda: asked.append("") or "")
-    poll = {
-        "session": client._transport._inbox.session,
-        "after": str(client._transport._inbox.have),
-    }
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(
-            httpx.get,
-            f"{relay.url}/frames",
-            params=poll | {"wait": "20"},
-            trust_env=False,
-            timeout=40,
-        )
-        assert not wait([answer], 0.3).done
-        assert client.in_flight(20.0) == {}
-        texts = answer.result(20).json()["frames"]
-    assert [json.loads(text)["frame"] for text in texts] == ["Load"]
+    spec = msgspec.to_builtins(site.spec, str_keys=True)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=site.url, headers=headers, trust_env=False, timeout=40) as http:
+
+        def poll(after: int) -> list[str]:
+            query = {"session": "s", "after": str(after), "wait": "20"}
+            return [
+                json.loads(t)["frame"] for t in http.get("/frames", params=query).json()["frames"]
+            ]
+
+        opening = {"format": FORMAT, "run": "r", "session": "s", "spec": spec}
+        assert http.post("/open", json=opening).json() == {"lease_s": site.lease_s}
+        assert poll(0) == ["Ready"]
+        with ThreadPoolExecutor(1) as pool:
+            pending = pool.submit(poll, 1)
+            assert not wait([pending], 0.3).done
+            asked = {"session": "s", "first": 0, "frames": [encode(AskLoad())]}
+            assert http.post("/frames", json=asked).json() == {"have": 1}
+            assert pending.result(20) == ["Load"]
 
 
 def test_what_is_lost_doubled_delayed_and_reordered_on_the_way_changes_nothing(
