@@ -40,7 +40,7 @@ SLOW = (
     "tests/rollout/test_client.py",
     "tests/rollout/test_engine_calls.py",
     "tests/rollout/test_idle.py",
-    "tests/rollout/test_links.py",
+    "tests/rollout/test_transports.py",
     "tests/sync/test_transports.py",
     "tests/titan/",
     "tests/verify/test_reference.py",
