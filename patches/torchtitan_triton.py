@@ -47,7 +47,7 @@ def _unloaded_module() -> types.ModuleType:
     path = Path(package.origin).parent / "models" / "moe" / "kernels.py"
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     if spec is None:
-        raise UpstreamError(f"{path} can not be loaded as a Python file; reinstall torchtitan")
+        raise UpstreamError(f"{path} cannot be loaded as a Python file; reinstall torchtitan")
     return importlib.util.module_from_spec(spec)
 
 

@@ -21,7 +21,7 @@ def release(version: str) -> tuple[int, ...]:
     found = re.match(r"\d+(\.\d+)*", version)
     if found is None:
         raise UpstreamError(
-            f"version {version!r} has no numeric release; the patches can not tell what it contains"
+            f"version {version!r} has no numeric release; the patches cannot tell what it contains"
         )
     return tuple(int(part) for part in found.group().split("."))
 

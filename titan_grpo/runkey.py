@@ -1,5 +1,5 @@
-"""The run key: 32 secret bytes that trainer and servers share. Whoever has it may write weights;
-nobody else may.
+"""The run key: 32 secret bytes that trainer and servers share. A process without it cannot write
+weights.
 
 It comes from a file or from the environment, never from a command line, and no repr, log, error or
 pickle shows it. Nothing is proven or hashed with the run key itself: each use has a key of its own,
@@ -75,7 +75,7 @@ class Key:
         return Key(hmac.digest(self._raw, json.dumps(purpose).encode(), hashlib.sha256))
 
     def proof(self, message: str) -> str:
-        """What only somebody with this key can say about ``message``: its HMAC-SHA256, 64
+        """Proof of having this key, for ``message``: its HMAC-SHA256, 64
         hexadecimal digits."""
         return hmac.new(self._raw, message.encode(), hashlib.sha256).hexdigest()
 
@@ -93,7 +93,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class EpochKeys:
-    """What one epoch needs: ``messages`` proves who wrote a message of it, ``blocks`` keys the
+    """What one epoch needs: ``messages`` authenticates its messages, ``blocks`` keys the
     digests of its run."""
 
     messages: Key
@@ -162,8 +162,8 @@ def find_run_key(environ: Mapping[str, str], path: str = "") -> Key | None:
 def environment_key(environ: Mapping[str, str]) -> tuple[Key | None, str]:
     """A server's run key: (the key or None, why all weights must be refused or empty).
 
-    A server whose key is missing where it was said to be takes no weights at all: without it, it
-    would take anybody's.
+    A server whose configured key is missing takes no weights at all: without a key it would take
+    any trainer's.
     """
     try:
         return find_run_key(environ), ""

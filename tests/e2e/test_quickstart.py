@@ -24,17 +24,22 @@ STOP_S = 30.0
 MARK = "TITAN_GRPO_TEST_MARK"
 
 
-def marked(mark: str) -> list[str]:
-    """Command lines of all processes that inherited our mark, wherever they hang in the tree of
-    processes."""
-    found = []
+def processes(mark: str) -> dict[psutil.Process, str]:
+    """All processes that inherited our mark, wherever they hang in the tree of processes, with
+    their command lines."""
+    found = {}
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline())[:150])
+                found[process] = " ".join(process.cmdline())[:150]
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
+
+
+def marked(mark: str) -> list[str]:
+    """Their command lines."""
+    return list(processes(mark).values())
 
 
 @pytest.fixture
@@ -150,3 +155,20 @@ def test_a_mistake_is_said_in_one_line_before_the_servers_are_up(runs, mark, tmp
     ), said
     assert "healthy" not in said
     assert marked(mark) == []
+
+
+@pytest.mark.long
+def test_a_killed_quickstart_leaves_nothing(runs, mark, tmp_path) -> None:
+    shared = set(Path("/dev/shm").iterdir())
+    with start(runs.root, mark, "--steps", "1000", "--out", str(tmp_path / "run")) as process:
+        for line in process.stdout:
+            if line.startswith("step"):
+                break
+        left = processes(mark)
+        assert len(left) >= 7, "quickstart, two guards, server; torchrun, two ranks"
+        process.kill()
+        began = time.monotonic()
+        alive = psutil.wait_procs(left, timeout=STOP_S)[1]
+        print(f"ended {time.monotonic() - began:.1f} s after SIGKILL")
+        assert [left[one] for one in alive] == []
+    assert set(Path("/dev/shm").iterdir()) <= shared

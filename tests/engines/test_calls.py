@@ -22,7 +22,7 @@ ANSWER = {
 }
 
 
-def test_a_generation_request_leaves_no_sampling_default_to_the_model_directory():
+def test_a_generation_request_leaves_no_sampling_default_to_the_model_directory() -> None:
     body = vllm.generate([1, 2], Sampling(4, 0.7, 9, "run/@3"), 1.0).json
     assert {k: body[k] for k in ("top_k", "top_p", "min_p", "repetition_penalty")} == {
         "top_k": -1,
@@ -33,25 +33,25 @@ def test_a_generation_request_leaves_no_sampling_default_to_the_model_directory(
     assert (body["seed"], body["cache_salt"], body["temperature"]) == (9, salt("run/@3"), 0.7)
 
 
-def test_a_salt_has_only_characters_that_vllm_takes():
+def test_a_salt_has_only_characters_that_vllm_takes() -> None:
     made = salt("run/@3\\" * 100)
     assert len(made) == 32
     assert made.isalnum()
     assert made != salt("run/@4")
 
 
-def test_an_answer_gives_tokens_and_their_log_probabilities():
+def test_an_answer_gives_tokens_and_their_log_probabilities() -> None:
     assert vllm.parse_sampled(ANSWER) == Sampled((7, 8), (-0.5, -1.5), "length")
 
 
-def test_an_answer_may_tell_which_version_made_which_token():
+def test_an_answer_may_tell_which_version_made_which_token() -> None:
     spans = [{"version": "r:7:f", "start": 0, "end": 1}, {"version": "r:8:f", "start": 1, "end": 2}]
     sampled = vllm.parse_sampled({"choices": [ANSWER["choices"][0] | {"weight_versions": spans}]})
     assert sampled.versions == (("r:7:f", 0, 1), ("r:8:f", 1, 2))
     assert vllm.generate([1], Sampling(4), 1.0).json["return_weight_versions"] is True
 
 
-def test_null_and_floored_log_probabilities_become_nan_and_minus_infinity():
+def test_null_and_floored_log_probabilities_become_nan_and_minus_infinity() -> None:
     answer = {"choices": [ANSWER["choices"][0] | {"logprobs": {"token_logprobs": [None, -9999.0]}}]}
     first, second = vllm.parse_sampled(answer).logprobs
     assert math.isnan(first)
@@ -61,12 +61,12 @@ def test_null_and_floored_log_probabilities_become_nan_and_minus_infinity():
 @pytest.mark.parametrize(
     "answer", [None, {}, {"choices": []}, {"choices": [{"token_ids": [1]}]}, [], {"choices": "x"}]
 )
-def test_an_answer_of_another_form_is_refused(answer):
+def test_an_answer_of_another_form_is_refused(answer) -> None:
     with pytest.raises(ServerRefused, match="/v1/completions must"):
         vllm.parse_sampled(answer)
 
 
-def test_scores_are_of_all_tokens_but_the_first():
+def test_scores_are_of_all_tokens_but_the_first() -> None:
     call = vllm.score([5, 6, 7], 1.0)
     answer = {"choices": [{"logprobs": {"token_logprobs": [None, -1.0, -2.0, -3.0]}}]}
     assert call.parse(answer) == (-1.0, -2.0)
@@ -74,11 +74,11 @@ def test_scores_are_of_all_tokens_but_the_first():
     assert vllm.score([5, 6, 7], 1.0, "x").json["cache_salt"] == salt("x")
 
 
-def test_weight_info_reads_the_label():
+def test_weight_info_reads_the_label() -> None:
     assert vllm.label().parse({"weight_version": "7"}) == "7"
     with pytest.raises(ServerRefused, match="weight_version"):
         vllm.label().parse({"detail": "Not Found"})
 
 
-def test_messages_show_no_credentials():
+def test_messages_show_no_credentials() -> None:
     assert public_url("http://user:secret@host:8000/base/?key=1") == "http://host:8000/base"

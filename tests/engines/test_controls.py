@@ -50,7 +50,7 @@ def ask(board) -> str:
         return detect(driver, 2.0)
 
 
-def test_each_engine_is_recognised_by_what_only_it_answers(board):
+def test_each_engine_is_recognised_by_what_only_it_answers(board) -> None:
     board.routes = SGLANG
     assert ask(board) == "sglang"
     board.routes = VLLM
@@ -60,7 +60,7 @@ def test_each_engine_is_recognised_by_what_only_it_answers(board):
 @pytest.mark.parametrize(
     "routes", [{}, {"GET /model_info": 200}, {"GET /weight_info": lambda _: (200, ["7"])}]
 )
-def test_a_stranger_is_refused_with_what_both_engines_would_need(board, routes):
+def test_a_stranger_is_refused_with_what_both_engines_would_need(board, routes) -> None:
     board.routes = routes
     with pytest.raises(
         ServerRefused, match=r"VLLM_SERVER_DEV_MODE=1.*SGLang >= 0\.5\.21"
@@ -70,14 +70,14 @@ def test_a_stranger_is_refused_with_what_both_engines_would_need(board, routes):
 
 
 @pytest.mark.parametrize("status", [401, 500, 503])
-def test_a_refused_key_or_a_server_in_trouble_is_not_taken_for_a_stranger(board, status):
+def test_a_refused_key_or_a_server_in_trouble_is_not_taken_for_a_stranger(board, status) -> None:
     board.routes = {"GET /model_info": status}
     with pytest.raises(HttpRefused) as refusal:
         ask(board)
     assert refusal.value.status == status
 
 
-def test_a_server_that_came_back_as_another_engine_is_met_as_that_one(board):
+def test_a_server_that_came_back_as_another_engine_is_met_as_that_one(board) -> None:
     control = make_control("auto", ServerAccess(board.url, 2.0))
     assert control.engine == ""
     board.routes = SGLANG | {"POST /titan_grpo/hello": 200}
@@ -89,7 +89,7 @@ def test_a_server_that_came_back_as_another_engine_is_met_as_that_one(board):
     control.close()
 
 
-def test_a_named_engine_is_not_asked_for(board):
+def test_a_named_engine_is_not_asked_for(board) -> None:
     for engine, kind in (("vllm", VllmControl), ("sglang", SglangControl)):
         control = make_control(engine, ServerAccess(board.url, 2.0))
         assert isinstance(control, kind)
@@ -100,7 +100,7 @@ def test_a_named_engine_is_not_asked_for(board):
         make_control("trt", ServerAccess(board.url, 2.0))
 
 
-def test_a_commit_is_one_update_and_then_the_label_with_the_admin_key(board, sglang):
+def test_a_commit_is_one_update_and_then_the_label_with_the_admin_key(board, sglang) -> None:
     sent = []
     board.routes = SGLANG | UPDATE | plugin()
     board.routes["POST /update_weights_from_tensor"] = lambda body: sent.append(body) or (200, {})
@@ -112,7 +112,7 @@ def test_a_commit_is_one_update_and_then_the_label_with_the_admin_key(board, sgl
     assert len(sent[0]["serialized_named_tensors"]) == 2
 
 
-def test_an_update_that_a_dead_lane_left_open_is_ended_first(board, sglang):
+def test_an_update_that_a_dead_lane_left_open_is_ended_first(board, sglang) -> None:
     answers = iter([400, 200])
     board.routes = UPDATE | plugin() | {"POST /begin_weight_update": lambda _: (next(answers), {})}
     sglang.load({})
@@ -120,7 +120,7 @@ def test_an_update_that_a_dead_lane_left_open_is_ended_first(board, sglang):
     assert [p for p in board.paths if p in (begin, end)] == [begin, end, begin]
 
 
-def test_dropping_kv_is_believed_only_where_the_engine_says_that_it_did(board, sglang):
+def test_dropping_kv_is_believed_only_where_the_engine_says_that_it_did(board, sglang) -> None:
     board.routes = {"POST /pause_generation": 200, "POST /flush_cache": 200}
     sglang.drop_kv()
     assert board.paths == ["POST /pause_generation", "POST /flush_cache"]
@@ -130,7 +130,7 @@ def test_dropping_kv_is_believed_only_where_the_engine_says_that_it_did(board, s
 
 
 @pytest.mark.parametrize("answer", [{"success": False}, {}])
-def test_a_vllm_that_does_not_say_that_it_dropped_kv_is_refused(board, answer):
+def test_a_vllm_that_does_not_say_that_it_dropped_kv_is_refused(board, answer) -> None:
     control = VllmControl(board.url, "", 2.0)
     board.routes = {"POST /reset_prefix_cache": lambda _: (200, {"success": True})}
     control.drop_kv()
@@ -140,7 +140,7 @@ def test_a_vllm_that_does_not_say_that_it_dropped_kv_is_refused(board, answer):
     control.close()
 
 
-def test_a_restarted_server_does_not_take_the_label(board, sglang):
+def test_a_restarted_server_does_not_take_the_label(board, sglang) -> None:
     board.routes = UPDATE | plugin()
     sglang.load({})
     board.routes["POST /end_weight_update"] = 400
@@ -149,7 +149,7 @@ def test_a_restarted_server_does_not_take_the_label(board, sglang):
     assert "POST /update_weight_version" not in board.paths
 
 
-def test_a_server_that_restarts_between_end_and_label_is_found_out(board, sglang):
+def test_a_server_that_restarts_between_end_and_label_is_found_out(board, sglang) -> None:
     board.routes = UPDATE | plugin()
     sglang.load({})
     board.routes |= plugin(boot="two")
@@ -158,7 +158,7 @@ def test_a_server_that_restarts_between_end_and_label_is_found_out(board, sglang
 
 
 @pytest.mark.parametrize("absent", [401, 404])
-def test_a_server_without_the_plugin_says_what_to_install(board, sglang, absent):
+def test_a_server_without_the_plugin_says_what_to_install(board, sglang, absent) -> None:
     board.routes = (
         SGLANG | UPDATE | {"POST /titan_grpo/hello": absent, "GET /titan_grpo/state": absent}
     )
@@ -171,26 +171,26 @@ def test_a_server_without_the_plugin_says_what_to_install(board, sglang, absent)
     assert "POST /begin_weight_update" not in board.paths
 
 
-def test_the_plugin_says_whether_the_server_is_paused(board, sglang):
+def test_the_plugin_says_whether_the_server_is_paused(board, sglang) -> None:
     for paused in (True, False):
         board.routes = plugin(paused=paused)
         assert sglang.paused() is paused
     assert set(board.paths) == {"GET /titan_grpo/state"}
 
 
-def test_without_the_plugin_a_ready_server_is_not_paused(board, sglang):
+def test_without_the_plugin_a_ready_server_is_not_paused(board, sglang) -> None:
     board.routes = {"GET /ready": 200}
     assert sglang.paused() is False
 
 
 def test_without_the_plugin_a_server_that_was_thought_ill_and_generates_is_not_paused(
     board, sglang
-):
+) -> None:
     board.routes = {"GET /ready": 503, "POST /generate": lambda _: (200, TOKEN)}
     assert sglang.paused() is False
 
 
-def test_without_the_plugin_a_server_that_gives_no_token_and_answers_is_paused(board):
+def test_without_the_plugin_a_server_that_gives_no_token_and_answers_is_paused(board) -> None:
     control = SglangControl(board.url, "", "", 0.3)
     board.routes = SGLANG | {"GET /ready": 503}
     board.silent = {"POST /generate"}

@@ -76,11 +76,11 @@ def both(url: str, call, api_key: str = ""):
     return outcomes
 
 
-def test_the_key_is_sent_as_a_bearer_token(url):
+def test_the_key_is_sent_as_a_bearer_token(url) -> None:
     assert both(url, vllm.models(), "s3cret") == [["Bearer s3cret"], ["Bearer s3cret"]]
 
 
-def test_admin_calls_go_with_the_admin_key_and_without_one_with_the_other(board):
+def test_admin_calls_go_with_the_admin_key_and_without_one_with_the_other(board) -> None:
     board.routes = {"POST /pause_generation": 200, "GET /model_info": 200}
     calls = (sglang.pause(5.0), sglang.alive())
 
@@ -103,7 +103,7 @@ def test_admin_calls_go_with_the_admin_key_and_without_one_with_the_other(board)
         board.asked.clear()
 
 
-def test_a_refusal_carries_status_and_the_start_of_the_body(url):
+def test_a_refusal_carries_status_and_the_start_of_the_body(url) -> None:
     for error in both(url, vllm.label(), "s3cret"):
         assert isinstance(error, HttpRefused)
         assert error.status == 503
@@ -112,7 +112,7 @@ def test_a_refusal_carries_status_and_the_start_of_the_body(url):
         assert len(str(error)) < 500
 
 
-def test_nobody_listening_is_unreachable_and_named():
+def test_nobody_listening_is_unreachable_and_named() -> None:
     dead = f"http://127.0.0.1:{free_port()}"
     for error in both(dead, vllm.health()):
         assert isinstance(error, ServerUnreachable)
@@ -120,13 +120,13 @@ def test_nobody_listening_is_unreachable_and_named():
         assert "GET /health" in str(error)
 
 
-def test_a_server_that_never_answers_is_unreachable_within_the_deadline(url):
+def test_a_server_that_never_answers_is_unreachable_within_the_deadline(url) -> None:
     for error in both(url, vllm.is_paused(timeout_s=0.3)):
         assert isinstance(error, ServerUnreachable)
         assert "0.3 s" in str(error)
 
 
-def test_a_connection_on_which_a_server_failed_is_not_used_again(url):
+def test_a_connection_on_which_a_server_failed_is_not_used_again(url) -> None:
     Handler.ports.clear()
     with SyncDriver(url) as driver:
         driver.run(vllm.health())

@@ -36,7 +36,7 @@ def sglang_spec(**settings) -> ServerSpec:
     return ServerSpec("py", "m", "log", engine="sglang", port=1, **settings)
 
 
-def test_torchrun_variables_do_not_reach_the_server():
+def test_torchrun_variables_do_not_reach_the_server() -> None:
     base = {
         "RANK": "1",
         "MASTER_ADDR": "x",
@@ -59,7 +59,7 @@ def test_torchrun_variables_do_not_reach_the_server():
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_run_key_goes_by_environment_in_place_of_any_other_and_is_not_shown(engine):
+def test_a_run_key_goes_by_environment_in_place_of_any_other_and_is_not_shown(engine) -> None:
     key = Key.generate()
     spec = ServerSpec("py", "m", "log", engine=engine, port=1, run_key=key)
     out = environment({KEY_VARIABLE: "the trainer's", KEY_FILE_VARIABLE: "file"}, spec)
@@ -71,14 +71,14 @@ def test_a_run_key_goes_by_environment_in_place_of_any_other_and_is_not_shown(en
     )
 
 
-def test_the_backend_of_our_plugin_is_asked_for_unless_switched_off():
+def test_the_backend_of_our_plugin_is_asked_for_unless_switched_off() -> None:
     assert '{"backend": "titan_grpo"}' in command(ServerSpec("py", "m", "log", port=1))
     assert "--weight-transfer-config" not in command(
         ServerSpec("py", "m", "log", port=1, weight_transfer=False)
     )
 
 
-def test_a_server_that_shares_cores_has_no_spinning_worker_process():
+def test_a_server_that_shares_cores_has_no_spinning_worker_process() -> None:
     shared, own = (
         ServerSpec("py", "m", "log", port=1),
         ServerSpec("py", "m", "log", port=1, cpu_threads=0),
@@ -89,12 +89,12 @@ def test_a_server_that_shares_cores_has_no_spinning_worker_process():
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment({}, own)
 
 
-def test_sglang_may_call_our_loader_unless_switched_off():
+def test_sglang_may_call_our_loader_unless_switched_off() -> None:
     assert "titan_grpo.receive.sglang_plugin.commit" in command(sglang_spec())
     assert "--custom-weight-loader" not in command(sglang_spec(weight_transfer=False))
 
 
-def test_sglang_on_a_cpu_gets_the_stand_ins_before_any_other_path_and_on_a_gpu_nothing_of_that():
+def test_sglang_gets_the_stand_ins_on_a_cpu_only_and_before_any_other_path() -> None:
     on_cpu = environment({"PYTHONPATH": "theirs"}, sglang_spec(env={"PYTHONPATH": "ours"}))
     assert on_cpu["PYTHONPATH"] == os.pathsep.join((sglang_cpu.directory(), "ours"))
     assert environment({"PYTHONPATH": "theirs"}, sglang_spec())["PYTHONPATH"].endswith(
@@ -108,7 +108,7 @@ def test_sglang_on_a_cpu_gets_the_stand_ins_before_any_other_path_and_on_a_gpu_n
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_start_commands_of_the_readme_are_those_that_we_use(engine, root):
+def test_the_start_commands_of_the_readme_are_those_that_we_use(engine, root) -> None:
     readme = (root / "README.md").read_text().replace("\\\n", " ")
     module = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}[
         engine
@@ -140,7 +140,7 @@ def test_the_start_commands_of_the_readme_are_those_that_we_use(engine, root):
     assert {name: env[name] for name in set_there} == set_there
 
 
-def test_ranks_of_sglang_on_a_cpu_are_told_their_cores():
+def test_ranks_of_sglang_on_a_cpu_are_told_their_cores() -> None:
     assert (
         environment({}, sglang_spec(tensor_parallel=2))["SGLANG_CPU_OMP_THREADS_BIND"].count("|")
         == 1
@@ -150,7 +150,7 @@ def test_ranks_of_sglang_on_a_cpu_are_told_their_cores():
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment({}, sglang_spec())
 
 
-def test_the_keys_of_an_engine_are_not_on_its_command_line_and_not_shown():
+def test_the_keys_of_an_engine_are_not_on_its_command_line_and_not_shown() -> None:
     for engine in ("vllm", "sglang"):
         spec = ServerSpec("py", "m", "log", engine=engine, port=1, api_key="ours", admin_key="boss")
         assert not any(
@@ -188,7 +188,7 @@ READS_ITS_KEYS = (
 )
 
 
-def test_sglangs_keys_are_in_a_file_of_ours_alone_and_only_until_it_runs(tmp_path):
+def test_sglangs_keys_are_in_a_file_of_ours_alone_and_only_until_it_runs(tmp_path) -> None:
     log = tmp_path / "log" / "server.log"
     with Server(replace(spec(tmp_path, READS_ITS_KEYS), engine="sglang", api_key="ours")) as server:
         server.wait_healthy(30)
@@ -197,7 +197,7 @@ def test_sglangs_keys_are_in_a_file_of_ours_alone_and_only_until_it_runs(tmp_pat
     assert log.stat().st_mode & 0o077 == 0, "SGLang writes its arguments, so its keys, into its log"
 
 
-def test_the_port_of_a_server_that_starts_is_nobody_elses(tmp_path):
+def test_the_port_of_a_server_that_starts_is_nobody_elses(tmp_path) -> None:
     def take(port: int) -> None:
         with socket.socket() as other:
             other.bind(("127.0.0.1", port))
@@ -210,7 +210,7 @@ def test_the_port_of_a_server_that_starts_is_nobody_elses(tmp_path):
     take(server.spec.port)
 
 
-def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path):
+def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path) -> None:
     dying = "import sys; print('no such model', flush=True); sys.exit(3)"
     with (
         Server(spec(tmp_path, dying)) as server,

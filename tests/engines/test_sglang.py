@@ -36,7 +36,7 @@ def changed(**meta):
     return ANSWER | {"meta_info": ANSWER["meta_info"] | meta}
 
 
-def test_a_generation_request_leaves_no_sampling_default_to_the_server():
+def test_a_generation_request_leaves_no_sampling_default_to_the_server() -> None:
     body = sglang.generate([1, 2], Sampling(4, 0.7, 9, "run/@3"), 1.0).json
     parameters = body["sampling_params"]
     plain = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "min_new_tokens": 0, "ignore_eos": False}
@@ -54,7 +54,7 @@ def test_a_generation_request_leaves_no_sampling_default_to_the_server():
     )
 
 
-def test_requests_under_different_labels_have_different_parts_of_the_cache_and_without_a_label_none():
+def test_requests_of_different_labels_have_different_parts_of_the_cache() -> None:
     keys = {
         sglang.generate([1], Sampling(1, cache_salt=label), 1.0).json["extra_key"]
         for label in ("r:1:a", "r:2:b")
@@ -63,14 +63,14 @@ def test_requests_under_different_labels_have_different_parts_of_the_cache_and_w
     assert "extra_key" not in sglang.generate([1], Sampling(1), 1.0).json
 
 
-def test_an_answer_gives_tokens_log_probabilities_and_which_version_made_which_token():
+def test_an_answer_gives_tokens_log_probabilities_and_which_version_made_which_token() -> None:
     spans = (("r:7:f", 0, 2), ("r:8:f", 2, 3))
     assert sglang.parse_sampled(ANSWER) == Sampled(
         (33, 87, 80), (-5.25, -4.5, -4.75), "length", spans
     )
 
 
-def test_an_answer_without_spans_or_values_is_told_apart_from_a_whole_one():
+def test_an_answer_without_spans_or_values_is_told_apart_from_a_whole_one() -> None:
     meta = {k: v for k, v in ANSWER["meta_info"].items() if k != "weight_versions"}
     assert sglang.parse_sampled(ANSWER | {"meta_info": meta}).versions == ()
     first, second = sglang.parse_sampled(
@@ -97,12 +97,12 @@ def test_an_answer_without_spans_or_values_is_told_apart_from_a_whole_one():
         changed(weight_versions=[{"version": "x"}]),
     ],
 )
-def test_an_answer_of_another_form_is_refused(answer):
+def test_an_answer_of_another_form_is_refused(answer) -> None:
     with pytest.raises(ServerRefused, match="/generate must"):
         sglang.parse_sampled(answer)
 
 
-def test_scores_are_of_all_tokens_but_the_first():
+def test_scores_are_of_all_tokens_but_the_first() -> None:
     call = sglang.score([5, 6, 7], 1.0, "x")
     entries = [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]]
     assert call.parse(changed(input_token_logprobs=entries)) == (-1.0, -2.0)
@@ -112,7 +112,7 @@ def test_scores_are_of_all_tokens_but_the_first():
         call.parse(changed(input_token_logprobs=entries[:2]))
 
 
-def test_what_changes_the_server_goes_with_the_admin_key_and_what_asks_it_does_not():
+def test_what_changes_the_server_goes_with_the_admin_key_and_what_asks_it_does_not() -> None:
     changing = [
         sglang.pause(1.0),
         sglang.resume(1.0),
@@ -136,7 +136,7 @@ def test_what_changes_the_server_goes_with_the_admin_key_and_what_asks_it_does_n
     assert not any(call.admin for call in asking)
 
 
-def test_nothing_is_aborted_or_flushed_by_a_commit():
+def test_nothing_is_aborted_or_flushed_by_a_commit() -> None:
     assert sglang.update_weight_version("r:7:f", 1.0).json == {
         "new_version": "r:7:f",
         "abort_all_requests": False,
@@ -154,7 +154,7 @@ class ServersUnpickler(pickle.Unpickler):
 
 
 @pytest.mark.parametrize("info", [{"number": 3, "error": "ü" * 40_000}, {}])
-def test_a_commit_travels_as_the_name_of_an_empty_tensor_once_per_worker(info):
+def test_a_commit_travels_as_the_name_of_an_empty_tensor_once_per_worker(info) -> None:
     payloads = sglang.commit_payload(info, 2)
     assert len(payloads) == 2
     for payload in payloads:
@@ -165,7 +165,7 @@ def test_a_commit_travels_as_the_name_of_an_empty_tensor_once_per_worker(info):
         assert tensor.to("cpu").numel() == 0
 
 
-def test_the_answer_with_the_keys_in_it_is_never_shown():
+def test_the_answer_with_the_keys_in_it_is_never_shown() -> None:
     call = sglang.world_size()
     assert call.parse({"tp_size": 2, "pp_size": 1, "api_key": "secret"}) == 2
     for answer in ({"api_key": "secret", "tp_size": "secret"}, ["secret"], "secret"):
@@ -174,7 +174,7 @@ def test_the_answer_with_the_keys_in_it_is_never_shown():
         assert "secret" not in str(refusal.value)
 
 
-def test_the_plugins_state_may_say_which_start_of_the_server_answers():
+def test_the_plugins_state_may_say_which_start_of_the_server_answers() -> None:
     read = sglang.state().parse
     assert read({"paused": True, "workers": 2}) == sglang.State(True, 2, "")
     assert read({"paused": False, "workers": 1, "boot": "b"}) == sglang.State(False, 1, "b")

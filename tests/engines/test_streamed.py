@@ -99,7 +99,7 @@ def whole(answer: Answer) -> Sampled:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_wherever_a_body_is_cut_its_tokens_are_the_same(name):
+def test_wherever_a_body_is_cut_its_tokens_are_the_same(name) -> None:
     call, body = BODIES[name]
     wanted = Sampled(IDS, LOGPROBS, "length", VERSIONS, 1 if call is SGLANG else None)
     chance = random.Random(3)
@@ -112,7 +112,7 @@ def test_wherever_a_body_is_cut_its_tokens_are_the_same(name):
         assert whole(answer) == wanted
 
 
-def test_payloads_come_when_their_line_is_whole_and_other_lines_say_nothing():
+def test_payloads_come_when_their_line_is_whole_and_other_lines_say_nothing() -> None:
     taken = Events()
     assert taken.take(b": ping\r\n\r\nevent: x\ndata:1\nda") == [b"1"]
     assert taken.take("ta: Î".encode()[:-1]) == []
@@ -120,7 +120,7 @@ def test_payloads_come_when_their_line_is_whole_and_other_lines_say_nothing():
 
 
 @pytest.mark.parametrize("call", [VLLM, SGLANG], ids=["vllm", "sglang"])
-def test_a_streamed_request_differs_from_the_other_one_in_nothing_but_that(call):
+def test_a_streamed_request_differs_from_the_other_one_in_nothing_but_that(call) -> None:
     dialect = vllm if call is VLLM else sglang
     plain = dialect.generate([1, 2], Sampling(9, seed=3), 1.0)
     asked = dict(call.call.json)
@@ -147,7 +147,9 @@ def test_a_streamed_request_differs_from_the_other_one_in_nothing_but_that(call)
         ),
     ],
 )
-def test_an_error_among_the_events_is_a_refusal_and_what_came_before_it_stays(call, event, status):
+def test_an_error_among_the_events_is_a_refusal_and_what_came_before_it_stays(
+    call, event, status
+) -> None:
     answer = Answer(call)
     answer.take(events(of_vllm(0, 5) if call is VLLM else of_sglang(0, 5)))
     with pytest.raises(HttpRefused, match="broke its answer off") as refused:
@@ -163,7 +165,7 @@ def test_an_error_among_the_events_is_a_refusal_and_what_came_before_it_stays(ca
         (SGLANG, of_sglang(0, 6, {"type": "abort", "message": "Aborted"})),
     ],
 )
-def test_an_abort_is_an_end_with_what_there_is(call, event):
+def test_an_abort_is_an_end_with_what_there_is(call, event) -> None:
     answer = Answer(call)
     answer.take(events(of_vllm(0, 5) if call is VLLM else of_sglang(0, 5), event, b"[DONE]"))
     sampled = whole(answer)
@@ -174,14 +176,16 @@ def test_an_abort_is_an_end_with_what_there_is(call, event):
     )
 
 
-def test_an_abort_in_sglangs_queue_repeats_the_last_token_with_the_log_probabilities_of_all():
+def test_an_abort_in_sglangs_queue_repeats_the_last_token_with_the_log_probabilities_of_all() -> (
+    None
+):
     answer, last = Answer(SGLANG), of_sglang(0, 5, {"type": "abort", "message": "Aborted"})
     answer.take(events(of_sglang(0, 1), of_sglang(1, 5), last | {"output_ids": IDS[4:5]}))
     sampled = whole(answer)
     assert (sampled.token_ids, sampled.logprobs) == (IDS[:5], LOGPROBS[:5])
 
 
-def test_what_is_kept_of_an_answer_has_the_spans_of_its_tokens_only():
+def test_what_is_kept_of_an_answer_has_the_spans_of_its_tokens_only() -> None:
     answer = Answer(SGLANG)
     answer.take(events(of_sglang(0, 9)))
     assert not answer.whole
@@ -199,20 +203,20 @@ def test_what_is_kept_of_an_answer_has_the_spans_of_its_tokens_only():
         b'data: {"choices": [{}]}\n\n',
     ],
 )
-def test_an_event_of_another_form_is_refused(body):
+def test_an_event_of_another_form_is_refused(body) -> None:
     for call in (VLLM, SGLANG):
         with pytest.raises(ServerRefused, match="must"):
             Answer(call).take(body)
 
 
-def test_tokens_that_were_left_out_are_refused():
+def test_tokens_that_were_left_out_are_refused() -> None:
     answer = Answer(SGLANG)
     answer.take(events(of_sglang(0, 1)))
     with pytest.raises(ServerRefused, match="left out the tokens 1 to 4"):
         answer.take(events(of_sglang(5, 9)))
 
 
-def test_an_answer_that_comes_whole_all_the_same_is_read():
+def test_an_answer_that_comes_whole_all_the_same_is_read() -> None:
     choice = {
         "token_ids": IDS,
         "logprobs": {"token_logprobs": LOGPROBS},
@@ -270,7 +274,7 @@ def listen(url: str, answer: Answer, call=VLLM) -> None:
     asyncio.run(run())
 
 
-def test_a_connection_that_breaks_leaves_what_came(speaker):
+def test_a_connection_that_breaks_leaves_what_came(speaker) -> None:
     url, answer = speaker(lambda send: send(events(of_vllm(0, 5)))), Answer(VLLM)
     with pytest.raises(ServerUnreachable, match="broke off") as broken:
         listen(url, answer)
@@ -278,13 +282,13 @@ def test_a_connection_that_breaks_leaves_what_came(speaker):
     assert answer.sampled(answer.count, "abort").token_ids == IDS[:5]
 
 
-def test_a_connection_that_breaks_after_the_last_token_has_broken_nothing(speaker):
+def test_a_connection_that_breaks_after_the_last_token_has_broken_nothing(speaker) -> None:
     answer = Answer(VLLM)
     listen(speaker(lambda send: send(events(of_vllm(0, 9, "length")))), answer)
     assert whole(answer).token_ids == IDS
 
 
-def test_silence_counts_as_broken_and_slowness_does_not(speaker):
+def test_silence_counts_as_broken_and_slowness_does_not(speaker) -> None:
     over = threading.Event()
     call = vllm.stream([1], Sampling(9), 0.5)
 

@@ -170,7 +170,7 @@ def everything(one) -> list:
     return [*found, one.finish("r:2:g"), one.relabel("r:3:h"), one.resume()]
 
 
-def test_what_reaches_the_server_is_what_a_control_from_here_would_send(client, engine):
+def test_what_reaches_the_server_is_what_a_control_from_here_would_send(client, engine) -> None:
     near, away = engine(), engine()
     direct = make_control("auto", ServerAccess(near.url, CALL_S, None, ENGINE_KEY))
     assert everything(control(client, away)) == everything(direct)
@@ -179,7 +179,7 @@ def test_what_reaches_the_server_is_what_a_control_from_here_would_send(client, 
     assert "POST /update_weights" in away.paths
 
 
-def test_a_stock_servers_own_routes_are_called_as_from_here(client, engine):
+def test_a_stock_servers_own_routes_are_called_as_from_here(client, engine) -> None:
     near, away = engine(STOCK), engine(STOCK)
     direct = make_control("auto", ServerAccess(near.url, CALL_S, None, ENGINE_KEY))
     found = []
@@ -197,7 +197,7 @@ def test_a_stock_servers_own_routes_are_called_as_from_here(client, engine):
     assert away.asked == near.asked
 
 
-def test_errors_keep_their_types_and_words(client, engine):
+def test_errors_keep_their_types_and_words(client, engine) -> None:
     server = engine({"GET /weight_info": {"weight_version": "7"}})
     one = control(client, server)
     with pytest.raises(ServerRefused, match=f"{server.url}: POST /resume was refused with 404"):
@@ -211,7 +211,7 @@ def test_errors_keep_their_types_and_words(client, engine):
 
 def test_a_server_that_hangs_holds_up_neither_another_one_nor_the_rollouts(
     client, engine, completion_server
-):
+) -> None:
     hangs, answers, prompts = engine(), engine(), completion_server()
     hangs.held = "POST /pause"
     with ThreadPoolExecutor(1) as pool:
@@ -225,7 +225,9 @@ def test_a_server_that_hangs_holds_up_neither_another_one_nor_the_rollouts(
         paused.result(WAIT_S)
 
 
-def test_an_outcome_that_is_late_is_dropped_and_what_waited_too_long_is_not_called(client, engine):
+def test_an_outcome_that_is_late_is_dropped_and_what_waited_too_long_is_not_called(
+    client, engine
+) -> None:
     server = engine()
     server.held = "GET /weight_info"
     assert control(client, server).engine == ""
@@ -241,7 +243,7 @@ def test_an_outcome_that_is_late_is_dropped_and_what_waited_too_long_is_not_call
     assert client.counters()["late_engine_answers"] == 2
 
 
-def test_no_call_is_made_after_the_end(client, engine):
+def test_no_call_is_made_after_the_end(client, engine) -> None:
     server = engine()
     server.held = "POST /pause"
     one = control(client, server)
@@ -255,7 +257,9 @@ def test_no_call_is_made_after_the_end(client, engine):
     one.close()
 
 
-def test_a_service_that_was_restarted_fails_what_it_had_begun_and_nothing_else(spec, far, engine):
+def test_a_service_that_was_restarted_fails_what_it_had_begun_and_nothing_else(
+    spec, far, engine
+) -> None:
     server = engine()
     client = RolloutClient(spec, "", RemoteTransport(f"http://{far.address}", ""))
     client.start(60)
@@ -276,7 +280,7 @@ def test_a_service_that_was_restarted_fails_what_it_had_begun_and_nothing_else(s
     client.close(5)
 
 
-def test_calls_and_outcomes_are_json_and_hold_no_key(spec, engine):
+def test_calls_and_outcomes_are_json_and_hold_no_key(spec, engine) -> None:
     asked: list[EngineCall] = []
 
     class Caller:
@@ -307,7 +311,7 @@ def test_calls_and_outcomes_are_json_and_hold_no_key(spec, engine):
         assert decode(encode(answer), FromWorker) == answer
 
 
-def test_an_error_crosses_as_the_nearest_that_has_a_name_there():
+def test_an_error_crosses_as_the_nearest_that_has_a_name_there() -> None:
     assert [kind_of(e) for e in (HttpRefused("no", 500), TransferFailed("t"), KeyError("k"))] == [
         "ServerRefused",
         "TransferFailed",

@@ -1,5 +1,5 @@
-"""Run torchrun as a subprocess that ends with the command, and show the lines of its output that are
-for people."""
+"""Run torchrun as a subprocess that ends with the command, and show the lines of its output for
+people."""
 
 import io
 import signal

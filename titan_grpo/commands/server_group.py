@@ -1,10 +1,9 @@
-"""Several servers for a command: started together, waited for with progress, stopped together."""
+"""Start several servers for a command, wait for them with progress, and stop them together."""
 
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from titan_grpo.engines.launch import Server, ServerSpec
@@ -65,10 +64,5 @@ class ServerGroup:
                 f" {time.monotonic() - began:.0f} s"
             )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()

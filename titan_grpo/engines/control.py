@@ -92,7 +92,7 @@ class ServerControl(Protocol):
         """Name of the engine there (that of its dialect); empty before the first call."""
 
     def label(self) -> str:
-        """Label of the weights that the server serves now, as the server says it."""
+        """Label of the weights that the server serves now, as the server reports it."""
 
     @requests(2)
     def stock(self) -> StockRoutes | None:
@@ -113,8 +113,8 @@ class ServerControl(Protocol):
     @requests(2)
     def drop_kv(self) -> None:
         """On a paused server: drop the KV of running requests and of prefixes, to be computed again
-        with the new weights. No token is lost. ServerRefused where the engine does not say that it
-        did."""
+        with the new weights. No token is lost. ServerRefused where the engine does not confirm
+        it."""
 
     @requests(5)
     def load(self, info: Mapping[str, Any]) -> None:

@@ -26,8 +26,8 @@ class Sampled:
     sent null), and why it ended.
 
     ``versions``: which weights made which tokens, in order and without gaps; empty where the engine
-    does not say. ``retractions``: how often the engine dropped the request's KV and computed it
-    anew; None where it does not say.
+    does not send it. ``retractions``: how often the engine dropped the request's KV and computed it
+    anew; None where it does not send it.
     """
 
     token_ids: tuple[int, ...]
@@ -136,7 +136,8 @@ class Events:
         write it.
 
         >>> events = Events()
-        >>> events.take(b'data: {"a"'), events.take(b': 1}' + bytes([13, 10, 13, 10]) + b'data: [DO')
+        >>> end = bytes([13, 10, 13, 10])
+        >>> events.take(b'data: {"a"'), events.take(b': 1}' + end + b'data: [DO')
         ([], [b'{"a": 1}'])
         """
         *lines, self._rest = (self._rest + chunk).split(b"\n")
@@ -168,7 +169,7 @@ class Answer:
 
     @property
     def whole(self) -> bool:
-        """Whether the engine has said how it ended."""
+        """Whether the engine has sent how it ended."""
         return bool(self.finish_reason)
 
     def take(self, chunk: bytes) -> None:

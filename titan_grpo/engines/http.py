@@ -68,7 +68,7 @@ def want(answer: Any, key: str, kind: type | tuple[type, ...], path: str) -> Any
 
 
 def ignore(_answer: Any) -> None:
-    """Parse step of calls whose status code says everything."""
+    """Parse step of calls whose status code is the whole answer."""
 
 
 class Sink(Protocol):

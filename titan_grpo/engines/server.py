@@ -65,7 +65,7 @@ class Dialect(Protocol):
 
 
 DIALECTS: dict[str, Dialect] = {sglang.NAME: sglang, vllm.NAME: vllm}
-"""In the order in which a server is asked: the label is what only its own engine answers so."""
+"""In the order in which ``detect`` tries them: an engine answers only its own label call."""
 
 
 def dialect(name: str) -> Dialect:
@@ -92,7 +92,7 @@ def detect(driver: SyncDriver, timeout_s: float) -> str:
             return name
         except HttpRefused as refusal:
             if refusal.status not in (404, 405):
-                raise  # a refused key or a server in trouble says nothing about its engine
+                raise  # a refused key or a server in trouble is no sign of its engine
             got.append(f"{call.path} {refusal.status}")
         except ServerRefused:
             got.append(f"{call.path} of another form")

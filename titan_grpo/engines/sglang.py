@@ -60,7 +60,7 @@ models = generation.models
 @dataclass(frozen=True, slots=True)
 class State:
     """Our plugin's account of a server. ``boot``: another one after each start of the server; empty
-    where the plugin does not say."""
+    where the plugin does not send it."""
 
     paused: bool
     workers: int
@@ -72,8 +72,8 @@ def _post(path: str, timeout_s: float, body: Any = None) -> Call[None]:
 
 
 def health(timeout_s: float = 30.0) -> Call[None]:
-    """200 once the scheduler has said anything, at the earliest after a second. On a paused server
-    it hangs, answers 503 after 20 s, and marks the server as unhealthy until the next one. With
+    """200 once the scheduler has sent any message, at the earliest after a second. On a paused
+    server it hangs, answers 503 after 20 s, and marks the server as unhealthy until the next one. With
     ``SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0``, which our launcher sets, it is 503 until the
     server has warmed up, and 200 ever after.
     """
@@ -107,7 +107,7 @@ def ready(timeout_s: float = 2.0) -> Call[None]:
 
 
 def state(timeout_s: float = 5.0) -> Call[State]:
-    """Our plugin's route, which says whether generation is paused: no route of SGLang does."""
+    """Our plugin's route for whether generation is paused: SGLang has none."""
     path = "/titan_grpo/state"
 
     def parse(answer: Any) -> State:
@@ -155,8 +155,8 @@ def update_weights(info: Mapping[str, Any], workers: int, timeout_s: float) -> C
     """Run our commit in every scheduler; returns when all of them are through. Needs a pause and an
     open update.
 
-    The prefix cache is not flushed: SGLang cannot while requests are paused, and says 400 although
-    the weights are in. Requests are kept apart by their cache keys instead (see ``generate``).
+    The prefix cache is not flushed: SGLang cannot while requests are paused, and answers 400
+    although the weights are in. Requests are kept apart by their cache keys instead (see ``generate``).
     """
     body = {"serialized_named_tensors": commit_payload(info, workers), "load_format": LOADER}
     return _post("/update_weights_from_tensor", timeout_s, body | {"flush_cache": False})
@@ -503,7 +503,7 @@ def command(spec: "ServerSpec", keys_path: str = "") -> list[str]:
 
 def keys(spec: "ServerSpec") -> str:
     """What goes into a file that only we can read (SGLang knows no other way but the command line,
-    which everybody on the host can read); empty without keys. YAML, of which JSON is a part."""
+    which every user of the host can read); empty without keys. YAML, of which JSON is a part."""
     found = {"api-key": spec.api_key, "admin-api-key": spec.admin_key}
     present = {name: value for name, value in found.items() if value}
     return json.dumps(present) if present else ""

@@ -17,7 +17,7 @@ def update(group: str, announced: Announced, timeout_s: float) -> Call[None]:
     update.
 
     The version is not set and the cache not flushed here: SGLang cannot flush while requests are
-    paused, and says 400 then although the weights are in.
+    paused, and answers 400 then although the weights are in.
     """
     body: dict[str, Any] = {"names": list(announced.names), "dtypes": list(announced.dtypes)}
     body |= {"shapes": [list(shape) for shape in announced.shapes], "group_name": group}
@@ -41,7 +41,7 @@ class HttpStockRoutes:
         return self._driver.run(sglang.world_size(timeout_s))
 
     def parameter_names(self, timeout_s: float) -> frozenset[str]:
-        """As the checksums list them: no other route of SGLang's says them."""
+        """As the checksums list them: no other route of SGLang's has them."""
         path = "/weights_checker"
         answer = self._post(path, {"action": "checksum"}, timeout_s)
         ranks = want(answer, "ranks", list, path)

@@ -1,5 +1,5 @@
-"""vLLM (0.32): its HTTP interface as pure functions from arguments to a Call, a lane's control plane,
-and how a server is started.
+"""vLLM (0.32): its HTTP interface as pure functions from arguments to a Call, a lane's control
+plane, and how a server is started.
 
 The routes for weights and pauses exist only where the server runs with
 ``VLLM_SERVER_DEV_MODE=1``."""
@@ -82,7 +82,7 @@ def pause(timeout_s: float, mode: str = "keep") -> Call[None]:
 
 def reset_kv(timeout_s: float) -> Call[bool]:
     """Drop all KV: running requests go back to the queue with their tokens, and the prefix cache is
-    emptied. Whether vLLM says that it did."""
+    emptied. Whether vLLM confirms it."""
     path, params = "/reset_prefix_cache", {"reset_running_requests": "true"}
     return Call(
         "POST", path, timeout_s, lambda a: bool(want(a, "success", bool, path)), params=params
@@ -151,8 +151,8 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
 def stream(
     prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float, interval: int = INTERVAL
 ) -> StreamedCall:
-    """``generate`` with the answer in pieces. Which weights made which token is said in the last
-    one only (from 0.33 on)."""
+    """``generate`` with the answer in pieces. Which weights made which token is in the last one
+    only (from 0.33 on)."""
     call = generate(prompt_ids, sampling, timeout_s)
     return StreamedCall(
         replace(call, json={**call.json, "stream": True, "stream_interval": interval}), parse_piece
