@@ -205,3 +205,26 @@ def test_files_that_share_a_server_stay_on_one_worker(request) -> None:
     nothing else tells."""
     if os.environ.get("PYTEST_XDIST_WORKER") and request.config.getvalue("loadgroup"):
         assert request.node.nodeid.endswith("@tests/test_house_rules.py")
+
+
+def test_files_that_the_design_and_the_protocol_name_exist(root) -> None:
+    missing = {}
+    for page in ("docs/design.md", "docs/protocol.md"):
+        text = (root / page).read_text()
+        # a name in brackets lies beside the file before it, as in `engines/vllm.py (sglang.py)`
+        names = set(re.findall(r"[\w/]+/\w+\.(?:py|sh|md|toml)\b", text))
+        links = set(re.findall(r"\]\(([\w/]+\.md)\)", text))
+        found = [
+            n for n in names if not ((root / n).exists() or (root / "titan_grpo" / n).exists())
+        ]
+        found += [n for n in links if not (root / "docs" / n).exists()]
+        if found:
+            missing[page] = sorted(found)
+    assert missing == {}
+
+
+def test_every_room_of_the_design_exists(root) -> None:
+    table = (root / "docs/design.md").read_text().partition("## Rooms")[2]
+    rooms = set(re.findall(r"`(\w+)/`", table)) - {"tests", "patches"}
+    there = {p.name for p in (root / "titan_grpo").iterdir() if p.is_dir() and p.name[0] != "_"}
+    assert rooms == there - {"patches"}

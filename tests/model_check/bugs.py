@@ -13,7 +13,7 @@ from titan_grpo.protocol.recovery import Relabel, settle
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """``breaks``: the rule in the words of docs/design.md. ``rollouts``: it shows among rollouts,
+    """``breaks``: the rule in the words of docs/protocol.md. ``rollouts``: it shows among rollouts,
     not among weights.
 
     ``versions`` and ``faults``: as many as it needs to show in the way that its rule is about.
