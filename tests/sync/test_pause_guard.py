@@ -33,7 +33,7 @@ from titan_grpo.protocol.messages import UNUSABLE, Joined, Label
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
 from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.pause_guard import PauseGuard, terms_of
+from titan_grpo.sync.pause_guard import PauseGuard, deadlines_of
 from titan_grpo.sync.pause_guard_main import superseded
 
 TRAINER = Path(__file__).parent / "guarded_trainer.py"
@@ -219,12 +219,12 @@ def test_a_killed_pause_guard_is_replaced_with_all_that_is_open(
     guard = PauseGuard(CONFIG, LINK, tmp_path / "log", Deadlines(60.0, 60.0, again_s=0.1, tries=2))
     guard.know(server.url, API_KEY)
     server.run(vllm.pause(5.0))
-    guard.watch(passing(server.url, Point.PAUSE))
+    guard.observe(passing(server.url, Point.PAUSE))
     first = psutil.Process(guard.pid)
     first.kill()
     until(lambda: first.status() == psutil.STATUS_ZOMBIE)
-    guard.watch(passing("http://127.0.0.1:9", Point.PAUSE))
-    guard.watch(passing("http://127.0.0.1:9", Point.RESUMED))
+    guard.observe(passing("http://127.0.0.1:9", Point.PAUSE))
+    guard.observe(passing("http://127.0.0.1:9", Point.RESUMED))
     assert (guard.restarts, guard.pid != first.pid) == (1, True)
     second = psutil.Process(guard.pid)
     guard.close()  # with a server still paused: as after a lane that was aborted
@@ -259,7 +259,7 @@ def test_what_ends_a_trainer_does_not_end_its_pause_guard_and_nobody_reads_its_s
 
 def test_a_server_that_is_gone_is_given_up_with_one_line(tmp_path: Path) -> None:
     guard = PauseGuard(CONFIG, LINK, tmp_path / "log", Deadlines(60.0, 60.0, tries=2, first_s=0.05))
-    guard.watch(passing("http://127.0.0.1:9", Point.PAUSE))
+    guard.observe(passing("http://127.0.0.1:9", Point.PAUSE))
     process = psutil.Process(guard.pid)
     guard.close()
     process.wait(WAIT_S)
@@ -278,7 +278,7 @@ def test_a_trainer_with_many_open_files_has_a_pause_guard_too(
             stack.callback(os.close, os.dup(0))
         deadlines = Deadlines(60.0, 60.0, tries=1)
         guard = PauseGuard(CONFIG, LINK, tmp_path / "log", deadlines)
-        guard.watch(passing("http://127.0.0.1:9", Point.PAUSE))
+        guard.observe(passing("http://127.0.0.1:9", Point.PAUSE))
         process = psutil.Process(guard.pid)
         guard.close()
         process.wait(WAIT_S)
@@ -288,9 +288,11 @@ def test_a_trainer_with_many_open_files_has_a_pause_guard_too(
 def test_a_pause_has_longer_than_its_calls_usually_take_and_a_streamed_one_its_transfer_too() -> (
     None
 ):
-    assert terms_of(WeightSync(commit_deadline_s=4.0)).pause_s == 12.0
+    assert deadlines_of(WeightSync(commit_deadline_s=4.0)).pause_s == 12.0
     assert (
-        terms_of(WeightSync(commit_deadline_s=4.0, lane_deadline_s=9.0, apply="streamed")).pause_s
+        deadlines_of(
+            WeightSync(commit_deadline_s=4.0, lane_deadline_s=9.0, apply="streamed")
+        ).pause_s
         == 21.0
     )
 

@@ -8,7 +8,7 @@ agree."""
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import xxhash
@@ -51,61 +51,24 @@ def digest_block(block: memoryview, algorithm: str, key: bytes | None = None) ->
     return hash_block(block)
 
 
-class BlockHasher:
-    """Hashes an image's blocks on threads of its own, which release the GIL: while later blocks
-    still arrive, if wanted.
-
-    A context manager; leaving it waits for the hashes that were begun. ``HASH_THREADS`` bounds what
-    it takes from the host: a hash is limited by the memory's bandwidth, which few cores use up.
-    """
-
-    def __init__(
-        self, buffer: memoryview, manifest: Manifest, algorithm: str, key: bytes | None = None
-    ) -> None:
-        """``buffer`` is the image, uint8, ``manifest.total_bytes`` long; ``key`` as in
-        digest_block."""
-        if buffer.nbytes != manifest.total_bytes:
-            raise ValueError(
-                f"the buffer must have the manifest's {manifest.total_bytes} bytes, got"
-                f" {buffer.nbytes}"
-            )
-        self._buffer, self._manifest, self._algorithm, self._key = buffer, manifest, algorithm, key
-        self._pool = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash")
-        self._begun: list[Future[bytes]] = []
-
-    def arrived(self, stop: int) -> None:
-        """The image's first ``stop`` bytes are there: begin the hashes of all blocks that end by
-        then. Does not wait."""
-        while len(self._begun) < self._manifest.num_blocks:
-            first, last = self._manifest.block(len(self._begun))
-            if last > stop:
-                break
-            self._begun.append(
-                self._pool.submit(
-                    digest_block, self._buffer[first:last], self._algorithm, self._key
-                )
-            )
-
-    def digests(self) -> tuple[bytes, ...]:
-        """Hashes of all blocks, in order; begins and waits for what is left."""
-        self.arrived(self._manifest.total_bytes)
-        # no deadline: hashing of memory: arithmetic, in threads that wait for nobody
-        return tuple(future.result() for future in self._begun)
-
-    def __enter__(self) -> "BlockHasher":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-
 def block_digests(
     buffer: memoryview, manifest: Manifest, algorithm: str, key: bytes | None = None
 ) -> tuple[bytes, ...]:
     """Hash of every block of an image, in order. ``buffer`` is the image, uint8,
-    ``manifest.total_bytes`` long."""
-    with BlockHasher(buffer, manifest, algorithm, key) as hasher:
-        return hasher.digests()
+    ``manifest.total_bytes`` long; ``key`` as in digest_block.
+
+    On ``HASH_THREADS`` threads, which release the GIL: a hash is limited by the memory's bandwidth,
+    which few cores use up.
+    """
+    if buffer.nbytes != manifest.total_bytes:
+        raise ValueError(
+            f"the buffer must have the manifest's {manifest.total_bytes} bytes, got {buffer.nbytes}"
+        )
+    blocks = [manifest.block(index) for index in range(manifest.num_blocks)]
+    with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash") as pool:
+        return tuple(
+            pool.map(lambda span: digest_block(buffer[slice(*span)], algorithm, key), blocks)
+        )
 
 
 def fingerprint(manifest_digest: str, digests: Iterable[bytes]) -> str:

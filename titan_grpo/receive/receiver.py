@@ -1,23 +1,29 @@
 """The receiving half of one epoch, free of any engine: joins the lane, fills the image, checks it,
 lends it.
 
-Two threads: ``run`` holds the conversation with the lane; ``lend``, ``take`` and ``applied`` come
-from the engine's side. A third one of a streamed epoch only waits for the lane to give up.
+Two threads: ``run`` serves the lane's orders; ``lend``, ``take`` and ``applied`` are called for the
+engine. A third one, of a windowed apply, waits for the lane's cancel.
 """
 
 import os
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
 
-import msgspec
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from titan_grpo.errors import PeerError, TitanGrpoError, TransferFailed
-from titan_grpo.layout.digest import KEYED, BlockHasher, digest_block, fingerprint, first_difference
+from titan_grpo.layout.digest import (
+    KEYED,
+    block_digests,
+    digest_block,
+    fingerprint,
+    first_difference,
+)
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import fence, staging
@@ -43,41 +49,8 @@ from titan_grpo.sync.transports.store import (
 )
 
 IDLE_S = 60.0
-"""Length of one wait for the next order, in seconds; it is repeated, a lost connection ends it at
+"""Length of one wait for the next order, in seconds. It is repeated; a lost connection ends it at
 once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What the engine holds, told to the lane on joining. ``problem``: why its commits would fail
-    anyway, or empty.
-
-    ``keyed``: it has a run key.
-    """
-
-    run: str = ""
-    version: int = -1
-    fingerprint: str = ""
-    intact: bool = True
-    problem: str = ""
-    package: str = ""
-    keyed: bool = False
-
-    def joined(self, rank: int, problem: str) -> Joined:
-        """The answer to Hello."""
-        why = self.problem or problem
-        return Joined(
-            rank=rank,
-            ok=not why,
-            error=why,
-            package=self.package,
-            pid=os.getpid(),
-            held_run=self.run,
-            held_version=self.version,
-            held_fingerprint=self.fingerprint,
-            intact=self.intact,
-            keyed=self.keyed,
-        )
 
 
 def address_towards(host: str, port: int) -> str:
@@ -97,61 +70,58 @@ def address_towards(host: str, port: int) -> str:
 class Receiver:
     """One epoch. Every error ends it with its reason; the process that hosts it then ends too."""
 
-    def __init__(self, hello: Hello, held: Held, keys: EpochKeys | None) -> None:
-        """Nothing is connected yet. ``keys``: of this epoch, if the engine has a run key and the
-        Hello has proven it."""
-        self._hello, self._held = hello, held
+    def __init__(self, hello: Hello, joined: Joined, keys: EpochKeys | None) -> None:
+        """Nothing is connected yet. ``joined``: the engine's answer to the Hello. ``keys``: of this
+        epoch, if the engine has a run key and the Hello has proven it."""
+        self._hello, self._joined = hello, replace(joined, pid=os.getpid())
         self._key = keys.messages if keys is not None else None
         self._block_key = keys.blocks.raw if keys is not None else None
         self._turn = threading.Condition()
-        self._staging = staging.Staging(streamed=hello.apply == "streamed")
+        self.streamed = hello.apply == "streamed"
+        self.timeout_s = hello.timeout_s
+        self._staging = staging.Staging(streamed=self.streamed)
         self._manifest: Manifest | None = None
         self._image: SharedImage | None = None
         self._window: Window | None = None
-        self._expected: list[bytes] = []
+        self._expected: Sequence[bytes] = ()
         self._replies: dist.Store | None = None
-        self._handlers = {
-            "manifest": self._take_manifest,
-            "receive": self._receive,
-            "stream": self._offer,
-            "ping": self._ping,
-        }
-        self.streamed = hello.apply == "streamed"
-        self.timeout_s = hello.timeout_s
 
     def answer(self) -> None:
-        """Only answer the Hello (a probe, a refusal) and leave."""
-        self._join().set(
-            f"joined/{self._hello.rank}",
-            self._held.joined(self._hello.rank, "").proven(self._key).to_json(),
-        )
+        """Only answer the Hello (a probe, a refusal)."""
+        self._answer(self._join())
 
     def run(self) -> None:
-        """Serve the epoch until the lane says bye or is gone. Raises TitanGrpoError with the reason
-        if it broke off."""
+        """Serve the epoch until the lane says bye. Raises TitanGrpoError with the reason if it ends
+        in another way."""
         hello = self._hello
         orders, self._replies = self._join(), self._join()
-        joined = self._held.joined(
-            hello.rank, transport_problem(hello.transport) or self._digest_problem()
-        )
-        with store_errors("answering the trainer's hello"):
-            orders.set(f"joined/{hello.rank}", joined.proven(self._key).to_json())
-        if not joined.ok:
-            raise PeerError(f"refused epoch {hello.epoch} of run {hello.run_id}: {joined.error}")
+        problem = transport_problem(hello.transport)
+        if self._key is not None and hello.digest_algorithm != KEYED:
+            problem = (
+                f"with a run key the blocks' digests must be {KEYED}, got"
+                f" {hello.digest_algorithm!r}: others take no key"
+            )
+        if self._joined.ok and problem:
+            self._joined = replace(self._joined, ok=False, error=problem)
+        self._answer(orders)
+        if not self._joined.ok:
+            raise PeerError(
+                f"refused epoch {hello.epoch} of run {hello.run_id}: {self._joined.error}"
+            )
         here = address_towards(hello.store_host, hello.store_port)
         options = TransportOptions(hello.timeout_s, here, hello.bucket_bytes)
         transport = open_transport(hello.transport, orders, hello.rank, hello.size, options)
         if self.streamed:
-            threading.Thread(
-                target=self._watch, args=(self._join(), transport), name="watch", daemon=True
-            ).start()
+            # a connection of its own: one connection serves one blocking call at a time
+            watched = self._join(), transport
+            threading.Thread(target=self._watch, args=watched, name="watch", daemon=True).start()
         number = 0
         while self._serve(orders, transport, number):
             number += 1
 
     def lend(self, commit: Commit) -> tuple[SharedImage, Manifest]:
         """The staged image, or the window, for the engine until ``applied``. PeerError if it is not
-        what is asked."""
+        what the commit names."""
         with self._turn:
             image, manifest = self._image, self._manifest
             if manifest is not None and commit.manifest_digest != manifest.digest:
@@ -170,14 +140,14 @@ class Receiver:
         """See Window.take."""
         window = self._window
         if window is None:
-            raise PeerError("no streamed transfer is under way")
+            raise PeerError("no windowed apply is under way")
         return window.take(consumed, wait_s)
 
     def applied(self, report: Applied) -> None:
         """Forward the engine's report to the lane, and take the image back."""
         if (window := self._window) is not None:
             window.fail(f"the engine gave up: {report.error}")
-            report = msgspec.structs.replace(
+            report = replace(
                 report,
                 receive_s=window.receive_s,
                 verify_s=window.verify_s,
@@ -191,18 +161,14 @@ class Receiver:
         with store_errors(f"reporting transfer {report.number}"):
             self._replies.set(f"applied/{report.number}", report.proven(self._key).to_json())
 
-    def _digest_problem(self) -> str:
-        found = self._hello.digest_algorithm
-        if self._key is None or found == KEYED:
-            return ""
-        return (
-            f"with a run key the blocks' digests must be {KEYED}, got {found!r}: others take no key"
-        )
-
     def _join(self) -> dist.Store:
         hello = self._hello
         store = join_store(hello.store_host, hello.store_port, hello.timeout_s)
         return dist.PrefixStore(key_prefix(hello.run_id, hello.epoch), store)
+
+    def _answer(self, store: dist.Store) -> None:
+        with store_errors("answering the trainer's hello"):
+            store.set(f"joined/{self._hello.rank}", self._joined.proven(self._key).to_json())
 
     def _serve(self, store: dist.Store, transport: Transport, number: int) -> bool:
         """One order; False after the last one."""
@@ -212,14 +178,22 @@ class Receiver:
             raise PeerError(
                 f"order {number} calls itself {order.number}: lane and receiver lost step"
             )
-        if order.op == "bye":
-            return False
         try:
-            staged = self._handlers[order.op](order, store, transport)
+            match order.op:
+                case "bye":
+                    return False
+                case "manifest":
+                    staged = self._take_manifest(order, store)
+                case "receive":
+                    staged = self._receive(order, store, transport)
+                case "stream":
+                    staged = self._offer(order, store)
+                case _:
+                    staged = self._ping(order, transport)
         except TransferFailed:
             raise  # the communicator is of no further use: the epoch ends
         except TitanGrpoError as error:
-            staged = _refused(order, str(error))
+            staged = _staged(order, error=str(error))
         with store_errors(f"reporting order {number}"):
             store.set(f"staged/{number}", staged.proven(self._key).to_json())
         if order.op == "stream" and staged.ok:
@@ -236,68 +210,53 @@ class Receiver:
                     "the trainer's store is gone: the trainer ended or closed this epoch"
                 ) from error
             except dist.DistStoreError:
-                continue  # nothing to do for the lane's next version yet
+                continue  # no order yet
 
-    def _take_manifest(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
+    def _take_manifest(self, order: Order, store: dist.Store) -> Staged:
         manifest = Manifest.from_json(bytes(store.get("manifest")).decode())
         if manifest.digest != self._hello.manifest_digest:
             raise PeerError(
                 f"the manifest must have digest {self._hello.manifest_digest}, got"
                 f" {manifest.digest}"
             )
-        image = self._create(manifest)
+        if self.streamed:
+            size = window_bytes(manifest.total_bytes, self._hello.bucket_bytes)
+            image = SharedImage.create(size, "titan_grpo window")
+        else:
+            image = SharedImage.create(manifest.total_bytes, "titan_grpo staging")
         with self._turn:
             self._manifest, self._image = manifest, image
-        return Staged(order.number, 0, True, "", 0.0, 0.0, "", -1, image.address.to_json())
+        return _staged(order, image=image)
 
-    def _create(self, manifest: Manifest) -> SharedImage:
-        if self.streamed:
-            return SharedImage.create(
-                window_bytes(manifest.total_bytes, self._hello.bucket_bytes), "titan_grpo window"
-            )
-        return SharedImage.create(manifest.total_bytes, "titan_grpo staging")
-
-    def _offer(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
-        """A streamed transfer: everything but the bytes. The fingerprint covers the digests that
+    def _offer(self, order: Order, store: dist.Store) -> Staged:
+        """A windowed transfer: everything but the bytes. The fingerprint covers the digests that
         every block must have."""
-        self._require_apply(True)
-        image, manifest = self._reserve(order)
-        expected = _split(
-            bytes(store.get(order.digests_key)), manifest, self._hello.digest_algorithm
-        )
+        image, manifest = self._reserve(order, streamed=True)
+        expected = self._digests(order, store, manifest)
         found = fingerprint(manifest.digest, expected)
         if found != order.fingerprint:
             raise PeerError(f"the fingerprint must be {order.fingerprint}, got {found}")
-        staged = Staged(
-            order.number, order.version, True, found, 0.0, 0.0, "", -1, image.address.to_json()
-        )
         with self._turn:
             self._expected = expected
             self._window = Window(image, manifest, self._hello.bucket_bytes)
             self._step(staging.Arrived(order.number, order.version, found, True))
-        return staged
+        return _staged(order, fingerprint=found, image=image)
 
     def _fill(self, transport: Transport) -> None:
-        """The bytes of a streamed transfer. A failure reaches the lane as the engine's report; then
+        """The bytes of a windowed transfer. A failure reaches the lane as the engine's report; then
         the lane ends the epoch."""
-        window = self._window
+        window, algorithm = self._window, self._hello.digest_algorithm
         assert window is not None
         try:
-            window.fill(
-                transport,
-                self._expected,
-                self._hello.digest_algorithm,
-                self.timeout_s,
-                self._block_key,
-            )
+            window.fill(transport, self._expected, algorithm, self.timeout_s, self._block_key)
         except TransferFailed as error:
             window.fail(str(error))
-            transport.close()  # the lane's broadcast ends too
+            transport.close()  # ends the lane's broadcast too
         with self._turn:
             self._step(staging.Spent())
 
     def _watch(self, store: dist.Store, transport: Transport) -> None:
-        """Thread: let the engine go as soon as the lane gives up, also while a broadcast stalls."""
+        """Thread: release the engine as soon as the lane cancels, also while a broadcast stalls."""
         try:
             self._next(store, CANCEL_KEY)
             why = "the trainer gave the transfer up"
@@ -307,52 +266,35 @@ class Receiver:
             window.fail(why)
         transport.abort()
 
-    def _require_apply(self, streamed: bool) -> None:
-        if streamed != self.streamed:
-            raise PeerError(f"this epoch is {self._hello.apply}: the order does not belong to it")
-
     def _receive(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
-        self._require_apply(False)
         hello = self._hello
-        image, manifest = self._reserve(order)
-        with BlockHasher(image.buffer, manifest, hello.digest_algorithm, self._block_key) as hasher:
-            # each bucket is hashed while the next one arrives, and while its bytes are still in the
-            # cache
-            receive_s = broadcast_image(
-                transport, image.tensor(), hello.bucket_bytes, hello.timeout_s, hasher.arrived
-            )
-            start = time.monotonic()
-            expected = _split(bytes(store.get(order.digests_key)), manifest, hello.digest_algorithm)
-            found = hasher.digests()
+        image, manifest = self._reserve(order, streamed=False)
+        receive_s = broadcast_image(
+            transport, image.tensor(), hello.bucket_bytes, hello.timeout_s
+        )
+        start = time.monotonic()
+        expected = self._digests(order, store, manifest)
+        found = block_digests(image.buffer, manifest, hello.digest_algorithm, self._block_key)
         bad = first_difference(expected, found)
         print_ = fingerprint(manifest.digest, found)
-        verify_s = time.monotonic() - start
-        error = (
-            ""
-            if bad is None
-            else f"block {bad} of {manifest.num_blocks} differs from what the trainer hashed"
-        )
-        if not error and print_ != order.fingerprint:
+        error = ""
+        if bad is not None:
+            error = f"block {bad} of {manifest.num_blocks} differs from what the trainer hashed"
+        elif print_ != order.fingerprint:
             error = f"the fingerprint must be {order.fingerprint}, got {print_}"
-        block = -1 if bad is None else bad
-        address = image.address.to_json()
-        staged = Staged(
-            order.number,
-            order.version,
-            not error,
-            print_,
-            receive_s,
-            verify_s,
-            error,
-            block,
-            address,
-        )
         with self._turn:
-            self._step(staging.Arrived(order.number, order.version, print_, staged.ok))
-        return staged
+            self._step(staging.Arrived(order.number, order.version, print_, not error))
+        return replace(
+            _staged(order, print_, error, image),
+            receive_s=receive_s,
+            verify_s=time.monotonic() - start,
+            bad_block=-1 if bad is None else bad,
+        )
 
-    def _reserve(self, order: Order) -> tuple[SharedImage, Manifest]:
+    def _reserve(self, order: Order, streamed: bool) -> tuple[SharedImage, Manifest]:
         """The image, once the engine has given it back; from here on nothing is staged."""
+        if streamed != self.streamed:
+            raise PeerError(f"this epoch is {self._hello.apply}: the order does not belong to it")
         with self._turn:
             if self._manifest is None or self._image is None:
                 raise PeerError("the manifest must be handed over before the first transfer")
@@ -362,29 +304,34 @@ class Receiver:
             self._step(staging.Begin(order.number, order.version))
             return self._image, self._manifest
 
-    def _ping(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
-        """A sign of life, whatever the memory holds: this process dies with its engine."""
+    def _ping(self, order: Order, transport: Transport) -> Staged:
+        """Proof that the engine has not restarted: this process would have died with it."""
         transport.broadcast(torch.empty(PING_BYTES, dtype=torch.uint8), self._hello.timeout_s)
-        return Staged(order.number, 0, True, "", 0.0, 0.0, "", -1, {})
+        return _staged(order)
 
-    def _step(self, event: staging.Event) -> tuple[staging.Action, ...]:
+    def _digests(self, order: Order, store: dist.Store, manifest: Manifest) -> list[bytes]:
+        """The digests that the trainer's blocks have."""
+        raw, algorithm = bytes(store.get(order.digests_key)), self._hello.digest_algorithm
+        size = len(digest_block(memoryview(b""), algorithm))
+        if len(raw) != size * manifest.num_blocks:
+            raise PeerError(
+                f"{manifest.num_blocks} {algorithm} digests must be {size * manifest.num_blocks}"
+                f" bytes, got {len(raw)}"
+            )
+        return [raw[i : i + size] for i in range(0, len(raw), size)]
+
+    def _step(self, event: staging.Event) -> None:
         """Under ``_turn``. PeerError if the table refuses."""
         self._staging, actions = staging.step(self._staging, event)
         for action in actions:
             if isinstance(action, fence.Refuse):
                 raise PeerError(action.reason)
-        return actions
 
 
-def _split(raw: bytes, manifest: Manifest, algorithm: str) -> list[bytes]:
-    size = len(digest_block(memoryview(b""), algorithm))
-    if len(raw) != size * manifest.num_blocks:
-        raise PeerError(
-            f"{manifest.num_blocks} {algorithm} digests must be {size * manifest.num_blocks} bytes,"
-            f" got {len(raw)}"
-        )
-    return [raw[i : i + size] for i in range(0, len(raw), size)]
-
-
-def _refused(order: Order, error: str) -> Staged:
-    return Staged(order.number, order.version, False, "", 0.0, 0.0, error, -1, {})
+def _staged(
+    order: Order, fingerprint: str = "", error: str = "", image: SharedImage | None = None
+) -> Staged:
+    address = {} if image is None else image.address.to_json()
+    return Staged(
+        order.number, order.version, not error, fingerprint, 0.0, 0.0, error, -1, address
+    )

@@ -1,9 +1,9 @@
-"""The receiver's process: one per epoch, child of the engine's worker. ``python -m
-titan_grpo.receive.receiver_main --fd N``.
+"""The receiver's process, one per epoch: child of the engine's worker, started by ReceiverHandle.
 
-A process of its own because a communicator can end the process that holds it (gloo aborts when a
-sender sends more bytes than announced; NCCL's watchdog aborts too), and because an epoch that hangs
-can be ended with a kill that takes nothing else with it."""
+A process of its own, because a communicator can end the process that holds it (gloo aborts when
+more bytes come than announced; NCCL's watchdog aborts too), and because an epoch that hangs can be
+killed without taking anything else with it.
+"""
 
 import argparse
 import logging
@@ -14,8 +14,8 @@ import traceback
 from typing import Any
 
 from titan_grpo.errors import TitanGrpoError
-from titan_grpo.protocol.messages import Applied, Commit, Hello
-from titan_grpo.receive.receiver import Held, Receiver
+from titan_grpo.protocol.messages import Applied, Commit, Hello, Joined
+from titan_grpo.receive.receiver import Receiver
 from titan_grpo.receive.unix_rpc import Channel
 from titan_grpo.runkey import EpochKeys
 from titan_grpo.subprocesses import end_with_parent
@@ -26,13 +26,6 @@ REPLY_S = 10.0
 log = logging.getLogger("titan_grpo.receive")
 
 
-def die_with_parent(parent: int) -> None:
-    """Be killed when the thread that started this process ends; end now if it already has."""
-    end_with_parent()
-    if os.getppid() != parent:
-        leave(0)
-
-
 def leave(code: int) -> None:
     """End without running destructors: a process group's destructor blocks on, or aborts over, an
     unfinished operation."""
@@ -40,20 +33,12 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def use_every_core() -> None:
-    """Undo the engine's pinning, which a child inherits: its one core is busy generating."""
-    try:
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    except OSError as error:
-        log.info("the receiver keeps the engine's cores: %s", error)
-
-
 def converse(receiver: Receiver) -> None:
     """Thread: the epoch with the lane; the process ends with it."""
     code = 0
     try:
         receiver.run()
-        log.info("the trainer said bye")
+        log.info("the trainer closed the epoch")
     except TitanGrpoError as error:
         log.warning("epoch ended: %s; the engine keeps its version", error)
         code = 3
@@ -66,22 +51,22 @@ def converse(receiver: Receiver) -> None:
 def respond(receiver: Receiver, message: dict[str, Any]) -> dict[str, Any]:
     """Answer one request of the engine."""
     try:
-        if message["op"] == "lend":
-            image, manifest = receiver.lend(Commit.from_dict(message["commit"]))
-            lent = {"image": image.address.to_json(), "manifest": manifest.to_json()}
-            return {
-                "ok": True,
-                **lent,
-                "streamed": receiver.streamed,
-                "timeout_s": receiver.timeout_s,
-            }
-        if message["op"] == "take":
-            return {
-                "ok": True,
-                "filled": receiver.take(int(message["consumed"]), float(message["wait_s"])),
-            }
-        receiver.applied(Applied.from_dict(message["applied"]))
-        return {"ok": True}
+        match message["op"]:
+            case "lend":
+                image, manifest = receiver.lend(Commit.from_dict(message["commit"]))
+                return {
+                    "ok": True,
+                    "image": image.address.to_json(),
+                    "manifest": manifest.to_json(),
+                    "streamed": receiver.streamed,
+                    "timeout_s": receiver.timeout_s,
+                }
+            case "take":
+                filled = receiver.take(int(message["consumed"]), float(message["wait_s"]))
+                return {"ok": True, "filled": filled}
+            case _:
+                receiver.applied(Applied.from_dict(message["applied"]))
+                return {"ok": True}
     except TitanGrpoError as error:
         return {"ok": False, "error": str(error)}
 
@@ -92,7 +77,8 @@ def serve(channel: Channel) -> None:
     if first is None:
         return
     keys = EpochKeys.from_hex(first["keys"]) if first["keys"] else None
-    receiver = Receiver(Hello.from_dict(first["hello"]), Held(**first["held"]), keys)
+    hello, joined = Hello.from_dict(first["hello"]), Joined.from_dict(first["joined"])
+    receiver = Receiver(hello, joined, keys)
     if first["op"] == "answer":
         receiver.answer()
         return
@@ -107,9 +93,15 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     args = parser.parse_args()
-    die_with_parent(args.parent)
+    end_with_parent()
+    if os.getppid() != args.parent:
+        leave(0)  # the engine had ended before
     logging.basicConfig(level=logging.INFO, format="titan_grpo receiver %(process)d: %(message)s")
-    use_every_core()
+    try:
+        # the engine pins its children too, to a core that is busy generating
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    except OSError as error:
+        log.info("the receiver keeps the engine's cores: %s", error)
     code = 0
     try:
         serve(Channel(socket.socket(fileno=args.fd)))

@@ -175,7 +175,8 @@ class LaneLink:
         """Hand the manifest over and wait until the receiver has memory for an image of that
         size."""
         self._set("manifest", self._manifest.to_json())
-        return self._order(Order(MANIFEST_NUMBER, "manifest", 0, "", ""), timeout_s)
+        self._post(Order(MANIFEST_NUMBER, "manifest", 0, "", ""))
+        return self._staged(MANIFEST_NUMBER, timeout_s)
 
     def send(
         self,
@@ -331,10 +332,6 @@ class LaneLink:
             )
         self._set(f"order/{order.number}", order.proven(self._key).to_json())
         self._next += 1
-
-    def _order(self, order: Order, timeout_s: float) -> Staged:
-        self._post(order)
-        return self._staged(order.number, timeout_s)
 
     def _staged(self, number: int, timeout_s: float) -> Staged:
         staged = Staged.from_json(

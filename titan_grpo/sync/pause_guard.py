@@ -1,8 +1,9 @@
-"""Rank 0's handle of the process that looks after paused servers when this one can not
-(sync.pause_guard_main).
+"""Rank 0's handle of the pause guard, the process that lets paused servers go on when rank 0 no
+longer can (pause_guard_main).
 
-The lanes' watch writes one short line when a pause begins and one when it is over, and never waits:
-neither for the process nor for its start."""
+``observe`` writes one short line when a pause begins and one when it is over. It never waits,
+neither for the process nor for its start: a lane calls it inside its commit.
+"""
 
 import json
 import logging
@@ -11,7 +12,6 @@ import socket
 import subprocess
 import threading
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,22 +33,21 @@ CLOSING = (Point.CONNECTED, Point.RESUMED, Point.HELD)
 """From these on it does not."""
 
 CLOSE_S = 5.0
-"""How long the end waits for a process with nothing to do, in seconds."""
+"""Seconds to wait for the end of a guard that has nothing to do."""
 
 RESTART_S = 10.0
 """Least time between two restarts of the process, in seconds."""
 
 STUCK_BYTES = 1 << 16
-"""With as much unread behind a full socket buffer the process is held for stuck, and replaced."""
+"""With as much unread behind a full socket buffer the process counts as stuck and is replaced."""
 
 
-def terms_of(config: WeightSync) -> Deadlines:
-    """How long a lane of this configuration may take: three calls of a commit and, streamed, the
-    transfer within it."""
+def deadlines_of(config: WeightSync) -> Deadlines:
+    """How long a lane of this configuration may take: three calls of a commit and, with a windowed
+    apply, the transfer within it."""
     transfer_s = config.lane_deadline_s if config.apply == "streamed" else 0.0
     pause_s = 3 * config.commit_deadline_s + transfer_s
-    # hello, joined, communicator, manifest, the look at label and pause; then the rest after a
-    # failure
+    # hello, joined, communicator, manifest, reading label and pause; then the rest after a failure
     greet_s = (
         3 * config.connect_deadline_s + 3 * config.commit_deadline_s + 2 * config.backoff_max_s
     )
@@ -56,8 +55,7 @@ def terms_of(config: WeightSync) -> Deadlines:
 
 
 class PauseGuard:
-    """Starts the process, and tells it what the lanes do. ``watch`` is a lane_events.Observer for all lanes
-    of a run.
+    """Starts the process and forwards lane events to it. One per run.
 
     ``restarts``: how often the process had to be replaced; ``late``: lines that its full socket did
     not take at once.
@@ -68,21 +66,21 @@ class PauseGuard:
         config: WeightSync,
         link: "LinkOptions",
         log: Path | None = None,
-        terms: Deadlines | None = None,
+        deadlines: Deadlines | None = None,
     ) -> None:
-        """``log``: the file that the process appends to; None: this process's stderr. ``terms``:
-        None: terms_of(config)."""
-        run_key = link.run_key.hex() if link.run_key is not None else ""
-        deadlines = {"call_s": config.commit_deadline_s, "join_s": config.connect_deadline_s}
-        access = {"bind_host": link.bind_host, "run_key": run_key, **deadlines}
-        self._terms: dict[str, Any] = {
-            "op": "terms",
-            "terms": asdict(terms or terms_of(config)),
-            "access": access,
+        """``log``: the file that the process appends to; None: this process's stderr.
+        ``deadlines``: None: deadlines_of(config)."""
+        access = {
+            "bind_host": link.bind_host,
+            "run_key": link.run_key.hex() if link.run_key is not None else "",
+            "call_s": config.commit_deadline_s,
+            "join_s": config.connect_deadline_s,
         }
+        deadlines = deadlines or deadlines_of(config)
+        self._first = {"op": "start", "deadlines": asdict(deadlines), "access": access}
         self._log = log
         self._lock = threading.Lock()
-        self._keys: dict[str, tuple[str, str]] = {}
+        self._servers: dict[str, dict[str, Any]] = {}
         self._open: dict[str, LaneEvent] = {}
         self._sock: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -103,25 +101,26 @@ class PauseGuard:
         return self._process.pid if self._process is not None else None
 
     def know(self, url: str, api_key: str, admin_key: str = "") -> None:
-        """With which keys a server's control plane is called. Before its lane starts."""
+        """The keys of a server's control plane. Call it before the server's lane starts."""
+        message = {"op": "server", "url": url, "key": api_key, "admin_key": admin_key}
         with self._lock:
-            self._keys[url] = (api_key, admin_key)
-            self._write(_known(url, api_key, admin_key))
+            self._servers[url] = message
+            self._write(message)
 
-    def watch(self, passing: LaneEvent) -> None:
-        """A lane is at a point. Any thread; never waits, never raises."""
-        if passing.point in OPENING:
-            with self._lock:
-                self._open[passing.url] = passing
-                self._write(_line(passing))
-        elif passing.point in CLOSING and passing.url in self._open:
-            with self._lock:
-                del self._open[passing.url]
-                self._write(_line(passing))
+    def observe(self, event: LaneEvent) -> None:
+        """Observer of all lanes. Any thread; never waits, never raises."""
+        if event.point not in OPENING + CLOSING:
+            return
+        with self._lock:
+            if event.point in OPENING:
+                self._open[event.url] = event
+            elif self._open.pop(event.url, None) is None:
+                return
+            self._write(_line(event))
 
     def close(self) -> None:
-        """After the lanes have ended. The process ends at once, or goes on alone if a server was
-        left paused. Idempotent."""
+        """Call it after the lanes have ended. The process ends at once, or goes on alone if a
+        server was left paused. Idempotent."""
         with self._lock:
             if self._closed or self._process is None:
                 return
@@ -134,7 +133,7 @@ class PauseGuard:
             wait_process(self._process, CLOSE_S)
         except subprocess.TimeoutExpired:
             logger.warning(
-                "process %s still looks after servers that were left paused: %s",
+                "process %s goes on: it recovers servers that were left paused: %s",
                 self.pid,
                 sorted(self._open),
             )
@@ -144,7 +143,7 @@ class PauseGuard:
     def _write(self, message: dict[str, Any]) -> None:
         if self._closed:
             return
-        self._out += json.dumps(message).encode() + b"\n"
+        self._out += _encoded(message)
         if not self._flush() or len(self._out) > STUCK_BYTES:
             self._restart()
 
@@ -157,25 +156,20 @@ class PauseGuard:
         except BlockingIOError:
             self.late += 1
             if self.late == 1:
-                logger.warning(
-                    "process %s does not read: it learns late what the lanes do", self.pid
-                )
+                logger.warning("process %s, the pause guard, reads lane events late", self.pid)
         except OSError:
             return False
         return True
 
     def _restart(self) -> None:
         if self._restarted_s + RESTART_S > time.monotonic():
-            # what is open is written when it starts
+            # _start() writes what is open
             self._out = self._out if self._sock is not None else b""
             return
         if self._process is not None:
             self._process.kill()
             self._killed.append(self._process)
-            logger.warning(
-                "process %s, which looks after paused servers, ended or hung: starting another",
-                self.pid,
-            )
+            logger.warning("process %s, the pause guard, ended or hung: starting another", self.pid)
         self._restarted_s = time.monotonic()
         self.restarts += 1
         self._drop()
@@ -184,7 +178,7 @@ class PauseGuard:
     def _start(self) -> None:
         try:
             with open(self._log or os.devnull, "ab") as log:
-                # A session of its own: torchrun and terminals signal the trainer's.
+                # a session of its own: torchrun and terminals signal the trainer's
                 self._process, self._sock = start_module(
                     "titan_grpo.sync.pause_guard_main",
                     *("--parent", str(os.getpid())),
@@ -194,25 +188,23 @@ class PauseGuard:
                     new_session=True,
                 )
         except OSError as error:
-            logger.warning("no process looks after paused servers if this one dies: %s", error)
+            logger.warning("no pause guard: servers stay paused if this trainer dies: %s", error)
             return
         # a blocking send would make a lane, inside its commit, wait for this process
         self._sock.setblocking(False)
-        known = [_known(url, *keys) for url, keys in self._keys.items()]
-        messages = [self._terms, *known, *map(_line, self._open.values())]
-        self._out = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
+        lines = [self._first, *self._servers.values(), *map(_line, self._open.values())]
+        self._out = b"".join(map(_encoded, lines))
         self._flush()
 
     def _drop(self) -> None:
         if self._sock is not None:
-            with suppress(OSError):
-                self._sock.close()
+            self._sock.close()
             self._sock = None
 
 
-def _known(url: str, api_key: str, admin_key: str) -> dict[str, Any]:
-    return {"op": "know", "url": url, "key": api_key, "admin_key": admin_key}
+def _line(event: LaneEvent) -> dict[str, Any]:
+    return {"op": "event", **asdict(event), "point": event.point.value}
 
 
-def _line(passing: LaneEvent) -> dict[str, Any]:
-    return {"op": "pass", **asdict(passing), "point": passing.point.value}
+def _encoded(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"

@@ -1,11 +1,12 @@
-"""A small process beside rank 0 that outlives it: no server stays paused because its trainer died
-or froze in a commit.
+"""The pause guard: a process beside rank 0 that outlives it. No server stays paused because its
+trainer died or froze in a commit.
 
 The lanes write one line when a pause begins and one when it is over. If the trainer ends, or a
-pause outlives its lease, this process fences the lane with an epoch of its own (so nothing that the
-lane still does can load), reads from the receiver what the engine holds, has the server show that,
-and lets it go on (protocol.recovery.settle). What is open and when a server is due is decided by
-protocol.lease. It is a process, since a thread dies and freezes with its trainer."""
+pause outlives its deadline, this process fences the lane with an epoch of its own (so nothing that
+the lane still does can load), reads from the receiver what the engine holds, gives the server that
+label and resumes it (protocol.recovery.settle). protocol.pause_guard decides which servers are open
+and when each is due. It is a process, because a thread dies and freezes with its trainer.
+"""
 
 import argparse
 import json
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -46,25 +47,21 @@ class SupersededError(PeerError):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to reach servers. ``bind_host``: where they answer to; ``call_s``: deadline of each call,
-    in seconds.
+    """How to reach servers. ``bind_host``: address of this host that they answer to; ``call_s``:
+    deadline of each call, in seconds.
 
-    ``join_s``: of a receiver's answer, which is the start of a process away: a second hello would
-    only end that one. ``run_key``: hexadecimal digits, empty without one.
+    ``join_s``: timeout for the receiver's answer (includes process start). Do not retry earlier: a
+    second hello kills the first receiver. ``run_key``: hexadecimal digits, empty without one.
     """
 
     bind_host: str
     call_s: float
     join_s: float
-    run_key: str
-
-    def __repr__(self) -> str:
-        return f"<Access {self.bind_host}, {self.call_s:g} s>"
+    run_key: str = field(repr=False)
 
 
 def superseded(joined: Joined, run_id: str, epoch: int) -> str:
-    """The epoch that is in force instead of ours, empty if ours is. PeerError for a refusal that
-    says neither.
+    """The epoch that is in force instead of ours, empty if ours is. PeerError for another refusal.
 
     A second hello of the same epoch is refused because the first one is in force: that is ours.
     """
@@ -73,30 +70,27 @@ def superseded(joined: Joined, run_id: str, epoch: int) -> str:
     found = IN_FORCE.search(joined.error)
     if found is None:
         raise PeerError(joined.error)
-    return (
-        ""
-        if (found[2], int(found[1])) == (run_id, epoch)
-        else f"epoch {found[1]} of run {found[2]}"
-    )
+    if (found[2], int(found[1])) == (run_id, epoch):
+        return ""
+    return f"epoch {found[1]} of run {found[2]}"
 
 
 def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Joined:
-    """Open ``epoch`` on a server and close it again: no older one loads anything any more. What the
+    """Open ``epoch`` on a server and close it again: no older one loads any more. Returns what the
     engine holds.
 
-    The engine serves one call at a time, so a load that is under way has ended when this answers.
+    The engine serves one call at a time, so a load under way has ended when this returns.
     """
-    # torch is loaded when a server needs help, not in every run
+    # torch is imported when a server needs help, not in every run
     import torch.distributed as dist
 
     from titan_grpo.layout.digest import KEYED
     from titan_grpo.sync.transports.store import host_store, store_errors
 
-    key = (
-        EpochKeys.of(Key.parse(access.run_key, "the pause guard's run key"), run_id, epoch).messages
-        if access.run_key
-        else None
-    )
+    key = None
+    if access.run_key:
+        run_key = Key.parse(access.run_key, "the pause guard's run key")
+        key = EpochKeys.of(run_key, run_id, epoch).messages
     host = host_store(access.bind_host)
     store = dist.PrefixStore(key_prefix(run_id, epoch), host)
     hello = Hello(
@@ -120,7 +114,7 @@ def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Jo
         joined = Joined.from_json(bytes(store.get(answer)))
     if joined.ok:
         joined.require_proof(key)
-    # the store goes with this frame: the receiver finds its lane gone, and ends
+    # the store closes with this frame: the receiver loses its lane and ends
     return joined
 
 
@@ -135,41 +129,38 @@ def perform(control: ServerControl, step: Step) -> None:
             control.resume()
 
 
-def look_after(
-    control: ServerControl, access: Access, ask: pause_guard.Recover, called_off: threading.Event
+def recover(
+    control: ServerControl,
+    access: Access,
+    due: pause_guard.Recover,
+    cancelled: threading.Event,
 ) -> str:
-    """Settle one server; what was done, as text. PeerError if it can not be reached,
-    SupersededError if it is another's."""
-    if ask.doubtful and not control.paused():
+    """Settle one server; what was done, as text. PeerError if it cannot be reached, SupersededError
+    if a newer epoch has it."""
+    if due.doubtful and not control.paused():
         return ""
-    epoch = ask.epoch + 1
-    joined = fence(control, access, ask.run_id, epoch)
-    if newer := superseded(joined, ask.run_id, epoch):
+    epoch = due.epoch + 1
+    joined = fence(control, access, due.run_id, epoch)
+    if newer := superseded(joined, due.run_id, epoch):
         raise SupersededError(f"{newer} has it")
-    held = (
-        Label(joined.held_run, joined.held_version, joined.held_fingerprint)
-        if joined.held_run
-        else None
-    )
+    held = None
+    if joined.held_run:
+        held = Label(joined.held_run, joined.held_version, joined.held_fingerprint)
     steps = settle(held, joined.intact, control.label(), control.paused())
     for step in steps:
-        if called_off.is_set():
+        if cancelled.is_set():
             return "its lane is back"
         perform(control, step)
     if left := settle(held, joined.intact, control.label(), control.paused()):
         raise PeerError(f"it took {steps} and still needs {left}")
-    done = ", ".join(repr(step) for step in steps) or "nothing to do"
-    weights = str(held or "the weights it was started with")
-    return (
-        f"holds {weights}: {done}"
-        if joined.intact
-        else f"half loaded, it stays paused until a full sync: {done}"
-    )
+    done = ", ".join(map(repr, steps)) or "nothing to do"
+    if not joined.intact:
+        return f"half loaded, it stays paused until a full sync: {done}"
+    return f"holds {held or 'the weights it was started with'}: {done}"
 
 
 class GuardProcess:
-    """The process: reads the lanes' lines, keeps the table, looks after servers in a thread
-    each."""
+    """Reads the lanes' lines, keeps the table, recovers each server in a thread of its own."""
 
     def __init__(self, sock: socket.socket, parent: int) -> None:
         """``sock``: from the trainer, whose process id is ``parent``."""
@@ -179,7 +170,7 @@ class GuardProcess:
         self._access = Access("", 0.0, 0.0, "")
         self._keys: dict[str, tuple[str, str]] = {}
         self._clean = False
-        self._called_off: dict[str, threading.Event] = {}
+        self._cancels: dict[str, threading.Event] = {}
         self._results: queue.SimpleQueue[pause_guard.Event] = queue.SimpleQueue()
         self._wake_read, self._wake_write = socket.socketpair()
 
@@ -218,7 +209,7 @@ class GuardProcess:
                     self._step(pause_guard.Ticked(time.monotonic()))
 
     def _read(self) -> bool:
-        """Take all that has come; whether the stream has ended."""
+        """Take all lines that have come; whether the stream has ended."""
         ended = False
         with suppress(BlockingIOError):
             while not ended:
@@ -235,14 +226,15 @@ class GuardProcess:
 
     def _take(self, message: dict[str, Any]) -> None:
         match message.pop("op"):
-            case "terms":
+            case "start":
                 self._access = Access(**message["access"])
-                self._state = pause_guard.GuardState(pause_guard.Deadlines(**message["terms"]))
-            case "know":
+                deadlines = pause_guard.Deadlines(**message["deadlines"])
+                self._state = pause_guard.GuardState(deadlines)
+            case "server":
                 self._keys[message["url"]] = (message["key"], message["admin_key"])
-            case "pass":
-                passing = LaneEvent(Point(message.pop("point")), **message)
-                self._step(pause_guard.LaneReported(passing, time.monotonic()))
+            case "event":
+                event = LaneEvent(Point(message.pop("point")), **message)
+                self._step(pause_guard.LaneReported(event, time.monotonic()))
             case "end":
                 self._clean = True
 
@@ -251,44 +243,47 @@ class GuardProcess:
         self._state, actions = pause_guard.step(self._state, event)
         for action in actions:
             match action:
-                case pause_guard.Recover():
-                    called_off = self._called_off[action.url] = threading.Event()
+                case pause_guard.Recover(url):
+                    cancel = self._cancels[url] = threading.Event()
                     threading.Thread(
-                        target=self._look, args=(action, called_off), name=action.url, daemon=True
+                        target=self._recover, args=(action, cancel), name=url, daemon=True
                     ).start()
                 case pause_guard.CancelRecovery(url):
-                    self._called_off[url].set()
+                    self._cancels[url].set()
                 case pause_guard.GiveUp(url):
                     log.error(
-                        "%s did not answer in %d tries: nobody knows whether it is paused",
+                        "%s did not answer in %d tries: it may be paused",
                         url,
                         self._state.terms.tries,
                     )
 
-    def _look(self, ask: pause_guard.Recover, called_off: threading.Event) -> None:
+    def _recover(self, due: pause_guard.Recover, cancel: threading.Event) -> None:
         """Thread: one server, once."""
-        result: pause_guard.Event = pause_guard.Failed(ask.url, ask.epoch, 0.0)
-        api_key, admin_key = self._keys.get(ask.url, ("", ""))
-        # asked of the server: since its lane connected it may have been restarted as another engine
+        url, epoch = due.url, due.epoch
+        result: type[pause_guard.Recovered | pause_guard.Failed] = pause_guard.Failed
+        api_key, admin_key = self._keys.get(url, ("", ""))
+        # detect the engine: the server may have been restarted as another one since it connected
         control = make_control(
-            AUTO, ServerAccess(ask.url, self._access.call_s, api_key=api_key, admin_key=admin_key)
+            AUTO, ServerAccess(url, self._access.call_s, api_key=api_key, admin_key=admin_key)
         )
+        taken = False
         try:
-            if done := look_after(control, self._access, ask, called_off):
-                log.info("%s %s", ask.url, done)
-            result = pause_guard.Recovered(ask.url, ask.epoch, time.monotonic())
+            if done := recover(control, self._access, due, cancel):
+                log.info("%s %s", url, done)
+            result = pause_guard.Recovered
         except SupersededError as newer:
-            log.info("%s is left alone: %s", ask.url, newer)
-            result = pause_guard.Superseded(ask.url, ask.epoch)
+            log.info("%s is left alone: %s", url, newer)
+            taken = True
         except TitanGrpoError as error:
-            log.warning("%s could not be looked after: %s", ask.url, error)
-            result = pause_guard.Failed(ask.url, ask.epoch, time.monotonic())
-        except Exception:  # top of a thread: the other servers are looked after all the same
-            log.exception("looking after %s ended by a bug", ask.url)
-            result = pause_guard.Failed(ask.url, ask.epoch, time.monotonic())
+            log.warning("%s could not be recovered: %s", url, error)
+        except Exception:  # top of a thread: the other servers are recovered all the same
+            log.exception("recovering %s ended by a bug", url)
         finally:
             control.close()
-            self._results.put(result)
+            now = time.monotonic()
+            self._results.put(
+                pause_guard.Superseded(url, epoch) if taken else result(url, epoch, now)
+            )
             self._wake_write.send(b".")
 
 
@@ -307,7 +302,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args(argv)
-    # what ends a trainer ends its helpers too, and this one is for what comes after
+    # the signals that end a trainer reach its helpers too; this one must go on
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(
@@ -316,7 +311,7 @@ def main(argv: list[str]) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     GuardProcess(socket.socket(fileno=options.fd), options.parent).run()
     logging.shutdown()
-    # a thread whose look was called off may still wait for its server: nobody needs it
+    # a cancelled recovery may still wait for its server: do not join its thread
     os._exit(0)
 
 

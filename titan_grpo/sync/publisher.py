@@ -1,4 +1,4 @@
-"""One rank's part of publishing a version: start the copy, fence it, say when the bytes are
+"""One rank's part of publishing a version: start the copy, fence it, announce that the bytes are
 there."""
 
 import queue
@@ -13,8 +13,7 @@ from titan_grpo.sync.snapshot import Copy, Snapshotter
 from titan_grpo.sync.transports.store import join_store, store_errors
 
 Announce = Callable[[int, int, Copy], None]
-"""Called by the main thread with (version, slot, copy); passes the news on without waiting for
-anything."""
+"""Called by the main thread with (version, slot, copy). Must not wait."""
 
 
 def copied_key(version: int, rank: int) -> str:
@@ -25,14 +24,13 @@ def copied_key(version: int, rank: int) -> str:
 def local_shards(
     named: Sequence[tuple[str, torch.Tensor]], wanted: set[str]
 ) -> dict[str, torch.Tensor]:
-    """This rank's local tensors of the wanted parameters, detached. Taken at the boundary, while
-    FSDP2 has them sharded."""
-    out: dict[str, torch.Tensor] = {}
-    for fqn, tensor in named:
-        if fqn in wanted:
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            out[fqn] = local.detach()
-    return out
+    """This rank's local tensors of the wanted parameters, detached. Call it between two steps,
+    while FSDP2 has them sharded."""
+    return {
+        fqn: (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+        for fqn, tensor in named
+        if fqn in wanted
+    }
 
 
 class Publisher:
@@ -65,13 +63,13 @@ class Publisher:
             self._copy = None
 
     def close(self) -> None:
-        """Let go of pinned memory."""
+        """Unpin the images."""
         self._snapshotter.close()
 
 
 class Announcer:
-    """How a rank other than 0 says that its bytes are there: a thread waits for the copy and sets a
-    key in rank 0's store."""
+    """Announces the copies of a rank other than 0: a thread waits for each copy and sets a key in
+    rank 0's store."""
 
     def __init__(self, rank: int, host: str, port: int, timeout_s: float) -> None:
         self._rank = rank
@@ -97,12 +95,14 @@ class Announcer:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        # no deadline: close() of its owner puts None into the queue; the thread is a daemon
+        # no deadline: close() puts None into the queue; the thread is a daemon
         while (job := self._jobs.get()) is not None:
             version, copy = job
             try:
                 copy_s = copy.wait(self._timeout_s)
                 with store_errors(f"announcing version {version}"):
                     self._store.set(copied_key(version, self._rank), repr(copy_s))
-            except (SyncError, PeerError) as error:
+            # RuntimeError: what CUDA raises from the copy, and torch from a closed store. Without
+            # it the thread would end, and rank 0 wait for every later version in vain.
+            except (SyncError, PeerError, RuntimeError) as error:
                 self._error = self._error or SyncError(f"rank {self._rank}: {error}")

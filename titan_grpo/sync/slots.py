@@ -1,9 +1,9 @@
-"""Where finished version images stand, and who reads which: the boundary table behind one condition
+"""Where finished version images stand, and who reads which: the slot table behind one condition
 variable.
 
 Lanes and the sealer use the condition. The trainer's main thread never does: it takes its next slot
-from a queue that whoever freed a slot has filled, so no lock that a lane holds is ever on the
-training path."""
+from a queue, so no lock that a lane holds is ever on the training path.
+"""
 
 import queue
 import threading
@@ -35,17 +35,17 @@ class ImageSlots:
     """The slots of one trainer host, shared by main thread (queue only), sealer and lanes."""
 
     def __init__(self, num_slots: int) -> None:
-        self._boundary = SlotTable.of(num_slots)
+        self._table = SlotTable.of(num_slots)
         self._changed = threading.Condition()
         self._published: dict[int, Published] = {}
         self._waiting: dict[str, int | None] = {}
         self._stopping: set[str] = set()
-        self._reservations: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._reserved: queue.SimpleQueue[int] = queue.SimpleQueue()
         with self._changed:
             self._reserve()
 
     def __repr__(self) -> str:
-        return f"<ImageSlots {self._boundary!r}>"
+        return f"<ImageSlots {self._table!r}>"
 
     # Main thread.
 
@@ -53,25 +53,25 @@ class ImageSlots:
         """The slot for the next version, or None: every slot is in use, so the version is skipped.
         Never waits."""
         try:
-            return self._reservations.get_nowait()
+            return self._reserved.get_nowait()
         except queue.Empty:
             return None
 
     def put_back(self, slot: int) -> None:
-        """A slot that was taken and not written: it is the next one again. Never waits."""
-        self._reservations.put(slot)
+        """Return a slot that was taken and not written: it is the next one again. Never waits."""
+        self._reserved.put(slot)
 
     def wait_reserved(self, timeout_s: float) -> int | None:
-        """The slot for the last version, waited for: shutdown only."""
+        """``take_reserved`` that waits. For shutdown only."""
         try:
-            return self._reservations.get(timeout=timeout_s)
+            return self._reserved.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     # Sealer.
 
     def writing(self, version: int, slot: int, ranks: frozenset[int]) -> None:
-        """``ranks`` copy their parts of ``version`` into ``slot``; the next slot is looked for at
+        """``ranks`` copy their parts of ``version`` into ``slot``; the next slot is reserved at
         once."""
         with self._changed:
             self._step(image_slots.Write(slot, version, ranks))
@@ -92,7 +92,7 @@ class ImageSlots:
             self._changed.notify_all()
 
     def discard(self, version: int) -> None:
-        """The copy of ``version`` failed; nobody will see it."""
+        """The copy of ``version`` failed; no lane will see it."""
         with self._changed:
             self._step(image_slots.Discard(version))
             self._reserve()
@@ -114,7 +114,7 @@ class ImageSlots:
             self._waiting[lane] = held
             try:
                 while lane not in self._stopping:
-                    if self._boundary.revocable(held):
+                    if self._table.revocable(held):
                         self._revoke()
                     for action in self._step(image_slots.Pin(lane, held)):
                         if isinstance(action, image_slots.Read):
@@ -148,23 +148,24 @@ class ImageSlots:
     def newest(self) -> Published | None:
         """The newest complete version."""
         with self._changed:
-            version = self._boundary.newest
+            version = self._table.newest
             return None if version is None else self._published[version]
 
+    # Under the condition.
+
     def _reserve(self) -> None:
-        newest = self._boundary.newest
+        newest = self._table.newest
         wanted = newest is not None and any(
             held is None or held < newest for held in self._waiting.values()
         )
         for action in self._step(image_slots.Reserve(wanted)):
             if isinstance(action, image_slots.Promise):
-                self._reservations.put(action.slot)
+                self._reserved.put(action.slot)
 
     def _revoke(self) -> None:
-        """Take the reservation back if it still lies in the queue: a lane came for what the slot
-        holds.
+        """Cancel the reservation if it is still in the queue: a lane wants what the slot holds.
 
-        While a lane was stuck, the newest version was nobody's, so its slot was promised to the
+        While a lane was stuck, no lane wanted the newest version, so its slot was reserved for the
         next one. But the next one may need rollouts from that very lane's server, and would never
         come.
         """
@@ -173,5 +174,5 @@ class ImageSlots:
             self._step(image_slots.Revoke(slot))
 
     def _step(self, event: image_slots.Event) -> tuple[image_slots.Action, ...]:
-        self._boundary, actions = image_slots.step(self._boundary, event)
+        self._table, actions = image_slots.step(self._table, event)
         return actions

@@ -13,6 +13,7 @@ Called by the trainer's main thread; ``Copy.wait`` by a worker thread.
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,25 +31,24 @@ WIDEST_ITEM = 8
 """Bytes of the widest element that a shard can have (float64)."""
 
 
-class Copy:
+class Copy(ABC):
     """One snapshot under way."""
 
+    @abstractmethod
     def fence(self) -> None:
         """Let nothing that is enqueued after this on the current stream run before the copy has
         read the weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wait(self, timeout_s: float) -> float:
         """Block until the bytes are in the image; seconds the copy took. Raises SyncError past the
         deadline."""
-        raise NotImplementedError
 
 
 class FinishedCopy(Copy):
     """A copy that the CPU made inline."""
 
     def __init__(self, copy_s: float) -> None:
-        """``copy_s``: seconds that it took."""
         self._copy_s = copy_s
 
     def fence(self) -> None:
@@ -63,7 +63,7 @@ class CudaCopy(Copy):
     """A copy that the device makes between two events.
 
     The events belong to this copy alone: a wait binds to the newest record of an event, so a reused
-    one would let the optimizer, or the sender, run into a later copy of the same slot.
+    one would let the optimizer, or the lane, run into a later copy of the same slot.
     """
 
     def __init__(
@@ -71,8 +71,7 @@ class CudaCopy(Copy):
     ) -> None:
         """Both events are recorded on the side stream; ``shards`` are kept alive until the copy is
         done."""
-        self._started = started
-        self._ended = ended
+        self._started, self._ended = started, ended
         self._shards: Sequence[torch.Tensor] | None = shards
 
     def fence(self) -> None:
@@ -83,9 +82,16 @@ class CudaCopy(Copy):
         """Sleep until the event is done. CUDA has no wait with a deadline: another thread waits,
         and ends when CUDA does."""
         done: Future[None] = Future()
-        threading.Thread(
-            target=_synchronize, args=(self._ended, done), name="device copy", daemon=True
-        ).start()
+
+        def synchronize() -> None:
+            try:
+                self._ended.synchronize()
+            except Exception as error:  # noqa: BLE001 - top of a thread: raised where the copy is waited for
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        threading.Thread(target=synchronize, name="device copy", daemon=True).start()
         try:
             done.result(timeout_s)
         except TimeoutError:
@@ -99,15 +105,6 @@ class CudaCopy(Copy):
         return milliseconds / 1000.0
 
 
-def _synchronize(event: torch.cuda.Event, done: "Future[None]") -> None:
-    try:
-        event.synchronize()
-    except Exception as error:  # noqa: BLE001 - top of a thread: raised where the copy is waited for
-        done.set_exception(error)
-    else:
-        done.set_result(None)
-
-
 @dataclass(frozen=True, slots=True)
 class _Task:
     """A CopyOp with its destination in one slot: ``dest`` is [num_rows, num_cols], strided, on the
@@ -116,17 +113,58 @@ class _Task:
     rows: slice | torch.Tensor
     dest: torch.Tensor
 
+    @classmethod
+    def of(cls, op: CopyOp, image: torch.Tensor, device: torch.device) -> "_Task":
+        dtype: torch.dtype = getattr(torch, op.dtype)
+        whole = image.view(dtype)
+        dest = whole.as_strided(
+            (op.num_rows, op.num_cols),
+            (op.dest_row_stride // dtype.itemsize, 1),
+            whole.storage_offset() + op.dest_offset // dtype.itemsize,
+        )
+        return cls(op.rows if isinstance(op.rows, slice) else op.rows.to(device), dest)
 
-def _destination(op: CopyOp, image: torch.Tensor) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, op.dtype)
-    stride = op.dest_row_stride // dtype.itemsize
-    start = op.dest_offset // dtype.itemsize
-    whole = image.view(dtype)
-    return whole.as_strided((op.num_rows, op.num_cols), (stride, 1), whole.storage_offset() + start)
+    def pieces(
+        self, source: torch.Tensor, chunk_bytes: int
+    ) -> list[tuple[torch.Tensor, slice | torch.Tensor]]:
+        """(destination, source rows) of parts whose temporary, of either dtype, fits into
+        ``chunk_bytes``.
+
+        A slice on the CPU, or one without a cast, makes no temporary; cutting it costs nothing
+        measurable.
+        """
+        num_rows, num_cols = self.dest.shape
+        item = max(self.dest.element_size(), source.element_size())
+        step = max(1, chunk_bytes // (num_cols * item))
+        if step >= num_rows:
+            return [(self.dest, self.rows)]
+        return [
+            (self.dest[i : i + step], _part(self.rows, i, min(i + step, num_rows)))
+            for i in range(0, num_rows, step)
+        ]
 
 
-def _on_device(op: CopyOp, device: torch.device) -> slice | torch.Tensor:
-    return op.rows if isinstance(op.rows, slice) else op.rows.to(device)
+def _part(rows: slice | torch.Tensor, first: int, last: int) -> slice | torch.Tensor:
+    """Entries ``first`` to ``last`` of a row selection: ``_part(slice(4, 20, 2), 1, 3) == slice(6,
+    10, 2)``."""
+    if isinstance(rows, slice):
+        return slice(rows.start + first * rows.step, rows.start + last * rows.step, rows.step)
+    return rows[first:last]
+
+
+def _as_matrix(shard: torch.Tensor) -> torch.Tensor:
+    return shard.detach().reshape(matrix_shape(shard.shape))
+
+
+def _checked(fqn: str, source: torch.Tensor, dest: torch.Tensor) -> torch.Tensor:
+    """``source``, if it has ``dest``'s shape: copy_ would broadcast a single row over all of them
+    in silence."""
+    if source.shape != dest.shape:
+        raise ProtocolError(
+            f"the shard of {fqn} must give rows {tuple(dest.shape)} as planned, got"
+            f" {tuple(source.shape)}"
+        )
+    return source
 
 
 class Snapshotter:
@@ -147,25 +185,17 @@ class Snapshotter:
     ) -> None:
         """``images``: uint8[total_bytes] per slot, on the CPU. ``chunk_bytes``: device memory for
         casts and gathers."""
-        self._device = torch.device(device)
         self._chunk_bytes = chunk_bytes
-        moved = {
-            fqn: [(op, _on_device(op, self._device)) for op in group]
-            for fqn, group in ops.items()
-            if group
-        }
+        device = torch.device(device)
+        planned = {fqn: group for fqn, group in ops.items() if group}
         self._plans = [
-            {
-                fqn: [_Task(rows, _destination(op, image)) for op, rows in group]
-                for fqn, group in moved.items()
-            }
+            {fqn: [_Task.of(op, image, device) for op in group] for fqn, group in planned.items()}
             for image in images
         ]
-        widest = max((op.num_cols for group in ops.values() for op in group), default=0)
-        staging = max(chunk_bytes, widest * WIDEST_ITEM)
-        self._cuda = (
-            _CudaSide(images, self._device, staging) if self._device.type == "cuda" else None
-        )
+        self._cuda: _CudaSide | None = None
+        if device.type == "cuda":
+            widest = max((op.num_cols for group in ops.values() for op in group), default=0)
+            self._cuda = _CudaSide(images, device, max(chunk_bytes, widest * WIDEST_ITEM))
 
     def start(self, shards: Mapping[str, torch.Tensor], slot: int) -> Copy:
         """Copy the local ``shards`` (plain tensors by parameter name; others than the plan's are
@@ -188,7 +218,7 @@ class Snapshotter:
             for fqn, tasks in plan.items():
                 source = _as_matrix(shards[fqn])
                 for task in tasks:
-                    for dest, rows in _pieces(task, source, self._chunk_bytes):
+                    for dest, rows in task.pieces(source, self._chunk_bytes):
                         dest.copy_(_checked(fqn, source[rows], dest))
             return FinishedCopy(time.perf_counter() - began)
 
@@ -197,49 +227,6 @@ class Snapshotter:
         if self._cuda is not None:
             self._cuda.close()
             self._cuda = None
-
-
-def _as_matrix(shard: torch.Tensor) -> torch.Tensor:
-    return shard.detach().reshape(matrix_shape(shard.shape))
-
-
-def _checked(fqn: str, source: torch.Tensor, dest: torch.Tensor) -> torch.Tensor:
-    """``source``, if it has ``dest``'s shape: copy_ would broadcast a single row over all of them
-    in silence."""
-    if source.shape != dest.shape:
-        raise ProtocolError(
-            f"the shard of {fqn} must give rows {tuple(dest.shape)} as planned, got"
-            f" {tuple(source.shape)}"
-        )
-    return source
-
-
-def _pieces(
-    task: _Task, source: torch.Tensor, chunk_bytes: int
-) -> list[tuple[torch.Tensor, slice | torch.Tensor]]:
-    """The task cut into (destination, source rows), so that a temporary of either dtype fits into
-    ``chunk_bytes``.
-
-    A slice on the CPU, and one without a cast, makes no temporary; cutting it costs nothing that
-    can be measured.
-    """
-    num_rows, num_cols = task.dest.shape
-    item = max(task.dest.element_size(), source.element_size())
-    step = max(1, chunk_bytes // (num_cols * item))
-    if step >= num_rows:
-        return [(task.dest, task.rows)]
-    return [
-        (task.dest[i : i + step], _part(task.rows, i, min(i + step, num_rows)))
-        for i in range(0, num_rows, step)
-    ]
-
-
-def _part(rows: slice | torch.Tensor, first: int, last: int) -> slice | torch.Tensor:
-    """Entries ``first`` to ``last`` of a row selection: ``_part(slice(4, 20, 2), 1, 3) == slice(6,
-    10, 2)``."""
-    if isinstance(rows, slice):
-        return slice(rows.start + first * rows.step, rows.start + last * rows.step, rows.step)
-    return rows[first:last]
 
 
 class _CudaSide:
@@ -273,11 +260,9 @@ class _CudaSide:
     def start(
         self, plan: Mapping[str, Sequence[_Task]], shards: Mapping[str, torch.Tensor]
     ) -> CudaCopy:
-        # blocking: whoever waits for the end sleeps, where CUDA would spin on a core
-        started, ended = (
-            torch.cuda.Event(enable_timing=True),
-            torch.cuda.Event(enable_timing=True, blocking=True),
-        )
+        started = torch.cuda.Event(enable_timing=True)
+        # blocking: a thread that waits for it sleeps, where CUDA would spin on a core
+        ended = torch.cuda.Event(enable_timing=True, blocking=True)
         with torch.cuda.device(self._device):
             # the optimizer's kernels are still queued on the current stream: read the weights after
             # them
@@ -292,22 +277,15 @@ class _CudaSide:
         return CudaCopy(started, ended, [shards[fqn] for fqn in plan])
 
     def _copy(self, fqn: str, task: _Task, source: torch.Tensor) -> None:
-        as_it_is = (
-            isinstance(task.rows, slice)
-            and source.dtype == task.dest.dtype
-            and source.stride(1) == 1
-        )
-        if as_it_is:
+        plain = isinstance(task.rows, slice) and source.dtype == task.dest.dtype
+        if plain and source.stride(1) == 1:
             self._send(_checked(fqn, source[task.rows], task.dest), task.dest)
             return
-        for dest, rows in _pieces(task, source, self._staging.numel()):
+        for dest, rows in task.pieces(source, self._staging.numel()):
             picked = _checked(fqn, source[rows], dest)
             # one buffer for all pieces: the stream runs cast, copy, cast, copy in that order
-            staged = (
-                self._staging[: dest.numel() * dest.element_size()]
-                .view(dest.dtype)
-                .view(dest.shape)
-            )
+            raw = self._staging[: dest.numel() * dest.element_size()]
+            staged = raw.view(dest.dtype).view(dest.shape)
             staged.copy_(picked)
             self._send(staged, dest)
 
@@ -315,10 +293,8 @@ class _CudaSide:
         rows, width = dest.shape[0], dest.shape[1] * dest.element_size()
         pitches = source.stride(0) * source.element_size(), dest.stride(0) * dest.element_size()
         if rows == 1 or pitches == (width, width):
-            rows, width = (
-                1,
-                rows * width,
-            )  # adjacent on both sides: a vector's 2-byte rows would crawl one by one
+            # adjacent on both sides: a vector's 2-byte rows would crawl one by one
+            rows, width = 1, rows * width
             pitches = width, width
         device, host = Block(source.data_ptr(), pitches[0]), Block(dest.data_ptr(), pitches[1])
         self._runtime.copy_to_host(host, device, width, rows, self._stream.cuda_stream)

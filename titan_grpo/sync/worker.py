@@ -229,7 +229,7 @@ class SyncWorker:
 
     def _pass(self, passing: LaneEvent) -> None:
         if self.guard is not None:
-            self.guard.watch(passing)
+            self.guard.observe(passing)
         self._o.watch(passing)
 
     def publisher(self, ops: Mapping[str, list[CopyOp]]) -> Publisher:
