@@ -102,7 +102,7 @@ def test_the_reward_rises_beside_both_engines_and_every_promised_file_is_there(
     tokens = AutoTokenizer.from_pretrained(out / "hf")("say 123", return_tensors="pt")["input_ids"]
     assert bool(torch.isfinite(model(tokens).logits).all())
     for log in ("vllm0.log", "sglang0.log"):
-        assert "takes weights from who has the run key" in (out / log).read_text()
+        assert "takes weights from trainers with the run key" in (out / log).read_text()
     kept = [path.read_bytes() for path in out.rglob("*") if path.is_file()]
     assert not any(
         shown in text

@@ -41,7 +41,7 @@ def checkpoint_folder(model: str, revision: str | None) -> Path:
 
 
 class CheckpointNames:
-    """Reads the checkpoint when the first manifest comes, and never in a server that no run uses."""
+    """Reads the checkpoint when the first manifest comes, not at the server's start."""
 
     def __init__(self, model: str, revision: str | None, tied: bool) -> None:
         """``model``: directory or hub name. ``tied``: embedding and head are one matrix."""

@@ -53,7 +53,7 @@ class OneWorker:
 
 
 class GroupWorkers:
-    """The workers of an engine's group coordinator. vLLM and SGLang use the same attribute names."""
+    """The workers of a group coordinator; vLLM and SGLang use the same attribute names."""
 
     def __init__(self, coordinator: Any) -> None:
         self._group = coordinator.cpu_group
@@ -98,6 +98,24 @@ def package_version() -> str:
         return f"titan_grpo {version('titan_grpo')}"
     except PackageNotFoundError:
         return "titan_grpo (not installed, on the path)"
+
+
+def log_to_stderr() -> None:
+    """Send the package's log of an engine's process to stderr. Idempotent."""
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("titan_grpo plugin %(process)d: %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+
+
+def log_ready(workers: Workers, problem: str, run_key: Key | None) -> None:
+    """Log the state of a plugin at its start."""
+    access = "no run key: takes weights from any trainer"
+    if run_key is not None:
+        access = "takes weights from trainers with the run key"
+    log.info("plugin ready, worker %d of %d, %s", workers.rank, workers.size, problem or access)
 
 
 def tensor_views(image: torch.Tensor, manifest: Manifest) -> Tensors:

@@ -1,14 +1,13 @@
 """SGLang's side of a weight sync. Found by SGLang through the entry-point group
 ``sglang.srt.plugins``; no patch of SGLang.
 
-Written for SGLang 0.5.23. The server is started with ``--custom-weight-loader titan_grpo.receive.sglang_plugin.commit``.
+Written for SGLang 0.5.23. The server is started with ``--custom-weight-loader LOADER``.
 
-Two processes of the server have a part in it. The HTTP process gets two routes:
-``/titan_grpo/hello`` hands a lane's greeting through a door to the scheduler of rank 0, without a
-pause (SGLang's own routes to the scheduler's model wait for all running requests), and
-``/titan_grpo/state`` says what no route of SGLang does: whether generation is paused, and whether
-the server was restarted (``boot`` is another one then). Each scheduler process holds an EngineSide;
-a commit reaches it through ``commit``, between two batches.
+The HTTP process gets two routes. ``/titan_grpo/hello`` forwards a Hello over a Unix socket to the
+scheduler of rank 0, without a pause: SGLang's own routes to the scheduler's model wait for all
+running requests. ``/titan_grpo/state`` shows what no route of SGLang does: whether generation is
+paused, and a ``boot`` id that changes with a restart. Each scheduler process holds an EngineSide; a
+commit reaches it through ``commit``, between two batches.
 """
 
 import asyncio
@@ -33,6 +32,8 @@ from titan_grpo.receive.commit import (
     Engine,
     EngineSide,
     Workers,
+    log_ready,
+    log_to_stderr,
     package_version,
     workers_of,
 )
@@ -46,8 +47,7 @@ DOOR_VARIABLE = "TITAN_GRPO_DOOR"
 """Set by the HTTP process for the processes that it starts: the name of their door."""
 
 HELLO_S = 120.0
-"""Longest wait of a greeting, in seconds: behind a commit, which may be a streamed one that
-stalls."""
+"""Longest wait of a hello, in seconds: a commit may be under way, with a transfer that stalls."""
 
 SideFactory = Callable[[Engine, Workers, str, Key | None], EngineSide]
 
@@ -55,14 +55,14 @@ log = logging.getLogger("titan_grpo.receive")
 
 
 class Plugin:
-    """What this process knows: the side of its scheduler, if it is one. ``make_side`` may be
-    replaced before the start."""
+    """State of this process: the side of its scheduler, if it is one. ``make_side`` may be replaced
+    before the start."""
 
     def __init__(self) -> None:
         self.make_side: SideFactory = EngineSide
         self.side: EngineSide | None = None
         self.turn = threading.Lock()
-        """Held during a hello and during a commit: they come from two threads."""
+        """Held during a hello and during a commit, which come from two threads."""
 
     def hello(self, message: dict[str, Any]) -> dict[str, Any]:
         """Door thread: a lane's greeting. The answer to it goes over the lane's store."""
@@ -77,26 +77,19 @@ plugin = Plugin()
 
 def register() -> None:
     """Entry point; every SGLang process calls it once."""
-    if not log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("titan_grpo plugin %(process)d: %(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False
+    log_to_stderr()
     if multiprocessing.parent_process() is None:
         os.environ[DOOR_VARIABLE] = secrets.token_hex(16)
         _add_routes()
-    elif (
-        "sglang.srt.managers.scheduler" in sys.modules
-    ):  # not the detokenizer, which would import all of it for nothing
+    elif "sglang.srt.managers.scheduler" in sys.modules:  # in the detokenizer it is not
         HookRegistry.register(
             "sglang.srt.managers.scheduler.Scheduler.__init__", _scheduler_made, HookType.AFTER
         )
 
 
 def commit(_model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's custom weight loader: the first name is a Commit in JSON. Never raises: that would
-    end the server."""
+    """SGLang's custom weight loader: the first name is a Commit in JSON. Never raises: an exception
+    ends the server."""
     try:
         data = json.loads(named_tensors[0][0])
     except (IndexError, TypeError, ValueError):
@@ -143,12 +136,7 @@ def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) 
     plugin.side = plugin.make_side(SglangModel(scheduler), workers, problem, run_key)
     if workers.rank == 0:
         Door(os.environ[DOOR_VARIABLE], plugin.hello).start()
-    keyed = (
-        "takes weights from who has the run key"
-        if run_key is not None
-        else "no run key: takes weights from anybody"
-    )
-    log.info("plugin ready, worker %d of %d, %s", workers.rank, workers.size, problem or keyed)
+    log_ready(workers, problem, run_key)
 
 
 def compatibility(args: Any) -> str:
@@ -174,9 +162,9 @@ NEVER_REPACKED = tuple(f"sglang.srt.layers.quantization.{name}" for name in ("un
 """Modules of SGLang whose methods keep weights as they are loaded."""
 
 
-def repacked_layer(model: torch.nn.Module) -> str:
-    """The first layer whose weights are repacked after a load and not put back before the next one;
-    empty if there is none.
+def model_problem(model: torch.nn.Module) -> str:
+    """Why this model cannot be reloaded: a layer's weights are repacked after a load and not put
+    back before the next one. Empty if it can.
 
     SGLang calls restore_weights_before_loading when an update begins. Only a class that repacks
     (or a subclass) knows how to put back: its bases do nothing there, or have no such call.
@@ -192,22 +180,15 @@ def repacked_layer(model: torch.nn.Module) -> str:
             for call in ("process_weights_after_loading", "restore_weights_before_loading")
         )
         if repacks is not None and (restores is None or not issubclass(restores, repacks)):
-            return f"{name} ({classes[0].__name__})"
-    return ""
-
-
-def model_problem(model: torch.nn.Module) -> str:
-    """Why this model cannot be reloaded; empty if it can."""
-    if layer := repacked_layer(model):
-        return (
-            f"{layer} is quantised by a method that cannot restore its weights before a reload:"
-            " serve the unquantised model"
-        )
+            return (
+                f"{name} ({classes[0].__name__}) is quantised by a method that cannot restore its"
+                " weights before a reload: serve the unquantised model"
+            )
     return ""
 
 
 class SglangModel:
-    """receive.engine's Engine over SGLang's model."""
+    """commit.Engine over SGLang's model."""
 
     def __init__(self, scheduler: Any) -> None:
         self._runner = scheduler.tp_worker.model_runner
@@ -216,10 +197,8 @@ class SglangModel:
         self._names = CheckpointNames(config.model_path, config.revision, tied)
 
     def refuses(self, manifest: Manifest) -> str:
-        """See Engine. SGLang takes names that it does not know, says success and ignores them: so
-        they are checked here, and a server without a checkpoint to check them against takes
-        nothing.
-        """
+        """See Engine. SGLang ignores unknown names and answers with success, so a server without a
+        checkpoint to compare them with takes nothing."""
         if not self._names.shapes:
             return (
                 f"SGLang ignores names it does not know, and {self._names.model} holds no"

