@@ -30,7 +30,6 @@ from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
 from titan_grpo.sync.server_set import ServerSet
 from titan_grpo.sync.slots import ImageSlots, Published
 from titan_grpo.sync.stock import StockLink
-from titan_grpo.sync.streaming import load_while_sending
 
 logger = logging.getLogger(__name__)
 
@@ -364,8 +363,8 @@ class LaneThread(threading.Thread):
             return link.wait_applied(staged.number, answer_s(self._c.config.commit_deadline_s))
         image = self._c.images[self._pinned().slot]
         with recorder.span(names.SEND_S, self.url, version=staged.version):
-            applied = load_while_sending(
-                link, self._control, staged, image, self._c.config, self._moved
+            applied = link.push(
+                self._control, staged, image, self._moved, self._c.config.commit_deadline_s
             )
         recorder.observe(names.VERIFY_S, applied.verify_s)
         recorder.count(names.SYNC_BYTES, image.numel())

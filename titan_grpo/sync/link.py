@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.engines.control import ServerControl
-from titan_grpo.errors import ProtocolError, TransferFailed
+from titan_grpo.errors import PeerError, ProtocolError, TransferFailed
 from titan_grpo.layout.digest import KEYED
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import (
@@ -36,14 +36,14 @@ from titan_grpo.sync.transports.base import Transport, TransportOptions, broadca
 from titan_grpo.sync.transports.store import host_store, join_store, open_transport, store_errors
 
 Moved = Callable[[int], object]
-"""Told after every bucket how many bytes of the image are through; must not block. What it raises
-ends the transfer."""
+"""Callback after every bucket with the number of bytes sent; must not block. An error that it
+raises ends the transfer."""
 
 MANIFEST_NUMBER = 0
 """Number of the order that hands over the manifest; transfers count from 1."""
 
 ANSWER_S = 2.0
-"""How long a live receiver may take for an answer that needs no work of it, in seconds."""
+"""Seconds that a live receiver may take for an answer without work."""
 
 
 def answer_s(commit_deadline_s: float) -> float:
@@ -53,11 +53,10 @@ def answer_s(commit_deadline_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """What every epoch of a lane has in common. ``timeout_s`` is the deadline of one transfer, in
-    seconds.
+    """Common to all epochs of a lane. ``timeout_s``: deadline of one transfer, in seconds.
 
-    With a ``run_key`` only servers that have it too are joined, and blocks are hashed with keys and
-    so with blake3, whatever ``digest_algorithm`` says.
+    With a ``run_key`` only servers that prove it are joined, and blocks are hashed with its keys,
+    so with blake3 and not with ``digest_algorithm``.
     """
 
     transport: str
@@ -85,20 +84,15 @@ class LinkOptions:
 
 
 class LaneLink:
-    """One epoch: open, wait_joined, send_manifest, then send + wait_applied as often as wanted,
-    close.
+    """One epoch: join, send_manifest, then send + wait_applied (windowed apply: offer + push) as
+    often as wanted, close.
 
-    With ``apply`` "streamed", offer + stream take the place of send, and wait_applied may run in a
-    second thread meanwhile.
-
-    Used by one thread, except ``cancel`` and ``abort``, which any thread may call; ``abort`` makes
-    the blocked call, and every later one, raise TransferFailed at once. After a TransferFailed the
-    epoch is over: close it and open the next one.
+    Used by one thread, except ``cancel`` and ``abort``. After a TransferFailed the epoch is over:
+    close it and open the next one.
     """
 
     def __init__(self, run_id: str, epoch: int, manifest: Manifest, options: LinkOptions) -> None:
-        """Nothing is opened yet. ``epoch`` must be higher than that of every earlier link to the
-        same server."""
+        """Opens nothing. ``epoch`` must be higher than that of every earlier link to the server."""
         self._run_id, self._epoch, self._manifest, self._options = run_id, epoch, manifest, options
         keys = options.keys(run_id, epoch)
         self._key = keys.messages if keys is not None else None
@@ -112,14 +106,13 @@ class LaneLink:
         self._transport: Transport | None = None
 
     def open(self) -> Hello:
-        """Host the store; what to send as ``init_info`` to the server. Raises ConfigError if
-        bind_host is not ours."""
+        """Host the store; the ``init_info`` for the server. Raises ConfigError if bind_host is not
+        an address of this host."""
         o = self._options
         self._host = host_store(o.bind_host)
         prefix = key_prefix(self._run_id, self._epoch)
         self._store = dist.PrefixStore(prefix, self._host)
-        # abort() must be able to set a key while another thread waits on the first connection,
-        # which is then locked
+        # a waiting thread locks its connection: abort() needs another one to set a key
         self._alarm = dist.PrefixStore(
             prefix, join_store(o.bind_host, self._host.port, o.timeout_s)
         )
@@ -141,15 +134,15 @@ class LaneLink:
         return hello.proven(self._key)
 
     def join(self, control: ServerControl, timeout_s: float) -> Joined:
-        """Open, have the server greeted, and ``wait_joined``."""
+        """``open``, send the hello, and ``wait_joined``."""
         control.greet(self.open().to_dict())
         return self.wait_joined(timeout_s)
 
     def wait_joined(self, timeout_s: float) -> Joined:
         """The receiver's answer, with what its engine holds; then the communicator is open.
 
-        TransferFailed if none comes in time or the receiver refuses (its reason is in the message);
-        PeerError if it has not this run's key.
+        TransferFailed if none comes in time or the receiver refuses (with its reason); PeerError if
+        it does not prove this run's key.
         """
         joined = Joined.from_json(
             self._await(f"joined/{RECEIVER_RANK}", timeout_s, "waiting for the server's receiver")
@@ -191,42 +184,61 @@ class LaneLink:
         counts from 1.
 
         Raises TransferFailed when bytes are lost or late. A Staged that is not ok (digests differ)
-        is returned, not raised: the epoch is still good and the image may be sent again under the
-        next number.
+        is returned: the epoch goes on, and the image may be sent again under the next number.
         """
         start = time.monotonic()
         self._check_size(image)
         self._announce("receive", number, version, digests, fingerprint)
-        broadcast_image(
-            self._connected(), image, self._options.bucket_bytes, self._options.timeout_s, moved
-        )
+        self._broadcast(image, moved)
         left = max(0.0, start + self._options.timeout_s - time.monotonic())
         return self._staged(number, left)
 
     def offer(
         self, number: int, version: int, digests: Sequence[bytes], fingerprint: str
     ) -> Staged:
-        """Prepare a streamed transfer: nothing moves until ``stream``. ``number`` counts from 1."""
+        """Prepare a windowed apply: nothing moves until ``push``. ``number`` counts from 1."""
         self._announce("stream", number, version, digests, fingerprint)
         return self._staged(number, self._options.timeout_s)
 
+    def push(
+        self,
+        control: ServerControl,
+        staged: Staged,
+        image: torch.Tensor,
+        moved: Moved,
+        commit_deadline_s: float,
+    ) -> Applied:
+        """Send ``image`` (uint8[total_bytes]) through the offered window, into the paused engine.
+
+        The engine's report also when the sending failed: it says whether the engine is intact.
+        PeerError if there is no report.
+        """
+        call = LoadCall(self, control, staged, answer_s(commit_deadline_s))
+        call.start()
+        failure: TransferFailed | None = None
+        try:
+            self.stream(image, moved)
+        except TransferFailed as error:
+            self.cancel()
+            failure = error
+        # start and finish of an update, the load and the report each have a deadline of their own
+        applied = call.result(self._options.timeout_s + 5 * commit_deadline_s)
+        if failure is not None and applied.ok:
+            raise failure  # the two ends disagree about the bytes
+        return applied
+
     def stream(self, image: torch.Tensor, moved: Moved | None = None) -> None:
-        """Send a whole image (uint8[total_bytes], host) through the window that was offered; the
-        engine must be loading.
+        """The sending half of ``push``; the engine must be loading.
 
         Raises TransferFailed when bytes are lost or late, a block differs or the engine gives up:
         the epoch is over, but the engine's report can still be awaited.
         """
         self._check_size(image)
-        broadcast_image(
-            self._connected(), image, self._options.bucket_bytes, self._options.timeout_s, moved
-        )
+        self._broadcast(image, moved)
 
     def cancel(self) -> None:
-        """Give a streamed transfer up and have the receiver let the engine go, at once.
-
-        Unlike after ``abort``, the engine's report can still be awaited. Any thread; idempotent.
-        """
+        """End a windowed transfer at once and release the engine. Unlike after ``abort``, the
+        engine's report can still be awaited. Any thread; idempotent."""
         with self._lock:
             transport, alarm = self._transport, self._alarm
         if transport is not None:
@@ -249,10 +261,10 @@ class LaneLink:
         return commit.proven(self._key)
 
     def wait_applied(self, number: int, timeout_s: float) -> Applied:
-        """How the commit of that transfer ended in the engine.
+        """How the commit of that transfer ended in the engine; TransferFailed without a report: the
+        engine's version is unknown then.
 
-        The plugin delivers it before /update_weights answers, so a few seconds after that answer
-        are enough; none within them means that the engine's version is unknown (TransferFailed).
+        The plugin delivers it before /update_weights answers, so a short wait is enough.
         """
         applied = Applied.from_json(
             self._await(
@@ -263,10 +275,10 @@ class LaneLink:
         return applied
 
     def ping(self, number: int, timeout_s: float) -> None:
-        """Ask the receiver of this epoch for a sign of life, after a transfer that is over.
+        """Prove that the receiver of this epoch lives, so that its engine has not restarted.
 
-        TransferFailed if none comes in time, at once if the connection is lost: the receiver is
-        gone or was replaced, and its engine may have been restarted.
+        TransferFailed if it does not answer in time, at once if the connection is lost. Call it
+        between two transfers.
         """
         self._forget(number - 1)
         self._post(Order(number, "ping", 0, "", ""))
@@ -274,11 +286,11 @@ class LaneLink:
         answer = self._staged(number, timeout_s)
         if not answer.ok:
             raise TransferFailed(
-                f"the receiver of epoch {self._epoch} refused to be asked: {answer.error}"
+                f"the receiver of epoch {self._epoch} refused a ping: {answer.error}"
             )
 
     def bye(self, number: int) -> None:
-        """Tell the receiver that no more comes; it ends. Then close."""
+        """End the receiver. Then close."""
         self._post(Order(number, "bye", 0, "", ""))
 
     def abort(self) -> None:
@@ -294,7 +306,7 @@ class LaneLink:
                 alarm.set(waiting, ABORTED)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Close communicator and store; the receiver notices the lost connection and ends.
+        """Close communicator and store; the receiver then loses its connection and ends.
         Idempotent."""
         with self._lock:
             transport, self._transport = self._transport, None
@@ -308,6 +320,10 @@ class LaneLink:
                 f"the image must have {self._manifest.total_bytes} bytes, got {image.numel()}"
             )
 
+    def _broadcast(self, image: torch.Tensor, moved: Moved | None) -> None:
+        o = self._options
+        broadcast_image(self._connected(), image, o.bucket_bytes, o.timeout_s, moved)
+
     def _announce(
         self, op: Op, number: int, version: int, digests: Sequence[bytes], fingerprint: str
     ) -> None:
@@ -317,8 +333,8 @@ class LaneLink:
         self._post(Order(number, op, version, key, fingerprint))
 
     def _forget(self, number: int) -> None:
-        """Drop what was said about an order that is over: an epoch may last as long as the run, and
-        its store with it."""
+        """Delete the keys of an order that is over: an epoch, and its store, may last as long as
+        the run."""
         store = self._opened()
         with store_errors(f"forgetting order {number}"):
             for key in ("order", "digests", "staged", "applied"):
@@ -383,44 +399,75 @@ class LaneLink:
         return self._transport
 
 
+class LoadCall(threading.Thread):
+    """The server's load call and the engine's report, while the lane sends. A load that fails ends
+    the sending too."""
+
+    def __init__(
+        self, link: LaneLink, control: ServerControl, staged: Staged, report_s: float
+    ) -> None:
+        super().__init__(name=f"load {control.url}", daemon=True)
+        self._link, self._control, self._staged, self._report_s = link, control, staged, report_s
+        self._applied: Applied | None = None
+        self._error: PeerError | None = None
+
+    def run(self) -> None:
+        """Load, read the report."""
+        try:
+            self._control.load(self._link.commit(self._staged).to_dict())
+            self._applied = self._link.wait_applied(self._staged.number, self._report_s)
+        except PeerError as error:
+            self._error = error
+        if self._applied is None or not self._applied.ok:
+            self._link.cancel()
+
+    def result(self, timeout_s: float) -> Applied:
+        """The report; PeerError if there is none: the engine's version is unknown then."""
+        self.join(timeout_s)
+        if self._error is not None:
+            raise self._error
+        if self._applied is None:
+            raise TransferFailed(
+                f"the load call of transfer {self._staged.number} did not end within"
+                f" {timeout_s:.1f} s"
+            )
+        return self._applied
+
+
 class Probe:
-    """Ask a server's plugin for its Joined answer without opening an epoch: what a doctor and a
-    start-up check need."""
+    """Reads a server's Joined answer without opening an epoch, for the doctor and the start-up
+    check."""
 
     def __init__(self, bind_host: str, timeout_s: float, run_key: Key | None = None) -> None:
-        """Host the store that the answer comes to. ``hello`` is what to send as ``init_info``.
+        """Host the store for the answer. ``hello``: the ``init_info`` to send.
 
-        With a run key the answer also says whether the server has the same (Joined.ok); without,
+        With a run key, Joined.ok tells whether the server has the same; without, Joined.keyed
         whether it has any.
         """
         self._timeout_s = timeout_s
         self._host = host_store(bind_host)
         run_id = "probe"
         self._store = dist.PrefixStore(key_prefix(run_id, 1), self._host)
-        size = RECEIVER_RANK + 1
         self._key = EpochKeys.of(run_key, run_id, 1).messages if run_key is not None else None
         hello = Hello(
-            run_id,
-            1,
-            bind_host,
-            self._host.port,
-            PROBE,
-            RECEIVER_RANK,
-            size,
-            "",
-            "xxh3",
-            1,
-            1,
-            timeout_s,
+            run_id=run_id,
+            epoch=1,
+            store_host=bind_host,
+            store_port=self._host.port,
+            transport=PROBE,
+            rank=RECEIVER_RANK,
+            size=RECEIVER_RANK + 1,
+            manifest_digest="",
+            digest_algorithm="xxh3",
+            block_bytes=1,
+            bucket_bytes=1,
+            timeout_s=timeout_s,
         )
         self.hello = hello.proven(self._key)
 
     def wait(self) -> Joined:
-        """The plugin's answer; TransferFailed if none comes: no plugin, or no route from the server
-        to this host.
-
-        PeerError if it is not a refusal and does not prove the run key.
-        """
+        """The plugin's answer. TransferFailed if none comes: no plugin, or no route from the server
+        to this host. PeerError if it is no refusal and does not prove the run key."""
         key = f"joined/{RECEIVER_RANK}"
         with store_errors("waiting for the server's titan_grpo plugin"):
             self._store.wait([key], timedelta(seconds=self._timeout_s))

@@ -1,10 +1,8 @@
-"""A lane's link to a server where nothing of ours is installed: the engine's own update route,
-streamed.
+"""A lane's link to a server without our plugin: windowed apply over the engine's own update route.
 
-What it can not do, next to sync.link with a receiver: check digests at the far end, fence a
-trainer that was replaced, keep a whole old version. So the server is labelled "unusable" before its
-first weight is touched, and gets its real label only when all of them are through; whoever meets
-that label afterwards knows that it needs a whole version first.
+Unlike LaneLink it cannot check digests at the far end, fence a trainer that was replaced, or keep a
+whole old version. So the server is labelled "unusable" before its first weight is touched, and gets
+its real label only when all of them are through: a server with that label needs a whole version.
 """
 
 import threading
@@ -30,8 +28,8 @@ OPEN_S = 20.0
 
 
 class Post(threading.Thread):
-    """A request that is answered only when this end has done its part. ``refused`` is called if it
-    ends badly."""
+    """A request that is answered only after this end has sent its bytes. ``refused`` is called if it
+    fails."""
 
     def __init__(self, call: Callable[[], None], refused: Callable[[], object]) -> None:
         super().__init__(name="stock update", daemon=True)
@@ -47,7 +45,7 @@ class Post(threading.Thread):
             self._refused()
 
     def result(self, timeout_s: float) -> None:
-        """Raises what the request raised, TransferFailed if it has no answer within ``timeout_s``
+        """Raises the request's error, TransferFailed without an answer within ``timeout_s``
         seconds."""
         self.join(timeout_s)
         if self._error is not None:
@@ -62,9 +60,9 @@ class StockLink:
     """One epoch with a stock SGLang server: join, send_manifest, then offer + push + ping as often
     as wanted, close.
 
-    Each transfer has a process group of its own: the server leaving it, after the read-back, is the
-    proof that it was not restarted since the transfer began. Used by one thread, except ``cancel``
-    and ``abort``.
+    Each transfer has a process group of its own. The server leaves it after the read-back, which
+    proves that it has not restarted meanwhile. Used by one thread, except ``cancel`` and
+    ``abort``.
     """
 
     def __init__(
@@ -85,9 +83,8 @@ class StockLink:
         self._workers = 0
 
     def join(self, control: ServerControl, timeout_s: float) -> Joined:
-        """Whether it needs a whole version before it may generate, which its label tells. What else
-        the label says is not believed: a server that was restarted takes one without an update. So
-        every new connection sends a whole version.
+        """``intact`` comes from the server's label. A version in the label is ignored, because a
+        restarted server takes a label without an update: every connection sends a whole version.
         """
         if self._options.run_key is not None:
             raise ServerRefused(
@@ -99,8 +96,7 @@ class StockLink:
         return Joined(1, True, "", "stock", 0, "", -1, "", self._intact)
 
     def send_manifest(self, timeout_s: float) -> Staged:
-        """Compare the names: SGLang says success to names that it does not know, and ignores
-        them."""
+        """Compare the names: SGLang ignores unknown ones and answers with success."""
         problem = names_problem(
             [spec.name for spec in self._manifest.tensors], self._routes.parameter_names(timeout_s)
         )
@@ -109,7 +105,7 @@ class StockLink:
     def offer(
         self, number: int, version: int, digests: Sequence[bytes], fingerprint: str
     ) -> Staged:
-        """Open the group of one transfer; the server stands still for that long (a fraction of a
+        """Open the group of one transfer; the server stands still meanwhile (a fraction of a
         second)."""
         o, timeout_s = self._options, min(OPEN_S, self._options.timeout_s)
         host = host_store(o.bind_host)
@@ -133,7 +129,12 @@ class StockLink:
         return Staged(number, version, True, fingerprint, 0.0, 0.0, "", -1, {})
 
     def push(
-        self, control: ServerControl, staged: Staged, image: torch.Tensor, moved: Moved
+        self,
+        control: ServerControl,
+        staged: Staged,
+        image: torch.Tensor,
+        moved: Moved,
+        commit_deadline_s: float,
     ) -> Applied:
         """Send ``image`` (uint8[total_bytes]) into the paused engine, bucket by bucket; how that
         ended."""
@@ -162,17 +163,16 @@ class StockLink:
         )
 
     def ping(self, number: int, timeout_s: float) -> None:
-        """Have the server leave the transfer's group. ServerRefused if it was restarted since it
-        joined it."""
+        """Make the server leave the transfer's group. ServerRefused if it has restarted."""
         self._drop()
         self._routes.destroy_group(self._group, timeout_s)
 
     def bye(self, number: int) -> None:
-        """Nobody is there to be told."""
+        """Nothing: there is no receiver."""
 
     def cancel(self) -> None:
-        """Give a transfer up: the connections close, and the server's update ends with a refusal.
-        Any thread; idempotent."""
+        """End a transfer: the connections close, and the server's update ends with a refusal. Any
+        thread; idempotent."""
         with self._lock:
             transport = self._transport
         if transport is not None:
@@ -190,8 +190,8 @@ class StockLink:
         self._routes.close()
 
     def _send(self, bucket: tuple[TensorSpec, ...], image: torch.Tensor, deadline: float) -> None:
-        """One announced broadcast. Bytes follow only while the request is not answered: a group
-        that nobody reads hangs."""
+        """One announced broadcast. A request that is refused aborts it: a group without a reader
+        hangs."""
         left = deadline - time.monotonic()
         transport = self._transport
         if left <= 0 or transport is None:
