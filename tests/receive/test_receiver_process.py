@@ -112,8 +112,7 @@ def test_an_older_epoch_is_told_no_and_the_one_in_force_goes_on(site, weights):
     w = weights(1.0)
     site.epoch = 4
     link = site.connect(w)
-    zombie = site.link(w, epoch=4)
-    site.side.hello(zombie.open().to_dict())
+    zombie = site.greet(w, epoch=4)
     with pytest.raises(TransferFailed, match="not newer than epoch 5"):
         zombie.wait_joined(60.0)
     assert site.deliver(link, 1, 1, w).ok
@@ -122,8 +121,7 @@ def test_an_older_epoch_is_told_no_and_the_one_in_force_goes_on(site, weights):
 def test_an_older_run_is_told_no_whatever_its_epoch(site, weights):
     w = weights(1.0)
     link = site.connect(w)
-    zombie = site.link(w, run_id="000000000001-00000000", epoch=99)
-    site.side.hello(zombie.open().to_dict())
+    zombie = site.greet(w, run_id="000000000001-00000000", epoch=99)
     with pytest.raises(TransferFailed, match="is not newer"):
         zombie.wait_joined(60.0)
     assert site.deliver(link, 1, 1, w).ok
@@ -132,8 +130,7 @@ def test_an_older_run_is_told_no_whatever_its_epoch(site, weights):
 def test_a_later_run_takes_over_and_may_go_back_in_versions(site, weights):
     site.deliver(site.connect(weights(1.0)), 1, 9, weights(1.0))
     w = weights(2.0)
-    link = site.link(w, run_id="ffffffffffff-00000000", epoch=1)
-    site.side.hello(link.open().to_dict())
+    link = site.greet(w, run_id="ffffffffffff-00000000", epoch=1)
     joined = link.wait_joined(60.0)
     assert (joined.held_run, joined.held_version) == (site.run_id, 9)
     assert joined.held_fingerprint == weights(1.0).fingerprint

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from titan_grpo.errors import PeerError, TransferFailed
 from titan_grpo.protocol.messages import Joined, Order, key_prefix
 from titan_grpo.runkey import KEY_VARIABLE, Key
-from titan_grpo.sync.link import LaneLink, LinkOptions, Probe
+from titan_grpo.sync.link import LaneLink, LinkOptions
 from titan_grpo.sync.transports.store import join_store
 
 pytestmark = pytest.mark.e2e
@@ -37,20 +37,6 @@ def block_key(site, run_id: str | None = None) -> bytes:
     key = LinkOptions("gloo", "", "", BUCKET, 1.0, run_key=RUN_KEY).block_key(run_id or site.run_id)
     assert key is not None
     return key
-
-
-def intruder(site, manifest, run_key: Key | None, run_id: str = "", **options) -> LaneLink:
-    """A lane of the next epoch with a key of its own choice, greeted."""
-    site.epoch += 1
-    link = LaneLink(
-        run_id or site.run_id,
-        site.epoch,
-        manifest,
-        LinkOptions("gloo", "127.0.0.1", "blake3", BUCKET, 20.0, run_key=run_key, **options),
-    )
-    site.links.append(link)
-    site.side.hello(link.open().to_dict())
-    return link
 
 
 @pytest.fixture
@@ -101,15 +87,13 @@ def test_a_trainer_without_the_key_is_told_why_and_the_one_in_force_goes_on(
 ):
     _, deliver = trainer
     before = deliver(1)
-    stranger = intruder(guarded, weights(9.0).manifest, key)
+    stranger = guarded.greet(weights(9.0), run_key=key)
     with pytest.raises(TransferFailed, match=words) as caught:
         stranger.wait_joined(60.0)
     assert RUN_KEY.hex() not in str(caught.value)
     # not even with a run that claims to be the latest
     with pytest.raises(TransferFailed, match=words):
-        intruder(guarded, weights(9.0).manifest, key, run_id="ffffffffffff-00000000").wait_joined(
-            60.0
-        )
+        guarded.greet(weights(9.0), run_key=key, run_id="ffffffffffff-00000000").wait_joined(60.0)
     assert guarded.engine.value() == before
     deliver(2)
 
@@ -119,12 +103,10 @@ def test_a_recorded_hello_an_older_run_and_an_older_epoch_are_refused_though_the
 ):
     _, deliver = trainer
     before = deliver(1)
-    manifest = weights(9.0).manifest
-    options = LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, 20.0, run_key=RUN_KEY)
-    for run_id, epoch in ((guarded.run_id, guarded.epoch), (guarded.run_id, 1), (OLDER_RUN, 99)):
-        link = LaneLink(run_id, epoch, manifest, options)
-        guarded.links.append(link)
-        guarded.side.hello(link.open().to_dict())
+    last = guarded.epoch
+    for run_id, epoch in ((guarded.run_id, last), (guarded.run_id, 1), (OLDER_RUN, 99)):
+        link = guarded.greet(weights(9.0), run_id=run_id, epoch=epoch)
+        guarded.epoch = last
         with pytest.raises(TransferFailed, match="is not newer"):
             link.wait_joined(60.0)
     assert guarded.engine.value() == before
@@ -142,8 +124,7 @@ def test_another_models_manifest_is_refused_though_it_proves_the_key(guarded, we
 
 
 def test_a_manifest_that_is_not_the_announced_one_is_refused(guarded, weights):
-    link = guarded.link(weights(9.0))
-    guarded.side.hello(link.open().to_dict())
+    link = guarded.greet(weights(9.0))
     link.wait_joined(60.0)
     link._manifest = weights(9.0, names=("b",)).manifest  # as somebody on the way would swap it
     staged = link.send_manifest(20.0)
@@ -208,7 +189,7 @@ def test_streamed_versions_are_held_to_the_key_too(make_site, weights):
     try:
         wrong, right = weights(9.0, key=OTHER_KEY.raw), weights(1.0, key=block_key(site))
         for version, expected in ((wrong, 0.0), (right, 1.0)):
-            link = intruder(site, version.manifest, RUN_KEY, apply="streamed")
+            link = site.greet(version, apply="streamed")
             link.wait_joined(60.0)
             assert link.send_manifest(20.0).ok
             staged = link.offer(1, 1, version.digests, version.fingerprint)
@@ -230,7 +211,7 @@ def test_streamed_versions_are_held_to_the_key_too(make_site, weights):
 
 
 def test_a_server_without_the_key_is_refused_by_the_trainer_that_has_one(site, weights):
-    link = intruder(site, weights(1.0).manifest, RUN_KEY)
+    link = site.greet(weights(1.0), run_key=RUN_KEY)
     with pytest.raises(TransferFailed, match="Hello proves a run key and this end has none"):
         link.wait_joined(60.0)
     assert site.side.receiver.pid is None
@@ -256,12 +237,7 @@ def test_a_server_that_only_claims_to_have_the_key_is_refused(weights):
 
 
 def test_a_probe_says_whether_a_key_is_demanded_and_whether_ours_is_the_one(guarded):
-    def ask(key: Key | None) -> Joined:
-        probe = Probe("127.0.0.1", 60.0, key)
-        guarded.side.hello(probe.hello.to_dict())
-        return probe.wait()
-
-    keyless, right, wrong = ask(None), ask(RUN_KEY), ask(OTHER_KEY)
+    keyless, right, wrong = (guarded.probe(key) for key in (None, RUN_KEY, OTHER_KEY))
     assert (keyless.keyed, keyless.ok) == (True, True)
     assert (right.keyed, right.ok) == (True, True)
     assert (wrong.keyed, wrong.ok) == (True, False)

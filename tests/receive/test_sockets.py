@@ -6,11 +6,9 @@ import ipaddress
 import psutil
 import pytest
 
-from titan_grpo.sync.link import LaneLink, LinkOptions
+from tests.receive.site import BUCKET
 
 pytestmark = pytest.mark.e2e
-
-BUCKET = 16384
 
 
 def interfaces() -> list[str]:
@@ -36,12 +34,7 @@ def listening(pid: int | None = None) -> set[tuple[str, int]]:
 @pytest.mark.parametrize("host", interfaces(), ids=["loopback", "network"][: len(interfaces())])
 def test_both_ends_listen_on_the_configured_interface_only(host, site, weights):
     before, w = listening(), weights(1.0)
-    site.epoch += 1
-    link = LaneLink(
-        site.run_id, site.epoch, w.manifest, LinkOptions("gloo", host, "xxh3", BUCKET, 20.0)
-    )
-    site.links.append(link)
-    site.side.hello(link.open().to_dict())
+    link = site.greet(w, bind_host=host)
     link.wait_joined(60.0)
     assert link.send_manifest(20.0).ok
     trainer: list[set] = []

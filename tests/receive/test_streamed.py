@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.receive.site import BLOCK, BUCKET, Site, Version
 from titan_grpo.errors import TransferFailed
-from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.messages import Applied, Joined, new_run_id
-from titan_grpo.receive.commit import EngineSide, OneWorker
+from titan_grpo.protocol.messages import Applied
+from titan_grpo.receive.commit import EngineSide
 from titan_grpo.receive.window import WINDOW_BUCKETS
-from titan_grpo.sync.link import LaneLink, LinkOptions
+from titan_grpo.sync.link import LaneLink
 
 pytestmark = pytest.mark.e2e
 
-BLOCK, BUCKET, DEADLINE_S = 4096, 16384, 120.0
+DEADLINE_S = 120.0
 SOON_S = 60.0
 """What ends for another reason than its deadline ends within it, however busy the machine is."""
 
@@ -41,26 +41,14 @@ FIRST_BUCKETS = -(-5 * 4099 * 4 // BUCKET)
 SENDER = Path(__file__).with_name("streaming_sender.py")
 
 
-class Version:
-    """Random weights, different in every element, as an image."""
+class Random(Version):
+    """Random weights, different in every element."""
 
     def __init__(self, seed: int) -> None:
-        entries = [
-            (n, str(dtype).removeprefix("torch."), shape) for n, (dtype, shape) in SHAPES.items()
-        ]
-        self.manifest = Manifest.build(entries, BLOCK)
-        self.image = torch.zeros(self.manifest.total_bytes, dtype=torch.uint8)
         random = torch.Generator().manual_seed(seed)
-        self.tensors = {
-            n: torch.randn(shape, generator=random).to(dtype)
-            for n, (dtype, shape) in SHAPES.items()
-        }
-        for spec in self.manifest.tensors:
-            self.image[spec.offset : spec.offset + spec.nbytes] = (
-                self.tensors[spec.name].flatten().view(torch.uint8)
-            )
-        self.digests = block_digests(memoryview(self.image.numpy()), self.manifest, "xxh3")
-        self.fingerprint = fingerprint(self.manifest.digest, self.digests)
+        super().__init__(
+            {n: torch.randn(s, generator=random).to(d) for n, (d, s) in SHAPES.items()}
+        )
 
 
 class LayerEngine:
@@ -110,36 +98,20 @@ class Loading(threading.Thread):
         return self._report
 
 
-class Site:
+class WindowedSite(Site):
     """One engine with its plugin half, and the lanes and stray senders that a test opens to it."""
 
     def __init__(self, folder: Path) -> None:
-        self.engine = LayerEngine()
-        self.side = EngineSide(self.engine, OneWorker(), "")
-        self.run_id, self.epoch, self._folder = new_run_id(1_700_000_000.0), 0, folder
-        self._links: list[LaneLink] = []
+        super().__init__(engine=LayerEngine(), timeout_s=DEADLINE_S, apply="streamed")
+        self._folder = folder
         self._senders: list[subprocess.Popen[str]] = []
-        self.joined: Joined | None = None
 
-    def connect(self, manifest: Manifest, timeout_s: float = DEADLINE_S) -> LaneLink:
-        """A lane of the next epoch that has joined and handed its manifest over."""
-        self.epoch += 1
-        options = LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, timeout_s, apply="streamed")
-        link = LaneLink(self.run_id, self.epoch, manifest, options)
-        self._links.append(link)
-        self.side.hello(link.open().to_dict())
-        self.joined = link.wait_joined(60.0)
-        assert link.send_manifest(20.0).ok
-        return link
-
-    def deliver(
-        self, link: LaneLink, number: int, number_of_version: int, version: Version
-    ) -> Applied:
+    def deliver(self, link: LaneLink, number: int, version: int, weights: Version) -> Applied:
         """One transfer, through the engine's update call."""
-        staged = link.offer(number, number_of_version, version.digests, version.fingerprint)
+        staged = link.offer(number, version, weights.digests, weights.fingerprint)
         assert staged.ok, staged
         loading = Loading(self.side, link.commit(staged).to_dict())
-        link.stream(version.image)
+        link.stream(weights.image)
         loading.report(DEADLINE_S)
         return link.wait_applied(number, 10.0)
 
@@ -172,24 +144,22 @@ class Site:
         return sender, Loading(self.side, json.loads(sender.stdout.readline()))
 
     def close(self) -> None:
-        for link in self._links:
-            link.close()
         for sender in self._senders:
             sender.kill()
             sender.communicate()
-        self.side.close()
+        super().close()
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
+def site(tmp_path: Path) -> Iterator[WindowedSite]:
+    made = WindowedSite(tmp_path)
     yield made
     made.close()
 
 
 def test_a_version_passes_bit_for_bit_through_a_window_smaller_than_its_largest_tensor(site):
-    one, two = Version(1), Version(2)
-    link = site.connect(one.manifest)
+    one, two = Random(1), Random(2)
+    link = site.connect(one)
     assert one.manifest.spec("larger_than_the_window").nbytes > WINDOW
     for number, version in enumerate((one, two), start=1):
         report = site.deliver(link, number, number, version)
@@ -204,22 +174,22 @@ def test_a_version_passes_bit_for_bit_through_a_window_smaller_than_its_largest_
 
 
 def test_a_receiver_gives_a_sign_of_life_after_each_streamed_version(site):
-    version = Version(1)
-    link = site.connect(version.manifest)
+    version = Random(1)
+    link = site.connect(version)
     for number in (1, 3):
         assert site.deliver(link, number, number, version).ok
         link.ping(number + 1, 10.0)
 
 
 def test_the_server_holds_a_window_and_no_whole_image(site):
-    version = Version(1)
-    staged = site.connect(version.manifest).offer(1, 1, version.digests, version.fingerprint)
+    version = Random(1)
+    staged = site.connect(version).offer(1, 1, version.digests, version.fingerprint)
     assert staged.image["nbytes"] == WINDOW < version.manifest.total_bytes
 
 
 def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(site):
-    old, new = Version(1), Version(2)
-    site.deliver(site.connect(old.manifest), 1, 1, old)
+    old, new = Random(1), Random(2)
+    site.deliver(site.connect(old), 1, 1, old)
     sender, loading = site.stray(new, 2, buckets=FIRST_BUCKETS - 1)
     assert sender.stdout.readline().strip() == "sent"
     sender.kill()
@@ -228,7 +198,7 @@ def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(si
     assert report.intact
     assert site.engine.loads == 1
     assert site.engine.holds(old)
-    assert site.deliver(site.connect(new.manifest), 1, 2, new).ok
+    assert site.deliver(site.connect(new), 1, 2, new).ok
     assert site.joined.intact
     assert site.joined.held_version == 1
     assert site.engine.holds(new)
@@ -237,8 +207,8 @@ def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(si
 def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_until_a_whole_version(
     site,
 ):
-    old, new = Version(1), Version(2)
-    site.deliver(site.connect(old.manifest), 1, 1, old)
+    old, new = Random(1), Random(2)
+    site.deliver(site.connect(old), 1, 1, old)
     site.engine.begun.clear()
     sender, loading = site.stray(new, 2, buckets=FIRST_BUCKETS)
     assert site.engine.begun.wait(SOON_S)
@@ -246,28 +216,28 @@ def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_unt
     report = loading.report(SOON_S)
     assert not report.ok
     assert not report.intact
-    link = site.connect(new.manifest)
+    link = site.connect(new)
     assert not site.joined.intact
     report = site.deliver(link, 1, 2, new)
     assert report.ok
     assert report.intact
     assert site.engine.holds(new)
-    site.connect(new.manifest)
+    site.connect(new)
     assert site.joined.intact
     assert site.joined.held_version == 2
 
 
 @pytest.mark.parametrize("buckets", [1, FIRST_BUCKETS])
 def test_a_stalled_sender_frees_the_engine_by_the_deadline(site, buckets):
-    sender, loading = site.stray(Version(1), 1, buckets, timeout_s=2.0)
+    sender, loading = site.stray(Random(1), 1, buckets, timeout_s=2.0)
     assert sender.stdout.readline().strip() == "sent"
     os.kill(sender.pid, signal.SIGSTOP)
     report = loading.report(SOON_S)
     assert 1.5 < report.apply_s < SOON_S
     assert not report.ok
     assert report.intact == (buckets == 1)
-    version = Version(2)
-    assert site.deliver(site.connect(version.manifest), 1, 2, version).ok
+    version = Random(2)
+    assert site.deliver(site.connect(version), 1, 2, version).ok
 
 
 @pytest.mark.parametrize(
@@ -276,7 +246,7 @@ def test_a_stalled_sender_frees_the_engine_by_the_deadline(site, buckets):
 def test_a_corrupted_block_is_named_and_no_byte_of_its_bucket_reaches_the_engine(
     site, bad_byte, intact
 ):
-    version = Version(1)
+    version = Random(1)
     _, loading = site.stray(version, 1, -(-version.manifest.total_bytes // BUCKET), bad_byte)
     report = loading.report(SOON_S)
     assert not report.ok
@@ -286,8 +256,8 @@ def test_a_corrupted_block_is_named_and_no_byte_of_its_bucket_reaches_the_engine
 
 
 def test_the_lane_reads_which_block_differed_although_its_own_sending_broke(site):
-    version = Version(1)
-    link = site.connect(version.manifest)
+    version = Random(1)
+    link = site.connect(version)
     staged = link.offer(1, 1, version.digests, version.fingerprint)
     loading = Loading(site.side, link.commit(staged).to_dict())
     bad = version.image.clone()
@@ -300,8 +270,8 @@ def test_the_lane_reads_which_block_differed_although_its_own_sending_broke(site
 
 
 def test_digests_that_do_not_make_the_fingerprint_are_refused_before_the_engine_is_paused(site):
-    good, other = Version(1), Version(2)
-    link = site.connect(good.manifest)
+    good, other = Random(1), Random(2)
+    link = site.connect(good)
     staged = link.offer(1, 1, good.digests, other.fingerprint)
     assert not staged.ok
     assert "fingerprint" in staged.error
@@ -309,8 +279,8 @@ def test_digests_that_do_not_make_the_fingerprint_are_refused_before_the_engine_
 
 
 def test_a_lane_that_gives_up_frees_the_engine_at_once_and_reads_its_report(site):
-    version = Version(1)
-    link = site.connect(version.manifest)
+    version = Random(1)
+    link = site.connect(version)
     staged = link.offer(1, 1, version.digests, version.fingerprint)
     loading = Loading(site.side, link.commit(staged).to_dict())
     link.cancel()
@@ -321,8 +291,8 @@ def test_a_lane_that_gives_up_frees_the_engine_at_once_and_reads_its_report(site
 
 
 def test_an_engine_that_refuses_ends_the_sending(site):
-    version = Version(1)
-    link = site.connect(version.manifest)
+    version = Random(1)
+    link = site.connect(version)
     staged = link.offer(1, 1, version.digests, version.fingerprint)
     wrong = link.commit(staged).to_dict() | {"fingerprint": "0" * 32}
     report = Loading(site.side, wrong).report(SOON_S)
@@ -334,12 +304,12 @@ def test_an_engine_that_refuses_ends_the_sending(site):
 
 
 def test_a_killed_receiver_frees_the_engine(site):
-    version = Version(1)
+    version = Random(1)
     _, loading = site.stray(version, 1, buckets=FIRST_BUCKETS)
     assert site.engine.begun.wait(SOON_S)
     os.kill(site.side.receiver.pid, signal.SIGKILL)
     report = loading.report(SOON_S)
     assert not report.ok
     assert not report.intact
-    assert site.deliver(site.connect(version.manifest), 1, 2, version).ok
+    assert site.deliver(site.connect(version), 1, 2, version).ok
     assert site.engine.holds(version)

@@ -1,0 +1,141 @@
+"""An engine that is a dict of tensors, a real receiver process beside it, and real lanes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from titan_grpo.layout.digest import block_digests, fingerprint
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.messages import Applied, Joined, new_run_id
+from titan_grpo.receive.commit import EngineSide, OneWorker
+from titan_grpo.runkey import Key
+from titan_grpo.sync.link import LaneLink, LinkOptions, Probe
+
+BLOCK, BUCKET = 4096, 16384
+SHAPES = {"a": (torch.bfloat16, (64, 1024)), "b": (torch.float32, (1000,))}
+
+
+class Version:
+    """A version image of ``tensors``, with its digests."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], key: bytes | None = None) -> None:
+        self.tensors = tensors
+        self.manifest = Manifest.build(
+            [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()],
+            BLOCK,
+        )
+        self.image = torch.zeros(self.manifest.total_bytes, dtype=torch.uint8)
+        for spec in self.manifest.tensors:
+            self.image[spec.offset : spec.offset + spec.nbytes] = (
+                tensors[spec.name].flatten().view(torch.uint8)
+            )
+        self.digests = block_digests(
+            memoryview(self.image.numpy()), self.manifest, "blake3" if key else "xxh3", key
+        )
+        self.fingerprint = fingerprint(self.manifest.digest, self.digests)
+
+
+class Weights(Version):
+    """A version in which every element of every tensor is ``value``."""
+
+    def __init__(
+        self, value: float, names: tuple[str, ...] = ("a", "b"), key: bytes | None = None
+    ) -> None:
+        super().__init__(
+            {n: torch.full(SHAPES[n][1], value, dtype=SHAPES[n][0]) for n in names}, key
+        )
+
+
+class DictEngine:
+    """The smallest engine there is: named tensors that are copied into."""
+
+    def __init__(self) -> None:
+        self.tensors = {
+            name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in SHAPES.items()
+        }
+        self.breaks_at = ""
+        self.loads = 0
+
+    def refuses(self, manifest: Manifest) -> str:
+        unknown = {spec.name for spec in manifest.tensors} ^ set(self.tensors)
+        return f"unknown or missing tensors: {sorted(unknown)}" if unknown else ""
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+        count = 0
+        for name, tensor in tensors:
+            if name == self.breaks_at:
+                raise RuntimeError("planted failure in the middle of a load")
+            self.tensors[name].copy_(tensor)
+            count += 1
+        self.loads += 1
+        return count
+
+    def value(self) -> float:
+        """The one number all weights have in these tests; fails if they are mixed."""
+        values = {float(v) for t in self.tensors.values() for v in (t.min(), t.max())}
+        assert len(values) == 1, f"mixed weights: {values}"
+        return values.pop()
+
+
+class Site:
+    """One engine with its plugin half, and the lanes that a test opens to it."""
+
+    def __init__(self, run_key: Key | None = None, engine: Any = None, **options: Any) -> None:
+        """``options``: of LinkOptions."""
+        self.run_key = run_key
+        self.engine = engine or DictEngine()
+        self.side = EngineSide(self.engine, OneWorker(), "", run_key)
+        self.run_id = new_run_id(1_700_000_000.0)
+        self.epoch = 0
+        self.links: list[LaneLink] = []
+        self.joined: Joined | None = None
+        self._options = {"timeout_s": 20.0, "run_key": run_key} | options
+
+    def link(
+        self, version: Version, run_id: str | None = None, epoch: int | None = None, **options: Any
+    ) -> LaneLink:
+        """A lane of the next epoch, not opened."""
+        self.epoch = self.epoch + 1 if epoch is None else epoch
+        options = {
+            "transport": "gloo",
+            "bind_host": "127.0.0.1",
+            "digest_algorithm": "xxh3",
+            "bucket_bytes": BUCKET,
+            **self._options,
+            **options,
+        }
+        link = LaneLink(run_id or self.run_id, self.epoch, version.manifest, LinkOptions(**options))
+        self.links.append(link)
+        return link
+
+    def greet(self, version: Version, **options: Any) -> LaneLink:
+        """A lane of the next epoch whose hello has been sent."""
+        link = self.link(version, **options)
+        self.side.hello(link.open().to_dict())
+        return link
+
+    def connect(self, version: Version) -> LaneLink:
+        """A lane of the next epoch that has joined and handed its manifest over."""
+        link = self.greet(version)
+        self.joined = link.wait_joined(60.0)
+        assert link.send_manifest(20.0).ok
+        return link
+
+    def deliver(self, link: LaneLink, number: int, version: int, weights: Version) -> Applied:
+        """One transfer and its commit; the report that the lane reads back."""
+        staged = link.send(number, version, weights.image, weights.digests, weights.fingerprint)
+        assert staged.ok, staged
+        self.side.commit(link.commit(staged).to_dict())
+        return link.wait_applied(number, 10.0)
+
+    def probe(self, key: Key | None = None) -> Joined:
+        """What a doctor asks."""
+        probe = Probe("127.0.0.1", 60.0, key)
+        self.side.hello(probe.hello.to_dict())
+        return probe.wait()
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+        self.side.close()
