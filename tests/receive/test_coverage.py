@@ -15,18 +15,18 @@ def manifest(**shapes: tuple[int, ...]) -> Manifest:
     return Manifest.build([(n.replace("__", "."), "bfloat16", s) for n, s in shapes.items()], 4096)
 
 
-def test_the_same_tensors_in_another_order_are_no_problem():
+def test_the_same_tensors_in_another_order_are_no_problem() -> None:
     assert coverage_problem(manifest(b=(3,), a=(2,)), {"a": (2,), "b": (3,)}, tied=False) == ""
 
 
-def test_unknown_missing_and_misshapen_tensors_are_each_named():
+def test_unknown_missing_and_misshapen_tensors_are_each_named() -> None:
     problem = coverage_problem(manifest(a=(2,), c=(1,)), {"a": (5,), "b": (3,)}, tied=False)
     assert "unknown to the server: c" in problem
     assert "missing: b" in problem
     assert "a (2,) instead of (5,)" in problem
 
 
-def test_a_long_list_of_names_is_cut():
+def test_a_long_list_of_names_is_cut() -> None:
     problem = coverage_problem(
         manifest(**{f"t{i}": (1,) for i in range(9)}), {"t0": (1,)}, tied=False
     )
@@ -34,14 +34,14 @@ def test_a_long_list_of_names_is_cut():
 
 
 @pytest.mark.parametrize("sent", [True, False])
-def test_a_tied_head_may_be_sent_or_not(sent):
+def test_a_tied_head_may_be_sent_or_not(sent) -> None:
     shapes = {"lm_head__weight": (4, 2)} if sent else {}
     wanted = {"a": (1,)} | ({} if sent else {"lm_head.weight": (4, 2)})
     assert coverage_problem(manifest(a=(1,), **shapes), wanted, tied=True) == ""
     assert "lm_head.weight" in coverage_problem(manifest(a=(1,), **shapes), wanted, tied=False)
 
 
-def test_what_engines_compute_themselves_need_not_be_sent():
+def test_what_engines_compute_themselves_need_not_be_sent() -> None:
     assert (
         coverage_problem(
             manifest(a=(1,)), {"a": (1,), "model.rotary_emb.inv_freq": (8,)}, tied=False
@@ -50,7 +50,7 @@ def test_what_engines_compute_themselves_need_not_be_sent():
     )
 
 
-def test_names_and_shapes_are_read_from_one_file(tmp_path):
+def test_names_and_shapes_are_read_from_one_file(tmp_path) -> None:
     save_file(
         {"x": torch.zeros(2, 3), "y": torch.zeros(1)},
         tmp_path / "model.safetensors",
@@ -59,7 +59,7 @@ def test_names_and_shapes_are_read_from_one_file(tmp_path):
     assert checkpoint_shapes(tmp_path) == {"x": (2, 3), "y": (1,)}
 
 
-def test_only_the_files_of_the_index_are_read(tmp_path):
+def test_only_the_files_of_the_index_are_read(tmp_path) -> None:
     save_file({"x": torch.zeros(2)}, tmp_path / "model-1.safetensors")
     save_file({"y": torch.zeros(3)}, tmp_path / "model-2.safetensors")
     save_file({"z": torch.zeros(4)}, tmp_path / "consolidated.safetensors")
@@ -68,11 +68,11 @@ def test_only_the_files_of_the_index_are_read(tmp_path):
     assert checkpoint_shapes(tmp_path) == {"x": (2,), "y": (3,)}
 
 
-def test_a_directory_without_safetensors_gives_nothing(tmp_path):
+def test_a_directory_without_safetensors_gives_nothing(tmp_path) -> None:
     assert checkpoint_shapes(tmp_path) == {}
 
 
-def test_a_file_that_is_no_safetensors_is_refused(tmp_path):
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"abc")
     with pytest.raises(
         DataError, match=r"model\.safetensors must be a file of a safetensors checkpoint"

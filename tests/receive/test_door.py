@@ -31,12 +31,12 @@ def open_door():
         assert not door.is_alive()
 
 
-def test_a_knock_brings_the_handlers_answer(open_door):
+def test_a_knock_brings_the_handlers_answer(open_door) -> None:
     _, name = open_door(lambda message: {"twice": 2 * message["number"]})
     assert [knock(name, {"number": n}, 5.0) for n in (1, 2)] == [{"twice": 2}, {"twice": 4}]
 
 
-def test_another_process_of_the_same_user_is_let_in(open_door):
+def test_another_process_of_the_same_user_is_let_in(open_door) -> None:
     _, name = open_door(lambda message: message)
     code = (
         f"from titan_grpo.receive.unix_rpc import knock; print(knock({name!r}, {{'from':"
@@ -48,18 +48,18 @@ def test_another_process_of_the_same_user_is_let_in(open_door):
     assert done.stdout.strip() == "{'from': 'outside'}"
 
 
-def test_all_answers_come_from_one_thread_that_lives_as_long_as_the_door(open_door):
+def test_all_answers_come_from_one_thread_that_lives_as_long_as_the_door(open_door) -> None:
     door, name = open_door(lambda _message: {"thread": threading.current_thread().name})
     assert {knock(name, {}, 5.0)["thread"] for _ in range(3)} == {door.name}
     assert door.is_alive()
 
 
-def test_nobody_behind_the_door_is_said_at_once():
+def test_nobody_behind_the_door_is_said_at_once() -> None:
     with pytest.raises(PeerError, match="no open door"):
         knock(secrets.token_hex(8), {}, 5.0)
 
 
-def test_a_handlers_bug_costs_one_answer_and_not_the_door(open_door):
+def test_a_handlers_bug_costs_one_answer_and_not_the_door(open_door) -> None:
     def handler(message):
         return {"value": 1 / message["divisor"]}
 
@@ -69,7 +69,7 @@ def test_a_handlers_bug_costs_one_answer_and_not_the_door(open_door):
     assert knock(name, {"divisor": 1}, 5.0) == {"value": 1.0}
 
 
-def test_a_handler_that_takes_too_long_is_given_up(open_door):
+def test_a_handler_that_takes_too_long_is_given_up(open_door) -> None:
     release = threading.Event()
     _, name = open_door(lambda _message: {"late": release.wait(30)})
     with pytest.raises(PeerError, match="deadline"):
@@ -77,7 +77,7 @@ def test_a_handler_that_takes_too_long_is_given_up(open_door):
     release.set()
 
 
-def test_who_hangs_up_or_talks_nonsense_is_forgotten(open_door):
+def test_who_hangs_up_or_talks_nonsense_is_forgotten(open_door) -> None:
     _, name = open_door(lambda message: message)
     for raw in (b"", b"[1, 2]\n", b"no json\n"):
         with socket.socket(socket.AF_UNIX) as guest:
@@ -86,7 +86,7 @@ def test_who_hangs_up_or_talks_nonsense_is_forgotten(open_door):
     assert knock(name, {"still": "there"}, 5.0) == {"still": "there"}
 
 
-def test_another_user_is_not_let_in(open_door):
+def test_another_user_is_not_let_in(open_door) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     _, name = open_door(lambda message: message)

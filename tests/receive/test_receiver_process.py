@@ -14,7 +14,7 @@ from titan_grpo.sync.transports.store import join_store
 pytestmark = pytest.mark.e2e
 
 
-def test_a_good_transfer_reaches_the_engine_and_is_read_back(site, weights):
+def test_a_good_transfer_reaches_the_engine_and_is_read_back(site, weights) -> None:
     w = weights(1.0)
     report = site.deliver(site.connect(w), 1, 7, w)
     assert report.ok
@@ -23,14 +23,16 @@ def test_a_good_transfer_reaches_the_engine_and_is_read_back(site, weights):
     assert site.engine.value() == 1.0
 
 
-def test_several_versions_go_through_one_epoch(site, weights):
+def test_several_versions_go_through_one_epoch(site, weights) -> None:
     link = site.connect(weights(0.0))
     for number, value in enumerate((1.0, 2.0, 3.0), start=1):
         assert site.deliver(link, number, number, weights(value)).ok
         assert site.engine.value() == value
 
 
-def test_an_epoch_that_lasts_long_keeps_nothing_of_the_transfers_that_are_over(site, weights):
+def test_an_epoch_that_lasts_long_keeps_nothing_of_the_transfers_that_are_over(
+    site, weights
+) -> None:
     w = weights(1.0)
     link = site.link(w)
     hello = link.open()
@@ -45,7 +47,9 @@ def test_an_epoch_that_lasts_long_keeps_nothing_of_the_transfers_that_are_over(s
     assert len(set(kept[1:])) == 1, kept
 
 
-def test_a_killed_sender_leaves_the_old_version_and_the_next_one_works(site, weights, rogue):
+def test_a_killed_sender_leaves_the_old_version_and_the_next_one_works(
+    site, weights, rogue
+) -> None:
     site.deliver(site.connect(weights(1.0)), 1, 1, weights(1.0))
     process = rogue(site, "half")
     assert process.stdout.readline().strip() == "half"
@@ -61,7 +65,7 @@ def test_a_killed_sender_leaves_the_old_version_and_the_next_one_works(site, wei
 
 def test_a_stalled_sender_costs_the_receiver_its_deadline_and_the_engine_nothing(
     site, weights, rogue
-):
+) -> None:
     process = rogue(site, "stall")
     assert process.stdout.readline().strip() == "stall"
     _, status = os.waitpid(site.side.receiver.pid, 0)
@@ -70,14 +74,16 @@ def test_a_stalled_sender_costs_the_receiver_its_deadline_and_the_engine_nothing
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
 
 
-def test_a_stalled_sender_does_not_delay_its_successor(site, weights, rogue):
+def test_a_stalled_sender_does_not_delay_its_successor(site, weights, rogue) -> None:
     process = rogue(site, "stall")
     assert process.stdout.readline().strip() == "stall"
     os.kill(process.pid, signal.SIGSTOP)
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
 
 
-def test_bytes_that_differ_from_their_digests_are_named_and_never_lent(site, weights, rogue):
+def test_bytes_that_differ_from_their_digests_are_named_and_never_lent(
+    site, weights, rogue
+) -> None:
     process = rogue(site, "garbage")
     staged = Staged.from_json(process.stdout.readline())
     assert not staged.ok
@@ -86,7 +92,7 @@ def test_bytes_that_differ_from_their_digests_are_named_and_never_lent(site, wei
     assert site.engine.loads == 0
 
 
-def test_wrong_digests_do_not_end_the_epoch(site, weights):
+def test_wrong_digests_do_not_end_the_epoch(site, weights) -> None:
     good, other = weights(1.0), weights(2.0)
     link = site.connect(good)
     staged = link.send(1, 1, good.image, other.digests, other.fingerprint)
@@ -100,7 +106,7 @@ def test_wrong_digests_do_not_end_the_epoch(site, weights):
 
 def test_a_sender_with_other_byte_counts_aborts_the_receiver_and_not_the_engine(
     site, weights, rogue
-):
+) -> None:
     rogue(site, "longer")
     _, status = os.waitpid(site.side.receiver.pid, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGABRT
@@ -108,7 +114,7 @@ def test_a_sender_with_other_byte_counts_aborts_the_receiver_and_not_the_engine(
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
 
 
-def test_an_older_epoch_is_told_no_and_the_one_in_force_goes_on(site, weights):
+def test_an_older_epoch_is_refused_and_the_one_in_force_goes_on(site, weights) -> None:
     w = weights(1.0)
     site.epoch = 4
     link = site.connect(w)
@@ -118,7 +124,7 @@ def test_an_older_epoch_is_told_no_and_the_one_in_force_goes_on(site, weights):
     assert site.deliver(link, 1, 1, w).ok
 
 
-def test_an_older_run_is_told_no_whatever_its_epoch(site, weights):
+def test_an_older_run_is_refused_whatever_its_epoch(site, weights) -> None:
     w = weights(1.0)
     link = site.connect(w)
     zombie = site.greet(w, run_id="000000000001-00000000", epoch=99)
@@ -127,7 +133,7 @@ def test_an_older_run_is_told_no_whatever_its_epoch(site, weights):
     assert site.deliver(link, 1, 1, w).ok
 
 
-def test_a_later_run_takes_over_and_may_go_back_in_versions(site, weights):
+def test_a_later_run_takes_over_and_may_go_back_in_versions(site, weights) -> None:
     site.deliver(site.connect(weights(1.0)), 1, 9, weights(1.0))
     w = weights(2.0)
     link = site.greet(w, run_id="ffffffffffff-00000000", epoch=1)
@@ -138,7 +144,7 @@ def test_a_later_run_takes_over_and_may_go_back_in_versions(site, weights):
     assert site.deliver(link, 1, 3, w).ok
 
 
-def test_an_older_version_of_the_same_run_is_refused_with_the_weights_whole(site, weights):
+def test_an_older_version_of_the_same_run_is_refused_with_the_weights_whole(site, weights) -> None:
     link = site.connect(weights(1.0))
     site.deliver(link, 1, 5, weights(1.0))
     report = site.deliver(link, 2, 4, weights(2.0))
@@ -148,7 +154,7 @@ def test_an_older_version_of_the_same_run_is_refused_with_the_weights_whole(site
     assert site.engine.value() == 1.0
 
 
-def test_unknown_names_are_refused_before_a_weight_is_touched(site, weights):
+def test_unknown_names_are_refused_before_a_weight_is_touched(site, weights) -> None:
     w = weights(1.0, names=("a",))
     report = site.deliver(site.connect(w), 1, 1, w)
     assert not report.ok
@@ -157,7 +163,7 @@ def test_unknown_names_are_refused_before_a_weight_is_touched(site, weights):
     assert site.engine.loads == 0
 
 
-def test_a_load_that_breaks_off_is_reported_as_not_intact_until_a_whole_one(site, weights):
+def test_a_load_that_breaks_off_is_reported_as_not_intact_until_a_whole_one(site, weights) -> None:
     link = site.connect(weights(1.0))
     site.engine.breaks_at = "b"
     report = site.deliver(link, 1, 1, weights(1.0))
@@ -170,7 +176,7 @@ def test_a_load_that_breaks_off_is_reported_as_not_intact_until_a_whole_one(site
     assert report.intact
 
 
-def test_a_commit_for_an_epoch_that_was_replaced_is_refused(site, weights):
+def test_a_commit_for_an_epoch_that_was_replaced_is_refused(site, weights) -> None:
     w = weights(1.0)
     old = site.connect(w)
     staged = old.send(1, 1, w.image, w.digests, w.fingerprint)
@@ -186,13 +192,13 @@ def test_a_commit_for_an_epoch_that_was_replaced_is_refused(site, weights):
     assert site.deliver(new, 1, 1, w).ok
 
 
-def test_a_commit_that_is_no_commit_is_refused_without_an_exception(site):
+def test_a_commit_that_is_no_commit_is_refused_without_an_exception(site) -> None:
     assert site.side.commit({"version": 3}) is None
     site.side.hello({"nonsense": True})
     assert site.engine.value() == 0.0
 
 
-def test_a_receiver_killed_between_staging_and_commit_leaves_the_old_version(site, weights):
+def test_a_receiver_killed_between_staging_and_commit_leaves_the_old_version(site, weights) -> None:
     w = weights(1.0)
     link = site.connect(w)
     staged = link.send(1, 1, w.image, w.digests, w.fingerprint)
@@ -207,7 +213,7 @@ def test_a_receiver_killed_between_staging_and_commit_leaves_the_old_version(sit
 
 def test_a_receiver_gives_signs_of_life_between_transfers_and_the_store_does_not_grow(
     site, weights
-):
+) -> None:
     link = site.connect(weights(1.0))
     keys = []
     for version in (1, 2, 3):
@@ -219,7 +225,7 @@ def test_a_receiver_gives_signs_of_life_between_transfers_and_the_store_does_not
 
 
 @pytest.mark.parametrize("end", ["killed", "replaced"])
-def test_a_receiver_that_is_gone_gives_no_sign_of_life(site, weights, end):
+def test_a_receiver_that_is_gone_gives_no_sign_of_life(site, weights, end) -> None:
     w = weights(1.0)
     link = site.connect(w)
     assert site.deliver(link, 1, 1, w).ok
@@ -233,7 +239,7 @@ def test_a_receiver_that_is_gone_gives_no_sign_of_life(site, weights, end):
     assert time.monotonic() - began < 60.0, "a lost connection is noticed before the deadline"
 
 
-def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(site, weights):
+def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(site, weights) -> None:
     w = weights(1.0)
     link = site.connect(w)
     assert site.deliver(link, 1, 1, w).ok
@@ -242,21 +248,21 @@ def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(site, weight
         link.ping(2, 0.5)
 
 
-def test_bye_ends_the_receiver_process(site, weights):
+def test_bye_ends_the_receiver_process(site, weights) -> None:
     link = site.connect(weights(1.0))
     link.bye(1)
     _, status = os.waitpid(site.side.receiver.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_a_trainer_that_closes_its_store_ends_the_receiver_process(site, weights):
+def test_a_trainer_that_closes_its_store_ends_the_receiver_process(site, weights) -> None:
     link = site.connect(weights(1.0))
     link.close()
     _, status = os.waitpid(site.side.receiver.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 3
 
 
-def test_a_probe_is_answered_and_changes_nothing(site, weights):
+def test_a_probe_is_answered_and_changes_nothing(site, weights) -> None:
     w = weights(1.0)
     link = site.connect(w)
     site.deliver(link, 1, 1, w)

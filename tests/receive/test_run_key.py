@@ -59,7 +59,7 @@ def trainer(guarded, weights):
 
 def test_the_right_key_writes_weights_and_none_of_it_is_seen(
     guarded, weights, monkeypatch, caplog, capfd
-):
+) -> None:
     monkeypatch.setenv(KEY_VARIABLE, RUN_KEY.hex())  # as the engine's process has it
     caplog.set_level(logging.DEBUG)
     link = guarded.connect(weights(1.0))
@@ -82,9 +82,9 @@ def test_the_right_key_writes_weights_and_none_of_it_is_seen(
 @pytest.mark.parametrize(
     ("key", "words"), [(OTHER_KEY, "another run key"), (None, "carries no proof of the run key")]
 )
-def test_a_trainer_without_the_key_is_told_why_and_the_one_in_force_goes_on(
+def test_a_trainer_without_the_key_gets_the_reason_and_the_one_in_force_goes_on(
     guarded, trainer, weights, key, words
-):
+) -> None:
     _, deliver = trainer
     before = deliver(1)
     stranger = guarded.greet(weights(9.0), run_key=key)
@@ -100,7 +100,7 @@ def test_a_trainer_without_the_key_is_told_why_and_the_one_in_force_goes_on(
 
 def test_a_recorded_hello_an_older_run_and_an_older_epoch_are_refused_though_they_prove_the_key(
     guarded, trainer, weights
-):
+) -> None:
     _, deliver = trainer
     before = deliver(1)
     last = guarded.epoch
@@ -113,7 +113,7 @@ def test_a_recorded_hello_an_older_run_and_an_older_epoch_are_refused_though_the
     deliver(2)
 
 
-def test_another_models_manifest_is_refused_though_it_proves_the_key(guarded, weights):
+def test_another_models_manifest_is_refused_though_it_proves_the_key(guarded, weights) -> None:
     before = guarded.engine.loads
     other = weights(9.0, names=("a",), key=block_key(guarded))
     report = guarded.deliver(guarded.connect(other), 1, 99, other)
@@ -123,7 +123,7 @@ def test_another_models_manifest_is_refused_though_it_proves_the_key(guarded, we
     assert guarded.engine.loads == before
 
 
-def test_a_manifest_that_is_not_the_announced_one_is_refused(guarded, weights):
+def test_a_manifest_that_is_not_the_announced_one_is_refused(guarded, weights) -> None:
     link = guarded.greet(weights(9.0))
     link.wait_joined(60.0)
     link._manifest = weights(9.0, names=("b",)).manifest  # as somebody on the way would swap it
@@ -132,7 +132,7 @@ def test_a_manifest_that_is_not_the_announced_one_is_refused(guarded, weights):
     assert "must have digest" in staged.error
 
 
-def test_a_forged_commit_is_not_loaded_and_the_true_one_is(guarded, trainer, weights):
+def test_a_forged_commit_is_not_loaded_and_the_true_one_is(guarded, trainer, weights) -> None:
     link, _ = trainer
     held = guarded.side.receiver.state.version
     before = guarded.engine.value()
@@ -159,7 +159,9 @@ def test_a_forged_commit_is_not_loaded_and_the_true_one_is(guarded, trainer, wei
     assert guarded.engine.value() == held + 1
 
 
-def test_blocks_hashed_without_the_key_or_for_another_run_do_not_match(guarded, trainer, weights):
+def test_blocks_hashed_without_the_key_or_for_another_run_do_not_match(
+    guarded, trainer, weights
+) -> None:
     link, deliver = trainer
     for number, key in enumerate((None, OTHER_KEY.raw, block_key(guarded, OLDER_RUN)), start=1):
         wrong = weights(9.0, key=key)
@@ -172,7 +174,9 @@ def test_blocks_hashed_without_the_key_or_for_another_run_do_not_match(guarded, 
     deliver(4)
 
 
-def test_an_order_that_somebody_else_put_into_the_store_ends_the_epoch(guarded, trainer, weights):
+def test_an_order_that_somebody_else_put_into_the_store_ends_the_epoch(
+    guarded, trainer, weights
+) -> None:
     link, _ = trainer
     before = guarded.engine.value()
     store = dist.PrefixStore(
@@ -184,7 +188,7 @@ def test_an_order_that_somebody_else_put_into_the_store_ends_the_epoch(guarded, 
     assert guarded.engine.value() == before
 
 
-def test_streamed_versions_are_held_to_the_key_too(make_site, weights):
+def test_streamed_versions_are_held_to_the_key_too(make_site, weights) -> None:
     site = make_site(RUN_KEY)
     try:
         wrong, right = weights(9.0, key=OTHER_KEY.raw), weights(1.0, key=block_key(site))
@@ -210,14 +214,14 @@ def test_streamed_versions_are_held_to_the_key_too(make_site, weights):
         site.close()
 
 
-def test_a_server_without_the_key_is_refused_by_the_trainer_that_has_one(site, weights):
+def test_a_server_without_the_key_is_refused_by_the_trainer_that_has_one(site, weights) -> None:
     link = site.greet(weights(1.0), run_key=RUN_KEY)
     with pytest.raises(TransferFailed, match="Hello proves a run key and this end has none"):
         link.wait_joined(60.0)
     assert site.side.receiver.pid is None
 
 
-def test_a_server_that_only_claims_to_have_the_key_is_refused(weights):
+def test_a_server_that_only_claims_to_have_the_key_is_refused(weights) -> None:
     link = LaneLink(
         "run",
         1,
@@ -236,7 +240,7 @@ def test_a_server_that_only_claims_to_have_the_key_is_refused(weights):
     link.close()
 
 
-def test_a_probe_says_whether_a_key_is_demanded_and_whether_ours_is_the_one(guarded):
+def test_a_probe_says_whether_a_key_is_demanded_and_whether_ours_is_the_one(guarded) -> None:
     keyless, right, wrong = (guarded.probe(key) for key in (None, RUN_KEY, OTHER_KEY))
     assert (keyless.keyed, keyless.ok) == (True, True)
     assert (right.keyed, right.ok) == (True, True)
@@ -244,7 +248,7 @@ def test_a_probe_says_whether_a_key_is_demanded_and_whether_ours_is_the_one(guar
     assert "another run key" in wrong.error
 
 
-def test_a_trainer_of_another_version_is_told_at_once(site, weights):
+def test_a_trainer_of_another_version_gets_an_answer_at_once(site, weights) -> None:
     link = site.link(weights(1.0))
     hello = link.open().to_dict()
     site.side.hello(hello | {"invented_later": 1})

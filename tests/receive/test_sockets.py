@@ -32,7 +32,7 @@ def listening(pid: int | None = None) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("host", interfaces(), ids=["loopback", "network"][: len(interfaces())])
-def test_both_ends_listen_on_the_configured_interface_only(host, site, weights):
+def test_both_ends_listen_on_the_configured_interface_only(host, site, weights) -> None:
     before, w = listening(), weights(1.0)
     link = site.greet(w, bind_host=host)
     link.wait_joined(60.0)

@@ -126,14 +126,14 @@ class WindowedSite(Site):
         """A sender process that sends ``buckets`` buckets and stops, and the engine's call that
         waits for the rest."""
         self.epoch += 1
-        told = {
+        options = {
             "run_id": self.run_id,
             "epoch": self.epoch,
             "bucket_bytes": BUCKET,
             "timeout_s": timeout_s,
         }
-        (self._folder / "told.json").write_text(
-            json.dumps(told | {"version": number, "bad_byte": bad_byte})
+        (self._folder / "options.json").write_text(
+            json.dumps(options | {"version": number, "bad_byte": bad_byte})
         )
         (self._folder / "manifest.json").write_text(version.manifest.to_json())
         (self._folder / "image").write_bytes(version.image.numpy().tobytes())
@@ -157,7 +157,9 @@ def site(tmp_path: Path) -> Iterator[WindowedSite]:
     made.close()
 
 
-def test_a_version_passes_bit_for_bit_through_a_window_smaller_than_its_largest_tensor(site):
+def test_a_version_passes_bit_for_bit_through_a_window_smaller_than_its_largest_tensor(
+    site,
+) -> None:
     one, two = Random(1), Random(2)
     link = site.connect(one)
     assert one.manifest.spec("larger_than_the_window").nbytes > WINDOW
@@ -173,7 +175,7 @@ def test_a_version_passes_bit_for_bit_through_a_window_smaller_than_its_largest_
         assert site.engine.holds(version)
 
 
-def test_a_receiver_gives_a_sign_of_life_after_each_streamed_version(site):
+def test_a_receiver_gives_a_sign_of_life_after_each_streamed_version(site) -> None:
     version = Random(1)
     link = site.connect(version)
     for number in (1, 3):
@@ -181,13 +183,13 @@ def test_a_receiver_gives_a_sign_of_life_after_each_streamed_version(site):
         link.ping(number + 1, 10.0)
 
 
-def test_the_server_holds_a_window_and_no_whole_image(site):
+def test_the_server_holds_a_window_and_no_whole_image(site) -> None:
     version = Random(1)
     staged = site.connect(version).offer(1, 1, version.digests, version.fingerprint)
     assert staged.image["nbytes"] == WINDOW < version.manifest.total_bytes
 
 
-def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(site):
+def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(site) -> None:
     old, new = Random(1), Random(2)
     site.deliver(site.connect(old), 1, 1, old)
     sender, loading = site.stray(new, 2, buckets=FIRST_BUCKETS - 1)
@@ -206,7 +208,7 @@ def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(si
 
 def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_until_a_whole_version(
     site,
-):
+) -> None:
     old, new = Random(1), Random(2)
     site.deliver(site.connect(old), 1, 1, old)
     site.engine.begun.clear()
@@ -228,7 +230,7 @@ def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_unt
 
 
 @pytest.mark.parametrize("buckets", [1, FIRST_BUCKETS])
-def test_a_stalled_sender_frees_the_engine_by_the_deadline(site, buckets):
+def test_a_stalled_sender_frees_the_engine_by_the_deadline(site, buckets) -> None:
     sender, loading = site.stray(Random(1), 1, buckets, timeout_s=2.0)
     assert sender.stdout.readline().strip() == "sent"
     os.kill(sender.pid, signal.SIGSTOP)
@@ -245,7 +247,7 @@ def test_a_stalled_sender_frees_the_engine_by_the_deadline(site, buckets):
 )
 def test_a_corrupted_block_is_named_and_no_byte_of_its_bucket_reaches_the_engine(
     site, bad_byte, intact
-):
+) -> None:
     version = Random(1)
     _, loading = site.stray(version, 1, -(-version.manifest.total_bytes // BUCKET), bad_byte)
     report = loading.report(SOON_S)
@@ -255,7 +257,7 @@ def test_a_corrupted_block_is_named_and_no_byte_of_its_bucket_reaches_the_engine
     assert site.engine.tensors == {}
 
 
-def test_the_lane_reads_which_block_differed_although_its_own_sending_broke(site):
+def test_the_lane_reads_which_block_differed_although_its_own_sending_broke(site) -> None:
     version = Random(1)
     link = site.connect(version)
     staged = link.offer(1, 1, version.digests, version.fingerprint)
@@ -269,7 +271,9 @@ def test_the_lane_reads_which_block_differed_although_its_own_sending_broke(site
     assert (report.ok, report.intact, report.bad_block) == (False, True, 1)
 
 
-def test_digests_that_do_not_make_the_fingerprint_are_refused_before_the_engine_is_paused(site):
+def test_digests_that_do_not_make_the_fingerprint_are_refused_before_the_engine_is_paused(
+    site,
+) -> None:
     good, other = Random(1), Random(2)
     link = site.connect(good)
     staged = link.offer(1, 1, good.digests, other.fingerprint)
@@ -278,7 +282,7 @@ def test_digests_that_do_not_make_the_fingerprint_are_refused_before_the_engine_
     assert site.deliver(link, 2, 1, good).ok
 
 
-def test_a_lane_that_gives_up_frees_the_engine_at_once_and_reads_its_report(site):
+def test_a_lane_that_gives_up_frees_the_engine_at_once_and_reads_its_report(site) -> None:
     version = Random(1)
     link = site.connect(version)
     staged = link.offer(1, 1, version.digests, version.fingerprint)
@@ -290,7 +294,7 @@ def test_a_lane_that_gives_up_frees_the_engine_at_once_and_reads_its_report(site
     assert link.wait_applied(1, 10.0) == report
 
 
-def test_an_engine_that_refuses_ends_the_sending(site):
+def test_an_engine_that_refuses_ends_the_sending(site) -> None:
     version = Random(1)
     link = site.connect(version)
     staged = link.offer(1, 1, version.digests, version.fingerprint)
@@ -303,7 +307,7 @@ def test_an_engine_that_refuses_ends_the_sending(site):
         link.stream(version.image)
 
 
-def test_a_killed_receiver_frees_the_engine(site):
+def test_a_killed_receiver_frees_the_engine(site) -> None:
     version = Random(1)
     _, loading = site.stray(version, 1, buckets=FIRST_BUCKETS)
     assert site.engine.begun.wait(SOON_S)

@@ -75,7 +75,7 @@ def expected(image: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_every_worker_gets_every_tensor_in_memory_of_its_own(size):
+def test_every_worker_gets_every_tensor_in_memory_of_its_own(size) -> None:
     source = Source(MANIFEST.total_bytes)
     for got, end in run(source, size):
         assert end == ""
@@ -83,13 +83,13 @@ def test_every_worker_gets_every_tensor_in_memory_of_its_own(size):
         assert all(torch.equal(tensor, got[name]) for name, tensor in expected(source.image))
 
 
-def test_a_transfer_that_ends_early_ends_for_every_worker_with_its_reason():
+def test_a_transfer_that_ends_early_ends_for_every_worker_with_its_reason() -> None:
     for got, end in run(Source(5000), 2):
         assert list(got) == ["a"]
         assert "planted end" in end
 
 
-def test_a_worker_that_breaks_off_takes_the_others_with_it():
+def test_a_worker_that_breaks_off_takes_the_others_with_it() -> None:
     (_, first), (_, second) = run(Source(MANIFEST.total_bytes), 2, fails=1)
     assert first == "planted failure"
     assert second == "failed"

@@ -37,28 +37,32 @@ def say(**event: Any) -> None:
 class Trainer:
     """What titan.syncing builds, with one rank and two small matrices."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self.point, self.number = Point(told["point"]), int(told["signal"])
-        folder = Path(told["folder"])
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.point, self.number = Point(options["point"]), int(options["signal"])
+        folder = Path(options["folder"])
         sizes = {"block_bytes": 1 << 16, "bucket_bytes": 1 << 16}
         config = WeightSync(
-            **sizes, apply=told["apply"], commit_deadline_s=5.0, backoff_s=0.05, backoff_max_s=0.2
+            **sizes,
+            apply=options["apply"],
+            commit_deadline_s=5.0,
+            backoff_s=0.05,
+            backoff_max_s=0.2,
         )
         layout = infer_layout(dict, SHAPES)
         manifest = layout.manifest("bfloat16", config.block_bytes)
         self.pool = ImagePool.create(manifest, config.slots)
         self.recorder = Recorder(folder)
-        self.left = int(told["times"])
+        self.left = int(options["times"])
         self.worker = SyncWorker(
             self.pool,
             config,
             self.recorder,
             SyncOptions(
-                urls=[told["url"]],
+                urls=[options["url"]],
                 make_control=lambda url: VllmControl(
-                    url, told["api_key"], config.commit_deadline_s
+                    url, options["api_key"], config.commit_deadline_s
                 ),
-                keys=(told["api_key"], ""),
+                keys=(options["api_key"], ""),
                 watch=self.watch,
                 guard_terms=TERMS,
             ),
@@ -102,12 +106,12 @@ class Trainer:
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
-    trainer = Trainer(told)
-    if told["fork"] and os.fork() == 0:
+    options = json.loads(sys.argv[1])
+    trainer = Trainer(options)
+    if options["fork"] and os.fork() == 0:
         os.read(0, 1)
         os._exit(0)
-    for version in range(1, told["versions"] + 1):
+    for version in range(1, options["versions"] + 1):
         trainer.publish(version)
     trainer.close()
 

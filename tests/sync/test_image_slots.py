@@ -18,13 +18,13 @@ def publish(slots: ImageSlots, version: int) -> int:
     return slot
 
 
-def test_the_first_slot_is_reserved_from_the_start_and_only_once():
+def test_the_first_slot_is_reserved_from_the_start_and_only_once() -> None:
     slots = ImageSlots(2)
     assert slots.take_reserved() == 0
     assert slots.take_reserved() is None
 
 
-def test_a_lane_that_waits_is_woken_by_a_new_version():
+def test_a_lane_that_waits_is_woken_by_a_new_version() -> None:
     slots = ImageSlots(2)
     got: list[Published | None] = []
     waiting = threading.Thread(target=lambda: got.append(slots.pin_newer("lane", None, WAIT_S)))
@@ -34,7 +34,7 @@ def test_a_lane_that_waits_is_woken_by_a_new_version():
     assert [p.version for p in got if p] == [1]
 
 
-def test_a_lane_gets_the_newest_version_and_skips_what_came_between():
+def test_a_lane_gets_the_newest_version_and_skips_what_came_between() -> None:
     slots = ImageSlots(2)
     for version in (1, 2, 3):
         publish(slots, version)
@@ -43,7 +43,7 @@ def test_a_lane_gets_the_newest_version_and_skips_what_came_between():
     assert slots.pin_newer("lane", 3, 0.0) is None
 
 
-def test_no_slot_is_given_while_each_one_is_read_and_an_unpin_gives_it():
+def test_no_slot_is_given_while_each_one_is_read_and_an_unpin_gives_it() -> None:
     slots = ImageSlots(2)
     publish(slots, 1)
     assert slots.pin_newer("slow", None, 0.0).version == 1
@@ -54,14 +54,14 @@ def test_no_slot_is_given_while_each_one_is_read_and_an_unpin_gives_it():
     assert slots.wait_reserved(0.0) == 0
 
 
-def test_a_version_that_no_lane_waits_for_gives_way_to_the_next_one():
+def test_a_version_that_no_lane_waits_for_gives_way_to_the_next_one() -> None:
     slots = ImageSlots(2)
     publish(slots, 1)
     slots.pin_newer("busy", None, 0.0)
     assert publish(slots, 2) == publish(slots, 3) == 1
 
 
-def test_a_lane_that_comes_late_gets_the_newest_version_though_its_slot_was_promised_to_the_next_one():
+def test_a_late_lane_gets_the_newest_version_though_its_slot_was_promised_to_the_next() -> None:
     slots = ImageSlots(2)
     publish(slots, 1)
     slots.pin_newer("stuck", None, 0.0)
@@ -72,7 +72,7 @@ def test_a_lane_that_comes_late_gets_the_newest_version_though_its_slot_was_prom
     assert slots.take_reserved() == 0
 
 
-def test_a_reservation_that_the_trainer_has_taken_is_not_revoked():
+def test_a_reservation_that_the_trainer_has_taken_is_not_revoked() -> None:
     slots = ImageSlots(2)
     publish(slots, 1)
     slots.pin_newer("stuck", None, 0.0)
@@ -83,7 +83,7 @@ def test_a_reservation_that_the_trainer_has_taken_is_not_revoked():
     slots.writing(3, 1, frozenset({0}))
 
 
-def test_a_slot_that_was_put_back_is_the_next_one_again_or_a_late_lanes():
+def test_a_slot_that_was_put_back_is_the_next_one_again_or_a_late_lanes() -> None:
     slots = ImageSlots(2)
     publish(slots, 1)
     slots.pin_newer("stuck", None, 0.0)
@@ -96,7 +96,7 @@ def test_a_slot_that_was_put_back_is_the_next_one_again_or_a_late_lanes():
     assert slots.take_reserved() == 0
 
 
-def test_a_discarded_version_is_seen_by_nobody_and_its_slot_comes_back():
+def test_a_discarded_version_is_never_seen_and_its_slot_comes_back() -> None:
     slots = ImageSlots(2)
     slot = slots.take_reserved()
     slots.writing(1, slot, frozenset({0}))
@@ -107,7 +107,7 @@ def test_a_discarded_version_is_seen_by_nobody_and_its_slot_comes_back():
     assert slots.take_reserved() == slot
 
 
-def test_a_stopped_lane_is_woken_and_pins_nothing_any_more():
+def test_a_stopped_lane_is_woken_and_pins_nothing_any_more() -> None:
     slots = ImageSlots(2)
     got: list[Published | None] = []
     waiting = threading.Thread(target=lambda: got.append(slots.pin_newer("lane", None, WAIT_S)))
@@ -119,7 +119,7 @@ def test_a_stopped_lane_is_woken_and_pins_nothing_any_more():
     assert slots.pin_newer("lane", None, 0.0) is None
 
 
-def test_a_sealed_set_of_slots_keeps_the_newest_version_and_gives_no_slot():
+def test_a_sealed_set_of_slots_keeps_the_newest_version_and_gives_no_slot() -> None:
     slots = ImageSlots(2)
     publish(slots, 1)
     publish(slots, 2)

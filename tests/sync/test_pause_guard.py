@@ -65,7 +65,7 @@ def until(fact: Any, timeout_s: float = WAIT_S) -> float:
 class Trainer:
     """The helper process, and the pause guard that it started."""
 
-    def __init__(self, url: str, folder: Path, told: dict[str, Any]) -> None:
+    def __init__(self, url: str, folder: Path, options: dict[str, Any]) -> None:
         defaults = {
             "point": "held",
             "signal": 0,
@@ -74,9 +74,9 @@ class Trainer:
             "apply": "staged",
             "fork": False,
         }
-        told = defaults | {"url": url, "folder": str(folder), "api_key": API_KEY} | told
+        options = defaults | {"url": url, "folder": str(folder), "api_key": API_KEY} | options
         self.process = subprocess.Popen(
-            [sys.executable, str(TRAINER), json.dumps(told)],
+            [sys.executable, str(TRAINER), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -107,8 +107,8 @@ class Trainer:
 
 
 @contextmanager
-def training(server: ServerProcess, folder: Path, **told: Any) -> Iterator[Trainer]:
-    trainer = Trainer(server.url, folder, told)
+def training(server: ServerProcess, folder: Path, **options: Any) -> Iterator[Trainer]:
+    trainer = Trainer(server.url, folder, options)
     try:
         yield trainer
     finally:
@@ -153,7 +153,7 @@ def test_a_trainer_killed_in_a_commit_leaves_its_server_generating_under_the_rig
         assert not now["paused"]
         assert Label.parse(now["label"]).version == holds
         assert now["digest"] == digest(holds)
-        # the receiver that answered the pause guard found nobody to talk to, and ended
+        # the receiver that answered the pause guard lost its lane and ended
         until(
             lambda: all(
                 psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in server.receiver_pids
@@ -164,8 +164,8 @@ def test_a_trainer_killed_in_a_commit_leaves_its_server_generating_under_the_rig
 def test_a_half_loaded_server_stays_paused_and_says_so(
     server: ServerProcess, tmp_path: Path
 ) -> None:
-    told = {"apply": "streamed", "point": "extent", "times": 6, "signal": signal.SIGKILL}
-    with training(server, tmp_path, **told) as trainer:
+    options = {"apply": "streamed", "point": "extent", "times": 6, "signal": signal.SIGKILL}
+    with training(server, tmp_path, **options) as trainer:
         trainer.wait("signalled")
         trainer.pause_guard.wait(WAIT_S)
         now = honest(server)
@@ -233,7 +233,7 @@ def test_a_killed_pause_guard_is_replaced_with_all_that_is_open(
     assert "127.0.0.1:9 " not in (tmp_path / "log").read_text()
 
 
-def test_what_ends_a_trainer_does_not_end_its_pause_guard_and_nobody_reads_its_secrets(
+def test_what_ends_a_trainer_does_not_end_its_pause_guard_and_its_secrets_stay_hidden(
     tmp_path: Path,
 ) -> None:
     key = Key.generate()

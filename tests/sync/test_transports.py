@@ -61,7 +61,7 @@ def together(*calls: Callable[[], object]) -> list[object]:
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 3 * (1 << 20) + 17])
-def test_an_image_arrives_byte_for_byte_in_buckets(pair, nbytes):
+def test_an_image_arrives_byte_for_byte_in_buckets(pair, nbytes) -> None:
     sent = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     got = torch.zeros(nbytes, dtype=torch.uint8)
     together(
@@ -73,7 +73,7 @@ def test_an_image_arrives_byte_for_byte_in_buckets(pair, nbytes):
     assert torch.equal(sent, got)
 
 
-def test_a_transport_serves_many_transfers(pair):
+def test_a_transport_serves_many_transfers(pair) -> None:
     for value in range(5):
         sent, got = (
             torch.full((5000,), value, dtype=torch.uint8),
@@ -85,14 +85,14 @@ def test_a_transport_serves_many_transfers(pair):
         assert torch.equal(sent, got)
 
 
-def test_a_receiver_whose_sender_stalls_fails_at_its_deadline(pair):
+def test_a_receiver_whose_sender_stalls_fails_at_its_deadline(pair) -> None:
     start = time.monotonic()
     with pytest.raises(TransferFailed):
         pair[1].broadcast(torch.zeros(MUCH, dtype=torch.uint8), 1.0)
     assert 0.9 < time.monotonic() - start < SOON_S
 
 
-def test_a_sender_whose_receiver_stalls_fails_at_its_deadline(pair):
+def test_a_sender_whose_receiver_stalls_fails_at_its_deadline(pair) -> None:
     start = time.monotonic()
     with pytest.raises(TransferFailed):
         broadcast_image(pair[0], torch.zeros(MUCH, dtype=torch.uint8), MUCH, 1.0)
@@ -100,7 +100,7 @@ def test_a_sender_whose_receiver_stalls_fails_at_its_deadline(pair):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_abort_from_another_thread_ends_a_broadcast_at_once(pair, rank):
+def test_an_abort_from_another_thread_ends_a_broadcast_at_once(pair, rank) -> None:
     timer = threading.Timer(0.3, pair[rank].abort)
     timer.start()
     start = time.monotonic()
@@ -110,7 +110,7 @@ def test_an_abort_from_another_thread_ends_a_broadcast_at_once(pair, rank):
     timer.join()
 
 
-def test_closing_after_an_abort_does_not_wait_for_the_peer(pair):
+def test_closing_after_an_abort_does_not_wait_for_the_peer(pair) -> None:
     timer = threading.Timer(0.2, pair[0].abort)
     timer.start()
     with pytest.raises(TransferFailed):
@@ -120,13 +120,13 @@ def test_closing_after_an_abort_does_not_wait_for_the_peer(pair):
     assert time.monotonic() - start < SOON_S
 
 
-def test_an_aborted_transport_refuses_further_broadcasts(pair):
+def test_an_aborted_transport_refuses_further_broadcasts(pair) -> None:
     pair[0].abort()
     with pytest.raises(TransferFailed, match="abort"):
         pair[0].broadcast(torch.zeros(10, dtype=torch.uint8), 5.0)
 
 
-def test_a_peer_that_closed_is_noticed_before_the_deadline(pair):
+def test_a_peer_that_closed_is_noticed_before_the_deadline(pair) -> None:
     pair[0].close()
     start = time.monotonic()
     with pytest.raises(TransferFailed):
@@ -135,7 +135,7 @@ def test_a_peer_that_closed_is_noticed_before_the_deadline(pair):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_missing_rank_fails_the_opening_at_its_deadline(kind):
+def test_a_missing_rank_fails_the_opening_at_its_deadline(kind) -> None:
     host = host_store(LOOPBACK)
     start = time.monotonic()
     with pytest.raises(TransferFailed):
@@ -143,18 +143,18 @@ def test_a_missing_rank_fails_the_opening_at_its_deadline(kind):
     assert time.monotonic() - start < SOON_S
 
 
-def test_an_unknown_kind_is_a_config_error():
+def test_an_unknown_kind_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="carrier_pigeon"):
         open_transport("carrier_pigeon", host_store(LOOPBACK), 0, 2, options(0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
-def test_nccl_without_a_gpu_is_a_config_error_that_names_gloo():
+def test_nccl_without_a_gpu_is_a_config_error_that_names_gloo() -> None:
     with pytest.raises(ConfigError, match="use gloo"):
         open_transport("nccl", host_store(LOOPBACK), 0, 2, options(0))
 
 
-def test_a_store_listens_on_the_interface_it_was_bound_to_and_on_no_other():
+def test_a_store_listens_on_the_interface_it_was_bound_to_and_on_no_other() -> None:
     port = host_store(LOOPBACK).port
     with open("/proc/net/tcp") as table:
         listening = [line.split()[1] for line in table if line.split()[3] == "0A"]
@@ -162,17 +162,17 @@ def test_a_store_listens_on_the_interface_it_was_bound_to_and_on_no_other():
     assert addresses <= {"0100007F"}
 
 
-def test_stores_never_collide():
+def test_stores_never_collide() -> None:
     stores = [host_store(LOOPBACK) for _ in range(20)]
     assert len({s.port for s in stores}) == 20
 
 
-def test_an_address_that_is_not_ours_is_a_config_error():
+def test_an_address_that_is_not_ours_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="bind_host"):
         host_store("203.0.113.1")
 
 
-def test_joining_a_store_that_is_gone_names_its_address():
+def test_joining_a_store_that_is_gone_names_its_address() -> None:
     host = host_store(LOOPBACK)
     port = host.port
     del host
@@ -180,7 +180,7 @@ def test_joining_a_store_that_is_gone_names_its_address():
         join_store(LOOPBACK, port, 0.5)
 
 
-def test_a_store_can_be_hosted_under_torchrun():
+def test_a_store_can_be_hosted_under_torchrun() -> None:
     code = (
         "from titan_grpo.sync.transports.store import host_store, join_store\nh ="
         " host_store('127.0.0.1'); j = join_store('127.0.0.1', h.port, 5.0); j.set('k', 'v');"
@@ -213,13 +213,13 @@ def link() -> Iterator[LaneLink]:
     made.close()
 
 
-def test_a_receiver_that_does_not_come_is_a_failed_transfer_at_the_deadline(link):
+def test_a_receiver_that_does_not_come_is_a_failed_transfer_at_the_deadline(link) -> None:
     link.open()
     with pytest.raises(TransferFailed, match="receiver"):
         link.wait_joined(0.3)
 
 
-def test_an_abort_ends_the_wait_for_a_receiver_at_once(link):
+def test_an_abort_ends_the_wait_for_a_receiver_at_once(link) -> None:
     link.open()
     timer = threading.Timer(0.3, link.abort)
     timer.start()
@@ -230,31 +230,31 @@ def test_an_abort_ends_the_wait_for_a_receiver_at_once(link):
     timer.join()
 
 
-def test_an_aborted_link_refuses_every_further_call(link):
+def test_an_aborted_link_refuses_every_further_call(link) -> None:
     link.open()
     link.abort()
     with pytest.raises(TransferFailed, match="abort"):
         link.wait_joined(30.0)
 
 
-def test_a_link_that_is_not_open_says_so(link):
+def test_a_link_that_is_not_open_says_so(link) -> None:
     with pytest.raises(TransferFailed, match="not open"):
         link.wait_joined(1.0)
 
 
-def test_orders_must_count_up_by_one(link):
+def test_orders_must_count_up_by_one(link) -> None:
     link.open()
     with pytest.raises(ProtocolError, match="the next is 0"):
         link.bye(1)
 
 
-def test_a_hello_carries_what_the_receiver_needs(link):
+def test_a_hello_carries_what_the_receiver_needs(link) -> None:
     hello = link.open()
     assert (hello.rank, hello.size, hello.block_bytes, hello.bucket_bytes) == (1, 2, 4096, 4096)
     store = dist.PrefixStore("run/1", join_store(hello.store_host, hello.store_port, 5.0))
     store.set("seen", "yes")
 
 
-def test_a_server_without_the_plugin_leaves_a_probe_unanswered():
+def test_a_server_without_the_plugin_leaves_a_probe_unanswered() -> None:
     with pytest.raises(TransferFailed, match="plugin"):
         Probe(LOOPBACK, 0.3).wait()

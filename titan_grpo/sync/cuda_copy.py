@@ -35,7 +35,7 @@ class CudaRuntime:
         if path is None:
             raise UpstreamError(
                 "torch must have loaded libcudart as a shared library, this build did not: weights"
-                " can not be copied without blocking the trainer; use a torch wheel built for CUDA"
+                " cannot be copied without blocking the trainer; use a torch wheel built for CUDA"
             )
         lib = ctypes.CDLL(path)
         size, pointer = ctypes.c_size_t, ctypes.c_void_p

@@ -2,7 +2,7 @@
 
 ::
 
-    optimizer.step()      start(shards, slot): CPU copies now; CUDA enqueues on a side stream and returns
+    optimizer.step()      start(shards, slot): CPU copies now; CUDA enqueues on a side stream
     forward, backward     the copy runs beside them
     fence()               the current stream waits for the copy (the device, not the host)
     optimizer.step()      may now change the weights

@@ -28,7 +28,7 @@ OPEN_S = 20.0
 
 
 class Post(threading.Thread):
-    """A request that is answered only after this end has sent its bytes. ``refused`` is called if it
+    """A request that is answered only after this end has sent its bytes. Calls ``refused`` if it
     fails."""
 
     def __init__(self, call: Callable[[], None], refused: Callable[[], object]) -> None:

@@ -1,5 +1,4 @@
-"""What a lane needs of a data plane: a broadcast from rank 0 that has a deadline and can be
-aborted."""
+"""The data plane of a lane: a broadcast from rank 0 with a deadline and an abort."""
 
 import threading
 import time
@@ -43,7 +42,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of sockets and buffers without blocking on the peer. Idempotent."""
+        """Free sockets and buffers without blocking on the peer. Idempotent."""
 
 
 def broadcast_image(

@@ -1,7 +1,5 @@
-"""The key-value store of a lane: hosted by the trainer on a socket that it bound itself, joined by
-the receiver.
-
-Which transports there are, and opening one by name."""
+"""The key-value store of a lane, hosted by the trainer and joined by the receiver; and opening a
+transport by name."""
 
 import socket
 from contextlib import contextmanager
@@ -40,7 +38,7 @@ def host_store(bind_host: str) -> dist.TCPStore:
     The listening socket is bound here and handed over: a port that is only looked up and then bound
     by the store can be taken by another process in between, and the store alone would listen on
     every interface. Works under torchrun: it never looks at the agent's store. Raises ConfigError
-    if the address can not be bound.
+    if the address cannot be bound.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(bind_host, 0, type=socket.SOCK_STREAM)[0]
@@ -83,7 +81,7 @@ def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def transport_problem(kind: str) -> str:
-    """Why this host can not open transport ``kind``; empty if it can."""
+    """Why this host cannot open transport ``kind``; empty if it can."""
     if kind == "nccl":
         if not (dist.is_nccl_available() and torch.cuda.is_available()):
             return (
@@ -102,7 +100,7 @@ def open_transport(
     or the deadline passed.
 
     Raises TransferFailed if a rank does not come, ConfigError for an unknown kind or one that this
-    host can not do.
+    host cannot open.
     """
     if problem := transport_problem(kind):
         raise ConfigError(problem)
