@@ -150,7 +150,7 @@ class Site:
             "bucket_bytes": BUCKET,
             "timeout_s": 30.0,
         }
-        (self.folder / "told.json").write_text(json.dumps(told | {"version": 9, "bad_byte": -1}))
+        (self.folder / "options.json").write_text(json.dumps(told | {"version": 9, "bad_byte": -1}))
         (self.folder / "manifest.json").write_text(weights.manifest.to_json())
         (self.folder / "image").write_bytes(weights.image.numpy().tobytes())
         command = [sys.executable, str(SENDER), str(self.folder), str(buckets)]
