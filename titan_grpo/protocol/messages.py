@@ -269,7 +269,7 @@ class Staged(Message, frozen=True):
     after "receive": every block digest and the fingerprint match. Otherwise ``error`` says why and
     ``bad_block`` is the first block that differs (-1: not about blocks). ``image`` is the address
     of the staged bytes on the server's host, empty without any. ``verify_s``: seconds of checks
-    after the last byte; blocks are hashed while later ones arrive.
+    after the last byte.
     """
 
     number: int

@@ -269,9 +269,7 @@ class Receiver:
     def _receive(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
         hello = self._hello
         image, manifest = self._reserve(order, streamed=False)
-        receive_s = broadcast_image(
-            transport, image.tensor(), hello.bucket_bytes, hello.timeout_s
-        )
+        receive_s = broadcast_image(transport, image.tensor(), hello.bucket_bytes, hello.timeout_s)
         start = time.monotonic()
         expected = self._digests(order, store, manifest)
         found = block_digests(image.buffer, manifest, hello.digest_algorithm, self._block_key)
@@ -332,6 +330,4 @@ def _staged(
     order: Order, fingerprint: str = "", error: str = "", image: SharedImage | None = None
 ) -> Staged:
     address = {} if image is None else image.address.to_json()
-    return Staged(
-        order.number, order.version, not error, fingerprint, 0.0, 0.0, error, -1, address
-    )
+    return Staged(order.number, order.version, not error, fingerprint, 0.0, 0.0, error, -1, address)
