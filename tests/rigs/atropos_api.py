@@ -1,5 +1,7 @@
 """A real Atropos API server in a process of its own, and what an environment does with it."""
 
+import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
@@ -10,6 +12,7 @@ from typing import Any
 from titan_grpo.engines.http import Call, HttpRefused, SyncDriver
 from titan_grpo.engines.launch import free_port
 from titan_grpo.errors import PeerError, ServerUnreachable
+from titan_grpo.subprocesses import Guarded
 
 START_S = 60.0
 LOOK_S = 0.05
@@ -45,21 +48,19 @@ class AtroposApi:
             "--port",
             str(port),
         ]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Guarded | None = None
         self.start()
 
     def start(self) -> None:
         """Start it, with nothing in it, and wait until it answers."""
-        self._process = subprocess.Popen(
-            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        self._process = Guarded(self._command, os.environ, END_S, stdout=subprocess.DEVNULL)
         until(self._answers, f"{self.url} answers")
 
     def stop(self) -> None:
         """Kill it. Idempotent."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait(END_S)
+            self._process.signal(signal.SIGKILL)
+            self._process.stop()
 
     def restart(self) -> None:
         """The same address, with nothing in it."""

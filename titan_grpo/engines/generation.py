@@ -186,7 +186,8 @@ class Answer:
     def end(self) -> None:
         """The body ended. Raises ServerRefused for a whole answer that cannot be read."""
         if self._whole:
-            self._set(self._call.call.parse(_event(self._whole, self._call.call.path)))
+            s = self._call.call.parse(_event(self._whole, self._call.call.path))
+            self._add(Piece(s.token_ids, s.logprobs, s.finish_reason, s.versions, s.retractions, 0))
 
     def sampled(self, count: int, finish_reason: str) -> Sampled:
         """The first ``count`` tokens with their versions, and ``finish_reason``."""
@@ -213,11 +214,6 @@ class Answer:
         self._versions = piece.versions or self._versions
         self._retractions = self._retractions if piece.retractions is None else piece.retractions
         self.finish_reason = piece.finish_reason or self.finish_reason
-
-    def _set(self, sampled: Sampled) -> None:
-        self._token_ids, self._logprobs = list(sampled.token_ids), list(sampled.logprobs)
-        self._versions, self._retractions = sampled.versions, sampled.retractions
-        self.finish_reason = sampled.finish_reason
 
 
 def _event(payload: bytes, path: str) -> Any:

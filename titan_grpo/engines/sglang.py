@@ -73,9 +73,9 @@ def _post(path: str, timeout_s: float, body: Any = None) -> Call[None]:
 
 def health(timeout_s: float = 30.0) -> Call[None]:
     """200 once the scheduler has sent any message, at the earliest after a second. On a paused
-    server it hangs, answers 503 after 20 s, and marks the server as unhealthy until the next one. With
-    ``SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0``, which our launcher sets, it is 503 until the
-    server has warmed up, and 200 ever after.
+    server it hangs, answers 503 after 20 s, and marks the server as unhealthy until the next one.
+    With ``SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0``, which our launcher sets, it is 503 until
+    the server has warmed up, and 200 ever after.
     """
     return Call("GET", "/health", timeout_s, ignore)
 
@@ -156,7 +156,8 @@ def update_weights(info: Mapping[str, Any], workers: int, timeout_s: float) -> C
     open update.
 
     The prefix cache is not flushed: SGLang cannot while requests are paused, and answers 400
-    although the weights are in. Requests are kept apart by their cache keys instead (see ``generate``).
+    although the weights are in. Requests are kept apart by their cache keys instead (see
+    ``generate``).
     """
     body = {"serialized_named_tensors": commit_payload(info, workers), "load_format": LOADER}
     return _post("/update_weights_from_tensor", timeout_s, body | {"flush_cache": False})
