@@ -1,5 +1,5 @@
-"""Connections that break under requests: what was streamed until then goes on elsewhere, and is
-nobody's twice."""
+"""Connections that break under requests: what was streamed until then goes on elsewhere,
+once."""
 
 import asyncio
 from collections.abc import Iterator
@@ -39,9 +39,9 @@ async def sample(sampler: Sampler, parts: list[Partial], server: Server, attempt
         await driver.close()
 
 
-def test_a_broken_connection_leaves_its_tokens_and_those_of_the_requests_beside_it(
+def test_a_broken_connection_leaves_its_streamand_those_of_the_requests_beside_it(
     completion_server, sampler
-):
+) -> None:
     first, other = completion_server(), completion_server()
 
     def break_off(body: dict) -> tuple[int, Iterator[bytes]]:
@@ -83,7 +83,7 @@ def test_a_broken_connection_leaves_its_tokens_and_those_of_the_requests_beside_
         assert (completion.version_first, completion.version_last) == (3, 4)
 
 
-def test_a_cancelled_request_leaves_its_tokens(completion_server, sampler):
+def test_a_cancelled_request_leaves_its_tokens(completion_server, sampler) -> None:
     server = completion_server()
 
     def stall(_: dict) -> tuple[int, Iterator[bytes]]:
@@ -123,30 +123,30 @@ class Telling(AsyncDriver):
         await super().stream(call, sink)
 
 
-def test_what_came_after_the_ledger_lost_track_is_not_kept(completion_server):
+def test_what_came_after_the_ledger_lost_track_is_not_kept(completion_server) -> None:
     server = Server("http://a", 3, True, "r:3:f", "vllm")
-    heard = TokenStream(Answer(vllm.stream([1], Sampling(9), 1.0)), server)
-    assert heard.kept().token_ids == ()
-    assert heard.version is None
+    stream = TokenStream(Answer(vllm.stream([1], Sampling(9), 1.0)), server)
+    assert stream.kept().token_ids == ()
+    assert stream.version is None
     for version, tokens in ((3, [5]), (4, [6, 7]), (None, [8])):
         server.version = version
-        heard.take(completion_server().piece(tokens))
-    kept = heard.kept()
-    assert (kept.token_ids, kept.finish_reason, heard.version) == ((5, 6, 7), "abort", 4)
+        stream.take(completion_server().piece(tokens))
+    kept = stream.kept()
+    assert (kept.token_ids, kept.finish_reason, stream.version) == ((5, 6, 7), "abort", 4)
 
 
-def test_an_answer_that_only_lacked_its_last_line_is_kept_as_finished(completion_server):
-    heard = TokenStream(
+def test_an_answer_that_only_lacked_its_last_line_is_kept_as_finished(completion_server) -> None:
+    stream = TokenStream(
         Answer(vllm.stream([1], Sampling(9), 1.0)), Server("http://a", 3, True, "r:3:f", "vllm")
     )
-    heard.take(completion_server().piece([5, 6], "stop"))
-    assert (heard.whole, heard.kept().finish_reason) == (True, "stop")
+    stream.take(completion_server().piece([5, 6], "stop"))
+    assert (stream.whole, stream.kept().finish_reason) == (True, "stop")
 
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_the_rollout_process_goes_on_at_another_server_and_the_broken_one_gets_its_rest(
     completion_server, model_dir, streamed
-):
+) -> None:
     broken, good = completion_server(), completion_server()
     # Whoever asks it once more gets no tokens: how often that is, before there is a better one, is up to the machine.
     broken.behaviour = lambda _: (

@@ -2,15 +2,12 @@
 every listed way."""
 
 import dataclasses
-import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 
 from titan_grpo.engines.generation import salt
-from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.errors import DataError
 from titan_grpo.rollout.client import RolloutClient, RolloutStopped
 from titan_grpo.rollout.dispatch import MAX_DROPS
 from titan_grpo.rollout.records import ReplayClient
@@ -46,7 +43,7 @@ def start(spec):
         client.close(5)
 
 
-def test_a_batch_has_checked_groups_with_versions_and_rewards(start, completion_server):
+def test_a_batch_has_checked_groups_with_versions_and_rewards(start, completion_server) -> None:
     server, client = completion_server(), start(max_staleness=0)
     client.set_server(server.url, 0, True, "run/0")
     batch = client.next_batch(0, PER_STEP, 20)
@@ -66,7 +63,9 @@ def test_a_batch_has_checked_groups_with_versions_and_rewards(start, completion_
     assert len(set(seeds)) == len(seeds)
 
 
-def test_generation_runs_ahead_of_the_trainer_by_the_bound_and_no_further(start, completion_server):
+def test_generation_runs_ahead_of_the_trainer_by_the_bound_and_no_further(
+    start, completion_server
+) -> None:
     server, client = completion_server(), start()
     client.set_server(server.url, 0, True, "0")
     client.next_batch(0, PER_STEP, 20)
@@ -78,7 +77,7 @@ def test_generation_runs_ahead_of_the_trainer_by_the_bound_and_no_further(start,
     assert {g.version for g in client.next_batch(2, PER_STEP, 20)} == {1}
 
 
-def test_groups_that_made_no_version_leave_room_for_as_many_more(start, completion_server):
+def test_groups_that_made_no_version_leave_room_for_as_many_more(start, completion_server) -> None:
     server, client = completion_server(), start(max_staleness=0)
     client.set_server(server.url, 0, True, "0")
     client.next_batch(0, PER_STEP, 20)
@@ -89,7 +88,7 @@ def test_groups_that_made_no_version_leave_room_for_as_many_more(start, completi
     assert client.counters()["unversioned_groups"] == 1
 
 
-def test_over_stale_groups_are_dropped_counted_and_made_again(start, completion_server):
+def test_over_stale_groups_are_dropped_counted_and_made_again(start, completion_server) -> None:
     server, client = completion_server(), start()
     client.set_server(server.url, 0, True, "0")
     client.next_batch(0, PER_STEP, 20)
@@ -102,18 +101,11 @@ def test_over_stale_groups_are_dropped_counted_and_made_again(start, completion_
 
 
 @pytest.mark.parametrize(
-    ("reason", "broken"),
-    [
-        ("bad_logprob", ([5, 6], [-1.0, None])),
-        ("empty", ([], [])),
-        ("wrong_length", ([5, 6], [-1.0])),
-        ("unfinished", ([5, 6], [-1.0, -1.0], "error")),
-        ("bad_logprob", ([5, 6], [-1.0, None], "abort")),
-    ],
+    "broken", [([5, 6], [-1.0, None]), ([5, 6], [-1.0, None], "abort")], ids=["stop", "abort"]
 )
 def test_a_broken_completion_drops_its_group_and_is_counted(
-    start, completion_server, reason, broken
-):
+    start, completion_server, broken
+) -> None:
     server, client = completion_server(), start(max_staleness=0)
 
     def behaviour(body):
@@ -126,11 +118,13 @@ def test_a_broken_completion_drops_its_group_and_is_counted(
     server.behaviour = behaviour
     client.set_server(server.url, 0, True, "0")
     batch = client.next_batch(0, PER_STEP, 20)
-    assert client.counters()[f"dropped.{reason}"] == 1
+    assert client.counters()["dropped.bad_logprob"] == 1
     assert all(len(c.token_ids) == 4 for g in batch for c in g.completions)
 
 
-def test_a_prompt_that_always_fails_is_skipped_and_the_run_goes_on(start, completion_server):
+def test_a_prompt_that_always_fails_is_skipped_and_the_run_goes_on(
+    start, completion_server
+) -> None:
     server, client = completion_server(), start(max_staleness=0)
 
     def behaviour(body):
@@ -146,7 +140,9 @@ def test_a_prompt_that_always_fails_is_skipped_and_the_run_goes_on(start, comple
     assert client.state()["cursor"] == {"low": 3, "above": []}  # Two used, one skipped.
 
 
-def test_a_server_that_refuses_every_prompt_stops_the_run_with_its_reason(start, completion_server):
+def test_a_server_that_refuses_every_prompt_stops_the_run_with_its_reason(
+    start, completion_server
+) -> None:
     server, client = completion_server(), start()
     server.behaviour = lambda body: (400, {"message": "no such parameter"})
     client.set_server(server.url, 0, True, "0")
@@ -154,21 +150,9 @@ def test_a_server_that_refuses_every_prompt_stops_the_run_with_its_reason(start,
         client.next_batch(0, PER_STEP, 20)
 
 
-def test_groups_of_a_failing_server_go_to_another_one(start, completion_server):
-    bad, fine, client = completion_server(), completion_server(), start()
-    bad.behaviour = lambda body: (500, {"error": "engine is dead"})
-    client.set_server(bad.url, 0, True, "0")
-    client.set_server(fine.url, 0, True, "0")
-    for version in (0, 1):
-        batch = client.next_batch(version, PER_STEP, 20)
-        assert {c.server for g in batch for c in g.completions} == {fine.url}
-        client.set_server(fine.url, version + 1, True, "x")
-    assert client.counters()["outages"] >= 1
-
-
 def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versions_and_budget(
     start, completion_server
-):
+) -> None:
     cutting, other, client = completion_server(), completion_server(), start(max_staleness=1)
 
     def cut_the_first(body):
@@ -209,7 +193,9 @@ def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versi
     assert not any(name.startswith("dropped") for name in counters)
 
 
-def test_a_drain_waits_for_what_runs_and_gives_up_past_its_deadline(start, completion_server):
+def test_a_drain_waits_for_what_runs_and_gives_up_past_its_deadline(
+    start, completion_server
+) -> None:
     server, client = completion_server(), start(max_staleness=0, in_flight_weight_updates=False)
     server.behaviour = server.hang
     client.set_server(server.url, 0, True, "0")
@@ -239,7 +225,9 @@ def test_a_drain_waits_for_what_runs_and_gives_up_past_its_deadline(start, compl
     assert not any(name.startswith("dropped") or name == "outages" for name in counters)
 
 
-def test_a_drain_ends_with_the_run_and_with_the_departure_of_its_server(start, completion_server):
+def test_a_drain_ends_with_the_run_and_with_the_departure_of_its_server(
+    start, completion_server
+) -> None:
     for end in (
         lambda c, s: c.remove_server(s.url),
         lambda c, s: c.skip_drains(),
@@ -257,7 +245,7 @@ def test_a_drain_ends_with_the_run_and_with_the_departure_of_its_server(start, c
             drained.result(10.0)
 
 
-def test_a_group_whose_server_became_unknown_meanwhile_is_dropped(start, completion_server):
+def test_a_group_whose_server_became_unknown_meanwhile_is_dropped(start, completion_server) -> None:
     server, other, client = completion_server(), completion_server(), start()
     server.behaviour = server.hang
     client.set_server(server.url, 0, True, "0")
@@ -270,22 +258,9 @@ def test_a_group_whose_server_became_unknown_meanwhile_is_dropped(start, complet
     assert {c.server for g in batch for c in g.completions} == {other.url}
 
 
-def test_groups_in_flight_that_came_too_late_are_aborted(start, completion_server):
-    slow, client = completion_server(), start()
-    slow.behaviour = slow.hang
-    client.set_server(slow.url, 0, True, "0")
-    slow.wait_for_requests(GROUP)
-    fast = completion_server()
-    client.set_server(slow.url, 0, False, "0")
-    client.set_server(fast.url, 7, True, "7")
-    batch = client.next_batch(7, PER_STEP, 20)
-    assert {c.server for g in batch for c in g.completions} == {fast.url}
-    assert client.counters()["dropped.stale_in_flight"] == 2 * PER_STEP
-
-
 def test_a_prompt_that_is_too_stale_more_often_than_a_bad_one_may_be_dropped_is_trained_all_the_same(
     start, completion_server
-):
+) -> None:
     server, client = completion_server(), start(max_staleness=0)
     server.behaviour = server.hang
     for version in range(2 * MAX_DROPS):
@@ -296,12 +271,13 @@ def test_a_prompt_that_is_too_stale_more_often_than_a_bad_one_may_be_dropped_is_
     client.set_server(server.url, 2 * MAX_DROPS, True, "last")
     begun = PER_STEP * (2 * MAX_DROPS + 1)
     batch = client.next_batch(2 * MAX_DROPS, begun, 20)
+    assert client.counters()["dropped.stale_in_flight"] >= 2 * MAX_DROPS
     assert {g.prompt.index for g in batch} == set(range(begun))
     assert "skipped" not in client.counters()
     server.released.set()
 
 
-def test_a_resumed_run_goes_on_with_the_unused_prompts(start, completion_server):
+def test_a_resumed_run_goes_on_with_the_unused_prompts(start, completion_server) -> None:
     server, client = completion_server(), start(max_staleness=0)
     client.set_server(server.url, 0, True, "0")
     before = client.next_batch(0, PER_STEP, 20)
@@ -314,75 +290,22 @@ def test_a_resumed_run_goes_on_with_the_unused_prompts(start, completion_server)
     assert resumed.counters()["consumed_groups"] == 4
 
 
-def test_the_same_seed_gives_the_same_data(start, completion_server):
-    server = completion_server()
+def test_the_same_seed_gives_the_same_data_and_its_record_replays_bit_for_bit(
+    start, completion_server, tmp_path
+) -> None:
+    server, path = completion_server(), str(tmp_path / "record.jsonl")
     runs = []
-    for _ in range(2):
-        client = start(max_staleness=0)
+    for record_path in ("", path):
+        client = start(record_path, max_staleness=0)
         client.set_server(server.url, 0, True, "0")
         runs.append(client.next_batch(0, PER_STEP, 20))
         client.close()
-    assert runs[0] == runs[1]
-
-
-def test_a_recorded_run_replays_bit_for_bit(start, completion_server, tmp_path):
-    server, path = completion_server(), str(tmp_path / "record.jsonl")
-    client = start(record_path=path)
-    client.set_server(server.url, 0, True, "0")
-    batches = [client.next_batch(v, PER_STEP, 20) for v in (0, 1)]
-    client.close()
-    replay = ReplayClient(path)
-    assert [replay.next_batch(v, PER_STEP, 1) for v in (0, 1)] == batches
-
-
-def test_a_killed_process_surfaces_in_next_batch(start):
-    client = start()
-    psutil.Process(client._transport.pid).send_signal(signal.SIGKILL)
-    with pytest.raises(RolloutStopped, match="ended with exit code -9"):
-        client.next_batch(0, PER_STEP, 20)
-
-
-def test_a_tasks_exception_surfaces_with_its_traceback(
-    start, completion_server, tmp_path, monkeypatch
-):
-    (tmp_path / "broken_task.py").write_text(
-        "from titan_grpo.rollout.tasks.digits import Digits\n"
-        "class Broken(Digits):\n"
-        "    async def reward(self, prompt, text, token_ids):\n"
-        "        raise KeyError('no such rubric')\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    server, client = completion_server(), start(task="broken_task:Broken")
-    client.set_server(server.url, 0, True, "0")
-    with pytest.raises(RolloutStopped, match="no such rubric"):
-        client.next_batch(0, PER_STEP, 20)
-
-
-def test_an_unknown_task_is_a_config_error(start):
-    with pytest.raises(ConfigError, match=r"rollout\.task"):
-        start(task="nonsense")
-
-
-def test_a_model_directory_without_a_tokenizer_is_a_config_error(start, tmp_path):
-    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        start(model_dir=str(tmp_path / "empty"))
-
-
-def test_close_ends_a_process_with_requests_in_flight(start, completion_server):
-    server, client = completion_server(), start()
-    server.behaviour = server.hang
-    client.set_server(server.url, 0, True, "0")
-    server.wait_for_requests(GROUP)
-    child = psutil.Process(client._transport.pid)
-    begin = time.monotonic()
-    client.close(60)
-    assert time.monotonic() - begin < 60, "it was killed"
-    assert not child.is_running()
+    assert runs[0] == runs[1] == ReplayClient(path).next_batch(0, PER_STEP, 1)
 
 
 def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_prompts_nothing(
     start, completion_server
-):
+) -> None:
     leaving, client = completion_server(), start()
     leaving.behaviour = leaving.hang
     client.set_server(leaving.url, 0, True, "0")
@@ -403,7 +326,7 @@ def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_
     assert client.in_flight(20.0) == {staying.url: 0}
 
 
-def test_a_server_that_left_may_come_back(start, completion_server):
+def test_a_server_that_left_may_come_back(start, completion_server) -> None:
     server, client = completion_server(), start(max_staleness=0)
     client.set_server(server.url, 0, True, "0")
     client.next_batch(0, PER_STEP, 20)

@@ -284,9 +284,9 @@ def test_calls_and_outcomes_are_json_and_hold_no_key(spec, engine) -> None:
     asked: list[EngineCall] = []
 
     class Caller:
-        era = 0
+        generation = 0
 
-        def engine_call(self, url, method, arguments, within_s, era):
+        def engine_call(self, url, method, arguments, within_s, generation):
             asked.append(EngineCall(len(asked), url, method, arguments, within_s))
             return EngineAnswer(0, None)
 

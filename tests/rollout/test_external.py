@@ -196,7 +196,7 @@ def test_pushed_groups_are_trained_on_and_held_back_by_the_bound(push) -> None:
     assert http.post("/groups", json=pushed(3, "a", "b", "c", "d")).json()["taken"] == 4
     assert http.post("/groups", json=pushed(3, "e")).status_code == 429
     assert [g.prompt.index for g in client.next_batch(3, 2, 20)] == [0, 1]
-    until(lambda: http.get("/status").json()["waiting"] == 4, "the door hears what was taken")
+    until(lambda: http.get("/status").json()["waiting"] == 4, "the places are free")
     assert http.post("/groups", json=pushed(3, "e")).status_code == 202
     assert http.post("/groups", json=pushed(4, "f")).status_code == 409
     # The trainer goes on; what is left of version 3 may be used at 4, and no longer at 5.

@@ -1,4 +1,4 @@
-"""A real server socket: it sleeps until somebody comes, and ends when it is told to."""
+"""A real server socket: it sleeps until a client connects, and ends on request."""
 
 import http.server
 import socketserver

@@ -1,5 +1,5 @@
-"""A real client and its rollout process with requests outstanding: nobody wakes, and nobody uses a
-core."""
+"""A real client and its rollout process with requests outstanding: no thread wakes, and none uses
+a core."""
 
 import os
 import threading
@@ -37,10 +37,10 @@ def used(pid: int, threads: list[int] | None = None) -> Used:
 
 
 def test_waiting_for_completions_costs_nothing(completion_server, model_dir) -> None:
-    server, link = completion_server(), LocalTransport()
+    server, transport = completion_server(), LocalTransport()
     server.behaviour = server.hang
     spec = RolloutSpec(model_dir=model_dir, prompts_per_step=8, group_size=8, max_staleness=0)
-    client = RolloutClient(spec, "", link)
+    client = RolloutClient(spec, "", transport)
     client.start(60)
     ours = [
         thread.native_id for thread in threading.enumerate() if thread.name.startswith("rollout-")
@@ -51,9 +51,9 @@ def test_waiting_for_completions_costs_nothing(completion_server, model_dir) -> 
     assert sum(client.in_flight(20).values()) == REQUESTS
 
     def quiet() -> bool:
-        before = used(link.pid), used(os.getpid(), ours)
+        before = used(transport.pid), used(os.getpid(), ours)
         threading.Event().wait(QUIET_S)
-        after = used(link.pid), used(os.getpid(), ours)
+        after = used(transport.pid), used(os.getpid(), ours)
         wakes = sum(b.wakes - a.wakes for a, b in zip(before, after, strict=True))
         return (
             wakes <= MOST_WAKES

@@ -39,7 +39,7 @@ class Letters:
 
 
 @given(st.permutations(range(12)), st.integers(0, 12))
-def test_a_cursor_resumes_with_exactly_the_unused_indices(order, used):
+def test_a_cursor_resumes_with_exactly_the_unused_indices(order, used) -> None:
     cursor = Cursor()
     for index in order[:used]:
         cursor.use(index)
@@ -69,7 +69,7 @@ def test_the_sampler_the_push_server_and_the_batch_bear_the_same_rounding(logpro
             read()
 
 
-def test_an_index_used_twice_is_refused():
+def test_an_index_used_twice_is_refused() -> None:
     cursor = Cursor(low=2, above=(4,))
     for index in (1, 4):
         with pytest.raises(DataError, match="came twice"):
@@ -79,7 +79,7 @@ def test_an_index_used_twice_is_refused():
 @pytest.mark.parametrize(
     "state", [{"low": -1}, {"low": 3, "above": [1]}, {"low": "0"}, {"low": 0, "above": None}]
 )
-def test_a_broken_cursor_state_is_refused(state):
+def test_a_broken_cursor_state_is_refused(state) -> None:
     with pytest.raises(DataError, match="rollout state"):
         Cursor.from_state(state)
 
@@ -99,11 +99,11 @@ def test_a_broken_cursor_state_is_refused(state):
         ({"reward": math.nan}, "bad_reward"),
     ],
 )
-def test_each_fault_has_a_name(change, fault):
+def test_each_fault_has_a_name(change, fault) -> None:
     assert completion_fault(replace(GOOD, **change), 2) == fault
 
 
-def test_request_seeds_are_stable_and_fit_int64():
+def test_request_seeds_are_stable_and_fit_int64() -> None:
     seeds = {
         request_seed(s, i, k, a)
         for s in range(3)
@@ -120,7 +120,7 @@ def always(_version):
     return True
 
 
-def test_the_least_loaded_accepting_server_is_picked():
+def test_the_least_loaded_accepting_server_is_picked() -> None:
     pool = Pool(8)
     pool.set(ServerState("a", 1, True, "1", "vllm")).in_flight = 4
     pool.set(ServerState("b", 1, True, "1", "vllm"))
@@ -134,7 +134,7 @@ def test_the_least_loaded_accepting_server_is_picked():
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(0, 4))
 def test_a_group_goes_to_a_server_that_may_take_it_and_to_none_that_is_worse_by_load_and_lag(
     seed, count, needed
-):
+) -> None:
     chance = random.Random(seed)
     pool = Pool(16)
     states = [
@@ -166,7 +166,7 @@ def test_a_group_goes_to_a_server_that_may_take_it_and_to_none_that_is_worse_by_
             assert other.version <= picked.version or picked.url == avoid
 
 
-def test_a_server_behind_by_one_version_is_as_good_as_one_with_one_more_group():
+def test_a_server_behind_by_one_version_is_as_good_as_one_with_one_more_group() -> None:
     pool = Pool(64)
     late = pool.set(ServerState("late", 4, True, "4", "vllm"))
     newest = pool.set(ServerState("newest", 5, True, "5", "vllm"))
@@ -176,7 +176,7 @@ def test_a_server_behind_by_one_version_is_as_good_as_one_with_one_more_group():
     assert pool.pick(8, 0.0, always) is late
 
 
-def test_a_full_server_takes_nothing_but_an_idle_one_takes_a_group_of_any_size():
+def test_a_full_server_takes_nothing_but_an_idle_one_takes_a_group_of_any_size() -> None:
     pool = Pool(8)
     server = pool.set(ServerState("a", 1, True, "1", "vllm"))
     assert pool.pick(20, 0.0, always) is server
@@ -184,7 +184,7 @@ def test_a_full_server_takes_nothing_but_an_idle_one_takes_a_group_of_any_size()
     assert pool.pick(4, 0.0, always) is None
 
 
-def test_a_failing_server_is_paused_for_longer_and_longer():
+def test_a_failing_server_is_paused_for_longer_and_longer() -> None:
     pool = Pool(8)
     server = pool.set(ServerState("a", 1, True, "1", "vllm"))
     assert [pool.failed(server, 100.0) for _ in range(7)] == [
@@ -209,18 +209,18 @@ def sampled(versions):
     return Sampled((1,) * 5, (-1.0,) * 5, "stop", versions)
 
 
-def test_versions_are_the_engines_where_it_tells_them_and_the_ledgers_elsewhere():
+def test_versions_are_the_engines_where_it_tells_them_and_the_ledgers_elsewhere() -> None:
     assert made_by(sampled(SPANS), "r:6:f", 6, 9) == (7, 8)
     assert made_by(sampled(()), "r:6:f", 6, 9) == (6, 9)
 
 
 @pytest.mark.parametrize("label", ["default", "unusable", "other:7:f", ""])
-def test_tokens_of_weights_that_are_not_of_this_run_have_no_version(label):
+def test_tokens_of_weights_that_are_not_of_this_run_have_no_version(label) -> None:
     assert made_by(sampled((SPANS[0], (label, 3, 5))), "r:6:f", 6, 9) is None
     assert made_by(sampled(SPANS), label, 6, 9) is None
 
 
-def test_digits_rewards_the_share_of_digits():
+def test_digits_rewards_the_share_of_digits() -> None:
     task, codec = load_task("digits", TaskOptions(seed=1)), Letters()
     prompt = task.prompt(3, codec)
     assert prompt == load_task("digits", TaskOptions(seed=1)).prompt(3, codec)
@@ -230,7 +230,7 @@ def test_digits_rewards_the_share_of_digits():
     assert asyncio.run(task.reward(prompt, "", (2,))) == 0
 
 
-def test_gsm8k_visits_every_row_once_per_epoch_and_checks_answers(tmp_path):
+def test_gsm8k_visits_every_row_once_per_epoch_and_checks_answers(tmp_path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"question": f"q{i}", "answer": f"so #### {i * 1000:,}"} for i in range(5)]
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -244,7 +244,7 @@ def test_gsm8k_visits_every_row_once_per_epoch_and_checks_answers(tmp_path):
     assert task.reward(prompt, "no idea", ()) == 0
 
 
-def test_gsm8k_refuses_a_missing_or_broken_file(tmp_path):
+def test_gsm8k_refuses_a_missing_or_broken_file(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.task_path"):
         load_task("gsm8k", TaskOptions(path=str(tmp_path / "none")))
     (tmp_path / "bad").write_text('{"question": "x"}\n')
@@ -252,7 +252,7 @@ def test_gsm8k_refuses_a_missing_or_broken_file(tmp_path):
         load_task("gsm8k", TaskOptions(path=str(tmp_path / "bad")))
 
 
-def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_path):
+def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_path) -> None:
     path = tmp_path / "r.jsonl"
     group = Group(Prompt(0, (1,)), (GOOD, GOOD))
     first = GroupRecorder(str(path), 0)
@@ -276,7 +276,7 @@ def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_pat
         ReplayClient(str(path)).next_batch(1, 5, 1)
 
 
-def test_a_resume_on_a_full_disk_leaves_the_recording_whole(tmp_path):
+def test_a_resume_on_a_full_disk_leaves_the_recording_whole(tmp_path) -> None:
     path = tmp_path / "r.jsonl"
     first = GroupRecorder(str(path), 0)
     for version in range(3):

@@ -68,7 +68,7 @@ def run_batches(url: str, model_dir: str) -> tuple[list[list[Group]], list[float
 
 
 @pytest.mark.e2e
-def test_batches_carry_the_servers_own_log_probabilities_and_versions(server, model_dir):
+def test_batches_carry_the_servers_own_log_probabilities_and_versions(server, model_dir) -> None:
     batches, seconds = run_batches(server.url, model_dir)
     print("seconds per batch of 64 x 16 tokens:", [round(s, 2) for s in seconds])
     assert sorted(g.prompt.index for batch in batches for g in batch) == list(range(2 * PER_STEP))
@@ -87,14 +87,14 @@ def test_batches_carry_the_servers_own_log_probabilities_and_versions(server, mo
 
 
 @pytest.mark.e2e
-def test_a_request_with_the_same_seed_gives_the_same_tokens(server):
+def test_a_request_with_the_same_seed_gives_the_same_tokens(server) -> None:
     with SyncDriver(server.url) as driver:
         call = vllm.generate([10, 11, 12], Sampling(8, seed=5, cache_salt="a"), 60)
         assert driver.run(call) == driver.run(call)
 
 
 @pytest.mark.e2e
-def test_pausing_keeps_a_request_and_resuming_finishes_it(server):
+def test_pausing_keeps_a_request_and_resuming_finishes_it(server) -> None:
     async def paused_request() -> tuple[bool, Sampled]:
         driver = AsyncDriver(server.url)
         try:
@@ -115,7 +115,7 @@ def test_pausing_keeps_a_request_and_resuming_finishes_it(server):
 
 
 @pytest.mark.e2e
-def test_a_server_tells_its_label_size_and_model(server, model_dir):
+def test_a_server_tells_its_label_size_and_model(server, model_dir) -> None:
     with SyncDriver(server.url) as driver:
         assert driver.run(vllm.models()) == [model_dir]
         assert driver.run(vllm.world_size()) == 1

@@ -22,7 +22,9 @@ from titan_grpo.samples import Completion, Group, Prompt
 BUDGET = 20
 
 
-def test_however_often_it_is_cut_a_completion_keeps_every_token_its_versions_and_its_budget():
+def test_however_often_it_is_cut_a_completion_keeps_every_token_its_versions_and_its_budget() -> (
+    None
+):
     chance = random.Random(5)
     for _ in range(2000):
         part, made, versions, version = Partial(), [], [], chance.randrange(5)
@@ -59,14 +61,16 @@ OPEN = Partial((1,), (-1.0,), 4, 4)
         (4, 3, False, (FINISHED, OPEN)),
     ],
 )
-def test_parts_that_are_too_old_or_would_mix_versions_begin_anew(version, needed, mix, kept):
+def test_parts_that_are_too_old_or_would_mix_versions_begin_anew(
+    version, needed, mix, kept
+) -> None:
     assert worth_keeping((FINISHED, OPEN), version, needed, mix) == kept
     assert worth_keeping((Partial(),), version, needed, mix) == (Partial(),)
 
 
 def test_what_is_finished_when_a_server_fails_is_kept_and_not_asked_for_again(
     completion_server, model_dir
-):
+) -> None:
     server = completion_server()
     server.behaviour = lambda _: (500, {"error": "engine is dead"})
     spec = RolloutSpec(model_dir, group_size=3, max_completion_tokens=4)
@@ -100,7 +104,7 @@ def test_what_is_finished_when_a_server_fails_is_kept_and_not_asked_for_again(
     assert {body["max_tokens"] for body in server.bodies} == {3}
 
 
-def test_the_lowest_prompts_or_the_freshest_weights_are_consumed_first():
+def test_the_lowest_prompts_or_the_freshest_weights_are_consumed_first() -> None:
     def done(index: int, version: int) -> GroupDone:
         completion = Completion((1,), (-1.0,), "stop", version, version, "")
         return GroupDone(Ticket(index), Group(Prompt(index, (1,)), (completion,)), {})
@@ -110,7 +114,7 @@ def test_the_lowest_prompts_or_the_freshest_weights_are_consumed_first():
     assert consumption_order(ready, "freshest") == [2, 3, 4, 1]
 
 
-def test_kv_that_survived_a_commit_is_seen_where_the_engine_counts_its_losses():
+def test_kv_that_survived_a_commit_is_seen_where_the_engine_counts_its_losses() -> None:
     spans = (("r:1:f", 0, 2), ("r:2:f", 2, 3))
     assert [
         kv_survived(Sampled((1,), (-1.0,), "stop", spans, count)) for count in (None, 0, 1)

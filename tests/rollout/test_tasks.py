@@ -42,7 +42,7 @@ def runner(reward, limit=8, timeout_s=20.0):
     return TaskRunner(SimpleNamespace(reward=reward), Letters(), limit, timeout_s)
 
 
-def test_the_budget_is_spent_by_one_error_more_than_it_allows_in_any_window():
+def test_the_budget_is_spent_by_one_error_more_than_it_allows_in_any_window() -> None:
     chance = random.Random(3)
     for allowed in (0, 1, 5):
         budget, recent = ErrorBudget(allowed), deque(maxlen=WINDOW)
@@ -53,7 +53,7 @@ def test_the_budget_is_spent_by_one_error_more_than_it_allows_in_any_window():
             assert budget.spent == (sum(recent) > allowed)
 
 
-def test_an_episode_keeps_its_budget_and_knows_which_tokens_are_the_policys():
+def test_an_episode_keeps_its_budget_and_knows_which_tokens_are_the_policys() -> None:
     chance = random.Random(4)
     for _ in range(500):
         part, made, budget = Partial(), [], 30
@@ -87,12 +87,12 @@ def test_an_episode_keeps_its_budget_and_knows_which_tokens_are_the_policys():
         assert len(made) <= budget
 
 
-def test_the_seeds_of_an_episodes_turns_differ_and_its_first_is_that_of_a_single_turn():
+def test_the_seeds_of_an_episodes_turns_differ_and_its_first_is_that_of_a_single_turn() -> None:
     assert request_seed(1, 2, 3, 4, 0) == request_seed(1, 2, 3, 4)
     assert len({request_seed(1, 2, 3, 4, turn) for turn in range(9)}) == 9
 
 
-def test_no_more_calls_of_a_task_are_in_flight_than_its_limit():
+def test_no_more_calls_of_a_task_are_in_flight_than_its_limit() -> None:
     async def run():
         inside, most, full = 0, 0, asyncio.Event()
 
@@ -130,7 +130,7 @@ class Plain(Letters):
         return reward()
 
 
-def test_plain_functions_run_in_threads_and_coroutines_in_the_loop():
+def test_plain_functions_run_in_threads_and_coroutines_in_the_loop() -> None:
     plain = Plain()
     assert asyncio.run(runner(plain.reward).reward(PROMPT, DONE)) == 0.5
     assert asyncio.run(runner(plain.wrapped).reward(PROMPT, DONE)) == 0.25
@@ -142,7 +142,7 @@ def test_plain_functions_run_in_threads_and_coroutines_in_the_loop():
     assert asyncio.run(both.reward(PROMPT, DONE)) == 0.75
 
 
-def test_a_call_past_its_deadline_is_the_tasks_error():
+def test_a_call_past_its_deadline_is_the_tasks_error() -> None:
     async def never(*_):
         await asyncio.Event().wait()
 
@@ -153,7 +153,7 @@ def test_a_call_past_its_deadline_is_the_tasks_error():
     ]
 
 
-def test_a_servers_error_or_a_cancellation_that_a_task_lets_out_is_the_tasks_error():
+def test_a_servers_error_or_a_cancellation_that_a_task_lets_out_is_the_tasks_error() -> None:
     async def judge(*_):
         raise PeerError("the judge is down")
 
@@ -166,7 +166,7 @@ def test_a_servers_error_or_a_cancellation_that_a_task_lets_out_is_the_tasks_err
 
 
 @pytest.mark.parametrize("hides", [False, True])
-def test_a_cancelled_call_is_cancelled_and_not_the_tasks_error(hides):
+def test_a_cancelled_call_is_cancelled_and_not_the_tasks_error(hides) -> None:
     async def run():
         entered = asyncio.Event()
 
@@ -189,7 +189,7 @@ def test_a_cancelled_call_is_cancelled_and_not_the_tasks_error(hides):
 
 
 @pytest.mark.parametrize("answer", [(), (1, -2), "text"])
-def test_an_answer_that_is_no_tokens_is_the_tasks_error(answer):
+def test_an_answer_that_is_no_tokens_is_the_tasks_error(answer) -> None:
     async def turn(*_):
         return answer
 
@@ -198,7 +198,7 @@ def test_an_answer_that_is_no_tokens_is_the_tasks_error(answer):
         asyncio.run(TaskRunner(task, Letters(), 8, 20.0).turn(PROMPT, Partial((1,), (-1.0,), 0, 0)))
 
 
-def test_a_task_with_half_a_loop_is_refused(tmp_path, monkeypatch):
+def test_a_task_with_half_a_loop_is_refused(tmp_path, monkeypatch) -> None:
     (tmp_path / "half_task.py").write_text(
         "from titan_grpo.rollout.tasks.digits import Digits\nclass Half(Digits):\n    async def"
         " turn(self, *_): ...\n"
@@ -218,13 +218,13 @@ def test_a_task_with_half_a_loop_is_refused(tmp_path, monkeypatch):
         ("max_turns", 0),
     ],
 )
-def test_limits_of_a_task_out_of_their_range_are_refused(key, value):
+def test_limits_of_a_task_out_of_their_range_are_refused(key, value) -> None:
     (found,) = violations(JobConfig(GRPO(), Rollout(servers=["http://a:1"], **{key: value})))
     assert found.startswith(f"rollout.{key} must be")
     assert getattr(RolloutSpec.from_config(Rollout(**{key: value}), "m"), key) == value
 
 
-def test_the_calculator_answers_calls_and_rewards_what_the_policy_says_after_them():
+def test_the_calculator_answers_calls_and_rewards_what_the_policy_says_after_them() -> None:
     task, codec = load_task("calculator", TaskOptions(seed=1)), Letters()
     prompt = task.prompt(4, codec)
     assert prompt == load_task("calculator", TaskOptions(seed=1)).prompt(4, codec)
@@ -240,7 +240,9 @@ def test_the_calculator_answers_calls_and_rewards_what_the_policy_says_after_the
     assert asyncio.run(task.episode_reward(prompt, turns(f"[{total}+0]", f"={total}\n"))) == 0
 
 
-def test_an_episode_that_waited_for_the_task_when_it_was_cancelled_samples_nothing_again(model_dir):
+def test_an_episode_that_waited_for_the_task_when_it_was_cancelled_samples_nothing_again(
+    model_dir,
+) -> None:
     spec = RolloutSpec(model_dir, group_size=2, max_completion_tokens=40)
     sampler = Sampler(spec, TaskRunner(load_task("calculator", TaskOptions()), Letters(), 8, 20.0))
     said = tuple(map(ord, "it is 7"))
@@ -266,9 +268,9 @@ def test_an_episode_that_waited_for_the_task_when_it_was_cancelled_samples_nothi
     ]
 
 
-def test_an_episode_goes_on_elsewhere_when_nobody_knows_what_its_server_holds_after_a_turn(
+def test_an_episode_goes_on_elsewhere_when_its_server_became_unknown_after_a_turn(
     model_dir,
-):
+) -> None:
     spec = RolloutSpec(model_dir, group_size=1, max_completion_tokens=40)
     sampler = Sampler(spec, TaskRunner(load_task("calculator", TaskOptions()), Letters(), 8, 20.0))
     said = tuple(map(ord, "[3+4]"))
@@ -288,7 +290,7 @@ def test_an_episode_goes_on_elsewhere_when_nobody_knows_what_its_server_holds_af
     assert not parts[0].waits
 
 
-def test_the_example_of_the_documentation_is_a_task(root):
+def test_the_example_of_the_documentation_is_a_task(root) -> None:
     source = (
         (root / "docs" / "tasks.md").read_text().partition("```python\n")[2].partition("```")[0]
     )
@@ -345,7 +347,7 @@ EOS = 2
 @pytest.fixture
 def sums(completion_server):
     """A server whose model asks the calculator for the prompt's sum, and then says what it was
-    told."""
+    answered."""
     server = completion_server()
 
     def behaviour(body):
@@ -360,7 +362,7 @@ def sums(completion_server):
 
 
 @pytest.mark.e2e
-def test_a_tool_loop_makes_episodes_whose_tool_tokens_are_not_trained_on(start, sums):
+def test_a_tool_loop_makes_episodes_whose_tool_tokens_are_not_trained_on(start, sums) -> None:
     client = start()
     client.set_server(sums.url, 0, True, "r:0:f")
     batch = client.next_batch(0, 2, 20)
@@ -370,9 +372,11 @@ def test_a_tool_loop_makes_episodes_whose_tool_tokens_are_not_trained_on(start, 
             stretches = Partial(
                 completion.token_ids, completion.logprobs, sampled=completion.sampled
             ).stretches()
-            call, told, said = (text_of(t for t in tokens if t != EOS) for _, tokens in stretches)
+            call, answered, said = (
+                text_of(t for t in tokens if t != EOS) for _, tokens in stretches
+            )
             assert [sampled for sampled, _ in stretches] == [True, False, True]
-            assert (call[0], told.strip("\x1d\n"), said, completion.reward) == (
+            assert (call[0], answered.strip("\x1d\n"), said, completion.reward) == (
                 "[",
                 f"={total}",
                 f"so {total}",
@@ -395,7 +399,7 @@ def test_a_tool_loop_makes_episodes_whose_tool_tokens_are_not_trained_on(start, 
 
 
 @pytest.mark.e2e
-def test_the_turns_of_an_episode_are_bounded(start, sums):
+def test_the_turns_of_an_episode_are_bounded(start, sums) -> None:
     def always_asks(body):
         tokens = [*ids("[1+1]"), EOS]
         return sums.answer(tokens, [-1.0] * len(tokens), "stop")
@@ -433,7 +437,9 @@ def broken(tmp_path, monkeypatch):
 
 
 @pytest.mark.e2e
-def test_a_tasks_errors_within_their_budget_cost_groups_and_not_the_run(start, sums, broken):
+def test_a_tasks_errors_within_their_budget_cost_groups_and_not_the_run(
+    start, sums, broken
+) -> None:
     client = start(task=broken, task_error_budget=3)
     client.set_server(sums.url, 0, True, "r:0:f")
     assert [g.prompt.index for g in client.next_batch(0, 2, 20)] == [1, 2]
@@ -442,7 +448,9 @@ def test_a_tasks_errors_within_their_budget_cost_groups_and_not_the_run(start, s
 
 
 @pytest.mark.e2e
-def test_a_tasks_error_beyond_its_budget_stops_the_run_with_its_traceback(start, sums, broken):
+def test_a_tasks_error_beyond_its_budget_stops_the_run_with_its_traceback(
+    start, sums, broken
+) -> None:
     client = start(task=broken, task_error_budget=2)
     client.set_server(sums.url, 0, True, "r:0:f")
     with pytest.raises(
@@ -452,7 +460,9 @@ def test_a_tasks_error_beyond_its_budget_stops_the_run_with_its_traceback(start,
 
 
 @pytest.mark.e2e
-def test_errors_of_servers_never_count_against_the_tasks_budget(start, sums, completion_server):
+def test_errors_of_servers_never_count_against_the_tasks_budget(
+    start, sums, completion_server
+) -> None:
     dead, client = completion_server(), start(task_error_budget=0)
     dead.behaviour = lambda _: (500, {"error": "engine is dead"})
     client.set_server(dead.url, 0, True, "r:0:f")

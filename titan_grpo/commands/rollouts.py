@@ -48,14 +48,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Serve until SIGINT or SIGTERM. Raises ConfigError for an address that can not be bound, or
+    """Serve until SIGINT or SIGTERM. Raises ConfigError for an address that cannot be bound, or
     needs a key."""
     options = _parser().parse_args(argv)
     host, key = options.bind.rpartition(":")[0], env.get(options.key_env, "")
     if not key and not is_loopback(host):
         raise ConfigError(
             f"--bind must be on loopback while {options.key_env} is empty, got {options.bind}"
-            " (anybody who reaches it could have this host make requests and run tasks); set it to"
+            " (every client that reaches it could have this host make requests and run tasks); set it to"
             " a secret that the trainer has too (rollout.controller_key_env)"
         )
     if options.lease <= 0:

@@ -136,9 +136,9 @@ class RolloutClient:
         return cast(ServerControl, RemoteControl(self, engine, access))
 
     @property
-    def era(self) -> int:
+    def generation(self) -> int:
         """Number of the session: what the worker has open belongs to one of them."""
-        return self._calls.era
+        return self._calls.generation
 
     def engine_call(
         self,
@@ -146,13 +146,13 @@ class RolloutClient:
         method: str,
         arguments: tuple[Any, ...],
         within_s: float,
-        era: int | None = None,
+        generation: int | None = None,
     ) -> messages.EngineAnswer:
         """Have the worker call a server (messages.EngineCall), and wait for the outcome. Any
         thread.
 
         Raises ServerUnreachable if that is not known within ``within_s`` seconds, or never will be;
-        also if ``era`` is over.
+        also if ``generation`` is over.
         """
         with self._changed:
             if self._error is not None or not self._running:
@@ -160,7 +160,7 @@ class RolloutClient:
                     f"{url}: {method} was not called: the rollouts have ended, and engine calls"
                     " with them"
                 )
-            if era is not None and era != self._calls.era:
+            if generation is not None and generation != self._calls.generation:
                 raise ServerUnreachable(
                     f"{url}: {method} was not called: the rollout service lost the session in which"
                     " it was open"

@@ -237,9 +237,9 @@ class Outstanding:
 
     def __init__(self) -> None:
         self._futures: dict[int, Future[EngineAnswer]] = {}
-        self.era = 0
+        self.generation = 0
         """How often the service lost our session: what it holds between two calls holds within an
-        era."""
+        generation."""
 
     def begin(self, number: int) -> "Future[EngineAnswer]":
         """A call is about to be sent."""
@@ -259,7 +259,7 @@ class Outstanding:
 
     def lose(self, why: str) -> None:
         """No outcome of what is open will come: whether the server did it is unknown."""
-        self.era += 1
+        self.generation += 1
         lost, self._futures = self._futures, {}
         for future in lost.values():
             future.set_exception(ServerUnreachable(why))
@@ -269,14 +269,19 @@ class Caller(Protocol):
     """The one object that engine calls go through (RolloutClient)."""
 
     @property
-    def era(self) -> int:
+    def generation(self) -> int:
         """See Outstanding."""
 
     def engine_call(
-        self, url: str, method: str, arguments: tuple[Any, ...], within_s: float, era: int | None
+        self,
+        url: str,
+        method: str,
+        arguments: tuple[Any, ...],
+        within_s: float,
+        generation: int | None,
     ) -> EngineAnswer:
         """Wait for the outcome. ServerUnreachable if there is none within ``within_s`` seconds, or
-        ``era`` is over."""
+        ``generation`` is over."""
 
     def engine_tell(self, url: str, method: str, arguments: tuple[Any, ...]) -> None:
         """A call without an outcome. Never blocks, raises nothing."""
@@ -306,34 +311,36 @@ class RemoteControl:
             raise AttributeError(method)
         return lambda *arguments: self._call(method, *arguments)
 
-    def _call(self, method: str, *arguments: Any, era: int | None = None) -> Any:
+    def _call(self, method: str, *arguments: Any, generation: int | None = None) -> Any:
         a = self._access
         within_s = METHODS[method].requests * a.deadline_s + MARGIN_S
         within_s += 2 * min(ASK_S, a.deadline_s)  # the service may have to ask which engine it is
         within_s += (a.load_deadline_s or 0.0) if method == "load" else 0.0
-        answer = self._caller.engine_call(self.url, method, _encode(arguments), within_s, era)
+        answer = self._caller.engine_call(
+            self.url, method, _encode(arguments), within_s, generation
+        )
         self.engine = answer.engine or self.engine
         value = value_of(answer)
         return value if method == "stock" else msgspec.convert(value, METHODS[method].result)
 
     def stock(self) -> StockRoutes | None:
         """See ServerControl."""
-        era = self._caller.era
-        number = self._call("stock", era=era)
+        generation = self._caller.generation
+        number = self._call("stock", generation=generation)
         if number is None:
             return None
-        return cast(StockRoutes, RemoteStock(self._caller, self.url, era, number))
+        return cast(StockRoutes, RemoteStock(self._caller, self.url, generation, number))
 
     def load(self, info: Mapping[str, Any]) -> None:
         """See ServerControl."""
-        self._loaded_in = era = self._caller.era
-        self._call("load", info, era=era)
+        self._loaded_in = generation = self._caller.generation
+        self._call("load", info, generation=generation)
 
     def finish(self, label: str) -> None:
         """See ServerControl. Fails if the service lost our session since the load: it cannot say
         then whether the server was restarted too."""
-        era, self._loaded_in = self._loaded_in, None
-        self._call("finish", label, era=era)
+        generation, self._loaded_in = self._loaded_in, None
+        self._call("finish", label, generation=generation)
 
     def close(self) -> None:
         """Let the service close its connections; not waited for."""
@@ -341,10 +348,10 @@ class RemoteControl:
 
 
 class RemoteStock:
-    """StockRoutes that the service has open, within one era."""
+    """StockRoutes that the service has open, within one generation."""
 
-    def __init__(self, caller: Caller, url: str, era: int, number: int) -> None:
-        self._caller, self._url, self._era, self._number = caller, url, era, number
+    def __init__(self, caller: Caller, url: str, generation: int, number: int) -> None:
+        self._caller, self._url, self._generation, self._number = caller, url, generation, number
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         """A method of StockRoutes; its last argument is the deadline of each request."""
@@ -354,7 +361,7 @@ class RemoteStock:
         def call(*arguments: Any) -> Any:
             name, sent = STOCK + method, (self._number, *_encode(arguments))
             within_s = METHODS[name].requests * arguments[-1] + MARGIN_S
-            answer = self._caller.engine_call(self._url, name, sent, within_s, self._era)
+            answer = self._caller.engine_call(self._url, name, sent, within_s, self._generation)
             return msgspec.convert(value_of(answer), METHODS[name].result)
 
         return call

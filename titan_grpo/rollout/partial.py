@@ -121,7 +121,7 @@ def worth_keeping(
     parts: Sequence[Partial], version: int, needed: int, mix: bool
 ) -> tuple[Partial, ...]:
     """The parts with which a group goes on at a server that holds ``version``; unusable ones begin
-    anew.
+    again.
 
     ``needed``: oldest version that the trainer could use now. A group that goes on is of a low
     prompt, so one of the next to be used; the bound itself is checked there. ``mix``: whether one
