@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.rollout.sampling import sample, sampler_of
 from titan_grpo.engines import vllm
 from titan_grpo.engines.generation import Answer, Sampling
 from titan_grpo.engines.http import AsyncDriver
@@ -14,10 +15,8 @@ from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.pool import Server
-from titan_grpo.rollout.sampler import Sampler, TextCodec, TokenStream
+from titan_grpo.rollout.sampler import Sampler, TokenStream
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import TaskRunner
-from titan_grpo.rollout.tasks.base import TaskOptions, load_task
 
 WAIT_S = 60.0
 TOKENS = 6
@@ -25,18 +24,7 @@ TOKENS = 6
 
 @pytest.fixture
 def sampler(model_dir) -> Sampler:
-    spec = RolloutSpec(model_dir, group_size=2, max_completion_tokens=TOKENS)
-    return Sampler(
-        spec, TaskRunner(load_task("digits", TaskOptions()), TextCodec(model_dir), 8, 20.0)
-    )
-
-
-async def sample(sampler: Sampler, parts: list[Partial], server: Server, attempt: int = 0):
-    driver = AsyncDriver(server.url)
-    try:
-        return await sampler.group(Ticket(0, attempt=attempt), parts, server, driver)
-    finally:
-        await driver.close()
+    return sampler_of("digits", model_dir, 2, TOKENS)
 
 
 def test_a_broken_connection_leaves_its_streamand_those_of_the_requests_beside_it(
@@ -57,7 +45,7 @@ def test_a_broken_connection_leaves_its_streamand_those_of_the_requests_beside_i
     first.behaviour = break_off
     parts = [Partial(), Partial()]
     with pytest.raises(PeerError, match="broke off"):
-        asyncio.run(sample(sampler, parts, Server(first.url, 3, True, "r:3:f", "vllm")))
+        sample(sampler, parts, Server(first.url, 3, True, "r:3:f", "vllm"))
     broken = [part for part in parts if part.token_ids]
     assert broken, "the one that broke has its tokens; the one beside it has them if they had come"
     assert {(p.token_ids, p.logprobs, p.first, p.last, p.finish_reason) for p in broken} == {
@@ -67,9 +55,7 @@ def test_a_broken_connection_leaves_its_streamand_those_of_the_requests_beside_i
     other.behaviour = lambda body: other.answer(
         [9] * body["max_tokens"], [-2.0] * body["max_tokens"]
     )
-    group = asyncio.run(
-        sample(sampler, parts, Server(other.url, 4, True, "r:4:f", "vllm"), attempt=1)
-    )
+    group = sample(sampler, parts, Server(other.url, 4, True, "r:4:f", "vllm"), attempt=1)
     assert all(len(c.token_ids) == TOKENS for c in group.completions), (
         "the budget is the original one"
     )

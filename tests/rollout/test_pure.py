@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.rollout.sampling import Letters
 from titan_grpo.algorithm.batch import defect
 from titan_grpo.engines.generation import Sampled
 from titan_grpo.errors import ConfigError, DataError
@@ -26,16 +27,6 @@ from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt
 
 GOOD = Completion((5, 6), (-0.5, -1.25), "stop", 3, 4, "http://a", 0.5)
 finite = st.floats(allow_nan=False, allow_infinity=False)
-
-
-class Letters:
-    """A codec with one token per character."""
-
-    def encode(self, text):
-        return tuple(map(ord, text))
-
-    def decode(self, token_ids):
-        return "".join(map(chr, token_ids))
 
 
 @given(st.permutations(range(12)), st.integers(0, 12))

@@ -1,22 +1,18 @@
 """Completions that go on after a failure: nothing of them is lost, made twice, or over its
 budget."""
 
-import asyncio
 import random
 
 import pytest
 
+from tests.rollout.sampling import sample, sampler_of
 from titan_grpo.engines.generation import Sampled
-from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import PeerError
 from titan_grpo.rollout.client import consumption_order
 from titan_grpo.rollout.messages import GroupDone, Ticket
 from titan_grpo.rollout.partial import Partial, oldest, worth_keeping
 from titan_grpo.rollout.pool import Server
-from titan_grpo.rollout.sampler import Sampler, TextCodec, kv_survived
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import TaskRunner
-from titan_grpo.rollout.tasks.base import TaskOptions, load_task
+from titan_grpo.rollout.sampler import kv_survived
 from titan_grpo.samples import Completion, Group, Prompt
 
 BUDGET = 20
@@ -61,7 +57,7 @@ OPEN = Partial((1,), (-1.0,), 4, 4)
         (4, 3, False, (FINISHED, OPEN)),
     ],
 )
-def test_parts_that_are_too_old_or_would_mix_versions_begin_anew(
+def test_parts_that_are_too_old_or_would_mix_versions_begin_again(
     version, needed, mix, kept
 ) -> None:
     assert worth_keeping((FINISHED, OPEN), version, needed, mix) == kept
@@ -71,34 +67,19 @@ def test_parts_that_are_too_old_or_would_mix_versions_begin_anew(
 def test_what_is_finished_when_a_server_fails_is_kept_and_not_asked_for_again(
     completion_server, model_dir
 ) -> None:
-    server = completion_server()
-    server.behaviour = lambda _: (500, {"error": "engine is dead"})
-    spec = RolloutSpec(model_dir, group_size=3, max_completion_tokens=4)
-    sampler = Sampler(
-        spec, TaskRunner(load_task("digits", TaskOptions()), TextCodec(model_dir), 8, 20.0)
-    )
+    server, sampler = completion_server(), sampler_of("digits", model_dir, 3, 4)
     state = Server(server.url, 4, True, "r:4:f", "vllm")
     parts = [FINISHED, OPEN, FINISHED]
-
-    async def twice() -> Group:
-        driver = AsyncDriver(server.url)
-        try:
-            with pytest.raises(PeerError):
-                await sampler.group(Ticket(0), parts, state, driver)
-            assert parts == [FINISHED, OPEN, FINISHED]
-            server.behaviour = lambda body: server.answer(
-                [7] * body["max_tokens"], [-1.0] * body["max_tokens"]
-            )
-            return await sampler.group(Ticket(0, attempt=1), parts, state, driver)
-        finally:
-            await driver.close()
-
-    group = asyncio.run(twice())
-    assert [c.token_ids for c in group.completions] == [(1, 2), (1, 7, 7, 7), (1, 2)]
-    assert [(c.version_first, c.version_last) for c in group.completions] == [
-        (3, 4),
-        (4, 4),
-        (3, 4),
+    server.behaviour = lambda _: (500, {"error": "engine is dead"})
+    with pytest.raises(PeerError):
+        sample(sampler, parts, state)
+    assert parts == [FINISHED, OPEN, FINISHED]
+    server.behaviour = lambda b: server.answer([7] * b["max_tokens"], [-1.0] * b["max_tokens"])
+    group = sample(sampler, parts, state, attempt=1)
+    assert [(c.token_ids, c.version_first, c.version_last) for c in group.completions] == [
+        ((1, 2), 3, 4),
+        ((1, 7, 7, 7), 4, 4),
+        ((1, 2), 3, 4),
     ]
     assert [body["prompt"][-1] for body in server.bodies] == [1, 1]
     assert {body["max_tokens"] for body in server.bodies} == {3}

@@ -9,16 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.rollout.sampling import Letters, sample, sampler_of
 from titan_grpo.config import GRPO, JobConfig, Rollout, violations
 from titan_grpo.engines.generation import Sampled
-from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import ConfigError, PeerError
 from titan_grpo.rollout.client import RolloutClient, RolloutStopped
 from titan_grpo.rollout.dispatch import WINDOW, ErrorBudget
-from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.pool import Server
-from titan_grpo.rollout.sampler import Interrupted, Sampler, request_seed
+from titan_grpo.rollout.sampler import Interrupted, request_seed
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.base import TaskOptions, Turn, load_task
@@ -26,16 +25,6 @@ from titan_grpo.samples import Completion, Prompt
 
 DONE = Completion((5, 6), (-0.5, -1.0), "stop", 0, 0, "")
 PROMPT = Prompt(0, (1,))
-
-
-class Letters:
-    """A codec with one token per character."""
-
-    def encode(self, text):
-        return tuple(map(ord, text))
-
-    def decode(self, token_ids):
-        return "".join(map(chr, token_ids))
 
 
 def runner(reward, limit=8, timeout_s=20.0):
@@ -240,52 +229,26 @@ def test_the_calculator_answers_calls_and_rewards_what_the_policy_says_after_the
     assert asyncio.run(task.episode_reward(prompt, turns(f"[{total}+0]", f"={total}\n"))) == 0
 
 
-def test_an_episode_that_waited_for_the_task_when_it_was_cancelled_samples_nothing_again(
-    model_dir,
-) -> None:
-    spec = RolloutSpec(model_dir, group_size=2, max_completion_tokens=40)
-    sampler = Sampler(spec, TaskRunner(load_task("calculator", TaskOptions()), Letters(), 8, 20.0))
+def test_an_episode_that_waited_for_the_task_when_it_was_cancelled_samples_nothing_again() -> None:
     said = tuple(map(ord, "it is 7"))
     parts = [
         Partial(said, (-1.0,) * len(said), 3, 4, waits=True),
         Partial((1,), (-1.0,), 4, 4, "stop"),
     ]
-    state = Server(
-        "http://127.0.0.1:9", 5, True, "r:5:f", "vllm"
-    )  # Nobody is there: a request would fail.
-
-    async def run():
-        driver = AsyncDriver(state.url)
-        try:
-            return await sampler.group(Ticket(0), parts, state, driver)
-        finally:
-            await driver.close()
-
-    group = asyncio.run(run())
+    absent = Server("http://127.0.0.1:9", 5, True, "r:5:f", "vllm")  # A request would fail.
+    group = sample(sampler_of("calculator", "", 2, 40), parts, absent)
     assert [(c.token_ids, c.version_first, c.finish_reason) for c in group.completions] == [
         (said, 3, "stop"),
         ((1,), 4, "stop"),
     ]
 
 
-def test_an_episode_goes_on_elsewhere_when_its_server_became_unknown_after_a_turn(
-    model_dir,
-) -> None:
-    spec = RolloutSpec(model_dir, group_size=1, max_completion_tokens=40)
-    sampler = Sampler(spec, TaskRunner(load_task("calculator", TaskOptions()), Letters(), 8, 20.0))
+def test_an_episode_goes_on_elsewhere_when_its_server_became_unknown_after_a_turn() -> None:
     said = tuple(map(ord, "[3+4]"))
     parts = [Partial(said, (-1.0,) * len(said), 3, 4, waits=True)]
-    state = Server("http://127.0.0.1:9", None, False, "", "vllm")
-
-    async def run():
-        driver = AsyncDriver(state.url)
-        try:
-            with pytest.raises(Interrupted):
-                await sampler.group(Ticket(0), parts, state, driver)
-        finally:
-            await driver.close()
-
-    asyncio.run(run())
+    unknown = Server("http://127.0.0.1:9", None, False, "", "vllm")
+    with pytest.raises(Interrupted):
+        sample(sampler_of("calculator", "", 1, 40), parts, unknown)
     assert parts[0].token_ids == (*said, *map(ord, "=7\n"))
     assert not parts[0].waits
 

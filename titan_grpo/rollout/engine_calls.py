@@ -238,8 +238,7 @@ class Outstanding:
     def __init__(self) -> None:
         self._futures: dict[int, Future[EngineAnswer]] = {}
         self.generation = 0
-        """How often the service lost our session: what it holds between two calls holds within an
-        generation."""
+        """Number of the session: what the service holds between two calls, it holds within one."""
 
     def begin(self, number: int) -> "Future[EngineAnswer]":
         """A call is about to be sent."""

@@ -1,0 +1,43 @@
+"""A sampler of a task without the rollout process, and groups made by it."""
+
+import asyncio
+from collections.abc import Sequence
+
+from titan_grpo.engines.http import AsyncDriver
+from titan_grpo.rollout.messages import Ticket
+from titan_grpo.rollout.partial import Partial
+from titan_grpo.rollout.pool import Server
+from titan_grpo.rollout.sampler import Sampler, TextCodec
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.task_runner import TaskRunner
+from titan_grpo.rollout.tasks.base import TaskOptions, load_task
+from titan_grpo.samples import Group
+
+
+class Letters:
+    """A codec with one token per character."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def sampler_of(task: str, model_dir: str, group_size: int, max_tokens: int) -> Sampler:
+    spec = RolloutSpec(model_dir, group_size=group_size, max_completion_tokens=max_tokens)
+    codec = Letters() if task == "calculator" else TextCodec(model_dir)
+    return Sampler(spec, TaskRunner(load_task(task, TaskOptions()), codec, 8, 20.0))
+
+
+def sample(sampler: Sampler, parts: list[Partial], server: Server, attempt: int = 0) -> Group:
+    """A group of prompt 0."""
+
+    async def run() -> Group:
+        driver = AsyncDriver(server.url)
+        try:
+            return await sampler.group(Ticket(0, attempt=attempt), parts, server, driver)
+        finally:
+            await driver.close()
+
+    return asyncio.run(run())
