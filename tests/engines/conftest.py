@@ -1,8 +1,9 @@
-"""A real HTTP server whose routes a test writes down, and which remembers what it was asked with
-which key."""
+"""A real HTTP server whose routes a test writes down, and which records its calls and their
+keys."""
 
 import http.server
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,14 +17,15 @@ class Board:
     """``routes``: "METHOD /path" -> a status, or a function of the JSON body that gives (status,
     answer); others get 404.
 
-    ``asked``: (route, bearer token) in order. A route in ``silent`` gets no answer before the test
-    is over.
+    ``asked``: (route, bearer token) in order; ``ports``: of the client, in the same order. A route
+    in ``silent`` gets no answer before the test is over. ``tls``: serve https.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.routes: dict[str, int | Reply] = {}
         self.silent: set[str] = set()
         self.asked: list[tuple[str, str]] = []
+        self.ports: list[int] = []
         self.over = threading.Event()
         board = self
 
@@ -39,6 +41,7 @@ class Board:
 
             def answer(self, method: str, body: Any) -> None:
                 route = f"{method} {self.path.partition('?')[0]}"
+                board.ports.append(self.client_address[1])
                 board.asked.append(
                     (route, (self.headers.get("Authorization") or "").removeprefix("Bearer "))
                 )
@@ -58,7 +61,10 @@ class Board:
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     @property
