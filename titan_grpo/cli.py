@@ -5,64 +5,30 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from titan_grpo.errors import ConfigError, TitanGrpoError
 
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A module with ``run(argv: list[str], env: Mapping[str, str]) -> int``, imported when it is
-    called."""
-
-    module: str
-    help: str
-
-
 COMMANDS = {
-    "quickstart": Command(
-        "titan_grpo.commands.quickstart",
-        "train a tiny model on this machine beside real vLLM servers",
-    ),
-    "verify": Command(
-        "titan_grpo.commands.verify",
-        "prove that a real server serves exactly the trainer's weights",
-    ),
-    "doctor": Command(
-        "titan_grpo.commands.doctor",
-        "check versions, memory, ports, environment and servers before a run",
-    ),
-    "config": Command(
-        "titan_grpo.commands.config", "print every configuration key with its meaning"
-    ),
-    "servers": Command(
-        "titan_grpo.commands.servers", "show, add and remove the servers of a run that goes on"
-    ),
-    "rollouts": Command(
-        "titan_grpo.commands.rollouts", "make the rollouts of a run whose trainer is elsewhere"
-    ),
-    "export": Command(
-        "titan_grpo.commands.export", "write a checkpointed version as HF safetensors"
-    ),
+    "quickstart": "train a tiny model on this machine beside real servers",
+    "verify": "prove that a real server serves exactly the trainer's weights",
+    "doctor": "check versions, memory, ports, environment and servers before a run",
+    "config": "print every configuration key with its meaning",
+    "servers": "show, add and remove the servers of a running trainer",
+    "rollouts": "make the rollouts of a run whose trainer is elsewhere",
+    "export": "write a checkpointed version as HF safetensors",
 }
-"""Name -> command."""
+"""Command -> help. Each is a module of titan_grpo.commands with ``run(argv: list[str], env:
+Mapping[str, str]) -> int``, imported when it is called."""
 
 
 def usage() -> str:
-    """The table as text."""
-    width = max(len(name) for name in COMMANDS)
-    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: titan-grpo COMMAND [arguments]   (titan-grpo COMMAND --help for its arguments)",
-            "",
-            *lines,
-        ]
-    )
+    """Format the table."""
+    head = "usage: titan-grpo COMMAND [arguments]   (titan-grpo COMMAND --help for its arguments)"
+    return "\n".join([head, "", *(f"  {name:<10}  {text}" for name, text in COMMANDS.items())])
 
 
 def guarded(run: Callable[[list[str], dict[str, str]], int], argv: list[str], name: str) -> int:
-    """Run a command: errors of ours in one line. 0: success; 1: it failed or found a problem; 2: a
+    """Run a command, with our errors in one line. 0: success; 1: it failed or found a problem; 2: a
     mistake in the configuration."""
     try:
         return int(run(argv, dict(os.environ)))
@@ -81,12 +47,10 @@ def main(argv: list[str] | None = None) -> int:
         print(usage())
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
-        print(
-            f"titan-grpo: unknown command {argv[0]!r}; there are {', '.join(COMMANDS)}",
-            file=sys.stderr,
-        )
+        known = ", ".join(COMMANDS)
+        print(f"titan-grpo: unknown command {argv[0]!r}; there are {known}", file=sys.stderr)
         return 2
-    module = importlib.import_module(COMMANDS[argv[0]].module)
+    module = importlib.import_module(f"titan_grpo.commands.{argv[0]}")
     return guarded(module.run, argv[1:], f"titan-grpo {argv[0]}")
 
 

@@ -36,32 +36,20 @@ def keys(section: type) -> Iterator[Key]:
     assert isinstance(body, ast.ClassDef)
     instance = section()
     for field, doc in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(doc, ast.Expr)
-        ):
-            meaning = " ".join(str(ast.literal_eval(doc.value)).split())
-            yield Key(
-                field.target.id,
-                ast.unparse(field.annotation).removeprefix("Literal"),
-                repr(getattr(instance, field.target.id)),
-                meaning,
-            )
+        if not isinstance(field, ast.AnnAssign) or not isinstance(doc, ast.Expr):
+            continue
+        name, kind = ast.unparse(field.target), ast.unparse(field.annotation)
+        meaning = " ".join(str(ast.literal_eval(doc.value)).split())
+        yield Key(name, kind.removeprefix("Literal"), repr(getattr(instance, name)), meaning)
 
 
 def page() -> str:
     """The whole page."""
     out = [HEADER]
-    for name, section in (
-        ("grpo", config.GRPO),
-        ("rollout", config.Rollout),
-        ("weight_sync", config.WeightSync),
-    ):
-        out.append(
-            f"## [{name}]\n\n{inspect.getdoc(section)}\n\n| key | type | default | meaning"
-            " |\n|---|---|---|---|"
-        )
+    sections = {"grpo": config.GRPO, "rollout": config.Rollout, "weight_sync": config.WeightSync}
+    for name, section in sections.items():
+        out.append(f"## [{name}]\n\n{inspect.getdoc(section)}\n")
+        out.append("| key | type | default | meaning |\n|---|---|---|---|")
         for key in keys(section):
             cells = (f"`{key.name}`", f"`{key.type}`", f"`{key.default}`", key.meaning)
             out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -9,32 +9,18 @@ def parser() -> argparse.ArgumentParser:
     """Arguments of the command; the others are a job's, which say what model it is."""
     out = argparse.ArgumentParser(
         prog="titan-grpo export",
-        description=(
-            "Write a checkpointed version as a Hugging Face directory: safetensors, configuration,"
-            " tokenizer."
-        ),
-        epilog=(
-            "Every other argument is read as a job's, at least: --job.config_file X.toml (the job"
-            " that was trained)."
-        ),
+        description="Write a checkpointed version as a Hugging Face directory: safetensors,"
+        " configuration, tokenizer.",
+        epilog="Every other argument is a job's, at least: --job.config_file X.toml (the job that"
+        " was trained).",
     )
-    out.add_argument(
-        "--version", type=int, required=True, help="policy version: the number of optimizer steps"
-    )
-    out.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="new directory to write"
-    )
-    out.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
-        help="folder with step-N (default: where the job puts it)",
-    )
-    out.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        help="type (default: weight_sync.wire_dtype)",
-    )
+    add = out.add_argument
+    add("--version", type=int, required=True, help="policy version: steps that changed the weights")
+    add("--out", type=Path, required=True, metavar="DIR", help="new directory to write")
+    where = "folder with step-N (default: where the job puts it)"
+    add("--checkpoint", type=Path, metavar="DIR", help=where)
+    dtypes = ("bfloat16", "float16", "float32")
+    add("--dtype", choices=dtypes, help="type (default: weight_sync.wire_dtype)")
     return out
 
 

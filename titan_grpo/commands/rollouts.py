@@ -1,5 +1,4 @@
-"""``titan-grpo rollouts``: a service near the servers that makes the rollouts of a run whose
-trainer is elsewhere.
+"""``titan-grpo rollouts``: make the rollouts of a run whose trainer is elsewhere.
 
 The run names it with ``rollout.controller = "http://host:port"``. It serves one run at a time, the
 newest, and any number of them one after the other. It needs what a rollout process needs: the
@@ -25,25 +24,12 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--bind",
-        default="127.0.0.1:8910",
-        metavar="HOST:PORT",
-        help="default 127.0.0.1:8910; port 0: any",
-    )
-    parser.add_argument(
-        "--key-env",
-        default=KEY_VARIABLE,
-        metavar="NAME",
-        help=f"variable with the key trainers must show ({KEY_VARIABLE})",
-    )
-    parser.add_argument(
-        "--lease",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="a trainer silent for so long loses its session (60)",
-    )
+    add, bind = parser.add_argument, "127.0.0.1:8910"
+    add("--bind", default=bind, metavar="HOST:PORT", help=f"default {bind}; port 0: any")
+    secret = f"variable with the key that trainers must send ({KEY_VARIABLE})"
+    add("--key-env", default=KEY_VARIABLE, metavar="NAME", help=secret)
+    silent = "a trainer silent for so long loses its session (60)"
+    add("--lease", type=float, default=60.0, metavar="SECONDS", help=silent)
     return parser
 
 
@@ -55,21 +41,21 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     if not key and not is_loopback(host):
         raise ConfigError(
             f"--bind must be on loopback while {options.key_env} is empty, got {options.bind}"
-            " (every client that reaches it could have this host make requests and run tasks); set it to"
-            " a secret that the trainer has too (rollout.controller_key_env)"
+            " (any client could have this host make requests and run tasks); set it to a secret"
+            " that the trainer has too (rollout.controller_key_env)"
         )
     if options.lease <= 0:
         raise ConfigError(f"--lease must be greater than 0, got {options.lease:g}")
-    service = Service(options.bind, key, options.lease, _say)
+    service = Service(options.bind, key, options.lease, _print)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    _say(f"serving at http://{service.address}, {'with' if key else 'without'} a key")
+    _print(f"serving at http://{service.address}, {'with' if key else 'without'} a key")
     # no deadline: a service in the foreground; Ctrl-C or SIGTERM
     ended.wait()
     service.close()
     return 0
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"rollouts: {text}", flush=True)

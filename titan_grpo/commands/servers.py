@@ -1,5 +1,5 @@
-"""``titan-grpo servers``: show, add and remove the servers of a run that goes on, through the
-socket in its directory."""
+"""``titan-grpo servers``: show, add and remove the servers of a running trainer, through the socket
+in its directory."""
 
 import argparse
 import json
@@ -18,21 +18,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="titan-grpo servers", description=__doc__)
     commands = parser.add_subparsers(dest="do", required=True, metavar="add | remove | list")
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--run",
-        default="outputs",
-        help="directory of the run, its job.dump_folder (default outputs)",
-    )
-    add = commands.add_parser(
-        "add", parents=[common], help="a server joins: the newest version first, then rollouts"
-    )
-    remove = commands.add_parser(
-        "remove", parents=[common], help="a server leaves; its rollouts are made elsewhere"
-    )
-    for each in (add, remove):
-        each.add_argument("url", help="such as http://host:8000")
-    listing = commands.add_parser("list", parents=[common], help="what every server holds")
-    listing.add_argument("--json", action="store_true", help="as JSON")
+    folder = "directory of the run, its job.dump_folder (default outputs)"
+    common.add_argument("--run", default="outputs", help=folder)
+    for name, text in (
+        ("add", "a server joins: the newest version first, then rollouts"),
+        ("remove", "a server leaves; its rollouts are made elsewhere"),
+        ("list", "what every server holds"),
+    ):
+        command = commands.add_parser(name, parents=[common], help=text)
+        if name == "list":
+            command.add_argument("--json", action="store_true", help="as JSON")
+        else:
+            command.add_argument("url", help="such as http://host:8000")
     return parser
 
 

@@ -1,8 +1,6 @@
-"""What given weights compute, by an implementation that is neither the trainer's nor the server's:
-transformers, fp32, CPU.
-
-One client that keeps asking a server for the log-probabilities of fixed prompts while it is being
-synced."""
+"""A client that requests log-probabilities of fixed prompts from a server while it is synced, and
+what given weights compute for them: transformers in fp32, neither the trainer's code nor the
+server's."""
 
 import random
 import threading
@@ -21,8 +19,7 @@ from titan_grpo.verify.evidence import Probe
 
 
 class ReferenceModel:
-    """A model whose weights are replaced as often as wanted. ``folder``: a model directory with its
-    config.json."""
+    """A model whose weights are replaced for each computation. ``folder`` has its config.json."""
 
     def __init__(self, folder: Path, prompts: Sequence[Sequence[int]]) -> None:
         """``prompts`` must have the same length, [prompts, tokens]."""
@@ -42,11 +39,8 @@ class ReferenceModel:
         """
         tensors = {name: t.float() for name, t in load_file(weights).items()}
         missing, unexpected = self._model.load_state_dict(tensors, strict=False)
-        tied = (
-            set(self._model._tied_weights_keys or ())
-            if self._model.config.tie_word_embeddings
-            else set()
-        )
+        ties = self._model.config.tie_word_embeddings
+        tied = set(self._model._tied_weights_keys or ()) if ties else set()
         if set(missing) - tied or unexpected:
             raise ValueError(
                 f"{weights} must hold the model's tensors: missing {missing}, unexpected"
