@@ -160,11 +160,7 @@ class Bench:
         """Step time and the other server's lag, with the fault against without."""
         self.run_on(during[0] + BASE_S)
         during = during[0], max(during[1], during[0] + BASE_S)
-        # steps are reported some at a time
-        trainer.await_event(
-            lambda e: e["event"] == "steps" and e["rows"][-1][0] >= during[1], REPORT_S
-        )
-        steps = trainer.steps(*during)
+        steps = self._steps(trainer, *during)
         result.steps, wrong, note = judge.judge_steps(
             trainer.steps(*before), steps, self.deadline_s
         )
@@ -173,9 +169,33 @@ class Bench:
         lags_with, behind_with = self._lag(trainer, *during)
         result.behind = behind_with
         result.lag, wrong, note = judge.judge_lag(
-            lags, lags_with, (behind, behind_with), judge.without_core(steps)
+            lags, lags_with, (behind, behind_with), judge.crowd(steps)
         )
         self._add(result, wrong, note)
+
+    def judge_recovery(
+        self, result: Result, trainer: TrainerProcess, since_s: float, until_s: float
+    ) -> None:
+        """That a server had a version by ``until_s``, where the fault was over at ``since_s``."""
+        result.recovery_s = max(0.0, until_s - since_s)
+        if result.recovery_s <= 2 * self.deadline_s:
+            return
+        late = (
+            f"recovery took {result.recovery_s:.1f} s, allowed are 2 lane deadlines of"
+            f" {self.deadline_s:g} s"
+        )
+        crowded = judge.crowd(self._steps(trainer, since_s, until_s))
+        if crowded:
+            self._add(result, [], f"{late}; {crowded}")
+        else:
+            self._add(result, [late], "")
+
+    def _steps(self, trainer: TrainerProcess, since_s: float, until_s: float) -> list[judge.Step]:
+        # steps are reported some at a time
+        trainer.await_event(
+            lambda e: e["event"] == "steps" and e["rows"][-1][0] >= until_s, REPORT_S
+        )
+        return trainer.steps(since_s, until_s)
 
     def _add(self, result: Result, wrong: list[str], note: str) -> None:
         result.violations += wrong

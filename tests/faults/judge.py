@@ -121,10 +121,14 @@ def judge_steps(
         _growth(before, during, part) / step for part in ("slept", "blocked", "no_core", "ran")
     )
     if slept > TOLERANCE or blocked - max(0.0, no_core) > TOLERANCE:
-        wrong.append(
+        longer = (
             f"steps took {ratio.value:.3f} times as long: {slept:+.1%} waiting, {blocked:+.1%} in"
             " the sync"
         )
+        # What a thread waits for may itself wait for a core.
+        if crowded := crowd(during):
+            return ratio, wrong, f"{longer}; {crowded}"
+        wrong.append(longer)
     if ratio.within or wrong:
         return ratio, wrong, ""
     parts = f"{no_core:+.1%} without a core, {ran:+.1%} arithmetic, {slept:+.1%} waiting"
@@ -136,6 +140,14 @@ def judge_steps(
             " its cores"
         ),
     )
+
+
+def crowd(steps: Sequence[Step]) -> str:
+    """Why a machine is too full to judge how long something took in these steps; empty: it is not."""
+    share = without_core(steps)
+    if share <= CROWDED:
+        return ""
+    return f"the machine can not tell: the trainer had no core for {share:.0%} of that time"
 
 
 def without_core(steps: Sequence[Step]) -> float:
@@ -155,13 +167,12 @@ def judge_lag(
     before: Sequence[float],
     during: Sequence[float],
     behind: tuple[float, float],
-    no_core: float = 0.0,
+    crowded: str = "",
 ) -> tuple[Ratio, list[str], str]:
     """As ``judge_steps``, for another server's seconds from publish to commit; ``behind``:
     versions, before and during.
 
-    ``no_core``: the share of the time in which the trainer, and so its lanes, were ready to run and
-    others had the cores.
+    ``crowded``: what ``crowd`` says of the trainer's steps in that time.
     """
     ratio = compare(before, during)
     wrong = []
@@ -169,15 +180,8 @@ def judge_lag(
         late = (
             f"the other server was {behind[1]:g} versions behind, {behind[0]:g} without the fault"
         )
-        if no_core > CROWDED:
-            return (
-                ratio,
-                [],
-                (
-                    f"{late}; the machine can not tell: the trainer had no core for {no_core:.0%}"
-                    " of that time"
-                ),
-            )
+        if crowded:
+            return ratio, [], f"{late}; {crowded}"
         wrong.append(late)
     if not ratio.enough or ratio.within:
         return ratio, wrong, ""
@@ -190,7 +194,8 @@ def judge_lag(
                 f" {ratio.noise:.0%}"
             ),
         )
-    return ratio, [*wrong, f"the other server's lag was {ratio.value:.2f} times as long"], ""
+    slower = f"the other server's lag was {ratio.value:.2f} times as long"
+    return (ratio, wrong, f"{slower}; {crowded}") if crowded else (ratio, [*wrong, slower], "")
 
 
 def wrong_bytes(

@@ -33,7 +33,7 @@ class Settings:
     parent: int
     salt: int
     deadline_s: float = 3.0
-    connect_s: float = 10.0
+    connect_s: float = 30.0
     shutdown_s: float = 6.0
     step_s: float = 0.03
     steps_per_version: int = 8

@@ -106,6 +106,16 @@ def test_steps_without_a_core_are_the_machines():
     assert "+100.0% without a core" in note
 
 
+def test_a_wait_on_a_machine_without_a_core_to_spare_is_the_machines_unless_it_is_for_a_server():
+    during = steps(0.2, no_core=0.08, ran=0.1)
+    _, wrong, note = judge_steps(steps(0.1), during, 3.0)
+    assert wrong == []
+    assert "+20.0% waiting" in note
+    assert "no core for 40%" in note
+    _, wrong, _ = judge_steps(steps(0.1), [*during, Step(99.0, 1.6, 0.0, 1.5, 0.1)], 3.0)
+    assert "the trainer waited for a server" in wrong[0]
+
+
 def test_one_step_that_waits_half_a_deadline_is_a_wait_for_a_server():
     during = [*steps(0.1), Step(99.0, 1.6, 0.0, 1.5, 0.1)]
     _, wrong, _ = judge_steps(steps(0.1), during, 3.0)
@@ -115,7 +125,7 @@ def test_one_step_that_waits_half_a_deadline_is_a_wait_for_a_server():
 def test_another_servers_lag_counts_in_versions_always_and_in_seconds_where_the_machine_can_tell():
     assert judge_lag([0.1] * 8, [0.1] * 8, (0.0, 0.0))[1:] == ([], "")
     assert "4 versions behind" in judge_lag([0.1] * 8, [0.1] * 8, (1.0, 4.0))[1][0]
-    _, wrong, note = judge_lag([0.1] * 8, [0.1] * 8, (1.0, 4.0), no_core=0.5)
+    _, wrong, note = judge_lag([0.1] * 8, [0.1] * 8, (1.0, 4.0), "the trainer had no core for 50%")
     assert wrong == []
     assert "4 versions behind" in note
     assert "no core for 50%" in note

@@ -95,8 +95,9 @@ class FaultTrainer:
         self._holder = Holder(out, self._strike)
         self._rig = Rig(settings, self._base, Ears(self._on_server, self._holder, self._sent))
         self._slots: dict[int, int] = {}
-        self._publishing = threading.Event()
-        self._publishing.set()
+        self._publishing = True
+        # Held over a publish: once publishing is off, no version is on its way that "newest" lacks.
+        self._turn = threading.Lock()
         self._stopping = threading.Event()
         self._schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._newest = -1
@@ -121,7 +122,8 @@ class FaultTrainer:
             step.run()
             version += 1
             self._update(version)
-            blocked = self._publish(publisher, version) if self._due(version) else 0.0
+            with self._turn:
+                blocked = self._publish(publisher, version) if self._due(version) else 0.0
             seconds, after = time.perf_counter() - begin, self._scheduled()
             rows.append(
                 (time.monotonic(), seconds, after[1] - before[1], blocked, after[0] - before[0])
@@ -132,7 +134,7 @@ class FaultTrainer:
         self._finish(publisher)
 
     def _due(self, version: int) -> bool:
-        return self._publishing.is_set() and version % self._s.steps_per_version == 0
+        return self._publishing and version % self._s.steps_per_version == 0
 
     def _update(self, version: int) -> None:
         """The optimizer: the same amount of work in every step."""
@@ -192,7 +194,8 @@ class FaultTrainer:
                 case "forget":
                     self._holder.want(None)
                 case "publish":
-                    (self._publishing.set if command["on"] else self._publishing.clear)()
+                    with self._turn:
+                        self._publishing = command["on"]
                 case "report":
                     self._out({"event": "report", "number": command["number"]} | self._report())
                 case "stop":
