@@ -6,11 +6,15 @@ import random
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import TypeVar
+
+from safetensors.torch import load_file, save_file
 
 from titan_grpo.engines.generation import Answer, Sampled, Sampling, StreamedCall
 from titan_grpo.engines.http import AsyncDriver, Call, SyncDriver
 from titan_grpo.engines.server import Dialect, ServerAccess
+from titan_grpo.titan.tiny import EOS
 
 T = TypeVar("T")
 
@@ -39,6 +43,19 @@ def prompt(seed: int, count: int = 24) -> list[int]:
     """Random ids of ordinary tokens."""
     draw = random.Random(seed)
     return [draw.randrange(4, 100) for _ in range(count)]
+
+
+def without_end(folder: Path) -> Path:
+    """Have a tiny tied model all but never sample its end token: requests are as long as they may
+    be."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    embedding = tensors["model.embed_tokens.weight"]
+    # What every token has in common, and the end token's row looks away from.
+    embedding[:, 0] = 0.25
+    embedding[EOS, 0] = -1.5
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
 
 
 class Tokens:

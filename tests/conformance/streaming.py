@@ -1,6 +1,7 @@
 """What every engine must do with weights streamed into it (``weight_sync.apply = "streamed"``),
 driven by real lanes."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -152,8 +153,12 @@ def a_transfer_that_breaks_off_is_known_until_a_whole_one_is_in(e: EngineUnderTe
     """The server is half loaded: it stays paused, says so by its label, and takes no rollouts; then
     it gets everything."""
     broken: list[int] = []
+    looked = threading.Event()
 
     def watch(passing: LaneEvent) -> None:
+        if passing.point is Point.GREET and broken:
+            # Otherwise the next connection may have repaired the server before it was looked at.
+            assert looked.wait(WAIT_S)
         if passing.point is Point.EXTENT and passing.version == 2:
             broken.append(passing.version)
             if len(broken) == 2:
@@ -171,6 +176,7 @@ def a_transfer_that_breaks_off_is_known_until_a_whole_one_is_in(e: EngineUnderTe
             assert control.paused()
         assert not run.servers.entry(run.url).accepting
         label = run.publish(3, third)
+        looked.set()
         run.until(Standing.HOLDS, 3)
         with e.control() as control:
             assert control.label() == label

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.conformance.crowd import CONTEXT
 from tests.conformance.engine import EngineUnderTest
 from titan_grpo.commands.processes import GRACE_S, torchrun
 from titan_grpo.engines.generation import Sampling
@@ -330,7 +331,8 @@ def site(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator[
     spec = server_spec(
         vllm_python, write_tiny_model("qwen3", folder / "model", seed=2), folder, Devices("cpu")
     )
-    with Server(replace(spec, env={**spec.env, "VLLM_API_KEY": API_KEY})) as server:
+    env = {**spec.env, "VLLM_API_KEY": API_KEY}
+    with Server(replace(spec, max_model_len=CONTEXT, env=env)) as server:
         server.wait_healthy(280)
         with SyncDriver(server.url, API_KEY) as driver:
             yield Site(server, driver)
@@ -343,7 +345,8 @@ def sglang_site(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> 
     model = write_tiny_model("qwen3", folder / "model", seed=2)
     spec = server_spec(sglang_python, model, folder, Devices("cpu"), engine="sglang")
     env = {**spec.env, sglang_cpu.CALLS_VARIABLE: str(folder / "kernel_calls")}
-    server = Server(replace(spec, env=env, api_key=API_KEY, admin_key=ADMIN_KEY))
+    keys = {"api_key": API_KEY, "admin_key": ADMIN_KEY}
+    server = Server(replace(spec, max_model_len=CONTEXT, env=env, **keys))
     with SyncDriver(server.url, API_KEY, ADMIN_KEY) as driver:
         shared = Site(server, driver)
         try:

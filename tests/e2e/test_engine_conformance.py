@@ -74,6 +74,10 @@ def keyed(tiny_server, tmp_path_factory) -> EngineUnderTest:
     )
 
 
+def remake_without_end(seed: int, folder: Path) -> Path:
+    return crowd.without_end(remake(seed, folder))
+
+
 def named(checks) -> dict:
     return {"argvalues": checks, "ids": [check.__name__ for check in checks]}
 
@@ -101,7 +105,7 @@ SAMPLED = RolloutSpec(
     13,
     prompts_per_step=2,
     group_size=6,
-    max_completion_tokens=200,
+    max_completion_tokens=1000,
     max_staleness=0,
     api_key_env=KEY_VARIABLE,
 )
@@ -123,15 +127,17 @@ def test_sglang_killed_under_requests_which_vllm_finishes_and_restarted(
 ) -> None:
     """The server dies in a pause of a commit, by SIGKILL. What it has sent goes on elsewhere, and
     it is another one later."""
-    with commits.sender(sglang) as first, commits.sender(vllm) as second:
+    long = [replace(e, remake=remake_without_end) for e in (sglang, vllm)]
+    with commits.sender(long[0]) as first, commits.sender(long[1]) as second:
         labels, weights = (first.label(13), second.label(13)), first.sync(13, 13)
         second.sync(13, 13)
     url = sglang.access.url
-    client.set_server(url, 13, True, labels[0], "sglang")
-    deadline = time.monotonic() + 60.0
-    while client.in_flight().get(url, 0) < SAMPLED.prompts_per_step * SAMPLED.group_size:
-        assert time.monotonic() < deadline, "no requests were made"
-    client.set_server(url, 13, False, labels[0], "sglang")  # and no more than these
+    with sglang.control() as control, engine.paused(control):  # so that none ends before all began
+        client.set_server(url, 13, True, labels[0], "sglang")
+        deadline = time.monotonic() + 60.0
+        while client.in_flight().get(url, 0) < SAMPLED.prompts_per_step * SAMPLED.group_size:
+            assert time.monotonic() < deadline, "no requests were made"
+        client.set_server(url, 13, False, labels[0], "sglang")  # and no more than these
     # Behind them in the queue: once it has its tokens, they have some.
     sglang.run(
         sglang.speak.generate(crowd.prompt(1), Sampling(2 * INTERVAL, ignore_eos=True), 60.0)

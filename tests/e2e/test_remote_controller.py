@@ -20,6 +20,20 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 STEPS, PROMPTS = 8, 4
 
+GATED = """
+import asyncio
+from pathlib import Path
+from titan_grpo.rollout.tasks.digits import Digits
+
+
+class Gated(Digits):
+    async def reward(self, prompt, text, token_ids):
+        while prompt.index >= {first} and not Path({gate!r}).exists():
+            await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=0.05)
+        return await super().reward(prompt, text, token_ids)
+"""
+"""Gives no reward from one prompt on before a file is there: until then no run comes to its end."""
+
 
 class ServiceProcess:
     """``titan-grpo rollouts`` at one address, which may be killed and started again."""
@@ -59,7 +73,16 @@ class ServiceProcess:
 
 
 @pytest.fixture
-def service(tmp_path, site, monkeypatch) -> Iterator[ServiceProcess]:
+def gate(tmp_path, monkeypatch) -> Path:
+    """The file that lets the task of this run go on."""
+    path = tmp_path / "gate"
+    (tmp_path / "gated.py").write_text(GATED.format(first=3 * PROMPTS, gate=str(path)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    return path
+
+
+@pytest.fixture
+def service(tmp_path, site, gate, monkeypatch) -> Iterator[ServiceProcess]:
     monkeypatch.setenv(KEY_VARIABLE, "the-controllers-key")
     one = ServiceProcess(tmp_path, {"TITAN_GRPO_TEST_API_KEY": site.access.api_key})
     yield one
@@ -67,11 +90,13 @@ def service(tmp_path, site, monkeypatch) -> Iterator[ServiceProcess]:
         one.stop()
 
 
-def test_a_run_outlives_the_service_that_makes_its_rollouts(runs, site, service, tmp_path):
+def test_a_run_outlives_the_service_that_makes_its_rollouts(runs, site, service, gate, tmp_path):
     out, record = tmp_path / "out", tmp_path / "record.jsonl"
     arguments = [
         f"--rollout.controller=http://{service.address}",
         f"--rollout.controller_key_env={KEY_VARIABLE}",
+        "--rollout.task=gated:Gated",
+        "--rollout.task_timeout_s=200",
         f"--rollout.prompts_per_step={PROMPTS}",
         "--rollout.max_completion_tokens=8",
         f"--rollout.record_path={record}",
@@ -81,6 +106,7 @@ def test_a_run_outlives_the_service_that_makes_its_rollouts(runs, site, service,
         training.wait_step(2)
         service.kill()
         service.start()
+        gate.touch()
         assert training.finish() == 0, training.log
     assert any("the far end forgot this run" in line for line in training.lines), training.log
     site.assert_serves()

@@ -14,7 +14,7 @@ from titan_grpo.engines.http import HttpRefused, SyncDriver
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-IDLE_S = 3.0
+IDLE_S, TRIES = 3.0, 5
 
 
 def processes(group: int) -> list[psutil.Process]:
@@ -70,8 +70,12 @@ def test_its_keys_are_in_no_command_line_and_in_no_file_that_others_can_read(sgl
 
 def test_an_idle_one_leaves_the_cores_to_others(sglang_site):
     group = sglang_site.server.group
-    before, began = cpu_seconds(group), time.monotonic()
-    # nothing to wait for: what is measured is a time in which nothing is asked of it
-    psutil.wait_procs([psutil.Process(group)], timeout=IDLE_S)
-    share = (cpu_seconds(group) - before) / (time.monotonic() - began)
-    assert share < 0.3, f"an idle server uses {share:.0%} of a core"
+
+    def share() -> float:
+        before, began = cpu_seconds(group), time.monotonic()
+        # nothing to wait for: what is measured is a time in which nothing is asked of it
+        psutil.wait_procs([psutil.Process(group)], timeout=IDLE_S)
+        return (cpu_seconds(group) - before) / (time.monotonic() - began)
+
+    # what it was asked before may still be at work
+    assert any(share() < 0.3 for _ in range(TRIES)), "an idle server uses a core"

@@ -23,6 +23,7 @@ from titan_grpo.engines.vllm import VllmControl
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point, no_observer
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.protocol.messages import UNUSABLE, Label, new_run_id
 from titan_grpo.sync.slots import Published
@@ -83,7 +84,14 @@ class Version:
 class Trainer:
     """The sync half of a trainer: image slots, ledger and one lane."""
 
-    def __init__(self, started_s: float, url: str, manifest: Manifest, folder: Path) -> None:
+    def __init__(
+        self,
+        started_s: float,
+        url: str,
+        manifest: Manifest,
+        folder: Path,
+        watch: Observer = no_observer,
+    ) -> None:
         self.run_id, self.url = new_run_id(started_s), url
         self.recorder = Recorder(folder / f"run{started_s}")
         self.pool = ImagePool.create(manifest, CONFIG.slots, self.run_id)
@@ -92,7 +100,10 @@ class Trainer:
             CONFIG,
             self.recorder,
             SyncOptions(
-                urls=[url], make_control=lambda url: VllmControl(url, "", 30.0, 60.0), guarded=False
+                urls=[url],
+                make_control=lambda url: VllmControl(url, "", 30.0, 60.0),
+                watch=watch,
+                guarded=False,
             ),
         )
         self.servers, self.slots = self.worker.servers, self.worker.slots
@@ -132,10 +143,10 @@ class Site:
         self._started_s = 1_700_000_000.0
 
     @contextmanager
-    def trainer(self, manifest: Manifest) -> Iterator[Trainer]:
+    def trainer(self, manifest: Manifest, watch: Observer = no_observer) -> Iterator[Trainer]:
         """A trainer that started later than every one before it."""
         self._started_s += 1.0
-        made = Trainer(self._started_s, self.url, manifest, self.folder)
+        made = Trainer(self._started_s, self.url, manifest, self.folder, watch)
         try:
             yield made
         finally:
@@ -243,16 +254,21 @@ def test_a_block_that_differs_quarantines_the_server_until_a_newer_version(site,
 def test_an_aborted_commit_leaves_a_whole_version_running_or_the_server_paused_and_marked(
     site, tmp_path
 ):
-    weights = Version(8, tmp_path)
-    with site.trainer(weights.manifest) as trainer:
+    weights, aborted = Version(8, tmp_path), threading.Event()
+
+    def watch(passing: LaneEvent) -> None:
+        if passing.point is Point.EXTENT and passing.version == 2:
+            lane = trainer.servers.lane(site.url)
+            assert lane is not None
+            lane.stop()
+            lane.abort()
+            aborted.set()
+
+    with site.trainer(weights.manifest, watch) as trainer:
         trainer.publish(1, weights)
         trainer.wait(Standing.HOLDS)
         trainer.publish(2, weights)
-        trainer.wait(Standing.COMMITTING)
-        lane = trainer.servers.lane(site.url)
-        assert lane is not None
-        lane.stop()
-        lane.abort()
+        assert aborted.wait(60.0)
     label = site.control.label()
     assert site.control.paused() == (label == UNUSABLE)
     assert label == UNUSABLE or label.startswith(f"{trainer.run_id}:")
