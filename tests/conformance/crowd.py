@@ -18,7 +18,7 @@ from titan_grpo.titan.tiny import EOS
 
 T = TypeVar("T")
 
-REQUEST_S = 60.0
+REQUEST_S = 300.0
 """Deadline of one request, in seconds."""
 
 LONG_S = 600.0
