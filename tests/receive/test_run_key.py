@@ -113,16 +113,6 @@ def test_a_recorded_hello_an_older_run_and_an_older_epoch_are_refused_though_the
     deliver(2)
 
 
-def test_another_models_manifest_is_refused_though_it_proves_the_key(guarded, weights) -> None:
-    before = guarded.engine.loads
-    other = weights(9.0, names=("a",), key=block_key(guarded))
-    report = guarded.deliver(guarded.connect(other), 1, 99, other)
-    assert not report.ok
-    assert report.intact
-    assert "'b'" in report.error
-    assert guarded.engine.loads == before
-
-
 def test_a_manifest_that_is_not_the_announced_one_is_refused(guarded, weights) -> None:
     link = guarded.greet(weights(9.0))
     link.wait_joined(60.0)
