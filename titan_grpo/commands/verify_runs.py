@@ -51,7 +51,7 @@ class Phase:
 
 
 def version_file(evidence: Path, version: int) -> Path:
-    """Weights of a version, as titan/verify_trainer.py saves them."""
+    """Weights of a version, as titan/verify_train.py saves them."""
     return evidence / f"version_{version:06d}.safetensors"
 
 

@@ -129,7 +129,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Any:
     broken = (
         our_config.violations(config)
         + rules.violations(config, machine)
-        + _model_violations(config, machine)
+        + _model_violations(config)
     )
     _refuse(broken)
     return config
@@ -243,7 +243,7 @@ def _derive(config: Any, given: set[str]) -> None:
             )
 
 
-def _model_violations(config: Any, machine: rules.Machine) -> list[str]:
+def _model_violations(config: Any) -> list[str]:
     from torchtitan.protocols.train_spec import get_train_spec
 
     flavors.register_tiny_flavors()
@@ -266,7 +266,7 @@ def _model_violations(config: Any, machine: rules.Machine) -> list[str]:
             f"model.flavor must be one of {', '.join(sorted(spec.model_args))} for {name}, got"
             f" {flavor!r}{hint}"
         ]
-    found = rules.attention_violation(flavor, spec.model_args[flavor], machine)
+    found = rules.attention_violation(flavor, spec.model_args[flavor])
     return [found] if found else []
 
 

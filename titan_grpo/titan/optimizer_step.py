@@ -1,11 +1,10 @@
-"""Adding the loss's metrics up over the data-parallel ranks.
-
-The optimizer steps of one training step, made of torchtitan's own parts.
+"""The optimizer steps of one training step, made of torchtitan's own parts.
 
 One batch is one training step and makes one version; with ``num_microbatches`` > 1 it takes several
 optimizer steps (PPO minibatches). For those after the first, the log-probabilities of the policy
 before the batch are computed beforehand. An optimizer step whose numbers are bad is not taken, on
-any rank: parameters and optimizer state stay as they are."""
+any rank: parameters and optimizer state stay as they are.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,20 +28,6 @@ from titan_grpo.algorithm.metrics import (
 from titan_grpo.algorithm.rows import IGNORE_INDEX
 from titan_grpo.titan.packed import PackedAttention
 from titan_grpo.titan.text import TextMixin, text_weight
-
-
-def reduce_metrics(parts: Sequence[Metrics], parallel_dims: Any) -> dict[str, float]:
-    """Plain numbers of one step from every micro-batch of every data-parallel rank. Collective over
-    the batch mesh."""
-    metrics = accumulate(parts)
-    sums, maxima = pack(metrics)
-    mesh = parallel_dims.get_optional_mesh("batch")
-    if mesh is not None:
-        # float64 sums: a mean over a million tokens keeps its digits.
-        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=mesh.get_group())
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group())
-    return summarize(unpack(list(metrics), sums, maxima))
-
 
 CHUNK_TOKENS = 4096
 """Tokens whose distribution over the vocabulary is computed at a time: bounds its temporary
@@ -68,6 +53,22 @@ class Outcome:
     """This rank's, not reduced."""
 
 
+def reduce_metrics(outcome: Outcome, parallel_dims: Any) -> dict[str, float]:
+    """Plain numbers of a training step over all data-parallel ranks; losses are means over its
+    optimizer steps. Collective over the batch mesh."""
+    sums, maxima = pack(outcome.metrics)
+    mesh = parallel_dims.get_optional_mesh("batch")
+    if mesh is not None:
+        # float64 sums: a mean over a million tokens keeps its digits.
+        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=mesh.get_group())
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    values = summarize(unpack(list(outcome.metrics), sums, maxima))
+    return {
+        name: value / outcome.steps if name in ("loss", "ptx") or name.endswith("_loss") else value
+        for name, value in values.items()
+    }
+
+
 class Stepper:
     """Computes losses and takes optimizer steps for a Trainer, whose model, optimizer, contexts and
     hooks it uses."""
@@ -90,8 +91,7 @@ class Stepper:
         """Train on one batch: ``steps[m]`` micro-batches for the m-th optimizer step. Collective
         over all ranks.
 
-        ``version`` is the trainer's; ``collapsed`` is rank 0's word on the rewards (the others pass
-        False).
+        ``version`` is the trainer's; ``collapsed`` comes from rank 0 (the others pass False).
         """
         minibatches = [[next(batches) for _ in range(count)] for count in steps]
         if self._grpo.proximal_logprobs == "recompute":
@@ -160,24 +160,22 @@ class Stepper:
             "staleness": version - batch["versions"],
         }
         with self._packed.using(inputs.get("rows"), t.device):
-            reference = (
-                self._logprobs(self._reference, batch) if self._reference is not None else None
-            )
+            reference = None
+            if self._reference is not None:
+                reference = self._logprobs(self._reference, batch)
             with t.train_context(), t.maybe_enable_amp:
                 logits = self._logits(t.model_parts[0], batch)
                 logprobs = token_logprobs(logits, labels, self._temperature, CHUNK_TOKENS)
-                terms = LogitTerms(
-                    (
-                        token_entropy(logits, self._temperature, CHUNK_TOKENS)
-                        if g.entropy_loss_weight
-                        else None
-                    ),
-                    logit_mean_square(logits, CHUNK_TOKENS) if g.logit_loss_weight else None,
-                )
+                entropy = mean_square = None
+                if g.entropy_loss_weight:
+                    entropy = token_entropy(logits, self._temperature, CHUNK_TOKENS)
+                if g.logit_loss_weight:
+                    mean_square = logit_mean_square(logits, CHUNK_TOKENS)
+                terms = LogitTerms(entropy, mean_square)
                 loss, metrics = grpo_loss(
                     logprobs, batch, g, reference, batch.get("old_logprobs"), terms
                 )
-                del logits, terms
+                del logits, terms, entropy, mean_square
                 loss.backward()
         return loss.detach(), metrics
 

@@ -268,20 +268,16 @@ def violations(config: Any, machine: Machine) -> list[str]:
     return [line for rule in RULES for line in rule(config, machine)]
 
 
-def attention_violation(flavor: str, model_args: Any, machine: Machine) -> str:
-    """Why a flavor's attention can not be trained with, or "". ``model_args`` are torchtitan's for
-    the flavor."""
+def attention_violation(flavor: str, model_args: Any) -> str:
+    """Why a flavor's attention cannot be trained with, or "". ``model_args`` are torchtitan's."""
     kind = getattr(model_args, "attn_type", "sdpa")
     mask = getattr(model_args, "attn_mask_type", "causal")
-    if kind != "sdpa" and mask != "causal":
+    if kind == "sdpa":
+        return ""
+    if mask != "causal":
         return (
             "model.flavor must be one with plain causal attention (this one cuts a row at every"
             " end-of-text token, also inside a chat prompt, and the servers do not), got"
             f" {flavor!r} with attn_mask_type {mask!r}"
         )
-    if kind != "sdpa" and machine.on_cpu:
-        return (
-            f"model.flavor must be one with sdpa attention on CPU ({kind} has no backward there),"
-            f" got {flavor!r}"
-        )
-    return ""
+    return f"model.flavor must be one with sdpa attention, got {flavor!r} with {kind}"

@@ -1,21 +1,16 @@
-"""How much work a sequence is for a model, from torchtitan's own count of operations.
-
-torchtitan's Trainer with GRPO data, GRPO loss, and weights published at every step boundary.
+"""torchtitan's Trainer with GRPO data, GRPO loss, and weights published at every step boundary.
 
 One step, on every rank::
 
-    fetch      rank 0 waits for groups, scatters micro-batches and the slot of the next version image
-    forward, backward                       the copy of the last version and its transfers run beside them
-    fence                                   the device waits for that copy
-    optimizer.step                          (the last three grpo.num_microbatches times, see stepping.py)
+    fetch      rank 0 waits for groups, scatters micro-batches and the slot of the next version
+    forward, backward           the copy of the last version and its transfers run beside them
+    fence                       the device waits for that copy
+    optimizer.step              (the last three grpo.num_microbatches times, see optimizer_step.py)
     publish    this rank's shard is copied into the slot; lanes and servers do the rest
 
-A training step that changed no weight (its optimizer steps were all unhealthy) makes no version:
-versions count those that did.
-
+A training step that changed no weight (its optimizer steps were all unhealthy) makes no version.
 Overridden are train_step and train, the state that a checkpoint holds, and close.
-
-One rank's life: build the trainer, train, close whatever happens."""
+"""
 
 import logging
 import os
@@ -34,7 +29,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
 from titan_grpo.algorithm.balance import TokenCost
-from titan_grpo.errors import ConfigError, StorageError, SyncError, UnhealthyError
+from titan_grpo.errors import StorageError, SyncError, UnhealthyError
 from titan_grpo.observe import names, terminal
 from titan_grpo.titan import compat
 from titan_grpo.titan.data import BatchLoader, Share
@@ -46,6 +41,35 @@ from titan_grpo.titan.rank0 import Controller
 from titan_grpo.titan.reference import build_reference, move_reference
 from titan_grpo.titan.text import TextMixin
 from titan_grpo.titan.weight_sync import TrainerSync
+
+logger = logging.getLogger(__name__)
+
+
+def _register(job_config: Any) -> Any:
+    """Register the user's model under a name of its own, with our loader in place of the text
+    loader; returns the spec as it was."""
+    register_tiny_flavors()
+    spec = get_train_spec(job_config.model.name)
+    args = spec.model_args[job_config.model.flavor]
+    if disable_unexported_buffers(args, spec.state_dict_adapter(args, None)):
+        logger.warning(
+            "the MoE load balancing bias is off: servers cannot receive it, and they would route"
+            " otherwise"
+        )
+
+    def build_loader(
+        dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any
+    ) -> BatchLoader:
+        return BatchLoader(dp_rank)
+
+    ours = {
+        "build_dataloader_fn": build_loader,
+        "build_tokenizer_fn": None,
+        "build_validator_fn": None,
+    }
+    job_config.model.name = f"grpo_{job_config.model.name}"
+    register_train_spec(job_config.model.name, type(spec)(**{**vars(spec), **ours}))
+    return spec
 
 
 def token_cost(model_args: Any, model: torch.nn.Module) -> TokenCost:
@@ -59,55 +83,8 @@ def token_cost(model_args: Any, model: torch.nn.Module) -> TokenCost:
     return TokenCost(float(2 * one - two), (two - one) / 2)
 
 
-logger = logging.getLogger(__name__)
-
-
-def _register(job_config: Any) -> Any:
-    """Register the user's model under a name of its own, with our loader in place of the text
-    loader; the spec as it was."""
-    register_tiny_flavors()
-    spec = get_train_spec(job_config.model.name)
-    if spec.state_dict_adapter is None:
-        raise ConfigError(
-            f"model.name must be a model with a state dict adapter, {job_config.model.name!r} has"
-            " none: its weights have no HF names, so no server could be synced"
-        )
-    name = f"grpo_{job_config.model.name}"
-    args = spec.model_args.get(job_config.model.flavor)
-    if args is None:
-        raise ConfigError(
-            f"model.flavor must be one of {sorted(spec.model_args)}, got"
-            f" {job_config.model.flavor!r}"
-        )
-    if getattr(args, "attn_type", "sdpa") != "sdpa":
-        raise ConfigError(
-            f"model.flavor must use attn_type sdpa, {job_config.model.flavor!r} uses"
-            f" {args.attn_type!r}"
-        )
-    if disable_unexported_buffers(args, spec.state_dict_adapter(args, None)):
-        logger.warning(
-            "the MoE load balancing bias is off: servers cannot receive it, and they would route"
-            " otherwise"
-        )
-    register_train_spec(
-        name,
-        type(spec)(
-            **{
-                **vars(spec),
-                "build_dataloader_fn": lambda dp_world_size, dp_rank, tokenizer, job_config: (
-                    BatchLoader(dp_rank)
-                ),
-                "build_tokenizer_fn": None,
-                "build_validator_fn": None,
-            }
-        ),
-    )
-    job_config.model.name = name
-    return spec
-
-
 class GRPOTrainer(Trainer):
-    """See the module's docstring. Rank 0 also owns a Controller: servers, rollout process, lanes,
+    """See the module's docstring. Rank 0 also owns a Controller: servers, rollouts, lanes,
     report."""
 
     def __init__(self, job_config: Any) -> None:
@@ -124,15 +101,11 @@ class GRPOTrainer(Trainer):
         self.loader: BatchLoader = self.dataloader
         self.loader.connect(job_config)
         cost = token_cost(self.model_args, self.model_parts[0])
-        rank0 = dist.get_rank() == 0
-        self.controller = (
-            Controller(job_config, self._model_dir(), self.device.type == "cpu", cost)
-            if rank0
-            else None
-        )
-        adapter = self.train_spec.state_dict_adapter(
-            self.model_args, job_config.model.hf_assets_path
-        )
+        model_dir = str(job_config.model.hf_assets_path)
+        self.controller: Controller | None = None
+        if dist.get_rank() == 0:
+            self.controller = Controller(job_config, model_dir, self.device.type == "cpu", cost)
+        adapter = self.train_spec.state_dict_adapter(self.model_args, model_dir)
         self.sync = TrainerSync(
             self.model_parts[0],
             adapter.to_hf,
@@ -154,12 +127,6 @@ class GRPOTrainer(Trainer):
         if self.reference is not None and self._moving:
             self.checkpointer.states["reference"] = ModelWrapper(self.reference)
         self._stepper = Stepper(self, self.reference, packed, text)
-        self._hook()
-
-    def _model_dir(self) -> str:
-        return str(self.job_config.model.hf_assets_path)
-
-    def _hook(self) -> None:
         # torchtitan's own seam for work that must end before the parameters change.
         staging = self.checkpointer.maybe_wait_for_staging
 
@@ -184,10 +151,18 @@ class GRPOTrainer(Trainer):
     def train(self) -> None:
         """torchtitan's loop, then the newest version is flushed to the servers."""
         super().train()
-        if not self._started and self.controller is not None:
-            done = f"step {self.step} of {self.job_config.training.steps} is done"
-            terminal.print_status(f"{done}: nothing to train; raise training.steps to go on")
-        self._finish()
+        if not self._started:
+            if self.controller is not None:
+                done = f"step {self.step} of {self.job_config.training.steps} is done"
+                terminal.print_status(f"{done}: nothing to train; raise training.steps to go on")
+            return
+        if self._published < self.version:
+            self._publish_now(self.version)
+        self.sync.fence()
+        if self.controller is not None:
+            self.controller.finish(self.version)
+        # The others' images must live until rank 0 has flushed the last version from them.
+        dist.barrier(group=self.loader.group)
 
     def _start(self) -> None:
         """After the checkpoint was loaded, before the first rollout: the servers get the version
@@ -208,8 +183,7 @@ class GRPOTrainer(Trainer):
             controller.wait_first_commit(self.version)
 
     def _publish_now(self, version: int) -> None:
-        """Publish at the start and at the end: here a slot is waited for, and rank 0 tells the
-        others which."""
+        """Publish at the start and at the end, where rank 0 waits for a slot. Collective."""
         chosen: list[Any] = [None]
         if self.controller is not None:
             chosen = [self.controller.wait_slot()]
@@ -243,7 +217,7 @@ class GRPOTrainer(Trainer):
         outcome = self._stepper.run(data_iterator, share.steps, self.version, collapsed)
         trained = time.perf_counter()
         self._make_version(outcome, share.slot)
-        metrics = self._reduced(outcome)
+        metrics = reduce_metrics(outcome, self.parallel_dims)
         self._log(metrics["loss"], outcome, learning_rate)
         if self.controller is not None:
             if outcome.taken and share.slot is not None and not self._grpo.async_weight_update:
@@ -269,16 +243,6 @@ class GRPOTrainer(Trainer):
         elif controller is not None:
             controller.skipped(self.version)
 
-    def _reduced(self, outcome: Outcome) -> dict[str, float]:
-        """The step's figures over all ranks; losses are means over its optimizer steps.
-        Collective."""
-        metrics = reduce_metrics([outcome.metrics], self.parallel_dims)
-        losses = ("loss", "ptx")
-        return {
-            n: v / outcome.steps if n in losses or n.endswith("_loss") else v
-            for n, v in metrics.items()
-        }
-
     def _log(self, loss: float, outcome: Outcome, learning_rate: float) -> None:
         """torchtitan's own line and TensorBoard values. Collective in the steps in which it
         logs."""
@@ -297,27 +261,28 @@ class GRPOTrainer(Trainer):
         clock: tuple[float, float, float],
     ) -> None:
         begin, fetched, trained = clock
+        now = time.perf_counter()
         times = {
             names.ROLLOUT_WAIT_S: fetched - begin,
             names.TRAIN_S: trained - fetched,
             names.BLOCKED_S: self._blocked_s,
-            names.STEP_S: time.perf_counter() - begin,
+            names.STEP_S: now - begin,
             names.GRAD_NORM: outcome.grad_norm,
         }
-        phases = {
+        spans = {
             "rollout wait": (begin, fetched),
             "train": (fetched, trained),
-            "publish": (trained, time.perf_counter()),
+            "publish": (trained, now),
         }
-        controller.draw(self.step, phases)
+        controller.draw(self.step, spans)
         if outcome.unhealthy:
             controller.unhealthy(self.step, outcome.steps - outcome.taken, outcome.unhealthy)
         tensorboard = controller.record(self.step, metrics, times)
         self.metrics_processor.logger.log(tensorboard, self.step)
 
     def _judge(self, outcome: Outcome) -> None:
-        """Stop an unhealthy run, if it is to; the outcome is the same on every rank, so all of them
-        do."""
+        """Stop an unhealthy run where the configuration says so. The outcome is the same on every
+        rank."""
         self._unhealthy_in_a_row = 0 if outcome.taken else self._unhealthy_in_a_row + 1
         why = "; ".join(outcome.unhealthy)
         if outcome.unhealthy and self._grpo.on_unhealthy == "stop":
@@ -341,17 +306,6 @@ class GRPOTrainer(Trainer):
                 logger.error("weight sync: %s", error)
             return self.loader.fetch(None)
         return self.loader.fetch(lambda: controller.prepare(self.version, self.loader.num_shares))
-
-    def _finish(self) -> None:
-        if not self._started:
-            return
-        if self._published < self.version:
-            self._publish_now(self.version)
-        self.sync.fence()
-        if self.controller is not None:
-            self.controller.finish(self.version)
-        # The others' images must live until rank 0 has flushed the last version from them.
-        dist.barrier(group=self.loader.group)
 
     def close(self) -> None:
         """Stop everything that was started. Also after an error; bounded; idempotent."""

@@ -1,32 +1,173 @@
 """``torchrun ... -m titan_grpo.titan.verify_train --evidence DIR [--tamper KIND:N] -- ARGUMENTS``: a
-run with evidence."""
+run that proves which weights it had after every step. For ``titan-grpo verify`` only.
+
+It gathers every parameter whole (``full_tensor``), sends them through the adapter and casts them:
+nothing of the sync's own path (inferred layout, shard copies, images, sealer) is used, so a mistake
+there cannot hide itself. ARGUMENTS are those of titan_grpo.train.
+"""
 
 import argparse
+import json
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from titan_grpo.errors import SyncError
+from titan_grpo.layout.digest import content_digest, tensor_digest
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.titan import compat
+
+compat.prepare()
+
+from titan_grpo.titan.jobconfig import parse  # noqa: E402 - the patches come first
+from titan_grpo.titan.trainer import GRPOTrainer, run  # noqa: E402
+from titan_grpo.titan.weight_sync import exported_tensors  # noqa: E402
+
+TRAINER_EVIDENCE = "trainer.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Tamper:
+    """A violation to cause: the self-test.
+
+    ``bytes``: every version from ``at`` on is published with one sign flipped that training does
+    not see (every one, since any of them may be skipped); ``modes``: one weight changes its sign
+    before the step that makes version ``at``.
+    """
+
+    kind: str = ""
+    at: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Tamper":
+        """``"bytes:2"``; an empty text causes nothing."""
+        kind, _, at = text.partition(":")
+        return cls(kind, int(at)) if text else cls()
+
+
+def version_file(folder: Path, version: int) -> Path:
+    """Where the weights of one version are kept for the reference computation."""
+    return folder / f"version_{version:06d}.safetensors"
+
+
+class VerifyTrainer(GRPOTrainer):
+    """Rank 0 writes TRAINER_EVIDENCE and one safetensors file per version into ``evidence``."""
+
+    def __init__(self, job_config: Any, evidence: Path, tamper: Tamper) -> None:
+        super().__init__(job_config)
+        self._evidence, self._tamper = evidence, tamper
+        self._adapter = self.train_spec.state_dict_adapter(
+            self.model_args, job_config.model.hf_assets_path
+        )
+        if dist.get_rank() == 0:
+            evidence.mkdir(parents=True, exist_ok=True)
+
+    def _start(self) -> None:
+        super()._start()
+        self._witness(self.version)
+
+    def train_step(
+        self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> None:
+        """GRPOTrainer's step, then the version it made is written down."""
+        if self._tamper == Tamper("modes", self.step):
+            self.sync.fence()
+            self._flip()
+        before = self.version
+        super().train_step(data_iterator)
+        if self.version > before:
+            self._witness(self.version)
+
+    def _publish(self, version: int, slot: int) -> None:
+        tampered = self._tamper.kind == "bytes" and version >= self._tamper.at
+        if tampered:
+            self._flip()
+        super()._publish(version, slot)
+        if tampered:
+            # On a device the copy is only enqueued: it must have read the wrong value before that
+            # is taken back.
+            self.sync.fence()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            self._flip()
+
+    def _flip(self) -> None:
+        """Change the sign of rank 0's first weight."""
+        if dist.get_rank() == 0:
+            name = next(iter(self.sync.plan.ops))
+            weights = dict(exported_tensors(self.model_parts[0], self._adapter.to_hf))
+            weight = weights[name]
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            with torch.no_grad():
+                local.view(-1)[:1].neg_()
+
+    def _witness(self, version: int) -> None:
+        """Collective: gather, export, cast; rank 0 digests and saves."""
+        began = time.perf_counter()
+        with torch.no_grad():
+            named = exported_tensors(self.model_parts[0], self._adapter.to_hf)
+            parameters = {id(p) for p in self.model_parts[0].parameters()}
+            wire = getattr(torch, self.job_config.weight_sync.wire_dtype)
+            full: dict[str, torch.Tensor] = {}
+            for fqn, tensor in named:
+                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                cast = id(tensor) in parameters and whole.is_floating_point()
+                full[fqn] = (whole.to(wire) if cast else whole).cpu()
+            if self.controller is None:
+                return
+            exported = {name: t.contiguous() for name, t in self._adapter.to_hf(full).items()}
+        digests = {name: tensor_digest(t) for name, t in exported.items()}
+        line = {
+            "version": version,
+            "digest": content_digest(digests),
+            "fingerprint": self.controller.worker.fingerprint(
+                memoryview(image_of(exported, self.sync.plan.manifest))
+            ),
+            "image_bytes": self.sync.plan.manifest.total_bytes,
+            "tensors": digests,
+        }
+        save_file(
+            {name: t.clone() for name, t in exported.items()}, version_file(self._evidence, version)
+        )
+        line["gather_s"] = time.perf_counter() - began
+        with (self._evidence / TRAINER_EVIDENCE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def image_of(tensors: dict[str, torch.Tensor], manifest: Manifest) -> bytearray:
+    """The image that these tensors must have. Raises SyncError on other names."""
+    names = {spec.name for spec in manifest.tensors}
+    if names != set(tensors):
+        different = sorted(names ^ set(tensors))
+        raise SyncError(
+            "the manifest must name the tensors that the adapter exports, different are"
+            f" {different[:3]}"
+        )
+    image = bytearray(manifest.total_bytes)
+    for spec in manifest.tensors:
+        flat = tensors[spec.name].flatten().view(torch.uint8)
+        image[spec.offset : spec.offset + spec.nbytes] = flat.numpy().tobytes()
+    return image
 
 
 def main(argv: list[str]) -> int:
-    """Run one rank with a VerifyTrainer; ARGUMENTS are those of titan_grpo.train. Errors propagate
-    to torchrun."""
+    """Run one rank with a VerifyTrainer. Errors propagate to torchrun."""
     parser = argparse.ArgumentParser(prog="titan_grpo.titan.verify_train", description=__doc__)
     parser.add_argument("--evidence", type=Path, required=True)
-    parser.add_argument("--tamper", default="")
+    parser.add_argument("--tamper", type=Tamper.parse, default=Tamper())
     cut = argv.index("--")
     options = parser.parse_args(argv[:cut])
-    # First: it patches what must be patched before torchtitan is imported.
-    from titan_grpo.titan.compat import prepare
-
-    prepare()
-    from titan_grpo.titan.jobconfig import parse
-    from titan_grpo.titan.trainer import run
-    from titan_grpo.titan.verify_trainer import Tamper, VerifyTrainer
-
-    run(
-        parse(argv[cut + 1 :]),
-        partial(VerifyTrainer, evidence=options.evidence, tamper=Tamper.parse(options.tamper)),
-    )
+    build = partial(VerifyTrainer, evidence=options.evidence, tamper=options.tamper)
+    run(parse(argv[cut + 1 :]), build)
     return 0
 
 
