@@ -74,7 +74,7 @@ def test_without_the_device_patch_torchtitan_looks_for_cuda() -> None:
 def test_with_the_device_patch_torchtitan_sees_a_cpu_with_an_index_and_a_memory_monitor() -> None:
     run = python(
         "from titan_grpo.titan import compat\n"
-        "assert compat.install() and compat.install()\n"
+        "assert compat.prepare() and compat.prepare()\n"
         "from torchtitan.tools.utils import device_type\n"
         "from torchtitan.distributed import utils\n"
         "from torchtitan.components.metrics import build_device_memory_monitor\n"

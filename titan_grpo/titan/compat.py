@@ -1,7 +1,5 @@
-"""The gate to torchtitan: which versions, and everything that must happen before its first import.
-
-torchtitan on a machine without an accelerator. Does nothing where there is one (triton's absence
-apart)."""
+"""The gate to torchtitan: which versions, and everything that must happen before its first
+import."""
 
 from collections.abc import Iterable
 from importlib import metadata
@@ -17,7 +15,7 @@ TORCHTITAN: Range = ("torchtitan", "0.2.2", "0.3")
 
 
 def refusal(version: str | None) -> str:
-    """Why this torchtitan version can not be used, with the remedy; empty if it can. Pure; None
+    """Why this torchtitan version cannot be used, with the remedy; empty if it can. Pure; None
     means not installed."""
     remedy = "install torchtitan>=0.2.2,<0.3"
     if version is None:
@@ -56,40 +54,28 @@ def require_torchtitan() -> str:
 
 
 def prepare() -> bool:
-    """Version gate and all patches that act at import. Call before anything imports torchtitan.
-    Idempotent.
+    """Check the version and apply all patches that act at import, in the one order that works. Call
+    before anything imports torchtitan. Idempotent.
 
-    Returns whether training runs on the CPU; ``titan.cpu.after_parallelize`` is still due once the
-    model is built.
+    Returns whether training runs on the CPU; there ``after_parallelize`` is due once the model is
+    built.
 
     Raises:
         UpstreamError: a version of torchtitan or torch that this was not written for.
         ProtocolError: torchtitan was imported before.
     """
     require_torchtitan()
-    from titan_grpo.patches import torchtitan_tied_embeddings
-    from titan_grpo.titan import compat
-
-    on_cpu = compat.install()
-    torchtitan_tied_embeddings.apply()
-    return on_cpu
-
-
-def install() -> bool:
-    """Apply the CPU patches, in the one order that works. Call before anything imports torchtitan.
-    Idempotent.
-
-    Returns whether training runs on the CPU.
-
-    Raises:
-        UpstreamError: torchtitan or torch has a version that a needed patch was not written for.
-        ProtocolError: torchtitan was imported before.
-    """
-    from titan_grpo.patches import torchtitan_cpu_device, torchtitan_moe_histc, torchtitan_triton
+    from titan_grpo.patches import (
+        torchtitan_cpu_device,
+        torchtitan_moe_histc,
+        torchtitan_tied_embeddings,
+        torchtitan_triton,
+    )
 
     torchtitan_triton.apply()
     on_cpu = torchtitan_cpu_device.apply()
     torchtitan_moe_histc.apply()
+    torchtitan_tied_embeddings.apply()
     return on_cpu
 
 

@@ -1,17 +1,11 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups without reward spread are left out
-and replaced. Bounded.
+"""What a step is made of, and the data loader that torchtitan iterates.
 
-All completions of a prompt that is always or never solved have the same reward, so their advantages
-are zero: such groups shrink the batch that the gradient is made of.
-
-The data loader that torchtitan iterates: rank 0 takes groups, plans all ranks' work, and scatters
-it.
-
-The scatter carries everything that all ranks must agree on: the micro-batches, the slot of the next
-version image, the resume state, and an error that stops the run. Micro-batches travel as tensors,
-or as the rows that each rank builds the very same tensors of (``grpo.single_rank_load``). It runs
-on a gloo group of its own, with a deadline of its own, because the wait for rollouts may be longer
-than torchtitan's training timeout."""
+Rank 0 takes groups, plans all ranks' work and scatters it. The scatter carries everything that all
+ranks must agree on: the micro-batches, the slot of the next version image, the resume state, and an
+error that stops the run. Micro-batches travel as tensors, or as the rows that each rank builds the
+very same tensors of (``grpo.single_rank_load``). It runs on a gloo group of its own, because the
+wait for rollouts may be longer than torchtitan's training timeout.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +23,9 @@ from titan_grpo.errors import ProtocolError, TitanGrpoError
 from titan_grpo.samples import Group
 from titan_grpo.titan.rules import rank0_waits_s
 
-Take = Callable[[int], list[Group]]
-"""Wait for that many more groups."""
+GROUP_MARGIN_S = 120.0
+"""Seconds that the loader's group waits longer than rank 0 may: rank 0 builds tensors and writes
+files besides, and its own error says more than a timeout of gloo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,44 +38,44 @@ class Sampled:
 
 
 def varied_groups(
-    take: Take,
+    take: Callable[[int], list[Group]],
     give_places_back: Callable[[int], None],
     want: int,
     rounds: int,
-    kind: AdvantageOptions,
+    options: AdvantageOptions,
 ) -> Sampled:
     """``want`` groups with reward spread, replacing the others up to ``rounds`` times; then as many
-    as there are.
+    as there are (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
 
-    Before groups are replaced their number goes to ``give_places_back``, so that the bound on
-    staleness lets others start. If no group at all has spread, those of the last round are
-    returned: a step needs rows, and their advantages are zero.
+    All completions of a prompt that is always or never solved have the same reward, so their
+    advantages are zero: such groups shrink the batch that the gradient is made of. Before groups
+    are replaced their number goes to ``give_places_back``, so that the bound on staleness lets
+    others start. If no group at all has spread, those of the last round are returned: a step needs
+    rows, and their advantages are zero.
+
+    Args:
+        take: waits for that many more groups.
     """
+
+    def varied(group: Group) -> bool:
+        # Only of what is trained on: a reward that is none would stop the run here, where it is
+        # dropped later on.
+        sound = [c for c in group.completions if not defect(group.prompt, c)]
+        return has_spread([Scored(c.reward, c.num_sampled) for c in sound], options)
+
     kept: list[Group] = []
     flat = 0
     for round_ in range(rounds + 1):
         taken = take(want - len(kept))
-        good = [group for group in taken if _varied(group, kind)]
+        good = [group for group in taken if varied(group)]
         kept += good
         flat += len(taken) - len(good)
         missing = want - len(kept)
         # Groups from outside may be smaller than ours, and then more of them make a step.
         if missing <= 0 or round_ == rounds:
-            return Sampled(kept, flat) if kept else Sampled(taken, flat - len(taken))
+            break
         give_places_back(missing)
-    raise AssertionError("the loop returns in its last round")
-
-
-def _varied(group: Group, kind: AdvantageOptions) -> bool:
-    # Only of what is trained on: a reward that is none would stop the run here, where it is dropped
-    # later on.
-    sound = [c for c in group.completions if not defect(group.prompt, c)]
-    return has_spread([Scored(c.reward, c.num_sampled) for c in sound], kind)
-
-
-GROUP_MARGIN_S = 120.0
-"""Seconds that the loader's group waits longer than rank 0 may: rank 0 builds tensors and writes
-files besides, and its own error says more than a timeout of gloo."""
+    return Sampled(kept, flat) if kept else Sampled(taken, flat - len(taken))
 
 
 @dataclass(slots=True)
@@ -154,24 +149,23 @@ class BatchLoader(BaseDataLoader):
         """
         shares: list[Share] | None = None
         if prepare is not None:
-            shares = self._prepare(prepare)
+            try:
+                work = prepare()
+                shares = [
+                    Share(work.ranks[n], work.steps, work.slot, work.state) for n in self._dp_ranks
+                ]
+            except (TitanGrpoError, OSError) as error:
+                # The other ranks would wait in the scatter until its deadline without an answer.
+                shares = [Share(error=f"{type(error).__name__}: {error}") for _ in self._dp_ranks]
         received: list[Any] = [None]
         dist.scatter_object_list(received, shares, src=0, group=self.group)
         share: Share = received[0]
         if share.error:
             raise RunStopped(share.error)
         self.state = share.state
-        work = share.microbatches
-        self._queue = build(work) if isinstance(work, Rows) else list(work)
+        work_here = share.microbatches
+        self._queue = build(work_here) if isinstance(work_here, Rows) else list(work_here)
         return share
-
-    def _prepare(self, prepare: Callable[[], StepWork]) -> list[Share]:
-        try:
-            work = prepare()
-        except (TitanGrpoError, OSError) as error:
-            # The other ranks would wait in the scatter until its deadline without an answer.
-            return [Share(error=f"{type(error).__name__}: {error}") for _ in self._dp_ranks]
-        return [Share(work.ranks[dp], work.steps, work.slot, work.state) for dp in self._dp_ranks]
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
         while True:

@@ -1,10 +1,9 @@
-"""Document-aware attention for torchtitan's models: the inner attention of every layer, told where
-the sequences lie.
+"""Attention inside each sequence of a packed row, for torchtitan's models.
 
 torchtitan 0.2.2 cuts a row at every end-of-text token (flex and varlen attention), which is not
 where our sequences end, and its sdpa attention takes no mask at all. So the module between a
 layer's projections is wrapped: it gathers a packed row into rows of one sequence each, calls the
-wrapped attention on them, and puts the results back (see algorithm/packing.py).
+wrapped attention on them, and puts the results back (see algorithm/rows.py).
 """
 
 import inspect
@@ -47,8 +46,8 @@ class DocumentAttention(torch.nn.Module):
 
 
 class PackedAttention:
-    """What all attention layers of a model share: where the sequences of the micro-batch lie that
-    is being computed."""
+    """Shared by all attention layers of a model: where the sequences of the current micro-batch
+    lie."""
 
     def __init__(self) -> None:
         self.rows: AttentionRows | None = None

@@ -6,31 +6,26 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpoint import ModelWrapper
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import utils
 
 from titan_grpo.errors import ConfigError, ProtocolError
 from titan_grpo.titan import compat
 
 
-def reference_path(job_config: Any) -> str:
-    """Where the reference weights lie. Raises ConfigError if the configuration names no
-    directory."""
+def build_reference(trainer: Any, job_config: Any) -> torch.nn.Module:
+    """Build, shard and load the reference model. Collective over all ranks.
+
+    Its weights come from disk and not from the policy, so a resumed run has the same reference as
+    the one it continues. Raises ConfigError if the configuration names no directory.
+    """
     path = job_config.grpo.reference_model or job_config.model.hf_assets_path
     if not path:
         raise ConfigError(
             "grpo.kl_beta > 0 needs grpo.reference_model or model.hf_assets_path, got neither"
         )
-    return str(path)
-
-
-def build_reference(trainer: Any, job_config: JobConfig) -> torch.nn.Module:
-    """Build, shard and load the reference model. Collective over all ranks.
-
-    Its weights come from disk and not from the policy, so a resumed run has the same reference as
-    the one it continues.
-    """
     spec = trainer.train_spec
     dtype = TORCH_DTYPE_MAP[job_config.training.dtype]
     with torch.device("meta"), utils.set_default_dtype(dtype):
@@ -40,7 +35,6 @@ def build_reference(trainer: Any, job_config: JobConfig) -> torch.nn.Module:
     with torch.no_grad():
         model.init_weights(buffer_device=None)  # type: ignore[operator]
     compat.after_parallelize([model])
-    path = reference_path(job_config)
     adapter = spec.state_dict_adapter(trainer.model_args, path)
     wrapper = ModelWrapper(model)
     hf_state = adapter.to_hf(wrapper.state_dict())
@@ -53,25 +47,19 @@ def build_reference(trainer: Any, job_config: JobConfig) -> torch.nn.Module:
 @torch.no_grad()
 def move_reference(reference: torch.nn.Module, policy: torch.nn.Module, ema: float) -> None:
     """reference = ema * reference + (1 - ema) * policy, on this rank's own shards: in place,
-    without communication.
-
-    For a step boundary, where FSDP2 has the policy sharded. A moving reference goes into the
-    checkpoint: unlike a frozen one it can not be read from the model's files again.
-    """
+    without communication. For a step boundary, where FSDP2 has the policy sharded."""
     for module in reference.modules():
         if isinstance(module, FSDPModule):
             # A forward without backward leaves the last group gathered, and that copy would be used
             # again.
             module.reshard()
-    ours, theirs = ([_local(p) for p in model.parameters()] for model in (reference, policy))
+    ours, theirs = (
+        [p.to_local() if isinstance(p, DTensor) else p.data for p in model.parameters()]
+        for model in (reference, policy)
+    )
     if [p.shape for p in ours] != [p.shape for p in theirs]:
         raise ProtocolError(
             "reference and policy must be sharded alike, and their local parameters differ in"
             " number or shape"
         )
     torch._foreach_lerp_(ours, theirs, 1 - ema)
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter.data
-    return local

@@ -24,7 +24,7 @@ class TextMixin:
                 f"grpo.ptx_mixin_batchsize must be 0 for {job_config.model.name!r}: torchtitan has"
                 " no text loader for it"
             )
-        # A multiple, by a rule of rules.py.
+        # rules.py refuses what is no multiple.
         self.batches_per_step = job_config.grpo.ptx_mixin_batchsize // (
             job_config.training.local_batch_size * dp_degree
         )
