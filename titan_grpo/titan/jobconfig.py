@@ -1,8 +1,8 @@
-"""Types of TOML values against dataclass fields. torchtitan does not look: a wrong type surfaces
-hours later, or never.
+"""From the command line to one checked JobConfig: torchtitan's sections and ours, TOML and
+arguments.
 
-From the command line to one checked JobConfig: torchtitan's sections and ours, TOML and
-arguments."""
+torchtitan does not check the types of TOML values: a wrong one surfaces hours later, or never.
+"""
 
 import contextlib
 import difflib
@@ -17,87 +17,15 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from titan_grpo import config as our_config
+from titan_grpo.config_grpo import resolve_aliases
 from titan_grpo.errors import ConfigError
 from titan_grpo.runkey import find_run_key
 from titan_grpo.titan import compat, flavors, rules
 from titan_grpo.titan.server_urls import known_servers
 
 
-def mismatches(cls: type, data: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Every unknown key and wrongly typed value of a table, as "key must be rule, got value". Pure;
-    empty if none.
-
-    Example: ``group_size = "eight"`` under ``[rollout]`` gives
-    "rollout.group_size must be an integer, got 'eight'".
-    """
-    known = {f.name: f.type for f in fields(cls)}
-    out: list[str] = []
-    for name, value in data.items():
-        key = f"{prefix}{name}"
-        if name not in known:
-            out.append(_unknown(key, name, list(known)))
-        elif is_dataclass(known[name]):
-            nested: Any = known[name]
-            out += (
-                mismatches(nested, value, f"{key}.")
-                if isinstance(value, Mapping)
-                else [_wrong(key, "a table", value)]
-            )
-        elif not fits(known[name], value):
-            out.append(_wrong(key, describe(known[name]), value))
-    return out
-
-
-def fits(kind: Any, value: Any) -> bool:
-    """Whether a TOML value may stand for a field of type ``kind``. An integer may stand for a
-    float, a bool for neither."""
-    origin = get_origin(kind)
-    if origin is Literal:
-        return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
-    if origin in (Union, types.UnionType):
-        return any(fits(option, value) for option in get_args(kind))
-    if origin is list:
-        return isinstance(value, list) and all(fits(get_args(kind)[0], item) for item in value)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind in (int, str, bool, types.NoneType):
-        return type(value) is kind
-    # A type that TOML can not spell (a callable, say) is left to the dataclass itself.
-    return True
-
-
-def describe(kind: Any) -> str:
-    """A type in words: "an integer", "one of 'vllm', 'sglang'", "a list of strings"."""
-    origin = get_origin(kind)
-    if origin is Literal:
-        return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
-    if origin in (Union, types.UnionType):
-        # TOML has no null, so "or nothing" would be no advice.
-        return " or ".join(
-            describe(option) for option in get_args(kind) if option is not types.NoneType
-        )
-    if origin is list:
-        return f"a list, each item {describe(get_args(kind)[0])}"
-    words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
-    return words.get(kind, getattr(kind, "__name__", str(kind)))
-
-
-def _wrong(key: str, rule: str, value: Any) -> str:
-    return f"{key} must be {rule}, got {value!r}"
-
-
-def _unknown(key: str, name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = (
-        f"did you mean {key.removesuffix(name)}{close[0]}?"
-        if close
-        else f"known are {', '.join(sorted(known))}"
-    )
-    return f"{key} is not a key of this version of titan_grpo and torchtitan; {hint}"
-
-
 CONFIG_MODULE = "titan_grpo.config"
-"""What ``job.custom_config_module`` is when nobody names one."""
+"""Default of ``job.custom_config_module``."""
 
 TIMEOUT_MARGIN_S = 60
 """Added to derived collective timeouts, in seconds: rank 0's own deadline must fire first, with its
@@ -132,6 +60,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Any:
         + _model_violations(config)
     )
     _refuse(broken)
+    resolve_aliases(config.grpo)
     return config
 
 
@@ -181,6 +110,7 @@ def _refuse(broken: list[str]) -> None:
 
 
 def _merge(args: list[str], table: dict[str, Any]) -> Any:
+    """torchtitan's and our sections with the values of the file and the arguments."""
     from torchtitan.config import ConfigManager
 
     manager = ConfigManager()
@@ -199,18 +129,14 @@ def _merge(args: list[str], table: dict[str, Any]) -> Any:
     # Types come before torchtitan's own reading, which takes any type and stops with a traceback at
     # an unknown key.
     _refuse(mismatches(merged, table))
-    return _read_arguments(manager, args)
-
-
-def _read_arguments(manager: Any, args: list[str]) -> Any:
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(output):
             return manager.parse_args(args)
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise ConfigError("command line: " + one_line(said.getvalue())) from stop
+        raise ConfigError("command line: " + one_line(output.getvalue())) from stop
     except (ValueError, TypeError) as error:
         raise ConfigError(f"configuration: {one_line(str(error))}") from error
 
@@ -233,14 +159,11 @@ def _derive(config: Any, given: set[str]) -> None:
         # torchtitan's default drops optimizer, version and data cursor from the last checkpoint.
         # Its HF export needs that.
         config.checkpoint.last_save_model_only = config.checkpoint.last_save_in_hf
-    waits = rules.rank0_waits_s(config)
-    for name, wait in zip(("init_timeout_seconds", "train_timeout_seconds"), waits, strict=True):
+    timeouts = ("init_timeout_seconds", "train_timeout_seconds")
+    for name, wait in zip(timeouts, rules.rank0_waits_s(config), strict=True):
         if f"comm.{name}" not in given:
-            setattr(
-                config.comm,
-                name,
-                max(getattr(config.comm, name), math.ceil(wait) + TIMEOUT_MARGIN_S),
-            )
+            needed = math.ceil(wait) + TIMEOUT_MARGIN_S
+            setattr(config.comm, name, max(getattr(config.comm, name), needed))
 
 
 def _model_violations(config: Any) -> list[str]:
@@ -304,16 +227,81 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
     if config.rollout.servers_file or config.rollout.servers_slurm:
         known_servers(config.rollout, environ or {})
     find_run_key(environ or {}, config.weight_sync.run_key_file)
-    _check_checkpoint(config)
-
-
-def _check_checkpoint(config: Any) -> None:
-    """A folder that a run killed in its first save left behind: torchtitan would load nothing, not
-    even the HF weights."""
-    folder = Path(config.job.dump_folder) / config.checkpoint.folder
-    if config.checkpoint.enable and folder.is_dir() and not any(folder.glob("step-*/.metadata")):
+    checkpoints = Path(config.job.dump_folder) / config.checkpoint.folder
+    complete = any(checkpoints.glob("step-*/.metadata"))
+    if config.checkpoint.enable and checkpoints.is_dir() and not complete:
+        # torchtitan would load nothing, not even the HF weights.
         raise ConfigError(
-            f"the checkpoint folder must hold a complete checkpoint or not exist, {str(folder)!r}"
-            " has none (a run was killed while it saved the first one?), and training would start"
-            " from random weights: remove the folder"
+            "the checkpoint folder must hold a complete checkpoint or not exist,"
+            f" {str(checkpoints)!r} has none (a run was killed while it saved the first one?), and"
+            " training would start from random weights: remove the folder"
         )
+
+
+def mismatches(cls: type, data: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Every unknown key and wrongly typed value of a table, as "key must be rule, got value". Pure;
+    empty if none.
+
+    Example: ``group_size = "eight"`` under ``[rollout]`` gives
+    "rollout.group_size must be an integer, got 'eight'".
+    """
+    known = {f.name: f.type for f in fields(cls)}
+    out: list[str] = []
+    for name, value in data.items():
+        key = f"{prefix}{name}"
+        if name not in known:
+            out.append(_unknown(key, name, list(known)))
+        elif is_dataclass(known[name]):
+            nested: Any = known[name]
+            out += (
+                mismatches(nested, value, f"{key}.")
+                if isinstance(value, Mapping)
+                else [f"{key} must be a table, got {value!r}"]
+            )
+        elif not fits(known[name], value):
+            out.append(f"{key} must be {describe(known[name])}, got {value!r}")
+    return out
+
+
+def fits(kind: Any, value: Any) -> bool:
+    """Whether a TOML value may stand for a field of type ``kind``. An integer may stand for a
+    float, a bool for neither."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
+    if origin in (Union, types.UnionType):
+        return any(fits(option, value) for option in get_args(kind))
+    if origin is list:
+        return isinstance(value, list) and all(fits(get_args(kind)[0], item) for item in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind in (int, str, bool, types.NoneType):
+        return type(value) is kind
+    # A type that TOML cannot spell (a callable, say) is left to the dataclass itself.
+    return True
+
+
+def describe(kind: Any) -> str:
+    """A type in words: "an integer", "one of 'vllm', 'sglang'", "a list of strings"."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
+    if origin in (Union, types.UnionType):
+        # TOML has no null, so "or nothing" would be no advice.
+        return " or ".join(
+            describe(option) for option in get_args(kind) if option is not types.NoneType
+        )
+    if origin is list:
+        return f"a list, each item {describe(get_args(kind)[0])}"
+    words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+    return words.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _unknown(key: str, name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = (
+        f"did you mean {key.removesuffix(name)}{close[0]}?"
+        if close
+        else f"known are {', '.join(sorted(known))}"
+    )
+    return f"{key} is not a key of this version of titan_grpo and torchtitan; {hint}"
