@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "samples": {"errors"},
     "config": {"errors", "config_grpo", "config_rollout"},
-    "config_grpo": {"errors"},
+    "config_grpo": {"errors", "config_rollout"},
     "config_rollout": {"errors"},
     "runkey": {"errors"},
     "subprocesses": BASE - {"subprocesses"},

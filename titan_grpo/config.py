@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 from titan_grpo import config_grpo, config_rollout
 from titan_grpo.config_grpo import GRPO
-from titan_grpo.config_rollout import LAUNCH, Rollout, positive, rule
-from titan_grpo.errors import ConfigError
+from titan_grpo.config_rollout import LAUNCH, Rollout, Rules, broken
 
-__all__ = ("GRPO", "LAUNCH", "JobConfig", "Rollout", "WeightSync", "check", "violations")
+__all__ = ("GRPO", "LAUNCH", "JobConfig", "Rollout", "WeightSync", "violations")
 
 
 @dataclass
@@ -108,58 +107,33 @@ class JobConfig:
     weight_sync: WeightSync = field(default_factory=WeightSync)
 
 
-def _weight_sync_violations(w: WeightSync) -> list[str]:
-    seconds = tuple(n for n in vars(w) if n.endswith("_s"))
-    out = positive("weight_sync", w, seconds)
-    out += rule(
-        w.block_bytes <= 0 or w.block_bytes % 4096 != 0,
-        "weight_sync.block_bytes",
-        "a positive multiple of 4096",
-        w.block_bytes,
-    )
-    out += rule(
-        w.block_bytes > 0 and (w.bucket_bytes <= 0 or w.bucket_bytes % w.block_bytes != 0),
-        "weight_sync.bucket_bytes",
+def _weight_sync(w: WeightSync) -> Rules:
+    for name in (name for name in vars(w) if name.endswith("_s")):
+        yield getattr(w, name) <= 0, name, "greater than 0"
+    whole = w.block_bytes > 0 and w.block_bytes % 4096 == 0
+    yield not whole, "block_bytes", "a positive multiple of 4096"
+    yield (
+        whole and (w.bucket_bytes <= 0 or w.bucket_bytes % w.block_bytes != 0),
+        "bucket_bytes",
         f"a positive multiple of weight_sync.block_bytes ({w.block_bytes})",
-        w.bucket_bytes,
     )
-    out += rule(w.max_lag < 0, "weight_sync.max_lag", "0 (never) or greater", w.max_lag)
-    out += rule(
-        w.slots < 2,
-        "weight_sync.slots",
-        "2 or more (one is written while another is sent)",
-        w.slots,
-    )
-    out += rule(
-        w.backoff_max_s < w.backoff_s,
-        "weight_sync.backoff_max_s",
-        "at least weight_sync.backoff_s",
-        w.backoff_max_s,
-    )
-    return out
+    yield w.max_lag < 0, "max_lag", "0 (never) or greater"
+    yield w.slots < 2, "slots", "2 or more (one is written while another is sent)"
+    yield w.backoff_max_s < w.backoff_s, "backoff_max_s", "at least weight_sync.backoff_s"
 
 
 def violations(config: Any) -> list[str]:
     """All broken rules of the three sections, each as "key must be rule, got value". Pure; empty if
     none."""
     grpo, rollout = config.grpo, config.rollout
-    out = (
-        config_grpo.violations(grpo, rollout)
-        + config_rollout.violations(rollout)
-        + _weight_sync_violations(config.weight_sync)
-    )
-    out += rule(
+    both = (
         grpo.async_weight_update and rollout.max_staleness == 0,
-        "rollout.max_staleness",
+        "max_staleness",
         "1 or more with grpo.async_weight_update (0 would wait for every server at every step)",
-        rollout.max_staleness,
     )
-    return out
-
-
-def check(config: Any) -> None:
-    """Raise ConfigError with the first broken rule and the number of further ones."""
-    broken = violations(config)
-    if broken:
-        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
-        raise ConfigError(broken[0] + more)
+    return [
+        *config_grpo.violations(grpo, rollout),
+        *config_rollout.violations(rollout),
+        *broken("weight_sync", config.weight_sync, _weight_sync(config.weight_sync)),
+        *broken("rollout", rollout, iter([both])),
+    ]

@@ -5,9 +5,10 @@ No ``from __future__ import annotations`` in this file: torchtitan's merge reads
 objects.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from titan_grpo.config_rollout import Rollout, Rules, broken
 
 
 @dataclass
@@ -99,8 +100,7 @@ class GRPO:
     constant (Dr.GRPO)."""
 
     grpo_by_token: bool | None = None
-    """The existing trainer's key for loss_normalization: true is "token", false "sequence"; unset:
-    that key decides."""
+    """Alias of loss_normalization: true is "token", false "sequence"; unset: that key decides."""
 
     onpolicy_logp_threshold: float = 0.0
     """Tokens to which the policy gives a probability below this are left out of every term of the
@@ -148,8 +148,8 @@ class GRPO:
     step."""
 
     temperature: float = 0.0
-    """The existing trainer's key for rollout.temperature, which decides. 0: not used; any other
-    value must be equal to that."""
+    """Alias of rollout.temperature, which decides. 0: not used; any other value must be equal to
+    that."""
 
     on_unhealthy: Literal["skip", "stop"] = "skip"
     """An optimizer step with NaN or Inf in loss or gradient, or past the two bounds below: skip it
@@ -190,34 +190,32 @@ class GRPO:
     in place of padding."""
 
 
-def normalization_of(grpo: GRPO) -> Literal["token", "sequence", "constant"]:
-    """How the loss is normalised: ``loss_normalization``, unless ``grpo_by_token`` is set."""
-    if grpo.grpo_by_token is None:
-        return grpo.loss_normalization
-    return "token" if grpo.grpo_by_token else "sequence"
+def resolve_aliases(grpo: GRPO) -> None:
+    """Write the keys of the existing trainer into ours, which alone the code reads. The values are
+    those of a section without violations."""
+    if grpo.grpo_by_token is not None:
+        grpo.loss_normalization = "token" if grpo.grpo_by_token else "sequence"
 
 
-def _bounds(g: Any) -> Iterator[tuple[bool, str, str]]:
-    """(broken, key, rule) of single values."""
+def violations(grpo: GRPO, rollout: Rollout) -> list[str]:
+    """All broken rules of the section, each as "key must be rule, got value". Pure; empty if
+    none."""
+    rules = (*_bounds(grpo), *_combinations(grpo), *_with_rollout(grpo, rollout))
+    return broken("grpo", grpo, iter(rules))
+
+
+def _bounds(g: GRPO) -> Rules:
+    """Single values."""
     yield not 0 < g.clip_ratio_lower_bound <= 1, "clip_ratio_lower_bound", "in (0, 1]"
     yield g.clip_ratio_upper_bound <= 0, "clip_ratio_upper_bound", "greater than 0"
     yield g.ptx_scale <= 0, "ptx_scale", "greater than 0"
-    for name in (
-        "kl_beta",
-        "pos_scaler",
-        "neg_scaler",
-        "logit_loss_weight",
-        "entropy_loss_weight",
-        "overlong_penalty",
-    ):
+    for name in ("kl_beta", "pos_scaler", "neg_scaler", "logit_loss_weight"):
         yield getattr(g, name) < 0, name, "0 or greater"
-    for name in (
-        "ptx_mixin_batchsize",
-        "grad_norm_limit",
-        "reward_collapse_steps",
-        "temperature",
-        "overlong_cache_tokens",
-    ):
+    for name in ("entropy_loss_weight", "overlong_penalty"):
+        yield getattr(g, name) < 0, name, "0 or greater"
+    for name in ("ptx_mixin_batchsize", "grad_norm_limit", "reward_collapse_steps"):
+        yield getattr(g, name) < 0, name, "0 (off) or greater"
+    for name in ("temperature", "overlong_cache_tokens"):
         yield getattr(g, name) < 0, name, "0 (off) or greater"
     for name in ("num_microbatches", "dynamic_sampling_rounds", "max_unhealthy_steps"):
         yield getattr(g, name) < 1, name, "1 or greater"
@@ -225,16 +223,15 @@ def _bounds(g: Any) -> Iterator[tuple[bool, str, str]]:
         yield not 0 <= getattr(g, name) <= 1, name, "in [0, 1]"
     yield not 0 <= g.rollout_is_veto_threshold < 1, "rollout_is_veto_threshold", "in [0, 1)"
     yield g.token_budget < 0, "token_budget", "0 (derived) or greater"
-    small = g.rollout_is_threshold != 0 and g.rollout_is_threshold < 1
     yield (
-        small,
+        g.rollout_is_threshold != 0 and g.rollout_is_threshold < 1,
         "rollout_is_threshold",
         "0 (off) or at least 1 (a smaller one would cut on-policy tokens)",
     )
 
 
-def _combinations(g: Any) -> Iterator[tuple[bool, str, str]]:
-    """(broken, key, rule) of values that contradict each other."""
+def _combinations(g: GRPO) -> Rules:
+    """Values that contradict each other."""
     yield (
         bool(g.reference_model) and g.kl_beta == 0,
         "reference_model",
@@ -262,23 +259,19 @@ def _combinations(g: Any) -> Iterator[tuple[bool, str, str]]:
     )
 
 
-def _across(g: Any, r: Any) -> Iterator[tuple[bool, str, str]]:
-    """(broken, key, rule) of values that depend on [rollout]."""
+def _with_rollout(g: GRPO, r: Rollout) -> Rules:
+    """Values that depend on [rollout]."""
     yield (
         g.num_microbatches > r.prompts_per_step,
         "num_microbatches",
-        (
-            f"at most rollout.prompts_per_step ({r.prompts_per_step}; a minibatch is made of whole"
-            " groups)"
-        ),
+        f"at most rollout.prompts_per_step ({r.prompts_per_step}; a minibatch is made of whole"
+        " groups)",
     )
     yield (
         g.temperature not in (0, r.temperature),
         "temperature",
-        (
-            f"0, or the same as rollout.temperature ({r.temperature}; log-probabilities at another"
-            " temperature than sampling had make every ratio wrong)"
-        ),
+        f"0, or the same as rollout.temperature ({r.temperature}; log-probabilities at another"
+        " temperature than sampling had make every ratio wrong)",
     )
     yield (
         g.overlong_cache_tokens > r.max_completion_tokens,
@@ -290,10 +283,6 @@ def _across(g: Any, r: Any) -> Iterator[tuple[bool, str, str]]:
         "dynamic_sampling",
         "false with rollout.record_path (a recorded batch is one that was taken in one piece)",
     )
-
-
-def _off_policy(g: Any, r: Any) -> Iterator[tuple[bool, str, str]]:
-    """(broken, key, rule): off-policy data needs a correction, unless the user forces it."""
     if g.allow_uncorrected_off_policy:
         return
     force = (
@@ -303,32 +292,12 @@ def _off_policy(g: Any, r: Any) -> Iterator[tuple[bool, str, str]]:
     yield (
         r.max_staleness > 0 and g.rollout_is_threshold == 0 and g.proximal_logprobs != "rollout",
         "rollout_is_threshold",
-        (
-            '1 or more when rollout.max_staleness > 0, or grpo.proximal_logprobs = "rollout"'
-            f" ({force})"
-        ),
+        '1 or more when rollout.max_staleness > 0, or grpo.proximal_logprobs = "rollout"'
+        f" ({force})",
     )
     yield (
         g.num_microbatches > 1 and g.proximal_logprobs == "interpolate",
         "num_microbatches",
-        (
-            '1 with grpo.proximal_logprobs = "interpolate", which does not see the optimizer steps'
-            f" inside a batch ({force})"
-        ),
+        '1 with grpo.proximal_logprobs = "interpolate", which does not see the optimizer steps'
+        f" inside a batch ({force})",
     )
-
-
-def violations(grpo: Any, rollout: Any) -> list[str]:
-    """All broken rules of the section, each as "key must be rule, got value". Pure; empty if
-    none."""
-    found = [
-        *_bounds(grpo),
-        *_combinations(grpo),
-        *_across(grpo, rollout),
-        *_off_policy(grpo, rollout),
-    ]
-    return [
-        f"grpo.{key} must be {rule}, got {getattr(grpo, key)!r}"
-        for broken, key, rule in found
-        if broken
-    ]

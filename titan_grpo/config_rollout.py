@@ -5,6 +5,7 @@ objects.
 """
 
 import ipaddress
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
@@ -173,60 +174,17 @@ class Rollout:
     version."""
 
 
-def rule(broken: bool, key: str, wanted: str, value: Any) -> list[str]:
-    """One broken rule as text, or nothing."""
-    return [f"{key} must be {wanted}, got {value!r}"] if broken else []
+Rules = Iterator[tuple[bool, str, str]]
+"""(broken, key, what it must be and why), of one section."""
 
 
-def positive(section: str, obj: Any, names: tuple[str, ...]) -> list[str]:
-    """The rule that those keys are greater than 0."""
-    out: list[str] = []
-    for name in names:
-        value = getattr(obj, name)
-        out += rule(value <= 0, f"{section}.{name}", "greater than 0", value)
-    return out
-
-
-def _launch_violations(r: Rollout) -> list[str]:
-    wanted, known = r.launch_engines, ("vllm", "sglang")
-    bad = not wanted or len(set(wanted)) != len(wanted) or not set(wanted) <= set(known)
-    out = rule(bad, "rollout.launch_engines", '"vllm", "sglang" or both, each once', wanted)
-    for engine, key in zip(known, ("launch_python", "launch_sglang_python"), strict=True):
-        missing = engine in wanted and not getattr(r, key)
-        out += rule(
-            missing,
-            f"rollout.{key}",
-            f'set when rollout.servers = ["launch"] starts "{engine}"',
-            getattr(r, key),
-        )
-    other = r.engine != "auto" and any(engine != r.engine for engine in wanted)
-    return out + rule(
-        other, "rollout.engine", f'"auto" for launched servers of {", ".join(wanted)}', r.engine
-    )
-
-
-def _server_violations(r: Rollout) -> list[str]:
-    out = rule(
-        not 0 < r.servers_port < 65536, "rollout.servers_port", "a port, 1 to 65535", r.servers_port
-    )
-    if r.servers == [LAUNCH]:
-        return out + _launch_violations(r)
-    none = not (r.servers or r.servers_file or r.servers_slurm)
-    out += rule(
-        none,
-        "rollout.servers",
-        'a list of URLs, or ["launch"], unless servers_file or servers_slurm is set',
-        r.servers,
-    )
-    urls = []
-    for text in r.servers:
-        try:
-            urls.append(server_url(text).replace("://localhost", "://127.0.0.1"))
-        except ConfigError as error:
-            out.append(f"rollout.servers: {error}")
-    return out + rule(
-        len(set(urls)) != len(urls), "rollout.servers", "without repetition", r.servers
-    )
+def broken(section: str, values: Any, rules: Rules) -> list[str]:
+    """The broken ones, each as "section.key must be rule, got value"."""
+    return [
+        f"{section}.{key} must be {rule}, got {getattr(values, key)!r}"
+        for is_broken, key, rule in rules
+        if is_broken
+    ]
 
 
 def server_url(text: str) -> str:
@@ -250,29 +208,6 @@ def server_url(text: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.lower(), parts.path.rstrip("/"), "", ""))
 
 
-def _source_violations(r: Rollout) -> list[str]:
-    url = urlsplit(r.atropos_url)
-    bad = r.source == "atropos" and (url.scheme not in ("http", "https") or not url.hostname)
-    out = rule(
-        bad,
-        "rollout.atropos_url",
-        'a URL such as http://host:8000 with source = "atropos"',
-        r.atropos_url,
-    )
-    host, _, port = r.push_address.rpartition(":")
-    bad = r.source == "push" and not (host and port.isdigit() and int(port) < 65536)
-    out += rule(bad, "rollout.push_address", "host:port", r.push_address)
-    open_door = r.source == "push" and not r.push_key_env and not is_loopback(host)
-    out += rule(
-        open_door and not bad,
-        "rollout.push_key_env",
-        f"set while rollout.push_address is not on loopback (anybody who reaches {r.push_address}"
-        " could teach the model)",
-        r.push_key_env,
-    )
-    return out
-
-
 def is_loopback(host: str) -> bool:
     """Whether a host of an address or a URL is this host, seen from itself."""
     try:
@@ -281,107 +216,142 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _controller_violations(r: Rollout) -> list[str]:
-    out = rule(
-        bool(r.callback_address),
-        "rollout.callback_address",
-        "left out (rank 0 polls the service, and accepts no connection from it)",
-        r.callback_address,
-    )
-    if r.controller == "local":
-        return out
-    try:
-        host_name = urlsplit(server_url(r.controller)).hostname or ""
-    except ConfigError:
-        host_name = ""
-    bad = not host_name
-    out += rule(
-        bad, "rollout.controller", '"local" or a URL such as http://host:8910', r.controller
-    )
-    out += rule(
-        not bad and not r.controller_key_env and not is_loopback(host_name),
-        "rollout.controller_key_env",
-        "set while rollout.controller is not on loopback (anybody who answers there could teach the"
-        " model)",
-        r.controller_key_env,
-    )
-    out += rule(
-        not bad and r.servers == [LAUNCH] and not is_loopback(host_name),
-        "rollout.servers",
-        "URLs while rollout.controller is on another host (launched servers listen on loopback)",
-        r.servers,
-    )
-    out += rule(
-        bool(r.replay_path),
-        "rollout.controller",
-        '"local" with rollout.replay_path (nothing is sampled)',
-        r.controller,
-    )
-    return out + positive("rollout", r, ("controller_deadline_s",))
-
-
-def _drain_violations(r: Rollout) -> list[str]:
-    if r.in_flight_weight_updates:
-        return []
-    why = (
-        "no request outlives a commit without them, so finished groups would only wait longer and"
-        " be staler"
-    )
-    out = rule(
-        r.max_staleness > 1,
-        "rollout.max_staleness",
-        f"0 or 1 unless rollout.in_flight_weight_updates is true ({why})",
-        r.max_staleness,
-    )
-    return out + rule(
-        r.source != "task",
-        "rollout.in_flight_weight_updates",
-        f'true with rollout.source = "{r.source}" (environments ask the servers by themselves;'
-        " nobody here sees what runs)",
-        r.in_flight_weight_updates,
-    )
-
-
 def violations(r: Rollout) -> list[str]:
     """All broken rules of the section. Pure; empty if none."""
-    out = _server_violations(r) + _source_violations(r) + _controller_violations(r)
-    out += rule(
-        r.group_size < 2,
-        "rollout.group_size",
-        "2 or more (an advantage needs a group to compare with)",
-        r.group_size,
+    urls, out = [], []
+    for text in r.servers if r.servers != [LAUNCH] else []:
+        try:
+            urls.append(server_url(text).replace("://localhost", "://127.0.0.1"))
+        except ConfigError as error:
+            out.append(f"rollout.servers: {error}")
+    repeated = len(set(urls)) != len(urls)
+    rules = (
+        *_servers(r),
+        (repeated, "servers", "without repetition"),
+        *_sources(r),
+        *_controller(r),
+        *_sampling(r),
     )
-    out += rule(r.max_staleness < 0, "rollout.max_staleness", "0 or greater", r.max_staleness)
-    out += _drain_violations(r)
-    counts = (
+    return out + broken("rollout", r, iter(rules))
+
+
+def _host(url: str) -> str:
+    """Host of a URL; empty for what is no server's URL."""
+    try:
+        return urlsplit(server_url(url)).hostname or ""
+    except ConfigError:
+        return ""
+
+
+def _servers(r: Rollout) -> Rules:
+    yield not 0 < r.servers_port < 65536, "servers_port", "a port, 1 to 65535"
+    if r.servers != [LAUNCH]:
+        yield (
+            not (r.servers or r.servers_file or r.servers_slurm),
+            "servers",
+            'a list of URLs, or ["launch"], unless servers_file or servers_slurm is set',
+        )
+        return
+    wanted, known = r.launch_engines, {"vllm": "launch_python", "sglang": "launch_sglang_python"}
+    yield (
+        not wanted or len(set(wanted)) != len(wanted) or not set(wanted) <= set(known),
+        "launch_engines",
+        '"vllm", "sglang" or both, each once',
+    )
+    for engine, key in known.items():
+        yield (
+            engine in wanted and not getattr(r, key),
+            key,
+            f'set when rollout.servers = ["launch"] starts "{engine}"',
+        )
+    yield (
+        r.engine != "auto" and any(engine != r.engine for engine in wanted),
+        "engine",
+        f'"auto" for launched servers of {", ".join(wanted)}',
+    )
+
+
+def _sources(r: Rollout) -> Rules:
+    yield (
+        r.source == "atropos" and not _host(r.atropos_url),
+        "atropos_url",
+        'a URL such as http://host:8000 with source = "atropos"',
+    )
+    if r.source == "push":
+        host, _, port = r.push_address.rpartition(":")
+        address = bool(host) and port.isdigit() and int(port) < 65536
+        yield not address, "push_address", "host:port"
+        yield (
+            address and not r.push_key_env and not is_loopback(host),
+            "push_key_env",
+            "set while rollout.push_address is not on loopback (any process that reaches"
+            f" {r.push_address} could teach the model)",
+        )
+    if not r.in_flight_weight_updates:
+        yield (
+            r.max_staleness > 1,
+            "max_staleness",
+            "0 or 1 unless rollout.in_flight_weight_updates is true (no request outlives a commit"
+            " without them, so finished groups would only wait longer and be staler)",
+        )
+        yield (
+            r.source != "task",
+            "in_flight_weight_updates",
+            f'true with rollout.source = "{r.source}" (environments ask the servers by themselves,'
+            " and the run does not see their requests)",
+        )
+
+
+def _controller(r: Rollout) -> Rules:
+    yield (
+        bool(r.callback_address),
+        "callback_address",
+        "left out (rank 0 polls the service, and accepts no connection from it)",
+    )
+    if r.controller == "local":
+        return
+    host = _host(r.controller)
+    yield not host, "controller", '"local" or a URL such as http://host:8910'
+    elsewhere = bool(host) and not is_loopback(host)
+    yield (
+        elsewhere and not r.controller_key_env,
+        "controller_key_env",
+        "set while rollout.controller is not on loopback (any process that answers there could"
+        " teach the model)",
+    )
+    yield (
+        elsewhere and r.servers == [LAUNCH],
+        "servers",
+        "URLs while rollout.controller is on another host (launched servers listen on loopback)",
+    )
+    yield (
+        bool(r.replay_path),
+        "controller",
+        '"local" with rollout.replay_path (nothing is sampled)',
+    )
+    yield r.controller_deadline_s <= 0, "controller_deadline_s", "greater than 0"
+
+
+def _sampling(r: Rollout) -> Rules:
+    yield r.group_size < 2, "group_size", "2 or more (an advantage needs a group to compare with)"
+    yield r.max_staleness < 0, "max_staleness", "0 or greater"
+    for name in (
         "prompts_per_step",
         "max_completion_tokens",
         "max_concurrent_requests",
         "launch_count",
         "task_concurrency",
         "max_turns",
-    )
-    out += positive(
-        "rollout",
-        r,
-        (*counts, "temperature", "request_timeout_s", "batch_timeout_s", "task_timeout_s"),
-    )
-    out += rule(
-        not 0 <= r.task_error_budget <= 100,
-        "rollout.task_error_budget",
-        "0 to 100",
-        r.task_error_budget,
-    )
-    out += rule(
+        "temperature",
+        "request_timeout_s",
+        "batch_timeout_s",
+        "task_timeout_s",
+    ):
+        yield getattr(r, name) <= 0, name, "greater than 0"
+    yield not 0 <= r.task_error_budget <= 100, "task_error_budget", "0 to 100"
+    yield (
         bool(r.record_path) and r.record_path == r.replay_path,
-        "rollout.record_path",
+        "record_path",
         "another file than rollout.replay_path",
-        r.record_path,
     )
-    out += rule(
-        r.task == "gsm8k" and not r.task_path,
-        "rollout.task_path",
-        'set for task = "gsm8k"',
-        r.task_path,
-    )
-    return out
+    yield r.task == "gsm8k" and not r.task_path, "task_path", 'set for task = "gsm8k"'

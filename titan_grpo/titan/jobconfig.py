@@ -23,7 +23,6 @@ from titan_grpo.runkey import find_run_key
 from titan_grpo.titan import compat, flavors, rules
 from titan_grpo.titan.server_urls import known_servers
 
-
 CONFIG_MODULE = "titan_grpo.config"
 """Default of ``job.custom_config_module``."""
 

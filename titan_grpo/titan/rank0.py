@@ -17,7 +17,6 @@ from titan_grpo.algorithm.advantages import AdvantageOptions, Overlong
 from titan_grpo.algorithm.balance import TokenCost, variation
 from titan_grpo.algorithm.batch import Batch, BatchOptions, plan
 from titan_grpo.algorithm.metrics import Collapse
-from titan_grpo.config_grpo import normalization_of
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.server import ServerAccess, make_control
 from titan_grpo.errors import ProtocolError, ServerUnreachable
@@ -43,7 +42,7 @@ def batch_options(job_config: Any, cost: TokenCost) -> BatchOptions:
     return BatchOptions(
         token_budget=grpo.token_budget or training.local_batch_size * training.seq_len,
         max_len=training.seq_len,
-        normalization=normalization_of(grpo),
+        normalization=grpo.loss_normalization,
         advantage=advantage_options(job_config),
         num_minibatches=grpo.num_microbatches,
         constant=job_config.rollout.max_completion_tokens,

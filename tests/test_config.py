@@ -1,0 +1,163 @@
+"""The rules of our sections: what is refused, and that the message names key, rule and value."""
+
+from dataclasses import replace
+
+import pytest
+
+from titan_grpo.config import GRPO, JobConfig, Rollout, WeightSync, violations
+from titan_grpo.config_grpo import resolve_aliases
+from titan_grpo.config_rollout import is_loopback
+
+ROLLOUT = Rollout(
+    servers=["http://a:1"], prompts_per_step=4, max_completion_tokens=64, max_staleness=2
+)
+REMOTE = replace(ROLLOUT, controller="http://10.0.0.1:8910", controller_key_env="KEY")
+DRAINING = replace(ROLLOUT, max_staleness=1, in_flight_weight_updates=False)
+
+
+def found(section: GRPO | Rollout | WeightSync) -> list[str]:
+    job = JobConfig(GRPO(), replace(ROLLOUT), WeightSync())
+    match section:
+        case GRPO():
+            job.grpo = section
+        case Rollout():
+            job.rollout = section
+        case WeightSync():
+            job.weight_sync = section
+    return violations(job)
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        (
+            GRPO(),
+            {"clip_ratio_lower_bound": 0.0},
+            "clip_ratio_lower_bound must be in (0, 1], got 0.0",
+        ),
+        (GRPO(), {"kl_beta": -1.0}, "kl_beta must be 0 or greater, got -1.0"),
+        (GRPO(), {"num_microbatches": 0}, "num_microbatches must be 1 or greater, got 0"),
+        (GRPO(), {"num_microbatches": 5}, "num_microbatches must be at most rollout.prompts_per"),
+        (GRPO(), {"rollout_is_threshold": 0.5}, "rollout_is_threshold must be 0 (off) or at least"),
+        (
+            GRPO(),
+            {"rollout_is_threshold": 0.0},
+            "rollout_is_threshold must be 1 or more when rollout.max_staleness > 0",
+        ),
+        (
+            GRPO(num_microbatches=2),
+            {"proximal_logprobs": "interpolate"},
+            "num_microbatches must be 1 with",
+        ),
+        (
+            GRPO(),
+            {"rollout_is_threshold_lower": 0.5},
+            "rollout_is_threshold_lower must be 0 unless",
+        ),
+        (GRPO(), {"rollout_is_veto_threshold": 1.0}, "rollout_is_veto_threshold must be in [0, 1)"),
+        (GRPO(), {"ref_model_ema": 0.9}, "ref_model_ema must be 0 while grpo.kl_beta is 0"),
+        (GRPO(kl_beta=0.1), {"ref_model_ema": 1.5}, "ref_model_ema must be in [0, 1], got 1.5"),
+        (GRPO(), {"reference_model": "x"}, "reference_model must be empty while grpo.kl_beta is 0"),
+        (
+            GRPO(normalize_advantage_std=False),
+            {"advantage_normalization": "batch"},
+            "advantage_normalization must be",
+        ),
+        (
+            GRPO(grpo_by_token=True),
+            {"loss_normalization": "constant"},
+            "grpo_by_token must be unset",
+        ),
+        (
+            GRPO(),
+            {"overlong_cache_tokens": 65},
+            "overlong_cache_tokens must be at most rollout.max",
+        ),
+        (GRPO(), {"temperature": 0.7}, "temperature must be 0, or the same as rollout.temperature"),
+        (GRPO(), {"max_unhealthy_steps": 0}, "max_unhealthy_steps must be 1 or greater"),
+        (GRPO(), {"ptx_scale": 0.0}, "ptx_scale must be greater than 0"),
+        (ROLLOUT, {"servers": []}, 'servers must be a list of URLs, or ["launch"]'),
+        (ROLLOUT, {"servers": ["http://a:1", "http://A:1/"]}, "servers must be without repetition"),
+        (ROLLOUT, {"group_size": 1}, "group_size must be 2 or more"),
+        (ROLLOUT, {"task": "gsm8k"}, 'task_path must be set for task = "gsm8k"'),
+        (ROLLOUT, {"task_error_budget": 101}, "task_error_budget must be 0 to 100"),
+        (ROLLOUT, {"servers_port": 0}, "servers_port must be a port"),
+        (REMOTE, {"controller": "remote"}, 'controller must be "local" or a URL such as'),
+        (REMOTE, {"controller": "http://:8910"}, 'controller must be "local" or a URL'),
+        (REMOTE, {"controller_key_env": ""}, "controller_key_env must be set while rollout.contr"),
+        (REMOTE, {"callback_address": "10.0.0.2:0"}, "callback_address must be left out"),
+        (REMOTE, {"controller_deadline_s": 0.0}, "controller_deadline_s must be greater than 0"),
+        (
+            replace(REMOTE, launch_python="p"),
+            {"servers": ["launch"]},
+            "servers must be URLs while rollout.controller is on another host",
+        ),
+        (REMOTE, {"replay_path": "r.jsonl"}, 'controller must be "local" with rollout.replay_path'),
+        (DRAINING, {"max_staleness": 2}, "max_staleness must be 0 or 1 unless"),
+        (DRAINING, {"source": "push"}, "in_flight_weight_updates must be true with rollout.source"),
+        (WeightSync(), {"slots": 1}, "slots must be 2 or more"),
+        (WeightSync(), {"block_bytes": 5000}, "block_bytes must be a positive multiple of 4096"),
+        (WeightSync(), {"bucket_bytes": 5000}, "bucket_bytes must be a positive multiple of"),
+        (WeightSync(), {"backoff_max_s": 0.1}, "backoff_max_s must be at least"),
+        (WeightSync(), {"commit_deadline_s": 0.0}, "commit_deadline_s must be greater than 0"),
+    ],
+)
+def test_a_broken_rule_is_one_line_with_key_rule_and_value(section, changes, message) -> None:
+    assert found(section) == [] or isinstance(section, GRPO)
+    (line,) = found(replace(section, **changes))
+    names = {GRPO: "grpo", Rollout: "rollout", WeightSync: "weight_sync"}
+    assert line.startswith(f"{names[type(section)]}.{message}"), line
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        GRPO(),
+        GRPO(rollout_is_threshold=0.0, proximal_logprobs="rollout"),
+        GRPO(rollout_is_threshold=0.0, allow_uncorrected_off_policy=True),
+        GRPO(
+            num_microbatches=2, proximal_logprobs="interpolate", allow_uncorrected_off_policy=True
+        ),
+        GRPO(num_microbatches=2),
+        GRPO(temperature=1.0),
+        GRPO(kl_beta=0.1, ref_model_ema=0.99),
+        REMOTE,
+        DRAINING,
+        replace(REMOTE, controller="local", controller_key_env=""),
+        replace(REMOTE, controller="http://localhost:8910", controller_key_env=""),
+        replace(REMOTE, controller="https://[::1]:8910", controller_key_env=""),
+    ],
+)
+def test_what_keeps_the_rules_passes(section) -> None:
+    assert found(section) == []
+
+
+def test_on_policy_data_needs_no_correction_but_a_sync_step() -> None:
+    on_policy = replace(ROLLOUT, max_staleness=0)
+    assert violations(JobConfig(GRPO(rollout_is_threshold=0.0), on_policy)) == []
+    (line,) = violations(JobConfig(GRPO(async_weight_update=True), on_policy))
+    assert line.startswith("rollout.max_staleness must be 1 or more with grpo.async_weight_update")
+
+
+def test_a_recording_cannot_be_made_with_dynamic_sampling() -> None:
+    recording = replace(ROLLOUT, record_path="r.jsonl")
+    (line,) = violations(JobConfig(GRPO(dynamic_sampling=True), recording))
+    assert line.startswith("grpo.dynamic_sampling must be false with rollout.record_path")
+
+
+@pytest.mark.parametrize(
+    ("grpo", "normalization"),
+    [
+        (GRPO(loss_normalization="constant"), "constant"),
+        (GRPO(grpo_by_token=True), "token"),
+        (GRPO(grpo_by_token=False), "sequence"),
+    ],
+)
+def test_the_old_name_of_the_normalisation_decides_where_it_is_set(grpo, normalization) -> None:
+    resolve_aliases(grpo)
+    assert grpo.loss_normalization == normalization
+
+
+def test_a_name_that_only_begins_like_loopback_is_not() -> None:
+    assert is_loopback("127.0.0.9")
+    assert not is_loopback("127.0.0.1.example.com")
