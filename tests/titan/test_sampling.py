@@ -4,8 +4,12 @@ import math
 
 from titan_grpo.algorithm.advantages import AdvantageOptions, Overlong
 from titan_grpo.samples import Completion, Group, Prompt
-from titan_grpo.titan.data import varied_groups
+from titan_grpo.titan import compat
 from titan_grpo.titan.text import text_weight
+
+compat.prepare()
+
+from titan_grpo.titan.data import varied_groups  # noqa: E402 - the patches come first
 
 KIND = AdvantageOptions()
 
