@@ -134,7 +134,8 @@ def test_the_rollout_process_goes_on_at_another_server_and_the_broken_one_gets_i
     completion_server, model_dir, streamed
 ) -> None:
     broken, good = completion_server(), completion_server()
-    # Whoever asks it once more gets no tokens: how often that is, before there is a better one, is up to the machine.
+    # Later requests get no tokens: how many come before there is a better server is up to the
+    # machine.
     broken.behaviour = lambda _: (
         (200, iter([broken.piece([7, 8])])) if len(broken.bodies) <= 2 else (500, {})
     )

@@ -258,7 +258,7 @@ def test_a_group_whose_server_became_unknown_meanwhile_is_dropped(start, complet
     assert {c.server for g in batch for c in g.completions} == {other.url}
 
 
-def test_a_prompt_that_is_too_stale_more_often_than_a_bad_one_may_be_dropped_is_trained_all_the_same(
+def test_a_prompt_that_is_too_stale_more_often_than_the_drops_of_a_bad_one_is_trained_on(
     start, completion_server
 ) -> None:
     server, client = completion_server(), start(max_staleness=0)

@@ -61,7 +61,8 @@ def test_waiting_for_completions_costs_nothing(completion_server, model_dir) -> 
             <= 0.02 * QUIET_S
         )
 
-    # On a busy machine the last work on the requests takes a while; what looks again and again never comes to rest.
+    # On a busy machine the last work on the requests takes a while; a loop that polls is never
+    # quiet.
     assert any(quiet() for _ in range(TRIES))
     server.released.set()
     client.close(5)

@@ -1,16 +1,14 @@
 """The rollout process against a real vLLM server that our launcher started."""
 
-import asyncio
 import time
 
 import psutil
 import pytest
 
 from titan_grpo.engines import vllm
-from titan_grpo.engines.generation import Sampled, Sampling
-from titan_grpo.engines.http import AsyncDriver, HttpRefused, SyncDriver
+from titan_grpo.engines.generation import Sampling
+from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.errors import ServerUnreachable
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Group
@@ -91,35 +89,3 @@ def test_a_request_with_the_same_seed_gives_the_same_tokens(server) -> None:
     with SyncDriver(server.url) as driver:
         call = vllm.generate([10, 11, 12], Sampling(8, seed=5, cache_salt="a"), 60)
         assert driver.run(call) == driver.run(call)
-
-
-@pytest.mark.e2e
-def test_pausing_keeps_a_request_and_resuming_finishes_it(server) -> None:
-    async def paused_request() -> tuple[bool, Sampled]:
-        driver = AsyncDriver(server.url)
-        try:
-            await driver.run(vllm.pause(30))
-            held = asyncio.create_task(driver.run(vllm.generate([10, 11], Sampling(4, seed=1), 60)))
-            paused = await driver.run(vllm.is_paused())
-            with pytest.raises(ServerUnreachable):
-                await driver.run(vllm.generate([10, 11], Sampling(4, seed=1), timeout_s=1.0))
-            assert not held.done()
-            await driver.run(vllm.resume(30))
-            return paused, await held
-        finally:
-            await driver.close()
-
-    paused, sampled = asyncio.run(paused_request())
-    assert paused
-    assert 1 <= len(sampled.token_ids) <= 4
-
-
-@pytest.mark.e2e
-def test_a_server_tells_its_label_size_and_model(server, model_dir) -> None:
-    with SyncDriver(server.url) as driver:
-        assert driver.run(vllm.models()) == [model_dir]
-        assert driver.run(vllm.world_size()) == 1
-        assert isinstance(driver.run(vllm.label()), str)
-        with pytest.raises(HttpRefused) as refusal:
-            driver.run(vllm.generate(list(range(3, 100)) * 5, Sampling(4), 60))
-        assert refusal.value.status == 400
