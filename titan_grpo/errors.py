@@ -14,6 +14,7 @@ remedy.
     `-- PeerError              a server is wrong, or gone
         |-- ServerUnreachable  no answer: refused, reset, timed out
         |-- ServerRefused      it answered, and the answer was no
+        |   `-- ServerTaken    another run is in force there
         `-- TransferFailed     bytes were lost, late, or not the ones that were sent
 """
 
@@ -82,6 +83,14 @@ class ServerUnreachable(PeerError):
 
 class ServerRefused(PeerError):
     """A server answered, and its answer was a refusal."""
+
+
+class ServerTaken(ServerRefused):
+    """Another run is in force on a server: ``run_id``, with ``term`` (protocol.fence)."""
+
+    def __init__(self, message: str, run_id: str, term: int) -> None:
+        super().__init__(message)
+        self.run_id, self.term = run_id, term
 
 
 class TransferFailed(PeerError):

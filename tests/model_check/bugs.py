@@ -54,7 +54,15 @@ def _kept_epoch(s: lanes.Lane, e: Any) -> tuple[lanes.Lane, tuple[lanes.Action, 
     after, actions = lanes.step(s, e)
     if not isinstance(e, lanes.Rested):
         return after, actions
-    return replace(after, epoch=s.epoch), (lanes.Connect(s.epoch),)
+    return replace(after, epoch=s.epoch), (lanes.Connect(s.epoch, s.term),)
+
+
+def _raises_its_term_again(s: lanes.Lane, e: Any) -> tuple[lanes.Lane, tuple[lanes.Action, ...]]:
+    return lanes.step(replace(s, admitted=False) if isinstance(e, lanes.Outranked) else s, e)
+
+
+def _never_raises_its_term(s: lanes.Lane, e: Any) -> tuple[lanes.Lane, tuple[lanes.Action, ...]]:
+    return lanes.step(replace(s, admitted=True) if isinstance(e, lanes.Outranked) else s, e)
 
 
 def _resumes_whatever_was_loaded(
@@ -122,7 +130,7 @@ def _older_greetings_accepted(
     h: fence.EngineState, e: Any
 ) -> tuple[fence.EngineState, tuple[Any, ...]]:
     if isinstance(e, fence.OpenEpoch):
-        return replace(h, in_force=(e.run_id, e.epoch)), (fence.Serve(),)
+        return replace(h, in_force=(e.run_id, e.epoch), term=e.term), (fence.Serve(),)
     return fence.step(h, e)
 
 
@@ -235,6 +243,16 @@ BUGS = (
         "an older hello is served",
         "a zombie cannot take a server",
         Tables(fence=_older_greetings_accepted),
+    ),
+    Bug(
+        "a trainer that was replaced raises its term",
+        "a zombie cannot take a server",
+        Tables.with_clocks_behind(lane=_raises_its_term_again),
+    ),
+    Bug(
+        "a new trainer does not raise its term",
+        "a trainer takes over whatever its clock says",
+        Tables.with_clocks_behind(lane=_never_raises_its_term),
     ),
     Bug("a broken load is forgotten", "no mixed weights", Tables(fence=_broken_loads_forgotten)),
     Bug("bytes are lent that nobody checked", "no mixed weights", Tables(staging=_unchecked_bytes)),

@@ -3,7 +3,7 @@ two halves."""
 
 from typing import Any
 
-from tests.model_check.server import HARMLESS, LONG_AGO, NOW, Request, Server, label_of
+from tests.model_check.server import BEFORE, HARMLESS, LONG_AGO, NOW, Request, Server, label_of
 from tests.model_check.tables import Tables, Violation
 from titan_grpo.protocol import fence, staging
 from titan_grpo.protocol import lane as lanes
@@ -18,15 +18,20 @@ def execute(s: Server, r: Request, t: Tables, mine: bool) -> Server:
 
     match r.kind:
         case "greet":
-            holding, actions = t.fence(s.holding, fence.OpenEpoch(r.run, r.epoch))
+            engine, actions = t.fence(s.engine, fence.OpenEpoch(r.run, r.epoch, r.term))
+            run_in_force = s.engine.in_force[0]
             if not isinstance(actions[0], fence.Serve):
-                return answer(s._replace(holding=holding), "no")
-            s = s._replace(holding=holding, receiver=(r.run, r.epoch), memory=staging.Staging())
+                if run_in_force == r.run:
+                    return answer(s._replace(engine=engine), "no")
+                return answer(s._replace(engine=engine), "outranked", engine.term)
+            if (run_in_force, r.run) == (NOW, BEFORE):
+                raise Violation("a trainer that was replaced takes the server back")
+            s = s._replace(engine=engine, receiver=(r.run, r.epoch), memory=staging.Staging())
             return answer(
                 s,
                 "joined",
-                label_of(holding.run, holding.version) if holding.run else "",
-                holding.intact,
+                label_of(engine.run, engine.version) if engine.run else "",
+                engine.intact,
             )
         case "look":
             return answer(s, "looked", s.label, s.paused)
@@ -67,15 +72,15 @@ def _begin(s: Server, r: Request, t: Tables) -> Server:
 
 def _load(s: Server, r: Request, t: Tables, mine: bool) -> Server:
     s = s._replace(session=True)
-    holding, actions = t.fence(s.holding, fence.CommitRequested(r.run, r.epoch, r.version))
+    engine, actions = t.fence(s.engine, fence.CommitRequested(r.run, r.epoch, r.version))
     if not isinstance(actions[0], fence.Grant):
         # nobody reports it to a lane that is not in force
         told = (
-            ("applied", r.version, False, holding.intact)
+            ("applied", r.version, False, engine.intact)
             if s.receiver == (r.run, r.epoch)
             else ("no",)
         )
-        return s._replace(holding=holding, answer=told) if mine else s._replace(holding=holding)
+        return s._replace(engine=engine, answer=told) if mine else s._replace(engine=engine)
     memory, lent = s.memory, False
     if s.receiver is not None:
         # whichever epoch it serves: number, version and fingerprint (here: the run) must be those
@@ -83,16 +88,16 @@ def _load(s: Server, r: Request, t: Tables, mine: bool) -> Server:
         memory, did = t.staging(s.memory, staging.LendRequested(r.version, r.version, r.run))
         lent = isinstance(did[0], fence.Grant)
     if not lent:
-        holding, _ = t.fence(holding, fence.Loaded(r.run, r.version, "", ok=False, intact=True))
+        engine, _ = t.fence(engine, fence.Loaded(r.run, r.version, "", ok=False, intact=True))
         told = (
-            ("applied", r.version, False, holding.intact)
+            ("applied", r.version, False, engine.intact)
             if s.receiver == (r.run, r.epoch)
             else ("no",)
         )
-        after = s._replace(holding=holding, memory=memory)
+        after = s._replace(engine=engine, memory=memory)
         return after._replace(answer=told) if mine else after
     half = (r.run, r.version)
-    return s._replace(holding=holding, memory=memory, loading=r, weights=(half, s.weights[1]))
+    return s._replace(engine=engine, memory=memory, loading=r, weights=(half, s.weights[1]))
 
 
 def load_ends(s: Server, t: Tables) -> Server:
@@ -109,9 +114,9 @@ def load_ends(s: Server, t: Tables) -> Server:
         raise Violation(
             f"version {was[1]} of a run is followed by version {r.version} on one server"
         )
-    holding, _ = t.fence(s.holding, fence.Loaded(r.run, r.version, "", ok=True, intact=True))
+    engine, _ = t.fence(s.engine, fence.Loaded(r.run, r.version, "", ok=True, intact=True))
     return _report(
-        s._replace(holding=holding, weights=(s.weights[0], now)),
+        s._replace(engine=engine, weights=(s.weights[0], now)),
         t,
         ("applied", r.version, True, True),
     )
@@ -121,8 +126,8 @@ def load_breaks(s: Server, t: Tables) -> Server:
     """The engine met an error in the middle of a load: half of the weights are new."""
     r = s.loading
     assert r is not None
-    holding, _ = t.fence(s.holding, fence.Loaded(r.run, r.version, "", ok=False, intact=False))
-    return _report(s._replace(holding=holding), t, ("applied", r.version, False, False))
+    engine, _ = t.fence(s.engine, fence.Loaded(r.run, r.version, "", ok=False, intact=False))
+    return _report(s._replace(engine=engine), t, ("applied", r.version, False, False))
 
 
 def _report(s: Server, t: Tables, told: tuple[Any, ...]) -> Server:
@@ -148,7 +153,7 @@ def stray_executed(s: Server, t: Tables) -> Server:
     r = s.stray
     assert r is not None
     refused = r.kind == "load" and not isinstance(
-        t.fence(s.holding, fence.CommitRequested(r.run, r.epoch, r.version))[1][0], fence.Grant
+        t.fence(s.engine, fence.CommitRequested(r.run, r.epoch, r.version))[1][0], fence.Grant
     )
     after = execute(s._replace(stray=None), r, t, mine=False) if r.kind not in HARMLESS else s
     if r.run == NOW or after is s:
@@ -158,4 +163,9 @@ def stray_executed(s: Server, t: Tables) -> Server:
     )
     if refused and r.text:
         follow = r._replace(kind="label")
+    if r.kind == "greet" and r.admitted and after.engine.in_force != (r.run, r.epoch):
+        zombie = lanes.Lane(lanes.Phase.CONNECTING, r.epoch, term=r.term, admitted=True)
+        work = t.lane(zombie, lanes.Outranked(after.engine.term, t.clocks_behind))[1][-1]
+        if isinstance(work, lanes.Connect):
+            follow = r._replace(epoch=work.epoch, term=work.term)
     return after._replace(stray=follow)

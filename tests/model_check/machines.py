@@ -92,7 +92,7 @@ class Machines:
         if known is None:
             self.doing = "the trainer is replaced"
             known = self._orphans[number] = tuple(
-                self.server(after) for after in steps.orphans(self.servers[number])
+                self.server(after) for after in steps.orphans(self.servers[number], self.tables)
             )
         return known
 

@@ -26,8 +26,9 @@ def _ask(s: Server, work: lanes.Action) -> Server:
         return s._replace(request=Request(kind, NOW, s.lane.epoch, version, text))
 
     match work:
-        case lanes.Connect():
-            return request("greet")
+        case lanes.Connect(_, term):
+            asked = request("greet")
+            return asked._replace(request=asked.request._replace(term=term))
         case lanes.Send(version):
             return request("send", version)
         case lanes.Pause():
@@ -71,6 +72,10 @@ def take_answer(s: Server, t: Tables) -> Move:
             return _settle_on(s._replace(plan=s.plan[1:]), t)
         case "accepted":
             return _accepted(s, t)
+        case "outranked":
+            return advance(
+                s, lanes.Outranked(values[0], t.clocks_behind), t, "another run is in force"
+            )
         case "staged":
             return advance(s, lanes.Staged(values[0]), t, "staged")
         case "ok":

@@ -8,6 +8,7 @@ comes back) and all that were longer ago; epochs are renumbered in order, so tha
 differ in how often somebody reconnected are one state."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from tests.model_check.tables import Violation
@@ -37,6 +38,9 @@ class Request(NamedTuple):
     epoch: int
     version: int = -1
     text: str = ""
+    term: int = 0
+    admitted: bool = False
+    """Of the lane of a stray hello."""
 
 
 class Server(NamedTuple):
@@ -56,7 +60,7 @@ class Server(NamedTuple):
     paused: bool = False
     label: str = OWN
     session: bool = False
-    holding: fence.EngineState = fence.EngineState()
+    engine: fence.EngineState = fence.EngineState()
     receiver: tuple[str, int] | None = None
     memory: staging.Staging = staging.Staging()
     meddled: bool = False
@@ -136,7 +140,7 @@ def canonical(s: Server) -> Server:
     pairs = [(r.run, r.epoch) for r in (s.request, s.stray, s.loading) if r is not None]
     pairs += [
         p
-        for p in (s.receiver, s.holding.in_force if s.holding.in_force[0] else None)
+        for p in (s.receiver, s.engine.in_force if s.engine.in_force[0] else None)
         if p is not None
     ]
     for run, epoch in pairs:
@@ -147,24 +151,39 @@ def canonical(s: Server) -> Server:
     }
     if s.lane.epoch == 0:
         rank[NOW] = {epoch: i - 1 for epoch, i in rank[NOW].items()}
-    if all(epoch == i for numbers in rank.values() for epoch, i in numbers.items()):
+    terms = {s.lane.term, s.engine.term}
+    terms |= {r.term for r in (s.request, s.stray) if r is not None and r.kind == "greet"}
+    term = _closer(sorted(terms))
+    if all(epoch == i for numbers in rank.values() for epoch, i in numbers.items()) and all(
+        old == new for old, new in term.items()
+    ):
         return s
 
     def renumbered(r: Request | None) -> Request | None:
-        return None if r is None else r._replace(epoch=rank[r.run][r.epoch])
+        if r is None:
+            return None
+        return r._replace(epoch=rank[r.run][r.epoch], term=term.get(r.term, 0))
 
-    order = s.holding.in_force
+    order = s.engine.in_force
     return s._replace(
-        lane=replace(s.lane, epoch=rank[NOW][s.lane.epoch]),
+        lane=replace(s.lane, epoch=rank[NOW][s.lane.epoch], term=term[s.lane.term]),
         request=renumbered(s.request),
         stray=renumbered(s.stray),
         loading=renumbered(s.loading),
         receiver=(
             None if s.receiver is None else (s.receiver[0], rank[s.receiver[0]][s.receiver[1]])
         ),
-        holding=(
-            s.holding
-            if not order[0]
-            else replace(s.holding, in_force=(order[0], rank[order[0]][order[1]]))
+        engine=replace(
+            s.engine,
+            in_force=(order[0], rank[order[0]][order[1]]) if order[0] else order,
+            term=term[s.engine.term],
         ),
     )
+
+
+def _closer(terms: list[int]) -> dict[int, int]:
+    """Terms with the same order and nearer together: only sums of one or two are compared."""
+    near = {terms[0]: min(terms[0], 1)}
+    for low, high in pairwise(terms):
+        near[high] = near[low] + min(high - low, 3)
+    return near

@@ -43,14 +43,14 @@ def wants_newer(s: Server) -> bool:
     return s.lane.phase is lanes.Phase.READY
 
 
-def orphans(s: Server) -> list[Server]:
+def orphans(s: Server, t: Tables) -> list[Server]:
     """The server after its trainer died and another one took over: its last request is lost, or
     comes late.
 
     A trainer that froze and goes on is the second case: what it still asks is said by the stray
     request and its like.
     """
-    late = trainer_dies(s)
+    late = trainer_dies(s, t)
     both = [late, late._replace(stray=None)] if late.stray is not None else [late]
     return [canonical(after) for after in both]
 

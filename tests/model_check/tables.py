@@ -1,11 +1,14 @@
 """The production tables in one bundle, so that an exploration can run with one of them changed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_grpo.protocol import admission, fence, image_slots, lane, ledger, staging
 from titan_grpo.protocol.recovery import settle
+
+BACKWARDS = {"1": "-", "0": "0", "-": "1"}
+"""Run ids (server.py) with the age turned round."""
 
 Step = Callable[[Any, Any], tuple[Any, tuple[Any, ...]]]
 
@@ -25,6 +28,25 @@ class Tables:
     settle: Callable[..., tuple[Any, ...]] = settle
     same_slot: bool = True
     ping: bool = True
+    clocks_behind: bool = False
+
+    @classmethod
+    def with_clocks_behind(cls, **changed: Any) -> "Tables":
+        """Each trainer's clock is behind that of the one before it: its run id is less."""
+        step = changed.pop("fence", fence.step)
+
+        def reversed_step(state: fence.EngineState, event: Any) -> Any:
+            if not isinstance(event, fence.OpenEpoch):
+                return step(state, event)
+            run, epoch = state.in_force
+            new, actions = step(
+                replace(state, in_force=(BACKWARDS.get(run, run), epoch)),
+                replace(event, run_id=BACKWARDS[event.run_id]),
+            )
+            run, epoch = new.in_force
+            return replace(new, in_force=(BACKWARDS.get(run, run), epoch)), actions
+
+        return cls(fence=reversed_step, clocks_behind=True, **changed)
 
 
 class Violation(Exception):

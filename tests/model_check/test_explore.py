@@ -31,6 +31,12 @@ def test_one_server_with_a_fault_at_every_step_breaks_no_rule(streamed):
     assert result.states > 10_000
 
 
+def test_trainers_whose_clocks_are_behind_take_over_and_the_ones_before_stay_refused():
+    result = Explorer(Bounds(servers=1, versions=2, faults=1), Tables.with_clocks_behind()).run()
+    assert (result.violation, result.trace, result.complete) == ("", [], True)
+    assert result.states > 10_000
+
+
 @pytest.mark.parametrize("streamed", [False, True], ids=["staged", "streamed"])
 def test_two_faults_on_one_server_break_no_rule(streamed):
     result = Explorer(Bounds(servers=1, versions=1, faults=2, streamed=streamed)).run()
@@ -138,7 +144,7 @@ class LongRun(RuleBasedStateMachine):
     @rule(late=st.lists(st.booleans(), min_size=3, max_size=3), chance=st.integers(0, 19))
     def trainer_is_replaced(self, late: list[bool], chance: int) -> None:
         if chance == 0:
-            after = [steps.orphans(state) for state in self.servers]
+            after = [steps.orphans(state, self.tables) for state in self.servers]
             self.servers = [
                 choices[0 if wanted else -1] for choices, wanted in zip(after, late, strict=True)
             ]

@@ -18,8 +18,9 @@ from titan_grpo.protocol.fence import (
 )
 
 RUNS = st.sampled_from(["a", "b", "c"])
+TERMS = st.integers(0, 3)
 EVENTS = st.one_of(
-    st.builds(OpenEpoch, RUNS, st.integers(1, 4)),
+    st.builds(OpenEpoch, RUNS, st.integers(1, 4), TERMS),
     st.builds(CommitRequested, RUNS, st.integers(1, 4), st.integers(0, 4)),
     st.builds(Loaded, RUNS, st.integers(0, 4), st.just("f"), st.booleans(), st.booleans()),
 )
@@ -49,44 +50,63 @@ def refusal(holding: EngineState, event) -> str:
 
 
 def test_a_state_shows_whom_it_obeys_and_what_it_holds():
-    assert repr(EngineState()) == "<obeys nobody, holds its own weights>"
-    held = after(OpenEpoch("r", 2), *loaded("r", 2, 5))
-    assert repr(held) == "<obeys r/2, holds r v5 f5>"
+    assert repr(EngineState()) == "<in force no epoch, holds its own weights>"
+    held = after(OpenEpoch("r", 2, 1), *loaded("r", 2, 5))
+    assert repr(held) == "<in force r/2 term 1, holds r v5 f5>"
     half = after(
         CommitRequested("r", 2, 6),
         Loaded("r", 6, "", False, False),
         CommitRequested("r", 2, 6),
         start=held,
     )
-    assert repr(half) == "<obeys r/2, holds r v5 f5, broken, loading r v6>"
+    assert repr(half) == "<in force r/2 term 1, holds r v5 f5, broken, loading r v6>"
 
 
-@given(st.lists(st.builds(OpenEpoch, RUNS, st.integers(1, 4)), max_size=12))
-def test_admitted_epochs_only_ever_get_newer(greetings):
-    holding, admitted = EngineState(), []
-    for greeting in greetings:
-        holding, actions = step(holding, greeting)
+@given(st.lists(st.builds(OpenEpoch, RUNS, st.integers(1, 4), TERMS), max_size=12))
+def test_admitted_epochs_only_ever_get_newer(hellos):
+    state, admitted = EngineState(), []
+    for hello in hellos:
+        state, actions = step(state, hello)
         if Serve() in actions:
-            admitted.append((greeting.run_id, greeting.epoch))
+            assert state.in_force == (hello.run_id, hello.epoch)
+            admitted.append((state.term, hello.run_id, hello.epoch))
     assert admitted == sorted(set(admitted))
 
 
+def test_a_run_whose_clock_is_behind_takes_over_with_a_higher_term_and_keeps_the_server():
+    behind = after(OpenEpoch("r", 5, 3), OpenEpoch("q", 1, 4))
+    assert (behind.in_force, behind.term) == (("q", 1), 4)
+    assert "term 4" in refusal(behind, OpenEpoch("r", 6, 3))
+    assert after(OpenEpoch("q", 2, 4), start=behind).in_force == ("q", 2)
+
+
+def test_a_pause_guard_that_knows_no_term_opens_an_epoch_of_the_run_in_force_alone():
+    lane = after(OpenEpoch("r", 2, 3))
+    assert after(OpenEpoch("r", 3, 0), start=lane) == EngineState(("r", 3), 3)
+    assert "not newer" in refusal(lane, OpenEpoch("s", 3, 0))
+    assert after(OpenEpoch("r", 3, 0)).in_force == ("r", 3)
+
+
 def test_a_replayed_hello_is_refused():
-    assert "not newer than epoch 3 of run r" in refusal(after(OpenEpoch("r", 3)), OpenEpoch("r", 3))
+    assert "not newer than epoch 3 of run r" in refusal(
+        after(OpenEpoch("r", 3, 1)), OpenEpoch("r", 3, 1)
+    )
 
 
 def test_an_older_run_is_refused_whatever_its_epoch():
-    assert "a trainer that was replaced" in refusal(after(OpenEpoch("r", 1)), OpenEpoch("q", 99))
+    assert "a trainer that was replaced" in refusal(
+        after(OpenEpoch("r", 1, 1)), OpenEpoch("q", 99, 1)
+    )
 
 
 def test_versions_go_forward_within_a_run_and_may_repeat():
-    held = after(OpenEpoch("r", 1), *loaded("r", 1, 5))
+    held = after(OpenEpoch("r", 1, 1), *loaded("r", 1, 5))
     assert step(held, CommitRequested("r", 1, 5))[1] == (Grant(),)
     assert "older than version 5" in refusal(held, CommitRequested("r", 1, 4))
 
 
 def test_a_new_run_may_start_at_a_lower_version_and_ends_the_old_one():
-    held = after(OpenEpoch("r", 1), *loaded("r", 1, 5), OpenEpoch("s", 1))
+    held = after(OpenEpoch("r", 1, 1), *loaded("r", 1, 5), OpenEpoch("s", 1, 1))
     assert step(held, CommitRequested("s", 1, 0))[1] == (Grant(),)
     assert "in force" in refusal(held, CommitRequested("r", 1, 6))
 
@@ -97,12 +117,12 @@ def test_a_commit_before_any_hello_is_refused():
 
 def test_a_second_commit_during_a_load_is_refused():
     assert "version 6 of run r is being loaded" in refusal(
-        after(OpenEpoch("r", 1), CommitRequested("r", 1, 6)), CommitRequested("r", 1, 7)
+        after(OpenEpoch("r", 1, 1), CommitRequested("r", 1, 6)), CommitRequested("r", 1, 7)
     )
 
 
 def test_a_failed_load_keeps_the_version_and_says_whether_it_is_whole():
-    held = after(OpenEpoch("r", 1), *loaded("r", 1, 5))
+    held = after(OpenEpoch("r", 1, 1), *loaded("r", 1, 5))
     untouched = after(CommitRequested("r", 1, 6), Loaded("r", 6, "", False, True), start=held)
     assert untouched == held
     broken = after(CommitRequested("r", 1, 6), Loaded("r", 6, "", False, False), start=held)
@@ -111,7 +131,9 @@ def test_a_failed_load_keeps_the_version_and_says_whether_it_is_whole():
 
 
 def test_a_load_that_touched_nothing_does_not_mend_broken_weights():
-    broken = after(OpenEpoch("r", 1), CommitRequested("r", 1, 6), Loaded("r", 6, "", False, False))
+    broken = after(
+        OpenEpoch("r", 1, 1), CommitRequested("r", 1, 6), Loaded("r", 6, "", False, False)
+    )
     assert not after(
         CommitRequested("r", 1, 7), Loaded("r", 7, "", False, True), start=broken
     ).intact
@@ -119,17 +141,17 @@ def test_a_load_that_touched_nothing_does_not_mend_broken_weights():
 
 def test_a_hello_during_a_load_does_not_hide_what_was_loaded():
     held = after(
-        OpenEpoch("r", 1),
+        OpenEpoch("r", 1, 1),
         CommitRequested("r", 1, 5),
-        OpenEpoch("s", 1),
+        OpenEpoch("s", 1, 1),
         Loaded("r", 5, "f", True, True),
     )
-    assert repr(held) == "<obeys s/1, holds r v5 f>"
+    assert repr(held) == "<in force s/1 term 1, holds r v5 f>"
 
 
 @pytest.mark.parametrize(
     "start",
-    [EngineState(), after(OpenEpoch("r", 1), CommitRequested("r", 1, 5))],
+    [EngineState(), after(OpenEpoch("r", 1, 1), CommitRequested("r", 1, 5))],
     ids=["nothing lent", "another"],
 )
 def test_the_end_of_a_load_that_was_not_lent_is_our_bug(start):
@@ -139,7 +161,10 @@ def test_the_end_of_a_load_that_was_not_lent_is_our_bug(start):
 
 def test_a_good_load_of_broken_weights_is_our_bug():
     with pytest.raises(ProtocolError, match="leaves whole weights"):
-        step(after(OpenEpoch("r", 1), CommitRequested("r", 1, 5)), Loaded("r", 5, "f", True, False))
+        step(
+            after(OpenEpoch("r", 1, 1), CommitRequested("r", 1, 5)),
+            Loaded("r", 5, "f", True, False),
+        )
 
 
 def test_an_unlisted_event_is_our_bug():
@@ -165,5 +190,5 @@ def test_what_is_held_never_goes_back_and_changes_by_loads_only(events):
             assert new.version >= holding.version
         if any(isinstance(action, Refuse) for action in actions):
             assert new == holding
-        assert new.in_force >= holding.in_force
+        assert (new.term, new.in_force) >= (holding.term, holding.in_force)
         holding = new

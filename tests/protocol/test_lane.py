@@ -36,7 +36,7 @@ def notes(actions: list[L.Action]) -> list[ledger.Event]:
 
 def test_a_good_sync_sends_pauses_loads_labels_resumes_and_reads_back():
     state, actions = drive(*GOOD, L.ReadBack(3))
-    begin = [L.Connect(1), L.AwaitNewer(), L.Send(3), L.Pause(), L.Load(3)]
+    begin = [L.Connect(1, 1), L.AwaitNewer(), L.Send(3), L.Pause(), L.Load(3)]
     assert work(actions) == [
         *begin,
         L.SetLabel(L.Outcome.NEW, 3),
@@ -56,7 +56,7 @@ def test_a_good_sync_sends_pauses_loads_labels_resumes_and_reads_back():
 @pytest.mark.parametrize("so_far", range(1, 9))
 def test_a_failure_anywhere_rests_and_connects_again_in_a_new_epoch(so_far):
     state, actions = drive(*GOOD[:so_far], L.Failed(), L.Rested())
-    assert work(actions)[-2:] == [L.Rest(), L.Connect(2)]
+    assert work(actions)[-2:] == [L.Rest(), L.Connect(2, 1)]
     assert repr(state) == "<connecting epoch 2>"
     sending = so_far == 3
     assert notes(actions)[-1] == (ledger.TransferFailed() if sending else ledger.Forgotten())
@@ -112,6 +112,28 @@ def test_a_lane_can_stop_unless_a_commit_runs_and_then_as_soon_as_that_has_ended
             with pytest.raises(ProtocolError, match="not listed"):
                 L.step(state, L.Stopped())
     assert {p for p in L.Phase if not L.Lane(phase=p).stoppable} == L.COMMITTING | {L.Phase.STOPPED}
+
+
+def test_a_first_epoch_that_a_run_of_the_future_refuses_is_opened_again_with_a_higher_term():
+    state, actions = drive(L.Started(), L.Outranked(4, future=True))
+    assert actions[-2:] == [L.Note(ledger.Forgotten()), L.Connect(2, 5)]
+    state, actions = L.step(state, L.Outranked(7, future=True))
+    assert actions[-1] == L.Connect(3, 8)
+    assert (L.step(state, JOINED)[0].term, L.step(state, JOINED)[0].admitted) == (8, True)
+
+
+@pytest.mark.parametrize("future", [True, False])
+def test_a_replaced_trainer_rests_and_keeps_its_term(future):
+    first = (L.Started(),) if not future else (L.Started(), JOINED, L.Failed(), L.Rested())
+    state, actions = drive(*first, L.Outranked(4, future=future))
+    assert actions[-2:] == [L.Note(ledger.Forgotten()), L.Rest()]
+    assert L.step(state, L.Rested())[1] == (L.Connect(state.epoch + 1, 1),)
+
+
+def test_the_deadlines_of_a_commit_are_the_sum_of_its_steps():
+    assert set(L.CALLS) == L.COMMITTING | {L.Phase.CONNECTING}
+    assert L.step_s(L.Phase.RESUMING, 10.0, 60.0) == 10.0
+    assert L.commit_s(10.0, 60.0) == 190.0 + 60.0
 
 
 def test_an_event_that_a_state_does_not_list_raises_and_changes_nothing():

@@ -47,18 +47,16 @@ def test_a_commit_in_time_leaves_nothing_open():
     assert step(state, Ended(clean=False, now=4.0))[0].done
 
 
-def test_points_in_between_change_nothing():
+def test_points_outside_a_commit_change_nothing():
     before, _ = drive(passed(Point.PAUSE, 0))
-    for point in (
-        Point.BEGIN,
-        Point.EXTENT,
-        Point.SENT,
-        Point.STAGED,
-        Point.LOAD,
-        Point.LABEL,
-        Point.RESUME,
-    ):
+    for point in (Point.BEGIN, Point.EXTENT, Point.SENT, Point.STAGED):
         assert step(before, passed(point, 1)) == (before, ())
+
+
+@pytest.mark.parametrize("point", [Point.LOAD, Point.LABEL, Point.RESUME])
+def test_each_step_of_a_commit_has_a_lease_of_its_own(point: Point):
+    state, actions = drive(passed(Point.PAUSE, 0), passed(point, 2.9), Ticked(5.8))
+    assert (state.due, actions) == (5.9, [])
 
 
 def test_a_pause_past_its_lease_is_settled_once():

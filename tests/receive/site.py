@@ -93,7 +93,12 @@ class Site:
         self._options = {"timeout_s": 20.0, "run_key": run_key} | options
 
     def link(
-        self, version: Version, run_id: str | None = None, epoch: int | None = None, **options: Any
+        self,
+        version: Version,
+        run_id: str | None = None,
+        epoch: int | None = None,
+        term: int = 1,
+        **options: Any,
     ) -> LaneLink:
         """A lane of the next epoch, not opened."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
@@ -105,7 +110,9 @@ class Site:
             **self._options,
             **options,
         }
-        link = LaneLink(run_id or self.run_id, self.epoch, version.manifest, LinkOptions(**options))
+        link = LaneLink(
+            run_id or self.run_id, self.epoch, version.manifest, LinkOptions(**options), term
+        )
         self.links.append(link)
         return link
 

@@ -99,10 +99,15 @@ def test_an_older_epoch_is_refused_and_the_one_in_force_goes_on(site, weights) -
     assert site.deliver(link, 1, 1, w).ok
 
 
-def test_a_later_run_takes_over_and_may_go_back_in_versions(site, weights) -> None:
+@pytest.mark.parametrize(
+    ("run_id", "term"), [("ffffffffffff-00000000", 1), ("000000000001-00000000", 2)]
+)
+def test_a_later_run_or_one_with_a_higher_term_takes_over_and_may_go_back_in_versions(
+    site, weights, run_id, term
+) -> None:
     site.deliver(site.connect(weights(1.0)), 1, 9, weights(1.0))
     w = weights(2.0)
-    link = site.greet(w, run_id="ffffffffffff-00000000", epoch=1)
+    link = site.greet(w, run_id=run_id, epoch=1, term=term)
     joined = link.wait_joined(60.0)
     assert (joined.held_run, joined.held_version) == (site.run_id, 9)
     assert joined.held_fingerprint == weights(1.0).fingerprint

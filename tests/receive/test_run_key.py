@@ -107,7 +107,7 @@ def test_a_recorded_hello_an_older_run_and_an_older_epoch_are_refused_though_the
     for run_id, epoch in ((guarded.run_id, last), (guarded.run_id, 1), (OLDER_RUN, 99)):
         link = guarded.greet(weights(9.0), run_id=run_id, epoch=epoch)
         guarded.epoch = last
-        with pytest.raises(TransferFailed, match="is not newer"):
+        with pytest.raises(PeerError, match="is not newer"):
             link.wait_joined(60.0)
     assert guarded.engine.value() == before
     deliver(2)

@@ -237,6 +237,16 @@ def test_a_receiver_killed_after_its_load_is_replaced_at_once_and_nothing_is_sen
     assert greeted - lost < WAIT_S, "a deadline of its own, not that of a commit call"
 
 
+def test_a_trainer_whose_clock_is_behind_that_of_the_run_before_takes_its_server(rig):
+    r = rig("a", started=False)
+    server = DirectControl(r.servers["a"])
+    fence(server, Access("127.0.0.1", 10.0, WAIT_S, ""), "ffffffffffff-00000000", 9)
+    r.start()
+    r.publish(1)
+    r.everyone(1)
+    assert r.server_set.take_error() is None
+
+
 def test_a_lane_that_was_fenced_before_its_load_learns_it_before_the_deadline_of_the_load(rig):
     def newer_epoch():
         fence(

@@ -1,15 +1,18 @@
-"""What an engine has loaded and whom it obeys: the part of a server that outlives every receiver. A
-pure table.
+"""What an engine holds and which epoch may commit to it: the part of a server that outlives every
+receiver. A pure table.
 
 ::
 
-    OpenEpoch      a newer (run, epoch) is served and replaces the one in force; any other one is refused
-    CommitRequested  by the (run, epoch) in force, not older than what this run has committed: grant; otherwise refuse
-    Loaded       how the load of the granted commit ended: the only event that changes what the engine holds
+    OpenEpoch        a higher epoch of the run in force, or another run with a higher (term, run
+                     id), is served and replaces the epoch in force; any other one is refused
+    CommitRequested  by the (run, epoch) in force, not older than what this run has committed:
+                     granted; otherwise refused
+    Loaded           how the granted commit ended: the only event that changes what the engine holds
 
-A hello that is replayed is refused by the first rule, since its epoch is not newer than itself; a
-trainer that was replaced by the same. The engine serves one call at a time, yet nothing here relies
-on it: a hello during a load changes whom the engine obeys, and not the truth about its weights.
+A run id begins with the start time of its run, so that with right clocks the newest run wins, at
+term 1. A new trainer whose clock is behind is refused by the run before it, which started in its
+future; it then takes that run's term plus one (protocol.lane). A trainer that was replaced does not:
+the run in force started in its past, or the server has admitted it before.
 """
 
 from collections.abc import Callable
@@ -21,14 +24,15 @@ from titan_grpo.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """``in_force``: the newest (run, epoch) that was admitted; ``run``, ``version``, ``fingerprint``:
-    what was loaded last.
+    """``in_force``: the (run, epoch) admitted last, ``term``: its term; ``run``, ``version``,
+    ``fingerprint``: what was loaded last.
 
     ``intact`` is false if a load broke off half-way and no whole one followed. ``granted``: (run,
     version) of the commit that is being loaded.
     """
 
     in_force: tuple[str, int] = ("", 0)
+    term: int = 0
     run: str = ""
     version: int = -1
     fingerprint: str = ""
@@ -36,11 +40,12 @@ class EngineState:
     granted: tuple[str, int] | None = None
 
     def __repr__(self) -> str:
-        order = f"{self.in_force[0]}/{self.in_force[1]}" if self.in_force[0] else "nobody"
+        run, epoch = self.in_force
+        force = f"{run}/{epoch} term {self.term}" if run else "no epoch"
         held = f"{self.run} v{self.version} {self.fingerprint}" if self.run else "its own weights"
         broken = "" if self.intact else ", broken"
-        lent = "" if self.granted is None else f", loading {self.granted[0]} v{self.granted[1]}"
-        return f"<obeys {order}, holds {held}{broken}{lent}>"
+        granted = "" if self.granted is None else f", loading {self.granted[0]} v{self.granted[1]}"
+        return f"<in force {force}, holds {held}{broken}{granted}>"
 
 
 # Events.
@@ -48,10 +53,11 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class OpenEpoch:
-    """A trainer opens an epoch."""
+    """A trainer's lane, or its pause guard, opens an epoch."""
 
     run_id: str
     epoch: int
+    term: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,72 +105,61 @@ Action = Serve | Grant | Refuse
 Outcome = tuple[EngineState, tuple[Action, ...]]
 
 
-def _greeted(h: EngineState, e: OpenEpoch) -> Outcome:
-    order = (e.run_id, e.epoch)
-    if order > h.in_force:
-        return replace(h, in_force=order), (Serve(),)
+def _open_epoch(s: EngineState, e: OpenEpoch) -> Outcome:
+    run, epoch = s.in_force
+    later = not run or (e.term, e.run_id) > (s.term, run)
+    if e.epoch > epoch if e.run_id == run else later:
+        # A pause guard does not know its lane's term: its epoch must not lower the term.
+        term = max(e.term, s.term) if e.run_id == run else e.term
+        return replace(s, in_force=(e.run_id, e.epoch), term=term), (Serve(),)
     reason = (
-        f"epoch {e.epoch} of run {e.run_id} is not newer than epoch {h.in_force[1]} of run"
-        f" {h.in_force[0]}, which is in force: a trainer that was replaced, or two trainers with the"
-        " same server"
+        f"epoch {e.epoch} of run {e.run_id} (term {e.term}) is not newer than epoch {epoch} of run"
+        f" {run} (term {s.term}), which is in force: a trainer that was replaced, or two trainers"
+        " with the same server"
     )
-    return h, (Refuse(reason),)
+    return s, (Refuse(reason),)
 
 
-def _commit_asked(h: EngineState, e: CommitRequested) -> Outcome:
-    if (e.run_id, e.epoch) != h.in_force:
-        run, epoch = h.in_force
+def _commit_requested(s: EngineState, e: CommitRequested) -> Outcome:
+    run, epoch = s.in_force
+    reason = ""
+    if (e.run_id, e.epoch) != (run, epoch):
         reason = (
             f"commit for epoch {e.epoch} of run {e.run_id}, but epoch {epoch} of run {run} is in"
             " force"
         )
-        return h, (Refuse(reason),)
     # the same version again is allowed: it is what repairs a broken load
-    if e.run_id == h.run and e.version < h.version:
-        return h, (
-            Refuse(
-                f"version {e.version} is older than version {h.version}, which the engine holds"
-            ),
-        )
-    if h.granted is not None:
-        return h, (Refuse(f"version {h.granted[1]} of run {h.granted[0]} is being loaded"),)
-    return replace(h, granted=(e.run_id, e.version)), (Grant(),)
+    elif e.run_id == s.run and e.version < s.version:
+        reason = f"version {e.version} is older than version {s.version}, which the engine holds"
+    elif s.granted is not None:
+        reason = f"version {s.granted[1]} of run {s.granted[0]} is being loaded"
+    if reason:
+        return s, (Refuse(reason),)
+    return replace(s, granted=(e.run_id, e.version)), (Grant(),)
 
 
-def _loaded(h: EngineState, e: Loaded) -> Outcome:
-    if h.granted != (e.run_id, e.version):
-        raise ProtocolError(f"event {e!r} is not about a commit that was granted: {h!r}")
+def _loaded(s: EngineState, e: Loaded) -> Outcome:
+    if s.granted != (e.run_id, e.version):
+        raise ProtocolError(f"event {e!r} is not about a commit that was granted: {s!r}")
     if e.ok and not e.intact:
-        raise ProtocolError(f"a load that went well leaves whole weights: {e!r} reached {h!r}")
-    if e.ok:
-        return (
-            replace(
-                h,
-                run=e.run_id,
-                version=e.version,
-                fingerprint=e.fingerprint,
-                intact=True,
-                granted=None,
-            ),
-            (),
-        )
-    # a load that touched nothing makes broken weights no better
-    return replace(h, intact=h.intact and e.intact, granted=None), ()
+        raise ProtocolError(f"a load that went well leaves whole weights: {e!r} reached {s!r}")
+    if not e.ok:
+        # a load that touched nothing makes broken weights no better
+        return replace(s, intact=s.intact and e.intact, granted=None), ()
+    return EngineState(s.in_force, s.term, e.run_id, e.version, e.fingerprint), ()
 
 
-_Transition = Callable[[EngineState, Any], Outcome]
-
-TRANSITIONS: dict[type, _Transition] = {
-    OpenEpoch: _greeted,
-    CommitRequested: _commit_asked,
+TRANSITIONS: dict[type, Callable[[EngineState, Any], Outcome]] = {
+    OpenEpoch: _open_epoch,
+    CommitRequested: _commit_requested,
     Loaded: _loaded,
 }
 
 
-def step(holding: EngineState, event: Event) -> Outcome:
+def step(state: EngineState, event: Event) -> Outcome:
     """The next state and what to do. An event that is not listed raises ProtocolError and changes
     nothing."""
     transition = TRANSITIONS.get(type(event))
     if transition is None:
-        raise ProtocolError(f"event {event!r} is not listed for fence {holding!r}")
-    return transition(holding, event)
+        raise ProtocolError(f"event {event!r} is not listed for fence {state!r}")
+    return transition(state, event)

@@ -44,6 +44,35 @@ COMMITTING = frozenset(
 """The phases of a commit: a lane that stopped in one of them could leave its server paused."""
 
 
+CALLS = {
+    Phase.CONNECTING: 9,
+    Phase.PAUSING: 4,
+    Phase.LOADING: 6,
+    Phase.LABELLING: 5,
+    Phase.RESUMING: 1,
+    Phase.READING: 3,
+}
+"""Calls of each phase at most, over all engines, with the receiver's answers; each has the deadline
+of a commit call. Connecting: hello, the looks at label and pause, the steps of recovery.
+Pausing: the label, the pause, two that drop the KV cache. Loading: SGLang's state, begin, the end
+of an update that a dead lane left open, begin, load, the report. Labelling: a ping's two answers,
+SGLang's end, label and state. Reading: the label, a ping's two answers."""
+
+
+def step_s(phase: Phase, call_s: float, transfer_s: float = 0.0) -> float:
+    """How long a phase may take, in seconds. ``transfer_s``: streamed, the transfer in the load.
+
+    >>> step_s(Phase.LOADING, 10.0, 60.0)
+    120.0
+    """
+    return CALLS[phase] * call_s + (transfer_s if phase is Phase.LOADING else 0.0)
+
+
+def commit_s(call_s: float, transfer_s: float = 0.0) -> float:
+    """How long a commit may take, from the pause to the read-back, in seconds."""
+    return sum(step_s(phase, call_s, transfer_s) for phase in COMMITTING)
+
+
 class Outcome(Enum):
     """What the engine holds after a load, which is what its label must say."""
 
@@ -55,13 +84,19 @@ class Outcome(Enum):
 @dataclass(frozen=True, slots=True)
 class Lane:
     """State of one lane. ``epoch`` counts connections. ``streamed``: the image is read until the
-    load is over."""
+    load is over.
+
+    ``term`` orders the runs on this server (protocol.fence). ``admitted``: the server has admitted
+    this run before, so the term is final.
+    """
 
     phase: Phase = Phase.IDLE
     epoch: int = 0
     version: int | None = None
     outcome: Outcome | None = None
     streamed: bool = False
+    term: int = 1
+    admitted: bool = False
 
     def __repr__(self) -> str:
         version = "" if self.version is None else f" v{self.version}"
@@ -100,6 +135,15 @@ class Connected:
 
     held: int | None
     intact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outranked:
+    """The server refused the epoch: another run is in force there, with ``term``. ``future``: that
+    run started later than it is now, so one of the two clocks is wrong."""
+
+    term: int
+    future: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +210,7 @@ class Stopped:
 Event = (
     Started
     | Connected
+    | Outranked
     | Newer
     | Staged
     | Paused
@@ -203,6 +248,7 @@ class Connect:
     server."""
 
     epoch: int
+    term: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +312,7 @@ _Result = tuple[Lane, tuple[Action, ...]]
 
 def _connect(s: Lane, _: Any) -> _Result:
     epoch = s.epoch + 1
-    return replace(s, phase=Phase.CONNECTING, epoch=epoch), (Connect(epoch),)
+    return replace(s, phase=Phase.CONNECTING, epoch=epoch), (Connect(epoch, s.term),)
 
 
 def _connected(s: Lane, e: Connected) -> _Result:
@@ -275,7 +321,14 @@ def _connected(s: Lane, e: Connected) -> _Result:
         notes = (Note(ledger.Quarantined()),)
     elif e.held is not None:
         notes += (Note(ledger.Holds(e.held)),)
-    return replace(s, phase=Phase.READY), (*notes, AwaitNewer())
+    return replace(s, phase=Phase.READY, admitted=True), (*notes, AwaitNewer())
+
+
+def _outranked(s: Lane, e: Outranked) -> _Result:
+    if s.admitted or not e.future:
+        return _rest(s, ledger.Forgotten())  # replaced by a newer run: it must not fight back
+    after, actions = _connect(replace(s, term=e.term + 1), None)
+    return after, (Note(ledger.Forgotten()), *actions)
 
 
 def _newer(s: Lane, e: Newer) -> _Result:
@@ -355,7 +408,12 @@ _Transition = Callable[[Lane, Any], _Result]
 
 TRANSITIONS: dict[Phase, dict[type, _Transition]] = {
     Phase.IDLE: {Started: _connect, Stopped: _stopped},
-    Phase.CONNECTING: {Connected: _connected, Failed: _failed, Stopped: _stopped},
+    Phase.CONNECTING: {
+        Connected: _connected,
+        Outranked: _outranked,
+        Failed: _failed,
+        Stopped: _stopped,
+    },
     Phase.READY: {Newer: _newer, Failed: _failed, Stopped: _stopped},
     Phase.SENDING: {Staged: _staged, Failed: _transfer_failed, Stopped: _stopped},
     Phase.PAUSING: {Paused: _paused, Failed: _failed},

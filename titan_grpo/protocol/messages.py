@@ -110,6 +110,18 @@ def new_run_id(unix_s: float) -> str:
     return f"{int(unix_s * 1000):012x}-{secrets.token_hex(4)}"
 
 
+def started_after(run_id: str, unix_s: float) -> bool:
+    """Whether a run started later than ``unix_s``, by the clock of its trainer.
+
+    >>> started_after("0000000003e8-aa", 0.9), started_after("0000000003e8-aa", 1.1)
+    (True, False)
+    """
+    try:
+        return int(run_id[:12], 16) > unix_s * 1000
+    except ValueError:
+        return False  # a name that another program made
+
+
 def key_prefix(run_id: str, epoch: int) -> str:
     """Prefix of every key of one epoch."""
     return f"{run_id}/{epoch}"
@@ -188,7 +200,7 @@ class Hello(Message, frozen=True):
     """Opens an epoch: body ``init_info`` of POST /init_weight_transfer_engine.
 
     ``manifest_digest`` and the byte counts let a receiver refuse before a byte moves; ``timeout_s``
-    is the deadline of one transfer, in seconds.
+    is the deadline of one transfer, in seconds. ``term`` orders the runs (protocol.fence).
     """
 
     run_id: str
@@ -204,6 +216,7 @@ class Hello(Message, frozen=True):
     bucket_bytes: Positive
     timeout_s: Annotated[float, Meta(gt=0)]
     apply: Apply = "staged"
+    term: Number = 1
 
     def __post_init__(self) -> None:
         if self.rank >= self.size:
@@ -236,8 +249,8 @@ class Joined(Message, frozen=True):
 
     ``held_run`` is empty and ``held_version`` -1 while the engine runs on its initial weights.
     ``intact`` is false after a load that broke off, until a whole one follows. ``keyed``: the
-    server has a run key. A refusal is believed without a proof: an attacker who can forge one can
-    also cut the connection.
+    server has a run key. The last three name the epoch that the server obeys. A refusal is
+    believed without a proof: an attacker who can forge one can also cut the connection.
     """
 
     rank: int
@@ -250,6 +263,9 @@ class Joined(Message, frozen=True):
     held_fingerprint: str
     intact: bool
     keyed: bool = False
+    run_in_force: str = ""
+    epoch_in_force: int = 0
+    term_in_force: Number = 0
 
 
 class Order(Message, frozen=True):

@@ -212,7 +212,9 @@ def _passed(s: GuardState, e: LaneReported) -> _Result:
                 ),
                 off,
             )
-        case Point.PAUSE:
+        case Point.PAUSE | Point.LOAD | Point.LABEL | Point.RESUME:
+            # Each step of a commit has its own lease: the whole commit is slower than any one, and
+            # a trainer that froze must not leave its server paused for as long.
             return (
                 _put(
                     s,

@@ -107,7 +107,7 @@ class ReceiverHandle:
         if refusal:
             keys = None
         elif not probe:
-            refusal = self._step(OpenEpoch(hello.run_id, hello.epoch))
+            refusal = self._step(OpenEpoch(hello.run_id, hello.epoch, hello.term))
         if refusal or probe:
             self.answer(hello, problem or refusal, keys if hello.proof else None)
             return refusal
@@ -177,6 +177,10 @@ class ReceiverHandle:
         return EpochKeys.of(self._run_key, run_id, epoch) if self._run_key is not None else None
 
     def _first(self, op: str, hello: Hello, problem: str, keys: EpochKeys | None) -> dict[str, Any]:
+        # A refusal for want of a key names no run in force: a lane could answer it with a higher
+        # term at once, for ever.
+        believed = keys is not None or not (hello.proof or self._run_key)
+        state = self.state if believed and hello.transport != PROBE else EngineState()
         joined = Joined(
             rank=hello.rank,
             ok=not problem,
@@ -188,6 +192,9 @@ class ReceiverHandle:
             held_fingerprint=self.state.fingerprint,
             intact=self.state.intact,
             keyed=self._run_key is not None,
+            run_in_force=state.in_force[0],
+            epoch_in_force=state.in_force[1],
+            term_in_force=state.term,
         )
         hex_keys = keys.to_hex() if keys is not None else None
         return {"op": op, "hello": hello.to_dict(), "joined": joined.to_dict(), "keys": hex_keys}

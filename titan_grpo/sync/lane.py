@@ -17,14 +17,21 @@ import torch
 
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.control import ServerControl
-from titan_grpo.errors import PeerError, ServerRefused, SyncError, TitanGrpoError, TransferFailed
+from titan_grpo.errors import (
+    PeerError,
+    ServerRefused,
+    ServerTaken,
+    SyncError,
+    TitanGrpoError,
+    TransferFailed,
+)
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane as table
 from titan_grpo.protocol import ledger, recovery
 from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point, no_observer
-from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Staged
+from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Staged, started_after
 from titan_grpo.protocol.recovery import Pause, Relabel, Resume, settle
 from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
 from titan_grpo.sync.server_set import ServerSet
@@ -169,8 +176,8 @@ class LaneThread(threading.Thread):
     def _perform(self, work: table.Action) -> table.Event:
         try:
             match work:
-                case table.Connect(epoch):
-                    return self._connect(epoch)
+                case table.Connect(epoch, term):
+                    return self._connect(epoch, term)
                 case table.AwaitNewer():
                     return self._await_newer()
                 case table.Send(version):
@@ -187,6 +194,12 @@ class LaneThread(threading.Thread):
                     return self._read_label()
                 case table.Rest():
                     return self._rest()
+        except ServerTaken as taken:
+            self._close_link()
+            future = started_after(taken.run_id, time.time())
+            if self._state.admitted or not future:
+                self._latch(f"another run has this server: {taken}")
+            return table.Outranked(taken.term, future)
         except TitanGrpoError as error:
             self._latch(
                 f"{type(work).__name__.lower()} failed: {error}", getattr(error, "block", None)
@@ -212,11 +225,11 @@ class LaneThread(threading.Thread):
             )
         )
 
-    def _connect(self, epoch: int) -> table.Event:
+    def _connect(self, epoch: int, term: int) -> table.Event:
         deadline_s = self._c.config.connect_deadline_s
         with self._c.recorder.span(names.CONNECT_S, self.url, epoch=epoch):
             self._pass(Point.GREET)
-            self._link, self._number = self._make_link(wire_epoch(epoch)), 0
+            self._link, self._number = self._make_link(wire_epoch(epoch), term), 0
             event = self._settle(self._link.join(self._control, deadline_s))
             # after settling: the receiver that answers is the one that joined, so its engine was
             # not restarted meanwhile
@@ -226,14 +239,14 @@ class LaneThread(threading.Thread):
         self._pass(Point.CONNECTED)
         return event
 
-    def _make_link(self, epoch: int) -> LaneLink | StockLink:
+    def _make_link(self, epoch: int, term: int) -> LaneLink | StockLink:
         c = self._c
         stock = self._control.stock() if self._streamed else None
         # Resolved anew for each connection: a server that comes up late may have had no name.
         options = replace(c.link, bind_host=c.bind_host(self.url))
         if stock is not None:
             return StockLink(c.run_id, epoch, c.manifest, options, stock)
-        return LaneLink(c.run_id, epoch, c.manifest, options)
+        return LaneLink(c.run_id, epoch, c.manifest, options, term=term)
 
     def _settle(self, joined: Joined) -> table.Event:
         """A lane, a receiver or a trainer that died may have left the server paused, or over

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.engines.control import ServerControl
-from titan_grpo.errors import PeerError, ProtocolError, TransferFailed
+from titan_grpo.errors import PeerError, ProtocolError, ServerTaken, TransferFailed
 from titan_grpo.layout.digest import KEYED
 from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol import lane
 from titan_grpo.protocol.messages import (
     ABORTED,
     CANCEL_KEY,
@@ -91,9 +92,13 @@ class LaneLink:
     close it and open the next one.
     """
 
-    def __init__(self, run_id: str, epoch: int, manifest: Manifest, options: LinkOptions) -> None:
-        """Opens nothing. ``epoch`` must be higher than that of every earlier link to the server."""
+    def __init__(
+        self, run_id: str, epoch: int, manifest: Manifest, options: LinkOptions, term: int = 1
+    ) -> None:
+        """Opens nothing. ``epoch`` must be higher than that of every earlier link to the server.
+        ``term`` orders the runs (protocol.fence)."""
         self._run_id, self._epoch, self._manifest, self._options = run_id, epoch, manifest, options
+        self._term = term
         keys = options.keys(run_id, epoch)
         self._key = keys.messages if keys is not None else None
         self._lock = threading.Lock()
@@ -130,6 +135,7 @@ class LaneLink:
             bucket_bytes=o.bucket_bytes,
             timeout_s=o.timeout_s,
             apply=o.apply,
+            term=self._term,
         )
         return hello.proven(self._key)
 
@@ -141,17 +147,18 @@ class LaneLink:
     def wait_joined(self, timeout_s: float) -> Joined:
         """The receiver's answer, with what its engine holds; then the communicator is open.
 
-        TransferFailed if none comes in time or the receiver refuses (with its reason); PeerError if
-        it does not prove this run's key.
+        ServerTaken if another run is in force there; TransferFailed if no answer comes in time or
+        the receiver refuses for another reason; PeerError if it does not prove this run's key.
         """
         joined = Joined.from_json(
             self._await(f"joined/{RECEIVER_RANK}", timeout_s, "waiting for the server's receiver")
         )
-        if not joined.ok:
-            raise TransferFailed(
-                f"the server's receiver refused epoch {self._epoch}: {joined.error}"
-            )
+        refusal = f"the server's receiver refused epoch {self._epoch}: {joined.error}"
+        if not joined.ok and joined.run_in_force in ("", self._run_id):
+            raise TransferFailed(refusal)
         joined.require_proof(self._key)
+        if not joined.ok:
+            raise ServerTaken(refusal, joined.run_in_force, joined.term_in_force)
         o = self._options
         options = TransportOptions(
             min(timeout_s, o.timeout_s), o.bind_host, o.bucket_bytes, o.device
@@ -222,7 +229,9 @@ class LaneLink:
             self.cancel()
             failure = error
         # start and finish of an update, the load and the report each have a deadline of their own
-        applied = call.result(self._options.timeout_s + 5 * commit_deadline_s)
+        applied = call.result(
+            lane.step_s(lane.Phase.LOADING, commit_deadline_s, self._options.timeout_s)
+        )
         if failure is not None and applied.ok:
             raise failure  # the two ends disagree about the bytes
         return applied

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_grpo.config import WeightSync
+from titan_grpo.protocol import lane
 from titan_grpo.protocol.lane_events import LaneEvent, Point
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.subprocesses import helper_environment, start_module, wait_process
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OPENING = (Point.GREET, Point.PAUSE)
+OPENING = (Point.GREET, Point.PAUSE, Point.LOAD, Point.LABEL, Point.RESUME)
 """From these on a server may stay paused if its lane stops."""
 
 CLOSING = (Point.CONNECTED, Point.RESUMED, Point.HELD)
@@ -43,13 +44,15 @@ STUCK_BYTES = 1 << 16
 
 
 def deadlines_of(config: WeightSync) -> Deadlines:
-    """How long a lane of this configuration may take: three calls of a commit and, with a windowed
-    apply, the transfer within it."""
+    """How long a lane of this configuration may take to connect, and for the longest step of a
+    commit."""
     transfer_s = config.lane_deadline_s if config.apply == "streamed" else 0.0
-    pause_s = 3 * config.commit_deadline_s + transfer_s
+    pause_s = lane.step_s(lane.Phase.LOADING, config.commit_deadline_s, transfer_s)
     # hello, joined, communicator, manifest, reading label and pause; then the rest after a failure
     greet_s = (
-        3 * config.connect_deadline_s + 3 * config.commit_deadline_s + 2 * config.backoff_max_s
+        3 * config.connect_deadline_s
+        + lane.step_s(lane.Phase.CONNECTING, config.commit_deadline_s)
+        + 2 * config.backoff_max_s
     )
     return Deadlines(pause_s, greet_s)
 

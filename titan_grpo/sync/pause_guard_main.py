@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import queue
-import re
 import selectors
 import signal
 import socket
@@ -37,8 +36,6 @@ from titan_grpo.runkey import EpochKeys, Key
 log = logging.getLogger("titan_grpo.sync.pause_guard_main")
 
 READ_BYTES = 1 << 16
-IN_FORCE = re.compile(r"epoch (\d+) of run (\S+), which is in force")
-"""How a receiver names the epoch because of which it refuses another one (protocol.fence)."""
 
 
 class SupersededError(PeerError):
@@ -65,14 +62,11 @@ def superseded(joined: Joined, run_id: str, epoch: int) -> str:
 
     A second hello of the same epoch is refused because the first one is in force: that is ours.
     """
-    if joined.ok:
+    if joined.ok or (joined.run_in_force, joined.epoch_in_force) == (run_id, epoch):
         return ""
-    found = IN_FORCE.search(joined.error)
-    if found is None:
+    if not joined.run_in_force:
         raise PeerError(joined.error)
-    if (found[2], int(found[1])) == (run_id, epoch):
-        return ""
-    return f"epoch {found[1]} of run {found[2]}"
+    return f"epoch {joined.epoch_in_force} of run {joined.run_in_force}"
 
 
 def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Joined:

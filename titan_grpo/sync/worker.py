@@ -31,7 +31,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol import members
+from titan_grpo.protocol import lane, members
 from titan_grpo.protocol.lane_events import LaneEvent, Observer, no_observer
 from titan_grpo.protocol.messages import Label, new_run_id
 from titan_grpo.protocol.pause_guard import Deadlines
@@ -209,8 +209,7 @@ class SyncWorker:
             self._open_lane,
             recorder,
             observer=options.observer,
-            # pause, load, label, resume, read-back
-            leave_s=5 * config.commit_deadline_s + _transfer_s(config) + JOIN_S,
+            leave_s=lane.commit_s(config.commit_deadline_s, _transfer_s(config)) + JOIN_S,
             max_lag=config.max_lag,
         )
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
