@@ -53,9 +53,9 @@ class WeightSync:
     blake3, keyed."""
 
     run_key_file: str = ""
-    """File with the run key (64 hexadecimal digits): servers that have it take weights from nobody
-    without. The environment variables TITAN_GRPO_RUN_KEY and TITAN_GRPO_RUN_KEY_FILE do the same;
-    launched servers are given a key by themselves."""
+    """File with the run key (64 hexadecimal digits): servers that have it refuse weights from
+    trainers without it. The environment variables TITAN_GRPO_RUN_KEY and TITAN_GRPO_RUN_KEY_FILE
+    do the same; launched servers are given a key by themselves."""
 
     bind_host: str = ""
     """Address that the lanes' sockets bind to; empty: loopback if every server is local, else this

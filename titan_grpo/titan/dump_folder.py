@@ -21,7 +21,7 @@ def held(folder: Path) -> Iterator[None]:
     """Hold the dump folder for this run. Raises ConfigError if files cannot be written there, or
     another run holds it.
 
-    The kernel releases the lock with the process, however that ends: a killed run blocks nobody.
+    The kernel releases the lock with the process, however that ends.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -85,7 +85,7 @@ def register_tiny_flavors() -> None:
 
 
 def disable_unexported_buffers(model_args: Any, adapter: Any = None) -> bool:
-    """Turn off an MoE's load balancing bias if the model's state dict adapter can not export it.
+    """Turn off an MoE's load balancing bias if the model's state dict adapter cannot export it.
 
     The bias changes routing during training; an engine that never receives it would sample from
     another model than the one that is trained, and no digest would show it. With it off the router

@@ -206,7 +206,7 @@ def write_tiny_model(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     weights = tiny_weights(kind, seed, std, getattr(torch, dtype))
-    # One file without an index: torchtitan can not read an index whose file names bear no number.
+    # One file without an index: torchtitan cannot read an index whose file names bear no number.
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     _write_json(folder / "config.json", hf_config(kind, dtype))
     _write_json(

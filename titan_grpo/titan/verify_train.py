@@ -1,5 +1,6 @@
-"""``torchrun ... -m titan_grpo.titan.verify_train --evidence DIR [--tamper KIND:N] -- ARGUMENTS``: a
-run that proves which weights it had after every step. For ``titan-grpo verify`` only.
+"""A run that proves which weights it had after every step. For ``titan-grpo verify`` only.
+
+    torchrun ... -m titan_grpo.titan.verify_train --evidence DIR [--tamper KIND:N] -- ARGUMENTS
 
 It gathers every parameter whole (``full_tensor``), sends them through the adapter and casts them:
 nothing of the sync's own path (inferred layout, shard copies, images, sealer) is used, so a mistake
