@@ -114,126 +114,111 @@ def test_an_old_python_is_a_problem() -> None:
     assert doctor_checks.python((3, 11, 0)).status == "ok"
 
 
-def test_torchrun_variables_are_fine_if_all_or_none_are_set() -> None:
+@pytest.mark.parametrize("missing", ["", *TORCHRUN_ENV])
+def test_torchrun_variables_are_fine_if_all_or_none_are_set(missing: str) -> None:
     assert doctor_checks.torchrun({}).status == "ok"
-    assert doctor_checks.torchrun(TORCHRUN_ENV).status == "ok"
-
-
-@pytest.mark.parametrize("missing", TORCHRUN_ENV)
-def test_left_over_torchrun_variables_are_a_problem_that_names_the_missing_one(
-    missing: str,
-) -> None:
     finding = doctor_checks.torchrun({k: v for k, v in TORCHRUN_ENV.items() if k != missing})
-    assert finding.status == "problem"
+    assert finding.status == ("problem" if missing else "ok")
     assert missing in finding.text
 
 
-def test_64_mib_of_shared_memory_are_enough_without_several_gpus_and_a_problem_with_them() -> None:
-    assert doctor_checks.shared_memory(64 << 20, accelerators=0).status == "ok"
-    assert doctor_checks.shared_memory(64 << 20, accelerators=1).status == "ok"
-    finding = doctor_checks.shared_memory(64 << 20, accelerators=2)
-    assert finding.status == "problem"
-    assert "--shm-size" in finding.remedy
-    assert doctor_checks.shared_memory(None, accelerators=0).status == "warning"
+@pytest.mark.parametrize(
+    ("size", "accelerators", "status"),
+    [(64 << 20, 0, "ok"), (64 << 20, 1, "ok"), (64 << 20, 2, "problem"), (None, 0, "warning")],
+)
+def test_shared_memory_matters_to_several_gpus_only(size, accelerators, status) -> None:
+    assert doctor_checks.shared_memory(size, accelerators).status == status
 
 
-def test_memory_counts_every_slot_and_says_whether_fewer_would_fit() -> None:
-    gib = 1 << 30
-    assert doctor_checks.memory(10 * gib, 4 * gib, slots=2).status == "ok"
-    assert "fewer weight_sync.slots" in doctor_checks.memory(10 * gib, 4 * gib, slots=3).remedy
-    assert "more memory" in doctor_checks.memory(7 * gib, 4 * gib, slots=2).remedy
+@pytest.mark.parametrize(
+    ("available", "slots", "remedy"),
+    [(10, 2, ""), (10, 3, "use fewer weight_sync.slots"), (7, 2, "more memory")],
+)
+def test_memory_counts_every_slot_and_says_whether_fewer_would_fit(
+    available, slots, remedy
+) -> None:
+    found = doctor_checks.memory(available << 30, 4 << 30, slots)
+    assert remedy in found.remedy
+    assert bool(remedy) == (found.status == "problem")
 
 
-def statuses(*args, **kwargs) -> list[tuple[str, str]]:
-    return [(f.status, f.subject) for f in server(facts(*args, **kwargs))]
+SGLANG = {"engine": "sglang", "version": "0.5.23"}
+SERVERS: dict[str, tuple[dict, list[tuple[str, str]], str]] = {
+    "good": ({}, [("ok", "server"), ("ok", "server routes"), ("ok", "server plugin")], ""),
+    "good sglang": (
+        SGLANG,
+        [("ok", "server"), ("ok", "server routes"), ("ok", "server plugin")],
+        "",
+    ),
+    "dead": (
+        {"healthy": False, "errors": {"health": "http://s:8000: GET /health got no answer"}},
+        [("problem", "server")],
+        "http://s:8000: GET /health",
+    ),
+    "closed routes": (
+        {"label": None, "backend": None, "joined": None, "errors": {"label": "404"}},
+        [("ok", "server"), ("problem", "server routes")],
+        "VLLM_SERVER_DEV_MODE=1",
+    ),
+    "another backend": (
+        {"backend": "nccl", "joined": None},
+        [("ok", "server"), ("ok", "server routes"), ("problem", "server plugin")],
+        "--weight-transfer-config",
+    ),
+    "no call back": (
+        {"joined": None, "errors": {"joined": "the deadline passed"}},
+        [("ok", "server"), ("ok", "server routes"), ("problem", "server plugin")],
+        "bind_host",
+    ),
+    "half-loaded weights": (
+        {"joined": msgspec.structs.replace(JOINED, intact=False)},
+        [("ok", "server"), ("ok", "server routes"), ("problem", "server plugin")],
+        "half-loaded",
+    ),
+    "paused": (
+        {**SGLANG, "paused": True},
+        [("ok", "server"), ("ok", "server routes"), ("warning", "server"), ("ok", "server plugin")],
+        "continue_generation",
+    ),
+    "old": ({"version": "0.31.2", "backend": None}, [("problem", "server")], "vllm>=0.32"),
+    "old sglang": ({**SGLANG, "version": "0.5.20"}, [("problem", "server")], "sglang>=0.5.21"),
+    "sglang without the plugin": (
+        {**SGLANG, "backend": None, "joined": None, "errors": {"backend": "404"}},
+        [("ok", "server"), ("ok", "server routes"), ("problem", "server plugin")],
+        "--custom-weight-loader",
+    ),
+    "a refused key": (
+        {"errors": {"key": "refused with 401"}},
+        [("problem", "server")],
+        "rollout.api_key_env",
+    ),
+}
 
 
-def test_a_good_server_has_no_findings_but_good_ones() -> None:
-    assert statuses() == [("ok", "server"), ("ok", "server routes"), ("ok", "server plugin")]
+@pytest.mark.parametrize("state", SERVERS)
+def test_the_findings_about_a_server_that_is(state: str) -> None:
+    changes, statuses, words = SERVERS[state]
+    found = server(facts(**changes))
+    assert [(f.status, f.subject) for f in found] == statuses
+    assert words in "".join(f.text + f.remedy for f in found if f.status != "ok")
 
 
-def test_a_dead_server_is_named_with_its_url_and_what_was_tried() -> None:
-    (finding,) = server(
-        facts(
-            healthy=False, errors={"health": "http://s:8000: GET /health got no answer within 5 s"}
-        )
-    )
-    assert finding.status == "problem"
-    assert "http://s:8000: GET /health" in finding.text
-
-
-def test_closed_rl_routes_name_the_variable_that_opens_them() -> None:
-    found = server(facts(label=None, backend=None, joined=None, errors={"label": "404"}))
-    assert [f.status for f in found] == ["ok", "problem"]
-    assert "VLLM_SERVER_DEV_MODE=1" in found[1].remedy
-
-
-def test_another_backend_and_a_receiver_that_does_not_call_back_are_told_apart() -> None:
-    other = server(facts(backend="nccl", joined=None))[-1]
-    silent = server(facts(joined=None, errors={"joined": "the deadline passed"}))[-1]
-    assert (other.status, silent.status) == ("problem", "problem")
-    assert "--weight-transfer-config" in other.remedy
-    assert "bind_host" in silent.remedy
-
-
-def test_half_loaded_weights_are_a_problem() -> None:
-    finding = server(facts(joined=msgspec.structs.replace(JOINED, intact=False)))[-1]
-    assert finding.status == "problem"
-    assert "half-loaded" in finding.text
-
-
-def test_a_paused_server_and_an_old_one_are_found() -> None:
-    assert ("warning", "server") in statuses(paused=True)
-    assert ("problem", "server") in statuses(version="0.31.2")
-
-
-def test_an_engine_environment_without_vllm_or_without_the_receiver_is_a_problem() -> None:
-    assert [
-        f.status for f in doctor_checks.engine("p", {"vllm": "0.32.0", "vllm_plugin": "yes"}, "")
-    ] == ["ok", "ok"]
-    assert [f.status for f in doctor_checks.engine("p", {"vllm": "", "vllm_plugin": "no"}, "")] == [
-        "problem",
-        "problem",
-    ]
-    assert [
-        f.status for f in doctor_checks.engine("p", {"vllm": "0.30", "vllm_plugin": "yes"}, "")
-    ] == ["problem", "ok"]
-    assert "gone" in doctor_checks.engine("p", None, "gone")[0].text
-
-
-def test_an_sglang_is_judged_by_its_own_measures() -> None:
-    assert [f.status for f in server(facts(engine="sglang", version="0.5.23"))] == [
-        "ok",
-        "ok",
-        "ok",
-    ]
-    assert ("problem", "server") in statuses(engine="sglang", version="0.5.20")
-    assert (
-        "continue_generation"
-        in server(facts(engine="sglang", version="0.5.23", paused=True))[2].remedy
-    )
-    bare = server(
-        facts(
-            engine="sglang", version="0.5.23", backend=None, joined=None, errors={"backend": "404"}
-        )
-    )[-1]
-    assert bare.status == "problem"
-    assert "--custom-weight-loader" in bare.remedy
-    assert [
-        f.status
-        for f in doctor_checks.engine(
-            "p", {"sglang": "0.5.23", "sglang_plugin": "yes"}, "", "sglang"
-        )
-    ] == ["ok", "ok"]
-    assert [
-        f.status
-        for f in doctor_checks.engine("p", {"sglang": "0.5.9", "sglang_plugin": "no"}, "", "sglang")
-    ] == ["problem"] * 2
-
-
-def test_a_refused_key_is_not_taken_for_anything_else() -> None:
-    (finding,) = server(facts(errors={"key": "refused with 401"}))
-    assert "rollout.api_key_env" in finding.remedy
+@pytest.mark.parametrize(
+    ("name", "version", "plugin", "statuses"),
+    [
+        ("vllm", "0.32.0", "yes", ["ok", "ok"]),
+        ("vllm", "", "no", ["problem", "problem"]),
+        ("vllm", "0.30", "yes", ["problem", "ok"]),
+        ("sglang", "0.5.23", "yes", ["ok", "ok"]),
+        ("sglang", "0.5.9", "no", ["problem", "problem"]),
+    ],
+)
+def test_an_engine_environment_has_a_new_enough_engine_and_the_receiver(
+    name, version, plugin, statuses
+) -> None:
+    found = doctor_checks.engine("p", {name: version, f"{name}_plugin": plugin}, "", name)
+    assert [f.status for f in found] == statuses
+    assert "gone" in doctor_checks.engine("p", None, "gone", name)[0].text
 
 
 def test_every_finding_that_is_not_good_says_what_to_do() -> None:

@@ -22,9 +22,12 @@ def recorder(tmp_path):
     for step in range(1, 11):
         recorder.step(
             step,
-            {names.REWARD: step / 10, names.BLOCKED_S: 0.001 * step, names.STALENESS: 0.5, names.STALENESS_MAX: 1.0,
-             names.LOGPROB_GAP: 0.01, names.LOGPROB_GAP_MAX: 0.02},
-        )  # fmt: skip
+            {
+                **{names.REWARD: step / 10, names.BLOCKED_S: 0.001 * step},
+                **{names.STALENESS: 0.5, names.STALENESS_MAX: 1.0},
+                **{names.LOGPROB_GAP: 0.01, names.LOGPROB_GAP_MAX: 0.02},
+            },
+        )
         if step % 2 == 0:
             recorder.committed(SERVERS[0], step)
             recorder.count(names.SYNC_COUNT)

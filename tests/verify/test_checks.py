@@ -78,102 +78,103 @@ def test_a_clean_run_and_its_replays_pass() -> None:
 
 
 HALF = tuple((a + b) / 2 for a, b in zip(values(2, 0), values(3, 0), strict=True))
+
+
+def commit(version: int, run_id: str = RUN_ID) -> Committed:
+    return Committed(run_id, 0, version, True, print_(version), tensors(version))
+
+
+def probed(version: int, low: int, high: int, **changes: object) -> Callable[[Run], Run]:
+    return lambda r: with_probe(r, replace(probe(version, low, high), **changes))
+
+
+def committed(index: int, **changes: object) -> Callable[[Run], Run]:
+    return lambda r: other_commit(r, index, **changes)
+
+
+def changed(**changes: object) -> Callable[[Run], Run]:
+    return lambda r: replace(r, **changes)
+
+
+ONE_OTHER = (*values(3, 0)[:3], values(2, 0)[3])
 WRONG: dict[str, tuple[str, Callable[[Run], Run], str]] = {
     "one tensor of a commit differs": (
         "bytes",
-        lambda r: other_commit(r, 1, tensors={**tensors(1), "b": "torn"}),
+        committed(1, tensors={**tensors(1), "b": "torn"}),
         "version 1 on worker 0: 1 of 3 tensors are not the trainer's (b)",
     ),
     "a tensor never reached the server": (
         "bytes",
-        lambda r: other_commit(r, 2, tensors={"a": "a3", "fixed": "same"}),
+        committed(2, tensors={"a": "a3", "fixed": "same"}),
         "1 of 3 tensors are not the trainer's (b)",
     ),
     "the server took a tensor that the trainer has not": (
         "bytes",
-        lambda r: other_commit(r, 2, tensors={**tensors(3), "c": "x"}),
+        committed(2, tensors={**tensors(3), "c": "x"}),
         "(c)",
     ),
     "a fingerprint is not that of the trainer's image": (
         "bytes",
-        lambda r: other_commit(r, 0, fingerprint="ff"),
+        committed(0, fingerprint="ff"),
         "fingerprint ff",
     ),
     "a claimed commit left no trace": (
         "bytes",
-        lambda r: replace(r, claimed=(0, 1, 2, 3)),
+        changed(claimed=(0, 1, 2, 3)),
         "version 2 is called committed",
     ),
-    "a version was committed that nobody made": (
+    "a version was committed that was never made": (
         "bytes",
-        lambda r: replace(
-            r, commits=(*r.commits, Committed(RUN_ID, 0, 9, True, print_(9), tensors(9)))
-        ),
+        lambda r: replace(r, commits=(*r.commits, commit(9))),
         "never made",
     ),
     "a label shows another fingerprint": (
         "bytes",
-        lambda r: with_probe(r, replace(probe(3, 3, 3), after=f"{RUN_ID}:3:00")),
+        probed(3, 3, 3, after=f"{RUN_ID}:3:00"),
         "label",
     ),
     "another run committed": (
         "foreign",
-        lambda r: replace(
-            r, commits=(*r.commits, Committed("03-other", 0, 3, True, print_(3), tensors(3)))
-        ),
+        lambda r: replace(r, commits=(*r.commits, commit(3, "03-other"))),
         "03-other",
     ),
     "an answer lies between two versions": (
         "mixed",
-        lambda r: with_probe(r, replace(probe(3, 3, 3), logprobs=HALF)),
+        probed(3, 3, 3, logprobs=HALF),
         "fits no version",
     ),
-    "one token of an answer is another version's": (
+    "one token is another version's": (
         "mixed",
-        lambda r: with_probe(
-            r, replace(probe(3, 3, 3), logprobs=(*values(3, 0)[:3], values(2, 0)[3]))
-        ),
+        probed(3, 3, 3, logprobs=ONE_OTHER),
         "0.500 nats off",
     ),
     "an answer holds no number": (
         "mixed",
-        lambda r: with_probe(r, replace(probe(3, 3, 3), logprobs=(math.nan,) * 4)),
+        probed(3, 3, 3, logprobs=(math.nan,) * 4),
         "fits no version",
     ),
-    "an answer is too short": (
-        "mixed",
-        lambda r: with_probe(r, replace(probe(3, 3, 3), logprobs=(-1.0,))),
-        "fits no version",
-    ),
-    "the start weights came back after a commit": (
-        "mixed",
-        lambda r: with_probe(r, probe(START, 3, 3)),
-        "fits no version",
-    ),
+    "an answer is too short": ("mixed", probed(3, 3, 3, logprobs=(-1.0,)), "fits no version"),
+    "the start weights came back": ("mixed", probed(START, 3, 3), "fits no version"),
     "an older version answered later": (
         "backwards",
-        lambda r: with_probe(r, probe(1, 3, 3)),
+        probed(1, 3, 3),
         "version 1 after version 3",
     ),
-    "the label went back": (
-        "backwards",
-        lambda r: with_probe(r, probe(3, 3, 1)),
-        "3 before, 1 after",
-    ),
+    "the label went back": ("backwards", probed(3, 3, 1), "3 before, 1 after"),
     "the label names what is not served": (
         "label",
         lambda r: with_probe(r, probe(3, 3, 3), probe(3, 2, 2)),
         "the label said 2",
     ),
-    "a probe got no answer": (
+    "a probe got no answer": ("evidence", changed(probe_errors=("refused",)), "refused"),
+    "too few probes": (
         "evidence",
-        lambda r: replace(r, probe_errors=("refused",)),
-        "refused",
+        lambda r: replace(r, probes=r.probes[:5]),
+        "only 5 probes",
     ),
-    "too few probes": ("evidence", lambda r: replace(r, probes=r.probes[:5]), "only 5 probes"),
     "probes of one version only": (
         "evidence",
-        lambda r: replace(r, probes=(probe(3, 3, 3),) * 8),
+        changed(probes=(probe(3, 3, 3),) * 8),
         "fewer than two versions",
     ),
     "the last version was not committed": (
@@ -188,7 +189,7 @@ WRONG: dict[str, tuple[str, Callable[[Run], Run], str]] = {
     ),
     "nothing was recorded": (
         "evidence",
-        lambda r: replace(r, made=(), commits=(), claimed=()),
+        changed(made=(), commits=(), claimed=()),
         "0 versions were made",
     ),
 }

@@ -39,11 +39,11 @@ class Wanted:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments of the command; torchtitan's parser reads the others, so a job's command line fits."""
+    """Arguments of the command; torchtitan's parser reads the others: a job's command line fits."""
     out = argparse.ArgumentParser(
         prog="titan-grpo doctor",
-        description="Check versions, memory, ports, environment and servers. Exit code 1 if there is"
-        " a problem.",
+        description="Check versions, memory, ports, environment and servers. Exit code 1 if"
+        " there is a problem.",
         epilog="Every other argument is a job's: titan-grpo doctor --job.config_file X.toml"
         " [--rollout.servers URL]",
     )

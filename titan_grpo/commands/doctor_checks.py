@@ -1,4 +1,4 @@
-"""The doctor's judgements. Pure: facts in, findings out; a finding that is not good has a remedy."""
+"""The doctor's judgements. Pure: facts in, findings out. What is not good has a remedy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ SHM_WANTED = 512 << 20
 default."""
 
 CLOCK_SKEW_S = 5.0
-"""From here on a server's clock is worth a warning: Date has whole seconds, and a hop takes time."""
+"""Difference of clocks that is worth a warning: Date has whole seconds, and a hop takes time."""
 
 OURS = "titan_grpo"
 """The weight-transfer backend of a server that our plugin is in."""

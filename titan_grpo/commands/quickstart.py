@@ -1,4 +1,4 @@
-"""``titan-grpo quickstart``: train a tiny model on a toy task beside real servers, without a GPU."""
+"""``titan-grpo quickstart``: train a tiny model beside real servers, without a GPU."""
 
 import argparse
 import json

@@ -36,7 +36,8 @@ def _parser() -> argparse.ArgumentParser:
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """The servers as aligned columns.
 
-    >>> print(table([{"url": "http://a:1", "standing": "holds", "held": 3, "accepting": True, "last_error": ""}]))
+    >>> line = {"url": "http://a:1", "standing": "holds", "held": 3, "accepting": True}
+    >>> print(table([line]))
     url         standing  held  accepting  in_flight  last_error
     http://a:1  holds     3     yes        -          -
     """

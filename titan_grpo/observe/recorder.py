@@ -195,10 +195,10 @@ class Recorder:
     """Collects what a run did. Every method may be called from any thread; none waits for a file.
 
     Files in ``run_dir``: ``trace.json`` (other ranks: ``trace.rankN.json``, see :func:`merge`), and
-    of rank 0 ``metrics.jsonl`` (one line per step) and ``history.jsonl`` (what summary.json needs of
-    earlier processes of the run). A resumed run appends to all of them. ``track`` names a row of the
-    trace; without it the row is the calling thread's name. Raises ConfigError if ``run_dir`` cannot
-    be written.
+    of rank 0 ``metrics.jsonl`` (one line per step) and ``history.jsonl`` (what summary.json needs
+    of earlier processes of the run). A resumed run appends to all of them. ``track`` names a row of
+    the trace; without it the row is the calling thread's name. Raises ConfigError if ``run_dir``
+    cannot be written.
     """
 
     def __init__(

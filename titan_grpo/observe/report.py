@@ -171,7 +171,8 @@ def number(value: float | None, form: str = ".4g") -> str:
 def table(rows: list[tuple[str, str]], title: str) -> str:
     """Align two columns under a title.
 
-    Example: ``table([("steps", "60")], "run")`` has the lines ``run``, ``---------``, ``steps  60``.
+    Example: ``table([("steps", "60")], "run")`` has the lines ``run``, ``---------`` and
+    ``steps  60``.
     """
     width = max((len(name) for name, _ in rows), default=0)
     lines = [f"{name:<{width}}  {text}" for name, text in rows]

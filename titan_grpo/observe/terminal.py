@@ -1,7 +1,7 @@
 """Lines for people in the output of a training run, and the cause of its failure.
 
-torchtitan, torch and torchrun write pages to the same streams. Our own lines carry a mark: a command
-that runs torchrun shows them and leaves the rest to the log file.
+torchtitan, torch and torchrun write pages to the same streams. Our own lines carry a mark: a
+command that runs torchrun shows them and leaves the rest to the log file.
 """
 
 import re
@@ -31,7 +31,7 @@ def print_status(text: str) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print why this rank ends. The first line carries the mark; more may follow (a server's log)."""
+    """Print why this rank ends. Only the first line carries the mark (a log may follow)."""
     sys.stderr.write(f"{ERROR}{text}\n")
     sys.stderr.flush()
 

@@ -112,7 +112,7 @@ def candidates(probe: Probe, references: Sequence[Reference], tolerance: float) 
 
 
 def check_probes(run: Run, tolerance: float) -> list[Violation]:
-    """Every answer is that of exactly one version, versions never go backwards, and labels are true.
+    """Every answer is one version's, versions never go backwards, and labels are true.
 
     Two versions of the same content count as one. ``probes`` are in the order in which one client
     sent them, each after the answer to the one before. Of many like violations in a row, the first
