@@ -23,9 +23,12 @@ def recorder(tmp_path):
         recorder.step(
             step,
             {
-                **{names.REWARD: step / 10, names.BLOCKED_S: 0.001 * step},
-                **{names.STALENESS: 0.5, names.STALENESS_MAX: 1.0},
-                **{names.LOGPROB_GAP: 0.01, names.LOGPROB_GAP_MAX: 0.02},
+                names.REWARD: step / 10,
+                names.BLOCKED_S: 0.001 * step,
+                names.STALENESS: 0.5,
+                names.STALENESS_MAX: 1.0,
+                names.LOGPROB_GAP: 0.01,
+                names.LOGPROB_GAP_MAX: 0.02,
             },
         )
         if step % 2 == 0:
