@@ -23,7 +23,7 @@ from titan_grpo.titan.tiny import write_tiny_model
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 API_KEY_VARIABLE = "TITAN_GRPO_TEST_IN_FLIGHT_KEY"
-PROMPTS, GROUP, TOKENS, BEFORE, AFTER = 4, 16, 600, 40, 41
+PROMPTS, GROUP, TOKENS, BEFORE, AFTER = 4, 16, 400, 40, 41
 SPEC = RolloutSpec(
     "",
     BEFORE,
@@ -33,7 +33,7 @@ SPEC = RolloutSpec(
     max_staleness=0,
     api_key_env=API_KEY_VARIABLE,
 )
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 def remake(seed: int, folder: Path) -> Path:
