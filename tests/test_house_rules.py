@@ -201,8 +201,8 @@ def test_scripts_are_executable_and_strict(root) -> None:
 
 
 def test_files_that_share_a_server_stay_on_one_worker(request) -> None:
-    """Where the plugin does not see the groups, every server is started by every worker, and
-    nothing else tells."""
+    """Where the plugin does not see the groups, every server is started by every worker, in
+    silence."""
     if os.environ.get("PYTEST_XDIST_WORKER") and request.config.getvalue("loadgroup"):
         assert request.node.nodeid.endswith("@tests/test_house_rules.py")
 

@@ -21,8 +21,7 @@ POSITION = {
     "readline": None,
     "accept": None,
 }
-"""Method that may wait -> position of its timeout; None: it has none, so somebody else must end
-it."""
+"""Method that may wait -> position of its timeout; None: it has none, another party must end it."""
 
 TIMEOUTS = {"timeout", "timeout_s", "timeout_ms", "deadline_s"}
 

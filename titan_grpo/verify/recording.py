@@ -1,8 +1,8 @@
-"""For ``titan-grpo verify`` only: a server plugin that writes down what every commit handed to the
-model.
+"""For ``titan-grpo verify`` only: a server plugin that records what every commit gave the model.
 
-It digests each tensor at the moment the engine's loader takes it, in the engine's own process, and
-knows nothing of the block digests by which the transfer was accepted."""
+It digests each tensor when the engine's loader has taken it, in the engine's own process, without
+the block digests by which the transfer was accepted.
+"""
 
 import json
 import logging
@@ -62,7 +62,7 @@ class RecordingSide(EngineSide):
         super().__init__(self._recorded, workers, problem, run_key)
 
     def commit(self, data: dict[str, Any]) -> Applied | None:
-        """See EngineSide. A line that can not be written is logged: the verification misses it and
+        """See EngineSide. A line that cannot be written is logged: the verification misses it and
         says so."""
         self._recorded.seen = {}
         report = super().commit(data)
