@@ -108,7 +108,7 @@ def test_a_run_outlives_the_service_that_makes_its_rollouts(runs, site, service,
         service.start()
         gate.touch()
         assert training.finish() == 0, training.log
-    assert any("the far end forgot this run" in line for line in training.lines), training.log
+    assert any("the service lost this run's session" in line for line in training.lines), training.log
     site.assert_serves()
     assert site.label().version == STEPS
     summary = runs.summary(out)

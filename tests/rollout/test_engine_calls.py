@@ -1,4 +1,4 @@
-"""Engine calls through the far end, over each of the links: real processes, and servers that answer
+"""Engine calls through the worker, over each transport: real processes, and servers that answer
 what a test wrote down."""
 
 import threading
@@ -151,7 +151,7 @@ def client(request, spec) -> Iterator[RolloutClient]:
 
 
 def control(client: RolloutClient, engine: Engine, name: str = "auto"):
-    """Without a key: that is the far end's."""
+    """Without a key: the worker has it."""
     return client.control(name, ServerAccess(engine.url, CALL_S))
 
 
