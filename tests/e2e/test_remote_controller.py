@@ -108,14 +108,16 @@ def test_a_run_outlives_the_service_that_makes_its_rollouts(runs, site, service,
         service.start()
         gate.touch()
         assert training.finish() == 0, training.log
-    assert any("the service lost this run's session" in line for line in training.lines), training.log
+    assert any("the service lost this run's session" in line for line in training.lines), (
+        training.log
+    )
     site.assert_serves()
     assert site.label().version == STEPS
     summary = runs.summary(out)
     assert summary["versions_committed"][site.url]["last"] == STEPS
     assert summary["digest_mismatches"] == 0
     # A commit whose calls went through the service at that moment was made again.
-    assert all("the rollout service forgot" in error for error in summary["errors"]), summary[
+    assert all("the rollout service lost" in error for error in summary["errors"]), summary[
         "errors"
     ]
     for row in read_metrics(out / "metrics.jsonl"):
