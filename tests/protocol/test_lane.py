@@ -84,7 +84,7 @@ def test_a_half_loaded_server_is_never_resumed(labelled):
     assert notes(actions)[-1] == ledger.Quarantined()
 
 
-def test_a_server_that_is_not_intact_on_joining_is_quarantined_and_one_that_holds_a_version_is_believed():
+def test_a_joining_server_is_quarantined_unless_intact_and_else_held_for_what_it_holds():
     assert notes(drive(L.Started(), L.Connected(5, False))[1]) == [ledger.Quarantined()]
     assert notes(drive(L.Started(), L.Connected(5, True))[1]) == [
         ledger.Forgotten(),

@@ -1,5 +1,4 @@
-"""Which servers may be left paused, and when somebody recoveries after them: the table alone, time as
-numbers."""
+"""Which servers may be left paused, and when each is recovered: the table alone."""
 
 import pytest
 

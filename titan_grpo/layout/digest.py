@@ -2,7 +2,7 @@
 
 The content of tensors as digests by name: knows no image, no offsets and no blocks, on purpose.
 
-A verification compares two ends through it, so that a mistake in the layout can not make both ends
+A verification compares two ends through it, so that a mistake in the layout cannot make both ends
 agree."""
 
 import hashlib
@@ -25,7 +25,7 @@ BLOCK_HASHES: dict[str, Callable[[memoryview], bytes]] = {
 cryptographic."""
 
 KEYED = "blake3"
-"""The algorithm that takes a key. Without that key nobody can make a block and a digest that fit
+"""The algorithm that takes a key. Without the key no sender can make a block and a digest that fit
 each other."""
 
 HASH_THREADS = min(4, os.cpu_count() or 1)
@@ -75,7 +75,7 @@ def fingerprint(manifest_digest: str, digests: Iterable[bytes]) -> str:
     """32 hex characters that name the content of a version: the layout and every block's hash, in
     order.
 
-    Over keyed hashes it is keyed by them: nobody else can make blocks that fit a fingerprint, or a
+    Over keyed hashes it is keyed by them: no one else can make blocks that fit a fingerprint, or a
     fingerprint that fits.
     """
     state = hashlib.blake2b(manifest_digest.encode(), digest_size=16)

@@ -82,7 +82,7 @@ def require_memory(nbytes: int, what: str, available: int | None = None) -> None
     """Raise ConfigError if ``nbytes`` for ``what`` are not available now (``available``: measured
     unless given).
 
-    Before the run, because a page that can not be backed later is a SIGBUS or the kernel's OOM
+    Before the run, because a page that cannot be backed later is a SIGBUS or the kernel's OOM
     killer in mid-step.
     """
     have = available_memory() if available is None else available
@@ -155,7 +155,7 @@ class SharedImage:
         fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, nbytes)
-            # nobody who attaches can shrink the file under the others' mappings
+            # no process that attaches can shrink the file under the others' mappings
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             return cls(fd, ImageAddress(os.getpid(), fd, nbytes, os.fstat(fd).st_ino), owner=True)
         except OSError:

@@ -1,8 +1,8 @@
-"""What a model's parameters are called and how their rows lie in the engine's (HF) layout, learnt
+"""What a model's parameters are called and how their rows lie in the engine's (HF) layout, inferred
 and not listed.
 
 Row ids and column ids are sent once through the model's own ``to_hf``: permutations (rope q/k) and
-splits (experts) come out as data, and nobody keeps a second table of names.
+splits (experts) come out as data, so there is no second table of names.
 
 A parameter of shape ``(d0, .., dk)`` is a matrix of ``d0 * .. * d(k-1)`` rows and ``dk`` columns; a
 vector has one column. An HF tensor is rows of one parameter, whole, in some order."""
@@ -156,7 +156,7 @@ def _probe(to_hf: ToHF, fqn: str, probe: torch.Tensor) -> dict[str, torch.Tensor
     except (KeyError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"the StateDictAdapter must convert {fqn} {tuple(probe.shape)} on its own, it raised"
-            f" {error!r}: the parameter can not be synced; strip wrapper prefixes from its name, or"
+            f" {error!r}: the parameter cannot be synced; strip wrapper prefixes from its name, or"
             " check the model flavor's head counts"
         ) from error
 
@@ -169,7 +169,7 @@ def _source_rows(
     if by_row.dtype != torch.int32 or by_row.numel() % cols:
         raise ConfigError(
             f"{name} must hold whole rows of {fqn} ({cols} columns), got {by_row.dtype}"
-            f" {tuple(by_row.shape)}: the adapter changes values or splits columns, which can not"
+            f" {tuple(by_row.shape)}: the adapter changes values or splits columns, which cannot"
             " be synced"
         )
     ids, columns = by_row.reshape(-1, cols), by_col.reshape(-1, cols)
@@ -182,7 +182,7 @@ def _source_rows(
     ):
         raise ConfigError(
             f"{name} must keep the columns of {fqn} in place: the adapter transposes or reorders"
-            " them, which can not be synced"
+            " them, which cannot be synced"
         )
     return ids[:, 0].to(torch.int64)
 
@@ -195,7 +195,7 @@ def _check_rows_used_once(fqn: str, rows: int, found: Iterable[HFTensor]) -> Non
     ):
         raise ConfigError(
             f"each of the {rows} rows of {fqn} must reach the HF tensors exactly once, got"
-            f" {ids.numel()} rows: the adapter drops, repeats or changes values, which can not be"
+            f" {ids.numel()} rows: the adapter drops, repeats or changes values, which cannot be"
             " synced"
         )
 

@@ -265,8 +265,8 @@ def names_problem(sent: Iterable[str], served: Collection[str]) -> str:
         if piece in name and count[name] != number
     )
     parts = [
-        f"{what}:"
-        f" {', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}"
+        f"{what}: {', '.join(names[:SHOWN])}"
+        + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         for what, names in (
             ("unknown to the server", unknown),
             ("missing", missing),

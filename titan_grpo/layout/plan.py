@@ -46,7 +46,7 @@ def chunk_of(tensor: torch.Tensor) -> Chunk:
     chunks = create()
     if len(chunks) != 1:
         raise ConfigError(
-            f"a parameter's local shard must be one box, got {len(chunks)}: its placement can not"
+            f"a parameter's local shard must be one box, got {len(chunks)}: its placement cannot"
             " be synced"
         )
     return tuple(chunks[0].offsets), tuple(chunks[0].sizes)

@@ -11,8 +11,8 @@ receiver. A pure table.
 
 A run id begins with the start time of its run, so that with right clocks the newest run wins, at
 term 1. A new trainer whose clock is behind is refused by the run before it, which started in its
-future; it then takes that run's term plus one (protocol.lane). A trainer that was replaced does not:
-the run in force started in its past, or the server has admitted it before.
+future; it then takes that run's term plus one (protocol.lane). A trainer that was replaced does
+not: the run in force started in its past, or the server has admitted it before.
 """
 
 from collections.abc import Callable

@@ -1,20 +1,17 @@
-"""Frames delivered once and in order, over a way that loses, repeats, delays and reorders them. Two
-pure tables.
-
-One pair of them is one direction of one session; a restart of either end is a new session, with new
-pairs.
+"""Frames delivered once and in order over a way that loses, repeats, delays and reorders them. Two
+pure tables, a pair for one direction of one session; a restart of either end is a new session.
 
 ::
 
-    sender    Put(frame) -> kept, until Acknowledged(have)      Due(now) -> Post(session, first, frames), as often as wished
-    receiver  Got(session, first, frames) -> Deliver(frames)    what it has already is dropped
-                                          -> Missing(have)      something before it was lost: nothing is taken
-                                          -> WrongSession(session)  of another session: nothing is taken
+    sender    Put(frame) -> kept, until Acknowledged(have)
+              Due(now) -> Post(session, first, frames), as often as wished
+    receiver  Got(session, first, frames) -> Deliver(frames)       without those it has already
+                                          -> Missing(have)       an earlier one is lost: takes none
+                                          -> WrongSession(session)  of another session: takes none
 
-Frames are numbered from 0. ``have`` is how many the receiver has taken, so that it is also the
-number of the one that it wants. Whoever posts may as well answer a question (what is there after
-``have``?): both are a Post, and the receiver takes both alike. Time is an argument, in seconds of
-any monotonic clock."""
+Frames are numbered from 0. ``have`` is how many the receiver has taken, and so the number of the
+one it wants. A post may also answer a poll (frames after ``have``): both are a Post. Time is an
+argument, in seconds of any monotonic clock."""
 
 from dataclasses import dataclass, replace
 from typing import Any

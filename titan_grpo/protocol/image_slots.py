@@ -2,15 +2,17 @@
 
 One slot's life::
 
-    FREE --Reserve--> RESERVED --Write v--> WRITING v --Copied by all, Complete--> COMPLETE v --Reserve--> RESERVED
+    FREE --Reserve--> RESERVED --Write v--> WRITING v --Copied by all, Complete--> COMPLETE v --> ..
                  |                               `----Discard----> FREE
                  `--Revoke--> COMPLETE u (what it held before, if anything) or FREE
 
 Rules: a pinned slot is never reserved; a version is complete when every rank that writes a part of
 it has copied its part; versions only grow; the newest complete image is not taken while an idle
 lane still wants it; after ``Seal`` nothing is reserved any more, so the last image stays for the
-flush at shutdown. Nobody waits: without a reservation at the step boundary that version is skipped,
-on every rank alike, because rank 0's reservation is the only one and travels with the batch."""
+flush at shutdown. No rank waits: without a reservation at the step boundary that version is
+skipped, on every rank alike, because rank 0's reservation is the only one and travels with the
+batch.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -143,7 +145,7 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """The copy of ``version`` failed; its slot is free again and nobody has seen it."""
+    """The copy of ``version`` failed; its slot is free again; no lane has seen it."""
 
     version: int
 

@@ -355,7 +355,7 @@ def _loaded(s: Lane, e: Loaded) -> _Result:
 
 def _labelled(s: Lane, _: Any) -> _Result:
     if s.outcome is Outcome.BROKEN:
-        return _rest(s, ledger.Quarantined())  # still paused: nobody may see a half-loaded version
+        return _rest(s, ledger.Quarantined())  # still paused: a half-loaded version must not serve
     return replace(s, phase=Phase.RESUMING), (Resume(),)
 
 

@@ -1,5 +1,4 @@
-"""Where a lane stands, for whoever watches it: the pause guard of paused servers, and whoever injects
-faults."""
+"""Events of a lane, for its observers: the pause guard and fault injection."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,8 +48,7 @@ class Point(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LaneEvent:
-    """One lane at one point. ``version`` is -1 at GREET and CONNECTED; ``label`` is what the commit
-    is to show."""
+    """One lane at one point. ``version`` is -1 at GREET and CONNECTED; ``label``: the commit's."""
 
     point: Point
     url: str
@@ -66,4 +64,4 @@ if the server had failed."""
 
 
 def no_observer(_: LaneEvent) -> None:
-    """A watch that looks away."""
+    """Observer that ignores all events."""

@@ -1,4 +1,4 @@
-"""Whose service it is: one run at a time, the newest, for as long as it is heard of. A pure table.
+"""Which run has the rollout service: the newest, while its lease lasts. A pure table.
 
 ::
 
@@ -7,9 +7,9 @@
                      |  --Open of an older run--> Refuse
                      `--Ticked past the lease--> FREE
 
-Runs are named so that the lexicographic order is their age (``wire.new_run_id``). An older run is
-refused only while a newer one has the service, since the clocks that the names come from are of
-several hosts. Time is an argument, in seconds of any monotonic clock."""
+The lexicographic order of run ids is their age (messages.new_run_id). An older run is refused only
+while a newer one has the service: the clocks in the ids belong to several hosts. Time is an
+argument, in seconds of any monotonic clock."""
 
 from dataclasses import dataclass, replace
 
@@ -18,8 +18,7 @@ from titan_grpo.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Who has the service, if anybody: both names are empty while it is free. ``until`` is when its
-    lease ends."""
+    """``run`` and ``session`` are empty while the service is free. ``until``: end of the lease."""
 
     lease_s: float
     run: str = ""
@@ -41,7 +40,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A run wants the service, under a new name for the session."""
+    """A run asks for the service, under a new session name."""
 
     run: str
     session: str
@@ -50,7 +49,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """Somebody spoke in a session."""
+    """A request of the session arrived."""
 
     session: str
     now: float
@@ -58,7 +57,7 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """A trainer needs its session no more."""
+    """The trainer ends its session."""
 
     session: str
 
@@ -75,7 +74,7 @@ Event = Open | Renewed | Close | Ticked
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The session is the one of the service now."""
+    """The session has the service."""
 
     session: str
 
@@ -96,7 +95,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """No such session: it was never here, or is over."""
+    """There is no such session, or no longer."""
 
 
 Action = Begin | End | Refuse | Unknown

@@ -1,13 +1,11 @@
-"""What the trainer knows that each server holds. A pure table; only a server's own read-back makes
-it HOLDS.
+"""What the trainer knows that each server holds. A pure table; only a read-back makes it HOLDS.
 
 ::
 
-    UNKNOWN --Receiving--> RECEIVING v --Committing--> COMMITTING v --Holds--> HOLDS v --Receiving--> ...
+    UNKNOWN --Receiving--> RECEIVING v --Committing--> COMMITTING v --Holds--> HOLDS v --> ..
        ^                        | TransferFailed: back to what it held (HOLDS or UNKNOWN)
        `-- Forgotten: a failure in or after the commit, a restart, a lost answer
-    QUARANTINED: half loaded; GONE: removed from the run
-"""
+    QUARANTINED: half loaded; GONE: removed from the run"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -84,7 +82,7 @@ class Forgotten:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """Half loaded: it serves nobody until a full sync replaced every tensor."""
+    """Half loaded: it gets no requests until a full sync has replaced every tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +172,7 @@ TRANSITIONS: dict[Standing, dict[type, Callable[[Entry, Any], Entry]]] = {
 
 
 def step(entry: Entry, event: Event) -> tuple[Entry, tuple[Action, ...]]:
-    """The next line and what the rollout side is told, if that changes.
+    """The next line, and what changes for the rollouts.
 
     An event that the standing does not list, or a version that would go back, raises ProtocolError
     and changes nothing.

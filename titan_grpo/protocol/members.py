@@ -1,17 +1,16 @@
-"""Which servers belong to the run while it runs. A pure table: several sources say who is wanted,
-lanes say who is here.
+"""Which servers belong to the run. A pure table: several sources say which are wanted, lanes say
+which are present.
 
 ::
 
     wanted = (configured or listed in the file or added by command) and not removed by command
 
-    (nowhere) --wanted--> PRESENT (has a lane) --no longer wanted--> LEAVING (its lane ends) --Ended--> (nowhere)
-                                                                        `-- wanted again: joins when its lane has ended
+    (absent) --wanted--> PRESENT (has a lane) --not wanted--> LEAVING (its lane ends) --Ended--> ..
+                                                    `-- wanted again: joins when its lane has ended
 
-The last word of a person counts: a server removed by command stays away until somebody adds it, or
-the file, having dropped it, names it anew. The last wanted server can not be removed, and a file
-that names nobody changes nothing: so looks a file that is caught while it is rewritten.
-"""
+A command outweighs the file: a removed server stays away until a command adds it, or until the
+file, having dropped it, lists it anew. The last wanted server cannot be removed. An empty file
+changes nothing: a file looks like that while it is rewritten."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ class Members:
 
     @property
     def wanted(self) -> Urls:
-        """Who should have a lane."""
+        """The servers that should have a lane."""
         return (self.fixed | self.listed | self.added) - self.removed
 
 
@@ -65,14 +64,14 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Somebody adds a server."""
+    """A command adds a server."""
 
     url: str
 
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Somebody removes a server."""
+    """A command removes a server."""
 
     url: str
 
@@ -96,7 +95,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """No more rollouts for it; end its lane, then say Ended."""
+    """Send it no more rollouts; end its lane, then report Ended."""
 
     url: str
 
@@ -121,7 +120,7 @@ def _listed(m: Members, event: Listed) -> Outcome:
     return (
         after
         if after.wanted
-        else Refuse("every listed server was removed by command: nobody would be left")
+        else Refuse("every listed server was removed by command: none would be left")
     )
 
 

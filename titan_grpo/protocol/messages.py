@@ -8,24 +8,27 @@ All keys live under ``PrefixStore(f"{run_id}/{epoch}", ...)`` in a store that th
                                             order/0        <- Order(op="manifest")
     staged/0        <- Staged
                                             digests/<n>    <- raw block digests, concatenated
-                                            order/<n>      <- Order(op="receive"); n counts all orders
-                 (both broadcast the image, bucket by bucket, straight between the two images)
+                                            order/<n>      <- Order(op="receive")
+                 (both broadcast the image, bucket by bucket, from image to image)
     staged/<n>      <- Staged
-                    (the lane commits over HTTP: POST /update_weights {"update_info": Commit})
+                    (the lane commits: POST /update_weights {"update_info": Commit})
     applied/<n>     <- Applied
-                                            order/<n+1>    <- Order(op="ping"), after the read-back over HTTP
+                                            order/<n+1>    <- Order(op="ping"), after the read-back
                  (the lane broadcasts PING_BYTES: a lost connection fails at once)
-    staged/<n+1>    <- Staged: proof that the engine has not restarted: its receiver would have died with it
+    staged/<n+1>    <- Staged
 
-With ``Hello.apply == "streamed"`` the receiver has a window (a ring of buckets), not a whole image::
+The answer to the ping proves that the engine has not restarted: its receiver would have died with
+it. n counts all orders.
+
+With ``Hello.apply == "streamed"`` the receiver has a window (a ring of buckets), no whole image::
 
                                             digests/<n>    <- raw block digests, concatenated
                                             order/<n>      <- Order(op="stream")
     staged/<n>      <- Staged, at once: the window is ready, nothing has moved
-                    (POST /update_weights {"update_info": Commit}; while it runs, both broadcast the image
-                     through the window, and the engine loads each tensor once its blocks are checked)
+                    (POST /update_weights {"update_info": Commit}; meanwhile both broadcast
+                     through the window; the engine loads each tensor once its blocks are checked)
     applied/<n>     <- Applied
-                                            cancel         <- the lane cancels: the engine's load ends
+                                            cancel         <- the lane cancels the load
 
 A lost store connection means that the lane is gone: the receiver drops the epoch and the engine
 keeps its version. protocol.fence decides which epoch replaces another.

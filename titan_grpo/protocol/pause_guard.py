@@ -1,16 +1,16 @@
-"""Which servers may be left paused if the trainer goes, and when each of them is looked after. A
-pure table.
+"""Which servers a dead or frozen trainer may have left paused, and when to recover them. Pure.
 
 ::
 
-    CONNECTING --CONNECTED--> (forgotten)            a lane connects: it may find a server paused, and die before it settles it
-    PAUSED   --RESUMED----> (forgotten)            a commit
-    both, when their lease is over, or at once when the trainer ends --> RECOVERING
-    RECOVERING --Recovered--> RECOVERED, looked at again --Superseded--> (forgotten) --Failed--> tried again, a few times
+    CONNECTING --CONNECTED--> (forgotten)    a connecting lane may die before it resumes its server
+    PAUSED     --RESUMED----> (forgotten)    a commit; each of its steps has a lease of its own
+    both, when the lease ends, or at once when the trainer ends --> RECOVERING
+    RECOVERING --Recovered--> RECOVERED, checked again --Superseded--> (forgotten)
+               --Failed--> tried again, a few times
 
-Time is an argument, in seconds of any monotonic clock. A look that was begun is called off when the
-lane speaks again. A server is looked at twice: a call of the dead trainer that was still on its way
-could have paused it after the first time."""
+Time is an argument, in seconds of any monotonic clock. Cancel a recovery when the lane reports
+again. Recover each server twice: a pause of the dead trainer that is in flight may arrive after the
+first recovery."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -90,7 +90,7 @@ class GuardState:
 
     @property
     def done(self) -> bool:
-        """Whether nobody needs the pause guard any more."""
+        """Whether the pause guard may end."""
         return self.ended and not self.servers
 
     @property
@@ -106,15 +106,15 @@ class GuardState:
 
 @dataclass(frozen=True, slots=True)
 class LaneReported:
-    """A lane has spoken."""
+    """A lane event arrived."""
 
-    passing: LaneEvent
+    event: LaneEvent
     now: float
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The trainer is gone. ``clean``: it said so, after its lanes had ended."""
+    """The trainer is gone. ``clean``: it closed the guard, after its lanes had ended."""
 
     clean: bool
     now: float
@@ -138,7 +138,7 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """A newer epoch or run has the server: it settles it."""
+    """A newer epoch or run has the server, and recovers it."""
 
     url: str
     epoch: int
@@ -161,8 +161,7 @@ Event = LaneReported | Ended | Ticked | Recovered | Superseded | Failed
 
 @dataclass(frozen=True, slots=True)
 class Recover:
-    """Fence the lane, and do what protocol.recovery.settle says. ``doubtful``: only if the server turns out
-    to be paused."""
+    """Fence the lane, and take the steps of recovery.settle. ``doubtful``: only if it is paused."""
 
     url: str
     run_id: str
@@ -172,7 +171,7 @@ class Recover:
 
 @dataclass(frozen=True, slots=True)
 class CancelRecovery:
-    """The lane is back: leave the server to it from the next step on."""
+    """The lane is back: stop before the next step."""
 
     url: str
 
@@ -194,7 +193,7 @@ def _put(s: GuardState, url: str, watched: GuardedServer | None) -> GuardState:
 
 
 def _passed(s: GuardState, e: LaneReported) -> _Result:
-    p = e.passing
+    p = e.event
     before = s.servers.get(p.url)
     off: tuple[Action, ...] = (
         (CancelRecovery(p.url),) if before is not None and before.phase is Phase.RECOVERING else ()

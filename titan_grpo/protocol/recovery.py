@@ -1,21 +1,15 @@
-"""What must be done to a server that is found after its lane, its trainer or its receiver died.
-Pure.
+"""Recovery of a server whose lane, trainer or receiver died, and health of a peer. Pure.
 
-Used by a lane that connects and by the pause guard of a dead trainer's servers. The rule: a label is
-a promise about the weights, so it is set right before generation goes on, and generation goes on
-only over one whole version.
+Recovery is used by a connecting lane and by the pause guard. The rule: a label is a promise about
+the weights. Set it right before generation goes on, and resume over one whole version only.
 
-Health of one peer as somebody who asks it things sees it: when to ask again, and when to give it a
-rest. A pure table.
-
-::
+Health says when a peer may be asked again::
 
     UNPROVEN --Answered--> ALIVE --Silent--> AWAY (until) --Rested--> UNPROVEN
         `---------Silent--------------------->'  ^-- Silent again: twice as long, bounded
 
 Time is an argument, in seconds of any monotonic clock. Health says nothing about weights: a peer
-that answers after it was away may have been restarted, so it is unproven until it shows what it
-holds (rule 3)."""
+that answers again may have restarted, so it stays unproven until a read-back."""
 
 from dataclasses import dataclass, replace
 from enum import Enum

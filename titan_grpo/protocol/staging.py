@@ -1,15 +1,14 @@
-"""One epoch's staging memory at a receiver: what lies in it and who has it. A pure table.
+"""One epoch's staging memory at a receiver: its content and its user. A pure table.
 
 ::
 
     EMPTY --begin--> WRITING --arrived, ok--> STAGED --lend--> LENT --returned--> STAGED
       ^                 | not ok                |                | (streamed: EMPTY)
-      `-----------------'<-- begin: WRITING ----'                `-- begin: refused; the driver waits for the return first
+      `-----------------'<-- begin: WRITING ----'                `-- begin: refused until it returns
 
 There is one image (streamed: one window), so a transfer overwrites what was staged, and never what
 the engine reads. Streamed, a version is STAGED once its digests are known and before its bytes
-move; they move while it is LENT.
-"""
+move; they move while it is LENT."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -115,7 +114,7 @@ def _begin(s: Staging, e: Begin) -> Outcome:
 def _begin_lent(s: Staging, _: Any) -> Outcome:
     return s, (
         Refuse(
-            "the engine still loads the previous version; the next one can not be received over it"
+            "the engine still loads the previous version; the next one cannot be received over it"
         ),
     )
 
