@@ -42,12 +42,12 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("rows", ["padded", "packed"])
-def test_each_rank_gives_its_trainer_the_same_tensors_in_both_modes(ranks, rows):
+def test_each_rank_gives_its_trainer_the_same_tensors_in_both_modes(ranks, rows) -> None:
     for rank in ranks:
         assert len(rank[f"{rows}, single"]) >= 3
         assert rank[f"{rows}, by rank"] == rank[f"{rows}, single"]
     assert ranks[0][f"{rows}, single"] != ranks[1][f"{rows}, single"], "a share of its own"
 
 
-def test_an_error_on_rank_0_stops_both_with_the_same_words(ranks):
+def test_an_error_on_rank_0_stops_both_with_the_same_words(ranks) -> None:
     assert [rank["stopped"] for rank in ranks] == ["DataError: no batch"] * 2

@@ -39,7 +39,7 @@ def expected(ema, steps):
     ]
 
 
-def test_the_reference_is_the_average_and_the_policy_stays():
+def test_the_reference_is_the_average_and_the_policy_stays() -> None:
     reference, policy = make(1), make(2)
     for _ in range(3):
         move_reference(reference, policy, 0.75)
@@ -49,7 +49,7 @@ def test_the_reference_is_the_average_and_the_policy_stays():
     )
 
 
-def test_a_sharded_reference_moves_in_place_and_its_next_forward_sees_it(mesh):
+def test_a_sharded_reference_moves_in_place_and_its_next_forward_sees_it(mesh) -> None:
     reference, policy = make(1), make(2)
     for model in (reference, policy):
         fully_shard(model[0], mesh=mesh)
@@ -70,6 +70,6 @@ def test_a_sharded_reference_moves_in_place_and_its_next_forward_sees_it(mesh):
     assert (after - before).abs().max() > 1e-3
 
 
-def test_models_that_are_not_sharded_alike_are_refused():
+def test_models_that_are_not_sharded_alike_are_refused() -> None:
     with pytest.raises(ProtocolError, match="sharded alike"):
         move_reference(make(1), torch.nn.Linear(4, 8), 0.5)

@@ -39,30 +39,30 @@ class Source:
         return [g.prompt.index for g in found.groups], found.flat
 
 
-def test_groups_without_spread_are_replaced_and_their_places_given_back_before():
+def test_groups_without_spread_are_replaced_and_their_places_given_back_before() -> None:
     source = Source(True, False, True, False, True, True)
     assert source.run(4, 3) == ([0, 2, 4, 5], 2)
     assert (source.asked, source.given_back) == ([4, 2], [2])
 
 
-def test_replacing_ends_after_the_rounds_with_what_there_is():
+def test_replacing_ends_after_the_rounds_with_what_there_is() -> None:
     source = Source(*[True, False, False, False, False, False])
     assert source.run(3, 2) == ([0], 5)
     assert (source.asked, source.given_back) == ([3, 2, 2], [2, 2])
 
 
-def test_without_rounds_they_are_only_left_out():
+def test_without_rounds_they_are_only_left_out() -> None:
     source = Source(True, False)
     assert source.run(2, 0) == ([0], 1)
     assert source.given_back == []
 
 
-def test_if_none_has_spread_the_last_ones_are_used_all_the_same():
+def test_if_none_has_spread_the_last_ones_are_used_all_the_same() -> None:
     source = Source(*[False] * 4)
     assert source.run(2, 1) == ([2, 3], 2)
 
 
-def test_spread_is_that_of_the_shaped_rewards():
+def test_spread_is_that_of_the_shaped_rewards() -> None:
     groups = [group(0, 1, 1, lengths=(2, 8)), group(1, 0, 1)]
     found = varied_groups(lambda count: groups, lambda count: None, 2, 0, KIND)
     assert [g.prompt.index for g in found.groups] == [1]
@@ -72,13 +72,13 @@ def test_spread_is_that_of_the_shaped_rewards():
     assert [g.prompt.index for g in found.groups] == [0, 1]
 
 
-def test_a_completion_that_is_not_trained_on_makes_no_spread_and_its_reward_stops_nothing():
+def test_a_completion_that_is_not_trained_on_makes_no_spread_and_its_reward_stops_nothing() -> None:
     groups = [group(0, 1, math.nan), group(1, 0, math.inf), group(2, 0, 1)]
     found = varied_groups(lambda count: groups, lambda count: None, 3, 0, KIND)
     assert [g.prompt.index for g in found.groups] == [2]
 
 
-def test_more_groups_than_asked_for_are_all_kept_and_none_is_asked_for_again():
+def test_more_groups_than_asked_for_are_all_kept_and_none_is_asked_for_again() -> None:
     asked = []
 
     def take(count):
@@ -89,7 +89,7 @@ def test_more_groups_than_asked_for_are_all_kept_and_none_is_asked_for_again():
     assert asked == [2]
 
 
-def test_the_weight_of_text_is_a_mean_or_one_per_completion_token():
+def test_the_weight_of_text_is_a_mean_or_one_per_completion_token() -> None:
     assert text_weight(200, 50, 0.5, False) == 0.0025
     assert text_weight(200, 50, 0.5, True) == 0.01
     assert text_weight(0, 0, 1.0, True) == 1.0

@@ -45,7 +45,7 @@ def mixin(model, tmp_path):
     return make
 
 
-def test_each_rank_takes_its_own_text_in_whole_batches(mixin):
+def test_each_rank_takes_its_own_text_in_whole_batches(mixin) -> None:
     taken = [mixin(rank).take() for rank in (0, 1)]
     for pairs in taken:
         assert [tuple(inputs.shape) for inputs, _ in pairs] == [(ROWS, LENGTH)] * 3
@@ -53,7 +53,7 @@ def test_each_rank_takes_its_own_text_in_whole_batches(mixin):
     assert not (taken[0][0][0] == taken[1][0][0]).all()
 
 
-def test_the_text_goes_on_where_a_checkpoint_left_it(mixin):
+def test_the_text_goes_on_where_a_checkpoint_left_it(mixin) -> None:
     first = mixin()
     first.take()
     resumed = mixin()
@@ -62,7 +62,7 @@ def test_the_text_goes_on_where_a_checkpoint_left_it(mixin):
     assert all((a == b).all() for (a, _), (b, _) in zip(resumed.take(), expected, strict=True))
 
 
-def test_a_text_that_torchtitan_does_not_know_is_refused_with_its_keys(mixin):
+def test_a_text_that_torchtitan_does_not_know_is_refused_with_its_keys(mixin) -> None:
     with pytest.raises(
         ConfigError, match=r"training\.dataset and training\.dataset_path must name .* got 'nope'"
     ):
