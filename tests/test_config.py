@@ -12,6 +12,8 @@ ROLLOUT = Rollout(
     servers=["http://a:1"], prompts_per_step=4, max_completion_tokens=64, max_staleness=2
 )
 REMOTE = replace(ROLLOUT, controller="http://10.0.0.1:8910", controller_key_env="KEY")
+LAUNCHED = replace(ROLLOUT, servers=["launch"], launch_python="p")
+PUSHED = replace(ROLLOUT, source="push")
 DRAINING = replace(ROLLOUT, max_staleness=1, in_flight_weight_updates=False)
 
 
@@ -78,6 +80,22 @@ def found(section: GRPO | Rollout | WeightSync) -> list[str]:
         (GRPO(), {"ptx_scale": 0.0}, "ptx_scale must be greater than 0"),
         (ROLLOUT, {"servers": []}, 'servers must be a list of URLs, or ["launch"]'),
         (ROLLOUT, {"servers": ["http://a:1", "http://A:1/"]}, "servers must be without repetition"),
+        (
+            ROLLOUT,
+            {"servers": ["http://localhost:1", "http://127.0.0.1:1/"]},
+            "servers must be with",
+        ),
+        (
+            LAUNCHED,
+            {"launch_python": ""},
+            'launch_python must be set when rollout.servers = ["launch',
+        ),
+        (LAUNCHED, {"launch_engines": ["sglang"]}, "launch_sglang_python must be set"),
+        (LAUNCHED, {"launch_engines": ["trt"]}, 'launch_engines must be "vllm", "sglang" or both'),
+        (LAUNCHED, {"engine": "sglang"}, 'engine must be "auto" for launched servers of vllm'),
+        (ROLLOUT, {"source": "atropos"}, "atropos_url must be a URL such as http://host:8000 with"),
+        (PUSHED, {"push_address": "8900"}, "push_address must be host:port"),
+        (PUSHED, {"push_address": "0.0.0.0:8900"}, "push_key_env must be set while"),
         (ROLLOUT, {"group_size": 1}, "group_size must be 2 or more"),
         (ROLLOUT, {"task": "gsm8k"}, 'task_path must be set for task = "gsm8k"'),
         (ROLLOUT, {"task_error_budget": 101}, "task_error_budget must be 0 to 100"),
@@ -107,6 +125,15 @@ def test_a_broken_rule_is_one_line_with_key_rule_and_value(section, changes, mes
     (line,) = found(replace(section, **changes))
     names = {GRPO: "grpo", Rollout: "rollout", WeightSync: "weight_sync"}
     assert line.startswith(f"{names[type(section)]}.{message}"), line
+
+
+@pytest.mark.parametrize("url", ["http://user:password@a:1", "http://a:99999", "http://a:1?x=1"])
+def test_a_server_that_is_no_plain_url_is_one_line(url) -> None:
+    (line,) = found(replace(ROLLOUT, servers=[url]))
+    assert line == (
+        "rollout.servers: a server must be a URL such as http://host:8000, without user, query and"
+        f" fragment, got {url!r}"
+    )
 
 
 @pytest.mark.parametrize(
