@@ -8,6 +8,7 @@ import pytest
 
 from tests.rigs.receiver_server import DirectControl
 from titan_grpo.observe import names
+from titan_grpo.protocol import lane as table
 from titan_grpo.protocol.lane_events import LaneEvent, Point
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.sync.pause_guard_main import Access, fence
@@ -203,6 +204,28 @@ def test_a_lane_inside_a_frozen_transfer_ends_when_it_is_told_to(rig, caplog):
     r.until(lambda: r.server_set.entry("a").incoming == 2)
     r.worker.close()
     assert "was told to stop and did not" not in caplog.text
+
+
+def test_a_stop_that_meets_the_step_into_a_commit_leaves_the_commit_alone(rig, monkeypatch):
+    stepping, stopped = threading.Event(), threading.Event()
+    step = table.step
+
+    def held_step(state, event):
+        if isinstance(event, table.Staged):
+            stepping.set()
+            stopped.wait(1.0)  # a stop that does not wait for the step takes effect meanwhile
+        return step(state, event)
+
+    monkeypatch.setattr(table, "step", held_step)
+    r = rig("a")
+    r.publish(1)
+    assert stepping.wait(WAIT_S)
+    lane = r.server_set.lane("a")
+    lane.stop()
+    stopped.set()
+    lane.join(WAIT_S)
+    assert r.servers["a"].versions == [1]
+    assert not r.servers["a"].paused
 
 
 def test_a_server_restarted_before_its_label_is_not_given_it_although_it_would_take_it(rig):

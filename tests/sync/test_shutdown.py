@@ -43,6 +43,22 @@ def test_without_a_flush_every_lane_ends_when_it_is_told_to(rig, caplog):
     assert "was stopped and goes on" not in caplog.text
 
 
+def test_a_lane_that_does_not_end_is_waited_for_once(rig):
+    r = rig("stuck")
+    r.publish(1)
+    r.everyone(1)
+    r.loaded["stuck"].hold = threading.Event()
+    r.publish(2)
+    r.until(lambda: r.server_set.entry("stuck").standing is Standing.COMMITTING)
+    r.worker.close(within_s=1.0)
+    lane = r.server_set.lane("stuck")
+    assert lane.is_alive()
+    start = time.monotonic()
+    r.worker.close(within_s=20.0)
+    assert time.monotonic() - start < 10.0
+    r.loaded["stuck"].hold.set()
+
+
 def test_commits_that_hang_on_two_servers_share_the_deadline(rig):
     r = rig("live", "slow", "slower")
     r.publish(1)

@@ -215,6 +215,7 @@ class SyncWorker:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._sealer = threading.Thread(target=self._seal_loop, name="sealer", daemon=True)
         self._left_s = JOIN_S
+        self._closed = False
 
     def start(self) -> None:
         """Start the sealer and one lane per server."""
@@ -268,11 +269,14 @@ class SyncWorker:
         self._left_s = max(LEAST_S, timeout_s - (time.monotonic() - start))
         return holding
 
-    def close(self) -> None:
-        """Stop all lanes and the sealer, all within one deadline: what ``flush`` left of its own,
-        else ``JOIN_S``. Idempotent."""
+    def close(self, within_s: float = JOIN_S) -> None:
+        """Stop all lanes and the sealer, all within one deadline: ``within_s`` seconds, or less if
+        a flush left less of its own. Idempotent: what did not end is not waited for again."""
+        if self._closed:
+            return
+        self._closed = True
         self._jobs.put(None)
-        deadline = time.monotonic() + self._left_s
+        deadline = time.monotonic() + min(within_s, self._left_s)
         self.servers.close(deadline)
         if self._sealer.is_alive():
             self._sealer.join(max(0.0, deadline - time.monotonic()))

@@ -36,6 +36,10 @@ from titan_grpo.titan.startup import Launcher, Rollouts, start_rollouts
 logger = logging.getLogger(__name__)
 
 
+END_S = 15.0
+"""Seconds that all ends together may take: torchrun kills its ranks 30 s after a signal."""
+
+
 def batch_options(job_config: Any, cost: TokenCost) -> BatchOptions:
     """How rows are cut, padded and weighted, from the job's sections. Raises ConfigError."""
     training, grpo = job_config.training, job_config.grpo
@@ -102,7 +106,6 @@ class Controller:
         self._membership: Membership | None = None
         self._step_values: dict[str, float] = {}
         self._collapse = Collapse(job_config.grpo.reward_collapse_steps)
-        self._finished = False
 
     @property
     def recorder(self) -> Recorder:
@@ -328,23 +331,24 @@ class Controller:
             image = worker.pool.images[published.slot].tensor()
             write_weights(tensor_views(image, worker.manifest), folder)
             copy_assets(Path(self._model_dir), folder, self._job.weight_sync.wire_dtype)
-        self._finished = True
 
     def close(self) -> None:
-        """End rollouts, lanes and servers, then write the report. Also after an error;
-        idempotent."""
+        """End rollouts, lanes and servers within ``END_S``, then write the report. Also after an
+        error; idempotent."""
+        deadline = time.monotonic() + END_S
         if self._membership is not None:
             self._membership.close()
         rollouts, self._rollouts = self._rollouts, None
         if rollouts is not None:
             rollouts.skip_drains()
         if self._worker is not None:
+            terminal.print_status(f"ending: lanes, rollouts and servers get {END_S:g} s together")
             # Before the rollouts: a lane may finish its commit by calls that go through them.
-            self._worker.close()
+            self._worker.close(END_S / 2)
         try:
             if rollouts is not None:
                 self._count_dropped(rollouts.counters())
-                rollouts.close()
+                rollouts.close(max(1.0, deadline - time.monotonic()))
         finally:
             # Also when a record of groups cannot be flushed to a full disk.
             self._launcher.stop()
