@@ -29,6 +29,11 @@ class Rollout:
     servers_file and servers_slurm come on top; `titan-grpo servers add|remove URL --run DIR`
     changes them while training runs."""
 
+    take_over: bool = False
+    """Take servers from a live run of another dump folder, which stops when it has lost all of
+    them. Servers of a run that is dead or frozen, and of an earlier run in the same dump folder,
+    are taken without it."""
+
     servers_file: str = ""
     """File with further URLs, one per line, # for comments, looked at every second: a server that
     it names joins, one that it drops leaves. Replace it as a whole (write another file, then rename

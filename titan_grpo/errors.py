@@ -14,6 +14,7 @@ remedy.
     `-- PeerError              a server is wrong, or gone
         |-- ServerUnreachable  no answer: refused, reset, timed out
         |-- ServerRefused      it answered, and the answer was no
+        |   |-- ServerUnfit    nor will it say yes as it was started: asking again changes nothing
         |   `-- ServerTaken    another run is in force there
         `-- TransferFailed     bytes were lost, late, or not the ones that were sent
 """
@@ -83,6 +84,11 @@ class ServerUnreachable(PeerError):
 
 class ServerRefused(PeerError):
     """A server answered, and its answer was a refusal."""
+
+
+class ServerUnfit(ServerRefused):
+    """A server cannot serve this run as it was started: another model, key or version of the
+    engine."""
 
 
 class ServerTaken(ServerRefused):

@@ -11,6 +11,7 @@ import torch
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
 from titan_grpo.engines.server import ServerAccess, make_control
+from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.infer import matrix_shape
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp
@@ -107,6 +108,9 @@ class Ears:
 
     def remove_server(self, url: str) -> None:
         """No server leaves a fault run."""
+
+    def fail(self, error: TitanGrpoError) -> None:
+        """No other run takes over."""
 
 
 class Rig:

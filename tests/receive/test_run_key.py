@@ -88,11 +88,11 @@ def test_a_trainer_without_the_key_gets_the_reason_and_the_one_in_force_goes_on(
     _, deliver = trainer
     before = deliver(1)
     stranger = guarded.greet(weights(9.0), run_key=key)
-    with pytest.raises(TransferFailed, match=words) as caught:
+    with pytest.raises(PeerError, match=words) as caught:
         stranger.wait_joined(60.0)
     assert RUN_KEY.hex() not in str(caught.value)
     # not even with a run that claims to be the latest
-    with pytest.raises(TransferFailed, match=words):
+    with pytest.raises(PeerError, match=words):
         guarded.greet(weights(9.0), run_key=key, run_id="ffffffffffff-00000000").wait_joined(60.0)
     assert guarded.engine.value() == before
     deliver(2)
@@ -206,7 +206,7 @@ def test_streamed_versions_are_held_to_the_key_too(make_site, weights) -> None:
 
 def test_a_server_without_the_key_is_refused_by_the_trainer_that_has_one(site, weights) -> None:
     link = site.greet(weights(1.0), run_key=RUN_KEY)
-    with pytest.raises(TransferFailed, match="Hello proves a run key and this end has none"):
+    with pytest.raises(PeerError, match="Hello proves a run key and this end has none"):
         link.wait_joined(60.0)
     assert site.side.receiver.pid is None
 
@@ -244,7 +244,7 @@ def test_a_trainer_of_another_version_gets_an_answer_at_once(site, weights) -> N
     site.side.hello(hello | {"invented_later": 1})
     began = time.monotonic()
     with pytest.raises(
-        TransferFailed, match="unknown keys invented_later; both ends must run the same titan_grpo"
+        PeerError, match="unknown keys invented_later; both ends must run the same titan_grpo"
     ):
         link.wait_joined(60.0)
     assert time.monotonic() - began < 30.0

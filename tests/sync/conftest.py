@@ -72,6 +72,8 @@ class Rig:
         run_keys: dict[str, Key] = config.pop("run_keys", {})
         watch: Observer = config.pop("watch", no_observer)
         drain: Callable[[str], None] | None = config.pop("drain", None)
+        owner: str = config.pop("owner", "")
+        take_over: bool = config.pop("take_over", True)
         self.loaded = {url: Weights() for url in urls}
         self.servers = {
             url: ReceiverServer(url, self.loaded[url], run_keys.get(url)) for url in urls
@@ -92,6 +94,8 @@ class Rig:
                 remote_writers=remote_writers,
                 watch=watch,
                 drain=drain,
+                owner=owner,
+                take_over=take_over,
                 guarded=False,
             ),
         )

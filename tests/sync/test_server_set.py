@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_grpo.errors import ServerRefused, SyncError
+from titan_grpo.errors import ServerRefused, SyncError, TitanGrpoError
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import ledger, members
 from titan_grpo.protocol.ledger import Standing
@@ -67,6 +67,9 @@ class Site:
 
     def remove_server(self, url: str) -> None:
         self.seen.append((url, None, False, "left"))
+
+    def fail(self, error: TitanGrpoError) -> None:
+        self.seen.append(("", None, False, str(error)))
 
     def commit(self, url: str, version: int) -> None:
         self.set.apply(url, ledger.Receiving(version))

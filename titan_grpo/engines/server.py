@@ -9,7 +9,7 @@ from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.generation import Sampled, Sampling, StreamedCall
 from titan_grpo.engines.http import Call, HttpRefused, SyncDriver
-from titan_grpo.errors import ConfigError, ProtocolError, ServerRefused
+from titan_grpo.errors import ConfigError, ProtocolError, ServerRefused, ServerUnfit
 
 
 class Dialect(Protocol):
@@ -82,7 +82,7 @@ EXPECTED = (
 
 
 def detect(driver: SyncDriver, timeout_s: float) -> str:
-    """Name of the engine that answers. Raises ServerUnreachable without an answer, ServerRefused
+    """Name of the engine that answers. Raises ServerUnreachable without an answer, ServerUnfit
     with what is expected for another kind of server."""
     got = []
     for name, engine in DIALECTS.items():
@@ -96,7 +96,7 @@ def detect(driver: SyncDriver, timeout_s: float) -> str:
             got.append(f"{call.path} {refusal.status}")
         except ServerRefused:
             got.append(f"{call.path} of another form")
-    raise ServerRefused(f"{driver.url} must be {EXPECTED}, got {', '.join(got)}")
+    raise ServerUnfit(f"{driver.url} must be {EXPECTED}, got {', '.join(got)}")
 
 
 AUTO = "auto"

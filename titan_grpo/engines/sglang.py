@@ -25,7 +25,7 @@ from titan_grpo.engines.generation import (
     version_spans,
 )
 from titan_grpo.engines.http import Call, HttpRefused, SyncDriver, ignore, want
-from titan_grpo.errors import ServerRefused, ServerUnreachable
+from titan_grpo.errors import ServerRefused, ServerUnfit, ServerUnreachable
 from titan_grpo.patches import sglang_cpu
 
 if TYPE_CHECKING:
@@ -377,7 +377,7 @@ class SglangControl:
             self._run(hello(greeting, self._deadline_s))
         except HttpRefused as error:
             if error.status in ABSENT:
-                raise ServerRefused(f"{error}: {NO_PLUGIN}") from error
+                raise ServerUnfit(f"{error}: {NO_PLUGIN}") from error
             raise
 
     def paused(self) -> bool:
@@ -414,14 +414,20 @@ class SglangControl:
     def load(self, info: Mapping[str, Any]) -> None:
         state = self._state()
         if state is None:
-            raise ServerRefused(
+            raise ServerUnfit(
                 f"{self._driver.url}: there is no titan_grpo plugin to commit a version:"
                 f" {NO_PLUGIN}"
             )
         self._boot = state.boot
         begin = begin_weight_update(self._deadline_s)
         # 400: a lane that died between begin and end left its update open
-        if not self._answers(begin, (400,)):
+        try:
+            begun = self._answers(begin, (400,))
+        except HttpRefused as error:
+            if error.status == 404:
+                raise ServerUnfit(f"{error}: SGLang >= 0.5.21 is needed") from error
+            raise
+        if not begun:
             self._run(end_weight_update(self._deadline_s))
             self._run(begin)
         self._run(update_weights(info, state.workers, self._load_deadline_s))

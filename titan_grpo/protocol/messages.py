@@ -220,6 +220,12 @@ class Hello(Message, frozen=True):
     timeout_s: Annotated[float, Meta(gt=0)]
     apply: Apply = "staged"
     term: Number = 1
+    url: str = ""
+    """The server's name in the run: one server under two names is refused."""
+    owner: str = ""
+    """Identity of the run's dump folder: a resumed run takes its own servers back."""
+    take_over: bool = True
+    """Whether the server is taken from a live run of another owner."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.size:
@@ -269,6 +275,8 @@ class Joined(Message, frozen=True):
     run_in_force: str = ""
     epoch_in_force: int = 0
     term_in_force: Number = 0
+    final: bool = False
+    """Of a refusal: it stays as long as engine and trainer stay as they are."""
 
 
 class Order(Message, frozen=True):
@@ -334,3 +342,5 @@ class Applied(Message, frozen=True):
     receive_s: float = 0.0
     verify_s: float = 0.0
     bad_block: int = -1
+    final: bool = False
+    """Of a refusal: this engine can never take what this run sends."""

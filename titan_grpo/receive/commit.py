@@ -148,6 +148,7 @@ class Attempt:
 
     def __init__(self) -> None:
         self.loaded = 0
+        self.final = False
         self.error = ""
         self.touched = False
         self.manifest: Manifest | None = None
@@ -233,6 +234,7 @@ class EngineSide:
             loaded=attempt.loaded,
             apply_s=time.monotonic() - start,
             error=attempt.error,
+            final=attempt.final,
             intact=ok if attempt.touched else held is None or held.intact,
         )
         self._report(commit, report)
@@ -279,6 +281,7 @@ class EngineSide:
                 return
             attempt.manifest = manifest = Manifest.from_json(grant["manifest"])
             attempt.error = self._engine.refuses(manifest)
+            attempt.final = bool(attempt.error)
             if attempt.error:
                 return
             attempt.image = SharedImage.attach(ImageAddress.from_json(grant["image"]))

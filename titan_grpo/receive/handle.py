@@ -25,6 +25,9 @@ from titan_grpo.subprocesses import helper_environment, start_module, wait_proce
 ANSWER_S = 5.0
 """Seconds to wait for one answer of the receiver. The engine stands still meanwhile."""
 
+LIVE_S = 2.0
+"""Seconds for a live trainer to answer, before another run takes its server."""
+
 KILL_S = 5.0
 """Seconds to wait for a killed receiver to be reaped."""
 
@@ -63,6 +66,11 @@ class ReceiverProcess:
             " another"
         )
 
+    @property
+    def ended(self) -> bool:
+        """Whether the process has exited."""
+        return self._process.poll() is not None
+
     def kill(self) -> None:
         """End it at once, with everything that it holds of the epoch."""
         self._channel.close()
@@ -89,6 +97,8 @@ class ReceiverHandle:
         self._answering: ReceiverProcess | None = None
         self._deadline = 0.0
         self._commit: Commit | None = None
+        self._greeting: Hello | None = None
+        """Of the epoch in force."""
         self.state = EngineState()
 
     @property
@@ -104,22 +114,74 @@ class ReceiverHandle:
         """
         probe, keys = hello.transport == PROBE, self._keys(hello.run_id, hello.epoch)
         refusal = "" if probe and not hello.proof else _unproven(hello, keys)
+        final = bool(refusal or problem)
         if refusal:
             keys = None
         elif not probe:
+            if refusal := self._second_name(hello):
+                self.answer(hello, refusal, keys if hello.proof else None, final=True)
+                return refusal
+            # This refusal names no run in force: a lane whose clock is behind could answer it with
+            # a higher term at once, for ever.
+            if refusal := self._occupied(hello):
+                self.answer(hello, refusal, keys if hello.proof else None, named=False)
+                return refusal
             refusal = self._step(OpenEpoch(hello.run_id, hello.epoch, hello.term))
         if refusal or probe:
-            self.answer(hello, problem or refusal, keys if hello.proof else None)
+            self.answer(hello, problem or refusal, keys if hello.proof else None, final)
             return refusal
         self._kill_serving()
+        self._greeting = hello
         self._serving = ReceiverProcess(self._first("serve", hello, problem, keys))
         return ""
 
-    def answer(self, hello: Hello, problem: str, keys: EpochKeys | None = None) -> None:
+    def _occupied(self, hello: Hello) -> str:
+        """Why a newer run does not get the server: a live one has it. Empty otherwise."""
+        served = self._greeting
+        if served is None or served.run_id == hello.run_id or hello.take_over:
+            return ""
+        if (hello.owner and hello.owner == served.owner) or not self._live():
+            return ""
+        return (
+            f"the live run {served.run_id} has this server: end that run, or take the server from"
+            " it with rollout.take_over = true"
+        )
+
+    def _second_name(self, hello: Hello) -> str:
+        """Why a lane is refused whose run has the server under another name. Empty otherwise."""
+        served = self._greeting
+        if served is None or served.run_id != hello.run_id or served.url == hello.url:
+            return ""
+        if not served.url or not hello.url or self._serving is None:
+            return ""
+        if self._serving.ended:
+            return ""  # the lane of the other name has ended
+        return f"it is in this run already as {served.url}: one server has one name in a run"
+
+    def _live(self) -> bool:
+        if self._serving is None or self._serving.ended:
+            return False
+        try:
+            return bool(self._serving.ask({"op": "live"}, LIVE_S)["live"])
+        except PeerError:
+            return False  # a trainer that is frozen never blocks its successor
+
+    def answer(
+        self,
+        hello: Hello,
+        problem: str,
+        keys: EpochKeys | None = None,
+        final: bool = False,
+        named: bool = True,
+    ) -> None:
         """Only answer the Hello: with ``problem``, or, if that is empty, with what the engine
-        holds."""
+        holds. ``final``: the problem stays. ``named``: the answer says which run is in force."""
         self._kill_answering()
-        self._answering = ReceiverProcess(self._first("answer", hello, problem, keys))
+        first = self._first("answer", hello, problem, keys)
+        first["joined"]["final"] = final
+        if not named:
+            first["joined"] |= {"run_in_force": "", "epoch_in_force": 0, "term_in_force": 0}
+        self._answering = ReceiverProcess(first)
 
     def lend(self, commit: Commit) -> dict[str, Any]:
         """``{"image": address, "manifest": JSON, "streamed": bool}``; PeerError if that version is

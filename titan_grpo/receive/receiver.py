@@ -102,7 +102,7 @@ class Receiver:
                 f" {hello.digest_algorithm!r}: others take no key"
             )
         if self._joined.ok and problem:
-            self._joined = replace(self._joined, ok=False, error=problem)
+            self._joined = replace(self._joined, ok=False, error=problem, final=True)
         self._answer(orders)
         if not self._joined.ok:
             raise PeerError(
@@ -118,6 +118,15 @@ class Receiver:
         number = 0
         while self._serve(orders, transport, number):
             number += 1
+
+    def live(self) -> bool:
+        """Whether the trainer of this epoch answers: the lane's store lives in its process."""
+        try:
+            with store_errors("asking for the trainer"):
+                self._join().check(["alive"])
+        except TransferFailed:
+            return False
+        return True
 
     def lend(self, commit: Commit) -> tuple[SharedImage, Manifest]:
         """The staged image, or the window, for the engine until ``applied``. PeerError if it is not

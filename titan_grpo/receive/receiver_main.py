@@ -64,6 +64,8 @@ def respond(receiver: Receiver, message: dict[str, Any]) -> dict[str, Any]:
             case "take":
                 filled = receiver.take(int(message["consumed"]), float(message["wait_s"]))
                 return {"ok": True, "filled": filled}
+            case "live":
+                return {"ok": True, "live": receiver.live()}
             case _:
                 receiver.applied(Applied.from_dict(message["applied"]))
                 return {"ok": True}

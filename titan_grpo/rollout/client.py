@@ -104,6 +104,10 @@ class RolloutClient:
             self._servers.pop(url, None)
             self._transport.send(messages.ServerLeft(url))
 
+    def fail(self, error: TitanGrpoError) -> None:
+        """No batch can come any more: ``next_batch`` raises ``error``. Any thread; never blocks."""
+        self._latch(error)
+
     def drain(self, url: str, within_s: float) -> None:
         """Wait up to ``within_s`` seconds for the server's running requests; those still running
         then are cancelled and made again. The ledger keeps new ones away meanwhile. Any thread.

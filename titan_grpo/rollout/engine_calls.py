@@ -24,6 +24,7 @@ from titan_grpo.errors import (
     PeerError,
     ProtocolError,
     ServerRefused,
+    ServerUnfit,
     ServerUnreachable,
     TitanGrpoError,
     TransferFailed,
@@ -47,7 +48,7 @@ MARGIN_S = 5.0
 ERRORS: dict[str, type[TitanGrpoError]] = {
     kind.__name__: kind
     for kind in (
-        *(ServerRefused, ServerUnreachable, TransferFailed, PeerError),
+        *(ServerUnfit, ServerRefused, ServerUnreachable, TransferFailed, PeerError),
         *(ConfigError, UpstreamError, ProtocolError),
     )
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from titan_grpo.errors import DataError
+from titan_grpo.errors import DataError, TitanGrpoError
 from titan_grpo.samples import Group
 
 
@@ -103,6 +103,9 @@ class ReplayClient:
 
     def remove_server(self, url: str) -> None:
         """Ignored."""
+
+    def fail(self, error: TitanGrpoError) -> None:
+        """Ignored: recorded groups need no server."""
 
     def drain(self, url: str, within_s: float) -> None:
         """Nothing runs."""

@@ -21,6 +21,7 @@ from titan_grpo.errors import (
     PeerError,
     ServerRefused,
     ServerTaken,
+    ServerUnfit,
     SyncError,
     TitanGrpoError,
     TransferFailed,
@@ -197,15 +198,28 @@ class LaneThread(threading.Thread):
         except ServerTaken as taken:
             self._close_link()
             future = started_after(taken.run_id, time.time())
-            if self._state.admitted or not future:
+            if self._state.admitted:
+                # The other run is newer than this one: this one never serves it again.
+                self._stopping.set()
+                self._servers.taken(self.url, taken.run_id)
+            elif not future:
+                self._servers.refused(self.url, str(taken), final=False)
                 self._latch(f"another run has this server: {taken}")
             return table.Outranked(taken.term, future)
         except TitanGrpoError as error:
+            self._refused(error)
             self._latch(
                 f"{type(work).__name__.lower()} failed: {error}", getattr(error, "block", None)
             )
             return table.Failed()
         raise AssertionError(f"the lane table asked for {work!r}, which no lane performs")
+
+    def _refused(self, error: TitanGrpoError) -> None:
+        match error:
+            case ServerUnfit():
+                self._servers.refused(self.url, str(error), final=True)
+            case ServerRefused() if self._state.phase is table.Phase.CONNECTING:
+                self._servers.refused(self.url, str(error), final=False)
 
     def _latch(self, cause: str, block: int | None = None) -> None:
         if not self._stopping.is_set():
@@ -243,7 +257,7 @@ class LaneThread(threading.Thread):
         c = self._c
         stock = self._control.stock() if self._streamed else None
         # Resolved anew for each connection: a server that comes up late may have had no name.
-        options = replace(c.link, bind_host=c.bind_host(self.url))
+        options = replace(c.link, bind_host=c.bind_host(self.url), url=self.url)
         if stock is not None:
             return StockLink(c.run_id, epoch, c.manifest, options, stock)
         return LaneLink(c.run_id, epoch, c.manifest, options, term=term)
@@ -285,6 +299,9 @@ class LaneThread(threading.Thread):
         settles it."""
         if entry.standing is ledger.Standing.QUARANTINED and not self._control.paused():
             raise ServerRefused("it is half loaded, and somebody has let it generate")
+        if isinstance(self._link, LaneLink):
+            # Its receiver ends when another run takes the server.
+            self._ping()
         if entry.held is None:
             return
         label = fresh_label(self._c.run_id, self._control.label())
@@ -354,6 +371,8 @@ class LaneThread(threading.Thread):
                 " stays paused"
             )
             return table.Loaded(version, ok=False, intact=False)
+        if applied.final:
+            self._servers.refused(self.url, applied.error, final=True)
         if not applied.ok:
             end = (
                 "the engine keeps its version"

@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.engines.control import ServerControl
-from titan_grpo.errors import PeerError, ProtocolError, ServerTaken, TransferFailed
+from titan_grpo.errors import (
+    PeerError,
+    ProtocolError,
+    ServerRefused,
+    ServerTaken,
+    ServerUnfit,
+    TransferFailed,
+)
 from titan_grpo.layout.digest import KEYED
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import lane
@@ -68,6 +75,10 @@ class LinkOptions:
     device: str = "cpu"
     apply: Apply = "staged"
     run_key: Key | None = None
+    url: str = ""
+    owner: str = ""
+    take_over: bool = True
+    """See Hello, like ``url`` and ``owner``."""
 
     @property
     def algorithm(self) -> str:
@@ -136,6 +147,9 @@ class LaneLink:
             timeout_s=o.timeout_s,
             apply=o.apply,
             term=self._term,
+            url=o.url,
+            owner=o.owner,
+            take_over=o.take_over,
         )
         return hello.proven(self._key)
 
@@ -147,18 +161,23 @@ class LaneLink:
     def wait_joined(self, timeout_s: float) -> Joined:
         """The receiver's answer, with what its engine holds; then the communicator is open.
 
-        ServerTaken if another run is in force there; TransferFailed if no answer comes in time or
-        the receiver refuses for another reason; PeerError if it does not prove this run's key.
+        ServerTaken if another run is in force there; ServerUnfit if the receiver refuses for good
+        or does not prove this run's key; ServerRefused if it refuses otherwise; TransferFailed if
+        no answer comes in time.
         """
         joined = Joined.from_json(
             self._await(f"joined/{RECEIVER_RANK}", timeout_s, "waiting for the server's receiver")
         )
-        refusal = f"the server's receiver refused epoch {self._epoch}: {joined.error}"
+        if joined.final:
+            raise ServerUnfit(joined.error)
         if not joined.ok and joined.run_in_force in ("", self._run_id):
-            raise TransferFailed(refusal)
-        joined.require_proof(self._key)
+            raise ServerRefused(joined.error)
+        try:
+            joined.require_proof(self._key)
+        except PeerError as error:
+            raise ServerUnfit(str(error)) from error
         if not joined.ok:
-            raise ServerTaken(refusal, joined.run_in_force, joined.term_in_force)
+            raise ServerTaken(joined.error, joined.run_in_force, joined.term_in_force)
         o = self._options
         options = TransportOptions(
             min(timeout_s, o.timeout_s), o.bind_host, o.bucket_bytes, o.device

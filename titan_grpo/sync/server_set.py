@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from titan_grpo.errors import ServerRefused, SyncError
+from titan_grpo.errors import ServerRefused, SyncError, TitanGrpoError
 from titan_grpo.observe import terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lag, ledger, members
@@ -42,6 +42,9 @@ class ServerObserver(Protocol):
     def remove_server(self, url: str) -> None:
         """A server left the run."""
 
+    def fail(self, error: TitanGrpoError) -> None:
+        """The run has no server any more."""
+
 
 class NoObserver:
     """ServerObserver that ignores all changes."""
@@ -52,6 +55,9 @@ class NoObserver:
         """See ServerObserver."""
 
     def remove_server(self, url: str) -> None:
+        """See ServerObserver."""
+
+    def fail(self, error: TitanGrpoError) -> None:
         """See ServerObserver."""
 
 
@@ -95,6 +101,12 @@ class _Server:
     highest: int | None = None
     """Highest version that it was read back with in this run."""
     error: SyncError | None = None
+    refusal: str = ""
+    """Why it does not serve this run, until it does."""
+    final: bool = False
+    """Whether asking again changes nothing."""
+    taken_by: str = ""
+    """The run that has it instead of this one."""
 
 
 class ServerSet:
@@ -121,6 +133,7 @@ class ServerSet:
         self._version = 0
         self._error: SyncError | None = None
         self._further = 0
+        self._lost: SyncError | None = None
         self._ended = False
 
     def __repr__(self) -> str:
@@ -195,7 +208,8 @@ class ServerSet:
         server = self._servers.setdefault(url, _Server())
         if server.entry.standing is Standing.GONE:
             server.entry, _ = ledger.step(server.entry, ledger.Came())
-        server.label = ""
+        server.label = server.refusal = server.taken_by = ""
+        server.final = False
         self._recorder.joined(url, self._version)
         terminal.print_status(
             f"{url} joins at version {self._version}: the newest weights first, then rollouts;"
@@ -255,6 +269,7 @@ class ServerSet:
             held = server.entry.held
             if held is not None:
                 server.highest = max(held, server.highest or held)
+                server.refusal, server.final = "", False
             if actions and server.entry.standing is not Standing.GONE and not self._ended:
                 engine = server.lane.engine if server.lane is not None else ""
                 # Under the lock: a state that crosses a departure would bring the server back.
@@ -282,8 +297,10 @@ class ServerSet:
 
     def reached(self, version: int) -> None:
         """The trainer is at ``version``. SyncError if no server has committed anything for
-        weight_sync.max_lag versions."""
+        weight_sync.max_lag versions, or other runs have them all."""
         with self._changed:
+            if self._lost is not None:
+                raise self._lost
             self._version = version
             held = {u: s.highest for u, s in self._servers.items() if s.highest is not None}
             self._lag, stops = lag.step(self._lag, lag.Boundary(version, held))
@@ -317,6 +334,40 @@ class ServerSet:
             + (f", last error: {line['last_error']}" if line["last_error"] else "")
             for line in self.lines()
         )
+
+    # Refusals.
+
+    def refused(self, url: str, reason: str, final: bool) -> None:
+        """A server does not serve this run; ``final``: nor will it as it was started. Said at once,
+        not at the next step boundary: the first one may never come."""
+        with self._changed:
+            server = self._servers[url]
+            if reason != server.refusal:
+                terminal.print_status(f"{url} refuses this run: {reason}")
+            server.refusal, server.final = reason, final
+            self._changed.notify_all()
+
+    def taken(self, url: str, run: str) -> None:
+        """Another run took a server from this one. The last one ends the run."""
+        with self._changed:
+            self._servers[url].taken_by = run
+            text = f"run {run} took it over: it gets no more versions from this run"
+            terminal.print_status(f"{url}: {text}")
+            self._latch(SyncError(text, url=url))
+            lost = [self._servers[u].taken_by for u in self._members.present]
+            if all(lost):
+                self._lost = SyncError(
+                    f"run {', '.join(sorted(set(lost)))} took over every server of this run"
+                )
+                self._observer.fail(self._lost)
+
+    def unfit(self) -> str:
+        """Why no server can ever serve this run, with the reason of each; empty if one may."""
+        with self._changed:
+            servers = {url: self._servers[url] for url in self.urls}
+            if not all(server.final for server in servers.values()):
+                return ""
+            return "; ".join(f"{url}: {server.refusal}" for url, server in servers.items())
 
     # Errors.
 
@@ -357,7 +408,8 @@ class ServerSet:
             return self._changed.wait_for(fact, timeout_s)
 
     def wait_held(self, version: int, timeout_s: float, everyone: bool) -> list[str]:
-        """Wait until a server holds ``version`` or newer; the servers that do by then.
+        """Wait until a server holds ``version`` or newer; the servers that do by then. At once none
+        if no server can ever serve this run.
 
         ``everyone``: wait for the others too, except for those about which nothing is known (dead,
         restarting, quarantined): they get the newest version when they answer again.
@@ -368,7 +420,7 @@ class ServerSet:
             lines = {url: server.entry for url, server in self._servers.items()}
             holding[:] = [u for u, e in lines.items() if e.held is not None and e.held >= version]
             behind = [u for u, e in lines.items() if u not in holding and e.standing in _KNOWN]
-            return bool(holding) and not (everyone and behind)
+            return bool(holding and not (everyone and behind)) or bool(self.unfit())
 
         self.wait(done, timeout_s)
         return holding

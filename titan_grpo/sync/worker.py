@@ -148,6 +148,9 @@ class SyncOptions:
     """Of the trainer."""
     remote_writers: Sequence[int] = ()
     """Other ranks that write a part of each image."""
+    owner: str = ""
+    take_over: bool = True
+    """See Hello, like ``owner``."""
     drain: Callable[[str], None] | None = None
     """See LaneContext, like ``watch``."""
     watch: Observer = no_observer
@@ -173,6 +176,8 @@ class SyncOptions:
             device=str(self.device) if transport == "nccl" else "cpu",
             apply=config.apply,
             run_key=self.run_key,
+            owner=self.owner,
+            take_over=self.take_over,
         )
 
 

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from titan_grpo.algorithm.batch import Batch, BatchOptions, plan
 from titan_grpo.algorithm.metrics import Collapse
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.server import ServerAccess, make_control
-from titan_grpo.errors import ProtocolError, ServerUnreachable
+from titan_grpo.errors import ProtocolError, ServerUnfit, ServerUnreachable
 from titan_grpo.observe import names, report, terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.receive.commit import tensor_views
@@ -156,6 +157,8 @@ class Controller:
                 run_key=self._launcher.run_key,
                 device=device,
                 remote_writers=remote_writers,
+                owner=_owner(self._run_dir),
+                take_over=rollout.take_over,
                 drain=(
                     None
                     if rollout.in_flight_weight_updates
@@ -181,6 +184,8 @@ class Controller:
         deadline_s = self._job.weight_sync.startup_deadline_s
         servers = self.worker.servers
         if not servers.wait_held(version, deadline_s, everyone=False):
+            if unfit := servers.unfit():
+                raise ServerUnfit(f"no server can serve this run: {unfit}")
             reason = servers.take_error()
             raise ServerUnreachable(
                 f"no server committed version {version} within {deadline_s:g} s"
@@ -382,6 +387,14 @@ class Controller:
         if self._worker is None:
             raise ProtocolError("the weight sync is not running")
         return self._worker
+
+
+def _owner(run_dir: Path) -> str:
+    """What all runs in one dump folder share: each takes the servers of the one before it."""
+    path = run_dir / "owner"
+    if not path.exists():
+        path.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
 
 
 def _group_values(groups: Sequence[Group], batch: Batch, version: int) -> dict[str, float]:

@@ -1,0 +1,86 @@
+"""Two runs and one server, one server under two names, and servers that can never serve a run."""
+
+import time
+
+import pytest
+
+from titan_grpo.errors import SyncError
+from titan_grpo.runkey import Key
+
+pytestmark = pytest.mark.e2e
+
+WAIT_S = 60.0
+
+
+def second(rig, first, **config):
+    """A later run on the server of the first one, with a version to send."""
+    run = rig("a", started=False, **config)
+    run.servers["a"] = first.servers["a"]
+    run.start()
+    run.publish(1)
+    return run
+
+
+def test_a_live_run_keeps_its_server_and_the_other_one_says_whose_it_is(rig):
+    first = rig("a")
+    first.publish(1)
+    first.everyone(1)
+    other = second(rig, first, take_over=False)
+    other.until(lambda: other.server_set.last_error("a") is not None)
+    error = str(other.server_set.last_error("a"))
+    assert f"the live run {first.worker.run_id} has this server" in error
+    assert "rollout.take_over = true" in error
+    first.publish(2)
+    first.everyone(2)
+    assert first.server_set.take_error() is None
+    assert first.servers["a"].versions == [1, 2]
+
+
+@pytest.mark.parametrize("config", [{"take_over": True}, {"take_over": False, "owner": "folder"}])
+def test_a_run_that_takes_over_gets_the_server_and_the_loser_stops_with_its_name(rig, config):
+    first = rig("a", owner="folder")
+    first.publish(1)
+    first.everyone(1)
+    other = second(rig, first, **config)
+    other.everyone(1)
+    first.until(lambda: first.server_set.last_error("a") is not None)
+    first.until(lambda: not first.server_set.lane("a").is_alive())
+    with pytest.raises(SyncError, match=f"run {other.worker.run_id} took over every server"):
+        first.server_set.reached(2)
+
+
+@pytest.mark.parametrize("end", ["ended", "frozen"])
+def test_a_run_that_is_gone_never_blocks_the_next_one(rig, end):
+    first = rig("a")
+    first.publish(1)
+    first.everyone(1)
+    if end == "ended":
+        first.worker.close()
+    else:
+        first.servers["a"].freeze_receiver()
+    second(rig, first, take_over=False).everyone(1)
+
+
+def test_one_server_under_two_names_is_refused_under_the_second(rig):
+    r = rig("a", "b", started=False)
+    r.servers["b"] = r.servers["a"]
+    r.start()
+    r.publish(1)
+    r.until(lambda: any(r.server_set.last_error(url) for url in "ab"))
+    (refused,) = [url for url in "ab" if r.server_set.last_error(url)]
+    kept = "a" if refused == "b" else "b"
+    assert f"it is in this run already as {kept}" in str(r.server_set.last_error(refused))
+    for version in (2, 3):
+        r.publish(version)
+        r.until(lambda version=version: r.server_set.entry(kept).held == version)
+    assert not r.server_set.last_error(kept)
+
+
+def test_a_wait_for_servers_that_can_never_serve_the_run_ends_at_once_with_each_reason(rig):
+    r = rig("a", "b", run_keys={"trainer": Key.generate(), "a": Key.generate()})
+    start = time.monotonic()
+    assert r.server_set.wait_held(1, 10 * WAIT_S, everyone=False) == []
+    assert time.monotonic() - start < WAIT_S
+    reasons = r.server_set.unfit()
+    assert "a: Hello was proven with another run key" in reasons
+    assert "b: Hello proves a run key and this end has none" in reasons
