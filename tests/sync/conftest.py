@@ -89,7 +89,7 @@ class Rig:
             self.recorder,
             SyncOptions(
                 urls=urls,
-                make_control=lambda url: DirectControl(self.servers[url]),
+                make_control=self._control,
                 run_key=run_keys.get("trainer"),
                 remote_writers=remote_writers,
                 watch=watch,
@@ -106,6 +106,11 @@ class Rig:
                 for fqn, shape in SHAPES.items()
             }
         )
+
+    def _control(self, url: str) -> DirectControl:
+        control = DirectControl(self.servers[url])
+        control.url = url  # a server may be known under two names
+        return control
 
     def start(self) -> None:
         """Sealer and lanes."""
