@@ -111,7 +111,8 @@ def main() -> int:
     options = parser.parse_args()
     rows: list[Row] = []
     print(
-        f"{'engine':8}{'model':14}{'tp':>3}{'before':>9}{'after v1':>10}{'after v2':>10}{'seconds':>9}"
+        f"{'engine':8}{'model':14}{'tp':>3}{'before':>9}{'after v1':>10}{'after v2':>10}"
+        f"{'seconds':>9}"
     )
     for engine in options.engine:
         for kind in options.kind:

@@ -102,7 +102,8 @@ def report(found: list[Outcome]) -> int:
             for column in ("final", "overall", "staleness")
         )
         print(
-            f"{name:16}{final[name]:9.3f}{final[name] / final['0']:14.1%}{overall[name]:11.3f}{staleness:11.2f}"
+            f"{name:16}{final[name]:9.3f}{final[name] / final['0']:14.1%}{overall[name]:11.3f}"
+            f"{staleness:11.2f}"
         )
     corrected, uncorrected = (overall[Setting(4, by).name] for by in (True, False))
     print(f"uncorrected at 4: {uncorrected / corrected - 1:+.1%} reward over the whole run")

@@ -140,7 +140,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(
-        f"{'engine':8}{'requests':>9}{'interval':>10}{'tokens/s':>11}{'client ms':>12}{'server ms':>12}"
+        f"{'engine':8}{'requests':>9}{'interval':>10}{'tokens/s':>11}{'client ms':>12}"
+        f"{'server ms':>12}"
     )
     found: list[dict] = []
     for engine in options.engine:

@@ -51,7 +51,7 @@ torchtitan, or starts an interpreter per test."""
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files stay whole, on one worker (``--dist loadgroup``); those that share a server go together."""
+    """Keep each file on one worker (``--dist loadgroup``), those that share a server together."""
     groups: dict[Path, str] = {}
     for item in items:
         for fixture, group in SHARED.items():

@@ -4,13 +4,13 @@ remedy.
 ::
 
     TitanGrpoError
-    |-- ConfigError            the user's TOML, command line or environment; the process exits with 2
+    |-- ConfigError            the user's TOML, arguments or environment; exit code 2
     |-- UpstreamError          an upstream package has a version that this code was not written for
-    |-- ProtocolError          we are wrong: a state machine got an event that its state does not list
+    |-- ProtocolError          we are wrong: an event that a table's state does not list
     |-- DataError              a rollout or a data file is not what it says it is
-    |-- UnhealthyError         the numbers of training went bad (NaN, too large a gradient, rewards that say nothing)
+    |-- UnhealthyError         NaN, too large a gradient, rewards that say nothing
     |-- StorageError           a file of the run cannot be written: the disk is full, or read-only
-    |-- SyncError              a weight sync failed in the background (latched, shown at a step boundary)
+    |-- SyncError              a background sync failed; shown at a step boundary
     `-- PeerError              a server is wrong, or gone
         |-- ServerUnreachable  no answer: refused, reset, timed out
         |-- ServerRefused      it answered, and the answer was no

@@ -1,4 +1,4 @@
-"""Drivers against real sockets: every HTTP failure becomes one of ours, with the URL and the call."""
+"""Drivers against real sockets: each HTTP failure becomes one of ours, with URL and call."""
 
 import asyncio
 import ssl

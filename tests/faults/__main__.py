@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/verify_grpo_2gpu.sh",
-        description="Inject the faults of the matrix into real trainers, lanes, receivers, servers.",
+        description="Inject the matrix's faults into real trainers, lanes, receivers and servers.",
     )
     parser.add_argument(
         "--faults",

@@ -3,7 +3,7 @@ makes no sense. Pure.
 
 ::
 
-    who     trainer | engine | server (all its processes) | receiver | link (the network between trainer and server)
+    who     trainer | engine | server (all its processes) | receiver | link (the network)
     point   protocol.lane_events.Point, in a lane's order
     kind    what happens there
 

@@ -143,7 +143,7 @@ def judge_steps(
 
 
 def crowd(steps: Sequence[Step]) -> str:
-    """Why a machine is too full to judge how long something took in these steps; empty: it is not."""
+    """Why a machine is too full to judge durations in these steps; empty: it is not."""
     share = without_core(steps)
     if share <= CROWDED:
         return ""

@@ -60,7 +60,8 @@ class Result:
 
 
 HEAD = (
-    f"{'case':<28}{'who':<10}{'point':<11}{'kind':<9}{'verdict':<9}{'step':>7}{'lag':>7}{'recov. s':>9}"
+    f"{'case':<28}{'who':<10}{'point':<11}{'kind':<9}{'verdict':<9}"
+    f"{'step':>7}{'lag':>7}{'recov. s':>9}"
     "  note"
 )
 

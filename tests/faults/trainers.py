@@ -13,8 +13,8 @@ from tests.faults.lanes import OVER_S, REACH_S, judge_recovery
 from tests.faults.report import Result
 
 RELEASE_S = 45.0
-"""Within it a server that a dead or frozen trainer left paused must generate again: the pause guard's
-tries."""
+"""Within it a server that a dead or frozen trainer left paused must generate again: the tries of
+the pause guard."""
 
 LINGER_S = 3.0
 """How long a woken trainer of an earlier run is watched."""

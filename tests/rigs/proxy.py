@@ -4,7 +4,7 @@ to control calls.
 ::
 
     with Proxy(("127.0.0.1", 8000)) as proxy:
-        proxy.script(Act.LOSE, "/resume")          # the next /resume reaches the server, its answer does not reach the caller
+        proxy.script(Act.LOSE, "/resume")          # the answer to the next /resume is lost
         lane talks to proxy.url
 
 One thread per connection, one connection to the server per request. Answers of one piece only,

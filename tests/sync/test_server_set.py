@@ -1,4 +1,4 @@
-"""The servers of a run: what they hold, what the observer sees, who joins and leaves, what waits."""
+"""The servers of a run: what they hold, what the observer sees, who joins and leaves, who waits."""
 
 import threading
 import time

@@ -1,5 +1,5 @@
-"""The sealer and the image slots between a trainer and its lanes: skipping, flushing, other ranks' parts,
-and memory."""
+"""The sealer and the image slots between a trainer and its lanes: skipping, flushing, other
+ranks' parts, and memory."""
 
 import time
 from pathlib import Path

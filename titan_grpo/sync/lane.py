@@ -348,9 +348,9 @@ class LaneThread(threading.Thread):
     def _pause(self) -> table.Event:
         recorder = self._c.recorder
         if self._c.drain is not None:
-            # no phase of its own: the ledger is at COMMITTING, so nothing new comes, the server is
-            # not paused, so no_observer has to look after it, and whether the wait ends well or by its
-            # deadline, what follows is the pause
+            # No phase of its own: the ledger is at COMMITTING, so no new request comes; the server
+            # is not paused, so the pause guard has nothing to do; and the pause follows whether the
+            # wait ends well or by its deadline.
             with recorder.span(names.DRAIN_S, self.url, version=self._state.version):
                 self._c.drain(self.url)
         self._before = self._control.label()

@@ -102,7 +102,7 @@ class Announcer:
                 copy_s = copy.wait(self._timeout_s)
                 with store_errors(f"announcing version {version}"):
                     self._store.set(copied_key(version, self._rank), repr(copy_s))
-            # RuntimeError: from CUDA's copy or a store that closes. It must not end the thread: rank
-            # 0 would wait for every later version until its deadline.
+            # RuntimeError: from CUDA's copy or a store that closes. It must not end the thread:
+            # rank 0 would wait for every later version until its deadline.
             except (SyncError, PeerError, RuntimeError) as error:
                 self._error = self._error or SyncError(f"rank {self._rank}: {error}")
