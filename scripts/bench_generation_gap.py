@@ -5,10 +5,11 @@ requests, by phase.
     python scripts/bench_generation_gap.py [--engine vllm sglang] [--requests 64] [--kv keep
     recompute] [--json PATH]
 
-Requests of 900 tokens are streamed from a real server, one or more of them at a time. Meanwhile: nothing; a staged transfer
-whose sender takes ``--stretch`` seconds over it (a slow network); its commit. Printed are the longest gaps in seconds, over all
-requests. The longest of all belongs to the commit, and is as long as the commit, if nothing else stands in the way of the
-tokens; with ``kv = "recompute"`` the first step after it computes the KV of all requests anew.
+Requests of 900 tokens are streamed from a real server, one or more of them at a time. Meanwhile:
+nothing; a staged transfer whose sender takes ``--stretch`` seconds over it (a slow network); its
+commit. Printed are the longest gaps in seconds, over all requests. The longest of all belongs to
+the commit, and is as long as the commit, if nothing else stands in the way of the tokens; with ``kv
+= "recompute"`` the first step after it computes the KV of all requests anew.
 """
 
 import argparse

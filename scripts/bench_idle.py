@@ -5,11 +5,12 @@ with 256 requests outstanding.
     python scripts/bench_idle.py [--engine vllm|sglang] [--requests 256] [--remote] [--window 20]
     [--json PATH]
 
-A real run: two CPU ranks, their lanes, pause guard, rollout process, one real server. Once all requests are at the server it is
-stopped (SIGSTOP), so that none of them can end while the processor time is read: whatever is used then is used for waiting. The
-lanes meanwhile find their server silent and try again, as they would. With ``--remote`` the rollouts are made, and the engine
-calls too, by a rollout service in place of rank 0's child. Printed per process: median over the windows of user and system
-time, in percent of one core.
+A real run: two CPU ranks, their lanes, pause guard, rollout process, one real server. Once all
+requests are at the server it is stopped (SIGSTOP), so that none of them can end while the processor
+time is read: whatever is used then is used for waiting. The lanes meanwhile find their server
+silent and try again, as they would. With ``--remote`` the rollouts are made, and the engine calls
+too, by a rollout service in place of rank 0's child. Printed per process: median over the windows
+of user and system time, in percent of one core.
 """
 
 import argparse

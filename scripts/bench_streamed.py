@@ -5,9 +5,10 @@ with and without.
     python scripts/bench_streamed.py [--engine vllm sglang] [--requests 64 256] [--intervals 0 1 8
     32] [--tokens 512]
 
-Requests of ``--tokens`` tokens each are sent at once to a real server of a tiny model, by the driver of the rollout process.
-Interval 0 is unstreamed; the others are the tokens in a piece. ``client`` is the CPU time of this process and ``server`` that
-of all processes of the server, both in milliseconds per 1000 tokens. Rounds of all intervals alternate; medians are printed.
+Requests of ``--tokens`` tokens each are sent at once to a real server of a tiny model, by the
+driver of the rollout process. Interval 0 is unstreamed; the others are the tokens in a piece.
+``client`` is the CPU time of this process and ``server`` that of all processes of the server, both
+in milliseconds per 1000 tokens. Rounds of all intervals alternate; medians are printed.
 """
 
 import argparse
