@@ -1,4 +1,4 @@
-"""The servers of a run: what they hold, what the observer sees, who joins and leaves, what waits."""
+"""The servers of a run: what they hold, what the observer sees, who joins, leaves and waits."""
 
 import threading
 import time
