@@ -348,9 +348,8 @@ class LaneThread(threading.Thread):
     def _pause(self) -> table.Event:
         recorder = self._c.recorder
         if self._c.drain is not None:
-            # no phase of its own: the ledger is at COMMITTING, so nothing new comes, the server is
-            # not paused, so no_observer has to look after it, and whether the wait ends well or by its
-            # deadline, what follows is the pause
+            # No phase of its own: the ledger is at COMMITTING, so no new requests come; the server
+            # is not paused, so the guard has nothing to do; and the pause follows in any case.
             with recorder.span(names.DRAIN_S, self.url, version=self._state.version):
                 self._c.drain(self.url)
         self._before = self._control.label()
