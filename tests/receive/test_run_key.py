@@ -244,7 +244,7 @@ def test_a_trainer_of_another_version_gets_an_answer_at_once(site, weights) -> N
     site.side.hello(hello | {"invented_later": 1})
     began = time.monotonic()
     with pytest.raises(
-        PeerError, match="unknown keys invented_later; both ends must run the same titan_grpo"
+        PeerError, match="unknown field `invented_later`; both ends must run the same titan_grpo"
     ):
         link.wait_joined(60.0)
     assert time.monotonic() - began < 30.0

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """The servers of a run: what they hold, what the observer sees, who joins and leaves, who waits."""
+=======
+"""The servers of a run: what they hold, what the observer sees, who joins, leaves and waits."""
+>>>>>>> C
 
 import threading
 import time

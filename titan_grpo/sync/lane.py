@@ -348,9 +348,8 @@ class LaneThread(threading.Thread):
     def _pause(self) -> table.Event:
         recorder = self._c.recorder
         if self._c.drain is not None:
-            # No phase of its own: the ledger is at COMMITTING, so no new request comes; the server
-            # is not paused, so the pause guard has nothing to do; and the pause follows whether the
-            # wait ends well or by its deadline.
+            # No phase of its own: the ledger is at COMMITTING, so no new requests come; the server
+            # is not paused, so the guard has nothing to do; and the pause follows in any case.
             with recorder.span(names.DRAIN_S, self.url, version=self._state.version):
                 self._c.drain(self.url)
         self._before = self._control.label()
