@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.conformance.engine import prompt
+from tests.conformance.crowd import prompt
 from titan_grpo.engines.generation import Answer, Sampling
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec

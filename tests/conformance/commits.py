@@ -317,7 +317,7 @@ def a_server_whose_trainer_died_in_a_pause_goes_on(e: EngineUnderTest) -> None:
             trainer.control.pause()
             trainer.control.relabel("half-way")
             ask = pause_guard.Recover(e.access.url, trainer.run_id, trainer.epoch, doubtful=False)
-            pause_guard_main.look_after(trainer.control, access, ask, threading.Event())
+            pause_guard_main.recover(trainer.control, access, ask, threading.Event())
             answers = crowd.end()
         assert not trainer.control.paused()
         held = Label.parse(trainer.control.label())

@@ -26,7 +26,7 @@ from tests.faults.rig import Ears, Rig, Settings, copy_plan
 from tests.faults.sockets import cut
 from titan_grpo.observe import names
 from titan_grpo.protocol.lane_events import LaneEvent, Point
-from titan_grpo.receive.receiver_main import end_with_parent
+from titan_grpo.subprocesses import end_with_parent
 from titan_grpo.sync.publisher import Publisher
 
 SIDE = 384
@@ -236,7 +236,9 @@ class FaultTrainer:
 def main() -> None:
     """Entry point: the first line of stdin is the settings."""
     settings = Settings(**json.loads(sys.stdin.readline()))
-    end_with_parent(settings.parent)
+    end_with_parent()
+    if os.getppid() != settings.parent:
+        os._exit(0)  # the runner had ended before
     torch.set_num_threads(1)
     out = Out()
     FaultTrainer(settings, out).run()

@@ -38,8 +38,8 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def trainer(server: ServerProcess, tmp_path: Path) -> Iterator[SmallTrainer]:
-    one = SmallTrainer([server.url], tmp_path, CONFIG)
-    one.start([VllmControl(server.url, "", 10.0)])
+    one = SmallTrainer([server.url], tmp_path, CONFIG, lambda url: VllmControl(url, "", 10.0))
+    one.start()
     yield one
     one.close()
 
@@ -47,7 +47,7 @@ def trainer(server: ServerProcess, tmp_path: Path) -> Iterator[SmallTrainer]:
 def publish(trainer: SmallTrainer, version: int) -> str:
     """Step and publish; the digest that a server has to show."""
     trainer.step(version)
-    slot = trainer.worker.wait_slot(WAIT_S)
+    slot = trainer.worker.slots.wait_reserved(WAIT_S)
     assert slot is not None
     trainer.publisher.publish(version, slot, trainer.weights)
     trainer.publisher.fence()
@@ -57,7 +57,7 @@ def publish(trainer: SmallTrainer, version: int) -> str:
 def test_commits_arrive_and_the_memory_of_the_server_is_the_trainers(server, trainer):
     for version in (1, 2, 3):
         digest = publish(trainer, version)
-        assert trainer.worker.wait_held(version, WAIT_S, everyone=True) == [server.url]
+        assert trainer.worker.servers.wait_held(version, WAIT_S, everyone=True) == [server.url]
         now = server.run(served())
         assert (now["digest"], now["paused"], now["intact"], now["pid"]) == (
             digest,
@@ -117,11 +117,11 @@ def test_misbehaviour_strikes_one_call_and_a_lost_answer_was_done(server):
 
 def test_a_killed_receiver_and_a_failed_call_delay_a_version_and_no_more(server, trainer):
     publish(trainer, 1)
-    assert trainer.worker.wait_held(1, WAIT_S, everyone=True)
+    assert trainer.worker.servers.wait_held(1, WAIT_S, everyone=True)
     os.kill(server.receiver_pid, signal.SIGKILL)
     server.run(misbehave("fail", "/resume"))
     digest = publish(trainer, 2)
-    assert trainer.worker.wait_held(2, WAIT_S, everyone=False) == [server.url]
+    assert trainer.worker.servers.wait_held(2, WAIT_S, everyone=False) == [server.url]
     now = server.run(served())
     assert (now["digest"], now["paused"]) == (digest, False)
 

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """The servers of a run: what they hold, what the observer sees, who joins and leaves, who waits."""
-=======
-"""The servers of a run: what they hold, what the observer sees, who joins, leaves and waits."""
->>>>>>> C
 
 import threading
 import time
