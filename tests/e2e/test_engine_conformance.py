@@ -132,16 +132,16 @@ def test_sglang_killed_under_requests_which_vllm_finishes_and_restarted(
         labels, weights = (first.label(13), second.label(13)), first.sync(13, 13)
         second.sync(13, 13)
     url = sglang.access.url
-    with sglang.control() as control, engine.paused(control):  # so that none ends before all began
-        client.set_server(url, 13, True, labels[0], "sglang")
-        deadline = time.monotonic() + 60.0
-        while client.in_flight().get(url, 0) < SAMPLED.prompts_per_step * SAMPLED.group_size:
-            assert time.monotonic() < deadline, "no requests were made"
-        client.set_server(url, 13, False, labels[0], "sglang")  # and no more than these
-    # Behind them in the queue: once it has its tokens, they have some.
-    sglang.run(
-        sglang.speak.generate(crowd.prompt(1), Sampling(2 * INTERVAL, ignore_eos=True), 60.0)
-    )
+    client.set_server(url, 13, True, labels[0], "sglang")
+    deadline = time.monotonic() + 60.0
+    while client.in_flight().get(url, 0) < SAMPLED.prompts_per_step * SAMPLED.group_size:
+        assert time.monotonic() < deadline, "no requests were made"
+    client.set_server(url, 13, False, labels[0], "sglang")  # and no more than these
+    # Behind them in the queue: once these have their tokens, those have some. More than one, since
+    # the first may overtake some of them.
+    for seed in range(4):
+        sampling = Sampling(2 * INTERVAL, ignore_eos=True)
+        sglang.run(sglang.speak.generate(crowd.prompt(seed), sampling, 60.0))
     with sglang.control() as control:
         control.pause()  # as the commit would in a moment
 
