@@ -118,7 +118,7 @@ def test_a_receiver_that_never_calls_back_is_reported_by_the_deadline() -> None:
         "/init_weight_transfer_engine": {},
     }
     with http_server(answers) as (url, seen):
-        found = doctor_facts.server_facts(url, doctor_facts.Access(1))
+        found = doctor_facts.server_facts(url, doctor_facts.Access(3))
     assert "POST /init_weight_transfer_engine" in seen
     assert found.joined is None
     assert "the deadline passed" in found.errors["joined"]
