@@ -191,7 +191,7 @@ def test_without_the_plugin_a_server_that_was_thought_ill_and_generates_is_not_p
 
 
 def test_without_the_plugin_a_server_that_gives_no_token_and_answers_is_paused(board) -> None:
-    control = SglangControl(board.url, "", "", 0.3)
+    control = SglangControl(board.url, "", "", 2.0)
     board.routes = SGLANG | {"GET /ready": 503}
     board.silent = {"POST /generate"}
     assert control.paused() is True

@@ -55,8 +55,8 @@ def test_a_lane_that_does_not_end_is_waited_for_once(rig):
     lane = r.server_set.lane("stuck")
     assert lane.is_alive()
     start = time.monotonic()
-    r.worker.close(within_s=20.0)
-    assert time.monotonic() - start < 10.0
+    r.worker.close(within_s=120.0)
+    assert time.monotonic() - start < 60.0
     r.loaded["stuck"].hold.set()
 
 
