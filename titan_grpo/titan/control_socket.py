@@ -88,7 +88,7 @@ class ControlSocket:
             try:
                 self._server = _Server(address, answer)
             except OSError as error:
-                raise ServerRefused(f"{self._path} can not be made a socket: {error}") from error
+                raise ServerRefused(f"{self._path} cannot be made a socket: {error}") from error
         self._inode = self._path.stat().st_ino
         self._server.begin("control socket")
 
@@ -103,7 +103,7 @@ class ControlSocket:
                 self._path.unlink(missing_ok=True)  # of a trainer that was killed
                 return
         raise ServerRefused(
-            f"{self._path} belongs to a trainer that runs: two runs can not share a directory"
+            f"{self._path} belongs to a trainer that runs: two runs cannot share a directory"
         )
 
     def close(self) -> None:

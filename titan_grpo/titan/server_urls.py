@@ -118,7 +118,7 @@ class ServersFile:
         return f"<ServersFile {self._path}>"
 
     def read(self) -> tuple[str, ...]:
-        """The URLs that it names now. Raises ConfigError naming the file where it can not be read
+        """The URLs that it names now. Raises ConfigError naming the file where it cannot be read
         or is malformed."""
         try:
             with self._path.open(encoding="utf-8") as file:

@@ -89,7 +89,7 @@ class Launcher:
         configuration names.
 
         Raises ServerUnreachable with the log's end, ConfigError for a servers file or a host list
-        that can not be read.
+        that cannot be read.
         """
         if self._specs:
             names = (self._rollout.api_key_env, self._rollout.admin_key_env)
