@@ -30,7 +30,7 @@ step "mypy"
 .venv/bin/mypy
 if [ $states = yes ]; then
   step "every state of the protocol"
-  .venv/bin/python -m tests.model_check --ranks 2 --servers 2 --versions 3
+  .venv/bin/python -m tests.model_check --ranks 2 --servers 2 --versions 3 --seconds 1800
 fi
 step "pytest"
 # Two workers: most of the time is spent waiting for servers and processes to start. What shares a server stays on one worker
