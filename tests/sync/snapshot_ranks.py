@@ -23,9 +23,9 @@ from titan_grpo.sync.snapshot import Snapshotter
 
 def build(kind: str) -> tuple[torch.nn.Module, Any]:
     """A tiny torchtitan model with odd sizes (so that FSDP splits unevenly), and its adapter."""
-    from titan_grpo.titan.compat import install
+    from titan_grpo.titan.compat import prepare
 
-    install()
+    prepare()
     if kind == "llama3":
         from torchtitan.models.llama3 import Transformer, TransformerModelArgs
         from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
