@@ -51,7 +51,9 @@ def test_a_flush_gives_a_frozen_server_its_deadline_and_no_more(rig):
     r.everyone(1)
     r.servers["frozen"].freeze_receiver()
     r.publish(2)
-    r.until(lambda: r.server_set.entry("live").held == 2 and r.server_set.entry("frozen").incoming == 2)
+    r.until(
+        lambda: r.server_set.entry("live").held == 2 and r.server_set.entry("frozen").incoming == 2
+    )
     start = time.monotonic()
     assert r.worker.flush(2, timeout_s=2.0) == ["live"]
     assert 1.0 < time.monotonic() - start < WAIT_S < r.config.lane_deadline_s
