@@ -19,8 +19,7 @@ from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import members
 from titan_grpo.sync.server_set import ServerSet
-from titan_grpo.titan.control_socket import NAME, ControlSocket, ask
-from titan_grpo.titan.membership import Membership
+from titan_grpo.titan.membership import NAME, ControlSocket, Membership, ask
 from titan_grpo.titan.server_urls import ServersFile
 
 WAIT_S = 20.0

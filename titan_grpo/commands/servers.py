@@ -9,7 +9,7 @@ from typing import Any
 
 from titan_grpo.config_rollout import server_url
 from titan_grpo.errors import ConfigError
-from titan_grpo.titan.control_socket import ask
+from titan_grpo.titan.membership import ask
 
 COLUMNS = ("url", "standing", "held", "accepting", "in_flight", "last_error")
 

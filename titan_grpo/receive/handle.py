@@ -18,9 +18,9 @@ from titan_grpo.protocol.fence import (
     step,
 )
 from titan_grpo.protocol.messages import PROBE, Applied, Commit, Hello, Joined, Message
-from titan_grpo.receive.unix_rpc import Channel
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.subprocesses import helper_environment, start_module, wait_process
+from titan_grpo.unix_rpc import Channel
 
 ANSWER_S = 5.0
 """Seconds to wait for one answer of the receiver. The engine stands still meanwhile."""

@@ -16,9 +16,9 @@ from typing import Any
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.protocol.messages import Applied, Commit, Hello, Joined
 from titan_grpo.receive.receiver import Receiver
-from titan_grpo.receive.unix_rpc import Channel
 from titan_grpo.runkey import EpochKeys
 from titan_grpo.subprocesses import end_with_parent
+from titan_grpo.unix_rpc import Channel
 
 REPLY_S = 10.0
 """How long an answer to the engine may block, in seconds."""

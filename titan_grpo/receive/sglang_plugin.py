@@ -37,14 +37,14 @@ from titan_grpo.receive.commit import (
     package_version,
     workers_of,
 )
-from titan_grpo.receive.unix_rpc import Door, knock
 from titan_grpo.runkey import Key, environment_key
+from titan_grpo.unix_rpc import Server, abstract_address, call
 
 LOADER = "titan_grpo.receive.sglang_plugin.commit"
 """What --custom-weight-loader must name."""
 
-DOOR_VARIABLE = "TITAN_GRPO_DOOR"
-"""Set by the HTTP process for the processes that it starts: the name of their door."""
+SOCKET_VARIABLE = "TITAN_GRPO_SOCKET"
+"""Set by the HTTP process for the processes that it starts: the name of their socket."""
 
 HELLO_S = 120.0
 """Longest wait of a hello, in seconds: a commit may be under way, with a transfer that stalls."""
@@ -65,7 +65,7 @@ class Plugin:
         """Held during a hello and during a commit, which come from two threads."""
 
     def hello(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Door thread: a lane's greeting. The answer to it goes over the lane's store."""
+        """RPC thread: a lane's greeting. The answer to it goes over the lane's store."""
         with self.turn:
             if self.side is not None:
                 self.side.hello(message)
@@ -79,7 +79,7 @@ def register() -> None:
     """Entry point; every SGLang process calls it once."""
     log_to_stderr()
     if multiprocessing.parent_process() is None:
-        os.environ[DOOR_VARIABLE] = secrets.token_hex(16)
+        os.environ[SOCKET_VARIABLE] = secrets.token_hex(16)
         _add_routes()
     elif "sglang.srt.managers.scheduler" in sys.modules:  # in the detokenizer it is not
         HookRegistry.register(
@@ -113,11 +113,11 @@ def _add_routes() -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def hello(request: Request) -> dict[str, Any]:
         try:
-            return await asyncio.to_thread(
-                knock, os.environ[DOOR_VARIABLE], await request.json(), HELLO_S
-            )
+            address = abstract_address(os.environ[SOCKET_VARIABLE])
+            return await asyncio.to_thread(call, address, await request.json(), HELLO_S)
         except (PeerError, ValueError) as error:
-            raise HTTPException(503, str(error)) from error
+            text = f"the model's process did not answer; is it still loading? {error}"
+            raise HTTPException(503, text) from error
 
     @http_server.app.get("/titan_grpo/state")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
@@ -135,7 +135,7 @@ def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) 
     problem = compatibility(scheduler.server_args) or model_problem(model) or key_problem
     plugin.side = plugin.make_side(SglangModel(scheduler), workers, problem, run_key)
     if workers.rank == 0:
-        Door(os.environ[DOOR_VARIABLE], plugin.hello).start()
+        Server(abstract_address(os.environ[SOCKET_VARIABLE]), plugin.hello).start()
     log_ready(workers, problem, run_key)
 
 

@@ -2,17 +2,25 @@
 
 The trainer's main thread waits for neither."""
 
+import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from titan_grpo.config_rollout import server_url
-from titan_grpo.errors import ConfigError, DataError, PeerError, ServerRefused
+from titan_grpo.errors import (
+    ConfigError,
+    DataError,
+    PeerError,
+    ServerRefused,
+    ServerUnreachable,
+)
 from titan_grpo.observe import terminal
 from titan_grpo.sync.server_set import ServerSet
-from titan_grpo.titan.control_socket import ControlSocket
 from titan_grpo.titan.server_urls import ServersFile
+from titan_grpo.unix_rpc import Handler, Server, call, listens
 
 LOOK_S = 1.0
 """How often the servers file is checked, in seconds."""
@@ -22,6 +30,60 @@ CHANGE_S = 20.0
 
 STOP_S = 5.0
 """Seconds that the end waits for the file's thread."""
+
+
+NAME = "control.sock"
+
+ANSWER_S = 30.0
+"""Seconds that a command waits for its answer: the trainer answers well before."""
+
+
+@contextmanager
+def _address(folder: Path) -> Iterator[str]:
+    """A short path to the socket: the kernel takes 107 bytes, and run directories are longer."""
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{NAME}"
+    finally:
+        os.close(fd)
+
+
+def ask(folder: Path, request: Mapping[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
+    """The answer of the trainer that runs in ``folder`` on this host. ServerUnreachable without
+    one, ServerRefused with its refusal."""
+    try:
+        with _address(folder) as address:
+            return call(address, request, timeout_s)
+    except (OSError, ServerUnreachable) as error:
+        raise ServerUnreachable(
+            f"no trainer runs in {folder} on this host, or it does not answer ({error}): name the"
+            " run's job.dump_folder with --run, on the host of its rank 0"
+        ) from error
+
+
+class ControlSocket:
+    """The socket in the run's directory, from construction to ``close``. ServerRefused where a
+    live trainer has one."""
+
+    def __init__(self, folder: Path, handler: Handler) -> None:
+        self._path = folder / NAME
+        with _address(folder) as address:
+            if listens(address):
+                raise ServerRefused(
+                    f"{self._path} belongs to a live trainer: two runs cannot share a directory"
+                )
+            self._path.unlink(missing_ok=True)  # of a trainer that was killed
+            self._server = Server(address, handler, concurrent=True)
+        self._inode = self._path.stat().st_ino
+        self._server.start()
+
+    def close(self) -> None:
+        """Stop listening and remove the socket. Idempotent."""
+        self._server.close()
+        with suppress(OSError):
+            # the file may be a successor's by now
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
 
 
 class Membership:

@@ -1,0 +1,130 @@
+"""Requests over a Unix socket: answers, refusals, other users, deadlines."""
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from titan_grpo.errors import DataError, ServerRefused, ServerUnreachable
+from titan_grpo.unix_rpc import Server, abstract_address, call
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def start(handler, concurrent=False) -> tuple[Server, str]:
+        address = abstract_address(secrets.token_hex(8))
+        server = Server(address, handler, concurrent)
+        server.start()
+        servers.append(server)
+        return server, address
+
+    yield start
+    for server in servers:
+        server.close()
+        server.join(5)
+        assert not server.is_alive()
+
+
+def test_a_request_brings_the_handlers_answer(serve) -> None:
+    _, address = serve(lambda request: {"twice": 2 * request["number"]})
+    answers = [call(address, {"number": n}, 5.0) for n in (1, 2)]
+    assert answers == [{"twice": 2}, {"twice": 4}]
+
+
+CALL = """
+import os, sys
+from titan_grpo.errors import ServerUnreachable, ServerRefused
+from titan_grpo.unix_rpc import call
+if sys.argv[2] == "another":
+    os.setuid(65534)
+try:
+    print(call("\\0" + sys.argv[1], {"from": "outside"}, 30.0))
+except (ServerUnreachable, ServerRefused):
+    print("refused")
+"""
+
+
+@pytest.mark.parametrize(
+    ("user", "printed"), [("same", "{'from': 'outside'}"), ("another", "refused")]
+)
+def test_another_process_is_served_if_it_is_the_same_users(serve, user, printed) -> None:
+    if user == "another" and os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    _, address = serve(lambda request: request)
+    done = subprocess.run(
+        [sys.executable, "-c", CALL, address[1:], user],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert done.stdout.strip() == printed, done.stderr
+
+
+def test_all_answers_come_from_one_thread_that_lives_as_long_as_the_server(serve) -> None:
+    server, address = serve(lambda _: {"thread": threading.current_thread().name})
+    assert {call(address, {}, 5.0)["thread"] for _ in range(3)} == {server.name}
+    assert server.is_alive()
+
+
+def test_a_concurrent_server_answers_while_another_request_waits(serve) -> None:
+    release, asked = threading.Event(), threading.Event()
+
+    def handler(request) -> dict[str, bool]:
+        if request["wait"]:
+            asked.set()
+            release.wait(30)
+        return {"done": True}
+
+    _, address = serve(handler, concurrent=True)
+    first = threading.Thread(target=call, args=(address, {"wait": True}, 30.0), daemon=True)
+    first.start()
+    assert asked.wait(30)
+    assert call(address, {"wait": False}, 30.0) == {"done": True}
+    release.set()
+    first.join(30)
+
+
+def test_an_address_without_a_server_is_named_at_once() -> None:
+    with pytest.raises(ServerUnreachable, match="no process listens"):
+        call(abstract_address(secrets.token_hex(8)), {}, 5.0)
+
+
+def test_a_refusal_of_the_handler_reaches_the_client(serve) -> None:
+    def handler(request) -> dict[str, str]:
+        raise DataError("not like this")
+
+    _, address = serve(handler)
+    with pytest.raises(ServerRefused, match="not like this"):
+        call(address, {}, 5.0)
+
+
+def test_a_handlers_bug_costs_one_answer_and_not_the_server(serve) -> None:
+    _, address = serve(lambda request: {"value": 1 / request["divisor"]})
+    with pytest.raises(ServerUnreachable, match="without an answer"):
+        call(address, {"divisor": 0}, 5.0)
+    assert call(address, {"divisor": 1}, 5.0) == {"value": 1.0}
+
+
+def test_a_handler_that_takes_too_long_is_given_up(serve) -> None:
+    release = threading.Event()
+    _, address = serve(lambda _: {"late": release.wait(30)})
+    with pytest.raises(ServerUnreachable, match="deadline"):
+        call(address, {}, 0.2)
+    release.set()
+
+
+def test_a_client_that_hangs_up_or_sends_no_object_costs_nothing(serve) -> None:
+    _, address = serve(lambda request: request)
+    for raw in (b"", b"[1, 2]\n", b"no json\n"):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(address)
+            client.sendall(raw)
+    assert call(address, {"still": "there"}, 5.0) == {"still": "there"}

@@ -1,0 +1,205 @@
+"""JSON lines over Unix sockets: a channel between two processes, and requests to a server.
+
+Channels join an engine and its receiver process. The server answers for the model's process of an
+engine whose HTTP routes reach that process only while generation stands still, and for a running
+trainer (``titan-grpo servers``). Only the same user and root are served.
+"""
+
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from titan_grpo.errors import DataError, PeerError, ServerRefused, ServerUnreachable
+
+READ_BYTES = 1 << 16
+
+GREET_S = 5.0
+"""Seconds for a client to send its request, and to take the answer."""
+
+REST_S = 1.0
+"""Back-off after accept() fails (EMFILE), in seconds."""
+
+CREDENTIALS = struct.Struct("3i")
+"""pid, uid, gid of the other end, as SO_PEERCRED gives them."""
+
+Handler = Callable[[dict[str, Any]], Mapping[str, Any]]
+"""Answers one request. A PeerError or DataError becomes a refusal at the client."""
+
+log = logging.getLogger(__name__)
+
+
+def abstract_address(name: str) -> str:
+    """An address without a file: it vanishes with the socket."""
+    return f"\0titan_grpo/{name}"
+
+
+class Channel:
+    """Sends and receives one JSON object per line. One thread reads; any thread writes."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Takes the socket over."""
+        self._sock = sock
+        self._rest = bytearray()
+        self._write_lock = threading.Lock()
+
+    def send(self, message: Mapping[str, Any], timeout_s: float) -> None:
+        """Write one message; PeerError if the other end is gone or does not read within
+        ``timeout_s`` seconds."""
+        data = json.dumps(message).encode() + b"\n"
+        try:
+            with self._write_lock:
+                self._sock.settimeout(timeout_s)
+                self._sock.sendall(data)
+        except OSError as error:
+            raise PeerError(f"the other end of the channel is gone or stuck: {error}") from error
+
+    def receive(self, timeout_s: float | None) -> dict[str, Any] | None:
+        """The next message, or None at the end of the stream. PeerError past ``timeout_s`` seconds,
+        DataError for a line that is no object.
+
+        Without a timeout only the other process's end (which closes the stream) ends the wait.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (cut := self._rest.find(b"\n")) < 0:
+            chunk = self._read(deadline)
+            if not chunk:
+                return None
+            self._rest += chunk
+        line, self._rest = bytes(self._rest[:cut]), self._rest[cut + 1 :]
+        try:
+            message = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"a message must be one line of JSON: {error}") from error
+        if not isinstance(message, dict):
+            raise DataError(f"a message must be an object, got {line[:80]!r}")
+        return message
+
+    def _read(self, deadline: float | None) -> bytes:
+        try:
+            self._sock.settimeout(
+                None if deadline is None else max(1e-3, deadline - time.monotonic())
+            )
+            # no deadline: settimeout in the line above; without a deadline it ends with the other
+            # process, whose end closes the stream
+            return self._sock.recv(READ_BYTES)
+        except TimeoutError as error:
+            raise PeerError("no message on the channel before the deadline") from error
+        except ConnectionError:
+            return b""
+
+    def close(self) -> None:
+        """Close this end; the other end reads the end of the stream."""
+        self._sock.close()
+
+
+class Server(threading.Thread):
+    """Answers requests, one per connection, until ``close``.
+
+    ``concurrent`` answers each in a thread of its own, for answers that take long. Otherwise this
+    thread answers them one after the other and never exits: PR_SET_PDEATHSIG kills a receiver
+    process when the thread that spawned it exits.
+    """
+
+    def __init__(self, address: str, handler: Handler, concurrent: bool = False) -> None:
+        """Listens when this returns; a file as ``address`` gets mode 0600. OSError if the address
+        is in use."""
+        super().__init__(name="unix rpc", daemon=True)
+        self._handler, self._concurrent = handler, concurrent
+        self._closing = threading.Event()
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            # before the bind: between the two, any user could connect
+            os.fchmod(self._socket.fileno(), 0o600)
+            self._socket.bind(address)
+            self._socket.listen(64)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def run(self) -> None:
+        """Accept until ``close``."""
+        while not self._closing.is_set():
+            try:
+                # no deadline: close() shuts the socket down, and the thread is a daemon
+                connection, _ = self._socket.accept()
+            except OSError:
+                self._closing.wait(REST_S)
+                continue
+            if not self._concurrent:
+                self._serve(connection)
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except RuntimeError:  # the process has no thread left: the client reads the end
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            channel = Channel(connection)
+            try:
+                channel.send(self._answer(connection, channel), GREET_S)
+            except PeerError as error:
+                log.warning("a request got no answer: %s", error)
+            except Exception:  # top of a thread: it must serve the next request
+                log.exception("a request could not be answered")
+
+    def _answer(self, connection: socket.socket, channel: Channel) -> dict[str, Any]:
+        try:
+            raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+            _, user, _ = CREDENTIALS.unpack(raw)
+            if user not in (0, os.getuid()):
+                raise PeerError(f"user {user} may not ask, only user {os.getuid()} and root")
+            request = channel.receive(GREET_S)
+            if request is None:
+                raise PeerError("the client closed its connection")
+            return {"answer": dict(self._handler(request))}
+        except (PeerError, DataError) as error:
+            return {"refused": str(error)}
+
+    def close(self) -> None:
+        """Stop listening; requests under way are not waited for. Idempotent."""
+        self._closing.set()
+        with suppress(OSError):
+            # a thread in accept does not notice a close alone
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def listens(address: str) -> bool:
+    """Whether a process listens at an address."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(GREET_S)
+        try:
+            probe.connect(address)
+        except OSError:
+            return False
+    return True
+
+
+def call(address: str, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    """The server's answer. ServerUnreachable if there is no server or no answer within
+    ``timeout_s`` seconds, ServerRefused with its refusal."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(address)
+        except OSError as error:
+            raise ServerUnreachable(f"no process listens there: {error}") from error
+        channel = Channel(connection)
+        try:
+            channel.send(request, timeout_s)
+            reply = channel.receive(timeout_s)
+        except (PeerError, DataError) as error:
+            raise ServerUnreachable(str(error)) from error
+    if reply is None:
+        raise ServerUnreachable("the process closed the connection without an answer: see its log")
+    if "answer" not in reply:
+        raise ServerRefused(str(reply.get("refused", "it refused and gave no reason")))
+    return dict(reply["answer"])
