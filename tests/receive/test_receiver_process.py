@@ -8,7 +8,8 @@ import time
 import pytest
 
 from titan_grpo.errors import PeerError, TransferFailed
-from titan_grpo.protocol.messages import Staged
+from titan_grpo.protocol.messages import Order, Staged
+from titan_grpo.sync.link import MANIFEST_NUMBER
 
 pytestmark = pytest.mark.e2e
 
@@ -54,6 +55,17 @@ def test_a_stalled_sender_does_not_delay_its_successor(site, weights, rogue) -> 
     assert process.stdout.readline().strip() == "stall"
     os.kill(process.pid, signal.SIGSTOP)
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
+
+
+def test_a_store_that_fails_under_an_order_ends_the_epoch_as_the_trainers_fault(
+    site, weights
+) -> None:
+    link = site.greet(weights(1.0), timeout_s=2.0)
+    link.wait_joined(60.0)
+    receiver = site.side.receiver.pid
+    link._post(Order(MANIFEST_NUMBER, "manifest", 0, "", ""))  # and no manifest in the store
+    _, status = os.waitpid(receiver, 0)
+    assert os.waitstatus_to_exitcode(status) == 3  # 4 would be a bug of the receiver's own
 
 
 def test_bytes_that_differ_from_their_digests_are_named_and_never_lent(

@@ -222,7 +222,9 @@ class Receiver:
                 continue  # no order yet
 
     def _take_manifest(self, order: Order, store: dist.Store) -> Staged:
-        manifest = Manifest.from_json(bytes(store.get("manifest")).decode())
+        with store_errors("reading the manifest"):
+            text = bytes(store.get("manifest"))
+        manifest = Manifest.from_json(text.decode())
         if manifest.digest != self._hello.manifest_digest:
             raise PeerError(
                 f"the manifest must have digest {self._hello.manifest_digest}, got"
@@ -318,7 +320,9 @@ class Receiver:
 
     def _digests(self, order: Order, store: dist.Store, manifest: Manifest) -> list[bytes]:
         """The digests that the trainer's blocks have."""
-        raw, algorithm = bytes(store.get(order.digests_key)), self._hello.digest_algorithm
+        with store_errors("reading the digests"):
+            raw = bytes(store.get(order.digests_key))
+        algorithm = self._hello.digest_algorithm
         size = len(digest_block(memoryview(b""), algorithm))
         if len(raw) != size * manifest.num_blocks:
             raise PeerError(
