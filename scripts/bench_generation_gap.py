@@ -196,7 +196,8 @@ def main() -> int:
             g = measure(engine, options.requests, kv, options.stretch, Path(folder))
         found.append(g)
         print(
-            f"{engine:8}{kv:10}{g.quiet_s:9.3f}{g.transfer_s:10.3f}{g.commit_s:9.3f}{g.pause_to_resume_s:15.3f}{g.tokens_during_transfer:20}",
+            f"{engine:8}{kv:10}{g.quiet_s:9.3f}{g.transfer_s:10.3f}{g.commit_s:9.3f}"
+            f"{g.pause_to_resume_s:15.3f}{g.tokens_during_transfer:20}",
             flush=True,
         )
     if options.json:

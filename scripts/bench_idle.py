@@ -249,7 +249,8 @@ def main() -> int:
         values = [w.percent[role] for w in found]
         wakes = statistics.median(w.wakes[role] for w in found)
         print(
-            f"{role:12}{statistics.median(values):13.2f}{min(values):8.2f}{max(values):8.2f}{wakes:9.1f}"
+            f"{role:12}{statistics.median(values):13.2f}{min(values):8.2f}"
+            f"{max(values):8.2f}{wakes:9.1f}"
         )
     total = statistics.median(sum(w.percent.get(role, 0.0) for role in CONTROLLER) for w in found)
     print(

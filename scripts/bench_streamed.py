@@ -117,9 +117,8 @@ def measure(engine: str, options: argparse.Namespace, folder: Path) -> list[dict
                     | asdict(Cost(*middle))
                 )
                 print(
-                    "{engine:8}{requests:9}{interval:10}{tokens_per_s:11.0f}{client_ms:12.2f}{server_ms:12.1f}".format(
-                        **out[-1]
-                    ),
+                    "{engine:8}{requests:9}{interval:10}{tokens_per_s:11.0f}{client_ms:12.2f}"
+                    "{server_ms:12.1f}".format(**out[-1]),
                     flush=True,
                 )
     return out

@@ -39,8 +39,8 @@ def directory() -> str:
 
 
 def apply() -> bool:
-    """True: the stand-in may take the place of a missing ``sgl_kernel``. Asked when somebody
-    imports it.
+    """True: the stand-in may take the place of a missing ``sgl_kernel``. Called at its
+    import.
 
     Raises: UpstreamError: SGLang's version is not in ``APPLIES_TO``; it may call kernels where the
         tested ones do not.

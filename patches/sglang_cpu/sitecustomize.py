@@ -21,12 +21,12 @@ SCHEMAS = {
 """Operators that torchvision describes to torch at import -> their schemas."""
 
 _kept: list[object] = []
-"""torch forgets the schemas of a library that nobody holds."""
+"""References: torch forgets the schemas of a library that is freed."""
 
 
 class MissingKernels:
-    """Finds ``sgl_kernel`` where nobody else does: it is asked last, so an installed one is always
-    preferred."""
+    """Finds ``sgl_kernel`` where no other finder does. It is the last one, so an installed package
+    is preferred."""
 
     @staticmethod
     def find_spec(

@@ -242,7 +242,10 @@ def test_what_ends_a_trainer_does_not_end_its_pause_guard_and_its_secrets_stay_h
     process = psutil.Process(guard.pid)
     status = Path(f"/proc/{process.pid}/status")
     ignored = sum(1 << (number - 1) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-    masks = lambda: dict(line.split(":", 1) for line in status.read_text().splitlines())  # noqa: E731
+
+    def masks() -> dict[str, str]:
+        return dict(line.split(":", 1) for line in status.read_text().splitlines())
+
     until(lambda: int(masks()["SigIgn"], 16) & ignored == ignored)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         process.send_signal(number)

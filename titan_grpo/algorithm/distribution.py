@@ -12,7 +12,7 @@ rank the whole result. Results are float32 (float64 for float64 logits), gradien
 own type. Every function raises ConfigError for a DTensor that is sharded in another way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -47,14 +47,16 @@ def token_logprobs(
 def token_entropy(logits: torch.Tensor, temperature: float, chunk_tokens: int) -> torch.Tensor:
     """Entropy in nats of softmax(logits / temperature): [R, L, V] -> [R, L]."""
     flat, shard = _local(logits)
-    out: torch.Tensor = _Entropy.apply(flat, temperature, chunk_tokens, shard)  # type: ignore[no-untyped-call]
+    apply: Callable[..., torch.Tensor] = _Entropy.apply
+    out = apply(flat, temperature, chunk_tokens, shard)
     return out.view(logits.shape[:-1])
 
 
 def logit_mean_square(logits: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
     """Mean over the vocabulary of logit^2, not divided by the temperature: [R, L, V] -> [R, L]."""
     flat, shard = _local(logits)
-    out: torch.Tensor = _MeanSquare.apply(flat, chunk_tokens, shard)  # type: ignore[no-untyped-call]
+    apply: Callable[..., torch.Tensor] = _MeanSquare.apply
+    out = apply(flat, chunk_tokens, shard)
     return out.view(logits.shape[:-1])
 
 

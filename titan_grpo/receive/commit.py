@@ -192,7 +192,7 @@ class EngineSide:
             refusal = self._hello(self.receiver, data)
         except TitanGrpoError as error:
             refusal = str(error)
-        except Exception:  # noqa: BLE001 - top of an engine's call: raising would end the engine
+        except Exception:  # noqa: BLE001 - raising would end the engine
             refusal = traceback.format_exc()
         level = logging.WARNING if refusal else logging.INFO
         log.log(level, "hello from a trainer: %s", refusal or "accepted")
@@ -212,13 +212,13 @@ class EngineSide:
         None if ``data`` is no Commit, which has no number to report under."""
         try:
             commit = Commit.from_dict(data)
-        except Exception as refusal:  # noqa: BLE001 - top of an engine's call: raising would end the engine
+        except Exception as refusal:  # noqa: BLE001 - raising would end the engine
             log.warning("update_weights was refused, the engine keeps its version: %s", refusal)
             return None
         start, attempt = time.monotonic(), Attempt()
         try:
             self._run(commit, attempt)
-        except Exception as failure:  # noqa: BLE001 - top of an engine's call: raising would end the engine
+        except Exception as failure:  # noqa: BLE001 - raising would end the engine
             log.error("commit of version %d\n%s", commit.version, traceback.format_exc())
             attempt.error = f"the workers lost each other: {type(failure).__name__}: {failure}"
             # an exchange that failed here may have worked on the others: they may have loaded
@@ -288,7 +288,7 @@ class EngineSide:
             if grant["streamed"]:
                 ring = attempt.image.tensor()
                 attempt.reader = WindowReader(ring, manifest, self._workers, self._take)
-        except Exception as error:  # noqa: BLE001 - the other workers wait in the exchange that follows
+        except Exception as error:  # noqa: BLE001 - the other workers wait for ours
             attempt.error = f"{type(error).__name__}: {error}"
 
     def _load(self, commit: Commit, attempt: Attempt) -> None:
@@ -299,7 +299,7 @@ class EngineSide:
             attempt.loaded = self._engine.load(tensors)
             if attempt.loaded != (wanted := len(attempt.manifest.tensors)):
                 attempt.error = f"the engine loaded {attempt.loaded} of {wanted} tensors"
-        except Exception as failure:  # noqa: BLE001 - top of an engine's call: raising would end the engine
+        except Exception as failure:  # noqa: BLE001 - raising would end the engine
             log.error("loading version %d broke off\n%s", commit.version, traceback.format_exc())
             attempt.error = f"loading broke off: {type(failure).__name__}: {failure}"
             # the failure of one worker alone leaves the progress of the others unknown
@@ -316,7 +316,7 @@ class EngineSide:
         log.info("commit of version %d: %s", report.version, done)
         try:
             self.receiver.applied(commit, report)
-        except Exception as error:  # noqa: BLE001 - top of an engine's call: raising would end the engine
+        except Exception as error:  # noqa: BLE001 - raising would end the engine
             log.warning(
                 "version %d could not be reported to the trainer: %s", report.version, error
             )

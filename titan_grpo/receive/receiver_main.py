@@ -42,7 +42,7 @@ def converse(receiver: Receiver) -> None:
     except TitanGrpoError as error:
         log.warning("epoch ended: %s; the engine keeps its version", error)
         code = 3
-    except Exception:  # noqa: BLE001 - top of a thread: a silent death would leave the lane waiting for its deadline
+    except Exception:  # noqa: BLE001 - top of a thread: the lane would wait for its deadline
         log.error("epoch ended by a bug; the engine keeps its version\n%s", traceback.format_exc())
         code = 4
     leave(code)

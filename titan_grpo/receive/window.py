@@ -8,6 +8,7 @@ which makes room for further buckets (WindowReader).
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -101,9 +102,9 @@ class Window:
         ring, total = self._ring.tensor(), self._manifest.total_bytes
         for start in range(0, total, self._bucket):
             stop = min(start + self._bucket, total)
-            room = stop - ring.numel()
             left = deadline - time.monotonic()
-            self._wait(lambda: self._consumed >= room, left, "the engine stopped loading")  # noqa: B023 - called before the next round
+            room_made = partial(self._has_consumed, stop - ring.numel())
+            self._wait(room_made, left, "the engine stopped loading")
             began = time.monotonic()
             at = start % ring.numel()
             transport.broadcast(ring[at : at + stop - start], max(0.0, deadline - began))
@@ -128,6 +129,9 @@ class Window:
                     f"block {index} of {manifest.num_blocks} differs from what the trainer"
                     " hashed; no byte of its bucket reached the engine"
                 )
+
+    def _has_consumed(self, count: int) -> bool:
+        return self._consumed >= count
 
     def _wait(self, ready: Callable[[], bool], wait_s: float, otherwise: str) -> None:
         with self._turn:

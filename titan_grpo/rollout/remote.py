@@ -122,7 +122,7 @@ class RemoteTransport:
             loop()
         except TitanGrpoError as error:
             self._fail(error)
-        except Exception as error:  # noqa: BLE001 - top of a thread: latched, and raised by next_batch
+        except Exception as error:  # noqa: BLE001 - top of a thread: next_batch raises it
             self._fail(
                 RolloutStopped(
                     f"the transport to the rollout service failed, a bug of ours: {error!r}"

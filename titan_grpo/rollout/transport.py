@@ -131,7 +131,7 @@ class LocalTransport:
                     " above"
                 )
             )
-        except Exception as error:  # noqa: BLE001 - top of a thread: latched, and raised by next_batch
+        except Exception as error:  # noqa: BLE001 - top of a thread: next_batch raises it
             self._on_message(
                 RolloutStopped(f"the rollout process sent something unreadable: {error!r}")
             )

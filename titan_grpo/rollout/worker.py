@@ -43,7 +43,7 @@ class Worker:
         writer.start()
         try:
             await self._serve(spec)
-        except Exception as error:  # noqa: BLE001 - top of the process: sent to the trainer, which raises it
+        except Exception as error:  # noqa: BLE001 - top of the process: the trainer raises it
             self._error = error
         if self._error is not None:
             self._out.put(_failed(self._error))

@@ -1,8 +1,8 @@
 """One server's lane: a thread that drives the pure table of protocol/lane.py and performs what it
 asks for.
 
-Consumes images from the shelf; waits for its own server only, always with a deadline; is woken by a
-new image or a stop. An error of the server closes the epoch and never leaves this thread except as
+Takes images from the slots. Waits for its own server only, always with a deadline; a new image or a
+stop wakes it. An error of the server closes the epoch and never leaves this thread except as
 a latched record.
 """
 
@@ -47,8 +47,8 @@ other weights."""
 
 
 def wire_epoch(epoch: int) -> int:
-    """The epoch that a receiver is told for a lane's ``epoch``-th connection. The odd ones are the
-    pause guard's."""
+    """The epoch of a lane's ``epoch``-th connection in messages. The odd ones are the pause
+    guard's."""
     return 2 * epoch
 
 
@@ -298,7 +298,7 @@ class LaneThread(threading.Thread):
         """Raise ServerRefused if an idle server is not as the ledger has it: the next connection
         settles it."""
         if entry.standing is ledger.Standing.QUARANTINED and not self._control.paused():
-            raise ServerRefused("it is half loaded, and somebody has let it generate")
+            raise ServerRefused("it is half loaded, and another client resumed it")
         if isinstance(self._link, LaneLink):
             # Its receiver ends when another run takes the server.
             self._ping()
@@ -312,8 +312,8 @@ class LaneThread(threading.Thread):
             )
         if self._control.paused():
             raise ServerRefused(
-                "it is paused, and not by this lane: a call of a trainer that was replaced, or"
-                " somebody else"
+                "it is paused, and not by this lane: by a late call of a trainer that was replaced,"
+                " or by another client"
             )
 
     def _send(self, version: int) -> table.Event:

@@ -86,7 +86,7 @@ class CudaCopy(Copy):
         def synchronize() -> None:
             try:
                 self._ended.synchronize()
-            except Exception as error:  # noqa: BLE001 - top of a thread: raised where the copy is waited for
+            except Exception as error:  # noqa: BLE001 - top of a thread: wait() raises it
                 done.set_exception(error)
             else:
                 done.set_result(None)

@@ -1,10 +1,5 @@
-"""What an Atropos API is told of a run.
-
-The servers that a run starts with; with ``rollout.servers = ["launch"]`` rank 0 starts them on its
-own host.
-
-Rank 0's rollouts as its job wants them: recorded ones, or made by a child process, or by a service
-elsewhere."""
+"""What a run starts with: its servers (``rollout.servers = ["launch"]`` starts them on rank 0's own
+host) and its rollouts (recorded, from a child process, or from a service elsewhere)."""
 
 import json
 import os
