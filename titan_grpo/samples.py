@@ -12,6 +12,11 @@ LARGEST_LOGPROB = 1e-3
 log-probabilities: a probability, or the 1.0 with which Atropos marks a masked token."""
 
 
+Span = tuple[int, int]
+"""(version, tokens): so many tokens in a row were sampled by the weights of that version. Where an
+engine does not name the version of each token: by that version or a later one."""
+
+
 def sound_reward(reward: float) -> bool:
     """Whether a reward is no NaN and no larger than ``LARGEST_REWARD`` either way, so that sums of
     rewards are finite."""
@@ -38,7 +43,8 @@ class Completion:
 
     ``logprobs[i]`` is the engine's log-probability (natural logarithm) of ``token_ids[i]`` under
     the distribution it was sampled from. ``version_first`` and ``version_last`` bound the policy
-    versions that made its tokens: equal unless weights were committed while it ran.
+    versions of all that its tokens depend on, the KV of the prompt included: equal unless weights
+    were committed while it ran or waited. Staleness is bounded by ``version_first``.
     """
 
     token_ids: tuple[int, ...]
@@ -55,6 +61,20 @@ class Completion:
 
     zero_advantage: bool = False
     """The reward counts for the others of its group, but this completion is not trained on."""
+
+    spans: tuple[Span, ...] = ()
+    """Which version sampled which of ``token_ids``, in order; the numbers of tokens add up to
+    theirs. Context has the version before it. Empty: all are of ``version_first``, or later ones
+    up to ``version_last``."""
+
+    @property
+    def token_spans(self) -> tuple[Span, ...]:
+        """``spans``, written out where they are empty.
+
+        >>> Completion((7, 8), (-0.5, -1.0), "stop", 3, 4, "s").token_spans
+        ((3, 2),)
+        """
+        return self.spans or ((self.version_first, len(self.token_ids)),)
 
     @property
     def num_sampled(self) -> int:

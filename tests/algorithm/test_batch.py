@@ -54,8 +54,22 @@ def test_tokens_labels_and_logprobs_are_aligned_by_the_next_token() -> None:
         "rollout_logprobs": torch.float32,
         "weights": torch.float32,
         "advantages": torch.float32,
+        "oldest": torch.int64,
         "versions": torch.int64,
     }
+
+
+def test_each_label_has_the_version_that_sampled_it_and_the_sequence_its_oldest() -> None:
+    over_commits = replace(completion((7, 8, 9, 4)), version_last=5, spans=((3, 1), (5, 1), (4, 2)))
+    waited = replace(completion((7,), version=2), spans=((4, 1),))
+    mb = only_micro_batch([group(over_commits, waited)])
+    assert mb["versions"][:, :5].tolist() == [[3, 3, 5, 4, 4], [4, 4, 0, 0, 0]]
+    assert mb["oldest"][:, :5].tolist() == [[3, 3, 3, 3, 3], [2, 2, 0, 0, 0]]
+
+
+def test_spans_that_do_not_cover_a_completion_are_no_lengths_of_it() -> None:
+    short = replace(completion((7, 8)), spans=((3, 1),))
+    assert plan([group(short, completion((9,)))], 1, OPTIONS).dropped == {"length_mismatch": 1}
 
 
 @pytest.mark.parametrize(

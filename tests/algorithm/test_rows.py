@@ -23,6 +23,7 @@ def completion(source):
     sampled = tuple(source.random() < 0.6 for _ in ids) if source.random() < 0.3 else ()
     version = source.randrange(2**40)
     logprobs = tuple(-9 * source.random() for _ in ids)
+    cut = source.randrange(len(ids))
     return Completion(
         ids,
         logprobs,
@@ -33,6 +34,7 @@ def completion(source):
         source.random(),
         sampled,
         source.random() < 0.1,
+        ((version, cut), (version + 1, len(ids) - cut)) if source.random() < 0.3 else (),
     )
 
 

@@ -200,9 +200,19 @@ def sampled(versions):
     return Sampled((1,) * 5, (-1.0,) * 5, "stop", versions)
 
 
-def test_versions_are_the_engines_where_it_tells_them_and_the_ledgers_elsewhere() -> None:
-    assert made_by(sampled(SPANS), "r:6:f", 6, 9) == (7, 8)
-    assert made_by(sampled(()), "r:6:f", 6, 9) == (6, 9)
+def test_versions_of_tokens_are_the_engines_where_it_names_them_and_the_ledgers_elsewhere() -> None:
+    assert made_by(sampled(SPANS), "r:7:f", 7, 9) == (7, 8, ((7, 3), (8, 2)))
+    assert made_by(sampled(()), "r:6:f", 6, 9) == (6, 9, ((6, 5),))
+
+
+def test_a_request_that_waited_over_a_commit_is_as_old_as_its_admission() -> None:
+    waited = sampled((("r:8:f", 0, 5),))
+    assert made_by(waited, "r:6:f", 6, 9) == (6, 8, ((8, 5),))
+    assert made_by(waited, "r:6:f", 6, 9, kv_recomputed=True) == (8, 8, ((8, 5),))
+
+
+def test_versions_that_are_not_named_for_every_token_only_bound_them() -> None:
+    assert made_by(sampled(SPANS[:1]), "r:7:f", 7, 9) == (7, 7, ((7, 5),))
 
 
 @pytest.mark.parametrize("label", ["default", "unusable", "other:7:f", ""])
@@ -265,6 +275,20 @@ def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_pat
         replay.next_batch(2, 1, 1)
     with pytest.raises(DataError, match="prompts_per_step is 5"):
         ReplayClient(str(path)).next_batch(1, 5, 1)
+
+
+def test_a_recording_keeps_the_spans_of_versions_and_one_without_them_can_be_read(tmp_path) -> None:
+    path, spans = tmp_path / "r.jsonl", ((3, 1), (4, 1))
+    recorder = GroupRecorder(str(path), 0)
+    recorder.write(0, [Group(Prompt(0, (1,)), (replace(GOOD, spans=spans),))])
+    recorder.close()
+    old = json.loads(path.read_text()) | {"version": 1}
+    del old["groups"][0]["completions"][0]["spans"]
+    with path.open("a") as file:
+        file.write(json.dumps(old) + "\n")
+    replay = ReplayClient(str(path))
+    read = [replay.next_batch(version, 1, 1)[0].completions[0] for version in (0, 1)]
+    assert [completion.token_spans for completion in read] == [spans, ((3, 2),)]
 
 
 def test_a_resume_on_a_full_disk_leaves_the_recording_whole(tmp_path) -> None:

@@ -10,7 +10,7 @@ from titan_grpo.engines.generation import Sampled
 from titan_grpo.errors import PeerError
 from titan_grpo.rollout.client import consumption_order
 from titan_grpo.rollout.messages import GroupDone, Ticket
-from titan_grpo.rollout.partial import Partial, oldest, worth_keeping
+from titan_grpo.rollout.partial import Made, Partial, oldest, worth_keeping
 from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.sampler import kv_survived
 from titan_grpo.samples import Completion, Group, Prompt
@@ -24,6 +24,7 @@ def test_however_often_it_is_cut_a_completion_keeps_every_token_its_versions_and
     chance = random.Random(5)
     for _ in range(2000):
         part, made, versions, version = Partial(), [], [], chance.randrange(5)
+        of_tokens = []
         while not part.finish_reason:
             left = part.left(BUDGET)
             assert left == BUDGET - len(made) > 0
@@ -31,8 +32,11 @@ def test_however_often_it_is_cut_a_completion_keeps_every_token_its_versions_and
             reason = "abort" if chance.random() < 0.8 else "length" if count == left else "stop"
             tokens = tuple((chance.randrange(99), -chance.random()) for _ in range(count))
             sampled = Sampled(tuple(t for t, _ in tokens), tuple(p for _, p in tokens), reason)
-            part = part.after(sampled, (version, over), BUDGET)
+            split = chance.randint(0, count)
+            answer = Made(version, over, ((version, split), (over, count - split)))
+            part = part.after(sampled, answer, BUDGET)
             made += tokens
+            of_tokens += [version] * split + [over] * (count - split)
             versions += [version, over] if tokens else []
             version = over + chance.randrange(2)
         assert list(zip(part.token_ids, part.logprobs, strict=True)) == made
@@ -41,6 +45,8 @@ def test_however_often_it_is_cut_a_completion_keeps_every_token_its_versions_and
         if made:
             assert (part.first, part.last) == (min(versions), max(versions))
             assert oldest([Partial(), part]) == part.first
+            spans = part.completion("").token_spans
+            assert [version for version, count in spans for _ in range(count)] == of_tokens
 
 
 FINISHED = Partial((1, 2), (-1.0, -1.0), 3, 4, "stop")

@@ -15,7 +15,7 @@ from titan_grpo.engines.generation import Sampled
 from titan_grpo.errors import ConfigError, PeerError
 from titan_grpo.rollout.client import RolloutClient, RolloutStopped
 from titan_grpo.rollout.dispatch import WINDOW, ErrorBudget
-from titan_grpo.rollout.partial import Partial
+from titan_grpo.rollout.partial import Made, Partial
 from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.sampler import Interrupted, request_seed
 from titan_grpo.rollout.spec import RolloutSpec
@@ -50,9 +50,10 @@ def test_an_episode_keeps_its_budget_and_knows_which_tokens_are_the_policys() ->
             count = chance.randint(1, part.left(budget))
             ids = tuple(chance.randrange(99) for _ in range(count))
             made += [(token, -1.0, True) for token in ids]
-            part = part.after(
-                Sampled(ids, (-1.0,) * count, "stop"), (chance.randrange(9),), budget
-            ).waiting()
+            version = chance.randrange(9)
+            of_version = Made(version, version, ((version, count),))
+            sampled = Sampled(ids, (-1.0,) * count, "stop")
+            part = part.after(sampled, of_version, budget).waiting()
             context = (
                 tuple(chance.randrange(99) for _ in range(chance.randint(1, 9)))
                 if chance.random() < 0.8
@@ -68,6 +69,7 @@ def test_an_episode_keeps_its_budget_and_knows_which_tokens_are_the_policys() ->
             )
         done = part.completion("")
         assert [t for t, _, _ in made] == list(done.token_ids)
+        assert sum(count for _, count in done.token_spans) == len(made)
         assert [p for _, p, _ in made] == list(done.logprobs)
         assert done.num_sampled == sum(sampled for _, _, sampled in made)
         assert [sampled for sampled, _ in part.stretches()] == [

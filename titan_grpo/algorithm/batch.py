@@ -144,6 +144,7 @@ def defect(prompt: Prompt, completion: Completion) -> str:
     lengths = {len(completion.token_ids), len(logprobs)}
     if completion.sampled:
         lengths.add(len(completion.sampled))
+    lengths.add(sum(tokens for _, tokens in completion.token_spans))
     if len(lengths) > 1:
         return "length_mismatch"
     if completion.sampled:

@@ -89,8 +89,14 @@ class Rows:
     """float32, by sequence."""
     advantages: "array[float]"
     """float32, by sequence."""
-    versions: "array[int]"
-    """int64, by sequence: the oldest policy version in it."""
+    oldest: "array[int]"
+    """int64, by sequence: the oldest policy version that it depends on."""
+    spans: "array[int]"
+    """int32, by sequence: how many spans of one version its completion has."""
+    span_versions: "array[int]"
+    """int64, by span: the version that sampled its tokens."""
+    span_tokens: "array[int]"
+    """int32, by span: how many completion tokens it has."""
 
 
 def compact(cuts: Sequence[Sequence[Row]], layout: Layout) -> Rows:
@@ -108,6 +114,7 @@ def compact(cuts: Sequence[Sequence[Row]], layout: Layout) -> Rows:
     if any(completion.sampled for completion in completions):
         for c in completions:
             sampled += c.sampled or (True,) * len(c.token_ids)
+    spans = [completion.token_spans for completion in completions]
     return Rows(
         layout=layout,
         cuts=tuple(len(cut) for cut in cuts),
@@ -118,7 +125,10 @@ def compact(cuts: Sequence[Sequence[Row]], layout: Layout) -> Rows:
         sampled=array("b", sampled),
         weights=array("f", [row.weight for row in rows]),
         advantages=array("f", [row.advantage for row in rows]),
-        versions=array("q", [completion.version_first for completion in completions]),
+        oldest=array("q", [completion.version_first for completion in completions]),
+        spans=array("i", [len(own) for own in spans]),
+        span_versions=array("q", [version for own in spans for version, _ in own]),
+        span_tokens=array("i", [tokens for own in spans for _, tokens in own]),
     )
 
 
@@ -134,8 +144,10 @@ def build(rows: Rows) -> list[MicroBatch]:
       together. -1 is padding;
     * ``rollout_logprobs`` float32: the engine's log-probability of the label, 0 where ignored;
     * ``weights`` float32: the normalisation over the whole step, 0 where ignored;
-    * ``advantages`` float32 and ``versions`` int64 (the oldest policy version in the sequence): 0
-      at padding;
+    * ``advantages`` float32 and ``oldest`` int64 (the oldest policy version that the sequence
+      depends on, its KV included): 0 at padding;
+    * ``versions`` int64: the policy version that sampled the label (of context: the one before it;
+      in the prompt: that of the first label), never older than ``oldest``: 0 at padding;
     * ``positions`` int64, with ``layout.pack`` only: place of the token in its sequence.
 
     Example: prompt (5, 6), completion (7, 8) -> inputs 5 6 7, labels -100 7 8.
@@ -157,19 +169,25 @@ class _Sequence(NamedTuple):
     """bool, by completion token: not sampled."""
     weight: float
     advantage: float
-    version: int
+    oldest: int
+    versions: torch.Tensor
+    """int64, by completion token."""
 
 
 def _sequences(rows: Rows) -> Iterator[_Sequence]:
     ids, logprobs = _tensor(rows.ids, torch.int32), _tensor(rows.logprobs, torch.float32)
     context = _tensor(rows.sampled, torch.int8) == 0 if rows.sampled else None
+    of_spans = _tensor(rows.span_versions, torch.int64)
+    versions = of_spans.repeat_interleave(_tensor(rows.span_tokens, torch.int32))
     start = first = 0
     counts = zip(rows.prompt_tokens, rows.completion_tokens, strict=True)
-    figures = zip(rows.weights, rows.advantages, rows.versions, strict=True)
+    figures = zip(rows.weights, rows.advantages, rows.oldest, strict=True)
     for (prompt, completion), decided in zip(counts, figures, strict=True):
         stop, last = start + prompt + completion, first + completion
         own = None if context is None else context[first:last]
-        yield _Sequence(prompt, ids[start:stop], logprobs[first:last], own, *decided)
+        yield _Sequence(
+            prompt, ids[start:stop], logprobs[first:last], own, *decided, versions[first:last]
+        )
         start, first = stop, last
 
 
@@ -189,6 +207,7 @@ def _micro_batch(sequences: Sequence[_Sequence], layout: Layout) -> MicroBatch:
         "rollout_logprobs": torch.zeros(shape),
         "weights": torch.zeros(shape),
         "advantages": torch.zeros(shape),
+        "oldest": torch.zeros(shape, dtype=torch.int64),
         "versions": torch.zeros(shape, dtype=torch.int64),
     }
     if layout.pack:
@@ -207,7 +226,9 @@ def _micro_batch(sequences: Sequence[_Sequence], layout: Layout) -> MicroBatch:
             for name, value in nothing.items():
                 flat[name][first:stop][sequence.context] = value
         flat["advantages"][start:stop] = sequence.advantage
-        flat["versions"][start:stop] = sequence.version
+        flat["oldest"][start:stop] = sequence.oldest
+        flat["versions"][start:first] = sequence.versions[0]
+        flat["versions"][first:stop] = sequence.versions
         if layout.pack:
             flat["positions"][start:stop] = torch.arange(length)
         start = stop if layout.pack else start + shape[1]

@@ -82,7 +82,8 @@ MEANING: dict[str, str] = {
     LOGPROB_GAP: "mean absolute difference of trainer and engine log-probability, nats",
     LOGPROB_GAP_MAX: "largest absolute difference of a step, nats",
     ON_POLICY_GAP: (
-        "that mean over tokens that the trainer's own version made: arithmetic, not learning; nats"
+        "that mean over tokens that the trainer's own version made, on KV of its own: arithmetic,"
+        " not learning; nats"
     ),
     ON_POLICY_GAP_MAX: "largest of those, nats",
     WORK_CV: "coefficient of variation of the ranks' work in a step, after balancing",

@@ -4,12 +4,32 @@ server. Pure."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 from titan_grpo.engines.generation import Sampled
-from titan_grpo.samples import Completion
+from titan_grpo.samples import Completion, Span
 
 ABORTED = "abort"
 """``finish_reason`` of an answer that an engine cut short; its tokens are as good as any."""
+
+
+class Made(NamedTuple):
+    """The versions behind one answer: the oldest and the newest of all that its tokens depend on,
+    and which sampled which tokens."""
+
+    first: int
+    last: int
+    spans: tuple[Span, ...]
+
+
+def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Without empty ones, and neighbours of one version as one.
+
+    >>> joined(((3, 2), (3, 1), (4, 0), (5, 2)))
+    ((3, 3), (5, 2))
+    """
+    runs = groupby((span for span in spans if span[1]), key=lambda span: span[0])
+    return tuple((version, sum(tokens for _, tokens in run)) for version, run in runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +37,9 @@ class Partial:
     """Tokens sampled so far, with their log-probabilities and the versions that made them, over one
     request or several.
 
-    ``finish_reason`` is empty while more is to come; ``first`` and ``last`` mean something only
-    where there are tokens. ``sampled`` is as in samples.Completion. ``waits``: the policy's turn is
-    over, and the task's answer to it is missing.
+    ``finish_reason`` is empty while more is to come; ``first`` and ``last`` (as in ``Made``) mean
+    something only where there are tokens. ``sampled`` and ``spans`` are as in samples.Completion.
+    ``waits``: the policy's turn is over, and the task's answer to it is missing.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -29,6 +49,7 @@ class Partial:
     finish_reason: str = ""
     sampled: tuple[bool, ...] = ()
     waits: bool = False
+    spans: tuple[Span, ...] = ()
 
     def __repr__(self) -> str:
         return (
@@ -36,15 +57,17 @@ class Partial:
             f" {self.finish_reason or 'unfinished'}>"
         )
 
-    def after(self, sampled: Sampled, versions: Sequence[int], budget: int) -> "Partial":
+    def after(self, sampled: Sampled, made: Made, budget: int) -> "Partial":
         """With an engine's answer appended. ``budget``: tokens of the whole completion; a full one
         is finished by its length.
 
-        >>> part = Partial().after(Sampled((5, 6), (-1.0, -2.0), "abort"), (3,), 4)
+        >>> answer = Sampled((5, 6), (-1.0, -2.0), "abort")
+        >>> part = Partial().after(answer, Made(3, 3, ((3, 2),)), 4)
         >>> part, part.left(4)
         (<2 tokens of v3 to v3, unfinished>, 2)
-        >>> part.after(Sampled((7, 8), (-1.0, -2.0), "abort"), (4, 5), 4)
-        <4 tokens of v3 to v5, length>
+        >>> whole = part.after(answer, Made(3, 5, ((3, 1), (5, 1))), 4)
+        >>> whole, whole.spans
+        (<4 tokens of v3 to v5, length>, ((3, 3), (5, 1)))
         """
         token_ids, logprobs = self.token_ids + sampled.token_ids, self.logprobs + sampled.logprobs
         reason = sampled.finish_reason
@@ -52,9 +75,12 @@ class Partial:
             reason = "length" if len(token_ids) >= budget else ""
         flags = self.sampled + (True,) * len(sampled.token_ids) if self.sampled else ()
         if not sampled.token_ids:
-            return Partial(token_ids, logprobs, self.first, self.last, reason, flags)
-        made = (*versions, self.first, self.last) if self.token_ids else tuple(versions)
-        return Partial(token_ids, logprobs, min(made), max(made), reason, flags)
+            return replace(self, finish_reason=reason, waits=False)
+        first, last, spans = made
+        if self.token_ids:
+            first, last = min(first, self.first), max(last, self.last)
+        spans = joined((*self.token_spans, *spans))
+        return Partial(token_ids, logprobs, first, last, reason, flags, spans=spans)
 
     def waiting(self) -> "Partial":
         """With its turn over, but not the completion: the task's answer comes next."""
@@ -65,8 +91,8 @@ class Partial:
         leaves no room to go on is left out.
 
         >>> part = Partial((5,), (-1.0,), 3, 3, waits=True).answered((8, 9), 4)
-        >>> part.token_ids, part.sampled
-        ((5, 8, 9), (True, False, False))
+        >>> part.token_ids, part.sampled, part.spans
+        ((5, 8, 9), (True, False, False), ((3, 3),))
         >>> part.answered((8,), 4).finish_reason, part.answered(None, 4).finish_reason
         ('length', 'stop')
         """
@@ -78,6 +104,8 @@ class Partial:
             logprobs=self.logprobs + (0.0,) * len(context),
             sampled=(self.sampled or (True,) * len(self.token_ids)) + (False,) * len(context),
             waits=False,
+            # Context is of no version; it counts as of the one before it.
+            spans=joined((*self.token_spans, (self.token_spans[-1][0], len(context)))),
         )
 
     def stretches(self) -> tuple[tuple[bool, tuple[int, ...]], ...]:
@@ -91,6 +119,11 @@ class Partial:
         return tuple((flag, tuple(token for _, token in run)) for flag, run in pairs)
 
     @property
+    def token_spans(self) -> tuple[Span, ...]:
+        """``spans``, written out where they are empty."""
+        return self.spans or ((self.first, len(self.token_ids)),)
+
+    @property
     def answers(self) -> int:
         """How many of its turns are the task's."""
         return sum(not sampled for sampled, _ in groupby(self.sampled))
@@ -101,6 +134,7 @@ class Partial:
 
     def completion(self, server: str) -> Completion:
         """The completion, without its reward; ``server`` is the one that finished it."""
+        plain = all(version == self.first for version, _ in self.spans)
         return Completion(
             self.token_ids,
             self.logprobs,
@@ -109,6 +143,7 @@ class Partial:
             self.last,
             server,
             sampled=self.sampled,
+            spans=() if plain else self.spans,
         )
 
 

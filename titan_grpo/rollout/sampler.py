@@ -15,7 +15,7 @@ from titan_grpo.engines.server import dialect
 from titan_grpo.errors import ConfigError, PeerError, TitanGrpoError
 from titan_grpo.protocol.messages import Label
 from titan_grpo.rollout.messages import Ticket
-from titan_grpo.rollout.partial import ABORTED, Partial
+from titan_grpo.rollout.partial import ABORTED, Made, Partial, joined
 from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskRunner
@@ -136,10 +136,12 @@ class Sampler:
         def added(sampled: Sampled, last: int | None) -> Partial:
             # None: the ledger lost track of the server meanwhile, so which weights made the tokens
             # is unknown.
-            versions = None if last is None else made_by(sampled, label, first, last)
-            if versions is None:
+            made = None
+            if last is not None:
+                made = made_by(sampled, label, first, last, spec.kv_recomputed)
+            if made is None:
                 raise GroupDropped("version_unknown")
-            return self._added(part, sampled, versions)
+            return self._added(part, sampled, made)
 
         if not spec.stream_completions:
             call = speak.generate(token_ids, sampling, spec.request_timeout_s)
@@ -158,10 +160,10 @@ class Sampler:
             raise
         job.parts[sample] = added(tokens.sampled(), server.version)
 
-    def _added(self, part: Partial, sampled: Sampled, versions: tuple[int, ...]) -> Partial:
+    def _added(self, part: Partial, sampled: Sampled, made: Made) -> Partial:
         if self._spec.kv_recomputed and kv_survived(sampled):
             raise GroupDropped("kv_kept")
-        after = part.after(sampled, versions, self._budget)
+        after = part.after(sampled, made, self._budget)
         if self._runner.multi_turn and after.finish_reason == "stop":
             after = after.waiting()
         if not after.finish_reason and (
@@ -250,20 +252,35 @@ async def at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-def made_by(sampled: Sampled, label: str, first: int, last: int) -> tuple[int, ...] | None:
-    """The versions that made the tokens; ``first`` and ``last`` are the ledger's before and after.
+def made_by(
+    sampled: Sampled, label: str, first: int, last: int, kv_recomputed: bool = False
+) -> Made | None:
+    """The versions behind an answer. ``first``: the server's when the request was admitted to it;
+    ``last``: the newest that it may have served until the answer came.
 
-    The engine's own statement for each token counts more; None if it names weights that are not of
-    the run of ``label``.
+    The engine's own statement for each token says which weights sampled it, but not on which KV: a
+    request that waited over a commit meets the older version's prefix under the salt of its
+    admission, or has its prompt computed before and its tokens after. So it is as old as its
+    admission, unless commits take the KV away (``kv_recomputed``). None if the engine names weights
+    that are not of the run of ``label``.
+
+    Example: admitted at 3, all tokens named 4 -> first 3, last 4, spans ((4, n),).
     """
+    count = len(sampled.token_ids)
     if not sampled.versions:
-        return first, last
+        return Made(first, last, ((first, count),))
     ours = Label.parse(label)
-    shown = [Label.parse(text) for text, _, _ in sampled.versions]
-    known = [
-        s.version for s in shown if s is not None and ours is not None and s.run_id == ours.run_id
-    ]
-    return tuple(known) if len(known) == len(shown) else None
+    spans = []
+    for text, start, end in sampled.versions:
+        shown = Label.parse(text)
+        if shown is None or ours is None or shown.run_id != ours.run_id:
+            return None
+        spans.append((shown.version, end - start))
+    named = [version for version, _ in spans]
+    oldest = min(named) if kv_recomputed else min(first, *named)
+    if sum(tokens for _, tokens in spans) != count:  # not said of every token
+        spans = [(oldest, count)]
+    return Made(oldest, max(named), joined(spans))
 
 
 def kv_survived(sampled: Sampled) -> bool:

@@ -156,7 +156,7 @@ class Stepper:
         batch = {name: x.to(t.device) for name, x in inputs.items() if isinstance(x, torch.Tensor)}
         batch |= {
             "labels": labels,
-            "on_policy": batch["versions"] == version,
+            "on_policy": batch["oldest"] == version,
             "staleness": version - batch["versions"],
         }
         with self._packed.using(inputs.get("rows"), t.device):
