@@ -1,7 +1,12 @@
 """The local machines with every state computed once and known by a number, and the three moves in
 which they meet."""
 
+from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tests.model_check import server as srv
 from tests.model_check import steps
@@ -20,21 +25,41 @@ class Step(NamedTuple):
     unpins: bool = False
 
 
+class Rows:
+    """Steps one behind the other, as columns."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._columns = {name: array("q") for name in ("after", "fault", "unpins")}
+
+    def add(self, made: Sequence[Step]) -> tuple[int, int]:
+        """Append; (first row, count)."""
+        first = len(self.names)
+        self.names += [step.name for step in made]
+        for name, column in self._columns.items():
+            column.extend(int(getattr(step, name)) for step in made)
+        return first, len(made)
+
+    def __getitem__(self, name: str) -> NDArray[np.int64]:
+        """A copy: what is viewed can not grow."""
+        return np.array(self._columns[name], dtype=np.int64)
+
+
 class Machines:
-    """States of servers and of the trainer's side by number. ``doing`` is the move under way, for a
-    violation's trace."""
+    """States of servers and of the trainer's side by number, and their steps by row. ``doing`` is
+    the move under way, for a violation's trace."""
 
     def __init__(self, tables: Tables, versions: int) -> None:
         self.tables, self.versions, self.doing = tables, versions, "start"
         self.servers: list[srv.Server] = []
         self.trainers: list[trn.Trainer] = []
+        self.rows = Rows()
         self._server_numbers: dict[srv.Server, int] = {}
         self._trainer_numbers: dict[trn.Trainer, int] = {}
-        self._server_steps: dict[int, tuple[Step, ...]] = {}
-        self._trainer_steps: dict[int, tuple[Step, ...]] = {}
-        self._local: dict[int, bool] = {}
-        self._orphans: dict[int, tuple[int, ...]] = {}
-        self._pins: dict[tuple[int, int, int], tuple[int, int] | None] = {}
+        self._server_rows: dict[int, tuple[int, int, bool, bool]] = {}
+        self._trainer_rows: dict[int, tuple[int, int]] = {}
+        self._orphans: dict[int, tuple[int, int]] = {}
+        self._pins: dict[tuple[int, int, int], tuple[int, int]] = {}
         self._unpins: dict[tuple[int, int], int] = {}
         self._renamed: dict[tuple[int, tuple[int, ...]], int] = {}
 
@@ -56,62 +81,53 @@ class Machines:
             self.trainers.append(state)
         return number
 
-    def server_steps(self, number: int) -> tuple[Step, ...]:
-        """What one server can do by itself, faults included."""
-        known = self._server_steps.get(number)
+    def server_rows(self, number: int) -> tuple[int, int, bool, bool]:
+        """What one server can do by itself, faults included: (first row, count); whether none of it
+        touches the trainer's side; whether its lane wants an image."""
+        known = self._server_rows.get(number)
         if known is None:
-            made = []
-            for name, after, effect, fault in steps.moves(self.servers[number], self.tables):
+            state, made = self.servers[number], []
+            for name, after, effect, fault in steps.moves(state, self.tables):
                 self.doing = name
                 made.append(Step(name, self.server(after), fault, effect == "unpin"))
-            known = self._server_steps[number] = tuple(made)
+            wants = steps.wants_newer(state)
+            known = (*self.rows.add(made), not wants and not state.lane.pinned, wants)
+            self._server_rows[number] = known
         return known
 
-    def trainer_steps(self, number: int) -> tuple[Step, ...]:
-        """What the trainer's side can do by itself."""
-        known = self._trainer_steps.get(number)
+    def trainer_rows(self, number: int) -> tuple[int, int]:
+        """What the trainer's side can do by itself: (first row, count)."""
+        known = self._trainer_rows.get(number)
         if known is None:
             made = []
             for name, after, fault in trn.moves(self.trainers[number], self.versions, self.tables):
                 self.doing = name
                 made.append(Step(name, self.trainer(after), fault))
-            known = self._trainer_steps[number] = tuple(made)
+            known = self._trainer_rows[number] = self.rows.add(made)
         return known
 
-    def local(self, number: int) -> bool:
-        """Whether nothing that this server does next touches the trainer's side."""
-        local = self._local.get(number)
-        if local is None:
-            state = self.servers[number]
-            local = self._local[number] = not steps.wants_newer(state) and not state.lane.pinned
-        return local
-
-    def orphans(self, number: int) -> tuple[int, ...]:
-        """The server after the trainer was replaced."""
+    def orphans(self, number: int) -> tuple[int, int]:
+        """The server after the trainer was replaced: its last request comes late, or is lost."""
         known = self._orphans.get(number)
         if known is None:
             self.doing = "the trainer is replaced"
-            known = self._orphans[number] = tuple(
-                self.server(after) for after in steps.orphans(self.servers[number], self.tables)
-            )
+            made = [self.server(s) for s in steps.orphans(self.servers[number], self.tables)]
+            known = self._orphans[number] = made[0], made[-1]
         return known
 
-    def pin(self, trainer: int, index: int, number: int) -> tuple[int, int] | None:
-        """Both sides after lane ``index`` pinned a newer image; None if there is none, or it wants
-        none."""
+    def pin(self, trainer: int, index: int, number: int) -> tuple[int, int]:
+        """Both sides after lane ``index``, which wants an image, pinned a newer one; (-1, -1) if
+        there is none."""
         key = (trainer, index, number)
         if key not in self._pins:
-            state, found = self.servers[number], None
-            if steps.wants_newer(state):
-                self.doing = f"lane {index} pins"
-                side, version = trn.pin(
-                    self.trainers[trainer], str(index), state.entry.held, self.tables
-                )
-                if version is not None:
-                    found = (
-                        self.trainer(side),
-                        self.server(steps.pin(state, version, self.tables)),
-                    )
+            state, found = self.servers[number], (-1, -1)
+            self.doing = f"lane {index} pins"
+            side, version = trn.pin(
+                self.trainers[trainer], str(index), state.entry.held, self.tables
+            )
+            if version is not None:
+                after = steps.pin(state, version, self.tables)
+                found = self.trainer(side), self.server(after)
             self._pins[key] = found
         return self._pins[key]
 
