@@ -44,9 +44,10 @@ SLOW = (
     "tests/sync/test_transports.py",
     "tests/titan/",
     "tests/verify/test_reference.py",
+    "tests/views/test_browser.py",
 )
 """What ``scripts/test.sh --fast`` leaves out besides real servers: it searches states, imports
-torchtitan, or starts an interpreter per test."""
+torchtitan, or starts an interpreter or a browser per test."""
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name

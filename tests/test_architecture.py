@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "unix_rpc": {"errors"},
     "protocol": BASE,
     "observe": BASE,
+    "views": BASE | {"observe"},
     "layout": TABLES,
     "algorithm": TABLES,
     "engines": TABLES | {"patches"},
@@ -44,14 +45,14 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": MOVERS,
     "titan": RUNTIME,
     "verify": RUNTIME,
-    "commands": RUNTIME | {"titan", "verify"},
+    "commands": RUNTIME | {"titan", "verify", "views"},
     "train": RUNTIME | {"titan"},
     "cli": TOP,
 }
 """Room -> rooms that it may import besides itself. Rooms of one level do not see each other."""
 
 NO_TORCH = ("errors", "samples", "config", "config_grpo", "config_rollout", "runkey")
-NO_TORCH += ("subprocesses", "unix_rpc", "protocol", "observe", "engines", "rollout")
+NO_TORCH += ("subprocesses", "unix_rpc", "protocol", "observe", "views", "engines", "rollout")
 """Rooms that run without torch: the rollout process, the tools, and everything that must start
 fast."""
 

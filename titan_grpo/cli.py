@@ -15,6 +15,7 @@ COMMANDS = {
     "config": "print every configuration key with its meaning",
     "servers": "show, add and remove the servers of a running trainer",
     "rollouts": "make the rollouts of a run whose trainer is elsewhere",
+    "report": "write one HTML page about a run: words, curves, a timeline of every server",
     "export": "write a checkpointed version as HF safetensors",
 }
 """Command -> help. Each is a module of titan_grpo.commands with ``run(argv: list[str], env:

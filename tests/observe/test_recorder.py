@@ -45,6 +45,16 @@ def test_a_span_is_a_bar_in_the_trace_and_a_value_in_its_series(tmp_path) -> Non
     assert tracks[bar["tid"]] == "lane a"
 
 
+@pytest.mark.parametrize(("again", "left"), [(3, [1, 2, 3]), (1, [1])])
+def test_a_step_that_comes_again_replaces_all_from_it_on(tmp_path, again, left) -> None:
+    for steps in ((1, 2, 3, 4), (again,)):
+        recorder = Recorder(tmp_path)
+        for step in steps:
+            recorder.step(step, {names.REWARD: 0.5})
+        recorder.close()
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == left
+
+
 def test_each_step_is_one_line_of_valid_json_even_with_nan(tmp_path) -> None:
     recorder = Recorder(tmp_path)
     recorder.step(1, {names.REWARD: 0.5, names.KL: float("nan")})

@@ -52,14 +52,18 @@ def merge(parts: Iterable[Path], out: Path) -> None:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl: one line per step in rising order.
 
-    A torn line is left out. A step repeated after a resume counts once, as it went last.
+    A torn line is left out. A step that comes again (after a resume, or in a new run in the same
+    folder) takes the place of all from it on.
     """
-    by_step: dict[int, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
     for line in path.read_text().splitlines():
         with suppress(json.JSONDecodeError, KeyError, TypeError):
             row = json.loads(line)
-            by_step[int(row["step"])] = row
-    return [by_step[step] for step in sorted(by_step)]
+            step = int(row["step"])
+            while rows and rows[-1]["step"] >= step:
+                rows.pop()
+            rows.append(row)
+    return rows
 
 
 @dataclass

@@ -1,0 +1,150 @@
+"""Each rule says its sentence when its figure is past the bound, and is silent otherwise."""
+
+import pytest
+
+from titan_grpo.observe import names
+from titan_grpo.views import findings as rules
+from titan_grpo.views.findings import Facts, Step, duration, findings, percent
+from titan_grpo.views.timeline import ServerFigures
+
+
+def server(port: int = 1, **figures) -> ServerFigures:
+    usual = {
+        "commits": 10,
+        "last_version": 9,
+        "connects": 1,
+        "connect_s": 1.0,
+        "send_median_s": 0.4,
+        "send_s": 4.0,
+        "drain_s": 0.0,
+        "pause_median_s": 0.1,
+        "pause_s": 1.0,
+        "served_s": 100.0,
+        "lag": 0.5,
+        "faults": 0,
+        "left": False,
+    }
+    return ServerFigures(f"http://host:{port}", **(usual | figures))
+
+
+def facts(**given) -> Facts:
+    usual = {
+        "steps": 10,
+        "step_s": 100.0,
+        "waited_s": 5.0,
+        "blocked_s": 0.1,
+        "trained_s": 94.9,
+        "median_step_s": 10.0,
+        "longest": Step(4, 12.0, 1.0, 0.01),
+        "servers": (server(1), server(2)),
+    }
+    return Facts(**(usual | given))
+
+
+def steps(reward_first: float, reward_last: float) -> dict:
+    return {
+        "first": {names.REWARD: reward_first, names.REWARD_STD: 0.2},
+        "last": {names.REWARD: reward_last},
+    }
+
+
+FIRING = {
+    "waiting_for_rollouts": (
+        facts(waited_s=68.0),
+        "bad",
+        "the trainer waited 68 s of 1 min 40 s for rollouts (68 %)",
+    ),
+    "blocked_by_sync": (facts(blocked_s=5.0), "bad", "held the trainer up for 5 s (5 %)"),
+    "slow_step": (
+        facts(longest=Step(412, 90.0, 80.0, 1.0)),
+        "note",
+        "step 412 took 90 s, the median is 10 s: 80 s of it were waiting for rollouts",
+    ),
+    "slow_transfers": (
+        facts(servers=(server(1), server(2, send_median_s=1.2, lag=2.0))),
+        "bad",
+        "host:2's transfers take 3 times as long as the others' (1.2 s against 400 ms):"
+        " it is 2.0 versions behind on average",
+    ),
+    "far_behind": (
+        facts(servers=(server(1), server(2, lag=3.0))),
+        "note",
+        "host:2 was 3.0 versions behind",
+    ),
+    "often_paused": (
+        facts(servers=(server(1, pause_s=20.0),)),
+        "bad",
+        "host:1 stood still for 20 s of 1 min 40 s (20 %) to load 10 versions, 100 ms each",
+    ),
+    "drains": (facts(servers=(server(1, drain_s=3.0),)), "note", "commits waited 3 s for requests"),
+    "never_served": (facts(servers=(server(1, commits=0),)), "bad", "host:1 never held a version"),
+    "faults": (
+        facts(servers=(server(1, faults=4, connects=3),)),
+        "bad",
+        "host:1 had 4 faults, and its lane connected 3 times",
+    ),
+    "wrong_bytes": (facts(digest_mismatches=2), "bad", "2 received blocks had a wrong digest"),
+    "skipped_versions": (facts(skipped_versions=7), "note", "7 versions were not published"),
+    "dropped_groups": (facts(dropped={"stale": 6, "x": 0}), "note", "not trained on: 6 stale"),
+    "reward_trend": (facts(**steps(0.8, 0.3)), "bad", "the reward fell: 0.8 in the first fifth"),
+    "engine_differs": (
+        facts(last={names.ON_POLICY_GAP: 0.3}),
+        "bad",
+        "differ by 0.3 nats per token on the same weights",
+    ),
+    "much_is_cut": (
+        facts(last={names.CLIP_FRACTION: 0.5}),
+        "bad",
+        "clipping took the gradient of 50 % of the tokens",
+    ),
+    "errors": (facts(errors=("a", "b")), "bad", "2 errors did not stop the run; first: a"),
+}
+"""Rule -> facts past its bound, the level, what the sentence has."""
+
+
+def test_every_rule_is_tested() -> None:
+    assert {rule.__name__ for rule in rules.RULES} == set(FIRING)
+
+
+@pytest.mark.parametrize("name", FIRING)
+def test_a_rule_says_what_is_past_its_bound(name) -> None:
+    given, level, text = FIRING[name]
+    (found,) = getattr(rules, name)(given)
+    assert found.level == level
+    assert text in found.text
+
+
+@pytest.mark.parametrize("name", FIRING)
+def test_a_rule_has_no_complaint_about_a_sound_run(name) -> None:
+    assert [f for f in getattr(rules, name)(facts()) if f.level != "good"] == []
+
+
+@pytest.mark.parametrize("name", FIRING)
+def test_a_rule_is_silent_about_a_run_without_a_step(name) -> None:
+    assert list(getattr(rules, name)(Facts())) == []
+
+
+def test_a_slow_server_is_named_once() -> None:
+    found = findings(facts(servers=(server(1), server(2, send_median_s=1.2, lag=3.0))))
+    assert sum("host:2" in f.text for f in found) == 1
+
+
+@pytest.mark.parametrize(("last", "level"), [(0.5, "good"), (0.31, "note"), (0.1, "bad")])
+def test_a_reward_rises_falls_or_stays_against_its_spread(last, level) -> None:
+    assert [f.level for f in rules.reward_trend(facts(**steps(0.3, last)))] == [level]
+
+
+def test_what_is_bad_comes_first() -> None:
+    levels = [f.level for f in findings(facts(digest_mismatches=1, skipped_versions=1))]
+    assert levels == ["bad", "note", "good", "good"]
+
+
+def test_durations_and_shares_read_well() -> None:
+    assert [duration(s) for s in (0.0123, 1.5, 99.96, 125, 7260)] == [
+        "12.3 ms",
+        "1.5 s",
+        "1 min 40 s",
+        "2 min 5 s",
+        "2 h 1 min",
+    ]
+    assert [percent(x) for x in (0.1234, 0.0012, 1.0, 0.0)] == ["12 %", "0.12 %", "100 %", "0 %"]

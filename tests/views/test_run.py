@@ -1,0 +1,120 @@
+"""Reading a run's folder: whole, torn, still going, resumed, or used by an older run before."""
+
+import numpy as np
+import pytest
+
+from tests.views.runs import Clock, Made, make_run, url_of
+from titan_grpo.errors import ConfigError
+from titan_grpo.observe import names
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.views.run import TRAINER, read_run, read_trace
+from titan_grpo.views.timeline import figures, held, published, timeline
+
+
+def test_a_run_is_read_as_it_was_recorded(tmp_path) -> None:
+    make_run(tmp_path, Made(steps=5, servers=2))
+    run = read_run(tmp_path)
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5]
+    assert run.summary is not None
+    assert run.summary.sync_count == 12
+    assert run.trace.servers == [url_of(0), url_of(1)]
+    train, sent = run.trace.of(TRAINER, "train"), run.trace.of(url_of(1), names.SEND_S)
+    assert train.number.tolist() == [1, 2, 3, 4, 5]
+    assert sent.number.tolist() == [0, 1, 2, 3, 4, 5]
+    assert np.isclose(sent.median_s, 1 / 3, atol=1e-6)
+    assert np.isclose(train.total_s, sum(row[names.TRAIN_S] for row in run.rows), atol=1e-5)
+    assert run.trace.of(url_of(0), "no such span").total_s == 0.0
+
+
+def test_a_folder_without_a_run_is_a_mistake_of_the_caller(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"neither metrics\.jsonl nor trace\.json"):
+        read_run(tmp_path)
+
+
+def test_a_run_that_goes_on_has_no_summary_and_reads_up_to_its_last_whole_line(tmp_path) -> None:
+    make_run(tmp_path, Made(steps=5, finished=False))
+    trace = tmp_path / "trace.json"
+    whole = read_trace(trace)
+    cut = trace.read_bytes().rstrip(b"]\n")
+    trace.write_bytes(cut[: cut.rindex(b'"dur"') + 3])
+    run = read_run(tmp_path)
+    assert run.summary is None
+    spans = [(key, spans.start.size) for key, spans in whole.spans.items()]
+    read = [(key, spans.start.size) for key, spans in run.trace.spans.items()]
+    assert sum(n for _, n in spans) - sum(n for _, n in read) == 1
+
+
+def test_the_summary_of_an_earlier_run_is_not_that_of_one_that_goes_on(tmp_path) -> None:
+    make_run(tmp_path, Made(steps=3))
+    make_run(tmp_path, Made(steps=2, first_step=4, finished=False), Clock(2000.0))
+    assert read_run(tmp_path).summary is None
+
+
+def test_blocks_of_any_size_read_the_same(tmp_path) -> None:
+    make_run(tmp_path, Made(steps=5))
+    whole = read_trace(tmp_path / "trace.json")
+    for size in (7, 100, 1000):
+        parts = read_trace(tmp_path / "trace.json", size)
+        assert parts.spans.keys() == whole.spans.keys()
+        assert all((parts.spans[k].start == s.start).all() for k, s in whole.spans.items())
+
+
+def test_a_resumed_run_goes_on_where_it_stopped_also_on_a_clock_that_starts_anew(tmp_path) -> None:
+    make_run(tmp_path, Made(steps=5, finished=False), Clock(9000.0))
+    before = read_trace(tmp_path / "trace.json").seconds
+    make_run(tmp_path, Made(steps=3, first_step=6), Clock(10.0))
+    trace = read_run(tmp_path).trace
+    train = trace.of(TRAINER, "train")
+    assert train.number.tolist() == list(range(1, 9))
+    assert (np.diff(train.start) > 0).all()
+    assert train.start[5] >= before
+    assert trace.seconds < 2 * before
+
+
+def test_an_older_run_in_the_same_folder_is_left_out(tmp_path) -> None:
+    make_run(tmp_path, Made(steps=7), Clock(100.0))
+    make_run(tmp_path, Made(steps=3), Clock(500.0))
+    trace = read_run(tmp_path).trace
+    assert trace.of(TRAINER, "train").number.tolist() == [1, 2, 3]
+    assert trace.of(url_of(0), names.COMMIT_S).number.tolist() == [0, 1, 2, 3]
+    assert [row["step"] for row in read_run(tmp_path).rows] == [1, 2, 3]
+
+
+def test_a_server_holds_a_version_until_the_next_commit_or_until_it_leaves(tmp_path) -> None:
+    clock = Clock(0.0)
+    recorder = Recorder(tmp_path, clock=clock)
+    for version, at in ((0, 1.0), (1, 3.0), (2, 5.0)):
+        recorder.record_span(names.DIGEST_S, at - 1, at - 0.9, "sealer", version=version)
+        if version < 2:
+            recorder.record_span(names.COMMIT_S, at, at + 0.5, url_of(0), version=version)
+    clock.now = 7.0
+    recorder.left(url_of(0), 2)
+    clock.now = 9.0
+    recorder.instant("error", message="late")
+    recorder.close()
+    trace = read_trace(tmp_path / "trace.json")
+    assert held(trace, url_of(0))[1].tolist() == [0, 1, -1]
+    assert published(trace)[1].tolist() == [0, 1, 2]
+    server = figures(trace, url_of(0))
+    # from 1.5 s to 7 s: one behind from 2 to 3.5 s, and from 4 to 7 s
+    assert server.left
+    assert np.isclose(server.served_s, 5.5)
+    assert np.isclose(server.lag, 4.5 / 5.5)
+    row = timeline(trace).rows[1]
+    assert row.version.max() == 1
+    assert row.version[-1] == -1
+
+
+def test_an_error_that_names_a_server_is_marked_on_its_row(tmp_path) -> None:
+    make_run(tmp_path, Made(steps=20, servers=3, faulty_server=1))
+    found = timeline(read_run(tmp_path).trace)
+    assert [found.rows[row].track for row, _ in found.marks] == [url_of(1)] * 2
+    assert figures(read_run(tmp_path).trace, url_of(1)).faults == 2
+
+
+def test_a_long_run_is_shown_span_by_span_only_at_its_end(tmp_path) -> None:
+    make_run(tmp_path, Made(steps=20))
+    found = timeline(read_run(tmp_path).trace, 50)
+    assert 0 < found.exact_from_s < found.seconds
+    assert len(found.exact) == 50
+    assert min(start for _, _, start, _, _ in found.exact) == found.exact_from_s

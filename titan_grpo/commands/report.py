@@ -1,0 +1,40 @@
+"""``titan-grpo report RUN``: one self-contained HTML page about a run."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from titan_grpo.errors import ConfigError
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of the command."""
+    out = argparse.ArgumentParser(
+        prog="titan-grpo report",
+        description="Write one HTML page about a run, finished or not: what to know in words,"
+        " curves, a timeline of every server. It needs no network and no other file.",
+    )
+    out.add_argument("run", type=Path, metavar="RUN", help="folder of the run (job.dump_folder)")
+    out.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in that folder")
+    return out
+
+
+def run(argv: list[str], env: Mapping[str, str]) -> int:
+    """Write the page; 0 on success. A folder without a run is a ConfigError. ``env`` is not
+    used."""
+    args = parser().parse_args(argv)
+    # Imported here: --help is answered before numpy is loaded.
+    from titan_grpo.views import page
+    from titan_grpo.views.run import read_run
+
+    out: Path = args.out or args.run / "report.html"
+    text = page.render(read_run(args.run))
+    draft = out.with_name(out.name + ".partial")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, out)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from error
+    print(f"{out}: {len(text.encode()) / 1e6:.1f} MB; open it in a browser")
+    return 0

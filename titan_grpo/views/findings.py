@@ -1,0 +1,327 @@
+"""What a person should know about a run, in words: a table of rules over its figures. Pure."""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from titan_grpo.observe import names
+from titan_grpo.views.timeline import ServerFigures
+
+SLOW_TRANSFER = 2.0
+"""A server's median transfer over that of the others from which it is named."""
+FAR_BEHIND = 1.5
+"""Mean versions behind the newest from which a server is named."""
+OFTEN_PAUSED = 0.05
+"""Share of its time in which a server's generation stands still for commits."""
+LONG_WAIT = 0.3
+"""Share of the steps' time that the trainer waits for rollouts."""
+BLOCKED = 0.02
+"""Share of the steps' time that weight sync costs the trainer."""
+SLOW_STEP = 5.0
+"""Longest step over the median one."""
+ON_POLICY_GAP = 0.05
+"""Nats between trainer and engine on tokens of the same weights, a mean."""
+CUT_TOKENS = 0.2
+"""Share of tokens that clipping or the off-policy correction changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The times of one step, seconds."""
+
+    number: int
+    step_s: float
+    waited_s: float
+    blocked_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The figures that the rules read. Without the first step of a process, which compiles and
+    connects."""
+
+    steps: int = 0
+    step_s: float = 0.0
+    """Sum over the steps; so are the next three."""
+    waited_s: float = 0.0
+    blocked_s: float = 0.0
+    trained_s: float = 0.0
+    median_step_s: float = 0.0
+    longest: Step | None = None
+    first: Mapping[str, float] = field(default_factory=dict)
+    """Metric -> mean over the first fifth of the steps; ``last``: over the last fifth."""
+    last: Mapping[str, float] = field(default_factory=dict)
+    servers: tuple[ServerFigures, ...] = ()
+    skipped_versions: int = 0
+    digest_mismatches: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Groups by reason."""
+    errors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence or two. ``level``: "bad" asks for something, "note" explains, "good" is as it
+    should be."""
+
+    level: str
+    text: str
+
+
+Rule = Callable[[Facts], Iterator[Finding]]
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """Apply every rule; what is bad comes first."""
+    found = [finding for rule in RULES for finding in rule(facts)]
+    return sorted(found, key=lambda finding: ("bad", "note", "good").index(finding.level))
+
+
+def short(url: str) -> str:
+    """``http://host:8000/`` -> ``host:8000``."""
+    return url.split("://")[-1].rstrip("/")
+
+
+def duration(seconds: float) -> str:
+    """Format a duration for a sentence.
+
+    Example: 0.0123 -> "12 ms", 1.5 -> "1.5 s", 125 -> "2 min 5 s", 7260 -> "2 h 1 min".
+    """
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 99.95:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def percent(share: float) -> str:
+    """Example: 0.1234 -> "12 %", 0.0012 -> "0.12 %"."""
+    return f"{share * 100:.2g} %" if share < 0.995 else f"{share * 100:.0f} %"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.0f}" if factor >= 10 else f"{factor:.2g}"
+
+
+def waiting_for_rollouts(f: Facts) -> Iterator[Finding]:
+    """The trainer waits for the servers' completions."""
+    if not f.step_s:
+        return
+    share = f.waited_s / f.step_s
+    text = f"the trainer waited {duration(f.waited_s)} of {duration(f.step_s)} for rollouts"
+    if share >= LONG_WAIT:
+        more = "generation is the bottleneck: add servers, or allow more staleness"
+        yield Finding("bad", f"{text} ({percent(share)}): {more}")
+    else:
+        yield Finding("good", f"{text} ({percent(share)})")
+
+
+def blocked_by_sync(f: Facts) -> Iterator[Finding]:
+    """The trainer's main thread loses time to weight sync."""
+    if not f.step_s:
+        return
+    share = f.blocked_s / f.step_s
+    text = f"weight sync held the trainer up for {duration(f.blocked_s)} ({percent(share)})"
+    if share >= BLOCKED:
+        yield Finding(
+            "bad",
+            f"{text}: with grpo.async_weight_update = true it costs the copy of a rank's own shard"
+            " only",
+        )
+    else:
+        yield Finding("good", text)
+
+
+def slow_step(f: Facts) -> Iterator[Finding]:
+    """One step takes far longer than the others."""
+    s = f.longest
+    if s is None or f.steps < 5 or s.step_s < SLOW_STEP * f.median_step_s:
+        return
+    parts = {
+        "waiting for rollouts": s.waited_s,
+        "held up by weight sync": s.blocked_s,
+        "training": s.step_s - s.waited_s - s.blocked_s,
+    }
+    part = max(parts, key=lambda name: parts[name])
+    yield Finding(
+        "note",
+        f"step {s.number} took {duration(s.step_s)}, the median is {duration(f.median_step_s)}:"
+        f" {duration(parts[part])} of it were {part}",
+    )
+
+
+def _usual_transfer(f: Facts, server: ServerFigures) -> float:
+    """Median over the other servers of their median transfers; 0 without one."""
+    others = [s.send_median_s for s in f.servers if s is not server and s.send_median_s > 0]
+    return statistics.median(others) if others else 0.0
+
+
+def _slow(f: Facts, server: ServerFigures) -> bool:
+    usual = _usual_transfer(f, server)
+    return usual > 0 and server.send_median_s >= SLOW_TRANSFER * usual
+
+
+def slow_transfers(f: Facts) -> Iterator[Finding]:
+    """A server's transfers take longer than the others'."""
+    for server in f.servers:
+        if _slow(f, server):
+            usual, own = _usual_transfer(f, server), server.send_median_s
+            yield Finding(
+                "bad",
+                f"{short(server.url)}'s transfers take {_times(own / usual)} times as long as the"
+                f" others' ({duration(own)} against {duration(usual)}): it is"
+                f" {server.lag:.1f} versions behind on average",
+            )
+
+
+def far_behind(f: Facts) -> Iterator[Finding]:
+    """A server holds old versions, though its transfers are as fast as the others'."""
+    for server in f.servers:
+        if server.commits and server.lag >= FAR_BEHIND and not _slow(f, server):
+            yield Finding(
+                "note",
+                f"{short(server.url)} was {server.lag:.1f} versions behind the newest on average;"
+                f" a transfer takes {duration(server.send_median_s)}, a step"
+                f" {duration(f.median_step_s)}",
+            )
+
+
+def often_paused(f: Facts) -> Iterator[Finding]:
+    """A server's generation stands still for commits for a good part of the run."""
+    for server in f.servers:
+        share = server.pause_s / server.served_s if server.served_s else 0.0
+        if share >= OFTEN_PAUSED:
+            yield Finding(
+                "bad",
+                f"{short(server.url)} stood still for {duration(server.pause_s)} of"
+                f" {duration(server.served_s)} ({percent(share)}) to load {server.commits}"
+                f" versions, {duration(server.pause_median_s)} each",
+            )
+
+
+def drains(f: Facts) -> Iterator[Finding]:
+    """Servers finish their requests before each commit."""
+    total, commits = sum(s.drain_s for s in f.servers), sum(s.commits for s in f.servers)
+    if total:
+        yield Finding(
+            "note",
+            f"commits waited {duration(total)} for requests to finish ({commits} commits):"
+            " rollout.in_flight_weight_updates = true lets them run over a commit",
+        )
+
+
+def never_served(f: Facts) -> Iterator[Finding]:
+    """A server never held a version."""
+    for server in f.servers:
+        if not server.commits:
+            yield Finding(
+                "bad",
+                f"{short(server.url)} never held a version, so it generated nothing:"
+                " titan-grpo doctor says what is wrong with it",
+            )
+
+
+def faults(f: Facts) -> Iterator[Finding]:
+    """Transfers, commits or connections failed."""
+    for server in f.servers:
+        if server.faults:
+            again = f", and its lane connected {server.connects} times" * (server.connects > 1)
+            yield Finding("bad", f"{short(server.url)} had {server.faults} faults{again}")
+
+
+def wrong_bytes(f: Facts) -> Iterator[Finding]:
+    """Digests differed. The version was not served."""
+    if f.digest_mismatches:
+        yield Finding(
+            "bad",
+            f"{f.digest_mismatches} received blocks had a wrong digest; none was served. Memory or"
+            " network of a host is faulty",
+        )
+
+
+def skipped_versions(f: Facts) -> Iterator[Finding]:
+    """Versions were not published."""
+    if f.skipped_versions:
+        yield Finding(
+            "note",
+            f"{f.skipped_versions} versions were not published since every image was still being"
+            " sent: weight_sync.slots, or faster transfers, change it",
+        )
+
+
+def dropped_groups(f: Facts) -> Iterator[Finding]:
+    """Groups that were generated and not trained on."""
+    if f.dropped:
+        parts = ", ".join(f"{count} {reason}" for reason, count in f.dropped.items() if count)
+        yield Finding("note", f"groups or completions that were not trained on: {parts}")
+
+
+def reward_trend(f: Facts) -> Iterator[Finding]:
+    """Whether the reward rose, against its spread."""
+    first, last = f.first.get(names.REWARD), f.last.get(names.REWARD)
+    if first is None or last is None or f.steps < 5:
+        return
+    spread = f.first.get(names.REWARD_STD, 0.0)
+    text = f"{first:.3g} in the first fifth of the steps, {last:.3g} in the last"
+    if last - first > 0.1 * spread:
+        yield Finding("good", f"the reward rose: {text}")
+    elif first - last > 0.1 * spread:
+        yield Finding("bad", f"the reward fell: {text}")
+    else:
+        yield Finding("note", f"the reward stayed: {text}")
+
+
+def engine_differs(f: Facts) -> Iterator[Finding]:
+    """Trainer and engine compute other log-probabilities from the same weights."""
+    gap = f.last.get(names.ON_POLICY_GAP, f.first.get(names.ON_POLICY_GAP, 0.0))
+    if gap >= ON_POLICY_GAP:
+        yield Finding(
+            "bad",
+            f"trainer and engine differ by {gap:.2g} nats per token on the same weights: other"
+            " types, kernels or sampling parameters (titan-grpo verify compares them)",
+        )
+
+
+def much_is_cut(f: Facts) -> Iterator[Finding]:
+    """Clipping or the correction changes many tokens."""
+    for name, what in (
+        (names.CLIP_FRACTION, "clipping took the gradient of"),
+        (names.IMPORTANCE_CUT, "the off-policy correction was cut at"),
+        (names.VETOED, "the veto took out"),
+    ):
+        if (share := f.last.get(name, 0.0)) >= CUT_TOKENS:
+            yield Finding(
+                "bad",
+                f"{what} {percent(share)} of the tokens in the last fifth of the steps: data are"
+                " older, or steps larger, than the loss allows for",
+            )
+
+
+def errors(f: Facts) -> Iterator[Finding]:
+    """Errors that did not stop the run."""
+    if f.errors:
+        yield Finding("bad", f"{len(f.errors)} errors did not stop the run; first: {f.errors[0]}")
+
+
+RULES: tuple[Rule, ...] = (
+    errors,
+    never_served,
+    slow_transfers,
+    faults,
+    wrong_bytes,
+    waiting_for_rollouts,
+    blocked_by_sync,
+    often_paused,
+    engine_differs,
+    much_is_cut,
+    reward_trend,
+    slow_step,
+    far_behind,
+    drains,
+    skipped_versions,
+    dropped_groups,
+)
+"""Each looks at the facts and says nothing, one thing, or one thing per server."""

@@ -1,0 +1,204 @@
+"""One self-contained HTML page about a run: its data as JSON in the template page.html."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_grpo.observe import names
+from titan_grpo.views import timeline
+from titan_grpo.views.bands import band, edges, rounded
+from titan_grpo.views.facts import facts_of
+from titan_grpo.views.findings import Facts, duration, findings, percent, short
+from titan_grpo.views.run import Run
+
+TEMPLATE = Path(__file__).with_name("page.html")
+MARK = "{{data}}"
+"""Where the template has its data."""
+
+BUCKETS = 400
+"""Points of a curve; a longer run is down-sampled to bands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Curves over steps in one frame."""
+
+    title: str
+    unit: str
+    curves: tuple[tuple[str, str], ...]
+    """(metric, what the legend calls it)."""
+    spread: str = ""
+    """Metric that is drawn around the first curve, above and below."""
+    stacked: bool = False
+    """Curves are parts of a whole, drawn on top of each other."""
+
+
+CHARTS = (
+    Chart("Reward", "", ((names.REWARD, "mean"),), spread=names.REWARD_STD),
+    Chart(
+        "Time per step",
+        "s",
+        (
+            (names.TRAIN_S, "training"),
+            (names.ROLLOUT_WAIT_S, "waiting for rollouts"),
+            (names.BLOCKED_S, "blocked by weight sync"),
+        ),
+        stacked=True,
+    ),
+    Chart("Staleness", "versions", ((names.STALENESS, "mean"), (names.STALENESS_MAX, "largest"))),
+    Chart(
+        "Log-probability gap",
+        "nats",
+        ((names.LOGPROB_GAP, "all tokens"), (names.ON_POLICY_GAP, "trainer's own version")),
+    ),
+    Chart("Completion length", "tokens", ((names.COMPLETION_TOKENS, "mean"),)),
+    Chart(
+        "Clipped and corrected tokens",
+        "share",
+        (
+            (names.CLIP_FRACTION, "clipped"),
+            (names.IMPORTANCE_CUT, "correction cut"),
+            (names.VETOED, "vetoed"),
+        ),
+    ),
+)
+"""The charts that every page begins with. Every other metric of metrics.jsonl has one of its own
+below them."""
+
+
+def render(run: Run) -> str:
+    """Make the page. A browser needs nothing else to show it: no network, no other file."""
+    data = json.dumps(page_data(run), separators=(",", ":"), allow_nan=False)
+    # "</script>" or "<!--" in a text would end the element that holds the data
+    return TEMPLATE.read_text(encoding="utf-8").replace(MARK, data.replace("<", "\\u003c"))
+
+
+def page_data(run: Run) -> dict[str, Any]:
+    """Compute what the page shows, as plain JSON."""
+    facts = facts_of(run)
+    bounds = edges(len(run.rows), BUCKETS)
+    shown = {name for chart in CHARTS for name, _ in chart.curves} | {names.REWARD_STD}
+    others = sorted({n for row in run.rows for n in row} - shown - {"step", "time_s"})
+    first = [_chart(run, bounds, chart) for chart in CHARTS]
+    own = [_chart(run, bounds, Chart(name, "", ((name, name),))) for name in others]
+    steps = np.array([row["step"] for row in run.rows], dtype=np.float64)
+    return {
+        "run": run.name,
+        "finished": run.summary is not None,
+        "tiles": list(_tiles(run, facts)),
+        "findings": [[finding.level, finding.text] for finding in findings(facts)],
+        "waits": list(_waits(facts)),
+        "steps": rounded(band(steps, bounds).low, 9),
+        "charts": [chart for chart in first if chart["curves"]],
+        "others": [chart for chart in own if chart["curves"]],
+        "timeline": _timeline(run),
+    }
+
+
+def _column(run: Run, name: str) -> npt.NDArray[np.float64]:
+    values = [row.get(name) for row in run.rows]
+    return np.array([np.nan if v is None else v for v in values], dtype=np.float64)
+
+
+def _chart(run: Run, bounds: npt.NDArray[np.int64], chart: Chart) -> dict[str, Any]:
+    """A chart's data, without the curves that the run has no value of."""
+    curves = []
+    spread = _column(run, chart.spread) if chart.spread else None
+    for number, (name, label) in enumerate(chart.curves):
+        values = _column(run, name)
+        if not np.isfinite(values).any():
+            continue
+        found = band(values, bounds)
+        curve: dict[str, Any] = {"label": label, "mean": rounded(found.mean)}
+        if len(run.rows) >= bounds.size:
+            curve |= {"low": rounded(found.low), "high": rounded(found.high)}
+        if spread is not None and number == 0:
+            around = band(spread, bounds).mean
+            curve["spread"] = rounded(np.nan_to_num(around))
+        curves.append(curve | {"meaning": names.MEANING.get(name, "")})
+    return {
+        "title": chart.title,
+        "unit": chart.unit,
+        "stacked": chart.stacked,
+        "curves": curves,
+    }
+
+
+def _tiles(run: Run, facts: Facts) -> Iterator[list[str]]:
+    """The figures at the top: [what, figure]."""
+    yield ["steps", str(run.rows[-1]["step"] if run.rows else 0)]
+    yield ["time", duration(run.trace.seconds)]
+    if facts.median_step_s:
+        yield ["median step", duration(facts.median_step_s)]
+    first, last = facts.first.get(names.REWARD), facts.last.get(names.REWARD)
+    if first is not None and last is not None:
+        yield ["reward", f"{first:.3g} → {last:.3g}"]
+    yield ["servers", str(len(facts.servers))]
+    yield ["commits", str(sum(server.commits for server in facts.servers))]
+    if facts.step_s:
+        yield ["waiting for rollouts", percent(facts.waited_s / facts.step_s)]
+        yield ["blocked by weight sync", percent(facts.blocked_s / facts.step_s)]
+
+
+def _waits(facts: Facts) -> Iterator[list[Any]]:
+    """Who waited for whom: [who, for whom, seconds, share of its time]."""
+    if facts.step_s:
+        yield ["trainer", "rollouts", *_share(facts.waited_s, facts.step_s)]
+        yield ["trainer", "weight sync", *_share(facts.blocked_s, facts.step_s)]
+    for server in facts.servers:
+        url = short(server.url)
+        yield [url, "loading a version (generation stands still)"] + _share(
+            server.pause_s, server.served_s
+        )
+        if server.drain_s:
+            yield [f"commits of {url}", "its requests to finish"] + _share(
+                server.drain_s, server.served_s
+            )
+        yield [f"versions for {url}", "their transfer (generation goes on)"] + _share(
+            server.send_s, server.served_s
+        )
+
+
+def _share(seconds: float, of: float) -> list[float]:
+    return [float(f"{seconds:.4g}"), float(f"{seconds / of if of else 0.0:.4g}")]
+
+
+def _timeline(run: Run) -> dict[str, Any]:
+    """The timeline in short numbers: shares of bins in hundredths, times in milliseconds."""
+    found = timeline.timeline(run.trace)
+    states = [*timeline.TRAINER_STATES, *timeline.SERVER_STATES]
+    newest = found.rows[0].version
+    rows = []
+    for number, row in enumerate(found.rows):
+        shares = {
+            s: np.rint(x * 100).astype(int).tolist() for s, x in row.shares.items() if x.any()
+        }
+        if number == 0:
+            rows.append({"name": "trainer", "shares": shares, "version": row.version.tolist()})
+        else:
+            # short numbers: versions behind the newest; -1: it holds none
+            behind = np.where(row.version < 0, -1, np.maximum(newest - row.version, 0))
+            rows.append({"name": short(row.track), "shares": shares, "behind": behind.tolist()})
+    return {
+        "seconds": round(found.seconds, 3),
+        "states": states,
+        "rows": rows,
+        "exactFrom": round(found.exact_from_s, 3),
+        "exact": [
+            [row, states.index(state), round(start * 1e3), max(1, round((stop - start) * 1e3)), of]
+            for row, state, start, stop, of in found.exact
+        ],
+        "marks": [
+            [row, round(mark.time_s * 1e3), mark.name, (mark.text or _version(mark.version))[:300]]
+            for row, mark in found.marks
+        ],
+    }
+
+
+def _version(version: int) -> str:
+    return f"version {version}" if version >= 0 else ""
