@@ -46,7 +46,8 @@ class WeightSync:
     kv_after_update: Literal["keep", "recompute"] = "keep"
     """KV of requests that run over a commit. keep: they go on with it, so that later tokens are of
     both weights. recompute: the engine throws it away, and each of them is computed anew up to
-    where it was, with the new weights."""
+    where it was, with the new weights. With a rollout.source outside it is always recompute:
+    requests that are not ours would meet the prefixes of older weights."""
 
     digest: Literal["xxh3", "blake3"] = "xxh3"
     """Hash of the blocks: xxh3 is the fastest, blake3 is cryptographic. With a run key it is always

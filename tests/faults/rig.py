@@ -101,7 +101,13 @@ class Ears:
     sent: Callable[[str, float], None]
 
     def set_server(
-        self, url: str, version: int | None, accepting: bool, label: str, engine: str
+        self,
+        url: str,
+        version: int | None,
+        accepting: bool,
+        label: str,
+        engine: str,
+        committing: int | None = None,
     ) -> None:
         """See server_set.Observer."""
         self.on_server(url, version, accepting, label)

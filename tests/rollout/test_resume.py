@@ -91,6 +91,24 @@ def test_what_is_finished_when_a_server_fails_is_kept_and_not_asked_for_again(
     assert {body["max_tokens"] for body in server.bodies} == {3}
 
 
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_completion_that_ends_while_a_commit_runs_may_be_of_the_version_that_comes(
+    completion_server, model_dir, begins
+) -> None:
+    server, sampler = completion_server(), sampler_of("digits", model_dir, 1, 2)
+    committing = 4 if begins else None
+    state = Server(server.url, 3, not begins, "r:3:f", "vllm", committing)
+
+    def commit(body: dict) -> tuple[int, object]:
+        state.accepting, state.committing = False, 4
+        return server.answer([7, 7], [-1.0, -1.0])
+
+    server.behaviour = commit
+    [completion] = sample(sampler, [Partial()], state).completions
+    assert (completion.version_first, completion.version_last) == (3, 4)
+    assert completion.token_spans == ((3, 2),)
+
+
 def test_the_lowest_prompts_or_the_freshest_weights_are_consumed_first() -> None:
     def done(index: int, version: int) -> GroupDone:
         completion = Completion((1,), (-1.0,), "stop", version, version, "")

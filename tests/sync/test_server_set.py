@@ -43,6 +43,7 @@ class Site:
 
     def __init__(self, folder: Path, urls: tuple[str, ...], leave_s: float) -> None:
         self.seen: list[tuple[str, int | None, bool, str]] = []
+        self.committing: list[int | None] = []
         self.opened: list[Lane] = []
         self.ending = threading.Event()
         self.ending.set()
@@ -61,9 +62,16 @@ class Site:
         return self.opened[-1]
 
     def set_server(
-        self, url: str, version: int | None, accepting: bool, label: str, engine: str
+        self,
+        url: str,
+        version: int | None,
+        accepting: bool,
+        label: str,
+        engine: str,
+        committing: int | None = None,
     ) -> None:
         self.seen.append((url, version, accepting, label))
+        self.committing.append(committing)
 
     def remove_server(self, url: str) -> None:
         self.seen.append((url, None, False, "left"))
@@ -104,6 +112,7 @@ def test_the_observer_sees_each_change_and_a_stop_during_a_commit_only(site: Mak
         ("a", 1, False, "run:1:f"),
         ("a", 2, True, "run:2:f"),
     ]
+    assert s.committing == [None, 2, None], "a server may serve it before the ledger knows"
 
 
 def test_a_wait_for_one_server_ends_with_the_first_that_holds_the_version(site: Make) -> None:

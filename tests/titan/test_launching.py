@@ -2,10 +2,11 @@
 configured one."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
-from titan_grpo.config import Rollout
+from titan_grpo.config import Rollout, WeightSync
 from titan_grpo.runkey import Key
-from titan_grpo.titan.startup import Launcher
+from titan_grpo.titan.startup import Launcher, sync_settings
 
 
 def launcher(servers: list[str], run_key: Key | None) -> Launcher:
@@ -55,4 +56,18 @@ def test_of_each_engine_as_many_are_started_with_what_is_its_own():
         "sglang1.log",
         "vllm0.log",
         "vllm1.log",
+    ]
+
+
+def test_groups_from_outside_have_commits_take_the_kv_away():
+    def kept(source: str) -> str:
+        rollout = Rollout(source=source)
+        return sync_settings(
+            SimpleNamespace(rollout=rollout, weight_sync=WeightSync())
+        ).kv_after_update
+
+    assert [kept(source) for source in ("task", "atropos", "push")] == [
+        "keep",
+        "recompute",
+        "recompute",
     ]

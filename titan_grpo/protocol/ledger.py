@@ -50,6 +50,12 @@ class Entry:
         """
         return self.held is not None and self.standing in (Standing.HOLDS, Standing.RECEIVING)
 
+    @property
+    def committing(self) -> int | None:
+        """The version whose commit runs: the server may serve it already, from some moment between
+        the pause and the read-back on."""
+        return self.incoming if self.standing is Standing.COMMITTING else None
+
 
 @dataclass(frozen=True, slots=True)
 class Receiving:

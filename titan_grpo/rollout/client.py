@@ -86,16 +86,24 @@ class RolloutClient:
                 raise RolloutStopped(f"the rollout process was not ready after {timeout_s:g} s")
 
     def set_server(
-        self, url: str, version: int | None, accepting: bool, label: str, engine: str = "vllm"
+        self,
+        url: str,
+        version: int | None,
+        accepting: bool,
+        label: str,
+        engine: str = "vllm",
+        committing: int | None = None,
     ) -> None:
-        """What a server holds (None: unknown) and whether it takes new groups. Any thread; never
-        blocks.
+        """What a server holds (None: unknown), whether it takes new groups, and the version whose
+        commit runs there. Any thread; never blocks.
 
         ``label`` is the version label as the server knows it, used as the cache salt of its
         requests. ``engine`` is the name of its dialect; it may be empty while the version is.
         """
         with self._changed:
-            self._servers[url] = messages.ServerState(url, version, accepting, label, engine)
+            self._servers[url] = messages.ServerState(
+                url, version, accepting, label, engine, committing
+            )
             self._transport.send(self._servers[url])
 
     def remove_server(self, url: str) -> None:

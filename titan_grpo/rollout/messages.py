@@ -69,13 +69,15 @@ class Frame(msgspec.Struct, frozen=True, tag=True, tag_field="frame", forbid_unk
 
 
 class ServerState(Frame, frozen=True):
-    """What the ledger has of a server. ``version`` None: unknown. ``engine``: its dialect."""
+    """What the ledger has of a server. ``version`` None: unknown. ``engine``: its dialect.
+    ``committing``: the version whose commit runs, which it may serve already."""
 
     url: str
     version: int | None
     accepting: bool
     label: str
     engine: str
+    committing: int | None = None
 
 
 class ServerLeft(Frame, frozen=True):

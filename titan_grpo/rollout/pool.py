@@ -21,9 +21,16 @@ class Server:
     accepting: bool = False
     label: str = ""
     engine: str = ""
+    committing: int | None = None
     in_flight: int = 0
     left: bool = False
     health: recovery.Health = field(default_factory=lambda: recovery.Health(PACE))
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version that it may serve: from a commit's pause on that one, though the
+        ledger learns only some time after the engine goes on that it is in. None: unknown."""
+        return self.version if self.version is None else max(self.version, self.committing or 0)
 
 
 def cost(in_flight: int, lag: int, requests: int) -> int:
@@ -49,6 +56,7 @@ class Pool:
         server = self._servers.setdefault(state.url, Server(state.url))
         server.version, server.accepting = state.version, state.accepting
         server.label, server.engine = state.label, state.engine
+        server.committing = state.committing
         return server
 
     def remove(self, url: str) -> None:

@@ -97,7 +97,13 @@ class ReplayClient:
         """Nothing to start."""
 
     def set_server(
-        self, url: str, version: int | None, accepting: bool, label: str, engine: str = "vllm"
+        self,
+        url: str,
+        version: int | None,
+        accepting: bool,
+        label: str,
+        engine: str = "vllm",
+        committing: int | None = None,
     ) -> None:
         """Ignored: nothing is sampled."""
 

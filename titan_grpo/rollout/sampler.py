@@ -146,7 +146,7 @@ class Sampler:
         if not spec.stream_completions:
             call = speak.generate(token_ids, sampling, spec.request_timeout_s)
             sampled = await job.driver.run(call)
-            job.parts[sample] = added(sampled, server.version)
+            job.parts[sample] = added(sampled, server.newest)
             return
         stream = speak.stream(token_ids, sampling, spec.request_timeout_s)
         tokens = TokenStream(Answer(stream), server)
@@ -158,7 +158,7 @@ class Sampler:
             with suppress(GroupDropped):
                 job.parts[sample] = added(tokens.kept(), tokens.version)
             raise
-        job.parts[sample] = added(tokens.sampled(), server.version)
+        job.parts[sample] = added(tokens.sampled(), server.newest)
 
     def _added(self, part: Partial, sampled: Sampled, made: Made) -> Partial:
         if self._spec.kv_recomputed and kv_survived(sampled):
@@ -174,7 +174,7 @@ class Sampler:
 
 
 class TokenStream:
-    """A streamed answer, with the ledger's version of its server at each piece.
+    """A streamed answer, with the newest version that its server may have served at each piece.
 
     When a server fails, the ledger may lose track of it before its connections break. The pieces
     before that moment stay good: ``kept``, made by ``version`` at the latest (None: none).
@@ -196,8 +196,8 @@ class TokenStream:
         self._note()
 
     def _note(self) -> None:
-        if self._server.version is not None and self._answer.count:
-            self._count, self.version = self._answer.count, self._server.version
+        if self._server.newest is not None and self._answer.count:
+            self._count, self.version = self._answer.count, self._server.newest
 
     @property
     def whole(self) -> bool:

@@ -35,9 +35,16 @@ class ServerObserver(Protocol):
     blocks."""
 
     def set_server(
-        self, url: str, version: int | None, accepting: bool, label: str, engine: str
+        self,
+        url: str,
+        version: int | None,
+        accepting: bool,
+        label: str,
+        engine: str,
+        committing: int | None = None,
     ) -> None:
-        """What a server holds (None: unknown) and whether it takes new requests."""
+        """What a server holds (None: unknown), whether it takes new requests, and the version whose
+        commit runs there. That one is said before the server is paused."""
 
     def remove_server(self, url: str) -> None:
         """A server left the run."""
@@ -50,7 +57,13 @@ class NoObserver:
     """ServerObserver that ignores all changes."""
 
     def set_server(
-        self, url: str, version: int | None, accepting: bool, label: str, engine: str
+        self,
+        url: str,
+        version: int | None,
+        accepting: bool,
+        label: str,
+        engine: str,
+        committing: int | None = None,
     ) -> None:
         """See ServerObserver."""
 
@@ -273,7 +286,10 @@ class ServerSet:
             if actions and server.entry.standing is not Standing.GONE and not self._ended:
                 engine = server.lane.engine if server.lane is not None else ""
                 # Under the lock: a state that crosses a departure would bring the server back.
-                self._observer.set_server(url, held, server.entry.accepting, server.label, engine)
+                entry = server.entry
+                self._observer.set_server(
+                    url, held, entry.accepting, server.label, engine, entry.committing
+                )
             self._changed.notify_all()
 
     def entry(self, url: str) -> Entry:

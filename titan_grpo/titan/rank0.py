@@ -32,7 +32,7 @@ from titan_grpo.titan.data import Sampled, StepWork, varied_groups
 from titan_grpo.titan.hf_files import copy_assets, write_weights
 from titan_grpo.titan.membership import Membership
 from titan_grpo.titan.server_urls import ServersFile
-from titan_grpo.titan.startup import Launcher, Rollouts, start_rollouts
+from titan_grpo.titan.startup import Launcher, Rollouts, start_rollouts, sync_settings
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Controller:
     ) -> SyncWorker:
         """Start servers, rollouts and weight sync for training that continues from ``version``;
         ``state`` is a checkpoint's. ``remote_writers``: other ranks that write parts of images."""
-        rollout, sync = self._job.rollout, self._job.weight_sync
+        rollout, sync = self._job.rollout, sync_settings(self._job)
         # Not earlier: a finished job that is started again changes no file.
         self._recorder = Recorder(self._run_dir)
         known = self._launcher.start(sync.startup_deadline_s, os.environ)

@@ -109,6 +109,16 @@ def _of_engine(spec: ServerSpec, engine: str, rollout: Rollout) -> ServerSpec:
     return spec
 
 
+def sync_settings(job_config: Any) -> WeightSync:
+    """``[weight_sync]`` as the run needs it. With groups from outside a commit takes the KV away
+    whatever ``kv_after_update`` says: requests that are not ours name no salt, so they would meet
+    the prefixes of older weights."""
+    sync: WeightSync = job_config.weight_sync
+    if job_config.rollout.source == "task":
+        return sync
+    return replace(sync, kv_after_update="recompute")
+
+
 LOAD_S = 120.0
 """How long task and tokenizer may take to load, in seconds."""
 
@@ -126,9 +136,9 @@ def start_rollouts(
     if rollout.replay_path:
         return ReplayClient(rollout.replay_path, before)
     spec = RolloutSpec.from_config(rollout, model_dir, version, before)
-    recomputed = job_config.weight_sync.kv_after_update == "recompute"
+    sync = sync_settings(job_config)
+    recomputed = sync.kv_after_update == "recompute"
     spec = replace(spec, registration=registration(job_config, version), kv_recomputed=recomputed)
-    sync: WeightSync = job_config.weight_sync
     spec = replace(
         spec, commit_deadline_s=sync.commit_deadline_s, load_deadline_s=load_deadline_s(sync)
     )
