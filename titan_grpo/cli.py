@@ -16,6 +16,7 @@ COMMANDS = {
     "servers": "show, add and remove the servers of a running trainer",
     "rollouts": "make the rollouts of a run whose trainer is elsewhere",
     "report": "write one HTML page about a run: words, curves, a timeline of every server",
+    "watch": "follow a run in the terminal, from any shell that sees its folder",
     "export": "write a checkpointed version as HF safetensors",
 }
 """Command -> help. Each is a module of titan_grpo.commands with ``run(argv: list[str], env:

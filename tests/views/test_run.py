@@ -31,6 +31,11 @@ def test_a_folder_without_a_run_is_a_mistake_of_the_caller(tmp_path) -> None:
         read_run(tmp_path)
 
 
+def test_servers_are_in_the_order_of_their_numbers(tmp_path) -> None:
+    make_run(tmp_path, Made(steps=1, servers=11))
+    assert read_run(tmp_path).trace.servers == [url_of(k) for k in range(11)]
+
+
 def test_a_run_that_goes_on_has_no_summary_and_reads_up_to_its_last_whole_line(tmp_path) -> None:
     make_run(tmp_path, Made(steps=5, finished=False))
     trace = tmp_path / "trace.json"

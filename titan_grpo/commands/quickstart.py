@@ -81,7 +81,6 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         f"in {options.out}: summary.json metrics.jsonl reward.png trace.json (open in"
         " ui.perfetto.dev) tb/ hf/ (trained weights)"
     )
-    print(f"next: titan-grpo report {options.out}  (one page for your browser)")
     return 0
 
 

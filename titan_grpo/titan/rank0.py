@@ -370,6 +370,7 @@ class Controller:
             terminal.print_status(f"the report cannot be written under {self._run_dir}: {error}")
         else:
             terminal.print_status(report.final_table(summary))
+            terminal.print_status(f"next: titan-grpo report {self._run_dir}  (a page to look at)")
 
     def _count_dropped(self, counters: Mapping[str, int]) -> None:
         for name, count in counters.items():

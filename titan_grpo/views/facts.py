@@ -7,7 +7,7 @@ import numpy as np
 
 from titan_grpo.observe import names
 from titan_grpo.views.findings import Facts, Step
-from titan_grpo.views.run import Run
+from titan_grpo.views.run import Run, in_order
 from titan_grpo.views.timeline import figures
 
 
@@ -31,7 +31,7 @@ def facts_of(run: Run) -> Facts:
         longest=max(steps, key=lambda step: step.step_s, default=None),
         first=_means(run.rows[:window]),
         last=_means(run.rows[-window:]),
-        servers=tuple(figures(run.trace, url) for url in sorted(urls)),
+        servers=tuple(figures(run.trace, url) for url in in_order(urls)),
         skipped_versions=s.skipped_versions if s else skipped,
         digest_mismatches=s.digest_mismatches if s else 0,
         dropped=s.dropped if s else {},

@@ -1,0 +1,228 @@
+"""Following a run: its files while they grow, the screen, and the command beside a run that
+starts later."""
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.views.runs import Made, make_run, url_of
+from titan_grpo.observe import names, report
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.titan.dump_folder import held as dump_folder_held
+from titan_grpo.views import live
+from titan_grpo.views.live import Follower, State, Tail, screen, spark, step_line, trainer_lives
+
+DEADLINE_S = 60.0
+
+
+def test_a_growing_file_gives_each_whole_line_once(tmp_path) -> None:
+    path = tmp_path / "lines"
+    tail = Tail(path)
+    assert tail.lines() == []
+    with path.open("wb") as file:
+        for text, expected in ((b"a\nb", [b"a"]), (b"c\n", [b"bc"]), (b"", []), (b"d\n", [b"d"])):
+            file.write(text)
+            file.flush()
+            assert tail.lines() == expected
+    path.write_bytes(b"e\n")
+    assert tail.lines() == [b"e"], "a file that was replaced is read anew"
+
+
+def test_of_a_long_file_only_its_beginning_and_its_end_are_read(tmp_path) -> None:
+    path = tmp_path / "lines"
+    count = 3 * live.TAIL_BYTES // 10
+    path.write_bytes(b"".join(b"%09d\n" % k for k in range(count)))
+    numbers = [int(line) for line in Tail(path).lines()]
+    assert (numbers[0], numbers[-1]) == (0, count - 1)
+    assert len(numbers) == len(set(numbers)) < count
+    assert numbers == sorted(numbers)
+
+
+def follower_of(folder: Path, made: Made) -> Follower:
+    make_run(folder, made)
+    follower = Follower(folder)
+    follower.read()
+    return follower
+
+
+def test_a_follower_knows_steps_versions_commits_and_errors(tmp_path) -> None:
+    state = follower_of(tmp_path, Made(steps=20, servers=3, faulty_server=1)).state
+    assert state.step == 20
+    assert state.held == {url_of(0): 20, url_of(1): 19, url_of(2): 20}
+    assert state.commits[url_of(1)] == 19
+    assert [error[:10] for error in state.errors] == ["version 10", "version 20"]
+
+
+def test_a_server_that_left_is_not_shown_any_more(tmp_path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.known_server(url_of(0))
+    recorder.joined(url_of(1), 3)
+    recorder.left(url_of(0), 4)
+    recorder.close()
+    follower = Follower(tmp_path)
+    follower.read()
+    assert follower.state.held == {url_of(1): None}
+
+
+def test_a_step_that_comes_again_replaces_those_from_it_on(tmp_path) -> None:
+    follower = follower_of(tmp_path, Made(steps=5, finished=False))
+    make_run(tmp_path, Made(steps=1, first_step=3, finished=False))
+    assert [row["step"] for row in follower.read()] == [3]
+    assert [row["step"] for row in follower.state.rows] == [1, 2, 3]
+
+
+def shown(state: State, since_s: float = 0.0) -> str:
+    console = Console(width=120, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
+    with console.file:
+        console.print(screen("run", state, state.last_change + since_s))
+    return console.export_text()
+
+
+def test_the_screen_has_the_run_in_figures(tmp_path) -> None:
+    text = shown(follower_of(tmp_path, Made(steps=20, servers=2, slow_server=1)).state, 3.0)
+    assert "run: step 20   last step 3 s ago   waiting for rollouts 10 %" in text
+    for label in ("reward", "staleness, largest", "waiting for rollouts", "10.0.0.1:8000"):
+        assert label in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_before_the_first_step_the_screen_says_what_the_servers_hold(tmp_path) -> None:
+    state = State()
+    assert "run: no step yet, for 7 s" in shown(state, 7.0)
+    state.add_entry(["server", "http://a:1"])
+    state.add_entry(["server", "http://b:1"])
+    state.add_entry(["commit", "http://b:1", 0])
+    assert "1 of 2 servers hold a version" in shown(state)
+
+
+def test_lines_of_a_history_that_nobody_knows_change_nothing() -> None:
+    state = State()
+    for entry in ([], ["of tomorrow", 1], ["commit", 3], ["value", "x"]):
+        state.add_entry(entry)
+    assert state == State(last_change=state.last_change)
+
+
+def test_values_are_drawn_from_low_to_high() -> None:
+    assert spark([0, 1, 2, 3]) == "▁▃▆█"
+    assert spark([5, 5]) == "▁▁"
+    assert spark([]) == ""
+    assert len(spark([float(k) for k in range(1000)])) == live.SPARK_WIDTH
+
+
+def test_a_line_without_a_value_has_a_dash() -> None:
+    line = step_line({"step": 3, names.REWARD: 0.25}, {"http://a:1": 2, "http://b:1": None})
+    assert line.startswith("step 3  reward 0.25  stale -")
+    assert line.endswith("versions a:1=2 b:1=?")
+
+
+def test_a_run_lives_as_long_as_the_process_that_its_lock_names(tmp_path) -> None:
+    lock = tmp_path / "run.lock"
+    assert trainer_lives(lock) is None
+    with dump_folder_held(tmp_path):
+        assert trainer_lives(lock) is True
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(DEADLINE_S)
+    lock.write_text(f"{os.uname().nodename} process {gone.pid}\n")
+    assert trainer_lives(lock) is False
+    lock.write_text(f"elsewhere process {os.getpid()}\n")
+    assert trainer_lives(lock) is None
+
+
+@contextmanager
+def watching(folder: Path, **streams) -> Iterator[subprocess.Popen]:
+    """``titan-grpo watch`` in a process of its own, ended with the block."""
+    with subprocess.Popen([*COMMAND, str(folder)], **streams) as watcher:
+        try:
+            yield watcher
+        finally:
+            watcher.kill()
+
+
+COMMAND = [sys.executable, "-m", "titan_grpo.cli", "watch", "--interval", "0.05"]
+
+
+def test_a_watcher_that_starts_first_shows_each_step_and_ends_with_the_run(tmp_path) -> None:
+    run = tmp_path / "run"
+    with watching(run, stdout=subprocess.PIPE, text=True) as watcher:
+        recorder = Recorder(run)
+        recorder.known_server(url_of(0))
+        for step in (1, 2):
+            recorder.committed(url_of(0), step)
+            recorder.step(step, {names.REWARD: step / 4})
+            # one step at a time: the watcher has said each before the next is made
+            assert watcher.stdout.readline().startswith(f"step {step}  reward {step / 4}")
+        report.write_report(recorder, "run", "async")
+        rest = watcher.stdout.read()
+        assert watcher.wait(DEADLINE_S) == 0
+    assert "run (async)" in rest
+    assert f"next: titan-grpo report {run}" in rest
+
+
+def test_a_run_that_was_killed_ends_the_watcher_with_1(tmp_path) -> None:
+    make_run(tmp_path, Made(steps=2, finished=False))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(DEADLINE_S)
+    (tmp_path / "run.lock").write_text(f"{os.uname().nodename} process {gone.pid}\n")
+    done = subprocess.run(
+        [*COMMAND, str(tmp_path)], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 1
+    assert "the run ended after step 2 without a summary" in done.stdout
+
+
+def test_a_terminal_shows_the_screen_until_the_run_ends(tmp_path) -> None:
+    make_run(tmp_path, Made(steps=20))
+    outer, inner = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "50"}
+    with watching(tmp_path, stdout=inner, env=environment) as watcher:
+        os.close(inner)
+        text = all_of(outer)
+        assert watcher.wait(DEADLINE_S) == 0
+    assert "step 20" in text
+    assert "█" in text
+    assert "titan-grpo report" in text
+
+
+def all_of(descriptor: int) -> str:
+    """What a terminal was sent until its last writer closed it."""
+    parts, deadline = [], time.monotonic() + DEADLINE_S
+    while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        try:
+            part = os.read(descriptor, 1 << 16)
+        except OSError:
+            break
+        if not part:
+            break
+        parts.append(part)
+    os.close(descriptor)
+    return b"".join(parts).decode()
+
+
+@pytest.mark.parametrize("interval", ["0", "nan", "-1"])
+def test_an_interval_that_is_none_is_refused(interval, capsys) -> None:
+    from titan_grpo import cli
+
+    assert cli.main(["watch", "x", f"--interval={interval}"]) == 2
+    assert "--interval must be in [0.05, 3600]" in capsys.readouterr().err
+
+
+def test_a_summary_of_the_run_before_does_not_end_the_watcher(tmp_path) -> None:
+    follower = follower_of(tmp_path, Made(steps=2))
+    assert follower.ended()
+    summary = tmp_path / "summary.json"
+    later = summary.stat().st_mtime + 10
+    row = json.dumps({"step": 3, "time_s": 0.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(row + "\n")
+    os.utime(tmp_path / "metrics.jsonl", (later, later))
+    assert not follower.ended()

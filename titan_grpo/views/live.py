@@ -1,0 +1,281 @@
+"""A run as its files say it now: follows them while they grow, and lays out a terminal screen."""
+
+import json
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from titan_grpo.observe import names
+from titan_grpo.views.bands import band, edges
+from titan_grpo.views.findings import duration, percent, short
+from titan_grpo.views.run import in_order
+
+TAIL_BYTES = 1 << 22
+"""Of a file that is there already when watching begins: its end, which has what is new, and as much
+of its beginning, which names the servers."""
+
+KEPT_STEPS = 400
+"""Rows that the screen's means and lines are made of."""
+
+WINDOW = 10
+"""Steps that "mean" is over."""
+
+SPARK = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 32
+
+SHOWN = (
+    (names.REWARD, "reward"),
+    (names.STALENESS_MAX, "staleness, largest"),
+    (names.LOGPROB_GAP, "log-probability gap"),
+    (names.ON_POLICY_GAP, "the same, own version"),
+    (names.COMPLETION_TOKENS, "completion tokens"),
+    (names.CLIP_FRACTION, "clipped"),
+    (names.IMPORTANCE_CUT, "correction cut"),
+    (names.GRAD_NORM, "gradient norm"),
+    (names.STEP_S, "step, s"),
+    (names.ROLLOUT_WAIT_S, "  waiting for rollouts"),
+    (names.TRAIN_S, "  training"),
+    (names.BLOCKED_S, "  blocked by weight sync"),
+)
+"""(metric, what the screen calls it)."""
+
+
+class Tail:
+    """Whole lines of a growing file, each once. A file that was replaced by a shorter one is read
+    anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+        self._begun = False
+
+    def lines(self) -> list[bytes]:
+        """Read what came since the last call; nothing while there is no file."""
+        try:
+            with self._path.open("rb") as file:
+                size = file.seek(0, 2)
+                if size < self._at:
+                    self._at = 0
+                out = self._skipped(file, size) if not self._begun else []
+                self._begun = True
+                file.seek(self._at)
+                data = file.read(size - self._at)
+        except FileNotFoundError:
+            self._at = 0
+            return []
+        whole = data.rfind(b"\n") + 1
+        self._at += whole
+        return out + data[:whole].splitlines()
+
+    def _skipped(self, file: Any, size: int) -> list[bytes]:
+        """The beginning of a long file; its middle is never read."""
+        if size <= 2 * TAIL_BYTES:
+            return []
+        file.seek(0)
+        head: bytes = file.read(TAIL_BYTES)
+        file.seek(size - TAIL_BYTES)
+        self._at = size - TAIL_BYTES + file.read(TAIL_BYTES).find(b"\n") + 1
+        return head[: head.rfind(b"\n") + 1].splitlines()
+
+
+@dataclass
+class State:
+    """What is known of a run."""
+
+    rows: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    held: dict[str, int | None] = field(default_factory=dict)
+    """Server -> version; None: none yet."""
+    commits: dict[str, int] = field(default_factory=dict)
+    """Server -> how many were seen."""
+    errors: deque[str] = field(default_factory=lambda: deque(maxlen=5))
+    totals: dict[str, float] = field(default_factory=dict)
+    last_change: float = field(default_factory=time.monotonic)
+
+    @property
+    def step(self) -> int:
+        """The last step, 0 before the first."""
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    def add_row(self, row: dict[str, Any]) -> None:
+        """Take a line of metrics.jsonl into account; it replaces all from its step on."""
+        while self.rows and self.rows[-1]["step"] >= row["step"]:
+            self.rows.pop()
+        self.rows.append(row)
+
+    def add_entry(self, entry: Sequence[Any]) -> None:
+        """Take a line of history.jsonl into account."""
+        match entry:
+            case ["server", str(url)]:
+                self.held.setdefault(url, None)
+            case ["commit", str(url), int(version)]:
+                self.held[url] = version
+                self.commits[url] = self.commits.get(url, 0) + 1
+            case ["member", str(url), "left", _]:
+                self.held.pop(url, None)
+            case ["member", str(url), "joined", _]:
+                self.held.setdefault(url, None)
+            case ["error", str(message)]:
+                self.errors.append(message)
+            case ["count", str(name), float() | int() as amount]:
+                self.totals[name] = self.totals.get(name, 0) + amount
+            case ["first step"]:
+                self.errors.clear()
+
+
+class Follower:
+    """Reads the files of a run's folder, which need not be there yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.state = State()
+        self._metrics = Tail(folder / "metrics.jsonl")
+        self._history = Tail(folder / "history.jsonl")
+
+    def read(self) -> list[dict[str, Any]]:
+        """Take in what is new. Returns the new rows of metrics.jsonl."""
+        for entry in _parsed(self._history.lines()):
+            if isinstance(entry, list):
+                self.state.add_entry(entry)
+        rows = [
+            row
+            for row in _parsed(self._metrics.lines())
+            if isinstance(row, dict) and isinstance(row.get("step"), int)
+        ]
+        for row in rows:
+            self.state.add_row(row)
+        if rows:
+            self.state.last_change = time.monotonic()
+        return rows
+
+    def ended(self) -> bool:
+        """Whether the run is over: its trainer is gone, or (where another host has it) summary.json
+        is newer than the last step."""
+        alive = trainer_lives(self.folder / "run.lock")
+        return not alive if alive is not None else self.summary() is not None
+
+    def summary(self) -> Path | None:
+        """summary.json of the run; None while there is none that is newer than the last step."""
+        summary, metrics = self.folder / "summary.json", self.folder / "metrics.jsonl"
+        with suppress(FileNotFoundError):
+            written = summary.stat().st_mtime
+            if not metrics.is_file() or written >= metrics.stat().st_mtime:
+                return summary
+        return None
+
+
+def trainer_lives(lock: Path) -> bool | None:
+    """Whether the process that a run's lock file names is there; None if that cannot be said: there
+    is no file, or it is of another host.
+
+    The lock itself is not tried: a trainer that starts in that moment would find it taken.
+    """
+    with suppress(FileNotFoundError):
+        found = re.match(r"(\S+) process (\d+)", lock.read_text(errors="replace"))
+        if found and found[1] == os.uname().nodename:
+            try:
+                os.kill(int(found[2]), 0)
+            except ProcessLookupError:
+                return False
+            except PermissionError:
+                pass  # somebody else's process
+            return True
+    return None
+
+
+def _parsed(lines: Iterable[bytes]) -> Iterator[Any]:
+    for line in lines:
+        with suppress(ValueError):
+            yield json.loads(line)
+
+
+def spark(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
+    """Draw values as blocks, down-sampled to ``width``.
+
+    Example: 0, 1, 2, 3 -> "▁▃▆█"; equal values are all "▁".
+    """
+    if not values:
+        return ""
+    means = band(np.array(values, dtype=np.float64), edges(len(values), width)).mean
+    low, high = float(means.min()), float(means.max())
+    scale = (len(SPARK) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARK[round((value - low) * scale)] for value in means)
+
+
+def number(value: float | None) -> str:
+    """Four significant digits; "-" for None."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def step_line(row: Mapping[str, Any], held: Mapping[str, int | None]) -> str:
+    """One line for a step, where the output is no terminal. ``held``: versions at that step."""
+    versions = " ".join(f"{short(url)}={'?' if v is None else v}" for url, v in held.items())
+    versions = f"  versions {versions}" if versions else ""
+    figures = (
+        ("reward", names.REWARD),
+        ("stale", names.STALENESS_MAX),
+        ("gap", names.LOGPROB_GAP),
+        ("step_s", names.STEP_S),
+        ("waited_s", names.ROLLOUT_WAIT_S),
+        ("blocked_s", names.BLOCKED_S),
+    )
+    text = "  ".join(f"{label} {number(row.get(name))}" for label, name in figures)
+    return f"step {row['step']}  {text}{versions}"
+
+
+def screen(name: str, state: State, now: float) -> RenderableType:
+    """Lay out what is known; ``now`` is on the clock of ``state.last_change``."""
+    since = duration(max(0.0, now - state.last_change))
+    if not state.rows:
+        held = sum(v is not None for v in state.held.values())
+        known = f"; {held} of {len(state.held)} servers hold a version" if state.held else ""
+        return Group(Text(f"{name}: no step yet, for {since}{known}"), *_errors(state))
+    last = state.rows[-1]
+    head = Text(f"{name}: step {state.step}", style="bold")
+    head.append(f"   last step {since} ago", style="dim")
+    if last.get(names.STEP_S):
+        waited = (last.get(names.ROLLOUT_WAIT_S) or 0.0) / last[names.STEP_S]
+        head.append(f"   waiting for rollouts {percent(waited)}", style="dim")
+    return Group(head, _metrics(state), _servers(state), *_errors(state))
+
+
+def _metrics(state: State) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "last", f"mean of {WINDOW}"):
+        table.add_column(title, justify="right" if title else "left")
+    table.add_column(f"last {len(state.rows)} steps")
+    for name, label in SHOWN:
+        values = [row[name] for row in state.rows if row.get(name) is not None]
+        if values:
+            mean = float(np.mean(values[-WINDOW:]))
+            last = state.rows[-1].get(name)
+            table.add_row(label, number(last), number(mean), Text(spark(values), style="cyan"))
+    return table
+
+
+def _servers(state: State) -> Table:
+    newest = max((v for v in state.held.values() if v is not None), default=0)
+    table = Table(box=None, pad_edge=False)
+    for title in ("server", "version", "behind", "commits seen"):
+        table.add_column(title, justify="left" if title == "server" else "right")
+    for url in in_order(state.held):
+        version = state.held[url]
+        behind = None if version is None else newest - version
+        style = "yellow" if behind is None or behind > 1 else ""
+        cells = (short(url), version, behind, state.commits.get(url, 0))
+        table.add_row(*("-" if cell is None else str(cell) for cell in cells), style=style)
+    return table
+
+
+def _errors(state: State) -> list[Text]:
+    return [Text(f"error: {message}", style="red") for message in state.errors]
