@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
+from titan_grpo.config_task import TaskKeys, task_rules
 from titan_grpo.errors import ConfigError
 
 LAUNCH = "launch"
@@ -17,7 +18,7 @@ LAUNCH = "launch"
 
 
 @dataclass
-class Rollout:
+class Rollout(TaskKeys):
     """Where and how completions are sampled."""
 
     engine: Literal["auto", "vllm", "sglang"] = "auto"
@@ -76,7 +77,7 @@ class Rollout:
     controller: str = "local"
     """Where rollouts are made and engine calls go from. local: a child process of rank 0. A URL
     such as http://host:8910: a service that you start near the servers with `titan-grpo rollouts`;
-    model and task_path must be at the same place there."""
+    model, dataset and reward functions must be at the same place there."""
 
     controller_key_env: str = ""
     """Name of the environment variable with that service's key; empty: none, on a loopback URL
@@ -104,27 +105,6 @@ class Rollout:
     push_key_env: str = ""
     """Name of the environment variable with the key that environments must show; empty: none, on a
     loopback address only."""
-
-    task: str = "digits"
-    """A built-in task (digits, gsm8k, calculator) or a dotted path "package.module:Class" to your
-    own."""
-
-    task_path: str = ""
-    """Data file of the task (gsm8k: a JSONL file with "question" and "answer")."""
-
-    task_concurrency: int = 64
-    """Calls of the task's asynchronous methods in flight; further ones wait."""
-
-    task_timeout_s: float = 600.0
-    """Deadline of one such call, in seconds. It ends calls that await, not ones that block."""
-
-    task_error_budget: int = 0
-    """How many of any 100 groups in a row may be lost to the task's own exceptions and timeouts
-    (dropped as task_error and made again); one more stops the run with its traceback. Errors of
-    servers do not count."""
-
-    max_turns: int = 8
-    """With a task of several turns: the most that the model gets in one completion."""
 
     seed: int = 0
     """Seed of prompt order and of sampling; request seeds derive from it and from prompt and sample
@@ -234,6 +214,7 @@ def violations(r: Rollout) -> list[str]:
         *_servers(r),
         (repeated, "servers", "without repetition"),
         *_sources(r),
+        *task_rules(r),
         *_controller(r),
         *_sampling(r),
     )
@@ -345,18 +326,13 @@ def _sampling(r: Rollout) -> Rules:
         "max_completion_tokens",
         "max_concurrent_requests",
         "launch_count",
-        "task_concurrency",
-        "max_turns",
         "temperature",
         "request_timeout_s",
         "batch_timeout_s",
-        "task_timeout_s",
     ):
         yield getattr(r, name) <= 0, name, "greater than 0"
-    yield not 0 <= r.task_error_budget <= 100, "task_error_budget", "0 to 100"
     yield (
         bool(r.record_path) and r.record_path == r.replay_path,
         "record_path",
         "another file than rollout.replay_path",
     )
-    yield r.task == "gsm8k" and not r.task_path, "task_path", 'set for task = "gsm8k"'

@@ -8,6 +8,7 @@ remedy.
     |-- UpstreamError          an upstream package has a version that this code was not written for
     |-- ProtocolError          we are wrong: an event that a table's state does not list
     |-- DataError              a rollout or a data file is not what it says it is
+    |-- TaskError              the user's task or reward function raised, more often than allowed
     |-- UnhealthyError         NaN, too large a gradient, rewards that say nothing
     |-- StorageError           a file of the run cannot be written: the disk is full, or read-only
     |-- SyncError              a background sync failed; shown at a step boundary
@@ -38,6 +39,11 @@ class ProtocolError(TitanGrpoError):
 
 class DataError(TitanGrpoError):
     """A rollout, a prompt or a data file breaks its own declaration."""
+
+
+class TaskError(TitanGrpoError):
+    """The user's task or reward function failed more often than ``rollout.task_error_budget``
+    allows. The message has the traceback of their code."""
 
 
 class UnhealthyError(TitanGrpoError):

@@ -68,6 +68,7 @@ def main(argv: list[str]) -> int:
         ConfigError,
         DataError,
         StorageError,
+        TaskError,
         TitanGrpoError,
         UpstreamError,
     )
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> int:
         if rank == "0":
             print_error(str(error))
         return 2
-    except StorageError as error:
+    except (StorageError, TaskError) as error:
         print_error(f"rank {rank}: {error}")
         return 1
     except TitanGrpoError as error:

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Sequence
 
 from titan_grpo.engines.http import AsyncDriver
+from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.pool import Server
-from titan_grpo.rollout.sampler import Sampler, TextCodec
+from titan_grpo.rollout.sampler import Sampler
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskRunner
 from titan_grpo.rollout.tasks.base import TaskOptions, load_task

@@ -4,7 +4,7 @@ as Markdown."""
 import ast
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 
 from titan_grpo import config
 
@@ -32,6 +32,9 @@ class Key:
 
 def keys(section: type) -> Iterator[Key]:
     """The keys of one section in the order of the source, with the docstring that follows each."""
+    for base in section.__bases__:
+        if is_dataclass(base):
+            yield from keys(base)
     body = ast.parse(inspect.getsource(section)).body[0]
     assert isinstance(body, ast.ClassDef)
     instance = section()

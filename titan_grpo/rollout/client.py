@@ -11,7 +11,13 @@ from typing import Any, cast
 
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.server import ServerAccess
-from titan_grpo.errors import ConfigError, DataError, ServerUnreachable, TitanGrpoError
+from titan_grpo.errors import (
+    ConfigError,
+    DataError,
+    ServerUnreachable,
+    TaskError,
+    TitanGrpoError,
+)
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.engine_calls import Outstanding, RemoteControl
@@ -303,7 +309,7 @@ class RolloutClient:
                 self._latch(message)
                 return
             case messages.Failed(kind, text):
-                kinds = {"config": ConfigError, "data": DataError}
+                kinds = {"config": ConfigError, "data": DataError, "task": TaskError}
                 self._latch(kinds.get(kind, RolloutStopped)(text))
                 return
             case SessionLost():

@@ -281,11 +281,11 @@ class Dispatcher:
         if not self._task_errors.spent:
             self._drop(run, "task_error", str(failed))
             return
-        allowed, error = self._spec.task_error_budget, failed.error
-        error.add_note(
-            f"{failed}; rollout.task_error_budget allows {allowed} of any {WINDOW} groups in a row"
+        allowed = self._spec.task_error_budget
+        failed.error.add_note(
+            f"rollout.task_error_budget allows {allowed} of any {WINDOW} groups in a row"
         )
-        self._fail(error)
+        self._fail(failed)
 
     def _settle(self, ticket: Ticket, avoid: str = "") -> None:
         """Give the place back. Make the group again, or give the prompt up when its budget is

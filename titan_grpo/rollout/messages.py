@@ -188,7 +188,7 @@ class Event(Frame, frozen=True):
 class Failed(Frame, frozen=True):
     """The rollout process ends; nothing follows. ``kind`` says what is at fault."""
 
-    kind: Literal["config", "data", "bug"]
+    kind: Literal["config", "data", "task", "bug"]
     text: str
 
 

@@ -3,25 +3,22 @@
 import asyncio
 import hashlib
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
 
 from titan_grpo.engines.generation import Answer, Sampled, Sampling
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.engines.server import dialect
-from titan_grpo.errors import ConfigError, PeerError, TitanGrpoError
+from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol.messages import Label
+from titan_grpo.rollout.calls import at_once
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import ABORTED, Made, Partial, joined
 from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskRunner
 from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt, sound_reward
-
-T = TypeVar("T")
 
 
 class GroupDropped(TitanGrpoError):
@@ -34,31 +31,6 @@ class GroupDropped(TitanGrpoError):
 
 class Interrupted(TitanGrpoError):
     """An engine cut completions short; their tokens are in the group's parts."""
-
-
-class TextCodec:
-    """The tokenizer of a model directory (its ``tokenizer.json``), without special tokens. Uses
-    ``tokenizers`` alone: the rollout process loads no transformers."""
-
-    def __init__(self, model_dir: str) -> None:
-        # Imported here: the trainer's side of this room needs no tokenizer.
-        from tokenizers import Tokenizer
-
-        path = Path(model_dir) / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(
-                "the rollout process needs a tokenizer.json in model.hf_assets_path, got"
-                f" {model_dir!r}"
-            )
-        self._tokenizer = Tokenizer.from_file(str(path))
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +67,7 @@ class Sampler:
             raise Interrupted(f"{server.url} cut {cut} of {len(parts)} completions short")
         completions = [part.completion(server.url) for part in parts]
         self._check(completions)
-        rewards = await at_once([self._runner.reward(prompt, c) for c in completions])
+        rewards = await self._runner.rewards(prompt, completions)
         completions = [replace(c, reward=r) for c, r in zip(completions, rewards, strict=True)]
         self._check(completions)
         return Group(prompt, tuple(completions))
@@ -238,18 +210,6 @@ def completion_fault(completion: Completion, max_tokens: int, finished: bool = T
     if finished and completion.finish_reason not in ("stop", "length"):
         return "unfinished"
     return None if sound_reward(completion.reward) else "bad_reward"
-
-
-async def at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in their order. The first error cancels the other calls, and is raised once they
-    have ended."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    # no deadline: the tasks have ended with their group
-    return [task.result() for task in tasks]
 
 
 def made_by(

@@ -70,6 +70,18 @@ class RolloutSpec:
     model_dir: str
     base_version: int = 0
     state: dict[str, Any] = field(default_factory=dict)
+    reward: list[str] = field(default_factory=list)
+    reward_weights: list[float] = field(default_factory=list)
+    dataset: str = ""
+    dataset_config: str = ""
+    dataset_split: str = "train"
+    dataset_filter: list[str] = field(default_factory=list)
+    dataset_shuffle: bool = True
+    prompt: str = ""
+    system_prompt: str = ""
+    tools: str = ""
+    chat_template: str = ""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     task: str = "digits"
     task_path: str = ""
     task_concurrency: int = 64

@@ -2,14 +2,15 @@
 errors separated from all others."""
 
 import asyncio
-import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
-from titan_grpo.errors import DataError, TitanGrpoError
+from titan_grpo.errors import DataError, ProtocolError, TitanGrpoError
+from titan_grpo.rollout.calls import at_once, call, their_traceback
 from titan_grpo.rollout.partial import Partial
-from titan_grpo.rollout.tasks.base import Codec, MultiTurnTask, Task, Turn
+from titan_grpo.rollout.tasks.base import AnyTask, Codec, GroupTask, MultiTurnTask, Turn
 from titan_grpo.samples import Completion, Prompt
 
 T = TypeVar("T")
@@ -22,6 +23,11 @@ class TaskFailed(TitanGrpoError):
         super().__init__(f"the task's {what} failed: {type(error).__name__}: {error}")
         self.error = error
 
+    @property
+    def report(self) -> str:
+        """The message, and the error's traceback from the user's code on."""
+        return f"{self}\n{their_traceback(self.error)}".rstrip()
+
 
 class TaskRunner:
     """The task, as the sampler sees it. ``concurrency`` bounds its calls in flight, ``timeout_s``
@@ -31,9 +37,7 @@ class TaskRunner:
     end a plain function: its thread runs on, and its result is dropped.
     """
 
-    def __init__(
-        self, task: Task | MultiTurnTask, codec: Codec, concurrency: int, timeout_s: float
-    ) -> None:
+    def __init__(self, task: AnyTask, codec: Codec, concurrency: int, timeout_s: float) -> None:
         self._task, self._codec, self._timeout_s = task, codec, timeout_s
         self._places = asyncio.Semaphore(concurrency)
         # Not asyncio.to_thread, whose executor has few threads on a small machine.
@@ -59,12 +63,23 @@ class TaskRunner:
         turns = self._turns(part)
         return await self._call("turn", _tokens, self._task.turn, prompt, turns, self._codec)
 
+    async def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        """The rewards of a group's finished completions, in their order."""
+        if not isinstance(self._task, GroupTask):
+            return await at_once([self.reward(prompt, each) for each in completions])
+        texts = [self._codec.decode(each.token_ids) for each in completions]
+        token_ids = [each.token_ids for each in completions]
+        read = partial(_rewards, len(completions))
+        return await self._call("reward", read, self._task.group_reward, prompt, texts, token_ids)
+
     async def reward(self, prompt: Prompt, completion: Completion) -> float:
-        """The reward of a finished completion, for both kinds of task."""
+        """The reward of a finished completion, for tasks that reward them one by one."""
         if isinstance(self._task, MultiTurnTask):
             part = Partial(completion.token_ids, completion.logprobs, sampled=completion.sampled)
             turns = self._turns(part)
             return await self._call("reward", float, self._task.episode_reward, prompt, turns)
+        if isinstance(self._task, GroupTask):
+            raise ProtocolError("the completions of this task are rewarded together")
         text, token_ids = self._codec.decode(completion.token_ids), completion.token_ids
         return await self._call("reward", float, self._task.reward, prompt, text, token_ids)
 
@@ -80,12 +95,7 @@ class TaskRunner:
         async with self._places:
             try:
                 async with asyncio.timeout(self._timeout_s) as deadline:
-                    if inspect.iscoroutinefunction(function):
-                        return read(await function(*arguments))
-                    loop = asyncio.get_running_loop()
-                    answer = await loop.run_in_executor(self._threads, function, *arguments)
-                    # A wrapper of a coroutine function looks like a plain function.
-                    return read(await answer if inspect.isawaitable(answer) else answer)
+                    return read(await call(self._threads, function, *arguments))
             # CancelledError too: a user's code may let out a cancellation of its own.
             except (Exception, asyncio.CancelledError) as error:  # the boundary to a user's code
                 running = asyncio.current_task()
@@ -97,6 +107,13 @@ class TaskRunner:
                         f"rollout.task_timeout_s = {self._timeout_s:g} ran out in the task's {what}"
                     )
                 raise TaskFailed(what, error) from error
+
+
+def _rewards(count: int, answer: Any) -> list[float]:
+    rewards = [float(each) for each in answer]
+    if len(rewards) != count:
+        raise DataError(f"group_reward must return {count} rewards, got {len(rewards)}")
+    return rewards
 
 
 def _tokens(answer: Sequence[int] | None) -> tuple[int, ...] | None:

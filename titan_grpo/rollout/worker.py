@@ -17,10 +17,10 @@ from titan_grpo.rollout import messages
 from titan_grpo.rollout.dispatch import Dispatcher
 from titan_grpo.rollout.engine_calls import EngineCalls
 from titan_grpo.rollout.external import External, open_source
-from titan_grpo.rollout.sampler import Sampler, TextCodec
+from titan_grpo.rollout.sampler import Sampler
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import TaskRunner
-from titan_grpo.rollout.tasks.base import TaskOptions, load_task
+from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
+from titan_grpo.rollout.tasks.functions import codec_of, task_of
 
 EXIT_GRACE_S = 5.0
 
@@ -78,8 +78,7 @@ class Worker:
             source = open_source(spec, self._out.put, self._fail)
             await source.start()
             return source
-        task = load_task(spec.task, TaskOptions(spec.seed, spec.task_path))
-        codec = TextCodec(spec.model_dir)
+        task, codec = task_of(spec), codec_of(spec)
         runner = TaskRunner(task, codec, spec.task_concurrency, spec.task_timeout_s)
         key = os.environ.get(spec.api_key_env, "") if spec.api_key_env else ""
         return Dispatcher(spec, Sampler(spec, runner), self._out.put, self._fail, key)
@@ -132,10 +131,10 @@ def _failed(error: BaseException) -> messages.Failed:
         return messages.Failed("config", str(error))
     if isinstance(error, DataError):
         return messages.Failed("data", str(error))
+    if isinstance(error, TaskFailed):
+        return messages.Failed("task", error.report)
     text = "".join(traceback.format_exception(error))
-    return messages.Failed(
-        "bug", f"the rollout process failed, in the task or in our own code:\n{text}"
-    )
+    return messages.Failed("bug", f"the rollout process failed:\n{text}")
 
 
 def main() -> int:

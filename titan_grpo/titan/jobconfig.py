@@ -272,6 +272,8 @@ def fits(kind: Any, value: Any) -> bool:
         return any(fits(option, value) for option in get_args(kind))
     if origin is list:
         return isinstance(value, list) and all(fits(get_args(kind)[0], item) for item in value)
+    if origin is dict:
+        return isinstance(value, Mapping)
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind in (int, str, bool, types.NoneType):
@@ -292,6 +294,8 @@ def describe(kind: Any) -> str:
         )
     if origin is list:
         return f"a list, each item {describe(get_args(kind)[0])}"
+    if origin is dict:
+        return "a table"
     words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
     return words.get(kind, getattr(kind, "__name__", str(kind)))
 

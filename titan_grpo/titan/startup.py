@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -170,5 +171,10 @@ def remote_transport(rollout: Rollout, environ: Mapping[str, str]) -> WorkerTran
 
 def placed(spec: RolloutSpec) -> RolloutSpec:
     """With paths that mean the same in another working directory."""
-    task_path = os.path.abspath(spec.task_path) if spec.task_path else ""
-    return replace(spec, model_dir=os.path.abspath(spec.model_dir), task_path=task_path)
+    places: dict[str, Any] = {"model_dir": os.path.abspath(spec.model_dir)}
+    for name in ("task_path", "dataset", "tools", "chat_template"):
+        path = getattr(spec, name)
+        # A pattern of files is one of this working directory too, a name on the Hub is not.
+        if path and (os.path.exists(path) or glob(path)):
+            places[name] = os.path.abspath(path)
+    return replace(spec, **places)

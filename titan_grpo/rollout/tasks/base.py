@@ -1,9 +1,9 @@
 """The interface of a task, and finding one by name (docs/tasks.md)."""
 
 import importlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from titan_grpo.errors import ConfigError
 from titan_grpo.samples import Prompt
@@ -11,7 +11,7 @@ from titan_grpo.samples import Prompt
 BUILT_IN = {
     "calculator": "titan_grpo.rollout.tasks.calculator:Calculator",
     "digits": "titan_grpo.rollout.tasks.digits:Digits",
-    "gsm8k": "titan_grpo.rollout.tasks.gsm8k:Gsm8k",
+    "gsm8k": "titan_grpo.rollout.tasks.gsm8k:gsm8k",
 }
 
 
@@ -24,6 +24,12 @@ class Codec(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
+        ...
+
+    def chat(
+        self, said: str | Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> tuple[int, ...]:
+        """Token ids of a prompt: messages, or the user's one, in the model's chat template."""
         ...
 
 
@@ -67,6 +73,19 @@ class Task(Prompts, Protocol):
 
 
 @runtime_checkable
+class GroupTask(Prompts, Protocol):
+    """Prompts and the rewards of a group's completions at once: a judge that compares them, or a
+    batch for a model. A class with ``group_reward`` is one of these."""
+
+    def group_reward(
+        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+    ) -> Sequence[float] | Awaitable[Sequence[float]]:
+        """Rewards of all completions of the prompt, in their order, finite. A plain function or a
+        coroutine, as ``Task.reward``."""
+        ...
+
+
+@runtime_checkable
 class MultiTurnTask(Prompts, Protocol):
     """Prompts, a loop of turns and a reward of whole episodes. A class with ``turn`` is one of
     these. Both methods may be plain functions or coroutines, as ``Task.reward``."""
@@ -86,7 +105,10 @@ class MultiTurnTask(Prompts, Protocol):
         ...
 
 
-def load_task(name: str, options: TaskOptions) -> Task | MultiTurnTask:
+AnyTask = Task | GroupTask | MultiTurnTask
+
+
+def load_task(name: str, options: TaskOptions) -> AnyTask:
     """A built-in task, or the class at "package.module:Class". Raises ConfigError if it is not
     there or refuses its options."""
     path = BUILT_IN.get(name, name)
@@ -100,7 +122,7 @@ def load_task(name: str, options: TaskOptions) -> Task | MultiTurnTask:
         factory = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"rollout.task {name!r} cannot be imported: {error}") from error
-    task: Task | MultiTurnTask = factory(options)
+    task: AnyTask = factory(options)
     if hasattr(task, "turn") != hasattr(task, "episode_reward"):
         raise ConfigError(
             f"rollout.task {name!r} must have both of turn and episode_reward, or neither: it has"

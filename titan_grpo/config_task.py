@@ -1,0 +1,108 @@
+"""The keys of [rollout] that say what is asked and how answers are rewarded (docs/tasks.md).
+
+No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as
+objects.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+TEXT = "none"
+"""The value of ``rollout.chat_template`` that is no file: prompts are plain text."""
+
+
+@dataclass
+class TaskKeys:
+    """Prompts and rewards: functions and a dataset, or a task of a class."""
+
+    reward: list[str] = field(default_factory=list)
+    """Reward functions, each "package.module:function", called once per group with lists: prompts,
+    completions, completion_ids and the dataset's columns by name. Each returns a list of numbers,
+    None where it does not apply. They take the place of rollout.task."""
+
+    reward_weights: list[float] = field(default_factory=list)
+    """Weight of each function in the sum that is the reward; empty: 1 each."""
+
+    dataset: str = ""
+    """Rows for the reward functions: files (.jsonl, .json, .parquet, .csv; a pattern such as
+    data/*.parquet names several), a directory, or a name on the Hugging Face Hub."""
+
+    dataset_config: str = ""
+    """Configuration of a dataset of the Hub that has several ("main", say)."""
+
+    dataset_split: str = "train"
+    """Split of a dataset of the Hub; "train[:1000]" takes its first 1000 rows."""
+
+    dataset_filter: list[str] = field(default_factory=list)
+    """Conditions "COLUMN OPERATOR VALUE" that all must hold for a row, such as 'level >= 3' or
+    'subject in ["algebra", "geometry"]'. Operators: == != < <= > >= in, not in. Values are JSON. A
+    row without the value (null) passes == null and != only."""
+
+    dataset_shuffle: bool = True
+    """Each epoch in an order of its own, which rollout.seed and the epoch's number determine; a
+    resumed run goes on with the row after the last. false: in the order of the dataset."""
+
+    prompt: str = ""
+    """The user's message, with columns in braces: "Question: {question}". Empty: the column
+    "messages" or "prompt", a text or a list of messages."""
+
+    system_prompt: str = ""
+    """System message before messages that have none."""
+
+    tools: str = ""
+    """JSON file with a list of tool schemas for the chat template. A row's column "tools" comes
+    before it. (To run tools, write a task of several turns.)"""
+
+    chat_template: str = ""
+    """Template that makes a prompt's text of its messages: empty: the model's own; a Jinja file; or
+    "none", which leaves texts as they are (a base model)."""
+
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, such as { enable_thinking = false }."""
+
+    task: str = "digits"
+    """A built-in task (digits, gsm8k, calculator) or a dotted path "package.module:Class" to your
+    own."""
+
+    task_path: str = ""
+    """Data file of the task (gsm8k: a JSONL file with "question" and "answer")."""
+
+    task_concurrency: int = 64
+    """Calls of the task's functions in flight; further ones wait."""
+
+    task_timeout_s: float = 600.0
+    """Deadline of one such call, in seconds. It ends calls that await, not ones that block."""
+
+    task_error_budget: int = 0
+    """How many of any 100 groups in a row may be lost to the task's own exceptions and timeouts
+    (dropped as task_error and made again); one more stops the run with its traceback. Errors of
+    servers do not count."""
+
+    max_turns: int = 8
+    """With a task of several turns: the most that the model gets in one completion."""
+
+
+def task_rules(r: TaskKeys) -> Iterator[tuple[bool, str, str]]:
+    """(broken, key, what it must be and why) of these keys. Pure."""
+    for name in ("task_concurrency", "max_turns", "task_timeout_s"):
+        yield getattr(r, name) <= 0, name, "greater than 0"
+    yield not 0 <= r.task_error_budget <= 100, "task_error_budget", "0 to 100"
+    yield r.task == "gsm8k" and not r.task_path, "task_path", 'set for task = "gsm8k"'
+    if not r.reward:
+        for name in ("dataset", "prompt", "system_prompt", "tools", "reward_weights"):
+            rule = "empty without rollout.reward (a task of a class makes its own prompts)"
+            yield bool(getattr(r, name)), name, rule
+        return
+    yield not r.dataset, "dataset", "set with rollout.reward (prompts are its rows)"
+    yield r.task != "digits", "task", "left out with rollout.reward, which takes its place"
+    count = len(r.reward)
+    yield (
+        len(r.reward_weights) not in (0, count),
+        "reward_weights",
+        f"empty or one weight for each of the {count} functions of rollout.reward",
+    )
+    if r.chat_template == TEXT:
+        for name in ("system_prompt", "tools", "chat_template_kwargs"):
+            rule = 'empty with rollout.chat_template = "none" (a plain text has no place for it)'
+            yield bool(getattr(r, name)), name, rule

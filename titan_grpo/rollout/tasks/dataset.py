@@ -1,0 +1,196 @@
+"""The rows of a dataset that pass its filters, in a seeded order."""
+
+import json
+import operator
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from titan_grpo.errors import ConfigError, DataError
+
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+"""Suffix of a file -> what ``datasets`` reads it with."""
+
+OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "in": lambda value, among: value in among,
+    "not in": lambda value, among: value not in among,
+}
+
+_CONDITION = re.compile(r"\s*(\S+)\s+(==|!=|<=|>=|<|>|in|not\s+in)\s+(.+?)\s*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One condition of ``rollout.dataset_filter``. Pure."""
+
+    column: str
+    operator: str
+    value: Any
+
+    @classmethod
+    def parse(cls, text: str) -> "Condition":
+        """From "COLUMN OPERATOR VALUE". Raises ConfigError.
+
+        >>> Condition.parse('subject in ["algebra", "geometry"]')
+        Condition(column='subject', operator='in', value=['algebra', 'geometry'])
+        """
+        found = _CONDITION.fullmatch(text)
+        if not found:
+            raise ConfigError(
+                'rollout.dataset_filter must hold conditions "COLUMN OPERATOR VALUE" with one of'
+                f" {' '.join(OPERATORS)}, got {text!r}"
+            )
+        column, sign, shown = found.groups()
+        try:
+            value = json.loads(shown)
+        except ValueError as error:
+            raise ConfigError(
+                "rollout.dataset_filter must compare with a JSON value (a text in double quotes),"
+                f" got {shown!r} in {text!r}"
+            ) from error
+        sign = " ".join(sign.split())
+        if sign.endswith("in") and not isinstance(value, list):
+            raise ConfigError(f"rollout.dataset_filter must have a list after {sign}, got {text!r}")
+        return cls(column, sign, value)
+
+    def holds(self, value: Any) -> bool:
+        """Whether a row with this value passes. Raises TypeError for values without an order."""
+        if value is None and self.operator not in ("==", "!="):
+            return False
+        return OPERATORS[self.operator](value, self.value)
+
+
+class Rows:
+    """Rows of a table that pass ``conditions``: an endless sequence, an epoch after the other."""
+
+    def __init__(
+        self,
+        table: Any,
+        name: str,
+        conditions: Sequence[Condition] = (),
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        """``table``: a ``datasets.Dataset``. ``name``: of the dataset, for messages. Raises
+        ConfigError for an unknown column, DataError where no row passes."""
+        self.columns: list[str] = list(table.column_names)
+        self.name, self._table = name, table
+        self._kept: Sequence[int] = range(len(table))
+        for condition in conditions:
+            self.want(condition.column, f"rollout.dataset_filter asks for {condition.column!r}")
+            self._kept = self._passing(condition)
+        if not self._kept:
+            raise DataError(f"rollout.dataset {name!r} has no row that passes its filters")
+        self._seed, self._shuffle = seed, shuffle
+        # Two: groups of the last epoch may be made again when the next one has begun.
+        self._order = lru_cache(maxsize=2)(self._epoch)
+
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+        return len(self._kept)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """A row by its number in the dataset."""
+        return dict(self._table[number])
+
+    def want(self, column: str, who: str) -> None:
+        """Raise ConfigError if there is no such column; ``who`` asks for it."""
+        if column not in self.columns:
+            raise ConfigError(
+                f"{who}, a column that rollout.dataset {self.name!r} must have; it has"
+                f" {', '.join(self.columns)}"
+            )
+
+    def number(self, index: int) -> int:
+        """Number in the dataset of row ``index`` of the sequence: each epoch has every row once."""
+        epoch, place = divmod(index, len(self))
+        return self._kept[self._order(epoch)[place] if self._shuffle else place]
+
+    def _epoch(self, epoch: int) -> list[int]:
+        order = list(range(len(self)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+    def _passing(self, condition: Condition) -> list[int]:
+        # As Arrow: a column of Python objects is read from the table value by value.
+        column = self._table.select_columns([condition.column]).with_format("arrow")[:]
+        values = column[condition.column].to_pylist()
+        kept = []
+        for number in self._kept:
+            try:
+                if condition.holds(values[number]):
+                    kept.append(number)
+            except TypeError as error:
+                raise DataError(
+                    f"rollout.dataset_filter cannot compare {condition.column!r} of row {number},"
+                    f" {values[number]!r:.100}, with {condition.value!r}: {error}"
+                ) from error
+        return kept
+
+
+def open_table(name: str, config: str = "", split: str = "train") -> Any:
+    """A ``datasets.Dataset``: of files, of a directory, or of the Hugging Face Hub.
+
+    Raises ConfigError where it is not there, DataError where it cannot be read.
+    """
+    # Imported here: it takes seconds, and most runs' processes need none.
+    import datasets  # type: ignore[import-untyped]
+
+    datasets.disable_progress_bars()
+    builder = BUILDERS.get(Path(name).suffix)
+    files: list[str] = []
+    options: dict[str, Any]
+    if builder is None:
+        source, options = name, {"name": config or None, "split": split}
+    else:
+        # Sorted: the order of rows, and so of prompts, must not be that of a directory.
+        files = [name] if Path(name).is_file() else sorted(glob(name, recursive=True))
+        if not files:
+            raise ConfigError(f"rollout.dataset must be an existing file or pattern, got {name!r}")
+        source, options = builder, {"data_files": files, "split": "train"}
+    try:
+        return datasets.load_dataset(source, **options)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if builder is not None:
+            why = _bad_line(files) or f"{name!r} cannot be read: {_cause(error)}"
+            raise DataError(f"rollout.dataset {why}") from error
+        # Not found, no such configuration or split, no way to the Hub.
+        raise ConfigError(f"rollout.dataset {name!r} cannot be loaded: {_cause(error)}") from error
+    except StopIteration as error:
+        # What ``datasets`` does with a file of no bytes.
+        raise DataError(f"rollout.dataset {name!r} has no rows") from error
+
+
+def _bad_line(files: Sequence[str]) -> str:
+    """The first line of JSONL files that is no object; empty if all are, or none is JSONL."""
+    for path in files:
+        if not path.endswith(".jsonl"):
+            continue
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    if not line.strip() or isinstance(json.loads(line), dict):
+                        continue
+                    reason = "it is something else"
+                except ValueError as error:
+                    reason = str(error)
+                return f"{path}:{number} must be a JSON object ({reason}): {line[:80]!r}"
+    return ""
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of the error that was the first."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}".splitlines()[0]

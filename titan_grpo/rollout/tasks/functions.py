@@ -1,0 +1,304 @@
+"""A task of reward functions and a dataset: ``rollout.reward`` and ``rollout.dataset``
+(docs/tasks.md). The functions' form is that of TRL's GRPOTrainer:
+https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function"""
+
+import importlib
+import inspect
+import json
+import math
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.rollout.calls import at_once, call
+from titan_grpo.rollout.chat import check_messages
+from titan_grpo.rollout.codec import TextCodec
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.tasks.base import AnyTask, Codec, TaskOptions, load_task
+from titan_grpo.rollout.tasks.dataset import Condition, Rows, open_table
+from titan_grpo.samples import Prompt
+
+GIVEN = ("prompts", "completions", "completion_ids")
+"""Arguments of a reward function besides the dataset's columns. They win over columns of these
+names."""
+
+MESSAGES, TEXTS = "messages", "prompt"
+"""Columns that a prompt is made of, where ``rollout.prompt`` says nothing else. Either may hold
+texts or lists of messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionOptions:
+    """The keys of [rollout] that this task reads, by their names there."""
+
+    reward: Sequence[str] = ()
+    reward_weights: Sequence[float] = ()
+    dataset: str = ""
+    dataset_config: str = ""
+    dataset_split: str = "train"
+    dataset_filter: Sequence[str] = ()
+    dataset_shuffle: bool = True
+    prompt: str = ""
+    system_prompt: str = ""
+    tools: str = ""
+    seed: int = 0
+    task_concurrency: int = 64
+
+    @classmethod
+    def of(cls, keys: Any) -> "FunctionOptions":
+        """Those of a [rollout] section, or of a spec."""
+        return cls(**{each.name: getattr(keys, each.name) for each in fields(cls)})
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """One reward function."""
+
+    path: str
+    function: Callable[..., Any]
+    weight: float = 1.0
+
+    @classmethod
+    def load(cls, path: str, weight: float = 1.0) -> "Reward":
+        """Import "package.module:function". Raises ConfigError, also where the module breaks: in
+        one line, with the place."""
+        module_name, _, name = path.partition(":")
+        if not name:
+            raise ConfigError(f'rollout.reward must be "package.module:function", got {path!r}')
+        try:
+            function = getattr(importlib.import_module(module_name), name)
+        except Exception as error:  # the boundary to a user's code
+            if isinstance(error, ModuleNotFoundError) and error.name == module_name:
+                reason = "put its folder on PYTHONPATH, or start in it"
+            else:
+                *_, last = traceback.extract_tb(error.__traceback__)
+                reason = f"{last.filename}:{last.lineno}"
+            raise ConfigError(
+                f"rollout.reward {path!r} cannot be imported: {type(error).__name__}: {error}"
+                f" ({reason})"
+            ) from error
+        if not callable(function):
+            raise ConfigError(f"rollout.reward {path!r} must be a function, got {function!r:.80}")
+        return cls(path, function, weight)
+
+    def check(self, rows: Rows) -> None:
+        """Raise ConfigError where the function demands an argument that is no column."""
+        for name, parameter in self._parameters().items():
+            demanded = parameter.default is parameter.empty and parameter.kind not in (
+                parameter.VAR_KEYWORD,
+                parameter.VAR_POSITIONAL,
+            )
+            if demanded and name not in GIVEN:
+                rows.want(name, f"rollout.reward {self.path!r} asks for {name!r}")
+
+    def wanted(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Those of the arguments that the function takes: all, if it has ``**kwargs``."""
+        parameters = self._parameters()
+        if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+            return arguments
+        return {name: value for name, value in arguments.items() if name in parameters}
+
+    def _parameters(self) -> dict[str, inspect.Parameter]:
+        return dict(inspect.signature(self.function).parameters)
+
+
+class FunctionTask:
+    """Prompts are rows of a dataset in the model's chat template; a group's reward is the weighted
+    sum of the functions' rewards."""
+
+    def __init__(self, options: FunctionOptions, rewards: Sequence[Reward], rows: Rows) -> None:
+        """Raises ConfigError for columns that are asked for and are not there."""
+        for reward in rewards:
+            reward.check(rows)
+        self._columns(options, rows)
+        self._options, self._rewards, self._rows = options, rewards, rows
+        self._tools = _tools(options.tools)
+        self._threads = ThreadPoolExecutor(
+            options.task_concurrency * len(rewards), thread_name_prefix="reward"
+        )
+
+    @classmethod
+    def load(cls, options: FunctionOptions) -> "FunctionTask":
+        """Import the functions and open the dataset. Raises ConfigError or DataError."""
+        # The functions first: they are what is wrong most often, and a dataset takes seconds.
+        rewards = load_rewards(options)
+        return cls(options, rewards, open_rows(options))
+
+    def prompt(self, index: int, codec: Codec) -> Prompt:
+        """Row of a per-epoch shuffle seeded with (seed, epoch): every row once per epoch. The
+        payload is the row's number in the dataset."""
+        number, options = self._rows.number(index), self._options
+        row = self._rows[number]
+        try:
+            said = self._said(row)
+            if options.system_prompt:
+                said = with_system(said, options.system_prompt)
+            tools = row.get("tools") or self._tools
+            token_ids = codec.chat(said, json.loads(tools) if isinstance(tools, str) else tools)
+        except (DataError, ValueError) as error:
+            raise DataError(f"row {number} of {self._rows.name}: {error}") from error
+        return Prompt(index, token_ids, {"row": number})
+
+    async def group_reward(
+        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+    ) -> list[float]:
+        """The functions run at once, plain ones in threads. Raises what they raise, with a note
+        that names function and row; DataError for answers that are no rewards."""
+        number = int(prompt.payload["row"])
+        found = await at_once(
+            [self._score(reward, number, texts, token_ids) for reward in self._rewards]
+        )
+        weights = [reward.weight for reward in self._rewards]
+        totals = [weighted_sum(each, weights) for each in zip(*found, strict=True)]
+        if None in totals:
+            text = texts[totals.index(None)]
+            error = DataError(
+                "every reward function returned None, so the completion has no reward: return a"
+                f" number from one of them for {text!r:.200}"
+            )
+            self._note(error, number)
+            raise error
+        return [total for total in totals if total is not None]
+
+    async def _score(
+        self, reward: Reward, number: int, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+    ) -> list[float | None]:
+        # Read again for each function: none sees what another one changed.
+        row = self._rows[number]
+        said, count = self._said(row), len(texts)
+        completions: list[Any] = list(texts)
+        if isinstance(said, list):
+            completions = [[{"role": "assistant", "content": text}] for text in texts]
+        arguments = {column: [value] * count for column, value in row.items()} | {
+            "prompts": [said] * count,
+            "completions": completions,
+            "completion_ids": [list(ids) for ids in token_ids],
+        }
+        try:
+            answer = await call(self._threads, reward.function, **reward.wanted(arguments))
+            return read_rewards(answer, count)
+        except Exception as error:
+            self._note(error, number, f"rollout.reward {reward.path!r}, ")
+            raise
+
+    def _note(self, error: Exception, number: int, what: str = "") -> None:
+        row = repr(self._rows[number])
+        error.add_note(
+            f"{what}row {number} of {self._rows.name}: {row[:500]}{'...' if row[500:] else ''}"
+        )
+
+    def _said(self, row: dict[str, Any]) -> Any:
+        """What the user says: a text, or a list of messages. Raises DataError for anything else."""
+        if self._options.prompt:
+            return self._options.prompt.format(**row)
+        name = MESSAGES if MESSAGES in row else TEXTS
+        value = row[name]
+        if isinstance(value, str):
+            return value
+        if fault := check_messages(value):
+            raise DataError(f"column {name!r} {fault}, or a text, got {value!r:.200}")
+        return value
+
+    @staticmethod
+    def _columns(options: FunctionOptions, rows: Rows) -> None:
+        if not options.prompt:
+            if MESSAGES not in rows.columns:
+                rows.want(TEXTS, f"without rollout.prompt a run asks for {TEXTS!r} or {MESSAGES!r}")
+            return
+        try:
+            names = [
+                name for _, name, _, _ in Formatter().parse(options.prompt) if name is not None
+            ]
+        except ValueError as error:
+            raise ConfigError(
+                "rollout.prompt must be a text with columns in braces ({{ and }} are braces), got"
+                f" {options.prompt!r}: {error}"
+            ) from error
+        for name in names:
+            column = name.partition(".")[0].partition("[")[0]
+            rows.want(column, f"rollout.prompt asks for {column!r}")
+
+
+def with_system(said: Any, system_prompt: str) -> list[Any]:
+    """Messages with a system message first: their own, if they have one. Pure."""
+    messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    own = messages[0]["role"] == "system"
+    return [*([] if own else [{"role": "system", "content": system_prompt}]), *messages]
+
+
+def task_of(spec: RolloutSpec) -> AnyTask:
+    """The task that a run names: reward functions with a dataset, or a class. Raises ConfigError or
+    DataError."""
+    if spec.reward:
+        return FunctionTask.load(FunctionOptions.of(spec))
+    return load_task(spec.task, TaskOptions(spec.seed, spec.task_path))
+
+
+def codec_of(spec: RolloutSpec) -> TextCodec:
+    """The model's tokenizer and chat template. Raises ConfigError."""
+    return TextCodec(spec.model_dir, spec.chat_template, spec.chat_template_kwargs)
+
+
+def load_rewards(options: FunctionOptions) -> list[Reward]:
+    """The functions with their weights. Raises ConfigError for the first that cannot be had."""
+    weights = options.reward_weights or [1.0] * len(options.reward)
+    pairs = zip(options.reward, weights, strict=True)
+    return [Reward.load(path, weight) for path, weight in pairs]
+
+
+def open_rows(options: FunctionOptions) -> Rows:
+    """The rows that pass the filters. Raises ConfigError or DataError."""
+    conditions = [Condition.parse(text) for text in options.dataset_filter]
+    table = open_table(options.dataset, options.dataset_config, options.dataset_split)
+    return Rows(table, options.dataset, conditions, options.seed, options.dataset_shuffle)
+
+
+def read_rewards(answer: Any, count: int) -> list[float | None]:
+    """A function's answer as numbers. Raises DataError unless it is ``count`` finite numbers or
+    Nones.
+
+    >>> read_rewards([1, None, True], 3)
+    [1.0, None, 1.0]
+    """
+    try:
+        found = [None if each is None else float(each) for each in answer]
+    except (TypeError, ValueError):
+        found = []
+    finite = all(each is None or math.isfinite(each) for each in found)
+    if len(found) != count or not finite:
+        raise DataError(
+            f"a reward function must return a list of {count} finite numbers, one for each"
+            f" completion (None: it does not apply), got {answer!r:.200}"
+        )
+    return found
+
+
+def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """The sum over the functions that apply to a completion; None where none does.
+
+    >>> weighted_sum([1.0, None, 0.5], [1.0, 5.0, 2.0])
+    2.0
+    """
+    parts = [
+        weight * reward
+        for reward, weight in zip(rewards, weights, strict=True)
+        if reward is not None
+    ]
+    return sum(parts) if parts else None
+
+
+def _tools(path: str) -> list[Any] | None:
+    if not path:
+        return None
+    try:
+        tools = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"rollout.tools must be a JSON file, got {path!r}: {error}") from error
+    if not isinstance(tools, list):
+        raise ConfigError(f"rollout.tools must hold a list of tool schemas, got {tools!r:.100}")
+    return tools
