@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.rollout.sampling import Letters
 from titan_grpo.algorithm.batch import defect
 from titan_grpo.engines.generation import Sampled
-from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.errors import DataError
 from titan_grpo.rollout import atropos, push
 from titan_grpo.rollout.messages import ServerState
 from titan_grpo.rollout.pool import Pool
@@ -229,28 +229,6 @@ def test_digits_rewards_the_share_of_digits() -> None:
     assert asyncio.run(task.reward(prompt, "1a2b", (1, 2, 3, 4))) == 0.5
     assert asyncio.run(task.reward(prompt, "12", (1, 2, 3))) == pytest.approx(2 / 3)
     assert asyncio.run(task.reward(prompt, "", (2,))) == 0
-
-
-def test_gsm8k_visits_every_row_once_per_epoch_and_checks_answers(tmp_path) -> None:
-    path = tmp_path / "rows.jsonl"
-    rows = [{"question": f"q{i}", "answer": f"so #### {i * 1000:,}"} for i in range(5)]
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    task, codec = load_task("gsm8k", TaskOptions(seed=1, path=str(path))), Letters()
-    prompts = [task.prompt(i, codec) for i in range(10)]
-    answers = [p.payload["answer"] for p in prompts]
-    assert sorted(answers[:5]) == sorted(answers[5:]) == sorted(str(i * 1000) for i in range(5))
-    prompt = next(p for p in prompts if p.payload["answer"] == "3000")
-    assert task.reward(prompt, "thus \\boxed{3000}", ()) == 1
-    assert task.reward(prompt, "thus \\boxed{3001}", ()) == 0
-    assert task.reward(prompt, "no idea", ()) == 0
-
-
-def test_gsm8k_refuses_a_missing_or_broken_file(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.task_path"):
-        load_task("gsm8k", TaskOptions(path=str(tmp_path / "none")))
-    (tmp_path / "bad").write_text('{"question": "x"}\n')
-    with pytest.raises(DataError, match=r"bad:1 must be"):
-        load_task("gsm8k", TaskOptions(path=str(tmp_path / "bad")))
 
 
 def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import random
+import re
 import threading
 from collections import deque
 from types import SimpleNamespace
@@ -12,8 +13,8 @@ import pytest
 from tests.rollout.sampling import Letters, sample, sampler_of
 from titan_grpo.config import GRPO, JobConfig, Rollout, violations
 from titan_grpo.engines.generation import Sampled
-from titan_grpo.errors import ConfigError, PeerError
-from titan_grpo.rollout.client import RolloutClient, RolloutStopped
+from titan_grpo.errors import ConfigError, PeerError, TaskError
+from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.dispatch import WINDOW, ErrorBudget
 from titan_grpo.rollout.partial import Made, Partial
 from titan_grpo.rollout.pool import Server
@@ -418,10 +419,11 @@ def test_a_tasks_error_beyond_its_budget_stops_the_run_with_its_traceback(
 ) -> None:
     client = start(task=broken, task_error_budget=2)
     client.set_server(sums.url, 0, True, "r:0:f")
-    with pytest.raises(
-        RolloutStopped, match=r"(?s)in turn.*the tool is gone.*task_error_budget allows 2"
-    ):
+    with pytest.raises(TaskError) as caught:
         client.next_batch(0, 2, 20)
+    text = str(caught.value)
+    assert re.search(r"(?s)in turn.*the tool is gone.*task_error_budget allows 2", text)
+    assert "titan_grpo/" not in text
 
 
 @pytest.mark.e2e

@@ -3,6 +3,7 @@ line."""
 
 import pytest
 
+from titan_grpo.config import Rollout
 from titan_grpo.errors import ConfigError, UpstreamError
 from titan_grpo.titan import compat, jobconfig, tiny
 
@@ -199,6 +200,28 @@ def test_files_that_the_run_needs_are_named_when_missing(parse, tmp_path) -> Non
         jobconfig.check_files(good)
     with pytest.raises(ConfigError, match=r"model\.hf_assets_path must be a directory"):
         jobconfig.check_files(parse(hf, f"--model.hf_assets_path={tmp_path}/nowhere"))
+
+
+def test_what_prompts_are_made_of_is_looked_for_before_servers_start(parse, tmp_path) -> None:
+    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
+    rows = tmp_path / "rows.jsonl"
+    keys = ["--rollout.reward", "rewards:f", "--rollout.dataset", str(rows)]
+    keys.append(f"--model.hf_assets_path={model}")
+    config = parse("[rollout.chat_template_kwargs]\nenable_thinking = false\n", *keys)
+    assert config.rollout.chat_template_kwargs == {"enable_thinking": False}
+    with pytest.raises(ConfigError, match=r"rollout\.dataset must be an existing file"):
+        jobconfig.check_files(config)
+    rows.write_text("{}")
+    jobconfig.check_files(config)
+    (model / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigError, match="must have a chat template"):
+        jobconfig.check_files(config)
+    jobconfig.check_files(parse("", *keys, "--rollout.chat_template=none"))
+
+
+def test_template_variables_that_are_no_table_are_refused() -> None:
+    (found,) = jobconfig.mismatches(Rollout, {"chat_template_kwargs": "x"}, "rollout.")
+    assert found == "rollout.chat_template_kwargs must be a table, got 'x'"
 
 
 def test_a_run_key_that_is_missing_or_named_twice_is_refused_on_every_rank(parse, tmp_path) -> None:

@@ -61,8 +61,7 @@ async def at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def their_traceback(error: BaseException) -> str:
-    """The traceback of an error from the first line of the user's code on, with the notes of the
-    error."""
+    """The traceback of an error from the first line of the user's code on, without notes."""
     found = traceback.TracebackException.from_exception(error)
     _strip(found)
     # Where no frame is left there is nothing for the header to head.
@@ -71,6 +70,7 @@ def their_traceback(error: BaseException) -> str:
 
 def _strip(found: traceback.TracebackException) -> None:
     frames = dropwhile(lambda frame: frame.filename.startswith(BETWEEN), found.stack)
+    found.__notes__ = []
     found.stack = traceback.StackSummary.from_list(list(frames))
     for link in ("__cause__", "__context__"):
         earlier = getattr(found, link)

@@ -282,7 +282,7 @@ class Dispatcher:
             self._drop(run, "task_error", str(failed))
             return
         allowed = self._spec.task_error_budget
-        failed.error.add_note(
+        failed.add_note(
             f"rollout.task_error_budget allows {allowed} of any {WINDOW} groups in a row"
         )
         self._fail(failed)

@@ -20,13 +20,16 @@ class TaskFailed(TitanGrpoError):
     """The task raised ``error``, missed its deadline, or returned something unusable."""
 
     def __init__(self, what: str, error: BaseException) -> None:
-        super().__init__(f"the task's {what} failed: {type(error).__name__}: {error}")
+        notes = "; ".join(getattr(error, "__notes__", ()))
+        text = f"the task's {what} failed: {type(error).__name__}: {error}"
+        super().__init__(f"{text} ({notes})" if notes else text)
         self.error = error
 
     @property
     def report(self) -> str:
-        """The message, and the error's traceback from the user's code on."""
-        return f"{self}\n{their_traceback(self.error)}".rstrip()
+        """The message, the error's traceback from the user's code on, and our own notes."""
+        notes = getattr(self, "__notes__", ())
+        return "\n".join([str(self), their_traceback(self.error).rstrip(), *notes])
 
 
 class TaskRunner:

@@ -18,7 +18,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from titan_grpo import config as our_config
 from titan_grpo.config_grpo import resolve_aliases
+from titan_grpo.config_task import TEXT
 from titan_grpo.errors import ConfigError
+from titan_grpo.rollout.chat import ChatTemplate
+from titan_grpo.rollout.tasks.dataset import files_of
 from titan_grpo.runkey import find_run_key
 from titan_grpo.titan import compat, flavors, rules
 from titan_grpo.titan.server_urls import known_servers
@@ -220,9 +223,11 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
     for key, path in (
         ("rollout.task_path", config.rollout.task_path),
         ("rollout.replay_path", config.rollout.replay_path),
+        ("rollout.tools", config.rollout.tools),
     ):
         if path and not Path(path).is_file():
             raise ConfigError(f"{key} must be an existing file, got {path!r}")
+    _check_prompts(config.rollout, str(folder))
     if config.rollout.servers_file or config.rollout.servers_slurm:
         known_servers(config.rollout, environ or {})
     find_run_key(environ or {}, config.weight_sync.run_key_file)
@@ -235,6 +240,18 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
             f" {str(checkpoints)!r} has none (a run was killed while it saved the first one?), and"
             " training would start from random weights: remove the folder"
         )
+
+
+def _check_prompts(rollout: Any, model_dir: str) -> None:
+    """What reward functions' prompts are made of, as far as a look tells: the rollout process
+    starts after the servers, which may take minutes."""
+    if not rollout.reward or rollout.source != "task" or rollout.replay_path:
+        return
+    if rollout.controller != "local":  # the files are there, and not here
+        return
+    files_of(rollout.dataset)
+    if rollout.chat_template != TEXT:
+        ChatTemplate.of_model(model_dir, rollout.chat_template)
 
 
 def mismatches(cls: type, data: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -43,6 +43,12 @@ class TinyShape:
 
 SHAPE = TinyShape()
 
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""Has what a real one has: a special token, roles, and the place where the model answers."""
+
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -184,9 +190,8 @@ def _write_tokenizer(path: Path) -> None:
         zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL_TOKENS, strict=True)
     )
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    _write_json(
-        path / "tokenizer_config.json", settings | names | {"model_max_length": SHAPE.max_positions}
-    )
+    limits = {"model_max_length": SHAPE.max_positions, "chat_template": CHAT_TEMPLATE}
+    _write_json(path / "tokenizer_config.json", settings | names | limits)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

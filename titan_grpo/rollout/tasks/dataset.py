@@ -139,6 +139,18 @@ class Rows:
         return kept
 
 
+def files_of(name: str) -> list[str]:
+    """The files that a dataset's name means; empty for a directory or a name on the Hub. Raises
+    ConfigError where there is none."""
+    if Path(name).suffix not in BUILDERS or Path(name).is_dir():
+        return []
+    # Sorted: the order of rows, and so of prompts, must not be that of a directory.
+    files = [name] if Path(name).is_file() else sorted(glob(name, recursive=True))
+    if not files:
+        raise ConfigError(f"rollout.dataset must be an existing file or pattern, got {name!r}")
+    return files
+
+
 def open_table(name: str, config: str = "", split: str = "train") -> Any:
     """A ``datasets.Dataset``: of files, of a directory, or of the Hugging Face Hub.
 
@@ -148,21 +160,15 @@ def open_table(name: str, config: str = "", split: str = "train") -> Any:
     import datasets  # type: ignore[import-untyped]
 
     datasets.disable_progress_bars()
-    builder = BUILDERS.get(Path(name).suffix)
-    files: list[str] = []
-    options: dict[str, Any]
-    if builder is None:
-        source, options = name, {"name": config or None, "split": split}
-    else:
-        # Sorted: the order of rows, and so of prompts, must not be that of a directory.
-        files = [name] if Path(name).is_file() else sorted(glob(name, recursive=True))
-        if not files:
-            raise ConfigError(f"rollout.dataset must be an existing file or pattern, got {name!r}")
-        source, options = builder, {"data_files": files, "split": "train"}
+    files = files_of(name)
+    options: dict[str, Any] = {"data_files": files, "split": "train"}
+    if not files:
+        options = {"name": config or None, "split": split}
+    source = BUILDERS[Path(name).suffix] if files else name
     try:
         return datasets.load_dataset(source, **options)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        if builder is not None:
+        if files:
             why = _bad_line(files) or f"{name!r} cannot be read: {_cause(error)}"
             raise DataError(f"rollout.dataset {why}") from error
         # Not found, no such configuration or split, no way to the Hub.

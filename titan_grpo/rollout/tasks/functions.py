@@ -2,6 +2,7 @@
 (docs/tasks.md). The functions' form is that of TRL's GRPOTrainer:
 https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function"""
 
+import asyncio
 import importlib
 import inspect
 import json
@@ -15,7 +16,7 @@ from string import Formatter
 from typing import Any
 
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.rollout.calls import at_once, call
+from titan_grpo.rollout.calls import call
 from titan_grpo.rollout.chat import check_messages
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.spec import RolloutSpec
@@ -150,9 +151,14 @@ class FunctionTask:
         """The functions run at once, plain ones in threads. Raises what they raise, with a note
         that names function and row; DataError for answers that are no rewards."""
         number = int(prompt.payload["row"])
-        found = await at_once(
-            [self._score(reward, number, texts, token_ids) for reward in self._rewards]
+        # Not a TaskGroup: Python 3.11's leaves its task marked as cancelled after a member's error.
+        found = await asyncio.gather(
+            *(self._score(reward, number, texts, token_ids) for reward in self._rewards),
+            return_exceptions=True,
         )
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
         weights = [reward.weight for reward in self._rewards]
         totals = [weighted_sum(each, weights) for each in zip(*found, strict=True)]
         if None in totals:

@@ -1,0 +1,441 @@
+"""Reward functions over a dataset: prompts, what the functions get, what they may return, and how
+mistakes are said."""
+
+import asyncio
+import inspect
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from titan_grpo.config import GRPO, JobConfig, Rollout, violations
+from titan_grpo.errors import ConfigError, DataError, TaskError
+from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.codec import TextCodec
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
+from titan_grpo.rollout.tasks.base import TaskOptions, load_task
+from titan_grpo.rollout.tasks.dataset import Condition, Rows, open_table
+from titan_grpo.rollout.tasks.functions import FunctionOptions, FunctionTask, Reward, read_rewards
+from titan_grpo.samples import Completion
+
+SUMS = [{"prompt": f"{i}+1=", "answer": i + 1, "level": i % 3} for i in range(6)]
+TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{{ tools or '' }}:"
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def codec(model_dir, tmp_path):
+    """The model's tokenizer, one token per character, and a template."""
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return TextCodec(model_dir)
+
+
+@pytest.fixture
+def task(tmp_path):
+    """A factory: rows, functions by name, options -> the task."""
+
+    def make(rows, *functions, weights=None, **options):
+        path = write_rows(tmp_path / "rows.jsonl", rows)
+        chosen = FunctionOptions(dataset=path, **options)
+        conditions = [Condition.parse(text) for text in chosen.dataset_filter]
+        table = Rows(open_table(path), "rows", conditions, chosen.seed, chosen.dataset_shuffle)
+        weights = weights or [1.0] * len(functions)
+        rewards = [Reward(f.__name__, f, w) for f, w in zip(functions, weights, strict=True)]
+        return FunctionTask(chosen, rewards, table)
+
+    return make
+
+
+def completed(text):
+    ids = tuple(ord(c) - 29 for c in text)
+    return Completion(ids, (-1.0,) * len(ids), "stop", 0, 0, "")
+
+
+def rewards_of(task, codec, texts, index=0):
+    """Of a group of the task's prompt."""
+
+    async def run():
+        runner = TaskRunner(task, codec, 4, 20.0)
+        return await runner.rewards(runner.prompt(index), [completed(text) for text in texts])
+
+    return asyncio.run(run())
+
+
+def right(completions, answer):
+    return [float(said == str(wanted)) for said, wanted in zip(completions, answer, strict=True)]
+
+
+def test_a_function_gets_a_whole_group_with_the_columns_as_lists(task, codec) -> None:
+    calls = []
+
+    def seen(**given):
+        calls.append(given)
+        return [0.0] * len(given["completions"])
+
+    made = task(SUMS, seen, dataset_shuffle=False)
+    prompt = made.prompt(7, codec)
+    assert codec.decode(prompt.token_ids) == "<u>1+1=:"
+    assert prompt.payload == {"row": 1}
+    rewards_of(made, codec, ["2", "no"], index=7)
+    assert calls == [
+        {
+            "prompts": ["1+1="] * 2,
+            "completions": ["2", "no"],
+            "completion_ids": [[21], [81, 82]],
+            "prompt": ["1+1="] * 2,
+            "answer": [2, 2],
+            "level": [1, 1],
+        }
+    ]
+    assert rewards_of(task(SUMS, right, dataset_shuffle=False), codec, ["1", "2", ""]) == [1, 0, 0]
+
+
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+def test_rows_of_messages_come_to_a_function_as_messages(task, codec, column) -> None:
+    calls = []
+
+    def seen(prompts, completions):
+        calls.append((prompts, completions))
+        return [1.0]
+
+    talk = [{"role": "system", "content": "Hi."}, {"role": "user", "content": "2?"}]
+    made = task([{column: talk}], seen, system_prompt="Not this one.")
+    assert codec.decode(made.prompt(0, codec).token_ids) == "<s>Hi.<u>2?:"
+    rewards_of(made, codec, ["4"])
+    assert calls == [([talk], [[{"role": "assistant", "content": "4"}]])]
+
+
+def test_a_prompt_is_made_of_columns_with_a_system_message_and_tools(task, codec, tmp_path) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text('["f"]')
+    made = task(
+        [{"question": "2+2", "tools": '["g"]'}, {"question": "3+3", "tools": None}],
+        right_or_wrong,
+        prompt="Q: {question} {{x}}",
+        system_prompt="S.",
+        tools=str(tools),
+        dataset_shuffle=False,
+    )
+    shown = [codec.decode(made.prompt(i, codec).token_ids) for i in range(2)]
+    assert shown == ["<s>S.<u>Q: 2+2 {x}['g']:", "<s>S.<u>Q: 3+3 {x}['f']:"]
+
+
+def right_or_wrong(completions):
+    return [1.0] * len(completions)
+
+
+def test_rewards_are_weighted_and_a_function_may_not_apply(task, codec) -> None:
+    async def short(completions, **kwargs):
+        return [None if len(said) > 3 else 1 for said in completions]
+
+    def digits(completions):
+        return [sum(letter.isdigit() for letter in said) for said in completions]
+
+    made = task(SUMS, short, digits, weights=[10.0, 0.5])
+    assert rewards_of(made, codec, ["12", "12345", "a"]) == [11.0, 2.5, 10.0]
+    with pytest.raises(TaskFailed, match=r"every reward function returned None.*'12345'") as caught:
+        rewards_of(task(SUMS, short), codec, ["1", "12345"])
+    assert "of rows: {'prompt'" in caught.value.report
+
+
+def test_plain_functions_run_in_threads_and_all_functions_of_a_group_at_once(task, codec) -> None:
+    met = threading.Barrier(2, timeout=20)
+
+    def first(completions):
+        assert threading.current_thread() is not threading.main_thread()
+        met.wait()
+        return [1.0]
+
+    def second(completions):
+        met.wait()
+        return [2.0]
+
+    async def third(completions):
+        assert threading.current_thread() is threading.main_thread()
+        return [3.0]
+
+    assert rewards_of(task(SUMS, first, second, third), codec, ["x"]) == [6.0]
+
+
+@pytest.mark.parametrize(
+    "answer", [[1.0], [1.0, 2.0, 3.0], 0.5, None, ["a", "b"], [float("nan"), 0.0], [1e999, 0.0]]
+)
+def test_an_answer_that_is_no_list_of_rewards_is_the_functions_mistake(answer) -> None:
+    with pytest.raises(DataError, match="must return a list of 2 finite numbers"):
+        read_rewards(answer, 2)
+
+
+@pytest.mark.parametrize("error", [StopIteration, SystemExit])
+def test_what_a_future_cannot_hold_does_not_hang_a_group(task, codec, error) -> None:
+    def lost(completions):
+        raise error
+
+    with pytest.raises(TaskFailed, match=f"{error.__name__} left the function"):
+        rewards_of(task(SUMS, lost), codec, ["x"])
+    # Of a class too, whose functions are called by the same code.
+    single = SimpleNamespace(reward=lambda *_: lost(0))
+    runner = TaskRunner(single, codec, 4, 20.0)
+    with pytest.raises(TaskFailed, match=f"{error.__name__} left the function"):
+        asyncio.run(runner.reward(None, completed("x")))
+
+
+def test_every_epoch_has_every_row_once_in_an_order_that_the_index_alone_determines(task, codec):
+    made, again = (task(SUMS, right, seed=3) for _ in range(2))
+    rows = [made.prompt(index, codec).payload["row"] for index in range(18)]
+    epochs = [rows[start : start + 6] for start in (0, 6, 12)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(6))] * 3
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    # A resumed run asks for what is left, and in whatever order groups end.
+    for index in (17, 2, 9, 16, 0):
+        assert again.prompt(index, codec).payload["row"] == rows[index]
+    plain = task(SUMS, right, dataset_shuffle=False)
+    assert [plain.prompt(i, codec).payload["row"] for i in range(8)] == [0, 1, 2, 3, 4, 5, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("filters", "rows"),
+    [
+        (["level >= 1"], [1, 2, 4, 5]),
+        (["level != 0", "answer in [2, 6]"], [1, 5]),
+        (['prompt == "3+1="'], [3]),
+        (["level not in [0, 1]"], [2, 5]),
+        (["note == null"], [0, 1, 2, 4, 5]),
+        (["note > 0"], [3]),
+    ],
+)
+def test_only_rows_that_pass_all_filters_are_asked(task, codec, filters, rows) -> None:
+    noted = [row | {"note": 1 if row["answer"] == 4 else None} for row in SUMS]
+    made = task(noted, right, dataset_filter=filters)
+    asked = {made.prompt(index, codec).payload["row"] for index in range(2 * len(rows))}
+    assert asked == set(rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("level", 'must hold conditions "COLUMN OPERATOR VALUE"'),
+        ("level = 3", 'must hold conditions "COLUMN OPERATOR VALUE"'),
+        ("subject == algebra", "must compare with a JSON value"),
+        ("level in 3", "must have a list after in"),
+    ],
+)
+def test_a_filter_that_cannot_be_read_is_one_line(text, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Condition.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dataset_filter": ["lvl > 1"]}, ConfigError, "dataset_filter asks for 'lvl', a column"),
+        ({"dataset_filter": ["prompt > 1"]}, DataError, "cannot compare 'prompt' of row 0, '0.1='"),
+        ({"dataset_filter": ["level > 9"]}, DataError, "no row that passes its filters"),
+        ({"prompt": "{question}"}, ConfigError, "rollout.prompt asks for 'question', a column"),
+        ({"prompt": "{question"}, ConfigError, "rollout.prompt must be a text with columns in"),
+        ({"tools": "absent.json"}, ConfigError, "rollout.tools must be a JSON file"),
+    ],
+)
+def test_a_dataset_without_what_is_asked_of_it_is_one_line(task, options, error, message) -> None:
+    with pytest.raises(error, match=message) as caught:
+        task(SUMS, right, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_function_that_asks_for_a_column_that_is_not_there_is_one_line(task) -> None:
+    def wrong(completions, solution, weight=1.0):
+        """Solution is no column, and weight has a default."""
+
+    with pytest.raises(ConfigError) as caught:
+        task(SUMS, wrong)
+    assert str(caught.value) == (
+        "rollout.reward 'wrong' asks for 'solution', a column that rollout.dataset 'rows' must"
+        " have; it has prompt, answer, level"
+    )
+    with pytest.raises(ConfigError, match=r"asks for 'prompt' or 'messages'.*it has question"):
+        task([{"question": "x"}], right_or_wrong)
+
+
+def test_files_of_all_kinds_and_patterns_are_read(tmp_path) -> None:
+    table = open_table(write_rows(tmp_path / "a.jsonl", SUMS))
+    for name, write in (("b.parquet", table.to_parquet), ("c.csv", table.to_csv)):
+        write(tmp_path / name)
+        assert open_table(str(tmp_path / name))[3] == SUMS[3]
+    (tmp_path / "b2.parquet").write_bytes((tmp_path / "b.parquet").read_bytes())
+    assert len(open_table(str(tmp_path / "*.parquet"))) == 2 * len(SUMS)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"must be an existing file or pattern, got '.*rows\.jsonl'"),
+        ("", r"rows\.jsonl' has no rows"),
+        ('{"a": 1}\nnot json\n', r"rows\.jsonl:2 must be a JSON object"),
+        ('{"a": 1}\n[1]\n', r"rows\.jsonl:2 must be a JSON object"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, content, message) -> None:
+    path = tmp_path / "rows.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises((ConfigError, DataError), match=message):
+        open_table(str(path))
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "message"),
+    [
+        ("", "broken_rewards", 'must be "package.module:function"'),
+        ("", "no_such_module:f", r"ModuleNotFoundError.*\(put its folder on PYTHONPATH"),
+        ("import no_such_library\n", "broken_rewards:f", r"no_such_library.*broken_rewards\.py:1"),
+        ("x = 1\nx.y\n", "broken_rewards:f", r"AttributeError.*broken_rewards\.py:2"),
+        ("def f(:\n", "broken_rewards:f", "SyntaxError"),
+        ("", "broken_rewards:f", "AttributeError.*'f'"),
+        ("f = 1\n", "broken_rewards:f", "must be a function, got 1"),
+    ],
+)
+def test_a_function_that_cannot_be_imported_is_one_line_with_the_place(
+    tmp_path, monkeypatch, source, path, message
+) -> None:
+    monkeypatch.delitem(__import__("sys").modules, "broken_rewards", raising=False)
+    (tmp_path / "broken_rewards.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=message) as caught:
+        Reward.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_row_that_is_no_prompt_is_named(task, codec) -> None:
+    talk = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2"}]
+    made = task([{"messages": talk}], right_or_wrong)
+    with pytest.raises(DataError, match="row 0 of rows: column 'messages' must not end with the"):
+        made.prompt(0, codec)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": ["m:f"]}, "dataset must be set with rollout.reward"),
+        ({"dataset": "d.jsonl"}, "dataset must be empty without rollout.reward"),
+        (
+            {"reward": ["m:f"], "dataset": "d.jsonl", "task": "calculator"},
+            "task must be left out with rollout.reward",
+        ),
+        (
+            {"reward": ["m:f"], "dataset": "d.jsonl", "reward_weights": [1.0, 2.0]},
+            "reward_weights must be empty or one weight for each of the 1 functions",
+        ),
+        (
+            {"reward": ["m:f"], "dataset": "d", "chat_template": "none", "system_prompt": "x"},
+            'system_prompt must be empty with rollout.chat_template = "none"',
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together_are_one_line(changes, message) -> None:
+    (found,) = violations(JobConfig(GRPO(), Rollout(servers=["http://a:1"], **changes)))
+    assert found.startswith(f"rollout.{message}")
+
+
+def test_every_key_of_a_function_task_reaches_the_rollout_process() -> None:
+    changes = {"reward": ["m:f"], "reward_weights": [2.0], "dataset": "d", "prompt": "{q}"}
+    changes |= {"dataset_config": "c", "dataset_split": "test", "dataset_filter": ["a > 1"]}
+    changes |= {"dataset_shuffle": False, "system_prompt": "s", "tools": "t", "chat_template": "x"}
+    changes |= {"chat_template_kwargs": {"enable_thinking": False}}
+    spec = RolloutSpec.from_config(Rollout(**changes), "m")
+    assert {name: getattr(spec, name) for name in changes} == changes
+    options = FunctionOptions.of(spec)
+    ours = set(changes) & set(inspect.signature(FunctionOptions).parameters)
+    assert {name: getattr(options, name) for name in ours} == {n: changes[n] for n in ours}
+
+
+def test_gsm8k_is_a_function_over_rows_in_the_models_template(tmp_path, codec) -> None:
+    rows = [{"question": f"q{i}", "answer": f"so #### {i * 1000:,}"} for i in range(5)]
+    made = load_task("gsm8k", TaskOptions(seed=1, path=write_rows(tmp_path / "g.jsonl", rows)))
+    index = next(i for i in range(5) if made.prompt(i, codec).payload["row"] == 3)
+    shown = codec.decode(made.prompt(index, codec).token_ids)
+    assert shown.startswith("<u>q3")
+    assert shown.endswith("in \\boxed{}.:")
+    said = ["thus \\boxed{3000}", "thus \\boxed{3001}", "no idea"]
+    assert rewards_of(made, codec, said, index) == [1, 0, 0]
+
+
+def test_gsm8k_refuses_a_missing_or_broken_file(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.dataset must be an existing file"):
+        load_task("gsm8k", TaskOptions(path=str(tmp_path / "none.jsonl")))
+    path = write_rows(tmp_path / "bad.jsonl", [{"question": "x"}])
+    with pytest.raises(ConfigError, match="asks for 'answer', a column"):
+        load_task("gsm8k", TaskOptions(path=path))
+
+
+MISTAKEN = """
+def helper(row):
+    return 1 / (row - 3)
+
+def reward(completions, answer):
+    return [helper(a) for a in answer]
+"""
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch, model_dir, completion_server):
+    """A factory: the source of a module -> a started client whose reward is its ``reward``."""
+    clients = []
+
+    def make(source, **changes):
+        (tmp_path / "own_rewards.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+        spec = RolloutSpec(
+            model_dir,
+            reward=["own_rewards:reward"],
+            dataset=write_rows(tmp_path / "rows.jsonl", SUMS),
+            dataset_shuffle=False,
+            chat_template="none",
+            max_staleness=0,
+            group_size=2,
+            **{"prompts_per_step": 2, **changes},
+        )
+        clients.append(RolloutClient(spec))
+        clients[-1].start(60)
+        clients[-1].set_server(completion_server().url, 0, True, "r:0:f")
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close(5)
+
+
+@pytest.mark.e2e
+def test_groups_are_rewarded_by_a_users_function_in_the_rollout_process(started) -> None:
+    client = started("def reward(completions, answer):\n    return [answer[0], len(completions)]\n")
+    for index, group in enumerate(client.next_batch(0, 2, 60)):
+        assert [c.reward for c in group.completions] == [index + 1, 2]
+
+
+@pytest.mark.e2e
+def test_a_mistake_in_a_function_shows_its_traceback_and_the_row_and_no_line_of_ours(
+    started, tmp_path
+) -> None:
+    client = started(MISTAKEN, prompts_per_step=3)
+    with pytest.raises(TaskError) as caught:
+        client.next_batch(0, 3, 60)
+    text = str(caught.value)
+    assert text.splitlines()[0] == (
+        "the task's reward failed: ZeroDivisionError: division by zero (rollout.reward"
+        f" 'own_rewards:reward', row 2 of {tmp_path}/rows.jsonl:"
+        " {'prompt': '2+1=', 'answer': 3, 'level': 2})"
+    )
+    assert f'File "{tmp_path}/own_rewards.py", line 3, in helper' in text
+    assert "return 1 / (row - 3)" in text
+    assert "titan_grpo/" not in text
+    assert "concurrent" not in text
+
+
+@pytest.mark.e2e
+def test_a_function_that_cannot_be_imported_ends_the_start(started) -> None:
+    with pytest.raises(ConfigError, match=r"'own_rewards:reward' cannot be imported: NameError"):
+        started("undefined_name\n")
