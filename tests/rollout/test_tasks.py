@@ -257,11 +257,11 @@ def test_an_episode_goes_on_elsewhere_when_its_server_became_unknown_after_a_tur
 
 
 def test_the_example_of_the_documentation_is_a_task(root) -> None:
-    source = (
-        (root / "docs" / "tasks.md").read_text().partition("```python\n")[2].partition("```")[0]
-    )
+    blocks = re.findall(r"```python\n(.*?)```", (root / "docs" / "tasks.md").read_text(), re.DOTALL)
     space = {}
-    exec(source, space)
+    for source in blocks:
+        exec(source, space)
+    assert space["correct"](["is 5", "is 6"], ["5", "5"]) == [1.0, 0.0]
     task, codec = space["GuessTheNumber"](TaskOptions(seed=2)), Letters()
     prompt = task.prompt(3, codec)
     secret = prompt.payload["secret"]
