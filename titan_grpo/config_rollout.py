@@ -32,8 +32,8 @@ class Rollout(TaskKeys):
 
     take_over: bool = False
     """Take servers from a live run of another dump folder, which stops when it has lost all of
-    them. Servers of a run that is dead or frozen, and of an earlier run in the same dump folder,
-    are taken without it."""
+    them. Servers of a run that ended, or gave no sign for weight_sync.commit_deadline_s, and of an
+    earlier run in the same dump folder, are taken without it."""
 
     servers_file: str = ""
     """File with further URLs, one per line, # for comments, looked at every second: a server that

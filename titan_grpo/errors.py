@@ -98,11 +98,12 @@ class ServerUnfit(ServerRefused):
 
 
 class ServerTaken(ServerRefused):
-    """Another run is in force on a server: ``run_id``, with ``term`` (protocol.fence)."""
+    """Another run is in force on a server: ``run_id``, with ``term`` (protocol.fence), ``age_s``
+    seconds old."""
 
-    def __init__(self, message: str, run_id: str, term: int) -> None:
+    def __init__(self, message: str, run_id: str, term: int, age_s: float) -> None:
         super().__init__(message)
-        self.run_id, self.term = run_id, term
+        self.run_id, self.term, self.age_s = run_id, term, age_s
 
 
 class TransferFailed(PeerError):

@@ -114,18 +114,18 @@ def test_a_lane_can_stop_unless_a_commit_runs_and_then_as_soon_as_that_has_ended
     assert {p for p in L.Phase if not L.Lane(phase=p).stoppable} == L.COMMITTING | {L.Phase.STOPPED}
 
 
-def test_a_first_epoch_that_a_run_of_the_future_refuses_is_opened_again_with_a_higher_term():
-    state, actions = drive(L.Started(), L.Outranked(4, future=True))
+def test_a_first_epoch_that_an_earlier_run_refuses_is_opened_again_with_a_higher_term():
+    state, actions = drive(L.Started(), L.Outranked(4, earlier=True))
     assert actions[-2:] == [L.Note(ledger.Forgotten()), L.Connect(2, 5)]
-    state, actions = L.step(state, L.Outranked(7, future=True))
+    state, actions = L.step(state, L.Outranked(7, earlier=True))
     assert actions[-1] == L.Connect(3, 8)
     assert (L.step(state, JOINED)[0].term, L.step(state, JOINED)[0].admitted) == (8, True)
 
 
-@pytest.mark.parametrize("future", [True, False])
-def test_a_replaced_trainer_rests_and_keeps_its_term(future):
-    first = (L.Started(),) if not future else (L.Started(), JOINED, L.Failed(), L.Rested())
-    state, actions = drive(*first, L.Outranked(4, future=future))
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_replaced_trainer_rests_and_keeps_its_term(earlier):
+    first = (L.Started(),) if not earlier else (L.Started(), JOINED, L.Failed(), L.Rested())
+    state, actions = drive(*first, L.Outranked(4, earlier=earlier))
     assert actions[-2:] == [L.Note(ledger.Forgotten()), L.Rest()]
     assert L.step(state, L.Rested())[1] == (L.Connect(state.epoch + 1, 1),)
 

@@ -217,7 +217,7 @@ def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(site, weight
 
 def test_bye_ends_the_receiver_process(site, weights) -> None:
     link = site.connect(weights(1.0))
-    link.bye(1)
+    link.bye(60.0)
     _, status = os.waitpid(site.side.receiver.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 

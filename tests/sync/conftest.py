@@ -67,13 +67,14 @@ class Rig:
         remote_writers: tuple[int, ...] = (),
         **config: Any,
     ) -> None:
-        """``config``: keys of [weight_sync], ``watch``, ``drain``, and ``run_keys``: "trainer" or a
-        server -> its run key."""
+        """``config``: keys of [weight_sync], ``watch``, ``drain``, ``owner``, ``take_over``,
+        ``run_id``, and ``run_keys``: "trainer" or a server -> its run key."""
         run_keys: dict[str, Key] = config.pop("run_keys", {})
         watch: Observer = config.pop("watch", no_observer)
         drain: Callable[[str], None] | None = config.pop("drain", None)
         owner: str = config.pop("owner", "")
         take_over: bool = config.pop("take_over", True)
+        run_id: str = config.pop("run_id", "")
         self.loaded = {url: Weights() for url in urls}
         self.servers = {
             url: ReceiverServer(url, self.loaded[url], run_keys.get(url)) for url in urls
@@ -82,7 +83,7 @@ class Rig:
         self.recorder = Recorder(folder)
         layout = infer_layout(dict, SHAPES)
         manifest = layout.manifest("bfloat16", self.config.block_bytes)
-        self.pool = ImagePool.create(manifest, self.config.slots)
+        self.pool = ImagePool.create(manifest, self.config.slots, run_id)
         self.worker = SyncWorker(
             self.pool,
             self.config,

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from titan_grpo.errors import SyncError
+from titan_grpo.protocol.messages import new_run_id
 from titan_grpo.runkey import Key
 
 pytestmark = pytest.mark.e2e
@@ -49,16 +50,60 @@ def test_a_run_that_takes_over_gets_the_server_and_the_loser_stops_with_its_name
         first.server_set.reached(2)
 
 
-@pytest.mark.parametrize("end", ["ended", "frozen"])
-def test_a_run_that_is_gone_never_blocks_the_next_one(rig, end):
+@pytest.mark.parametrize("receiver", ["killed", "alive"])
+def test_a_live_run_keeps_its_server_while_its_lane_is_in_backoff(rig, receiver):
+    first = rig("a", backoff_s=10 * WAIT_S, backoff_max_s=10 * WAIT_S, commit_deadline_s=WAIT_S)
+    first.publish(1)
+    first.everyone(1)
+    if receiver == "killed":
+        first.servers["a"].kill_receiver()
+    else:
+        first.server_set.lane("a").abort()
+    first.publish(2)
+    first.until(lambda: first.server_set.last_error("a") is not None)
+    other = second(rig, first, take_over=False)
+    other.until(lambda: other.server_set.last_error("a") is not None)
+    assert f"the live run {first.worker.run_id} has this server" in str(
+        other.server_set.last_error("a")
+    )
+    assert first.servers["a"].versions == [1]
+
+
+def test_a_run_that_ends_leaves_its_server_to_the_next_one_at_once(rig):
+    first = rig("a", commit_deadline_s=10 * WAIT_S)
+    first.publish(1)
+    first.everyone(1)
+    first.worker.close()
+    second(rig, first, take_over=False).everyone(1)
+
+
+@pytest.mark.parametrize("owner", ["", "folder"])
+def test_a_frozen_run_blocks_the_next_one_for_a_commit_deadline_and_a_resumed_one_never(rig, owner):
+    first = rig("a", commit_deadline_s=10 * WAIT_S if owner else 3.0, owner=owner)
+    first.publish(1)
+    first.everyone(1)
+    first.servers["a"].freeze_receiver()
+    second(rig, first, take_over=False, owner=owner).everyone(1)
+
+
+def test_a_later_run_whose_clock_was_behind_and_has_caught_up_gets_the_server(rig):
     first = rig("a")
     first.publish(1)
     first.everyone(1)
-    if end == "ended":
-        first.worker.close()
-    else:
-        first.servers["a"].freeze_receiver()
-    second(rig, first, take_over=False).everyone(1)
+    second(rig, first, run_id=new_run_id(time.time() - 3600)).everyone(1)
+
+
+def test_an_earlier_run_that_comes_after_a_later_one_is_refused(rig):
+    earlier = rig("a", started=False)
+    later = rig("a", run_id=new_run_id(time.time() + 1))
+    later.publish(1)
+    later.everyone(1)
+    earlier.servers["a"] = later.servers["a"]
+    earlier.start()
+    earlier.until(lambda: earlier.server_set.last_error("a") is not None)
+    assert "another run has this server" in str(earlier.server_set.last_error("a"))
+    later.publish(2)
+    later.everyone(2)
 
 
 def test_one_server_under_two_names_is_refused_under_the_second(rig):

@@ -245,7 +245,7 @@ def test_a_link_that_is_not_open_says_so(link) -> None:
 def test_orders_must_count_up_by_one(link) -> None:
     link.open()
     with pytest.raises(ProtocolError, match="the next is 0"):
-        link.bye(1)
+        link.ping(1, 1.0)
 
 
 def test_a_hello_carries_what_the_receiver_needs(link) -> None:

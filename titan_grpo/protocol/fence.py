@@ -10,9 +10,10 @@ receiver. A pure table.
     Loaded           how the granted commit ended: the only event that changes what the engine holds
 
 A run id begins with the start time of its run, so that with right clocks the newest run wins, at
-term 1. A new trainer whose clock is behind is refused by the run before it, which started in its
-future; it then takes that run's term plus one (protocol.lane). A trainer that was replaced does
-not: the run in force started in its past, or the server has admitted it before.
+term 1. A new trainer whose clock is behind is refused by the run before it, which is older than
+itself: both ages are measured by clocks that nobody sets. It then takes that run's term plus one
+(protocol.lane). A trainer that was replaced does not: the run in force is younger, or the server
+has admitted it before.
 """
 
 from collections.abc import Callable

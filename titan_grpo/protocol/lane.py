@@ -139,11 +139,11 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Outranked:
-    """The server refused the epoch: another run is in force there, with ``term``. ``future``: that
-    run started later than it is now, so one of the two clocks is wrong."""
+    """The server refused the epoch: another run is in force there, with ``term``. ``earlier``: that
+    run started before this one, although its id says otherwise: a clock is wrong."""
 
     term: int
-    future: bool
+    earlier: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +325,7 @@ def _connected(s: Lane, e: Connected) -> _Result:
 
 
 def _outranked(s: Lane, e: Outranked) -> _Result:
-    if s.admitted or not e.future:
+    if s.admitted or not e.earlier:
         return _rest(s, ledger.Forgotten())  # replaced by a newer run: it must not fight back
     after, actions = _connect(replace(s, term=e.term + 1), None)
     return after, (Note(ledger.Forgotten()), *actions)

@@ -16,6 +16,8 @@ All keys live under ``PrefixStore(f"{run_id}/{epoch}", ...)`` in a store that th
                                             order/<n+1>    <- Order(op="ping"), after the read-back
                  (the lane broadcasts PING_BYTES: a lost connection fails at once)
     staged/<n+1>    <- Staged
+                                            order/<n>      <- Order(op="bye"), when the lane ends
+    staged/<n>      <- Staged: the run has left the server
 
 The answer to the ping proves that the engine has not restarted: its receiver would have died with
 it. n counts all orders.
@@ -111,18 +113,6 @@ def new_run_id(unix_s: float) -> str:
     '0000000003e8-'
     """
     return f"{int(unix_s * 1000):012x}-{secrets.token_hex(4)}"
-
-
-def started_after(run_id: str, unix_s: float) -> bool:
-    """Whether a run started later than ``unix_s``, by the clock of its trainer.
-
-    >>> started_after("0000000003e8-aa", 0.9), started_after("0000000003e8-aa", 1.1)
-    (True, False)
-    """
-    try:
-        return int(run_id[:12], 16) > unix_s * 1000
-    except ValueError:
-        return False  # a name that another program made
 
 
 def key_prefix(run_id: str, epoch: int) -> str:
@@ -226,6 +216,10 @@ class Hello(Message, frozen=True):
     """Identity of the run's dump folder: a resumed run takes its own servers back."""
     take_over: bool = True
     """Whether the server is taken from a live run of another owner."""
+    age_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds since the run started, by a clock that nobody sets."""
+    live_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds after the lane's last sign for which its run counts as live."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.size:
@@ -258,7 +252,7 @@ class Joined(Message, frozen=True):
 
     ``held_run`` is empty and ``held_version`` -1 while the engine runs on its initial weights.
     ``intact`` is false after a load that broke off, until a whole one follows. ``keyed``: the
-    server has a run key. The last three name the epoch that the server obeys. A refusal is
+    server has a run key. The fields in force name the epoch that the server obeys. A refusal is
     believed without a proof: an attacker who can forge one can also cut the connection.
     """
 
@@ -275,6 +269,8 @@ class Joined(Message, frozen=True):
     run_in_force: str = ""
     epoch_in_force: int = 0
     term_in_force: Number = 0
+    age_in_force_s: float = 0.0
+    """Seconds since that run started."""
     final: bool = False
     """Of a refusal: it stays as long as engine and trainer stay as they are."""
 

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import time
+from contextlib import suppress
 from typing import Any
 
 from titan_grpo.errors import PeerError
@@ -25,8 +26,9 @@ from titan_grpo.unix_rpc import Channel
 ANSWER_S = 5.0
 """Seconds to wait for one answer of the receiver. The engine stands still meanwhile."""
 
-LIVE_S = 2.0
-"""Seconds for a live trainer to answer, before another run takes its server."""
+SIGN_S = 2.0
+"""Seconds for a receiver to say when its trainer last gave a sign, before another run takes the
+server."""
 
 KILL_S = 5.0
 """Seconds to wait for a killed receiver to be reaped."""
@@ -48,6 +50,7 @@ class ReceiverProcess:
         self.pid = self._process.pid
         self._channel = Channel(ours)
         self._sent = 0
+        self._last_line_s: float | None = None
         self._channel.send(first, ANSWER_S)
 
     def ask(self, message: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
@@ -57,7 +60,8 @@ class ReceiverProcess:
         self._channel.send({"id": self._sent, **message}, ANSWER_S)
         while (answer := self._channel.receive(timeout_s)) is not None:
             if answer["id"] != self._sent:
-                continue  # the late answer to a request that timed out
+                self._note(answer)
+                continue
             if not answer["ok"]:
                 raise PeerError(str(answer["error"]))
             return answer
@@ -65,6 +69,26 @@ class ReceiverProcess:
             f"the receiver process ended (exit status {self._wait()}); the next hello starts"
             " another"
         )
+
+    def last_sign_s(self) -> float:
+        """When the trainer gave its last sign (monotonic clock), minus infinity if it said goodbye.
+        A process that has ended left it as its last line."""
+        self._sent += 1
+        with suppress(PeerError):  # it has ended: its last line can still be read
+            self._channel.send({"id": self._sent, "op": "last_sign"}, ANSWER_S)
+        with suppress(PeerError):  # it is frozen
+            while (answer := self._channel.receive(SIGN_S)) is not None:
+                if answer["id"] == self._sent:
+                    return float(answer["last_sign_s"])
+                self._note(answer)
+        if self._last_line_s is None:
+            # Killed or frozen, it says nothing of its trainer, whose time begins now.
+            self._last_line_s = time.monotonic()
+        return self._last_line_s
+
+    def _note(self, answer: dict[str, Any]) -> None:
+        """Of an answer that nobody waits for (a request had timed out), or the last line."""
+        self._last_line_s = answer.get("last_sign_s", self._last_line_s)
 
     @property
     def ended(self) -> bool:
@@ -99,6 +123,8 @@ class ReceiverHandle:
         self._commit: Commit | None = None
         self._greeting: Hello | None = None
         """Of the epoch in force."""
+        self._started_s = 0.0
+        """When the run in force started (monotonic clock)."""
         self.state = EngineState()
 
     @property
@@ -126,7 +152,10 @@ class ReceiverHandle:
             if refusal := self._occupied(hello):
                 self.answer(hello, refusal, keys if hello.proof else None, named=False)
                 return refusal
+            before, _ = self.state.in_force
             refusal = self._step(OpenEpoch(hello.run_id, hello.epoch, hello.term))
+            if not refusal and hello.run_id != before:
+                self._started_s = time.monotonic() - hello.age_s
         if refusal or probe:
             self.answer(hello, problem or refusal, keys if hello.proof else None, final)
             return refusal
@@ -140,11 +169,16 @@ class ReceiverHandle:
         served = self._greeting
         if served is None or served.run_id == hello.run_id or hello.take_over:
             return ""
-        if (hello.owner and hello.owner == served.owner) or not self._live():
+        if self._serving is None or (hello.owner and hello.owner == served.owner):
+            return ""
+        # Its lane may be between two connections. A trainer that is dead or frozen blocks the next
+        # one for this time at most.
+        silent_s = time.monotonic() - self._serving.last_sign_s()
+        if silent_s >= served.live_s:
             return ""
         return (
-            f"the live run {served.run_id} has this server: end that run, or take the server from"
-            " it with rollout.take_over = true"
+            f"the live run {served.run_id} has this server (its last sign is {silent_s:.0f} s old):"
+            " end that run, or take the server from it with rollout.take_over = true"
         )
 
     def _second_name(self, hello: Hello) -> str:
@@ -157,14 +191,6 @@ class ReceiverHandle:
         if self._serving.ended:
             return ""  # the lane of the other name has ended
         return f"it is in this run already as {served.url}: one server has one name in a run"
-
-    def _live(self) -> bool:
-        if self._serving is None or self._serving.ended:
-            return False
-        try:
-            return bool(self._serving.ask({"op": "live"}, LIVE_S)["live"])
-        except PeerError:
-            return False  # a trainer that is frozen never blocks its successor
 
     def answer(
         self,
@@ -180,7 +206,8 @@ class ReceiverHandle:
         first = self._first("answer", hello, problem, keys)
         first["joined"]["final"] = final
         if not named:
-            first["joined"] |= {"run_in_force": "", "epoch_in_force": 0, "term_in_force": 0}
+            hidden = {"run_in_force": "", "epoch_in_force": 0, "term_in_force": 0}
+            first["joined"] |= {**hidden, "age_in_force_s": 0.0}
         self._answering = ReceiverProcess(first)
 
     def lend(self, commit: Commit) -> dict[str, Any]:
@@ -257,6 +284,7 @@ class ReceiverHandle:
             run_in_force=state.in_force[0],
             epoch_in_force=state.in_force[1],
             term_in_force=state.term,
+            age_in_force_s=time.monotonic() - self._started_s if state.in_force[0] else 0.0,
         )
         hex_keys = keys.to_hex() if keys is not None else None
         return {"op": op, "hello": hello.to_dict(), "joined": joined.to_dict(), "keys": hex_keys}

@@ -5,11 +5,13 @@ Two threads: ``run`` serves the lane's orders; ``lend``, ``take`` and ``applied`
 engine. A third one, of a windowed apply, waits for the lane's cancel.
 """
 
+import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -48,6 +50,9 @@ from titan_grpo.sync.transports.store import (
     transport_problem,
 )
 
+SIGN_S = 1.0
+"""Seconds for the trainer to give a sign when it is asked for one."""
+
 IDLE_S = 60.0
 """Length of one wait for the next order, in seconds. It is repeated; a lost connection ends it at
 once."""
@@ -85,6 +90,8 @@ class Receiver:
         self._window: Window | None = None
         self._expected: Sequence[bytes] = ()
         self._replies: dist.Store | None = None
+        self.signed_s = time.monotonic()
+        """When the trainer gave its last sign (monotonic clock); minus infinity: it left."""
 
     def answer(self) -> None:
         """Only answer the Hello (a probe, a refusal)."""
@@ -119,14 +126,12 @@ class Receiver:
         while self._serve(orders, transport, number):
             number += 1
 
-    def live(self) -> bool:
-        """Whether the trainer of this epoch answers: the lane's store lives in its process."""
-        try:
-            with store_errors("asking for the trainer"):
-                self._join().check(["alive"])
-        except TransferFailed:
-            return False
-        return True
+    def last_sign_s(self) -> float:
+        """Ask the trainer, whose process hosts the lane's store, and return ``signed_s``."""
+        with suppress(TransferFailed), store_errors("asking for the trainer"):
+            self._join(SIGN_S).check(["alive"])
+            self.signed_s = time.monotonic()
+        return self.signed_s
 
     def lend(self, commit: Commit) -> tuple[SharedImage, Manifest]:
         """The staged image, or the window, for the engine until ``applied``. PeerError if it is not
@@ -170,9 +175,9 @@ class Receiver:
         with store_errors(f"reporting transfer {report.number}"):
             self._replies.set(f"applied/{report.number}", report.proven(self._key).to_json())
 
-    def _join(self) -> dist.Store:
+    def _join(self, timeout_s: float | None = None) -> dist.Store:
         hello = self._hello
-        store = join_store(hello.store_host, hello.store_port, hello.timeout_s)
+        store = join_store(hello.store_host, hello.store_port, timeout_s or hello.timeout_s)
         return dist.PrefixStore(key_prefix(hello.run_id, hello.epoch), store)
 
     def _answer(self, store: dist.Store) -> None:
@@ -181,7 +186,11 @@ class Receiver:
 
     def _serve(self, store: dist.Store, transport: Transport, number: int) -> bool:
         """One order; False after the last one."""
-        order = Order.from_json(self._next(store, f"order/{number}"))
+        try:
+            text = self._next(store, f"order/{number}")
+        finally:
+            self.signed_s = time.monotonic()  # also without an order: the connection stood
+        order = Order.from_json(text)
         order.require_proof(self._key)
         if order.number != number:
             raise PeerError(
@@ -190,7 +199,8 @@ class Receiver:
         try:
             match order.op:
                 case "bye":
-                    return False
+                    self.signed_s = -math.inf
+                    staged = _staged(order)
                 case "manifest":
                     staged = self._take_manifest(order, store)
                 case "receive":
@@ -207,7 +217,7 @@ class Receiver:
             store.set(f"staged/{number}", staged.proven(self._key).to_json())
         if order.op == "stream" and staged.ok:
             self._fill(transport)
-        return True
+        return order.op != "bye"
 
     def _next(self, store: dist.Store, key: str) -> bytes:
         while True:

@@ -11,9 +11,10 @@ import os
 import socket
 import threading
 import traceback
+from contextlib import suppress
 from typing import Any
 
-from titan_grpo.errors import TitanGrpoError
+from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol.messages import Applied, Commit, Hello, Joined
 from titan_grpo.receive.receiver import Receiver
 from titan_grpo.runkey import EpochKeys
@@ -22,6 +23,9 @@ from titan_grpo.unix_rpc import Channel
 
 REPLY_S = 10.0
 """How long an answer to the engine may block, in seconds."""
+
+LAST_LINE = 0
+"""Number of the line that a process leaves for the engine at its end; requests count from 1."""
 
 log = logging.getLogger("titan_grpo.receive")
 
@@ -33,7 +37,7 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def converse(receiver: Receiver) -> None:
+def converse(receiver: Receiver, channel: Channel) -> None:
     """Thread: the epoch with the lane; the process ends with it."""
     code = 0
     try:
@@ -45,6 +49,8 @@ def converse(receiver: Receiver) -> None:
     except Exception:  # noqa: BLE001 - top of a thread: the lane would wait for its deadline
         log.error("epoch ended by a bug; the engine keeps its version\n%s", traceback.format_exc())
         code = 4
+    with suppress(PeerError):  # the engine has ended too
+        channel.send({"id": LAST_LINE, "ok": True, "last_sign_s": receiver.signed_s}, REPLY_S)
     leave(code)
 
 
@@ -64,8 +70,8 @@ def respond(receiver: Receiver, message: dict[str, Any]) -> dict[str, Any]:
             case "take":
                 filled = receiver.take(int(message["consumed"]), float(message["wait_s"]))
                 return {"ok": True, "filled": filled}
-            case "live":
-                return {"ok": True, "live": receiver.live()}
+            case "last_sign":
+                return {"ok": True, "last_sign_s": receiver.last_sign_s()}
             case _:
                 receiver.applied(Applied.from_dict(message["applied"]))
                 return {"ok": True}
@@ -84,7 +90,8 @@ def serve(channel: Channel) -> None:
     if first["op"] == "answer":
         receiver.answer()
         return
-    threading.Thread(target=converse, args=(receiver,), name="epoch", daemon=True).start()
+    talk = receiver, channel
+    threading.Thread(target=converse, args=talk, name="epoch", daemon=True).start()
     while (message := channel.receive(None)) is not None:
         channel.send({"id": message["id"], **respond(receiver, message)}, REPLY_S)
 

@@ -32,7 +32,7 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane as table
 from titan_grpo.protocol import ledger, recovery
 from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point, no_observer
-from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Staged, started_after
+from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Staged
 from titan_grpo.protocol.recovery import Pause, Relabel, Resume, settle
 from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
 from titan_grpo.sync.server_set import ServerSet
@@ -121,15 +121,15 @@ class LaneThread(threading.Thread):
     def stop(self) -> None:
         """End the lane now. Any thread; does not wait.
 
-        What it waits for is aborted, but not a commit: that has a deadline, and its server would
-        stay paused.
+        What it waits for is aborted, but not a commit, which has a deadline and would leave its
+        server paused; nor an idle lane, which wakes up and tells its receiver that the run leaves.
         """
         # One turn: a step into a commit either comes first and is left alone, or sees the stop.
         with self._turn:
             self._stopping.set()
-            committing = self._state.phase in table.COMMITTING
+            ends_soon = self._state.phase in table.COMMITTING | {table.Phase.READY}
         self._c.slots.stop(self.url)
-        if not committing:
+        if not ends_soon:
             self.abort()
 
     def abort(self) -> None:
@@ -197,15 +197,15 @@ class LaneThread(threading.Thread):
                     return self._rest()
         except ServerTaken as taken:
             self._close_link()
-            future = started_after(taken.run_id, time.time())
+            earlier = taken.age_s > time.monotonic() - self._c.link.started_s
             if self._state.admitted:
                 # The other run is newer than this one: this one never serves it again.
                 self._stopping.set()
                 self._servers.taken(self.url, taken.run_id)
-            elif not future:
+            elif not earlier:
                 self._servers.refused(self.url, str(taken), final=False)
                 self._latch(f"another run has this server: {taken}")
-            return table.Outranked(taken.term, future)
+            return table.Outranked(taken.term, earlier)
         except TitanGrpoError as error:
             self._refused(error)
             self._latch(
@@ -464,9 +464,9 @@ class LaneThread(threading.Thread):
 
     def _leave(self) -> None:
         link = self._link
-        if link is not None and not self._stopping.is_set():
+        if link is not None:
             with suppress(PeerError):
-                link.bye(self._number + 1)
+                link.bye(answer_s(self._c.config.commit_deadline_s))
         self._close_link()
         self._control.close()
         # The next lane of this server may pin images again.

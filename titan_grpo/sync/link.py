@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -78,7 +78,10 @@ class LinkOptions:
     url: str = ""
     owner: str = ""
     take_over: bool = True
+    live_s: float = 0.0
     """See Hello, like ``url`` and ``owner``."""
+    started_s: float = field(default_factory=time.monotonic)
+    """When the run started, on the monotonic clock."""
 
     @property
     def algorithm(self) -> str:
@@ -150,6 +153,8 @@ class LaneLink:
             url=o.url,
             owner=o.owner,
             take_over=o.take_over,
+            age_s=time.monotonic() - o.started_s,
+            live_s=o.live_s,
         )
         return hello.proven(self._key)
 
@@ -177,7 +182,9 @@ class LaneLink:
         except PeerError as error:
             raise ServerUnfit(str(error)) from error
         if not joined.ok:
-            raise ServerTaken(joined.error, joined.run_in_force, joined.term_in_force)
+            raise ServerTaken(
+                joined.error, joined.run_in_force, joined.term_in_force, joined.age_in_force_s
+            )
         o = self._options
         options = TransportOptions(
             min(timeout_s, o.timeout_s), o.bind_host, o.bucket_bytes, o.device
@@ -317,9 +324,13 @@ class LaneLink:
                 f"the receiver of epoch {self._epoch} refused a ping: {answer.error}"
             )
 
-    def bye(self, number: int) -> None:
-        """End the receiver. Then close."""
-        self._post(Order(number, "bye", 0, "", ""))
+    def bye(self, timeout_s: float) -> None:
+        """Tell the receiver, if it has joined, that this run leaves the server. Waits for its
+        answer: the store ends with ``close``."""
+        if self._transport is not None:
+            number = self._next
+            self._post(Order(number, "bye", 0, "", ""))
+            self._staged(number, timeout_s)
 
     def abort(self) -> None:
         """Make the blocked call and every later one raise TransferFailed at once. Any thread;

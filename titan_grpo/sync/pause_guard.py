@@ -78,6 +78,7 @@ class PauseGuard:
             "run_key": link.run_key.hex() if link.run_key is not None else "",
             "call_s": config.commit_deadline_s,
             "join_s": config.connect_deadline_s,
+            "started_s": link.started_s,
         }
         deadlines = deadlines or deadlines_of(config)
         self._first = {"op": "start", "deadlines": asdict(deadlines), "access": access}

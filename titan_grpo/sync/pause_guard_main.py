@@ -49,12 +49,14 @@ class Access:
 
     ``join_s``: timeout for the receiver's answer (includes process start). Do not retry earlier: a
     second hello kills the first receiver. ``run_key``: hexadecimal digits, empty without one.
+    ``started_s``: when the run started, on this host's monotonic clock.
     """
 
     bind_host: str
     call_s: float
     join_s: float
     run_key: str = field(repr=False)
+    started_s: float = field(default_factory=time.monotonic)
 
 
 def superseded(joined: Joined, run_id: str, epoch: int) -> str:
@@ -100,6 +102,7 @@ def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Jo
         block_bytes=1,
         bucket_bytes=1,
         timeout_s=access.join_s,
+        age_s=time.monotonic() - access.started_s,
     )
     control.greet(hello.proven(key).to_dict())
     answer = f"joined/{RECEIVER_RANK}"

@@ -167,7 +167,7 @@ class StockLink:
         self._drop()
         self._routes.destroy_group(self._group, timeout_s)
 
-    def bye(self, number: int) -> None:
+    def bye(self, timeout_s: float) -> None:
         """Nothing: there is no receiver."""
 
     def cancel(self) -> None:

@@ -178,6 +178,7 @@ class SyncOptions:
             run_key=self.run_key,
             owner=self.owner,
             take_over=self.take_over,
+            live_s=config.commit_deadline_s,
         )
 
 

@@ -64,7 +64,7 @@ def commit_foreign(
             applied = link.wait_applied(1, DEADLINE_S)
             control.finish(label)
             control.resume()
-            link.bye(2)
+            link.bye(DEADLINE_S)
         finally:
             link.close()
             control.close()
