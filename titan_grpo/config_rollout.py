@@ -5,7 +5,7 @@ objects.
 """
 
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
@@ -193,6 +193,23 @@ def server_url(text: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.lower(), parts.path.rstrip("/"), "", ""))
 
 
+def two_names(urls: Iterable[str]) -> str:
+    """Two of the URLs that are one server, as text; empty if there are none. The URLs are in the
+    form of ``server_url``; one that is there twice is not meant.
+
+    >>> two_names(["http://localhost:8000", "http://127.0.0.1:8000", "http://b"])
+    'http://localhost:8000 and http://127.0.0.1:8000'
+    """
+    found: dict[tuple[str | None, int | None, str], str] = {}
+    for url in urls:
+        parts = urlsplit(url)
+        host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        if (first := found.setdefault((host, port, parts.path), url)) != url:
+            return f"{first} and {url}"
+    return ""
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host of an address or a URL is this host, seen from itself."""
     try:
@@ -206,10 +223,10 @@ def violations(r: Rollout) -> list[str]:
     urls, out = [], []
     for text in r.servers if r.servers != [LAUNCH] else []:
         try:
-            urls.append(server_url(text).replace("://localhost", "://127.0.0.1"))
+            urls.append(server_url(text))
         except ConfigError as error:
             out.append(f"rollout.servers: {error}")
-    repeated = len(set(urls)) != len(urls)
+    repeated = len(set(urls)) != len(urls) or bool(two_names(urls))
     rules = (
         *_servers(r),
         (repeated, "servers", "without repetition"),

@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.rigs.proxy import Act, Proxy
+from tests.rigs.server_handle import ServerProcess
+from titan_grpo.engines.launch import free_port
 from titan_grpo.observe.recorder import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -72,6 +74,25 @@ def test_with_continue_it_is_said_counted_and_tried_again(runs, between, endless
     (error,) = runs.summary(tmp_path)["errors"][:1]
     assert f"{between.url}, version " in error
     assert "500" in error
+
+
+def test_a_server_without_the_last_version_at_the_end_is_an_error_of_the_summary(
+    runs, small_replay, tmp_path
+):
+    absent = f"http://127.0.0.1:{free_port()}"
+    steps = ["--training.steps=2", "--weight_sync.backoff_s=0.2"]
+    with (
+        ServerProcess(log_path=tmp_path / "server.log") as server,
+        runs.start(tmp_path, [server.url, absent], *small_replay.arguments, *steps) as training,
+    ):
+        assert training.finish() == 0, training.log
+    summary = runs.summary(tmp_path)
+    assert (
+        [e for e in summary["errors"] if "did not hold version 2 at the end" in e]
+        == [e for e in summary["errors"] if e.startswith(f"{absent} did not")]
+        != []
+    )
+    assert summary["versions_committed"][server.url]["last"] == 2
 
 
 @pytest.mark.long

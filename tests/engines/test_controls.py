@@ -7,13 +7,19 @@ from titan_grpo.engines.http import HttpRefused, SyncDriver
 from titan_grpo.engines.server import ServerAccess, detect, make_control
 from titan_grpo.engines.sglang import SglangControl
 from titan_grpo.engines.vllm import VllmControl
-from titan_grpo.errors import ConfigError, ServerRefused, ServerUnreachable
+from titan_grpo.errors import ConfigError, ServerRefused, ServerUnfit, ServerUnreachable
 
 SGLANG = {"GET /model_info": lambda _: (200, {"weight_version": "default", "model_path": "m"})}
 VLLM = {
     "GET /weight_info": lambda _: (200, {"weight_version": "7"}),
     "POST /init_weight_transfer_engine": 200,
 }
+
+
+def backend(name):
+    """The transfer backend that a vLLM was started with."""
+    config = {"weight_transfer_config": None if name is None else {"backend": name}}
+    return {"GET /server_info": lambda _: (200, {"vllm_config": config})}
 
 
 def plugin(**state):
@@ -118,6 +124,34 @@ def test_an_update_that_a_dead_lane_left_open_is_ended_first(board, sglang) -> N
     sglang.load({})
     begin, end = "POST /begin_weight_update", "POST /end_weight_update"
     assert [p for p in board.paths if p in (begin, end)] == [begin, end, begin]
+
+
+@pytest.mark.parametrize(
+    ("routes", "words"),
+    [
+        ({"POST /init_weight_transfer_engine": 404}, "VLLM_SERVER_DEV_MODE=1"),
+        ({"POST /init_weight_transfer_engine": 401}, "refused with 401"),
+        ({"POST /init_weight_transfer_engine": 500, **backend(None)}, "--weight-transfer-config"),
+        ({"POST /init_weight_transfer_engine": 500, **backend("nccl")}, "its backend is nccl"),
+    ],
+)
+def test_a_vllm_that_can_never_take_our_weights_is_unfit_with_the_remedy(
+    board, routes, words
+) -> None:
+    board.routes = routes
+    control = VllmControl(board.url, "api", 2.0)
+    with pytest.raises(ServerUnfit, match=words):
+        control.greet({})
+    control.close()
+
+
+def test_a_vllm_whose_plugin_failed_is_asked_again(board) -> None:
+    board.routes = {"POST /init_weight_transfer_engine": 500, **backend("titan_grpo")}
+    control = VllmControl(board.url, "api", 2.0)
+    with pytest.raises(HttpRefused) as refusal:
+        control.greet({})
+    assert not isinstance(refusal.value, ServerUnfit)
+    control.close()
 
 
 def test_dropping_kv_is_believed_only_where_the_engine_says_that_it_did(board, sglang) -> None:

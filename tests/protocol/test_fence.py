@@ -80,6 +80,14 @@ def test_a_run_whose_clock_is_behind_takes_over_with_a_higher_term_and_keeps_the
     assert after(OpenEpoch("q", 2, 4), start=behind).in_force == ("q", 2)
 
 
+def test_a_refusal_by_the_own_run_says_so_and_not_that_there_are_two_trainers():
+    state, _ = step(EngineState(), OpenEpoch("r", 2, 1))
+    own, other = (refusal(state, OpenEpoch(run, 2, 1)) for run in ("r", "q"))
+    assert "another of its lanes" in own
+    assert "two trainers" not in own
+    assert "two trainers" in other
+
+
 def test_a_pause_guard_that_knows_no_term_opens_an_epoch_of_the_run_in_force_alone():
     lane = after(OpenEpoch("r", 2, 3))
     assert after(OpenEpoch("r", 3, 0), start=lane) == EngineState(("r", 3), 3)

@@ -1,13 +1,14 @@
 """URLs, host lists and servers files, as people and schedulers write them."""
 
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.config import Rollout
-from titan_grpo.config_rollout import server_url
+from titan_grpo.config_rollout import server_url, violations
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.server_urls import (
     ServersFile,
@@ -168,6 +169,22 @@ def test_all_sources_together_give_each_server_once(tmp_path) -> None:
     assert known.listed == ("http://n1:9000", "http://z:1")
     with pytest.raises(ConfigError, match="NODES is not set"):
         known_servers(rollout, {})
+
+
+def test_one_server_under_two_names_is_refused_wherever_they_are_given(tmp_path) -> None:
+    local = Rollout(servers=["http://127.0.0.1:8000"])
+    assert any(
+        "without repetition" in rule
+        for rule in violations(
+            replace(local, servers=["http://127.0.0.1:8000", "http://LOCALHOST:8000/"])
+        )
+    )
+    (tmp_path / "servers").write_text("http://localhost:8000\n")
+    with pytest.raises(ConfigError, match="must give a server one name"):
+        known_servers(replace(local, servers_file=str(tmp_path / "servers")), {})
+    with pytest.raises(ConfigError, match="are one server"):
+        parse_servers("http://h\nhttp://h:80\n")
+    assert parse_servers("http://h:80\nhttp://h:81\n") == ("http://h:80", "http://h:81")
 
 
 def test_launched_servers_stand_for_the_word(tmp_path) -> None:

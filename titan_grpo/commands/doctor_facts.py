@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from titan_grpo.commands.doctor_checks import OURS, ServerFacts
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.http import Call, HttpRefused, SyncDriver, want
+from titan_grpo.engines.http import Call, KeyRefused, SyncDriver, want
 from titan_grpo.engines.server import detect
 from titan_grpo.errors import ConfigError, PeerError, ServerRefused
 from titan_grpo.protocol.messages import Joined
@@ -168,10 +168,8 @@ def server_facts(url: str, access: Access) -> ServerFacts:
         questions = Questions(driver, url, access)
         try:
             sglangs = detect(driver, access.timeout_s) == sglang.NAME
-        except HttpRefused as error:
-            if error.status in (401, 403):
-                return replace(questions.facts, errors={"key": str(error)})
-            sglangs = False
+        except KeyRefused as error:
+            return replace(questions.facts, errors={"key": str(error)})
         except PeerError:
             # The questions to a vLLM find what is wrong: whether it is there, whether its routes
             # are open.
@@ -199,11 +197,6 @@ class Questions:
         def version(answer: Any) -> str:
             return str(want(answer, "version", str, "/version"))
 
-        def backend(answer: Any) -> str:
-            config = want(answer, "vllm_config", dict, "/server_info")
-            transfer = config.get("weight_transfer_config")
-            return str(transfer.get("backend")) if isinstance(transfer, dict) else "not configured"
-
         facts = replace(
             self.facts,
             version=self._answer("version", Call("GET", "/version", self._s, version)),
@@ -212,10 +205,7 @@ class Questions:
         )
         if facts.label is None:
             return facts
-        # vLLM collects its whole system's description for this answer, which takes it seconds.
-        limit_s = max(60.0, self._s)
-        info = Call("GET", "/server_info", limit_s, backend, params={"config_format": "json"})
-        found = self._answer("backend", info)
+        found = self._answer("backend", vllm.transfer_backend(max(60.0, self._s)))
         # Another backend must not get our greeting: an exception in a worker ends a whole vLLM.
         joined = self._greet(vllm.init_weight_transfer) if found == OURS else None
         return replace(facts, backend=found, joined=joined)

@@ -99,9 +99,10 @@ class ServerControl(Protocol):
         """The engine's own update routes if our plugin is not there and streaming over them is
         possible; else None."""
 
+    @requests(2)
     def greet(self, hello: Mapping[str, Any]) -> None:
         """Send the server's receiver the address of its lane. Returns at once, the receiver joins
-        in the background."""
+        in the background. ServerUnfit where our plugin is not there."""
 
     @requests(4)
     def paused(self) -> bool:

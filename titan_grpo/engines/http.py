@@ -14,7 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from titan_grpo.errors import ConfigError, ServerRefused, ServerUnreachable
+from titan_grpo.errors import ConfigError, ServerRefused, ServerUnfit, ServerUnreachable
 
 T = TypeVar("T")
 
@@ -36,6 +36,10 @@ class HttpRefused(ServerRefused):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class KeyRefused(HttpRefused, ServerUnfit):
+    """401 or 403: the server wants a key, or another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +144,8 @@ class _Driver:
 
     def _check(self, call: Call[Any], response: httpx.Response) -> None:
         if not response.is_success:
-            raise HttpRefused(
+            kind = KeyRefused if response.status_code in (401, 403) else HttpRefused
+            raise kind(
                 f"{self.url}: {call.method} {call.path} was refused with"
                 f" {response.status_code}: {response.text[:BODY_CHARS]}",
                 response.status_code,

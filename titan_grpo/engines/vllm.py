@@ -6,6 +6,7 @@ The routes for weights and pauses exist only where the server runs with
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,8 @@ from titan_grpo.engines.generation import (
     salt,
     version_spans,
 )
-from titan_grpo.engines.http import Call, SyncDriver, ignore, want
-from titan_grpo.errors import ServerRefused
+from titan_grpo.engines.http import Call, HttpRefused, SyncDriver, ignore, want
+from titan_grpo.errors import ServerRefused, ServerUnfit
 
 if TYPE_CHECKING:
     from titan_grpo.engines.launch import ServerSpec
@@ -63,6 +64,18 @@ def world_size(timeout_s: float = QUERY_S) -> Call[int]:
     """Workers of the server: tensor x pipeline x data parallel."""
     path = "/get_world_size"
     return Call("GET", path, timeout_s, lambda a: int(want(a, "world_size", int, path)))
+
+
+def transfer_backend(timeout_s: float) -> Call[str]:
+    """Name of the weight-transfer backend that the server was started with. vLLM collects its whole
+    system's description for this answer, which takes it seconds."""
+    path = "/server_info"
+
+    def parse(answer: Any) -> str:
+        transfer = want(answer, "vllm_config", dict, path).get("weight_transfer_config")
+        return str(transfer.get("backend")) if isinstance(transfer, dict) else "not configured"
+
+    return Call("GET", path, timeout_s, parse, params={"config_format": "json"})
 
 
 def init_weight_transfer(hello: Mapping[str, Any], timeout_s: float) -> Call[None]:
@@ -229,6 +242,16 @@ def _only_choice(answer: Any) -> Any:
     return choices[0]
 
 
+BACKEND = "titan_grpo"
+"""Name under which our plugin registers with vLLM's weight-transfer factory."""
+
+NO_PLUGIN = (
+    f"""start it with --weight-transfer-config '{{"backend":"{BACKEND}"}}', with titan_grpo"""
+    " installed in its environment"
+)
+CLOSED = "vLLM >= 0.32 started with VLLM_SERVER_DEV_MODE=1 is needed"
+
+
 class VllmControl:
     """ServerControl of vLLM >= 0.32 with our plugin."""
 
@@ -253,7 +276,18 @@ class VllmControl:
         missing."""
 
     def greet(self, hello: Mapping[str, Any]) -> None:
-        self._run(init_weight_transfer(hello, self._deadline_s))
+        try:
+            self._run(init_weight_transfer(hello, self._deadline_s))
+        except HttpRefused as error:
+            if error.status in (404, 405):
+                raise ServerUnfit(f"{error}: {CLOSED}") from error
+            found = BACKEND
+            if error.status == 500:  # any error of the engine
+                with suppress(ServerRefused):
+                    found = self._run(transfer_backend(self._deadline_s))
+            if found != BACKEND:
+                raise ServerUnfit(f"{error}: its backend is {found}: {NO_PLUGIN}") from error
+            raise
 
     def paused(self) -> bool:
         return self._run(is_paused(min(QUERY_S, self._deadline_s)))
@@ -289,10 +323,6 @@ class VllmControl:
 
     def close(self) -> None:
         self._driver.close()
-
-
-BACKEND = "titan_grpo"
-"""Name under which our plugin registers with vLLM's weight-transfer factory."""
 
 
 def command(spec: "ServerSpec") -> list[str]:

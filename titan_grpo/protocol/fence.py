@@ -115,9 +115,14 @@ def _open_epoch(s: EngineState, e: OpenEpoch) -> Outcome:
         return replace(s, in_force=(e.run_id, e.epoch), term=term), (Serve(),)
     reason = (
         f"epoch {e.epoch} of run {e.run_id} (term {e.term}) is not newer than epoch {epoch} of run"
-        f" {run} (term {s.term}), which is in force: a trainer that was replaced, or two trainers"
-        " with the same server"
+        f" {run} (term {s.term}), which is in force: "
     )
+    if e.run_id == run:
+        reason += (
+            "the run's pause guard, or another of its lanes under another name, has the server"
+        )
+    else:
+        reason += "a trainer that was replaced, or two trainers with the same server"
     return s, (Refuse(reason),)
 
 

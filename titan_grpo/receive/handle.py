@@ -173,12 +173,11 @@ class ReceiverHandle:
             return ""
         # Its lane may be between two connections. A trainer that is dead or frozen blocks the next
         # one for this time at most.
-        silent_s = time.monotonic() - self._serving.last_sign_s()
-        if silent_s >= served.live_s:
+        if time.monotonic() - self._serving.last_sign_s() >= served.live_s:
             return ""
         return (
-            f"the live run {served.run_id} has this server (its last sign is {silent_s:.0f} s old):"
-            " end that run, or take the server from it with rollout.take_over = true"
+            f"the live run {served.run_id} has this server: end that run, or take the server from"
+            " it with rollout.take_over = true"
         )
 
     def _second_name(self, hello: Hello) -> str:

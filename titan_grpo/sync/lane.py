@@ -207,19 +207,17 @@ class LaneThread(threading.Thread):
                 self._latch(f"another run has this server: {taken}")
             return table.Outranked(taken.term, earlier)
         except TitanGrpoError as error:
-            self._refused(error)
-            self._latch(
-                f"{type(work).__name__.lower()} failed: {error}", getattr(error, "block", None)
-            )
+            final, known = isinstance(error, ServerUnfit), False
+            connecting = self._state.phase is table.Phase.CONNECTING
+            if final or (connecting and isinstance(error, ServerRefused)):
+                known = self._servers.refused(self.url, str(error), final)
+            # A refusal that stays is an error once: it lasts until the server is started anew.
+            if not (final and known):
+                self._latch(
+                    f"{type(work).__name__.lower()} failed: {error}", getattr(error, "block", None)
+                )
             return table.Failed()
         raise AssertionError(f"the lane table asked for {work!r}, which no lane performs")
-
-    def _refused(self, error: TitanGrpoError) -> None:
-        match error:
-            case ServerUnfit():
-                self._servers.refused(self.url, str(error), final=True)
-            case ServerRefused() if self._state.phase is table.Phase.CONNECTING:
-                self._servers.refused(self.url, str(error), final=False)
 
     def _latch(self, cause: str, block: int | None = None) -> None:
         if not self._stopping.is_set():

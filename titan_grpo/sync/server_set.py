@@ -353,15 +353,17 @@ class ServerSet:
 
     # Refusals.
 
-    def refused(self, url: str, reason: str, final: bool) -> None:
+    def refused(self, url: str, reason: str, final: bool) -> bool:
         """A server does not serve this run; ``final``: nor will it as it was started. Said at once,
-        not at the next step boundary: the first one may never come."""
+        not at the next step boundary: the first one may never come. Whether it was known."""
         with self._changed:
             server = self._servers[url]
-            if reason != server.refusal:
-                terminal.print_status(f"{url} refuses this run: {reason}")
+            known = reason == server.refusal
             server.refusal, server.final = reason, final
             self._changed.notify_all()
+        if not known:
+            terminal.print_status(f"{url} refuses this run: {reason}")
+        return known
 
     def taken(self, url: str, run: str) -> None:
         """Another run took a server from this one. The last one ends the run."""

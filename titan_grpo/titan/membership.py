@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from titan_grpo.config_rollout import server_url
+from titan_grpo.config_rollout import server_url, two_names
 from titan_grpo.errors import (
     ConfigError,
     DataError,
@@ -128,6 +128,8 @@ class Membership:
             url = server_url(str(request.get("url", "")))
         except ConfigError as error:
             raise DataError(str(error)) from error
+        if what == "add" and (both := two_names([*self._servers.urls, url])):
+            raise DataError(f"{both} are one server: it is in the run already")
         if what == "add":
             later = "" if self._servers.add(url) else " when its last lane has ended"
             text = f"{url} was added: it gets the newest version before its first rollout{later}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_grpo.config import LAUNCH, Rollout
-from titan_grpo.config_rollout import server_url
+from titan_grpo.config_rollout import server_url, two_names
 from titan_grpo.errors import ConfigError
 
 MAX_HOSTS = 65_536
@@ -92,6 +92,8 @@ def parse_servers(text: str) -> tuple[str, ...]:
                 out[server_url(url)] = None
             except ConfigError as error:
                 raise ConfigError(f"line {number}: {error}") from error
+    if both := two_names(out):
+        raise ConfigError(f"{both} are one server: give it one name")
     return tuple(out)
 
 
@@ -189,4 +191,10 @@ def known_servers(
             "rollout.servers_file must name a server at the start of a run, got"
             f" {rollout.servers_file!r} with none"
         )
-    return Known(tuple(dict.fromkeys(fixed)), listed)
+    known = Known(tuple(dict.fromkeys(fixed)), listed)
+    if both := two_names(known.urls):
+        raise ConfigError(
+            "rollout.servers, servers_file and servers_slurm must give a server one name,"
+            f" {both} are one server"
+        )
+    return known
