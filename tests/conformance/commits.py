@@ -37,6 +37,9 @@ PREFIX = 140
 NUMBER = 1
 """Of the only transfer of each lane."""
 
+CANDIDATES = 300
+"""Sequences among which the clearest are looked for (Reference.clearest)."""
+
 STEP_S = 60.0
 """Deadline of each step of a transfer, in seconds."""
 
@@ -151,11 +154,11 @@ def difference(e: EngineUnderTest, folder: Path) -> float:
     """Largest difference between what the server computes and a model directory, over three
     sequences."""
     reference = Reference(folder)
-    rows = [
-        (e.run(e.speak.score(prompt(seed, 16), REQUEST_S, f"{folder}{seed}")), prompt(seed, 16))
-        for seed in range(3)
-    ]
-    return max(furthest(served, reference.logprobs(ids)) for served, ids in rows)
+    rows = reference.clearest([prompt(seed, 16) for seed in range(CANDIDATES)], 3)
+    return max(
+        furthest(e.run(e.speak.score(ids, REQUEST_S, f"{folder}{number}")), reference.logprobs(ids))
+        for number, ids in enumerate(rows)
+    )
 
 
 def the_server_computes_what_was_committed_also_the_second_time(e: EngineUnderTest) -> None:

@@ -12,18 +12,17 @@ from tests.conformance.commits import difference
 from tests.conformance.crowd import REQUEST_S, prompt
 from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, assert_aborted, assert_sound
 from tests.conformance.reference import BLOCK_BYTES, Weights
+from tests.rigs.trainer import SpoiledImages, Trainer
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.generation import Sampled, Sampling
 from titan_grpo.engines.server import AUTO
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point, no_observer
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.protocol.messages import UNUSABLE, Label, new_run_id
 from titan_grpo.runkey import Key
 from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.snapshot import FinishedCopy
-from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker
+from titan_grpo.sync.worker import Images, SyncOptions
 
 BUCKET_BYTES = 64 << 10
 WAIT_S = 60.0
@@ -42,26 +41,18 @@ CONFIG = WeightSync(
 
 
 class LaneTrainer:
-    """The sync half of a trainer: image slots, ledger and one lane to the server."""
+    """A trainer's side of one server: versions of a run of its own, made by ``remake``."""
 
     def __init__(
         self, e: EngineUnderTest, watch: Observer = no_observer, key: Key | None = None
     ) -> None:
-        self.e, self.url, self._watch = e, e.access.url, watch
+        self.e, self.url, self._watch, self._key = e, e.access.url, watch, key
         self.run_id = new_run_id(time.time())
         self.folder = e.folder / self.run_id
         self.options = LinkOptions(
-            "gloo",
-            "127.0.0.1",
-            "xxh3",
-            BUCKET_BYTES,
-            CONFIG.lane_deadline_s,
-            apply="streamed",
-            run_key=key,
+            "gloo", CONFIG.bind_host, "xxh3", BUCKET_BYTES, 30.0, apply="streamed", run_key=key
         )
-        self._recorder = Recorder(self.folder / "run")
-        self._key = key
-        self.worker: SyncWorker | None = None
+        self._trainer: Trainer | None = None
 
     def make(self, seed: int, rename: Callable[[str], str] = str) -> tuple[Weights, Path]:
         """Weights to send, and the directory that says what they compute."""
@@ -70,29 +61,26 @@ class LaneTrainer:
 
     def start(self, manifest: Manifest) -> None:
         """The lane; it connects."""
-        self._pool = ImagePool.create(manifest, CONFIG.slots, self.run_id)
-        self.worker = SyncWorker(
-            self._pool,
-            CONFIG,
-            self._recorder,
-            SyncOptions(
-                urls=[self.url],
-                make_control=lambda _: self.e.make(AUTO, self.e.access),
-                run_key=self._key,
-                watch=self._watch,
-                guarded=False,
-            ),
+        options = SyncOptions(
+            urls=[self.url],
+            make_control=lambda _: self.e.make(AUTO, self.e.access),
+            run_key=self._key,
+            watch=self._watch,
+            guarded=False,
+            tamper=self._keep_images,
         )
-        self.servers = self.worker.servers
-        self.worker.start()
+        self._trainer = Trainer(manifest, CONFIG, self.folder / "run", options, self.run_id)
+        self.servers = self._trainer.servers
+        self._trainer.start()
+
+    def _keep_images(self, images: Images) -> Images:
+        self.images = SpoiledImages(images)
+        return self.images
 
     def publish(self, version: int, weights: Weights) -> str:
-        """As the sealer does it; the label that the server is to show."""
-        assert self.worker is not None
-        slot = self.worker.slots.wait_reserved(WAIT_S)
-        assert slot is not None
-        self._pool.tensors()[slot].copy_(weights.image)
-        self.worker.publish(version, slot, FinishedCopy(0.0))
+        """The label that the server is to show."""
+        assert self._trainer is not None
+        self._trainer.publish_image(version, weights.image, WAIT_S)
         return str(Label(self.run_id, version, weights.fingerprint))
 
     def until(self, standing: Standing, version: int | None = None) -> None:
@@ -103,13 +91,6 @@ class LaneTrainer:
             return entry.standing is standing and (version is None or entry.held == version)
 
         assert self.servers.wait(there, WAIT_S), (self.servers, self.servers.take_error())
-
-    def close(self) -> None:
-        """End the lane."""
-        if self.worker is not None:
-            self.worker.close()
-            self._pool.close()
-        self._recorder.close()
 
     def break_off(self) -> None:
         """Abort what the lane waits for."""
@@ -127,7 +108,8 @@ def trainer(
     try:
         yield made
     finally:
-        made.close()
+        if made._trainer is not None:
+            made._trainer.close()
 
 
 def streamed_weights_are_computed_also_the_second_time(e: EngineUnderTest) -> None:
@@ -261,6 +243,29 @@ def no_request_runs_between_two_buckets_and_none_is_lost(e: EngineUnderTest) -> 
             assert_sound(e, late[0].result(REQUEST_S), [after])
 
 
+def a_byte_that_changed_on_its_way_quarantines_the_server_until_a_newer_version(
+    e: EngineUnderTest,
+) -> None:
+    """What was loaded before it was seen is not served; the error names the block."""
+    with trainer(e) as run:
+        (first, _), (second, path) = run.make(51), run.make(52)
+        run.start(first.manifest)
+        last = first.manifest.num_blocks - 1
+        run.images.spoil(run.url, first.manifest.block(last)[0])
+        run.publish(1, first)
+        run.until(Standing.QUARANTINED)
+        with e.control() as control:
+            assert control.label() == UNUSABLE
+            assert control.paused()
+        label = run.publish(2, second)
+        run.until(Standing.HOLDS, 2)
+        with e.control() as control:
+            assert control.label() == label
+            assert not control.paused()
+        assert difference(e, path) <= MAX_DIFFERENCE
+        assert f"block {last} of" in str(run.servers.take_error())
+
+
 CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     streamed_weights_are_computed_also_the_second_time,
     a_transfer_that_breaks_off_is_known_until_a_whole_one_is_in,
@@ -269,3 +274,6 @@ CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     no_request_runs_between_two_buckets_and_none_is_lost,
 )
 """They leave the server with weights of their own."""
+
+DIGEST_CHECKS = (a_byte_that_changed_on_its_way_quarantines_the_server_until_a_newer_version,)
+"""For a server with our receiver: a stock one checks no digests."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 import pytest
@@ -147,12 +146,7 @@ class Training:
     def __enter__(self) -> "Training":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         end(self.process, GRACE_S)
         self._reader.join(10)
 

@@ -1,6 +1,7 @@
 """Both engines pass one suite, on real servers: tests/conformance says what it is and what
 a third engine needs."""
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -9,11 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance import commits, crowd, engine, kv, pieces
+from tests.conformance import commits, crowd, engine, kv, pieces, streaming
 from tests.conformance.engine import EngineUnderTest
 from tests.conformance.reference import Reference
+from tests.rigs.trainer_handle import TrainerProcess
+from tests.rigs.trainer_process import Settings
 from titan_grpo.engines.generation import INTERVAL, Sampling
 from titan_grpo.engines.server import ServerAccess
+from titan_grpo.protocol.lane_events import Point
+from titan_grpo.protocol.ledger import Standing
+from titan_grpo.protocol.messages import UNUSABLE
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.titan.tiny import write_tiny_model
@@ -97,6 +103,32 @@ def test_sglang(check, sglang, sglang_site) -> None:
     assert sglang_site.kernel_calls == [], (
         "the stand-in for SGLang's compiled kernels takes part in nothing"
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("check", **named(streaming.CHECKS + streaming.DIGEST_CHECKS))
+def test_vllm_with_streamed_weights(check, vllm) -> None:
+    check(vllm)
+
+
+@pytest.mark.long
+def test_what_a_trainer_killed_half_way_through_a_streamed_version_left_the_next_one_repairs(
+    vllm, tmp_path
+) -> None:
+    url, model = vllm.access.url, remake(61, tmp_path / "model")
+    settings = Settings(str(model), [url], str(tmp_path / "run"), 1, apply="streamed")
+    with TrainerProcess(replace(settings, guarded=False), tmp_path / "log", os.environ) as dead:
+        dead.hold(url, Point.EXTENT, 20)
+        dead.wait(lambda event: event["event"] == "held_at", 60.0, "its twentieth bucket")
+    with streaming.trainer(vllm) as run:
+        weights, path = run.make(62)
+        run.start(weights.manifest)
+        run.until(Standing.QUARANTINED)
+        with vllm.control() as control:
+            assert (control.label(), control.paused()) == (UNUSABLE, True)
+        run.publish(1, weights)
+        run.until(Standing.HOLDS, 1)
+        assert commits.difference(vllm, path) <= engine.MAX_DIFFERENCE
 
 
 KEY_VARIABLE = "TITAN_GRPO_TEST_BROKEN_KEY"

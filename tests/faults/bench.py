@@ -2,7 +2,6 @@
 look at everything at rest."""
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,17 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.faults import judge
-from tests.faults.handle import RunFailed, TrainerProcess, wait_until
 from tests.faults.instances import Instance
 from tests.faults.report import Result
-from tests.faults.rig import Settings
 from tests.faults.site import Say, Seat, Site
+from tests.rigs.trainer_handle import RunFailed, TrainerProcess, wait_until
+from tests.rigs.trainer_process import Settings
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 
 BASE_S = 2.0
 """How long a run is watched without a fault before each case."""
 
-SETTLE_S = 40.0
+SETTLE_S = 150.0
 """Longest wait for something that must happen anyway; what has a bound of its own is judged by
 that."""
 
@@ -79,7 +78,6 @@ class Bench:
             self._settings,
             urls=urls,
             run_dir=str(folder),
-            parent=os.getpid(),
             salt=self._salt,
             **changes,
         )

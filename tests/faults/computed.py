@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tests.faults.content import weights
 from tests.faults.instances import Instance
 from tests.faults.site import Runs
+from tests.rigs.content import weights
 from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.server import dialect
 from titan_grpo.errors import ServerRefused, ServerUnreachable

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from safetensors import safe_open
+
 from tests.faults.judge import Sample
+from tests.rigs.server_handle import ServerProcess
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.launch import Server
@@ -92,6 +94,21 @@ def launcher(software: Software, host: str = "127.0.0.1", inside: str = "") -> L
         )
         # elsewhere nobody here can ask for a free port
         return Server(replace(spec, host=host, port=random.randrange(*PORTS) if inside else 0))
+
+    return launch
+
+
+def engineless_launcher(model: Path, host: str = "127.0.0.1") -> Launch:
+    """Servers without an engine: they take the tensors of ``model`` (a folder with
+    model.safetensors) and nothing else."""
+
+    def launch(folder: Path) -> Process:
+        folder.mkdir(parents=True, exist_ok=True)
+        with safe_open(model / "model.safetensors", "pt") as file:
+            names = file.keys()  # the file is no mapping
+            shapes = json.dumps({name: file.get_slice(name).get_shape() for name in names})
+        record = str(recorded(folder).resolve())
+        return ServerProcess(host, args=("--shapes", shapes, "--record", record))
 
     return launch
 
@@ -212,12 +229,7 @@ class Instance:
     def __enter__(self) -> "Instance":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _watch(self) -> None:

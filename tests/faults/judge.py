@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tests.rigs.trainer_handle import Step
 from titan_grpo.protocol.messages import UNUSABLE, Label
 from titan_grpo.verify.evidence import Committed
 from titan_grpo.verify.outcome import differing
@@ -36,26 +37,6 @@ class Sample:
     paused: bool
     commits: int
     steady: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One training step on the main thread, in seconds; ``t``: its end on the monotonic clock.
-
-    ``no_core``: ready to run, but others had the cores. ``blocked``: within calls of the sync.
-    ``ran``: on a core.
-    """
-
-    t: float
-    wall: float
-    no_core: float
-    blocked: float
-    ran: float
-
-    @property
-    def slept(self) -> float:
-        """Waited for something other than a core: a lock, another thread, a file, a server."""
-        return max(0.0, self.wall - self.no_core - self.ran)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +95,7 @@ def judge_steps(
         return ratio, [], f"too few steps to compare ({len(before)} and {len(during)})"
     step = statistics.median(s.wall for s in before)
     wrong = []
-    longest = max(max(s.slept, s.blocked - s.no_core) for s in during)
+    longest = max(s.waited for s in during)
     if longest >= deadline_s / 2:
         wrong.append(f"a step waited {longest:.2f} s: the trainer waited for a server")
     slept, blocked, no_core, ran = (

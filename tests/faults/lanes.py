@@ -10,10 +10,10 @@ from typing import Any
 from tests.faults import judge
 from tests.faults.bench import SETTLE_S, Bench
 from tests.faults.cases import CALLS, Case, Kind, Who
-from tests.faults.handle import Event, RunFailed, TrainerProcess, wait_until
 from tests.faults.instances import Instance, send, thaw
 from tests.faults.report import Result
 from tests.rigs.proxy import Act
+from tests.rigs.trainer_handle import Event, RunFailed, TrainerProcess, wait_until
 from titan_grpo.protocol.lane_events import Point
 from titan_grpo.protocol.messages import Label
 
@@ -238,12 +238,9 @@ def _refuse(scene: Scene) -> Struck:
 
 
 def _corrupt(scene: Scene) -> Struck:
-    version = int(scene.at["version"])
-    # both lanes read the same image: the other one must be through with it
-    if scene.bench.wait_held(scene.trainer, scene.bench.site.witness, version, 0.0) is None:
-        raise RunFailed(f"the other server did not get version {version}")
     before = scene.trainer.report()["digest_mismatches"]
-    scene.trainer.go("flip", last=scene.case.point is Point.EXTENT)
+    scene.trainer.spoil(scene.bench.site.victim.url, last=scene.case.point is Point.EXTENT)
+    scene.trainer.go()
     seen = wait_until(lambda: scene.trainer.report()["digest_mismatches"] > before, SETTLE_S)
     return Struck(
         time.monotonic(), violations=[] if seen else ["the corrupted block was not noticed"]

@@ -4,7 +4,6 @@ slow down. Needs root."""
 import os
 import subprocess
 from collections.abc import Sequence
-from types import TracebackType
 
 from titan_grpo.errors import TitanGrpoError
 
@@ -71,12 +70,7 @@ class Namespace:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         _try(["ip", "link", "del", self._ours])
         _try(["ip", "netns", "del", self.name])
 

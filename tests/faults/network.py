@@ -13,14 +13,14 @@ import torch
 
 from tests.faults.bench import Bench
 from tests.faults.cases import Case, Kind
-from tests.faults.handle import RunFailed, TrainerProcess
 from tests.faults.instances import Launch
 from tests.faults.lanes import judge_recovery
 from tests.faults.netns import Namespace, NotAllowed
 from tests.faults.report import Result
-from tests.faults.rig import Settings
 from tests.faults.runner import Done, site_bench
 from tests.faults.site import Say, Site
+from tests.rigs.trainer_handle import RunFailed, TrainerProcess
+from tests.rigs.trainer_process import Settings
 from titan_grpo.errors import PeerError
 
 WATCH_S = 12.0

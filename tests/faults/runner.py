@@ -10,10 +10,10 @@ from pathlib import Path
 from tests.faults import lanes, trainers
 from tests.faults.bench import Bench
 from tests.faults.cases import Case, Kind, Who
-from tests.faults.handle import RunFailed
 from tests.faults.instances import Instance, Launch
 from tests.faults.report import Result
 from tests.faults.site import Site
+from tests.rigs.trainer_handle import RunFailed
 from titan_grpo.errors import PeerError, TitanGrpoError
 
 Done = Callable[[Result], None]

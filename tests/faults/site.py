@@ -5,12 +5,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
-from tests.faults.content import digests
 from tests.faults.instances import Instance, Launch
+from tests.rigs.content import digests
 from tests.rigs.proxy import Proxy
 from titan_grpo.errors import ServerUnreachable
 
@@ -127,10 +126,5 @@ class Site:
     def __enter__(self) -> "Site":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._stack.close()

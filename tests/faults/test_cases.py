@@ -2,9 +2,11 @@
 
 import pytest
 
+from tests.faults.__main__ import main
 from tests.faults.cases import CALLS, Kind, Who, all_cases, entry, listing, product, reasons, select
 from tests.faults.lanes import STRIKES
 from tests.faults.runner import groups
+from titan_grpo.cli import guarded
 from titan_grpo.errors import ConfigError
 from titan_grpo.protocol.lane_events import Point
 
@@ -116,3 +118,20 @@ def test_a_whole_server_is_struck_only_where_its_parts_do_not_end_together():
     assert [case.name for case in select("server-kill@load", "sglang")] == ["server-kill@load"]
     with pytest.raises(ConfigError, match="vLLM's HTTP process ends with its engine"):
         select("server-kill@load", "vllm")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--faults", "link-lose@extent"], 2, "is no case: no control call is made"),
+        (["--faults", "all", "--deadline", "0.1"], 2, "--deadline must be 1 second or more"),
+        (["--faults", "engine-freeze", "--list"], 0, "engine-freeze@load"),
+    ],
+)
+def test_the_command_refuses_a_mistake_in_one_line_and_lists_without_running_anything(
+    arguments, code, words, capsys
+):
+    assert guarded(main, [*arguments, "--servers", "engineless"], "verify") == code
+    said = capsys.readouterr()
+    assert words in (said.err if code else said.out)
+    assert len(said.err.strip().splitlines()) == (1 if code else 0)

@@ -7,10 +7,10 @@ import time
 from tests.faults import judge
 from tests.faults.bench import SETTLE_S, Bench
 from tests.faults.cases import Kind
-from tests.faults.handle import Event, RunFailed, TrainerProcess, wait_until
 from tests.faults.instances import send, thaw
 from tests.faults.lanes import OVER_S, REACH_S, judge_recovery
 from tests.faults.report import Result
+from tests.rigs.trainer_handle import Event, RunFailed, TrainerProcess, wait_until
 
 RELEASE_S = 45.0
 """Within it a server that a dead or frozen trainer left paused must generate again: the tries of

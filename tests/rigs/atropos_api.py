@@ -6,7 +6,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from titan_grpo.engines.http import Call, HttpRefused, SyncDriver
@@ -107,11 +106,6 @@ class AtroposApi:
     def __enter__(self) -> "AtroposApi":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
         self._driver.close()

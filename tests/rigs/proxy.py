@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from types import TracebackType
 from typing import Any
 
 from titan_grpo.errors import ServerUnreachable
@@ -149,12 +148,7 @@ class Proxy:
     def __enter__(self) -> "Proxy":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _accept(self, listener: socket.socket) -> None:

@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any
 
 from tests.rigs.census import children
+from titan_grpo.engines import vllm
 from titan_grpo.engines.http import Call, SyncDriver
 from titan_grpo.errors import ServerUnreachable
 from titan_grpo.subprocesses import Guarded
@@ -30,11 +31,6 @@ def served(after: int = 0, timeout_s: float = 10.0) -> Call[dict[str, Any]]:
     """What GET /served says; ``visible``, the (label, digest) pairs that requests could meet, from
     entry ``after`` on."""
     return Call("GET", "/served", timeout_s, dict, params={"after": str(after)})
-
-
-def misbehave(act: str, path: str, timeout_s: float = 10.0) -> Call[None]:
-    """Strike the next call of ``path``; see server_process.ACTS."""
-    return Call("POST", "/misbehave", timeout_s, lambda _: None, json={"act": act, "path": path})
 
 
 class ServerProcess:
@@ -58,6 +54,7 @@ class ServerProcess:
         """
         self._host, self._port, self._args, self._env = host, port, tuple(args), dict(env or {})
         self._log_path = log_path
+        self._began = time.monotonic()
         self.pid = 0
         """Process id of the server, which is also its process group; 0 while it is down."""
         self.start()
@@ -71,6 +68,16 @@ class ServerProcess:
     def port(self) -> int:
         """The port it listens on."""
         return self._port
+
+    @property
+    def group(self) -> int:
+        """Its process group, which is ``pid``."""
+        return self.pid
+
+    def wait_healthy(self, deadline_s: float) -> float:
+        """Seconds that its start took: it listens when its constructor returns."""
+        self.run(vllm.health(deadline_s))
+        return time.monotonic() - self._began
 
     @property
     def guard_pid(self) -> int:
@@ -140,11 +147,6 @@ class ServerProcess:
         """Signal the server and its receivers; SIGSTOP and SIGCONT freeze and thaw them."""
         self._guarded.signal(number)
 
-    def signal_server(self, number: int) -> None:
-        """Signal the server alone."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-
     def alive(self) -> bool:
         """Whether the server's process runs."""
         return self._guarded.poll() is None
@@ -163,10 +165,5 @@ class ServerProcess:
     def __enter__(self) -> "ServerProcess":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()

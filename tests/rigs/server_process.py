@@ -13,10 +13,7 @@ and only by those."""
 import argparse
 import json
 import os
-import socket
-import struct
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,10 +33,6 @@ from titan_grpo.verify.recording import RecordingSide
 
 OWN_LABEL = "default"
 """What the server shows before the first commit, as vLLM does."""
-
-ACTS = ("fail", "reset", "lose")
-"""What /misbehave does to a later call: 500 and nothing done; connection reset and nothing done;
-done and never answered."""
 
 IDLE_S = 60.0
 """A connection without a request is closed after this, in seconds."""
@@ -106,8 +99,6 @@ class Server:
         self._label, self._paused, self._updating = OWN_LABEL, False, False
         self._labels: list[str] = []
         self._visible: list[tuple[str, str]] = []
-        self._acts: list[tuple[str, str]] = []
-        self._lock = threading.Lock()
         self.routes: dict[tuple[str, str], Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             ("GET", "/weight_info"): lambda _: {"weight_version": self._label},
             ("GET", "/is_paused"): lambda _: {"is_paused": self._paused},
@@ -123,20 +114,6 @@ class Server:
                 str(body["new_version"])
             ),
         }
-
-    def misbehave(self, body: Mapping[str, Any]) -> None:
-        """``{"act": one of ACTS, "path": a route}``: strikes the next call of that route, once."""
-        with self._lock:
-            self._acts.append((str(body["path"]), str(body["act"])))
-
-    def act_on(self, path: str) -> str:
-        """The act that strikes this call, or empty."""
-        with self._lock:
-            for planted in self._acts:
-                if planted[0] == path:
-                    self._acts.remove(planted)
-                    return planted[1]
-        return ""
 
     def _served(self, query: Mapping[str, Any]) -> dict[str, Any]:
         first = int(query.get("after", 0))
@@ -237,21 +214,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def _handle(self, method: str, body: Mapping[str, Any]) -> None:
         path = urlsplit(self.path).path
-        act = self.served.act_on(path)
         if path == "/health":
             self._answer(200, {})
-        elif path == "/misbehave" and method == "POST":
-            self.served.misbehave(body)
-            self._answer(200, {})
-        elif act == "fail":
-            self._answer(500, {"error": "planted"})
-        elif act == "reset":
-            self._reset()
         elif (route := self.served.routes.get((method, path))) is None:
             self._answer(404, {"error": f"no route {method} {path}"})
         else:
-            status, answer = self._run(route, body)
-            self._reset() if act == "lose" else self._answer(status, answer)
+            self._answer(*self._run(route, body))
 
     def _run(
         self, route: Callable[[Mapping[str, Any]], dict[str, Any]], body: Mapping[str, Any]
@@ -271,11 +239,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def _reset(self) -> None:
-        # closing without lingering sends a reset instead of a farewell
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.close_connection = True
-
 
 class HttpServer(ThreadingHTTPServer):
     """One daemon thread per connection."""
@@ -287,10 +250,6 @@ class HttpServer(ThreadingHTTPServer):
         """A caller that went away is no news; anything else is."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close without the farewell that would take the place of a reset."""
-        self.close_request(request)
 
 
 def main(argv: list[str]) -> int:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from tests.rigs.server_handle import ServerProcess, misbehave
+from tests.rigs.proxy import Proxy
+from tests.rigs.server_handle import ServerProcess
 from tests.soak.plan import CALLS, Fault, Kind
 from titan_grpo.errors import PeerError
 
@@ -39,11 +40,16 @@ class Injector:
     """Used by one thread, which calls ``work`` often; restarts run on threads of their own."""
 
     def __init__(
-        self, servers: Sequence[ServerProcess], stop_s: float, before_kill: Callable[[int], object]
+        self,
+        servers: Sequence[ServerProcess],
+        proxies: Sequence[Proxy],
+        stop_s: float,
+        before_kill: Callable[[int], object],
     ) -> None:
-        """``stop_s``: how long a stopped process stays so. ``before_kill`` gets the index of a
-        server right before its end."""
-        self._servers, self._stop_s, self._before_kill = servers, stop_s, before_kill
+        """``proxies``: one in front of each server. ``stop_s``: how long a stopped process stays
+        so. ``before_kill`` gets the index of a server right before its end."""
+        self._servers, self._proxies = servers, proxies
+        self._stop_s, self._before_kill = stop_s, before_kill
         self._due: list[_Due] = []
         self._numbers = itertools.count()
         self._restarts: dict[int, threading.Thread] = {}
@@ -115,10 +121,7 @@ class Injector:
                 )
                 self._restarts[index].start()
             case _:
-                try:
-                    server.run(misbehave(CALLS[fault.kind], fault.path, timeout_s=1.0))
-                except PeerError:
-                    return False
+                self._proxies[index].script(CALLS[fault.kind], fault.path)
         self.struck[fault.kind] += 1
         return True
 

@@ -4,6 +4,8 @@ import random
 from dataclasses import dataclass
 from enum import Enum
 
+from tests.rigs.proxy import Act
+
 FAULT_SHARE = 0.7
 """Part of a window in which faults begin; the rest lets the last ones be recovered from."""
 
@@ -31,8 +33,8 @@ class Kind(Enum):
     CORRUPT = "bytes corrupted"
 
 
-CALLS = {Kind.RESET: "reset", Kind.FAIL: "fail", Kind.LOSE: "lose"}
-"""Kinds that strike one call -> server_process.ACTS."""
+CALLS = {Kind.RESET: Act.RESET, Kind.FAIL: Act.FAIL, Kind.LOSE: Act.LOSE}
+"""Kinds that strike one call -> what the proxy does to it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,35 +1,46 @@
 """One soak: a trainer process, server processes, faults, and what all of them show."""
 
-import json
 import os
-import queue
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from safetensors.torch import load_file
+
 from tests.rigs.census import descendants, holdings, shm_entries, shm_of
+from tests.rigs.content import digests
+from tests.rigs.proxy import Proxy
 from tests.rigs.server_handle import ServerProcess, served
+from tests.rigs.trainer_handle import Event, RunFailed, Step, TrainerProcess
+from tests.rigs.trainer_process import Settings
 from tests.soak.faults import Injector
 from tests.soak.judge import Seen
 from tests.soak.plan import Fault, Kind, calm_versions, schedule
-from tests.soak.trainer import Orders
-from titan_grpo.errors import PeerError, SyncError
+from titan_grpo.errors import PeerError
+from titan_grpo.layout.digest import content_digest
 from titan_grpo.protocol.messages import Label
+from titan_grpo.titan.tiny import write_tiny_model
 
+SEED = 1
+"""Of the model."""
+
+STEP_S = 0.01
+
+CONNECT_S = 30.0
+"""Deadline of a receiver's start, which imports torch, in seconds. One that is killed while it
+starts costs all of it."""
+
+SHUTDOWN_S = 30.0
 DEADLINE_S = 1.0
 """Deadline of a transfer and of each call of a commit, in seconds."""
 
 STOP_S = 2.5
 """How long a stopped process stays so: past every deadline of a lane, in seconds."""
 
-CALM_S = 60.0
+CALM_S = 120.0
 """How long a server may take to hold the newest version once faults have ceased: most of it is
 starting receivers."""
 
@@ -54,62 +65,6 @@ class Options:
     window: int
 
 
-class Trainer:
-    """The trainer process: its news as a queue, None at its end."""
-
-    def __init__(self, orders: Orders, log_path: Path) -> None:
-        """Start it; what it has to say besides its news goes to ``log_path``."""
-        command = [sys.executable, "-m", "tests.soak.trainer"]
-        with log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        self.news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, name="trainer's news", daemon=True)
-        self._reader.start()
-        self.tell(orders.to_json())
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    def tell(self, line: str) -> None:
-        """One line to its stdin."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-
-    def wait(self, timeout_s: float) -> int:
-        """Its exit status."""
-        return self._process.wait(timeout_s)
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.news.put(json.loads(line))
-        self.news.put(None)
-
-    def __enter__(self) -> "Trainer":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._reader.join(5.0)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.stdout.close()
-
-
 class Soak:
     """Runs ``options`` on running ``servers`` and returns what was seen; ``progress`` gets a line
     now and then."""
@@ -122,12 +77,13 @@ class Soak:
         progress: Callable[[str], None],
     ) -> None:
         self._o, self._servers, self._logs, self._progress = options, servers, logs, progress
+        self._proxies = [Proxy(("127.0.0.1", server.port)) for server in servers]
         self.faults: tuple[Fault, ...] = schedule(
             options.seed, options.versions, options.window, options.fault_every, len(servers)
         )
         self._calm = calm_versions(options.versions, options.window)
         self.seen = Seen(visible={server.url: [] for server in servers})
-        self.injector = Injector(servers, STOP_S, self._look)
+        self.injector = Injector(servers, self._proxies, STOP_S, self._look)
         self.corrupted = 0
         self._read_so_far = {server.pid: 0 for server in servers}
         self._lock = threading.Lock()  # a restart looks at its server from a thread of its own
@@ -135,68 +91,79 @@ class Soak:
         self._started_s = time.monotonic()
 
     def run(self) -> Seen:
-        """The whole of it. Raises SyncError if the trainer falls silent or ends with an error."""
-        corrupt = tuple(
-            (f.version, self._servers[f.server].url) for f in self.faults if f.kind is Kind.CORRUPT
-        )
-        orders = Orders(
-            urls=tuple(server.url for server in self._servers),
-            versions=self._o.versions,
-            calm=self._calm,
-            corrupt=corrupt,
-            seconds_per_version=self._o.seconds_per_version,
+        """The whole of it. Raises RunFailed if the trainer falls silent or ends."""
+        model = write_tiny_model("qwen3", self._logs / "model", seed=SEED)
+        loaded = load_file(model / "model.safetensors")
+        self._base = {name: tensor.float() for name, tensor in loaded.items()}
+        settings = Settings(
+            model=str(model),
+            urls=[proxy.url for proxy in self._proxies],
+            run_dir=str(self._logs / "run"),
+            salt=SEED,
             deadline_s=DEADLINE_S,
+            connect_s=CONNECT_S,
+            shutdown_s=SHUTDOWN_S,
+            backoff_s=0.05,
+            step_s=STEP_S,
+            rest_s=self._o.seconds_per_version,
+            steps_per_version=1,
+            calm=list(self._calm),
+            guarded=False,
         )
-        with Trainer(orders, self._logs / "trainer.log") as trainer:
-            while (news := self._next(trainer)) is not None:
-                self._take(news, trainer)
-            status = trainer.wait(10.0)
-            if status != 0:
-                raise SyncError(f"the trainer must end with status 0, it ended with {status}")
+        with TrainerProcess(settings, self._logs / "trainer.log", os.environ) as trainer:
+            self.seen.run_id, seen = trainer.run_id, 0
+            while len(self.seen.digests) < self._o.versions:
+                events = self._next(trainer, seen)
+                seen += len(events)
+                for event in events:
+                    self._take(event, trainer)
+            ended = trainer.stop()
+        self._progress(f"shutdown took {ended['flush_s'] + ended['lanes_s']:.1f} s")
+        behind = [proxy.url for proxy in self._proxies if proxy.url not in ended["held"]]
+        self.seen.final += [f"{url} did not get the newest version in the flush" for url in behind]
         self._judge_end()
+        for proxy in self._proxies:
+            proxy.close()
         return self.seen
 
-    def _next(self, trainer: Trainer) -> dict[str, Any] | None:
-        """The next news; meanwhile faults strike when they are due."""
+    def _next(self, trainer: TrainerProcess, number: int) -> list[Event]:
+        """The events from ``number`` on; meanwhile faults strike when they are due."""
         silent_at = time.monotonic() + NEWS_S
-        while time.monotonic() < silent_at:
+        while (now := time.monotonic()) < silent_at:
             self.injector.work()
             due = self.injector.next_s
-            wait_s = NEWS_S if due is None else max(0.0, due - time.monotonic())
-            with suppress(queue.Empty):
-                return trainer.news.get(timeout=min(wait_s, NEWS_S))
-        raise SyncError(
+            wait_s = silent_at - now if due is None else min(max(0.0, due - now), silent_at - now)
+            if events := trainer.after(number, wait_s):
+                return events
+        raise RunFailed(
             f"the trainer must say something within {NEWS_S:g} s, it was silent: a step that never"
             " ends"
         )
 
-    def _take(self, news: Mapping[str, Any], trainer: Trainer) -> None:
-        seen = self.seen
-        if "run_id" in news:
-            seen.run_id = news["run_id"]
-        elif "flushed" in news:
-            self._progress(f"shutdown took {news['shutdown_s']:.1f} s")
-            behind = [server.url for server in self._servers if server.url not in news["flushed"]]
-            seen.final += [f"{url} did not get the newest version in the flush" for url in behind]
-        else:
-            seen.waits.append(news["boundary"]["waited_s"])
-            seen.boundaries.append(news["boundary"]["wall_s"])
-            seen.controls.append(news["control"]["wall_s"])
-            seen.control_waits.append(news["control"]["waited_s"])
-            seen.errors += bool(news["error"])
-            self.corrupted = news["spoiled"]
-            if not news["published"]:
-                seen.skipped += 1
-                return
-            seen.digests[news["version"]] = news["digest"]
-            now = time.monotonic()
-            for fault in self.faults:
-                if fault.version == news["count"]:
-                    self.injector.plan(fault, now + fault.delay * self._o.seconds_per_version)
-            if news["calm"]:
-                self._rest(news["version"], news["count"], trainer)
+    def _take(self, event: Event, trainer: TrainerProcess) -> None:
+        match event["event"]:
+            case "steps":
+                self.seen.steps += [Step(*row) for row in event["rows"]]
+            case "error":
+                self.seen.errors += 1
+            case "published":
+                self._published(event["version"], event["count"], trainer)
 
-    def _rest(self, version: int, count: int, trainer: Trainer) -> None:
+    def _published(self, version: int, count: int, trainer: TrainerProcess) -> None:
+        self.seen.digests[version] = content_digest(digests(self._base, version, SEED))
+        now = time.monotonic()
+        for fault in self.faults:
+            if fault.version != count:
+                continue
+            if fault.kind is Kind.CORRUPT:
+                trainer.spoil(self._proxies[fault.server].url, last=False)
+                self.corrupted += 1
+            else:
+                self.injector.plan(fault, now + fault.delay * self._o.seconds_per_version)
+        if count in self._calm:
+            self._rest(version, count, trainer)
+
+    def _rest(self, version: int, count: int, trainer: TrainerProcess) -> None:
         """A calm: faults come to their end, every server gets the newest version, everything is
         measured."""
         pause = threading.Event()
@@ -215,7 +182,8 @@ class Soak:
         ]
         self._measure(version, trainer)
         self._tell_progress(count)
-        trainer.tell("go")
+        if count < self._o.versions:
+            trainer.publish(True)
 
     def _look(self, index: int) -> dict[str, Any] | None:
         """Read what a server has shown since the last look; None if it does not answer."""
@@ -239,7 +207,7 @@ class Soak:
             now is not None and label is not None and label.version == version and not now["paused"]
         )
 
-    def _measure(self, version: int, trainer: Trainer) -> None:
+    def _measure(self, version: int, trainer: TrainerProcess) -> None:
         """Every process, and that there is none besides."""
         roles = {"trainer": trainer.pid}
         for index in range(len(self._servers)):

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.rigs.census import Holdings
+from tests.rigs.trainer_handle import Step
 from tests.soak.judge import JUDGED_CALMS, STALL_S, Seen, growth, judge, mismatches, went_back
 from tests.soak.plan import CALLS, Kind, calm_versions, schedule
 
@@ -57,10 +58,7 @@ def healthy(calms: int = JUDGED_CALMS) -> Seen:
         run_id="r",
         digests={1: "d1", 2: "d2"},
         visible={url: [("r:1:f", "d1"), ("r:2:f", "d2")] for url in URLS},
-        waits=[0.0],
-        boundaries=[0.001],
-        controls=[0.001],
-        control_waits=[0.0],
+        steps=[Step(1.0, wall=0.2, no_core=0.0, blocked=0.001, ran=0.2)],
         calms=[{"trainer": holding()} for _ in range(calms)],
     )
 
@@ -90,17 +88,12 @@ def test_a_version_that_goes_back_is_seen_also_over_a_restart():
     ) == ["r:2:f"]
 
 
-def test_a_boundary_that_waited_is_a_stall_and_a_slow_machine_is_none():
+def test_a_step_that_waited_is_a_stall_and_one_without_a_core_is_none():
     seen = healthy()
-    seen.boundaries.append(3.0)
+    seen.steps.append(Step(2.0, wall=3.0, no_core=2.8, blocked=2.9, ran=0.2))
     assert failed(seen) == []
-    seen.waits.append(STALL_S * 1.1)
-    assert failed(seen) == ["step boundaries that waited"]
-    seen.control_waits.append(STALL_S)
-    assert failed(seen) == []
-    seen.control_waits.append(9.0)
-    seen.waits.append(1.0)
-    assert failed(seen) == ["step boundaries that waited"]
+    seen.steps.append(Step(3.0, wall=0.3 + STALL_S, no_core=0.0, blocked=0.0, ran=0.2))
+    assert failed(seen) == ["steps that waited"]
 
 
 def test_growth_after_the_warm_up_is_judged_in_long_runs_only():

@@ -1,22 +1,20 @@
-"""The runner's end of one fault run: starts the trainer process, reads its lines, signals it."""
+"""The owner's side of ``trainer_process``: starts it, reads its events, tells it what to do,
+signals it."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from tests.faults.judge import Step
-from tests.faults.rig import Settings
-from titan_grpo.errors import TitanGrpoError
+from tests.rigs.trainer_process import QUIET_S, SEND_S, Settings
+from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol.lane_events import Point
+from titan_grpo.subprocesses import start_module, wait_process
+from titan_grpo.unix_rpc import Channel
 
 START_S = 90.0
 ANSWER_S = 30.0
@@ -25,8 +23,32 @@ Event = Mapping[str, Any]
 
 
 class RunFailed(TitanGrpoError):
-    """The fault run's own process did not do what it was told; the message has the end of its
-    log."""
+    """The trainer's process did not do what it was told; the message has the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step on the main thread, in seconds; ``t``: its end on the monotonic clock.
+
+    ``no_core``: ready to run, but others had the cores. ``blocked``: within calls of the sync.
+    ``ran``: on a core.
+    """
+
+    t: float
+    wall: float
+    no_core: float
+    blocked: float
+    ran: float
+
+    @property
+    def slept(self) -> float:
+        """Waited for something other than a core: a lock, another thread, a file, a server."""
+        return max(0.0, self.wall - self.no_core - self.ran)
+
+    @property
+    def waited(self) -> float:
+        """The longest that it can have waited for the sync."""
+        return max(self.slept, self.blocked - self.no_core)
 
 
 class TrainerProcess:
@@ -39,18 +61,15 @@ class TrainerProcess:
         self.events: list[Event] = []
         self._ended = False
         self._asked = 0
-        self._sending = threading.Lock()
         log.parent.mkdir(parents=True, exist_ok=True)
+        few = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         with log.open("ab") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.faults.trainer"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-                env={**env, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            self._process, sock = start_module(
+                "tests.rigs.trainer_process", env={**env, **few}, stderr=file
             )
-        threading.Thread(target=self._read, name="trainer lines", daemon=True).start()
+        self._channel = Channel(sock)
+        self._reader = threading.Thread(target=self._read, name="trainer's events", daemon=True)
+        self._reader.start()
         self._send(asdict(settings))
 
     @property
@@ -101,8 +120,7 @@ class TrainerProcess:
         event = self.await_event(holds, timeout_s, since)
         if event is None:
             raise RunFailed(
-                f"the fault run's trainer must report {what} within {timeout_s:g} s, it did not:"
-                f" {self.tail()}"
+                f"the trainer must report {what} within {timeout_s:g} s, it did not: {self.tail()}"
             )
         return event
 
@@ -125,6 +143,15 @@ class TrainerProcess:
                 for e in self.events
                 if e["event"] == "server" and e["url"] == url
             ]
+
+    def after(self, number: int, timeout_s: float) -> list[Event]:
+        """The events from ``number`` on, once there is one; none past the deadline. RunFailed if
+        the process has ended and there is none."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.events) > number or self._ended, timeout_s)
+            if len(self.events) <= number and self._ended:
+                raise RunFailed(f"the trainer has ended: {self.tail()}")
+            return self.events[number:]
 
     def sends(self, url: str) -> list[tuple[float, float]]:
         """(when, seconds) of every transfer to a server, also of those that failed."""
@@ -153,6 +180,10 @@ class TrainerProcess:
     def forget(self) -> None:
         """Hold nothing that is not held yet."""
         self._send({"do": "forget"})
+
+    def spoil(self, url: str, last: bool) -> None:
+        """Have the next transfer to a server carry a wrong byte, in the last or first tensor."""
+        self._send({"do": "spoil", "url": url, "last": last})
 
     def publish(self, on: bool) -> None:
         """Whether it publishes versions."""
@@ -184,38 +215,33 @@ class TrainerProcess:
     def kill(self) -> None:
         """SIGKILL; returns when it is gone."""
         self._process.kill()
-        self._process.wait(ANSWER_S)
+        wait_process(self._process, ANSWER_S)
 
     def __enter__(self) -> "TrainerProcess":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.signal(signal.SIGCONT)
         self.kill()
+        self._reader.join(ANSWER_S)
+        self._channel.close()
 
     def _send(self, command: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
         try:
-            with self._sending:
-                self._process.stdin.write(json.dumps(command) + "\n")
-                self._process.stdin.flush()
-        except OSError as error:
-            raise RunFailed(f"the fault run's trainer has ended: {self.tail()}") from error
+            self._channel.send(command, SEND_S)
+        except PeerError as error:
+            raise RunFailed(f"the trainer has ended: {self.tail()}") from error
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        try:
+            while (event := self._channel.receive(QUIET_S)) is not None:
+                with self._changed:
+                    self.events.append(event)
+                    self._changed.notify_all()
+        finally:
             with self._changed:
-                self.events.append(json.loads(line))
+                self._ended = True
                 self._changed.notify_all()
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float, poll_s: float = 0.05) -> bool:

@@ -12,9 +12,8 @@ HOLD_S = 120.0
 """Longest time that a lane is held, in seconds: whoever asked for it may have gone."""
 
 Emit = Callable[[Mapping[str, Any]], None]
-Strike = Callable[[Mapping[str, Any], LaneEvent], Callable[[], None] | None]
-"""Does what ``go`` asks for in the lane's thread; returns what undoes it once the transfer's bytes
-are out."""
+Strike = Callable[[Mapping[str, Any]], None]
+"""Does what ``go`` asks for in the lane's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,6 @@ class Holder:
         self._wanted: Wanted | None = None
         self._passed = 0
         self._answer: Mapping[str, Any] | None = None
-        self._undo: dict[str, Callable[[], None]] = {}
 
     def want(self, wanted: Wanted | None) -> None:
         """Watch for it; None: for nothing. Any thread."""
@@ -57,12 +55,6 @@ class Holder:
 
     def __call__(self, passing: LaneEvent) -> None:
         """See protocol.lane_events.Observer; here it blocks, which only a fault run may."""
-        if passing.point in (Point.SENT, Point.GREET):
-            undo = self._undo.pop(passing.url, None)
-            # at a greeting the slot may hold another version by now: undone only where the lane
-            # still has its pin
-            if undo is not None and passing.point is Point.SENT:
-                undo()
         if not self._due(passing):
             return
         self._emit(
@@ -74,9 +66,7 @@ class Holder:
         if answer["with"] == "fail":
             raise TransferFailed("planted: the transfer ends here")
         if answer["with"] != "continue":
-            undo = self._strike(answer, passing)
-            if undo is not None:
-                self._undo[passing.url] = undo
+            self._strike(answer)
 
     def _due(self, passing: LaneEvent) -> bool:
         with self._changed:

@@ -1,0 +1,127 @@
+"""Rank 0's half of the weight sync in one process that holds all weights, without torchtitan: what
+fault matrix, soak and conformance suite send versions with."""
+
+import threading
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_grpo.config import WeightSync
+from titan_grpo.layout.infer import matrix_shape
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.layout.plan import CopyOp
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.sync.publisher import Publisher
+from titan_grpo.sync.snapshot import FinishedCopy
+from titan_grpo.sync.worker import ImagePool, Images, SyncOptions, SyncWorker
+
+
+class Trainer:
+    """Images, lanes, and the publisher of a step boundary.
+
+    ::
+
+        with Trainer(manifest, config, recorder, options) as trainer:
+            trainer.start()
+            trainer.publish(1, tensors)
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        config: WeightSync,
+        recorder: Recorder | Path,
+        options: SyncOptions,
+        run_id: str = "",
+    ) -> None:
+        """``recorder``, or the folder of one, is closed with the trainer."""
+        self.manifest = manifest
+        self.recorder = recorder if isinstance(recorder, Recorder) else Recorder(recorder)
+        self.pool = ImagePool.create(manifest, config.slots, run_id)
+        self.run_id = self.pool.run_id
+        self.worker = SyncWorker(self.pool, config, self.recorder, options)
+        self.servers = self.worker.servers
+
+    def start(self) -> None:
+        """Sealer and lanes."""
+        self.worker.start()
+
+    @cached_property
+    def publisher(self) -> Publisher:
+        """Copies tensors of the manifest's names and shapes into images."""
+        return self.worker.publisher(copy_plan(self.manifest))
+
+    def publish(
+        self, version: int, tensors: Mapping[str, torch.Tensor], wait_s: float | None = None
+    ) -> bool:
+        """The step boundary: whether ``version`` was published. Without ``wait_s`` it is not where
+        no slot is reserved now."""
+        slots = self.worker.slots
+        slot = slots.take_reserved() if wait_s is None else slots.wait_reserved(wait_s)
+        if slot is not None:
+            self.publisher.publish(version, slot, tensors)
+            self.publisher.fence()
+        return slot is not None
+
+    def publish_image(self, version: int, image: torch.Tensor, wait_s: float) -> None:
+        """As ``publish``, of bytes that are an image already."""
+        slot = self.worker.slots.wait_reserved(wait_s)
+        assert slot is not None, f"no slot was free within {wait_s:g} s"
+        self.pool.tensors()[slot].copy_(image)
+        self.worker.publish(version, slot, FinishedCopy(0.0))
+
+    def close(self) -> None:
+        """End lanes, sealer and files, and free the images."""
+        self.worker.close()
+        if "publisher" in self.__dict__:
+            self.publisher.close()
+        self.recorder.close()
+        self.pool.close()
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def copy_plan(manifest: Manifest) -> dict[str, list[CopyOp]]:
+    """Every tensor goes where it is, whole: this process holds all of them under their own
+    names."""
+    plan = {}
+    for spec in manifest.tensors:
+        rows, cols = matrix_shape(spec.shape)
+        stride = cols * getattr(torch, spec.dtype).itemsize
+        plan[spec.name] = [
+            CopyOp(spec.name, slice(0, rows, 1), spec.offset, stride, rows, cols, spec.dtype)
+        ]
+    return plan
+
+
+class SpoiledImages(tuple[torch.Tensor, ...]):
+    """The images as the lanes read them (``SyncOptions.tamper``): what one lane reads next is a
+    copy with a wrong byte, if ``spoil`` asked for it."""
+
+    spoiled: dict[str, int]
+
+    def __new__(cls, images: Images) -> "SpoiledImages":
+        """Nothing is spoiled yet."""
+        self = super().__new__(cls, images)
+        self.spoiled = {}
+        return self
+
+    def spoil(self, url: str, offset: int) -> None:
+        """Once, the byte at ``offset``, for the lane of ``url``."""
+        self.spoiled[f"lane {url}"] = offset
+
+    def __getitem__(self, index: Any) -> Any:
+        image = super().__getitem__(index)
+        offset = self.spoiled.pop(threading.current_thread().name, None)
+        if offset is None:
+            return image
+        wrong = image.clone()
+        wrong[offset] ^= 1
+        return wrong
