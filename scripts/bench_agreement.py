@@ -21,17 +21,12 @@ from pathlib import Path
 from typing import get_args
 
 from tests.conformance.commits import difference, sender
-from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest
+from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, remake
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.server import ServerAccess
 from titan_grpo.errors import PeerError
-from titan_grpo.titan.tiny import Kind, write_tiny_model
+from titan_grpo.titan.tiny import Kind
 
 ROOT = Path(__file__).resolve().parent.parent
-STD = 0.05
-"""Weights large enough that two seeds differ by whole units of log-probability, small enough for
-bf16."""
-
 STARTUP_S = 300.0
 
 
@@ -57,14 +52,9 @@ class Row:
         )
 
 
-def remake(kind: Kind, seed: int, folder: Path) -> Path:
-    """The same model with other weights."""
-    return write_tiny_model(kind, folder, seed, std=STD, dtype="bfloat16")
-
-
 def measure(engine: str, kind: Kind, tp: int, folder: Path) -> Row:
     """Start, sync twice, compare."""
-    model = remake(kind, 100, folder / "start")
+    model = remake(100, folder / "start", kind)
     python = ROOT / f".venv-{engine}" / "bin" / "python"
     args = (
         ("--tensor-parallel-size", str(tp), "--distributed-executor-backend", "mp")
@@ -82,15 +72,7 @@ def measure(engine: str, kind: Kind, tp: int, folder: Path) -> Row:
     )
     with Server(spec) as server:
         server.wait_healthy(STARTUP_S)
-        e = EngineUnderTest(
-            engine,
-            ServerAccess(server.url, 60.0),
-            model,
-            partial(remake, kind),
-            folder,
-            False,
-            False,
-        )
+        e = EngineUnderTest.of(server, folder, remake=partial(remake, kind=kind))
         with sender(e) as trainer:
             before = difference(e, trainer.make(1)[1])
             after = tuple(difference(e, trainer.sync(version, version)) for version in (1, 2))

@@ -26,11 +26,10 @@ import httpx
 
 from tests.conformance.commits import BUCKET_BYTES, NUMBER, STEP_S, sender
 from tests.conformance.crowd import prompt
-from tests.conformance.engine import EngineUnderTest
+from tests.conformance.engine import EngineUnderTest, remake
 from titan_grpo.engines.generation import DONE, Events, Sampling
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.server import ServerAccess, dialect
-from titan_grpo.titan.tiny import write_tiny_model
+from titan_grpo.engines.server import dialect
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 900
@@ -111,10 +110,6 @@ class Crowd:
 
 def measure(engine: str, requests: int, kv: str, stretch_s: float, folder: Path) -> Gaps:
     """One server, one crowd of requests, one version."""
-
-    def remake(seed: int, path: Path) -> Path:
-        return write_tiny_model("qwen3", path, seed, std=0.05, dtype="bfloat16")
-
     model = remake(100, folder / "start")
     python = ROOT / f".venv-{engine}" / "bin" / "python"
     spec = ServerSpec(
@@ -127,9 +122,7 @@ def measure(engine: str, requests: int, kv: str, stretch_s: float, folder: Path)
     )
     with Server(spec) as server:
         server.wait_healthy(STARTUP_S)
-        e = EngineUnderTest(
-            engine, ServerAccess(server.url, 60.0), model, remake, folder, False, False
-        )
+        e = EngineUnderTest.of(server, folder)
         never = threading.Event()
         with sender(e) as trainer:
             trainer.sync(1, 1)

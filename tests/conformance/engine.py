@@ -14,6 +14,7 @@ from tests.conformance.reference import Reference
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.generation import Sampled, Sampling
 from titan_grpo.engines.http import Call, HttpRefused, SyncDriver
+from titan_grpo.engines.launch import Server
 from titan_grpo.engines.server import (
     AUTO,
     Dialect,
@@ -25,6 +26,7 @@ from titan_grpo.engines.server import (
 )
 from titan_grpo.errors import ServerRefused
 from titan_grpo.runkey import Key
+from titan_grpo.titan.tiny import Kind, write_tiny_model
 
 T = TypeVar("T")
 
@@ -34,6 +36,12 @@ LENGTH = 220
 MAX_DIFFERENCE = 0.05
 """Largest difference of a log-probability between an engine in bf16 and transformers in fp32, in
 nats."""
+
+
+def remake(seed: int, folder: Path, kind: Kind = "qwen3") -> Path:
+    """A tiny model whose weights are so large that two seeds differ by whole units of
+    log-probability, and small enough for bf16."""
+    return write_tiny_model(kind, folder, seed, std=0.05, dtype="bfloat16")
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,27 @@ class EngineUnderTest:
     keeps_prefixes: bool = True
     follows_seeds: bool = True
     make: MakeControl = make_control
+
+    @classmethod
+    def of(
+        cls, server: Server, folder: Path, access: ServerAccess | None = None, **changes: Any
+    ) -> "EngineUnderTest":
+        """A server that our launcher started, of a tiny model. ``access``: where its keys are not
+        those of its ServerSpec."""
+        spec = server.spec
+        keys = ServerAccess(server.url, 60.0, None, spec.api_key, spec.admin_key)
+        fields = {
+            "engine": spec.engine,
+            "access": access or keys,
+            "model": Path(spec.model),
+            "remake": remake,
+            "folder": folder,
+            "says_versions": spec.engine == "sglang",
+            "guards_control": bool(spec.admin_key),
+            "run_key": spec.run_key,
+            "follows_seeds": spec.engine == "vllm",
+        }
+        return cls(**{**fields, **changes})
 
     @property
     def speak(self) -> Dialect:

@@ -1,19 +1,12 @@
 """Versions are committed to real servers by calls that a rollout service makes: checks of the
 engines' suite, through it."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.conformance import commits, streaming
 from tests.conformance.engine import EngineUnderTest
-from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
-
-
-def remake(seed: int, folder: Path) -> Path:
-    return write_tiny_model("qwen3", folder, seed, std=0.05, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -28,18 +21,13 @@ def remake(seed: int, folder: Path) -> Path:
     ids=lambda check: check.__name__,
 )
 def test_vllm(check, site, through_service, tmp_path) -> None:
-    server = EngineUnderTest(
-        "vllm", site.access, Path(site.server.spec.model), remake, tmp_path, False, False
-    )
+    server = EngineUnderTest.of(site.server, tmp_path, site.access)
     check(through_service(server))
 
 
 def test_sglang_which_takes_pauses_and_weights_with_the_admin_key_only(
     sglang_site, through_service, tmp_path
 ) -> None:
-    model = Path(sglang_site.server.spec.model)
-    server = through_service(
-        EngineUnderTest("sglang", sglang_site.access, model, remake, tmp_path, True, True)
-    )
+    server = through_service(EngineUnderTest.of(sglang_site.server, tmp_path))
     commits.the_server_computes_what_was_committed_also_the_second_time(server)
     commits.an_update_that_a_dead_trainer_left_open_is_taken_over(server)

@@ -11,35 +11,24 @@ from pathlib import Path
 import pytest
 
 from tests.conformance import commits, crowd, engine, kv, pieces, streaming
-from tests.conformance.engine import EngineUnderTest
+from tests.conformance.engine import EngineUnderTest, remake
 from tests.conformance.reference import Reference
 from tests.rigs.trainer_handle import TrainerProcess
 from tests.rigs.trainer_process import Settings
 from titan_grpo.engines.generation import INTERVAL, Sampling
-from titan_grpo.engines.server import ServerAccess
 from titan_grpo.protocol.lane_events import Point
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.protocol.messages import UNUSABLE
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
-
-STD = 0.05
-"""Weights large enough that two seeds differ by whole units of log-probability, small enough for
-bf16."""
-
-
-def remake(seed: int, folder: Path) -> Path:
-    return write_tiny_model("qwen3", folder, seed, std=STD, dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
 def vllm(site, tmp_path_factory) -> EngineUnderTest:
     """The server that all end-to-end tests share."""
-    model, folder = Path(site.server.spec.model), tmp_path_factory.mktemp("vllm")
-    e = EngineUnderTest("vllm", site.access, model, remake, folder, False, False)
+    e = EngineUnderTest.of(site.server, tmp_path_factory.mktemp("vllm"), site.access)
     commits.bring_back(e)
     return e
 
@@ -47,19 +36,8 @@ def vllm(site, tmp_path_factory) -> EngineUnderTest:
 @pytest.fixture(scope="module")
 def sglang(sglang_site, tmp_path_factory) -> EngineUnderTest:
     """The same, of SGLang."""
-    model, folder = Path(sglang_site.server.spec.model), tmp_path_factory.mktemp("sglang")
-    e = EngineUnderTest(
-        "sglang",
-        sglang_site.access,
-        model,
-        remake,
-        folder,
-        True,
-        True,
-        None,
-        sglang_site.restart,
-        follows_seeds=False,
-    )
+    folder = tmp_path_factory.mktemp("sglang")
+    e = EngineUnderTest.of(sglang_site.server, folder, restart=sglang_site.restart)
     commits.bring_back(e)
     return e
 
@@ -67,17 +45,7 @@ def sglang(sglang_site, tmp_path_factory) -> EngineUnderTest:
 @pytest.fixture(scope="module")
 def keyed(tiny_server, tmp_path_factory) -> EngineUnderTest:
     """A server with a run key, shared by tests that leave it as they found it."""
-    spec, access = tiny_server.spec, ServerAccess(tiny_server.url, 60.0)
-    return EngineUnderTest(
-        "vllm",
-        access,
-        Path(spec.model),
-        remake,
-        tmp_path_factory.mktemp("keyed"),
-        False,
-        False,
-        run_key=spec.run_key,
-    )
+    return EngineUnderTest.of(tiny_server, tmp_path_factory.mktemp("keyed"))
 
 
 def remake_without_end(seed: int, folder: Path) -> Path:

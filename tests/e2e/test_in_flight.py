@@ -14,11 +14,10 @@ import pytest
 
 from tests.conformance.commits import Sender, sender
 from tests.conformance.crowd import without_end
-from tests.conformance.engine import EngineUnderTest
+from tests.conformance.engine import EngineUnderTest, remake
 from titan_grpo.engines.generation import Sampling
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -36,19 +35,15 @@ SPEC = RolloutSpec(
 WAIT_S = 300.0
 
 
-def remake(seed: int, folder: Path) -> Path:
+def endless(seed: int, folder: Path) -> Path:
     """Its requests have as many tokens as they may: they are at work for longer than a commit
     takes to begin."""
-    return without_end(write_tiny_model("qwen3", folder, seed, std=0.05, dtype="bfloat16"))
+    return without_end(remake(seed, folder))
 
 
 @pytest.fixture
 def trainer(site, tmp_path) -> Iterator[Sender]:
-    with sender(
-        EngineUnderTest(
-            "vllm", site.access, Path(site.server.spec.model), remake, tmp_path, False, False
-        )
-    ) as one:
+    with sender(EngineUnderTest.of(site.server, tmp_path, site.access, remake=endless)) as one:
         one.sync(BEFORE, BEFORE)
         yield one
 

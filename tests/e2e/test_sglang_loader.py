@@ -1,15 +1,11 @@
 """An exception in SGLang's custom weight loader ends the whole server: ours never lets one out,
 wherever it comes from."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.conformance.commits import NUMBER, STEP_S, difference, sender
-from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest
+from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, remake
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.server import ServerAccess
-from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -41,10 +37,6 @@ def start():
 """
 
 
-def remake(seed: int, folder: Path) -> Path:
-    return write_tiny_model("qwen3", folder, seed, std=0.05, dtype="bfloat16")
-
-
 def test_a_load_that_raises_half_way_is_reported_and_the_next_version_is_whole(
     sglang_python, tmp_path
 ):
@@ -59,9 +51,7 @@ def test_a_load_that_raises_half_way_is_reported_and_the_next_version_is_whole(
         ServerSpec(sglang_python, str(model), str(tmp_path / "server.log"), "sglang", env=env)
     ) as server:
         server.wait_healthy(200.0)
-        e = EngineUnderTest(
-            "sglang", ServerAccess(server.url, 60.0), model, remake, tmp_path, True, False
-        )
+        e = EngineUnderTest.of(server, tmp_path)
         with sender(e) as trainer:
             weights, _ = trainer.make(1)
             with trainer.link(weights) as link:

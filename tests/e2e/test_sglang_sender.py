@@ -20,17 +20,12 @@ from tests.conformance.engine import (
 )
 from titan_grpo.engines.generation import Sampling
 from titan_grpo.protocol.messages import Hello, new_run_id
-from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 SENDER = Path(__file__).parent.parent / "receive" / "sender_process.py"
 STALL_S = 3.0
 """After it the receiver gives up a sender of sender_process.py that is silent."""
-
-
-def remake(seed: int, folder: Path) -> Path:
-    return write_tiny_model("qwen3", folder, seed, std=0.05, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +36,7 @@ def remake(seed: int, folder: Path) -> Path:
 def test_a_sender_struck_in_mid_transfer_costs_no_request_and_no_version(
     number, lasts_s, sglang_site, tmp_path
 ):
-    e = EngineUnderTest("sglang", sglang_site.access, tmp_path, remake, tmp_path, True, True)
+    e = EngineUnderTest.of(sglang_site.server, tmp_path)
     with sender(e) as before:
         path, label = before.sync(1, 1), before.label(1)
         command = [sys.executable, str(SENDER), new_run_id(time.time()), "2", "half"]

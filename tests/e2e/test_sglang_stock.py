@@ -4,29 +4,22 @@ safely as these allow."""
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
 from tests.conformance import commits, streaming
 from tests.conformance.crowd import CONTEXT
-from tests.conformance.engine import EngineUnderTest
+from tests.conformance.engine import EngineUnderTest, remake
 from titan_grpo.engines import sglang
 from titan_grpo.engines.control import Announced, Group
 from titan_grpo.engines.http import HttpRefused
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.server import ServerAccess
 from titan_grpo.engines.sglang_stock import HttpStockRoutes
 from titan_grpo.errors import ServerRefused
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.store import host_store
-from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
-
-
-def remake(seed: int, folder: Path) -> Path:
-    return write_tiny_model("qwen3", folder, seed, std=0.05, dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +39,7 @@ def stock(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> Iterat
     )
     with Server(spec) as server:
         server.wait_healthy(280.0)
-        yield EngineUnderTest(
-            "sglang",
-            ServerAccess(server.url, 60.0, None, "api", "adm"),
-            model,
-            remake,
-            folder,
-            True,
-            True,
-        )
+        yield EngineUnderTest.of(server, folder)
 
 
 @pytest.mark.parametrize(

@@ -12,22 +12,16 @@ import pytest
 
 from tests.conformance import commits
 from tests.conformance.commits import difference, sender
-from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest
+from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, remake
 from titan_grpo.engines.http import Call
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.engines.server import ServerAccess
 from titan_grpo.runkey import EpochKeys, Key
-from titan_grpo.titan.tiny import KINDS, write_tiny_model
+from titan_grpo.titan.tiny import KINDS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 API_KEY, RUN_KEY = "the-engines-own-key", Key(bytes(range(32)))
-
-
-def remake(kind: str, seed: int, folder: Path) -> Path:
-    """Weights large enough that two seeds differ by whole units of log-probability, small enough
-    for bf16."""
-    return write_tiny_model(kind, folder, seed, std=0.05, dtype="bfloat16")
 
 
 @contextmanager
@@ -36,7 +30,7 @@ def served(
 ) -> Iterator[EngineUnderTest]:
     """A server that starts with weights and an API key of its own; ``settings`` go to
     ServerSpec."""
-    model = remake(kind, 100, folder / "start")
+    model = remake(100, folder / "start", kind)
     env = {"VLLM_API_KEY": API_KEY, **settings.pop("env", {})}
     log = folder / "server.log"
     spec = ServerSpec(
@@ -45,9 +39,7 @@ def served(
     with Server(spec) as server:
         server.wait_healthy(300.0)
         access = ServerAccess(server.url, 60.0, None, API_KEY)
-        yield EngineUnderTest(
-            "vllm", access, model, partial(remake, kind), folder, False, False, run_key=run_key
-        )
+        yield EngineUnderTest.of(server, folder, access, remake=partial(remake, kind=kind))
 
 
 @pytest.mark.parametrize(
