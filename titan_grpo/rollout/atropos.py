@@ -9,7 +9,7 @@ environment may give one, as ``policy_version`` in ``group_overrides`` or ``gene
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
@@ -46,6 +46,37 @@ class Answer:
 
     groups: tuple[Mapping[str, Any], ...] = ()
     registered: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The oldest version that a group without one can be of, however long it waited in the API.
+
+    Once the API has no batch, what it still holds is less than a batch, and goes into the next
+    ones. ``oldest``: of the groups that it hands out. ``held``: the oldest version that a server
+    held at the last answer without a batch that moved it; ``taken``: a batch came since.
+    """
+
+    oldest: int
+    held: int
+    taken: bool = False
+
+    def batch(self) -> "Waiting":
+        """A batch was taken."""
+        return replace(self, taken=True)
+
+    def none(self, held: int, left: int) -> "Waiting":
+        """There was no batch: the API holds ``left`` groups, and ``held`` is the oldest version
+        that a server holds.
+
+        >>> Waiting(3, 3).none(4, left=2), Waiting(3, 3).none(4, left=0)
+        (Waiting(oldest=3, held=3, taken=False), Waiting(oldest=4, held=4, taken=False))
+        >>> Waiting(3, 4).batch().none(5, left=2)
+        Waiting(oldest=4, held=5, taken=False)
+        """
+        if left == 0:
+            return Waiting(held, held)
+        return Waiting(self.held, held) if self.taken else self
 
 
 class Rejected(DataError):
@@ -96,6 +127,12 @@ def batch_call() -> Call[Answer]:
     """Take one batch. The first one lets environments register. Raises ServerRefused for an answer
     of another form."""
     return Call("GET", "/batch", CALL_S, _answer)
+
+
+def left_call() -> Call[int]:
+    """How many groups wait outside of batches."""
+    path = "/status"
+    return Call("GET", path, CALL_S, lambda a: int(want(a, "queue_size", int, path)))
 
 
 def _answer(answer: Any) -> Answer:

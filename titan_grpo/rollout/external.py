@@ -96,8 +96,8 @@ class AtroposSource(External):
     """Takes batches from an Atropos API while less than two steps' worth waits for the trainer (one
     with ``max_staleness = 0``).
 
-    A group without a version counts as made by the oldest version that a server holds when it is
-    taken.
+    A group without a version counts as made by the oldest version that a server held when it can
+    have come to the API (atropos.Waiting).
     """
 
     def __init__(self, spec: RolloutSpec, send: Send, fail: Fail) -> None:
@@ -109,6 +109,7 @@ class AtroposSource(External):
         self._room = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._rejected_in_a_row = 0
+        self._age = atropos.Waiting(spec.base_version, spec.base_version)
 
     async def start(self) -> None:
         """Register and take batches, in a task of its own."""
@@ -145,6 +146,10 @@ class AtroposSource(External):
                     self._driver.run(atropos.batch_call()) if known else self._register()
                 )
                 known = answer.registered
+                if known and not answer.groups:
+                    # The servers first: a group that comes meanwhile is not older than that.
+                    held = self._oldest_held
+                    self._age = self._age.none(held, await self._driver.run(atropos.left_call()))
             except PeerError as error:
                 if isinstance(error, HttpRefused) and error.status < 500:
                     raise ConfigError(
@@ -161,7 +166,12 @@ class AtroposSource(External):
                 continue
             for item in answer.groups:
                 self._take(item)
+            self._age = self._age.batch() if answer.groups else self._age
             pause = POLL_S[0] if answer.groups else await _pause(pause, POLL_S[1])
+
+    @property
+    def _oldest_held(self) -> int:
+        return min(self._versions.values(), default=self._trainer_version)
 
     async def _register(self) -> atropos.Answer:
         """Register (repeating it does no harm) and ask for a batch."""
@@ -182,10 +192,9 @@ class AtroposSource(External):
         return answer
 
     def _take(self, item: Mapping[str, Any]) -> None:
-        held = self._versions.values()
         try:
-            group = atropos.group_of(item, min(held) if held else self._trainer_version)
-            newest = max([self._trainer_version, *held])
+            group = atropos.group_of(item, self._age.oldest)
+            newest = max([self._trainer_version, *self._versions.values()])
             if group.version > newest:
                 raise atropos.Rejected(
                     "unknown_version",
