@@ -123,6 +123,20 @@ class Rollout(TaskKeys):
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by the same."""
 
+    top_p: float = 1.0
+    """Only 1: all of the distribution is sampled from. Log-probabilities of a truncated one are not
+    those that the trainer recomputes, and every ratio would be biased."""
+
+    top_k: int = -1
+    """Only -1 (all words), for the same reason."""
+
+    stop: list[str] = field(default_factory=list)
+    """Texts at which a completion (of a task with turns: a turn) ends; the tokens that hold one are
+    part of it and are trained on. A task may name further ones."""
+
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens at which it ends, likewise, besides the model's own end tokens."""
+
     max_staleness: int = 1
     """Greatest trainer version minus the version that made a token; 0 is on-policy. Checked at
     admission and again at use. (Elsewhere: max_trajectory_age_steps.)"""
@@ -338,6 +352,12 @@ def _controller(r: Rollout) -> Rules:
 def _sampling(r: Rollout) -> Rules:
     yield r.group_size < 2, "group_size", "2 or more (an advantage needs a group to compare with)"
     yield r.max_staleness < 0, "max_staleness", "0 or greater"
+    whole = "(engines give log-probabilities of what is left after a truncation or before it, the"
+    whole += " trainer those of the whole distribution: every ratio would be biased)"
+    yield r.top_p != 1, "top_p", f"1 {whole}"
+    yield r.top_k != -1, "top_k", f"-1 {whole}"
+    yield not all(r.stop), "stop", "without an empty text (it would end every completion at once)"
+    yield any(token < 0 for token in r.stop_token_ids), "stop_token_ids", "of token ids, 0 or more"
     for name in (
         "prompts_per_step",
         "max_completion_tokens",

@@ -5,6 +5,7 @@ engine.py has them over pauses, labels and aborts."""
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from tests.conformance.crowd import CROWD, REQUEST_S, prompt
 from tests.conformance.engine import (
@@ -18,6 +19,7 @@ from tests.conformance.engine import (
 from tests.conformance.reference import Reference
 from titan_grpo.engines.generation import INTERVAL, Answer, Sampled, Sampling, StreamedCall
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
+from titan_grpo.rollout.sampler import TextCodec
 
 
 class Steps:
@@ -126,8 +128,29 @@ def a_request_that_can_not_be_is_refused_in_pieces_too(e: EngineUnderTest) -> No
     assert refused.status == 400, refused
 
 
+def a_stop_text_or_token_ends_an_answer_and_is_part_of_it(e: EngineUnderTest) -> None:
+    """Whole and in pieces: the trainer learns all that was sampled, up to the end of the stop."""
+    codec = TextCodec(str(e.model))
+    greedy = Sampling(24, 0.0, ignore_eos=True)
+    plain = e.run(e.speak.generate(prompt(5), greedy, REQUEST_S)).token_ids
+    text = codec.decode(plain[4:6])
+    assert text.strip(), plain
+    ends = (n for n in range(1, len(plain) + 1) if text in codec.decode(plain[:n]))
+    for sampling, count in (
+        (replace(greedy, stop=(text,)), next(ends)),
+        (replace(greedy, stop_token_ids=(plain[7],)), plain.index(plain[7]) + 1),
+    ):
+        whole = e.run(e.speak.generate(prompt(5), sampling, REQUEST_S))
+        (pieces,) = stream(e, e.speak.stream(prompt(5), sampling, REQUEST_S))
+        for answer in (whole, pieces.sampled()):
+            assert answer.token_ids == plain[:count], (answer, plain, sampling)
+            assert len(answer.logprobs) == count, answer
+            assert answer.finish_reason == "stop", answer
+
+
 CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     answers_in_pieces_are_the_ones_that_come_whole,
+    a_stop_text_or_token_ends_an_answer_and_is_part_of_it,
     a_request_that_can_not_be_is_refused_in_pieces_too,
 )
 """They need the first weights."""

@@ -18,7 +18,7 @@ from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.dispatch import WINDOW, ErrorBudget
 from titan_grpo.rollout.partial import Made, Partial
 from titan_grpo.rollout.pool import Server
-from titan_grpo.rollout.sampler import Interrupted, request_seed
+from titan_grpo.rollout.sampler import Interrupted, Sampler, TextCodec, request_seed
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.base import TaskOptions, Turn, load_task
@@ -30,6 +30,25 @@ PROMPT = Prompt(0, (1,))
 
 def runner(reward, limit=8, timeout_s=20.0):
     return TaskRunner(SimpleNamespace(reward=reward), Letters(), limit, timeout_s)
+
+
+def test_a_request_has_the_stops_of_the_run_and_of_its_task(completion_server, model_dir) -> None:
+    task = load_task("digits", TaskOptions())
+    task.stop, task.stop_token_ids = ("\n",), [7]  # as a user's class would say them
+    spec = RolloutSpec(model_dir, group_size=1, stop=["END"], stop_token_ids=[9])
+    made = Sampler(spec, TaskRunner(task, TextCodec(model_dir), 8, 20.0))
+    completions = completion_server()
+    server = Server(completions.url, 3, True, "r:3:f", "vllm")
+    sample(made, [Partial()], server)
+    (body,) = completions.bodies
+    assert (body["stop"], body["stop_token_ids"]) == (["END", "\n"], [9, 7])
+
+
+@pytest.mark.parametrize("stops", [{"stop": "END"}, {"stop": [""]}, {"stop_token_ids": ["7"]}])
+def test_stops_of_a_task_that_are_none_are_refused_at_its_start(stops) -> None:
+    task = SimpleNamespace(reward=None, **stops)
+    with pytest.raises(ConfigError, match=f"a task's {next(iter(stops))} must be"):
+        Sampler(RolloutSpec(""), TaskRunner(task, Letters(), 8, 20.0))
 
 
 def test_the_budget_is_spent_by_one_error_more_than_it_allows_in_any_window() -> None:

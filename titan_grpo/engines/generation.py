@@ -50,6 +50,12 @@ class Sampling:
     prefix cache, so KV blocks of older weights would be reused; a salt per version keeps them
     apart."""
 
+    stop: tuple[str, ...] = ()
+    """Texts at which the completion ends; the tokens that hold one belong to it."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens at which it ends, besides the model's own end tokens; each belongs to it."""
+
     ignore_eos: bool = False
     """Go on to ``max_tokens`` whatever is sampled: requests of a known length, for checks and
     measurements."""

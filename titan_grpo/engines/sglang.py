@@ -210,6 +210,10 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
         "min_new_tokens": 0,
         "ignore_eos": sampling.ignore_eos,
     }
+    if sampling.stop:
+        parameters["stop"] = list(sampling.stop)
+    if sampling.stop_token_ids:
+        parameters["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed
     body: dict[str, Any] = {

@@ -154,6 +154,10 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
         "return_token_ids": True,
         "return_weight_versions": True,
     }
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if sampling.stop_token_ids:
+        body["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.seed is not None:
         body["seed"] = sampling.seed
     if sampling.cache_salt:

@@ -50,6 +50,8 @@ class Sampler:
 
     def __init__(self, spec: RolloutSpec, runner: TaskRunner) -> None:
         self._spec, self._runner, self._budget = spec, runner, spec.max_completion_tokens
+        texts, tokens = runner.stops
+        self._stops = (*spec.stop, *texts), (*spec.stop_token_ids, *tokens)
 
     async def group(
         self, ticket: Ticket, parts: list[Partial], server: Server, driver: AsyncDriver
@@ -102,7 +104,8 @@ class Sampler:
             return
         label, first = server.label, server.version
         seed = request_seed(spec.seed, job.ticket.index, sample, job.ticket.attempt, part.answers)
-        sampling = Sampling(part.left(self._budget), spec.temperature, seed, label or str(first))
+        salt = label or str(first)
+        sampling = Sampling(part.left(self._budget), spec.temperature, seed, salt, *self._stops)
         speak, token_ids = dialect(server.engine), (*job.prompt.token_ids, *part.token_ids)
 
         def added(sampled: Sampled, last: int | None) -> Partial:

@@ -93,6 +93,8 @@ class RolloutSpec:
     group_size: int = 8
     max_completion_tokens: int = 256
     temperature: float = 1.0
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
     max_staleness: int = 1
     in_flight_weight_updates: bool = True
     consume: str = "oldest"

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from titan_grpo.errors import DataError, ProtocolError, TitanGrpoError
+from titan_grpo.errors import ConfigError, DataError, ProtocolError, TitanGrpoError
 from titan_grpo.rollout.calls import at_once, call, their_traceback
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.tasks.base import AnyTask, Codec, GroupTask, MultiTurnTask, Turn
@@ -50,6 +50,21 @@ class TaskRunner:
     def multi_turn(self) -> bool:
         """Whether the task decides how a completion goes on."""
         return isinstance(self._task, MultiTurnTask)
+
+    @property
+    def stops(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Texts and tokens at which the task's completions end, besides the run's: its attributes
+        ``stop`` and ``stop_token_ids``, if it has them. Raises ConfigError for other types."""
+        texts = tuple(getattr(self._task, "stop", ()))
+        tokens = tuple(getattr(self._task, "stop_token_ids", ()))
+        strings = not isinstance(getattr(self._task, "stop", ()), str)
+        if not strings or not all(isinstance(text, str) and text for text in texts):
+            raise ConfigError(
+                f"a task's stop must be a sequence of texts that are not empty, got {texts!r}"
+            )
+        if not all(isinstance(token, int) and token >= 0 for token in tokens):
+            raise ConfigError(f"a task's stop_token_ids must be token ids, got {tokens!r}")
+        return texts, tokens
 
     def prompt(self, index: int) -> Prompt:
         """The task's prompt."""
