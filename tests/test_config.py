@@ -6,6 +6,7 @@ import pytest
 
 from titan_grpo.config import GRPO, JobConfig, Rollout, WeightSync, violations
 from titan_grpo.config_grpo import resolve_aliases
+from titan_grpo.config_inert import inert
 from titan_grpo.config_rollout import is_loopback
 
 ROLLOUT = Rollout(
@@ -59,6 +60,25 @@ def found(section: GRPO | Rollout | WeightSync) -> list[str]:
         (GRPO(), {"rollout_is_veto_threshold": 1.0}, "rollout_is_veto_threshold must be in [0, 1)"),
         (GRPO(), {"ref_model_ema": 0.9}, "ref_model_ema must be 0 while grpo.kl_beta is 0"),
         (GRPO(kl_beta=0.1), {"ref_model_ema": 1.5}, "ref_model_ema must be in [0, 1], got 1.5"),
+        (
+            GRPO(kl_beta=0.1),
+            {"kl_estimator_type": "k1"},
+            "kl_estimator_type must be k2 or k3 (or grpo.kl_in_reward = true) unless every token",
+        ),
+        (GRPO(kl_beta=0.1), {"kl_estimator_type": "abs"}, "kl_estimator_type must be k2 or k3"),
+        (GRPO(), {"clip_ratio_dual": 1.2}, "clip_ratio_dual must be 0 (off) or greater than 1 +"),
+        (GRPO(), {"cispo_weight_max": 0.5}, "cispo_weight_max must be 1 or greater"),
+        (GRPO(), {"top_entropy_share": 0.0}, "top_entropy_share must be in (0, 1], got 0.0"),
+        (
+            GRPO(overlong_cache_tokens=8),
+            {"overlong_cache_share": 0.5},
+            "overlong_cache_share must be 0 while",
+        ),
+        (
+            GRPO(proximal_logprobs="interpolate"),
+            {"num_epochs": 2},
+            'num_epochs must be 1 with grpo.proximal_logprobs = "interpolate"',
+        ),
         (GRPO(), {"reference_model": "x"}, "reference_model must be empty while grpo.kl_beta is 0"),
         (
             GRPO(normalize_advantage_std=False),
@@ -99,6 +119,14 @@ def found(section: GRPO | Rollout | WeightSync) -> list[str]:
         (ROLLOUT, {"group_size": 1}, "group_size must be 2 or more"),
         (ROLLOUT, {"task": "gsm8k"}, 'task_path must be set for task = "gsm8k"'),
         (ROLLOUT, {"task_error_budget": 101}, "task_error_budget must be 0 to 100"),
+        (
+            ROLLOUT,
+            {"top_p": 0.9},
+            "top_p must be 1 (engines give log-probabilities of what is left",
+        ),
+        (ROLLOUT, {"top_k": 50}, "top_k must be -1 (engines give"),
+        (ROLLOUT, {"stop": ["</answer>", ""]}, "stop must be without an empty text"),
+        (ROLLOUT, {"stop_token_ids": [-1]}, "stop_token_ids must be of token ids"),
         (ROLLOUT, {"servers_port": 0}, "servers_port must be a port"),
         (REMOTE, {"controller": "remote"}, 'controller must be "local" or a URL such as'),
         (REMOTE, {"controller": "http://:8910"}, 'controller must be "local" or a URL'),
@@ -146,6 +174,8 @@ def test_a_server_that_is_no_plain_url_is_one_line(url) -> None:
             num_microbatches=2, proximal_logprobs="interpolate", allow_uncorrected_off_policy=True
         ),
         GRPO(num_microbatches=2),
+        GRPO(policy_loss="cispo", rollout_is_threshold=0.0),
+        GRPO(kl_beta=0.1, kl_in_reward=True, kl_estimator_type="k1"),
         GRPO(temperature=1.0),
         GRPO(kl_beta=0.1, ref_model_ema=0.99),
         REMOTE,
@@ -164,6 +194,68 @@ def test_on_policy_data_needs_no_correction_but_a_sync_step() -> None:
     assert violations(JobConfig(GRPO(rollout_is_threshold=0.0), on_policy)) == []
     (line,) = violations(JobConfig(GRPO(async_weight_update=True), on_policy))
     assert line.startswith("rollout.max_staleness must be 1 or more with grpo.async_weight_update")
+
+
+def test_k1_is_a_term_of_the_loss_only_where_every_token_is_of_the_policy_itself() -> None:
+    on_policy, k1 = replace(ROLLOUT, max_staleness=0), GRPO(kl_beta=0.1, kl_estimator_type="k1")
+    assert violations(JobConfig(k1, on_policy)) == []
+    for later in ({"num_microbatches": 2}, {"num_epochs": 2}):
+        (line,) = violations(JobConfig(replace(k1, **later), on_policy))
+        assert line.startswith("grpo.kl_estimator_type must be k2 or k3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "reason"),
+    [
+        ({}, "clip_ratio_lower_bound", "the ratio is 1 by construction"),
+        ({}, "clip_ratio_upper_bound", "the ratio is 1 by construction"),
+        ({"rollout_is_level": "geometric"}, "policy_ratio_type", "the ratio is 1 by"),
+        ({"policy_loss": "sapo"}, "sapo_tau_neg", "the ratio is 1 by construction"),
+        ({"policy_loss": "cispo"}, "clip_ratio_upper_bound", "policy against engine"),
+        ({"policy_loss": "cispo"}, "rollout_is_threshold", "policy against engine"),
+        ({"policy_loss": "topr"}, "proximal_logprobs", "policy against engine"),
+        ({"policy_loss": "gmpo"}, "policy_ratio_type", "has its own"),
+        ({}, "cispo_weight_max", 'and only "cispo" reads it'),
+        ({"proximal_logprobs": "rollout"}, "rollout_is_mode", "the weight is 1"),
+        ({"rollout_is_threshold": 0.0}, "rollout_is_level", "turns it off"),
+        ({}, "kl_in_reward", "there is no reference model"),
+        ({"kl_beta": 0.1, "kl_in_reward": True}, "kl_estimator_type", "the estimator is k1"),
+        ({}, "overlong_penalty", ".._share are 0"),
+        ({}, "correct_reward", "grpo.length_penalty = 0"),
+        ({}, "dynamic_sampling_rounds", "grpo.dynamic_sampling = false"),
+        ({}, "ptx_scale", "no text is mixed in"),
+        ({"balance_batch": False}, "balance_split_groups", "in their order"),
+    ],
+)
+def test_a_key_that_was_set_and_cannot_act_is_one_line(changes, key, reason) -> None:
+    job = JobConfig(GRPO(**changes), ROLLOUT)
+    (line,) = inert(job, {f"grpo.{key}", "rollout.servers"})
+    assert line.startswith(f"grpo.{key} = ")
+    assert " has no effect: " in line
+    assert reason in line
+    assert inert(job, {"rollout.servers"}) == []
+
+
+@pytest.mark.parametrize(
+    ("grpo", "key"),
+    [
+        (GRPO(num_microbatches=2), "clip_ratio_upper_bound"),
+        (GRPO(num_epochs=2), "clip_ratio_upper_bound"),
+        (GRPO(proximal_logprobs="rollout"), "clip_ratio_upper_bound"),
+        (GRPO(proximal_logprobs="interpolate"), "clip_ratio_upper_bound"),
+        # One ratio per sequence spreads the tokens' weights over it, also where its value is 1.
+        (GRPO(policy_ratio_type="sequence"), "policy_ratio_type"),
+        (GRPO(policy_loss="cispo"), "cispo_weight_max"),
+    ],
+)
+def test_a_key_that_acts_is_not_named(grpo, key) -> None:
+    assert inert(JobConfig(grpo, ROLLOUT), {f"grpo.{key}"}) == []
+
+
+def test_keys_of_other_sections_that_cannot_act_are_named_too() -> None:
+    given = {"rollout.launch_count", "rollout.push_address", "weight_sync.drain_deadline_s"}
+    lines = inert(JobConfig(GRPO(), ROLLOUT), given)
+    assert sorted(line.partition(" = ")[0] for line in lines) == sorted(given)
 
 
 def test_a_recording_cannot_be_made_with_dynamic_sampling() -> None:

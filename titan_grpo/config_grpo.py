@@ -15,15 +15,21 @@ from titan_grpo.config_rollout import Rollout, Rules, broken
 class GRPO:
     """The algorithm; docs/algorithm.md has every key's formula. Sources: GRPO (arXiv 2402.03300),
     DAPO (2503.14476), GSPO (2507.18071), Dr.GRPO (2503.20783), CISPO (2506.13585), decoupled PPO
-    (2110.00641), RLOO (2402.14740)."""
+    (2110.00641), RLOO (2402.14740), SAPO (2511.20347), GMPO (2507.20673), TOPR (2503.14286)."""
 
     async_weight_update: bool = False
     """Sync weights in the background while training goes on; false waits for every healthy server
     after each step."""
 
-    policy_loss: Literal["clip", "cispo"] = "clip"
-    """clip: PPO's clipped objective. cispo: the clipped ratio, without gradient, weights the
-    log-probability."""
+    algorithm: str = ""
+    """A named algorithm (grpo, dapo, dr_grpo, gspo, cispo, rloo, reinforce_pp, sapo, gmpo, topr) or
+    a TOML file of your own with a table [grpo]. It sets every key of this section that matters to
+    it; a key that the job sets itself wins. The start prints what it set. Empty: none."""
+
+    policy_loss: Literal["clip", "cispo", "gmpo", "sapo", "topr"] = "clip"
+    """clip: PPO's clipped objective. gmpo: one geometric mean of bounded ratios per sequence. sapo:
+    a soft gate of the ratio. cispo, topr: the log-probability, weighted by policy against engine,
+    per token or (where the advantage is negative) per sequence."""
 
     policy_ratio_type: Literal["token", "sequence"] = "token"
     """Importance ratio per token (GRPO) or one per sequence, the exponential of its mean log-ratio
@@ -37,9 +43,25 @@ class GRPO:
     """A ratio above 1 + this gives no gradient where the advantage is positive (DAPO's
     clip-higher)."""
 
+    clip_ratio_dual: float = 0.0
+    """policy_loss = "clip": where the advantage A is negative the objective is at least this times
+    A (dual clip; 3 is usual); 0: off."""
+
+    cispo_weight_max: float = 5.0
+    """policy_loss = "cispo": the greatest weight of a token."""
+
+    sapo_tau_pos: float = 1.0
+    """policy_loss = "sapo": steepness of the gate where the advantage is positive."""
+
+    sapo_tau_neg: float = 1.05
+    """The same where it is not."""
+
     num_microbatches: int = 1
-    """Optimizer steps per batch: its groups are dealt to that many PPO minibatches. One batch makes
-    one version, whatever their number."""
+    """Optimizer steps in a pass over a batch: its groups are dealt to that many PPO minibatches.
+    One batch makes one version, whatever their number."""
+
+    num_epochs: int = 1
+    """Passes over a batch, each of num_microbatches optimizer steps."""
 
     proximal_logprobs: Literal["recompute", "interpolate", "rollout"] = "recompute"
     """What the ratio's denominator is. recompute: the policy before the batch's first optimizer
@@ -51,7 +73,12 @@ class GRPO:
 
     kl_estimator_type: Literal["k1", "k2", "k3", "mse", "abs"] = "k3"
     """KL estimator per token: k1 = -log r, k2 = mse = (log r)^2 / 2, k3 = r - 1 - log r, abs = |log
-    r|, with r = p_ref / p."""
+    r|, with r = p_ref / p. k2, mse and k3 are weighted by policy against engine; k1 and abs need
+    data of the policy itself."""
+
+    kl_in_reward: bool = False
+    """Take kl_beta times the KL of a token and the later ones of its completion from its advantage,
+    in place of the KL term; the estimator is k1 then."""
 
     reference_model: str = ""
     """Directory of HF safetensors for the reference model; empty: model.hf_assets_path. Used if
@@ -85,8 +112,22 @@ class GRPO:
     """Completions longer than rollout.max_completion_tokens minus this lose reward, growing
     linearly (DAPO); 0: off."""
 
+    overlong_cache_share: float = 0.0
+    """The same as a share of rollout.max_completion_tokens; 0: off."""
+
     overlong_penalty: float = 1.0
     """What a completion of the full length loses by that."""
+
+    length_penalty: float = 0.0
+    """Weight of a reward for being short among the completions of a group: 0.5 for the shortest to
+    -0.5 for the longest; a wrong one never gains by it (Kimi k1.5). 0: off."""
+
+    correct_reward: float = 0.5
+    """For length_penalty: a completion with at least this reward is correct."""
+
+    mask_truncated: bool = False
+    """Do not train on completions that hit rollout.max_completion_tokens; their rewards count for
+    the others of their group (DAPO's overlong filtering)."""
 
     dynamic_sampling: bool = False
     """Leave out groups whose rewards are all equal and take others in their place (DAPO). A
@@ -101,6 +142,10 @@ class GRPO:
 
     grpo_by_token: bool | None = None
     """Alias of loss_normalization: true is "token", false "sequence"; unset: that key decides."""
+
+    top_entropy_share: float = 1.0
+    """The policy term is made of this share of the tokens of an optimizer step: those at which the
+    policy before the batch has the greatest entropy. 1: all. Less costs one more forward pass."""
 
     onpolicy_logp_threshold: float = 0.0
     """Tokens to which the policy gives a probability below this are left out of every term of the
@@ -127,7 +172,7 @@ class GRPO:
     rollout_is_threshold_lower: float = 0.0
     """Lower bound for rollout_is_mode = "mask"; 0: 1 / rollout_is_threshold."""
 
-    rollout_is_veto_threshold: float = 1e-4
+    rollout_is_veto_threshold: float = 0.0
     """One token with a ratio of trainer to engine below this takes its whole sequence out of the
     policy term; 0: off."""
 
@@ -197,6 +242,21 @@ def resolve_aliases(grpo: GRPO) -> None:
         grpo.loss_normalization = "token" if grpo.grpo_by_token else "sequence"
 
 
+AGAINST_ENGINE = ("cispo", "topr")
+"""Values of policy_loss whose weight is policy against engine: they correct for off-policy data by
+themselves."""
+
+
+def optimizer_steps(grpo: GRPO) -> int:
+    """How many optimizer steps one batch is for."""
+    return grpo.num_microbatches * grpo.num_epochs
+
+
+def may_be_off_policy(grpo: GRPO, rollout: Rollout) -> bool:
+    """Whether a token may be of another policy than the one that is trained, by design."""
+    return rollout.max_staleness > 0 or optimizer_steps(grpo) > 1
+
+
 def violations(grpo: GRPO, rollout: Rollout) -> list[str]:
     """All broken rules of the section, each as "key must be rule, got value". Pure; empty if
     none."""
@@ -208,18 +268,40 @@ def _bounds(g: GRPO) -> Rules:
     """Single values."""
     yield not 0 < g.clip_ratio_lower_bound <= 1, "clip_ratio_lower_bound", "in (0, 1]"
     yield g.clip_ratio_upper_bound <= 0, "clip_ratio_upper_bound", "greater than 0"
-    yield g.ptx_scale <= 0, "ptx_scale", "greater than 0"
+    for name in ("ptx_scale", "sapo_tau_pos", "sapo_tau_neg"):
+        yield getattr(g, name) <= 0, name, "greater than 0"
+    yield not 0 < g.top_entropy_share <= 1, "top_entropy_share", "in (0, 1]"
+    yield (
+        g.cispo_weight_max < 1,
+        "cispo_weight_max",
+        "1 or greater (less would cut on-policy tokens)",
+    )
+    yield (
+        g.clip_ratio_dual != 0 and g.clip_ratio_dual <= 1 + g.clip_ratio_upper_bound,
+        "clip_ratio_dual",
+        "0 (off) or greater than 1 + grpo.clip_ratio_upper_bound (it would clip before that does)",
+    )
     for name in ("kl_beta", "pos_scaler", "neg_scaler", "logit_loss_weight"):
         yield getattr(g, name) < 0, name, "0 or greater"
-    for name in ("entropy_loss_weight", "overlong_penalty"):
+    for name in ("entropy_loss_weight", "overlong_penalty", "length_penalty"):
         yield getattr(g, name) < 0, name, "0 or greater"
     for name in ("ptx_mixin_batchsize", "grad_norm_limit", "reward_collapse_steps"):
         yield getattr(g, name) < 0, name, "0 (off) or greater"
     for name in ("temperature", "overlong_cache_tokens"):
         yield getattr(g, name) < 0, name, "0 (off) or greater"
-    for name in ("num_microbatches", "dynamic_sampling_rounds", "max_unhealthy_steps"):
+    for name in (
+        "num_microbatches",
+        "num_epochs",
+        "dynamic_sampling_rounds",
+        "max_unhealthy_steps",
+    ):
         yield getattr(g, name) < 1, name, "1 or greater"
-    for name in ("ref_model_ema", "onpolicy_logp_threshold", "rollout_is_threshold_lower"):
+    for name in (
+        "overlong_cache_share",
+        "ref_model_ema",
+        "onpolicy_logp_threshold",
+        "rollout_is_threshold_lower",
+    ):
         yield not 0 <= getattr(g, name) <= 1, name, "in [0, 1]"
     yield not 0 <= g.rollout_is_veto_threshold < 1, "rollout_is_veto_threshold", "in [0, 1)"
     yield g.token_budget < 0, "token_budget", "0 (derived) or greater"
@@ -241,6 +323,11 @@ def _combinations(g: GRPO) -> Rules:
         0 < g.ref_model_ema < 1 and g.kl_beta == 0,
         "ref_model_ema",
         "0 while grpo.kl_beta is 0 (there is no reference model to move)",
+    )
+    yield (
+        g.overlong_cache_tokens > 0 and g.overlong_cache_share > 0,
+        "overlong_cache_share",
+        "0 while grpo.overlong_cache_tokens is set (both name the same length)",
     )
     yield (
         g.advantage_normalization == "batch" and not g.normalize_advantage_std,
@@ -283,6 +370,16 @@ def _with_rollout(g: GRPO, r: Rollout) -> Rules:
         "dynamic_sampling",
         "false with rollout.record_path (a recorded batch is one that was taken in one piece)",
     )
+    yield (
+        g.kl_beta > 0
+        and not g.kl_in_reward
+        and g.kl_estimator_type in ("k1", "abs")
+        and may_be_off_policy(g, r),
+        "kl_estimator_type",
+        "k2 or k3 (or grpo.kl_in_reward = true) unless every token is of the policy itself"
+        " (rollout.max_staleness = 0 and one optimizer step per batch): on others the gradient of"
+        " k1 and abs is not the KL's, not even on average",
+    )
     if g.allow_uncorrected_off_policy:
         return
     force = (
@@ -290,14 +387,17 @@ def _with_rollout(g: GRPO, r: Rollout) -> Rules:
         " grpo.allow_uncorrected_off_policy = true forces it"
     )
     yield (
-        r.max_staleness > 0 and g.rollout_is_threshold == 0 and g.proximal_logprobs != "rollout",
+        r.max_staleness > 0
+        and g.rollout_is_threshold == 0
+        and g.proximal_logprobs != "rollout"
+        and g.policy_loss not in AGAINST_ENGINE,
         "rollout_is_threshold",
         '1 or more when rollout.max_staleness > 0, or grpo.proximal_logprobs = "rollout"'
         f" ({force})",
     )
     yield (
-        g.num_microbatches > 1 and g.proximal_logprobs == "interpolate",
-        "num_microbatches",
+        optimizer_steps(g) > 1 and g.proximal_logprobs == "interpolate",
+        "num_microbatches" if g.num_microbatches > 1 else "num_epochs",
         '1 with grpo.proximal_logprobs = "interpolate", which does not see the optimizer steps'
         f" inside a batch ({force})",
     )

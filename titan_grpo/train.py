@@ -49,10 +49,14 @@ def _run(argv: list[str]) -> None:
     from titan_grpo.titan.compat import prepare
 
     prepare()
-    from titan_grpo.titan.jobconfig import check_files, parse
+    from titan_grpo.observe.terminal import print_status
+    from titan_grpo.titan.jobconfig import check_files, read
 
     world = os.environ.get("WORLD_SIZE", "")
-    job_config = parse(argv, int(world) if world.isdigit() else None)
+    job = read(argv, int(world) if world.isdigit() else None)
+    job_config = job.config
+    if os.environ.get("RANK", "0") == "0":
+        print_status("\n".join(job.notes))
     check_files(job_config, os.environ)
     _check_environment()
     from titan_grpo.titan.trainer import run

@@ -51,27 +51,70 @@ def sequence_loss(
     ]
     if not kept:
         return 0 * z.sum()
+    own = [logp[t] for t in kept]
+    prox = [prox[t].item() for t in kept]
+    engine = [sequence.engine[t].item() for t in kept]
+    reference = [sequence.reference[t].item() for t in kept]
     advantage = sequence.advantage * (g.pos_scaler if sequence.advantage > 0 else g.neg_scaler)
-    importance = _importance([(prox[t] - sequence.engine[t]).item() for t in kept], g)
     total = 0 * z.sum()
-    gspo = torch.exp(sum(logp[t] - prox[t] for t in kept) / len(kept))
-    for t, weight in zip(kept, importance, strict=True):
-        ratio = gspo if g.policy_ratio_type == "sequence" else torch.exp(logp[t] - prox[t])
-        low, high = 1 - g.clip_ratio_lower_bound, 1 + g.clip_ratio_upper_bound
-        if g.policy_loss == "cispo":
-            objective = min(max(ratio.item(), low), high) * advantage * logp[t]
-        elif advantage >= 0:
-            objective = advantage * (ratio if ratio <= high else high + 0 * ratio)
-        else:
-            objective = advantage * (ratio if ratio >= low else low + 0 * ratio)
-        term = -weight * objective
-        x = sequence.reference[t] - logp[t]
-        kl = {"k1": -x, "k2": x * x / 2, "k3": torch.exp(x) - 1 - x, "mse": x * x / 2}
-        term = term + g.kl_beta * kl.get(g.kl_estimator_type, x.abs())
+    for at, t in enumerate(kept):
+        taken = advantage
+        if g.kl_beta and g.kl_in_reward:
+            taken += g.kl_beta * sum(reference[u] - own[u].item() for u in range(at, len(kept)))
+        term = _policy(own, prox, engine, at, taken, g)
+        if g.kl_beta and not g.kl_in_reward:
+            term = term + g.kl_beta * _kl(own[at], reference[at], engine[at], g.kl_estimator_type)
         term = term + ((g.logit_loss_weight * z[t]) ** 2).sum() / words
         minus_entropy = sum(logp_all[t, j].exp() * logp_all[t, j] for j in range(words))
         total = total + sequence.weights[t] * (term + g.entropy_loss_weight * minus_entropy)
     return total
+
+
+def _policy(
+    logp: list[torch.Tensor],
+    prox: list[float],
+    engine: list[float],
+    at: int,
+    advantage: float,
+    g: GRPO,
+) -> torch.Tensor:
+    """What is minimised of the policy loss at one of a sequence's kept tokens."""
+    behaviour = [(p - q).item() for p, q in zip(logp, engine, strict=True)]
+    if g.policy_loss == "cispo":
+        return -min(math.exp(behaviour[at]), g.cispo_weight_max) * advantage * logp[at]
+    if g.policy_loss == "topr":
+        tapered = 1.0 if advantage >= 0 else min(math.exp(min(max(sum(behaviour), -20), 20)), 1.0)
+        return -tapered * advantage * logp[at]
+    ratios = [torch.exp(p - q) for p, q in zip(logp, prox, strict=True)]
+    low, high = 1 - g.clip_ratio_lower_bound, 1 + g.clip_ratio_upper_bound
+    if g.policy_loss == "sapo":
+        tau = g.sapo_tau_pos if advantage > 0 else g.sapo_tau_neg
+        objective = advantage * 4 / tau / (1 + torch.exp(-tau * (ratios[at] - 1)))
+    elif g.policy_loss == "gmpo":
+        bounded = [min(r, high + 0 * r) if advantage > 0 else max(r, low + 0 * r) for r in ratios]
+        objective = advantage * math.prod(bounded) ** (1 / len(bounded))
+    else:
+        ratio = ratios[at]
+        if g.policy_ratio_type == "sequence":
+            ratio = math.prod(ratios) ** (1 / len(ratios))
+        if advantage >= 0:
+            objective = advantage * (ratio if ratio <= high else high + 0 * ratio)
+        elif g.clip_ratio_dual and ratio > g.clip_ratio_dual:
+            objective = advantage * (g.clip_ratio_dual + 0 * ratio)
+        else:
+            objective = advantage * (ratio if ratio >= low else low + 0 * ratio)
+    weight = _importance([p - q for p, q in zip(prox, engine, strict=True)], g)[at]
+    return -weight * objective
+
+
+def _kl(logp: torch.Tensor, reference: float, engine: float, estimator: str) -> torch.Tensor:
+    """KL term of one token."""
+    x = reference - logp
+    ratio = torch.exp(logp - engine)
+    ratio = ratio if ratio <= 10 else 10 + 0 * ratio
+    weighted = {"k2": ratio.item() * x * x / 2, "k3": ratio * (torch.exp(x) - 1 - x)}
+    weighted["mse"] = weighted["k2"]
+    return weighted.get(estimator, -x if estimator == "k1" else x.abs())
 
 
 def _importance(differences: list[float], g: GRPO) -> list[float]:

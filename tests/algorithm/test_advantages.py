@@ -7,20 +7,23 @@ from hypothesis import strategies as st
 
 from titan_grpo.algorithm.advantages import (
     AdvantageOptions,
+    LengthPenalty,
     Overlong,
     Scored,
     has_spread,
+    length_rewards,
     overlong_penalty,
     step_advantages,
 )
 from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.samples import Completion
 
 GROUP, NONE, BATCH = (AdvantageOptions(normalization=kind) for kind in ("group", "none", "batch"))
 rewards = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=16)
 
 
 def one(values, options=GROUP):
-    (out,) = step_advantages([[Scored(float(value), 5) for value in values]], options)
+    (out,) = step_advantages([[Scored(float(value), 5, 5) for value in values]], options)
     return out
 
 
@@ -35,7 +38,7 @@ def test_the_docstring_example() -> None:
 @pytest.mark.parametrize("group", [(), (3.0,), (0.1, 0.1, 0.1), (1e9,) * 7])
 def test_a_group_without_differences_has_exact_zeros(group, options) -> None:
     assert one(group, options) == (0.0,) * len(group)
-    assert not has_spread([Scored(r, 5) for r in group], options)
+    assert not has_spread([Scored(r, 5, 5) for r in group], options)
 
 
 def test_nearly_equal_rewards_are_not_blown_up() -> None:
@@ -75,7 +78,7 @@ def reference(groups, options):
                 n >= options.overlong.max_tokens, -1.0, penalty
             )
         if options.scale_by_len:
-            r = r * n
+            r = r * (n - 1)  # the sampled ones: each completion here has a token of context
         if options.baseline == "leave_one_out":
             centred.append(np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))]))
         else:
@@ -101,13 +104,36 @@ def test_advantages_are_those_of_the_formulas(
         for size in (2, 3, 8, 5)
     ]
     options = AdvantageOptions(baseline, normalization, scale_by_len, overlong)
-    ours = step_advantages([[Scored(r, n) for r, n in group] for group in groups], options)
+    ours = step_advantages([[Scored(r, n - 1, n) for r, n in group] for group in groups], options)
     for mine, theirs in zip(ours, reference(groups, options), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-12)
 
 
+def test_a_short_completion_gains_only_where_it_is_correct() -> None:
+    group = [Scored(reward, n, n) for reward, n in ((0.0, 10), (1.0, 20), (1.0, 30), (0.0, 30))]
+    penalty = LengthPenalty(0.4, 0.5)
+    assert length_rewards(group, penalty) == pytest.approx([0.0, 0.0, -0.2, -0.2])
+    assert length_rewards(group[2:], penalty) == [0.0, 0.0]
+    assert length_rewards([], penalty) == []
+    correct = [Scored(1.0, n, n) for n in (10, 15, 30)]
+    (advantages,) = step_advantages([correct], AdvantageOptions(length_penalty=penalty))
+    shaped = np.array([1.2, 1.1, 0.8])
+    np.testing.assert_allclose(advantages, (shaped - shaped.mean()) / (shaped.std() + 1e-6))
+
+
+def test_the_overlong_penalty_counts_what_the_length_limit_counts() -> None:
+    turns = Completion(
+        (5, 8, 9), (-1.0, 0.0, -1.0), "length", 0, 0, "s", 1.0, sampled=(True, False, True)
+    )
+    assert Scored.of(turns) == (1.0, 2, 3)
+    short = Completion((5,), (-1.0,), "stop", 0, 0, "s", 1.0)
+    options = AdvantageOptions(normalization="none", overlong=Overlong(3, 1))
+    ((first, second),) = step_advantages([[Scored.of(turns), Scored.of(short)]], options)
+    assert (first, second) == (-0.5, 0.5)
+
+
 def test_the_batch_scale_is_the_same_for_every_group_and_the_group_scale_is_not() -> None:
-    groups = [[Scored(0.0, 1), Scored(1.0, 1)], [Scored(0.0, 1), Scored(10.0, 1)]]
+    groups = [[Scored(0.0, 1, 1), Scored(last, 1, 1)] for last in (1.0, 10.0)]
     assert step_advantages(groups, GROUP)[0] == pytest.approx(
         step_advantages(groups, GROUP)[1], rel=1e-5
     )
@@ -118,7 +144,7 @@ def test_the_batch_scale_is_the_same_for_every_group_and_the_group_scale_is_not(
 def test_the_overlong_penalty_begins_in_the_cache_and_is_whole_at_the_limit() -> None:
     options = Overlong(max_tokens=100, cache_tokens=20)
     assert [overlong_penalty(n, options) for n in (1, 80, 90, 100, 130)] == [0, 0, -0.5, -1, -1]
-    equal = [Scored(1.0, 80), Scored(1.0, 100)]
+    equal = [Scored(1.0, 80, 80), Scored(1.0, 80, 100)]
     assert not has_spread(equal, GROUP)
     assert has_spread(equal, AdvantageOptions(overlong=options))
 

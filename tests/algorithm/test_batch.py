@@ -69,7 +69,8 @@ def test_each_label_has_the_version_that_sampled_it_and_the_sequence_its_oldest(
 
 def test_spans_that_do_not_cover_a_completion_are_no_lengths_of_it() -> None:
     short = replace(completion((7, 8)), spans=((3, 1),))
-    assert plan([group(short, completion((9,)))], 1, OPTIONS).dropped == {"length_mismatch": 1}
+    groups = [group(short), group(completion((9,)), index=1)]
+    assert plan(groups, 1, OPTIONS).dropped == {"length_mismatch": 1}
 
 
 @pytest.mark.parametrize(
@@ -99,16 +100,34 @@ def test_the_weights_of_the_docstring_example(normalization, one_token, three_to
         ("bad_reward", completion((7, 8), reward=-1.7e308)),
     ],
 )
-def test_a_defective_completion_is_counted_and_leaves_its_group_as_if_it_never_was(
-    reason, bad
-) -> None:
+def test_a_defective_completion_takes_its_group_out_and_no_other(reason, bad) -> None:
     good = (completion(reward=1.0), completion(reward=0.25))
-    batch = plan([group(*good, bad)], 1, OPTIONS)
-    assert batch.dropped == {reason: 1}
+    batch = plan([group(*good), group(*good, bad, index=1)], 1, OPTIONS)
+    assert batch.dropped == {reason: 1, "group_of_defective": 2}
     assert batch.sequences == 2
     without = only_micro_batch([group(*good)])
     for name, tensor in batch.micro_batches()[0][0].items():
         assert torch.equal(tensor, without[name]), name
+
+
+def test_a_truncated_completion_can_be_left_out_but_its_reward_counts() -> None:
+    cut = replace(completion((7, 8), reward=0.0), finish_reason="length")
+    options = replace(OPTIONS, mask_truncated=True)
+    batch = plan([group(completion((9,), reward=1.0), cut)], 1, options)
+    assert batch.dropped == {"truncated": 1}
+    [mb] = batch.micro_batches()[0]
+    assert mb["labels"].tolist() == [[IGNORE_INDEX, 9] + [IGNORE_INDEX] * 6]
+    assert mb["weights"][0, 1] == 1
+    assert mb["advantages"][0, :2].tolist() == pytest.approx([1.0] * 2, abs=1e-5)
+
+
+def test_a_step_of_truncated_completions_alone_is_one_without_a_gradient() -> None:
+    cut = [replace(completion((7, 8), reward=float(n)), finish_reason="length") for n in range(2)]
+    for normalization in ("token", "sequence", "constant"):
+        options = replace(OPTIONS, mask_truncated=True, normalization=normalization, constant=4)
+        batch = plan([group(*cut)], 1, options)
+        assert batch.sequences == 2
+        assert not batch.micro_batches()[0][0]["weights"].any()
 
 
 def test_an_overlong_completion_is_left_out_but_its_reward_counts_in_the_mean() -> None:

@@ -11,14 +11,15 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from tests.algorithm.loss_reference import Sequence, sequence_loss
 from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy, token_logprobs
+from titan_grpo.algorithm.kl import kl_estimate, kl_returns
 from titan_grpo.algorithm.loss import LogitTerms, grpo_loss
 from titan_grpo.algorithm.metrics import Metrics, accumulate, flags
 from titan_grpo.algorithm.objective import (
     Spans,
     Weights,
     clipped_objective,
+    gmpo_objective,
     interpolated,
-    kl_estimate,
     policy_ratio,
     rollout_weights,
     spans_of,
@@ -124,14 +125,19 @@ ALL_ON = GRPO(
     rollout_is_threshold=1.6,
     rollout_is_threshold_lower=0.5,
     rollout_is_veto_threshold=1e-2,
+    clip_ratio_dual=1.5,
 )
 SEQUENCE = GRPO(policy_ratio_type="sequence")
 CASES = {
     "grpo": GRPO(),
     "dapo clip-higher": GRPO(clip_ratio_lower_bound=0.1, clip_ratio_upper_bound=0.5),
     "gspo": replace(SEQUENCE, clip_ratio_lower_bound=0.1, clip_ratio_upper_bound=0.1),
-    "cispo": GRPO(policy_loss="cispo", clip_ratio_lower_bound=1.0, clip_ratio_upper_bound=0.1),
-    "cispo of sequences": replace(SEQUENCE, policy_loss="cispo", clip_ratio_upper_bound=0.1),
+    "dual clip": GRPO(clip_ratio_dual=1.35),
+    "cispo": GRPO(policy_loss="cispo", cispo_weight_max=1.4),
+    "gmpo": GRPO(policy_loss="gmpo", clip_ratio_lower_bound=0.1, clip_ratio_upper_bound=0.1),
+    "sapo": GRPO(policy_loss="sapo", sapo_tau_neg=3.0),
+    "topr": GRPO(policy_loss="topr"),
+    "kl in the reward": GRPO(kl_beta=0.4, kl_in_reward=True),
     "scalers": GRPO(pos_scaler=2.0, neg_scaler=0.25),
     "entropy": GRPO(entropy_loss_weight=0.3),
     "logits": GRPO(logit_loss_weight=0.7),
@@ -347,6 +353,112 @@ def test_a_kl_estimate_is_zero_at_the_reference_and_has_the_divergence_as_its_me
     exact = (policy.exp() * (policy - near)).sum().item()
     mean = (policy.exp() * kl_estimate(policy, near, estimator)).sum().item()
     assert mean == pytest.approx(exact, rel=0.02)
+
+
+def normalised(logits: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits, -1)
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.23])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "mse", "in the reward"])
+def test_the_mean_kl_gradient_over_the_engines_tokens_is_that_of_the_divergence(
+    estimator: Any, drift: float
+) -> None:
+    """Over every word, weighted by the engine's probability: the expectation itself. The engine is
+    ``drift`` nats away from the policy at the mean."""
+    generator = torch.Generator().manual_seed(4)
+    words = 8
+    start, noise, other = (
+        torch.randn(words, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
+    shift = noise / noise.abs().mean() * drift
+    engine, reference = normalised(start + shift), normalised(start + 0.4 * other)
+    z = start.clone().requires_grad_()
+    exact = (normalised(z).exp() * (normalised(z) - reference)).sum()
+    exact.backward()
+    assert z.grad is not None
+    wanted, z.grad = z.grad.clone(), None
+    g = GRPO(
+        kl_beta=1.0,
+        kl_in_reward=estimator == "in the reward",
+        kl_estimator_type="k3" if estimator == "in the reward" else estimator,
+        rollout_is_threshold=10.0,
+    )
+    batch = {
+        "labels": torch.arange(words)[:, None],
+        "weights": engine.exp()[:, None],
+        "advantages": torch.zeros(words, dtype=torch.float64),
+        "rollout_logprobs": engine[:, None],
+    }
+    loss, metrics = grpo_loss(normalised(z)[:, None], batch, g, reference[:, None])
+    loss.backward()
+    assert (z.grad - wanted).norm() <= 0.01 * wanted.norm()
+    if estimator == "k3":
+        assert metrics["kl_loss_sum"].item() == pytest.approx(exact.item(), rel=0.01)
+
+
+def test_the_kl_in_the_reward_has_the_gradient_of_whole_completions() -> None:
+    """Two tokens, each of three words, every completion weighted by its probability."""
+    tables = [
+        torch.randn(4, 3, generator=torch.Generator().manual_seed(n)).double() for n in (1, 2)
+    ]
+    policy, reference = tables
+    pairs = [(a, b) for a in range(3) for b in range(3)]
+
+    def both(table: torch.Tensor) -> torch.Tensor:
+        logp = normalised(table)
+        return torch.stack([torch.stack([logp[3, a], logp[a, b]]) for a, b in pairs])
+
+    z = policy.clone().requires_grad_()
+    whole = both(z).sum(-1)
+    (whole.exp() * (whole - both(reference).sum(-1))).sum().backward()
+    assert z.grad is not None
+    wanted, z.grad = z.grad.clone(), None
+    probabilities = both(policy).sum(-1).exp()
+    batch = {
+        "labels": torch.tensor(pairs),
+        "weights": probabilities[:, None].expand(9, 2),
+        "advantages": torch.zeros(9, dtype=torch.float64),
+        "rollout_logprobs": both(policy),
+    }
+    grpo_loss(both(z), batch, GRPO(kl_beta=1.0, kl_in_reward=True), both(reference))[0].backward()
+    torch.testing.assert_close(z.grad, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_kl_returns_are_sums_from_each_token_to_the_end_of_its_sequence() -> None:
+    mask = torch.tensor([[True, True, True, False, True, True], [True] * 6])
+    spans = Spans(mask, torch.tensor([[0, 0, 0, -1, 1, 1], [2, 2, 3, 3, 3, 3]]))
+    policy = torch.tensor([[0.1, 0.2, -0.1, 9.0, 1.0, 2.0], [1.0, 1.0, 0.5, 0.5, 0.5, 0.5]])
+    found = kl_returns(policy, torch.zeros_like(policy), spans)
+    assert found.masked_fill(~mask, 0).flatten().tolist() == pytest.approx(
+        [0.2, 0.1, -0.1, 0, 3, 2, 2, 1, 2, 1.5, 1, 0.5]
+    )
+
+
+def test_a_dual_clip_bounds_what_one_unlikely_token_of_a_bad_completion_costs() -> None:
+    ratio = torch.tensor([5.0, 2.0, 5.0], requires_grad=True)
+    objective = clipped_objective(ratio, torch.tensor([-1.0, -1.0, 1.0]), 0.2, 0.28, 3.0)
+    assert objective.tolist() == pytest.approx([-3.0, -2.0, 1.28])
+    objective.sum().backward()
+    assert ratio.grad is not None
+    assert ratio.grad.tolist() == [0, -1, 0]
+
+
+def test_the_docstring_example_of_gmpo() -> None:
+    spans = spans_of(torch.ones(1, 2, dtype=torch.bool), None)
+    log_ratio = torch.tensor([[2.0, 0.5]]).log().requires_grad_()
+    objective = gmpo_objective(log_ratio, torch.ones(1, 1), spans, 0.2, 0.5)
+    assert objective[0].tolist() == pytest.approx([0.75**0.5] * 2)
+    objective.sum().backward()
+    assert log_ratio.grad is not None
+    assert log_ratio.grad[0, 0] == 0
+
+
+def test_only_tokens_of_high_entropy_are_in_the_policy_term() -> None:
+    chosen = torch.tensor([[False, False, True], [True, False, True]])
+    batch = micro_batch() | {"high_entropy": chosen}
+    gradient = gradient_of(torch.full((2, 3), -1.0), batch, GRPO())
+    assert torch.equal(gradient != 0, chosen & MASK)
 
 
 def test_extreme_differences_stay_finite_in_loss_and_gradient() -> None:

@@ -155,7 +155,7 @@ def test_the_metrics_are_those_of_a_plain_loop() -> None:
                 )
                 gaps.append(now - engine)
                 weights.append(min(np.exp(old - engine), 1.5))
-                kls.append(np.exp(ref - now) - 1 - (ref - now))
+                kls.append(min(np.exp(now - engine), 10) * (np.exp(ref - now) - 1 - (ref - now)))
                 ratios.append(np.exp(now - old))
     grpo = GRPO(kl_beta=0.2, rollout_is_threshold=1.5)
     loss, _, metrics = measured(grpo, OPTIONS, 2, old_given=True)

@@ -19,7 +19,7 @@ from tests.conformance.engine import (
 from tests.conformance.reference import Reference
 from titan_grpo.engines.generation import INTERVAL, Answer, Sampled, Sampling, StreamedCall
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
-from titan_grpo.rollout.sampler import TextCodec
+from titan_grpo.rollout.codec import TextCodec
 
 
 class Steps:

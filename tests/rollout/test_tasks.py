@@ -15,10 +15,11 @@ from titan_grpo.config import GRPO, JobConfig, Rollout, violations
 from titan_grpo.engines.generation import Sampled
 from titan_grpo.errors import ConfigError, PeerError, TaskError
 from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.dispatch import WINDOW, ErrorBudget
 from titan_grpo.rollout.partial import Made, Partial
 from titan_grpo.rollout.pool import Server
-from titan_grpo.rollout.sampler import Interrupted, Sampler, TextCodec, request_seed
+from titan_grpo.rollout.sampler import Interrupted, Sampler, request_seed
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.base import TaskOptions, Turn, load_task

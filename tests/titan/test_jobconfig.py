@@ -280,3 +280,30 @@ def test_the_installed_torchtitan_passes_the_gate() -> None:
 def test_keys_given_by_arguments_are_found_in_every_spelling() -> None:
     argv = ["--a.b-c", "1", "--a.no-d", "--e.f_g=2", "value"]
     assert jobconfig.given_keys(argv) == {"a.b_c", "a.d", "e.f_g"}
+
+
+def test_the_start_says_what_an_algorithm_set_and_what_cannot_act(tmp_path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(MINIMAL + '[grpo]\nalgorithm = "gspo"\nclip_ratio_dual = 3.0\n')
+    job = jobconfig.read(["--job.config_file", str(path), "--grpo.num_microbatches=1"])
+    assert (job.config.grpo.num_microbatches, job.config.grpo.rollout_is_level) == (1, "geometric")
+    first, *inert = job.notes
+    assert first.startswith('grpo.algorithm = "gspo" sets policy_loss = "clip", ')
+    assert first.endswith("; the job itself sets num_microbatches = 1 (not 4)")
+    # With one optimizer step per batch nothing is left of GSPO's clipping.
+    assert {line.partition(" = ")[0] for line in inert} == {
+        "grpo.clip_ratio_dual",
+        "grpo.clip_ratio_lower_bound",
+        "grpo.clip_ratio_upper_bound",
+        "grpo.policy_ratio_type",
+    }
+
+
+def test_a_file_of_ones_own_is_an_algorithm_and_its_types_are_checked(parse, tmp_path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text("[grpo]\nkl_beta = 1\nnum_epochs = 2\n")
+    config = parse("", f"--grpo.algorithm={mine}")
+    assert (config.grpo.kl_beta, config.grpo.num_epochs) == (1.0, 2)
+    mine.write_text("[grpo]\nnum_epochs = 2.5\n")
+    with pytest.raises(ConfigError, match=r"mine.toml: grpo.num_epochs must be an integer"):
+        parse("", f"--grpo.algorithm={mine}")

@@ -1,6 +1,7 @@
 """Group-relative advantages: a completion's reward against those of the same prompt, in float64.
 
-With rewards r_1 .. r_G of one group, first shaped (overlong penalty, then length):
+With rewards r_1 .. r_G of one group, first shaped (overlong penalty, length penalty, then scaled by
+length):
 
 * baseline "mean": c_i = r_i - mean(r)   (GRPO, arXiv 2402.03300, section 4.1.2);
 * baseline "leave_one_out": c_i = r_i - mean of the others = G / (G - 1) * (r_i - mean(r))   (RLOO,
@@ -20,6 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.samples import Completion
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation, so that nearly equal rewards are not blown up to unit scale."""
@@ -30,7 +32,15 @@ class Scored(NamedTuple):
 
     reward: float
     tokens: int
-    """Completion tokens."""
+    """Sampled tokens: those that are trained on."""
+    length: int
+    """All tokens after the prompt, which ``rollout.max_completion_tokens`` bounds: with a task of
+    several turns also the task's."""
+
+    @classmethod
+    def of(cls, completion: Completion) -> "Scored":
+        """That of one completion."""
+        return cls(completion.reward, completion.num_sampled, len(completion.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,16 @@ class Overlong:
 
 
 @dataclass(frozen=True, slots=True)
+class LengthPenalty:
+    """A reward for being short in one's group (Kimi k1.5, arXiv 2501.12599, section 2.3.3)."""
+
+    weight: float
+
+    correct_reward: float
+    """A completion with at least this reward is correct."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdvantageOptions:
     """How rewards become advantages; see the module's docstring."""
 
@@ -69,6 +89,9 @@ class AdvantageOptions:
     overlong: Overlong | None = None
     """Penalty on long completions, before ``scale_by_len``."""
 
+    length_penalty: LengthPenalty | None = None
+    """Likewise."""
+
 
 def overlong_penalty(tokens: int, options: Overlong) -> float:
     """What is added to the reward of a completion of ``tokens`` tokens.
@@ -80,6 +103,24 @@ def overlong_penalty(tokens: int, options: Overlong) -> float:
     """
     over = tokens - (options.max_tokens - options.cache_tokens)
     return -options.factor * min(max(over / options.cache_tokens, 0.0), 1.0)
+
+
+def length_rewards(group: Sequence[Scored], options: LengthPenalty) -> list[float]:
+    """What is added to the rewards of a group: weight * s, with s = 0.5 - (length - shortest) /
+    (longest - shortest) for a correct completion and min(s, 0) for another; 0 where all are of one
+    length.
+
+    Example: weight 1, lengths 10, 20, 30, the last two correct -> 0 (wrong, so not 0.5), 0, -0.5.
+    """
+    lengths = [scored.length for scored in group]
+    shortest, longest = min(lengths, default=0), max(lengths, default=0)
+    if shortest == longest:
+        return [0.0] * len(group)
+    shares = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
+    return [
+        options.weight * (share if scored.reward >= options.correct_reward else min(share, 0.0))
+        for scored, share in zip(group, shares, strict=True)
+    ]
 
 
 def step_advantages(
@@ -125,17 +166,22 @@ def scaled_advantages(
 
 
 def _shaped(group: Sequence[Scored], options: AdvantageOptions) -> list[float]:
-    out = []
-    for reward, tokens in group:
-        if not math.isfinite(reward):
+    for scored in group:
+        if not math.isfinite(scored.reward):
             raise DataError(
-                f"a reward must be a finite number, got {reward!r}: the group's advantages would"
-                " all be NaN"
+                f"a reward must be a finite number, got {scored.reward!r}: the group's advantages"
+                " would all be NaN"
             )
-        if options.overlong is not None:
-            reward += overlong_penalty(tokens, options.overlong)
-        out.append(reward * tokens if options.scale_by_len else reward)
-    return out
+    rewards = [scored.reward for scored in group]
+    if options.overlong is not None:
+        penalties = [overlong_penalty(scored.length, options.overlong) for scored in group]
+        rewards = [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+    if options.length_penalty is not None:
+        added = length_rewards(group, options.length_penalty)
+        rewards = [reward + more for reward, more in zip(rewards, added, strict=True)]
+    if options.scale_by_len:
+        rewards = [reward * scored.tokens for reward, scored in zip(rewards, group, strict=True)]
+    return rewards
 
 
 def _centred(rewards: Sequence[float], baseline: str) -> tuple[float, ...]:

@@ -19,10 +19,7 @@ from titan_grpo.algorithm.balance import (
 )
 from titan_grpo.algorithm.rows import Layout, MicroBatch, Row, Rows, build, compact
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt, sound_reward
-
-LEAST_LOGPROB = -1e30
-"""A log-probability below this is past float32."""
+from titan_grpo.samples import Completion, Group, Prompt, sound_logprobs, sound_reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +42,9 @@ class BatchOptions:
     """Which weights the loss gets; see ``_weighted``."""
 
     advantage: AdvantageOptions = field(default_factory=AdvantageOptions)
+
+    mask_truncated: bool = False
+    """Leave out completions whose ``finish_reason`` is "length"."""
 
     num_minibatches: int = 1
     """Optimizer steps that the groups are dealt to; each is normalised over its own rows."""
@@ -121,8 +121,9 @@ class Batch:
     padded_tokens: int
     """Rows times padded length, over all micro-batches and ranks."""
     dropped: dict[str, int]
-    """Completions left out, by reason: too_long, empty_completion, empty_prompt, nothing_sampled,
-    length_mismatch, bad_logprob, bad_reward."""
+    """Completions left out, by reason: too_long, truncated, empty_completion, empty_prompt,
+    nothing_sampled, length_mismatch, bad_logprob, bad_reward; group_of_defective for the others of
+    a group with one of the last six."""
 
     @property
     def fill(self) -> float:
@@ -151,10 +152,7 @@ def defect(prompt: Prompt, completion: Completion) -> str:
         logprobs = list(compress(logprobs, completion.sampled))
         if not logprobs:
             return "nothing_sampled"
-    # The sum finds NaN, which min and max may step over; three passes in C, where a generator would
-    # take 5 times as long.
-    least, most = min(logprobs), max(logprobs)
-    if not (math.isfinite(sum(logprobs)) and least > LEAST_LOGPROB and most <= LARGEST_LOGPROB):
+    if not sound_logprobs(logprobs):
         return "bad_logprob"
     return "" if sound_reward(completion.reward) else "bad_reward"
 
@@ -163,8 +161,11 @@ def plan(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batc
     """Rows, advantages and weights of one step, balanced over ``num_ranks`` data-parallel ranks.
     Deterministic.
 
-    A defective completion is left out, also of its group's mean; one with more than ``max_len``
-    tokens is left out but its reward counts in that mean. Both are counted in ``Batch.dropped``.
+    A group with a defective completion is left out whole, as in the rollouts: advantages compare
+    its members, and a group without its failures of one kind would be biased. A completion with
+    more than ``max_len`` tokens, and with ``mask_truncated`` one that hit the length limit, is left
+    out but its reward counts for its group. All are counted in ``Batch.dropped``. If every
+    completion hit the limit, they are kept with weight 0: a step without a gradient.
     Ranks that run out of rows get micro-batches without any, because every rank must run every
     collective.
 
@@ -214,12 +215,13 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], di
     """Rows in the order of groups and completions, and what was left out, by reason."""
     rows: list[Row] = []
     dropped: Counter[str] = Counter()
-    sound: list[list[Completion]] = []
+    sound: list[tuple[Completion, ...]] = []
     for group in groups:
         reasons = [defect(group.prompt, completion) for completion in group.completions]
-        dropped.update(filter(None, reasons))
-        sound.append([c for c, why in zip(group.completions, reasons, strict=True) if not why])
-    scored = [[Scored(c.reward, c.num_sampled) for c in completions] for completions in sound]
+        spoilt = any(reasons)
+        dropped.update((why or "group_of_defective" for why in reasons) if spoilt else ())
+        sound.append(() if spoilt else group.completions)
+    scored = [[Scored.of(c) for c in completions] for completions in sound]
     for number, advantages in enumerate(step_advantages(scored, options.advantage)):
         prompt = groups[number].prompt
         for completion, advantage in zip(sound[number], advantages, strict=True):
@@ -228,7 +230,11 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], di
                 continue
             advantage = 0.0 if completion.zero_advantage else advantage
             rows.append(Row(number, prompt, completion, advantage))
-    return rows, dict(dropped)
+    if options.mask_truncated:
+        whole = [row for row in rows if row.completion.finish_reason != "length"]
+        dropped["truncated"] += len(rows) - len(whole)
+        rows = whole or rows
+    return rows, {reason: count for reason, count in dropped.items() if count}
 
 
 def _weighted(rows: Sequence[Row], options: BatchOptions) -> list[Row]:
@@ -238,6 +244,9 @@ def _weighted(rows: Sequence[Row], options: BatchOptions) -> list[Row]:
     constant: 1 / (sequences * constant) (Dr.GRPO). Example, rows of 1 and 3 tokens: token 1/4 each;
     sequence 1/2 and 1/6; constant 10: 1/20 each.
     """
+    if options.mask_truncated and rows[0].completion.finish_reason == "length":
+        # Only there where every row of the step is such a one.
+        return list(rows)
     match options.normalization:
         case "token":
             divisors = [sum(row.completion.num_sampled for row in rows)] * len(rows)

@@ -11,7 +11,8 @@ factor is 1.0 already). docs/algorithm.md lists the terms.
 In the first optimizer step of a batch the policy before the step and the policy that is
 differentiated are the same: unless ``old_logprobs`` is given, the proximal log-probabilities are
 the current ones, detached. The ratio then has the VALUE 1 everywhere: only its gradient matters,
-clipping never binds, and all the off-policy correction is in ``is``.
+clipping never binds, and all the off-policy correction is in ``is``. With one optimizer step per
+batch the bounds of the ratio therefore do nothing (config_inert.py says so at the start).
 """
 
 from typing import NamedTuple
@@ -19,16 +20,13 @@ from typing import NamedTuple
 import torch
 
 from titan_grpo.algorithm.advantages import scaled_advantages
+from titan_grpo.algorithm.kl import kl_estimate, kl_returns, kl_term
 from titan_grpo.algorithm.metrics import Metrics
 from titan_grpo.algorithm.objective import (
+    Policy,
     Spans,
-    Weights,
-    cispo_objective,
-    clipped_objective,
     interpolated,
-    kl_estimate,
-    policy_ratio,
-    rollout_weights,
+    policy_objective,
     spans_of,
 )
 from titan_grpo.algorithm.rows import IGNORE_INDEX, MicroBatch
@@ -61,7 +59,8 @@ def grpo_loss(
         logprobs: [R, L], ``token_logprobs`` of the model at the sampling temperature.
         batch: one of ``build``'s on the same device: ``labels``, ``weights``, ``rollout_logprobs``
             [R, L]; ``advantages`` and, where they are needed, ``staleness`` (versions) and
-            ``on_policy`` (bool), [R, L] or [R]; ``sequence``, without which each row is one.
+            ``on_policy`` (bool), [R, L] or [R]; ``sequence``, without which each row is one;
+            ``high_entropy`` (bool [R, L]), without which every token is in the policy term.
         ref_logprobs: [R, L] of the reference model; needed when ``grpo.kl_beta`` > 0.
         old_logprobs: [R, L] of the policy before the batch's first optimizer step.
 
@@ -88,19 +87,19 @@ def grpo_loss(
         _per_token(batch["advantages"]), grpo.pos_scaler, grpo.neg_scaler
     )
 
-    old = _proximal(logprobs, batch, grpo) if old_logprobs is None else old_logprobs
-    ratio = policy_ratio(logprobs, old, spans, grpo.policy_ratio_type)
-    importance = rollout_weights(old, rollout, spans, grpo)
-    low, high = grpo.clip_ratio_lower_bound, grpo.clip_ratio_upper_bound
-    if grpo.policy_loss == "cispo":
-        objective = cispo_objective(ratio, advantages, logprobs, low, high)
-    else:
-        objective = clipped_objective(ratio, advantages, low, high)
-
-    terms = {"policy": -importance.weight * objective}
     observed = {}
-    if ref_logprobs is not None:
-        observed["kl"] = kl_estimate(logprobs, ref_logprobs, grpo.kl_estimator_type)
+    if ref_logprobs is not None and grpo.kl_in_reward:
+        observed["kl"] = kl_estimate(logprobs, ref_logprobs, "k1")
+        advantages = advantages - grpo.kl_beta * kl_returns(logprobs, ref_logprobs, spans)
+    elif ref_logprobs is not None:
+        observed["kl"] = kl_term(logprobs, ref_logprobs, rollout, grpo.kl_estimator_type)
+    old = _proximal(logprobs, batch, grpo) if old_logprobs is None else old_logprobs
+    policy = policy_objective(logprobs, old, rollout, advantages, spans, grpo)
+
+    terms = {"policy": -policy.importance.weight * policy.objective}
+    if (high_entropy := batch.get("high_entropy")) is not None:
+        terms["policy"] = terms["policy"].masked_fill(~high_entropy, 0)
+    if ref_logprobs is not None and not grpo.kl_in_reward:
         terms["kl"] = grpo.kl_beta * observed["kl"]
     if logit_terms.mean_square is not None:
         observed["logit_square"] = logit_terms.mean_square
@@ -119,7 +118,7 @@ def grpo_loss(
             for name, value in observed.items()
         }
         metrics |= _token_metrics(logprobs, batch, labelled, spans)
-        metrics |= _ratio_metrics(ratio, importance, advantages, spans, grpo)
+        metrics |= _ratio_metrics(policy, advantages, spans, grpo)
     return loss, metrics
 
 
@@ -169,24 +168,21 @@ def _token_metrics(
     return metrics
 
 
-def _ratio_metrics(
-    ratio: torch.Tensor, importance: Weights, advantages: torch.Tensor, spans: Spans, grpo: GRPO
-) -> Metrics:
+def _ratio_metrics(policy: Policy, advantages: torch.Tensor, spans: Spans, grpo: GRPO) -> Metrics:
     """Ratio and importance weight per token (a sequence's counts for each of its tokens), and how
-    often they were cut."""
-    below = ratio < 1 - grpo.clip_ratio_lower_bound
-    above = ratio > 1 + grpo.clip_ratio_upper_bound
-    if grpo.policy_loss != "cispo":
-        # CISPO bounds the ratio of every token, PPO only where the step would go further.
-        below, above = below & (advantages < 0), above & (advantages > 0)
-    ratio, weight = ratio.masked_fill(~spans.mask, 0), importance.weight.masked_fill(~spans.mask, 0)
+    often they were cut: the ratio where the step would go further, by losses that clip it."""
+    clips = grpo.policy_loss in ("clip", "gmpo")
+    below = (policy.ratio < 1 - grpo.clip_ratio_lower_bound) & (advantages < 0) & spans.mask
+    above = (policy.ratio > 1 + grpo.clip_ratio_upper_bound) & (advantages > 0) & spans.mask
+    ratio = policy.ratio.masked_fill(~spans.mask, 0)
+    weight = policy.importance.weight.masked_fill(~spans.mask, 0)
     return {
         "ratio_tokens_sum": ratio.sum().double(),
         "ratio_max": ratio.max().double(),
-        "clipped_low_tokens_sum": (below & spans.mask).sum().double(),
-        "clipped_high_tokens_sum": (above & spans.mask).sum().double(),
+        "clipped_low_tokens_sum": (below if clips else below & False).sum().double(),
+        "clipped_high_tokens_sum": (above if clips else above & False).sum().double(),
         "importance_tokens_sum": weight.sum().double(),
         "importance_max": weight.max().double(),
-        "importance_capped_tokens_sum": importance.cut.sum().double(),
-        "vetoed_tokens_sum": importance.vetoed.sum().double(),
+        "importance_capped_tokens_sum": policy.importance.cut.sum().double(),
+        "vetoed_tokens_sum": policy.importance.vetoed.sum().double(),
     }

@@ -1,8 +1,9 @@
-"""Parts of the loss: sums over sequences, ratios and their bounds, off-policy correction, KL.
+"""Parts of the loss: sums over sequences, ratios, off-policy correction, and the policy losses.
 
 Every tensor is [R, L]. docs/algorithm.md has the terms in one table.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -45,6 +46,16 @@ class Spans:
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Mean over the counting tokens of each sequence; 0 for a sequence without any."""
         return self.total(values) / self.total(torch.ones_like(values)).clamp(min=1)
+
+    def from_here(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over each token and the later counting ones of its sequence, computed in float64.
+        Needs sequences whose numbers rise with their places."""
+        place = (self.sequence + 1).reshape(-1)
+        counted = values.masked_fill(~self.mask, 0).reshape(-1).double()
+        ahead = counted.flip(0).cumsum(0).flip(0)
+        totals = counted.new_zeros(place.numel() + 1).index_add(0, place, counted)
+        later = totals.flip(0).cumsum(0).flip(0) - totals
+        return (ahead - later[place]).to(values.dtype).view(self.sequence.shape)
 
     def any(self, flags: torch.Tensor) -> torch.Tensor:
         """Whether ``flags`` (bool) holds at any counting token of the sequence."""
@@ -102,23 +113,50 @@ def policy_ratio(
 
 
 def clipped_objective(
-    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual: float = 0.0
 ) -> torch.Tensor:
     """min(ratio * A, clip(ratio, 1 - low, 1 + high) * A), to be maximised (PPO; the two bounds are
     DAPO's, arXiv 2503.14476).
 
+    ``dual`` > 0: where A < 0 it is dual * A at least, so that one token whose ratio is far above 1
+    is not the whole step (dual-clip PPO, arXiv 1912.09729).
+
     Example with low 0.2, high 0.28: A = 1 and ratio 1.5 give 1.28 and no gradient; A = -1 and ratio
-    1.5 give -1.5 with gradient; A = -1 and ratio 0.5 give -0.8.
+    1.5 give -1.5 with gradient; A = -1 and ratio 0.5 give -0.8. With dual 3, A = -1 and ratio 5
+    give -3 and no gradient.
     """
-    return torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    if dual:
+        least = dual * advantages
+        objective = torch.where(advantages < 0, torch.maximum(objective, least), objective)
+    return objective
 
 
-def cispo_objective(
-    ratio: torch.Tensor, advantages: torch.Tensor, logprobs: torch.Tensor, low: float, high: float
+def gmpo_objective(
+    log_ratio: torch.Tensor, advantages: torch.Tensor, spans: Spans, low: float, high: float
 ) -> torch.Tensor:
-    """sg(clip(ratio, 1 - low, 1 + high)) * A * logprobs, to be maximised (CISPO, arXiv 2506.13585,
-    eq. 4 and 5). The clipped ratio is only a weight: no token is left without a gradient."""
-    return ratio.detach().clamp(1 - low, 1 + high) * advantages * logprobs
+    """A * geometric mean over the sequence of the ratios, each bounded on the side that the
+    advantage pushes it to: by 1 + high where A > 0, by 1 - low where A < 0 (GMPO, arXiv
+    2507.20673). GMPO's own bounds are e^-0.4 and e^0.4.
+
+    Example with high 0.5: ratios 2 and 0.5, A = 1 -> sqrt(1.5 * 0.5) = 0.866; the first has no
+    gradient.
+    """
+    least = math.log1p(-low) if low < 1 else -math.inf
+    bounded = torch.where(
+        advantages > 0, log_ratio.clamp(max=math.log1p(high)), log_ratio.clamp(min=least)
+    )
+    return bounded_exp(spans.mean(bounded)) * advantages
+
+
+def sapo_objective(
+    ratio: torch.Tensor, advantages: torch.Tensor, tau_pos: float, tau_neg: float
+) -> torch.Tensor:
+    """f(ratio) * A with f(r) = 4 / tau * sigmoid(tau * (r - 1)): a soft gate in place of the clip
+    (SAPO, arXiv 2511.20347). f has slope 1 at r = 1 and flattens on both sides; a greater
+    tau flattens it sooner."""
+    up, down = (4 / tau * torch.sigmoid(tau * (ratio - 1)) for tau in (tau_pos, tau_neg))
+    return torch.where(advantages > 0, up, down) * advantages
 
 
 class Weights(NamedTuple):
@@ -171,27 +209,66 @@ def rollout_weights(
     return Weights(weight.masked_fill(vetoed, 0), cut & spans.mask, vetoed & spans.mask)
 
 
-def kl_estimate(
-    logprobs: torch.Tensor,
-    ref_logprobs: torch.Tensor,
-    estimator: Literal["k1", "k2", "k3", "mse", "abs"],
-) -> torch.Tensor:
-    """KL(policy || reference) per token, estimated (Schulman, "Approximating KL Divergence", 2020);
-    gradients flow into ``logprobs`` only.
+def cispo_weights(
+    logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, spans: Spans, most: float
+) -> Weights:
+    """min(p / q, most) per token, p the policy and q the engine that sampled (CISPO, arXiv
+    2506.13585, eq. 4, 5, without a lower bound, as there). It weights A * log p: a bounded token
+    still has a gradient, unlike one that PPO clips."""
+    raw = bounded_exp((logprobs.detach() - rollout_logprobs).masked_fill(~spans.mask, 0))
+    return Weights(raw.clamp(max=most), (raw > most) & spans.mask, torch.zeros_like(spans.mask))
 
-    With log r = log p_ref - log p: k1 = -log r, k2 = mse = (log r)^2 / 2, k3 = r - 1 - log r, abs =
-    |log r|. The mean value of k1, k2 (approximately) and k3 is the KL. As loss terms they differ:
-    on tokens of the policy itself the gradient of k2 is that of KL(policy || reference), that of k3
-    is that of KL(reference || policy), and that of k1 has mean zero, so k1 only serves as a metric.
-    mse and abs are names of other trainers; abs is a distance and no estimate.
+
+def topr_weights(
+    logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, spans: Spans
+) -> Weights:
+    """1 where A >= 0, else min(product over the sequence of p / q, 1), for A * log p (TOPR, arXiv
+    2503.14286): what was good is learnt from like text, what was bad counts only as far as
+    the policy would still do it."""
+    raw = bounded_exp(spans.total(logprobs.detach() - rollout_logprobs))
+    tapered = torch.where(advantages < 0, raw.clamp(max=1), 1.0)
+    return Weights(tapered, (tapered != raw) & spans.mask, torch.zeros_like(spans.mask))
+
+
+class Policy(NamedTuple):
+    """The policy term of every token."""
+
+    objective: torch.Tensor
+    """To be maximised, with gradient; not weighted yet."""
+    importance: Weights
+    ratio: torch.Tensor
+    """Of policy to proximal policy, with gradient."""
+
+
+def policy_objective(
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    rollout: torch.Tensor,
+    advantages: torch.Tensor,
+    spans: Spans,
+    grpo: GRPO,
+) -> Policy:
+    """``grpo.policy_loss`` from the log-probabilities of the policy, of the proximal policy and of
+    the engine.
+
+    clip, gmpo and sapo bound the ratio to the proximal policy, and ``rollout_weights`` corrects
+    from the engine to that. cispo and topr weight A * log p by policy against engine, which
+    corrects for both at once.
     """
-    log_r = ref_logprobs.detach() - logprobs
-    match estimator:
-        case "k1":
-            return -log_r
-        case "k2" | "mse":
-            return 0.5 * log_r.square()
-        case "k3":
-            return bounded_exp(log_r) - 1 - log_r
-        case "abs":
-            return log_r.abs()
+    level = grpo.policy_ratio_type if grpo.policy_loss == "clip" else "token"
+    ratio = policy_ratio(logprobs, old, spans, level)
+    low, high = grpo.clip_ratio_lower_bound, grpo.clip_ratio_upper_bound
+    match grpo.policy_loss:
+        case "clip":
+            objective = clipped_objective(ratio, advantages, low, high, grpo.clip_ratio_dual)
+        case "gmpo":
+            objective = gmpo_objective(logprobs - old.detach(), advantages, spans, low, high)
+        case "sapo":
+            objective = sapo_objective(ratio, advantages, grpo.sapo_tau_pos, grpo.sapo_tau_neg)
+        case "cispo":
+            weights = cispo_weights(logprobs, rollout, spans, grpo.cispo_weight_max)
+            return Policy(advantages * logprobs, weights, ratio)
+        case "topr":
+            weights = topr_weights(logprobs, rollout, advantages, spans)
+            return Policy(advantages * logprobs, weights, ratio)
+    return Policy(objective, rollout_weights(old, rollout, spans, grpo), ratio)

@@ -7,15 +7,23 @@ other ``*_s`` names are work done elsewhere (a lane, a server, the device), or t
 # Learning, one value per step.
 REWARD = "reward/mean"
 REWARD_STD = "reward/std"
-LOSS = "loss/policy"
+LOSS = "loss/total"
+POLICY_LOSS = "loss/policy_term"
+KL_LOSS = "loss/kl_term"
+ENTROPY_LOSS = "loss/entropy_term"
+LOGIT_LOSS = "loss/logit_term"
 GRAD_NORM = "optim/grad_norm"
 KL = "loss/kl"
 RATIO_MEAN = "ratio/mean"
+RATIO_MAX = "ratio/max"
 CLIP_FRACTION = "ratio/clip_fraction"
+CLIPPED_LOW = "ratio/clipped_low_fraction"
+CLIPPED_HIGH = "ratio/clipped_high_fraction"
 ENTROPY = "policy/entropy"
 LOGIT_SQUARE = "policy/logit_square"
 PTX_LOSS = "loss/ptx"
 IMPORTANCE_MEAN = "importance/mean"
+IMPORTANCE_MAX = "importance/max"
 IMPORTANCE_CUT = "importance/cut_fraction"
 VETOED = "importance/vetoed_fraction"
 KEPT = "loss/kept_fraction"
@@ -65,16 +73,24 @@ MEANING: dict[str, str] = {
     REWARD_STD: "standard deviation of those rewards",
     LOSS: (
         "loss of an optimizer step with all its terms, globally normalised; mean over those of a"
-        " training step"
+        " training step. (Its name was loss/policy.)"
     ),
+    POLICY_LOSS: "the policy's part of that loss",
+    KL_LOSS: "the part of the KL term, grpo.kl_beta included",
+    ENTROPY_LOSS: "the part of the entropy, grpo.entropy_loss_weight included",
+    LOGIT_LOSS: "the part of the logits, grpo.logit_loss_weight included",
     GRAD_NORM: "norm of the gradient before clipping",
     KL: "mean KL estimate to the reference model, nats per token",
     RATIO_MEAN: "mean importance ratio",
+    RATIO_MAX: "largest importance ratio",
     CLIP_FRACTION: "share of tokens whose ratio was clipped",
+    CLIPPED_LOW: "share of tokens with a negative advantage and a ratio below the lower bound",
+    CLIPPED_HIGH: "share of tokens with a positive advantage and a ratio above the upper bound",
     ENTROPY: "mean entropy of the policy's next-token distribution, nats",
     LOGIT_SQUARE: "mean square of the policy's logits",
     PTX_LOSS: "cross-entropy of the plain text that is mixed in, nats per token",
     IMPORTANCE_MEAN: "mean weight of the off-policy correction",
+    IMPORTANCE_MAX: "largest weight of the off-policy correction",
     IMPORTANCE_CUT: "share of tokens whose weight the bounds changed",
     VETOED: "share of tokens in sequences that one token took out",
     KEPT: "share of completion tokens that the policy finds likely enough to be trained on",

@@ -58,10 +58,10 @@ def varied_groups(
     """
 
     def varied(group: Group) -> bool:
-        # Only of what is trained on: a reward that is none would stop the run here, where it is
-        # dropped later on.
-        sound = [c for c in group.completions if not defect(group.prompt, c)]
-        return has_spread([Scored(c.reward, c.num_sampled) for c in sound], options)
+        # A group with a defect is not trained on; a reward that is none would stop the run here.
+        if any(defect(group.prompt, c) for c in group.completions):
+            return False
+        return has_spread([Scored.of(c) for c in group.completions], options)
 
     kept: list[Group] = []
     flat = 0

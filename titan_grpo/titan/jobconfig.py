@@ -12,18 +12,19 @@ import re
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from titan_grpo import config as our_config
 from titan_grpo.config_grpo import resolve_aliases
+from titan_grpo.config_inert import inert
 from titan_grpo.config_task import TEXT
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.chat import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import files_of
 from titan_grpo.runkey import find_run_key
-from titan_grpo.titan import compat, flavors, rules
+from titan_grpo.titan import compat, flavors, named, rules
 from titan_grpo.titan.server_urls import known_servers
 
 CONFIG_MODULE = "titan_grpo.config"
@@ -34,8 +35,22 @@ TIMEOUT_MARGIN_S = 60
 better message."""
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A merged, checked configuration, and what a person should know of it at the start."""
+
+    config: Any
+    notes: tuple[str, ...]
+    """What ``grpo.algorithm`` set, and which keys were set and cannot act."""
+
+
 def parse(argv: Sequence[str], world_size: int | None = None) -> Any:
-    """The merged, checked JobConfig. Argument beats TOML beats default.
+    """``read(...).config``."""
+    return read(argv, world_size).config
+
+
+def read(argv: Sequence[str], world_size: int | None = None) -> Job:
+    """The merged, checked JobConfig. Argument beats TOML beats ``grpo.algorithm`` beats default.
 
     Derived where neither TOML nor argument gives them: ``job.custom_config_module``,
     ``checkpoint.last_save_model_only`` (false: the last checkpoint can be resumed) and the two
@@ -55,6 +70,12 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Any:
     if not {"job.custom_config_module", "experimental.custom_args_module"} & given:
         args += ["--job.custom_config_module", CONFIG_MODULE]
     config = _merge(args, table)
+    notes = []
+    if config.grpo.algorithm:
+        keys = named.keys_of(config.grpo.algorithm)
+        _refuse(mismatches(type(config.grpo), keys, f"{config.grpo.algorithm}: grpo."))
+        notes.append(named.expand(config.grpo, keys, given))
+        given |= {f"grpo.{name}" for name in keys}
     _derive(config, given)
     broken = (
         our_config.violations(config)
@@ -63,7 +84,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Any:
     )
     _refuse(broken)
     resolve_aliases(config.grpo)
-    return config
+    return Job(config, (*notes, *inert(config, given)))
 
 
 def load_toml(argv: Sequence[str]) -> dict[str, Any]:

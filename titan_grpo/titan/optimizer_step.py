@@ -1,12 +1,14 @@
 """The optimizer steps of one training step, made of torchtitan's own parts.
 
-One batch is one training step and makes one version; with ``num_microbatches`` > 1 it takes several
-optimizer steps (PPO minibatches). For those after the first, the log-probabilities of the policy
-before the batch are computed beforehand. An optimizer step whose numbers are bad is not taken, on
-any rank: parameters and optimizer state stay as they are.
+One batch is one training step and makes one version. With ``num_microbatches`` or ``num_epochs``
+above 1 it takes several optimizer steps (PPO minibatches, passes over the batch), and for those
+after the first the log-probabilities of the policy before the batch are computed beforehand. An
+optimizer step whose numbers are bad is not taken, on any rank: parameters and optimizer state stay
+as they are.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +55,26 @@ class Outcome:
     """This rank's, not reduced."""
 
 
+Reader = Callable[[torch.Tensor, torch.Tensor, float, int], torch.Tensor]
+"""(logits [R, L, V], labels [R, L], temperature, chunk) -> [R, L]."""
+
+
+def _entropy(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, chunk_tokens: int
+) -> torch.Tensor:
+    return token_entropy(logits, temperature, chunk_tokens)
+
+
+def least_of_share(values: torch.Tensor, share: float) -> float:
+    """The least of the greatest ``share`` of the values, at least one of them; infinity of none
+    (2506.01939: the tokens at which a policy decides are the few of high entropy).
+
+    Example: values (1, 4, 2, 3), share 0.5 -> 3.
+    """
+    count = max(round(share * values.numel()), 1)
+    return values.topk(count).values[-1].item() if values.numel() else math.inf
+
+
 def reduce_metrics(outcome: Outcome, parallel_dims: Any) -> dict[str, float]:
     """Plain numbers of a training step over all data-parallel ranks; losses are means over its
     optimizer steps. Collective over the batch mesh."""
@@ -88,19 +110,20 @@ class Stepper:
     def run(
         self, batches: Iterator[Loaded], steps: Sequence[int], version: int, collapsed: bool
     ) -> Outcome:
-        """Train on one batch: ``steps[m]`` micro-batches for the m-th optimizer step. Collective
-        over all ranks.
+        """Train on one batch: ``steps[m]`` micro-batches for the m-th optimizer step of a pass.
+        Collective over all ranks.
 
         ``version`` is the trainer's; ``collapsed`` comes from rank 0 (the others pass False).
         """
         minibatches = [[next(batches) for _ in range(count)] for count in steps]
-        if self._grpo.proximal_logprobs == "recompute":
-            for inputs, labels in (loaded for minibatch in minibatches[1:] for loaded in minibatch):
-                inputs["old_logprobs"] = self._policy_logprobs(inputs, labels)
+        self._prepare(minibatches)
         parts: list[Metrics] = []
-        found = [
-            self._optimizer_step(minibatch, version, collapsed, parts) for minibatch in minibatches
-        ]
+        found = []
+        for number in range(self._grpo.num_epochs * len(minibatches)):
+            minibatch = minibatches[number % len(minibatches)]
+            # Only before the first optimizer step is the policy that of the trainer's version.
+            own = version if number == 0 else None
+            found.append(self._optimizer_step(minibatch, version, own, collapsed, parts))
         self._t.lr_schedulers.step()
         bad = [reason for _, reasons in found for reason in reasons]
         return Outcome(
@@ -111,8 +134,39 @@ class Stepper:
             metrics=accumulate(parts),
         )
 
+    def _prepare(self, minibatches: Sequence[Sequence[Loaded]]) -> None:
+        """Add what needs the policy before the batch: its log-probabilities, where an optimizer
+        step after the first uses them, and its tokens of high entropy. Collective."""
+        g, t = self._grpo, self._t
+        if g.proximal_logprobs == "recompute":
+            for minibatch in minibatches if g.num_epochs > 1 else minibatches[1:]:
+                for inputs, labels in minibatch:
+                    inputs["old_logprobs"] = self._before(inputs, labels, token_logprobs)
+        if g.top_entropy_share == 1:
+            return
+        mesh = t.parallel_dims.get_optional_mesh("batch")
+        for minibatch in minibatches:
+            for inputs, labels in minibatch:
+                inputs["entropy"] = self._before(inputs, labels, _entropy)
+            here = [
+                inputs["entropy"][labels.to(t.device) != IGNORE_INDEX]
+                for inputs, labels in minibatch
+            ]
+            gathered: list[Any] = [torch.cat(here).cpu()]
+            if mesh is not None:
+                gathered = [None] * mesh.size()
+                dist.all_gather_object(gathered, torch.cat(here).cpu(), group=mesh.get_group())
+            least = least_of_share(torch.cat(gathered), g.top_entropy_share)
+            for inputs, _ in minibatch:
+                inputs["high_entropy"] = inputs.pop("entropy") >= least
+
     def _optimizer_step(
-        self, minibatch: Sequence[Loaded], version: int, collapsed: bool, parts: list[Metrics]
+        self,
+        minibatch: Sequence[Loaded],
+        version: int,
+        own: int | None,
+        collapsed: bool,
+        parts: list[Metrics],
     ) -> tuple[float, tuple[str, ...]]:
         """(gradient norm, why the step was not taken)."""
         t = self._t
@@ -120,7 +174,7 @@ class Stepper:
         loss = torch.zeros((), device=t.device)
         made: list[Metrics] = []
         for inputs, labels in minibatch:
-            part, sums = self._forward_backward(inputs, labels.to(t.device), version)
+            part, sums = self._forward_backward(inputs, labels.to(t.device), version, own)
             loss = loss + part
             made.append(sums)
         if self._text is not None:
@@ -148,15 +202,15 @@ class Stepper:
         return float(grad_norm), ()
 
     def _forward_backward(
-        self, inputs: dict[str, Any], labels: torch.Tensor, version: int
+        self, inputs: dict[str, Any], labels: torch.Tensor, version: int, own: int | None
     ) -> tuple[torch.Tensor, Metrics]:
         """GRPO loss of one micro-batch and its gradients. The batch's weights normalise over the
-        optimizer step already."""
+        optimizer step already. ``own``: the version that the policy is of, None between two."""
         t, g = self._t, self._grpo
         batch = {name: x.to(t.device) for name, x in inputs.items() if isinstance(x, torch.Tensor)}
         batch |= {
             "labels": labels,
-            "on_policy": batch["oldest"] == version,
+            "on_policy": batch["oldest"] == (-1 if own is None else own),
             "staleness": version - batch["versions"],
         }
         with self._packed.using(inputs.get("rows"), t.device):
@@ -187,24 +241,25 @@ class Stepper:
         logits: torch.Tensor = model(inputs, **extra_inputs, **extra_kwargs)
         return logits
 
-    def _logprobs(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    def _logprobs(
+        self, model: torch.nn.Module, batch: dict[str, Any], read: Reader = token_logprobs
+    ) -> torch.Tensor:
         with torch.no_grad(), self._t.train_context(), self._t.maybe_enable_amp:
-            return token_logprobs(
+            return read(
                 self._logits(model, batch), batch["labels"], self._temperature, CHUNK_TOKENS
             )
 
-    def _policy_logprobs(self, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
-        """The policy's as it is now, without gradient. Collective: every rank has the same number
-        of micro-batches."""
+    def _before(self, inputs: dict[str, Any], labels: torch.Tensor, read: Reader) -> torch.Tensor:
+        """What ``read`` makes of the policy's logits as they are now, without gradient. Collective:
+        every rank has the same number of micro-batches."""
         batch = {
             name: x.to(self._t.device)
             for name, x in inputs.items()
             if name in ("input", "positions")
         }
+        batch |= {"labels": labels.to(self._t.device)}
         with self._packed.using(inputs.get("rows"), self._t.device):
-            return self._logprobs(
-                self._t.model_parts[0], batch | {"labels": labels.to(self._t.device)}
-            )
+            return self._logprobs(self._t.model_parts[0], batch, read)
 
     def _text_forward_backward(self, made: Sequence[Metrics]) -> tuple[torch.Tensor, torch.Tensor]:
         """(this rank's share of the weighted loss, and of the mean cross-entropy) of the optimizer

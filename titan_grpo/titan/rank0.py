@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from titan_grpo.algorithm.advantages import AdvantageOptions, Overlong
+from titan_grpo.algorithm.advantages import AdvantageOptions, LengthPenalty, Overlong
 from titan_grpo.algorithm.balance import TokenCost, variation
 from titan_grpo.algorithm.batch import Batch, BatchOptions, plan
 from titan_grpo.algorithm.metrics import Collapse
@@ -49,6 +49,7 @@ def batch_options(job_config: Any, cost: TokenCost) -> BatchOptions:
         max_len=training.seq_len,
         normalization=grpo.loss_normalization,
         advantage=advantage_options(job_config),
+        mask_truncated=grpo.mask_truncated,
         num_minibatches=grpo.num_microbatches,
         constant=job_config.rollout.max_completion_tokens,
         cost=cost,
@@ -62,16 +63,14 @@ def batch_options(job_config: Any, cost: TokenCost) -> BatchOptions:
 def advantage_options(job_config: Any) -> AdvantageOptions:
     """How rewards become advantages, from the job's sections. Raises ConfigError."""
     grpo, longest = job_config.grpo, job_config.rollout.max_completion_tokens
-    overlong = (
-        Overlong(longest, grpo.overlong_cache_tokens, grpo.overlong_penalty)
-        if grpo.overlong_cache_tokens
-        else None
-    )
+    cache = grpo.overlong_cache_tokens or math.ceil(grpo.overlong_cache_share * longest)
+    short = LengthPenalty(grpo.length_penalty, grpo.correct_reward)
     return AdvantageOptions(
         baseline=grpo.advantage_baseline,
         normalization=grpo.advantage_normalization if grpo.normalize_advantage_std else "none",
         scale_by_len=grpo.scale_adv_by_len,
-        overlong=overlong,
+        overlong=Overlong(longest, cache, grpo.overlong_penalty) if cache else None,
+        length_penalty=short if grpo.length_penalty else None,
     )
 
 
@@ -84,6 +83,14 @@ _LOSS_VALUES = {
     names.IMPORTANCE_CUT: "importance_capped",
     names.VETOED: "vetoed",
     names.KEPT: "kept",
+    names.POLICY_LOSS: "policy_loss",
+    names.KL_LOSS: "kl_loss",
+    names.ENTROPY_LOSS: "entropy_loss",
+    names.LOGIT_LOSS: "logit_loss",
+    names.CLIPPED_LOW: "clipped_low",
+    names.CLIPPED_HIGH: "clipped_high",
+    names.RATIO_MAX: "ratio_max",
+    names.IMPORTANCE_MAX: "importance_max",
 }
 """Name of a metric -> what the loss calls it; those that a run does not compute are left out."""
 

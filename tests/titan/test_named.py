@@ -1,0 +1,155 @@
+"""Named algorithms: what their files set, that they compute what their papers say, and that keys
+which cannot act are named."""
+
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.algorithm.papers import LIMIT, PAPERS, Sample, gradient, logprobs, losses
+from titan_grpo.algorithm.balance import TokenCost
+from titan_grpo.algorithm.batch import plan
+from titan_grpo.algorithm.distribution import token_logprobs
+from titan_grpo.algorithm.loss import grpo_loss
+from titan_grpo.config import GRPO, JobConfig, Rollout, WeightSync, violations
+from titan_grpo.config_inert import inert
+from titan_grpo.errors import ConfigError
+from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.titan import compat, named
+
+compat.prepare()
+
+from titan_grpo.titan.rank0 import batch_options  # noqa: E402 - torchtitan after its preparation
+
+WORDS = 6
+NAMES = named.names()
+ROLLOUT = Rollout(servers=["http://a:1"], max_completion_tokens=LIMIT)
+
+
+def table(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(WORDS, WORDS))
+
+
+POLICY, OLD, REFERENCE = table(1), table(1) + 0.5 * table(2), table(3)
+
+
+def make_groups() -> tuple[list[Group], list[list[Sample]]]:
+    """The same groups as the trainer gets them, and as the papers' formulas do."""
+    chance = np.random.default_rng(0)
+    groups, samples = [], []
+    for index in range(8):
+        prompt = tuple(map(int, chance.integers(WORDS, size=3)))
+        completions, own = [], []
+        for _ in range(4):
+            tokens = chance.integers(WORDS, size=chance.integers(1, LIMIT + 1))
+            before = np.concatenate([prompt[-1:], tokens[:-1]])
+            s = Sample(before, tokens, np.zeros(0), np.zeros(0), np.zeros(0), chance.normal())
+            s.old, s.reference = logprobs(OLD, s), logprobs(REFERENCE, s)
+            noisy = logprobs(OLD, s) + 0.6 * chance.normal(size=s.n)
+            s.engine = np.minimum(noisy, -1e-3).astype(np.float32).astype(np.float64)
+            ids, engine = tuple(map(int, tokens)), tuple(map(float, s.engine))
+            completions.append(Completion(ids, engine, "stop", 0, 0, "s", s.reward))
+            own.append(s)
+        groups.append(Group(Prompt(index, prompt), tuple(completions)))
+        samples.append(own)
+    return groups, samples
+
+
+GROUPS, SAMPLES = make_groups()
+
+
+def algorithm(name: str) -> GRPO:
+    grpo = GRPO(algorithm=name)
+    named.expand(grpo, named.keys_of(name), ())
+    return grpo
+
+
+def trained(grpo: GRPO) -> tuple[float, np.ndarray]:
+    """Losses of all optimizer steps at POLICY, and their gradient, on two ranks."""
+    job = SimpleNamespace(
+        training=SimpleNamespace(local_batch_size=4, seq_len=16), grpo=grpo, rollout=ROLLOUT
+    )
+    batch = plan(GROUPS, 2, batch_options(job, TokenCost()))
+    weights = torch.tensor(POLICY, requires_grad=True)
+    old, reference = torch.tensor(OLD), torch.tensor(REFERENCE)
+    total = torch.zeros((), dtype=torch.float64)
+    for rank in batch.micro_batches():
+        for number, each in enumerate(rank):
+            inputs, arguments = each["inputs"], (each["labels"], 1.0, 7)
+            loss, _ = grpo_loss(
+                token_logprobs(weights[inputs], *arguments),
+                each,
+                grpo,
+                token_logprobs(reference[inputs], *arguments) if grpo.kl_beta else None,
+                None if number < batch.steps[0] else token_logprobs(old[inputs], *arguments),
+            )
+            total = total + loss
+    total.backward()
+    assert weights.grad is not None
+    return total.item(), weights.grad.numpy()
+
+
+def test_every_named_algorithm_has_a_reference() -> None:
+    assert set(NAMES) == set(PAPERS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_named_algorithm_computes_what_its_paper_says(name: str) -> None:
+    grpo, paper = algorithm(name), PAPERS[name]
+    loss, slope = trained(grpo)
+    assert loss == pytest.approx(losses(paper, SAMPLES, POLICY, POLICY), rel=1e-6, abs=1e-7)
+    expected = gradient(paper, SAMPLES, POLICY)
+    assert np.abs(slope - expected).max() <= 1e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "grpo"])
+def test_a_named_algorithm_is_not_grpo(name: str) -> None:
+    plain = replace(algorithm("grpo"), kl_beta=0.0, num_microbatches=4)
+    ours = trained(replace(algorithm(name), kl_beta=0.0, num_microbatches=4))[1]
+    other = trained(plain)[1]
+    alike = (ours * other).sum() / np.sqrt((ours**2).sum() * (other**2).sum())
+    assert alike < 1 - 1e-4, "the same direction"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_named_algorithm_keeps_every_rule_and_sets_no_key_in_vain(name: str) -> None:
+    job = JobConfig(algorithm(name), replace(ROLLOUT, max_staleness=1), WeightSync())
+    assert violations(job) == []
+    keys = named.keys_of(name)
+    assert inert(job, {f"grpo.{key}" for key in keys}) == []
+    assert set(keys) <= {field.name for field in fields(GRPO)}
+
+
+def test_a_key_of_the_job_wins_and_the_start_says_so() -> None:
+    grpo = GRPO(algorithm="gspo", num_microbatches=2, grpo_by_token=True)
+    said = named.expand(
+        grpo, named.keys_of("gspo"), {"grpo.num_microbatches", "grpo.grpo_by_token"}
+    )
+    assert (grpo.num_microbatches, grpo.policy_ratio_type) == (2, "sequence")
+    assert said.startswith('grpo.algorithm = "gspo" sets policy_loss = "clip", policy_ratio_type =')
+    assert "num_microbatches = 2 (not 4)" in said.partition("; the job itself sets ")[2]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "must name a readable TOML file"),
+        ("[grpo]\nkl_beta = ", "must name a readable TOML file"),
+        ("kl_beta = 1.0", "must have the one table"),
+        ('[grpo]\nalgorithm = "grpo"', "without the key algorithm"),
+        ("[grpo]\n[rollout]\n", "must have the one table"),
+    ],
+)
+def test_a_file_that_is_no_algorithm_is_refused(content, message, tmp_path) -> None:
+    path = tmp_path / "mine.toml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        named.keys_of(str(path))
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"must be one of cispo, dapo, .*, got 'gpso'"):
+        named.keys_of("gpso")
