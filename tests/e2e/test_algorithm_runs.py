@@ -42,6 +42,9 @@ def text(tmp_path_factory):
 def every_term(text):
     settings = {
         "grpo.num_microbatches": 2,
+        "grpo.num_epochs": 2,
+        "grpo.top_entropy_share": 0.5,
+        "grpo.clip_ratio_dual": 3.0,
         "grpo.policy_ratio_type": "sequence",
         "grpo.kl_beta": 0.1,
         "grpo.ref_model_ema": 0.5,
