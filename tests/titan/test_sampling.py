@@ -3,6 +3,8 @@
 import math
 
 from titan_grpo.algorithm.advantages import AdvantageOptions, Overlong
+from titan_grpo.algorithm.batch import BatchOptions, plan
+from titan_grpo.observe import names
 from titan_grpo.samples import Completion, Group, Prompt
 from titan_grpo.titan import compat
 from titan_grpo.titan.text import text_weight
@@ -10,6 +12,7 @@ from titan_grpo.titan.text import text_weight
 compat.prepare()
 
 from titan_grpo.titan.data import varied_groups  # noqa: E402 - the patches come first
+from titan_grpo.titan.rank0 import _group_values  # noqa: E402
 
 KIND = AdvantageOptions()
 
@@ -93,3 +96,12 @@ def test_the_weight_of_text_is_a_mean_or_one_per_completion_token() -> None:
     assert text_weight(200, 50, 0.5, False) == 0.0025
     assert text_weight(200, 50, 0.5, True) == 0.01
     assert text_weight(0, 0, 1.0, True) == 1.0
+
+
+def test_staleness_is_of_the_oldest_version_behind_a_group_and_of_each_token_by_itself() -> None:
+    waited = Completion((5, 6, 7, 8), (-1.0,) * 4, "stop", 3, 5, "s", 1.0, spans=((4, 1), (5, 3)))
+    groups = [Group(Prompt(0, (1,)), (waited,))]
+    batch = plan(groups, 1, BatchOptions(token_budget=64, max_len=32))
+    values = _group_values(groups, batch, version=5)
+    assert (values[names.STALENESS], values[names.STALENESS_MAX]) == (2.0, 2.0)
+    assert values[names.STALENESS_TOKENS] == 0.25

@@ -37,6 +37,7 @@ WORK_CV_DEALT = "balance/work_cv_dealt"
 BATCH_FILL = "balance/fill"
 STALENESS = "staleness/mean"
 STALENESS_MAX = "staleness/max"
+STALENESS_TOKENS = "staleness/token_mean"
 
 # Time on the main thread, one value per step.
 STEP_S = "time/step_s"
@@ -105,8 +106,12 @@ MEANING: dict[str, str] = {
     WORK_CV: "coefficient of variation of the ranks' work in a step, after balancing",
     WORK_CV_DEALT: "the same if groups were dealt to the ranks in the order in which they came",
     BATCH_FILL: "share of the tokens that ranks compute which are not padding",
-    STALENESS: "mean of trainer version minus the version that made a group, versions",
+    STALENESS: "mean of trainer version minus the oldest one that a group depends on, versions",
     STALENESS_MAX: "largest staleness of a step, versions",
+    STALENESS_TOKENS: (
+        "mean over tokens of trainer version minus the one that sampled the token (where the engine"
+        " does not name it: the oldest that may have), versions"
+    ),
     STEP_S: "a whole step on the main thread, seconds",
     BLOCKED_S: "main thread lost to weight sync, seconds per step",
     ROLLOUT_WAIT_S: "main thread waited for rollouts, seconds per step",

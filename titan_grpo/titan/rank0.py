@@ -406,14 +406,18 @@ def _owner(run_dir: Path) -> str:
 
 
 def _group_values(groups: Sequence[Group], batch: Batch, version: int) -> dict[str, float]:
-    """A step's rollout figures: rewards over completions, staleness over groups, in versions."""
+    """A step's rollout figures: rewards over completions, staleness over groups and over tokens, in
+    versions."""
     rewards = [c.reward for g in groups for c in g.completions if sound_reward(c.reward)]
     staleness = [version - g.version for g in groups]
+    spans = [span for g in groups for c in g.completions for span in c.token_spans]
+    token_ages = sum((version - made_by) * tokens for made_by, tokens in spans)
     return {
         names.REWARD: statistics.fmean(rewards),
         names.REWARD_STD: statistics.pstdev(rewards),
         names.STALENESS: statistics.fmean(staleness),
         names.STALENESS_MAX: float(max(staleness)),
+        names.STALENESS_TOKENS: token_ages / max(sum(tokens for _, tokens in spans), 1),
         names.COMPLETION_TOKENS: batch.tokens / batch.sequences,
         names.WORK_CV: variation(batch.work),
         names.WORK_CV_DEALT: variation(batch.dealt_work),
