@@ -143,7 +143,7 @@ class ServerSet:
         self._open_lane, self._recorder, self._leave_s = open_lane, recorder, leave_s
         self._observer = observer or NoObserver()
         self._changing = threading.Lock()
-        """Of who changes the members, taken before ``_changed``. The main thread takes it at the start
+        """Of who changes the members, taken before ``_changed``; by the main thread at the start
         and at the end only."""
         self._changed = threading.Condition()
         self._lag = lag.Lag(max_lag)
