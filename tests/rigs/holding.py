@@ -32,7 +32,7 @@ class Wanted:
 
 
 class Holder:
-    """The ``watch`` of a fault run's lanes. Decides nothing: it stops where it is told, says so,
+    """The ``lane_observer`` of a fault run's lanes. Decides nothing: it stops where it is told, says so,
     and waits."""
 
     def __init__(self, emit: Emit, strike: Strike) -> None:
