@@ -14,6 +14,7 @@ from titan_grpo.config import LAUNCH
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.image import available_memory
 from titan_grpo.rollout.messages import FORMAT
+from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.runkey import find_run_key
 
 WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -36,6 +37,8 @@ class Wanted:
     controller: str = ""
     """URL of the rollout service, if there is to be one."""
     controller_key_env: str = ""
+    task: RolloutSpec | None = None
+    """What a rollout process of this host would make prompts and rewards of."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,6 +96,8 @@ def wanted(
     out.model, out.run_key_file = config.model.hf_assets_path, sync.run_key_file
     out.controller = "" if rollout.controller == "local" else rollout.controller
     out.controller_key_env = rollout.controller_key_env
+    if rollout.source == "task" and not rollout.replay_path and not out.controller:
+        out.task = RolloutSpec.from_config(rollout, out.model)
     return out, checks.ok("configuration", "valid")
 
 
@@ -145,6 +150,11 @@ def findings(
     if configuration:
         yield configuration
     yield from machine(want, env)
+    if want.task:
+        # Imported here: it needs packages whose absence the doctor has to be able to report.
+        from titan_grpo.commands import doctor_task
+
+        yield from doctor_task.findings(want.task)
     if want.controller:
         key = _key(env, "controller_key_env", want.controller_key_env)
         answer, error = facts.controller_answer(want.controller, key, args.timeout)

@@ -79,6 +79,9 @@ class Worker:
             await source.start()
             return source
         task, codec = task_of(spec), codec_of(spec)
+        if spec.reward:
+            # A missing chat template ends the start, not the first group.
+            task.prompt(0, codec)
         runner = TaskRunner(task, codec, spec.task_concurrency, spec.task_timeout_s)
         key = os.environ.get(spec.api_key_env, "") if spec.api_key_env else ""
         return Dispatcher(spec, Sampler(spec, runner), self._out.put, self._fail, key)

@@ -251,7 +251,7 @@ class GuardProcess:
                     log.error(
                         "%s did not answer in %d tries: it may be paused",
                         url,
-                        self._state.deadlines.tries,
+                        self._state.terms.tries,
                     )
 
     def _recover(self, due: pause_guard.Recover, cancel: threading.Event) -> None:

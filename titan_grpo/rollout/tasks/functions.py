@@ -72,7 +72,7 @@ class Reward:
         if not name:
             raise ConfigError(f'rollout.reward must be "package.module:function", got {path!r}')
         try:
-            function = getattr(importlib.import_module(module_name), name)
+            module = importlib.import_module(module_name)
         except Exception as error:  # the boundary to a user's code
             if isinstance(error, ModuleNotFoundError) and error.name == module_name:
                 reason = "put its folder on PYTHONPATH, or start in it"
@@ -83,8 +83,12 @@ class Reward:
                 f"rollout.reward {path!r} cannot be imported: {type(error).__name__}: {error}"
                 f" ({reason})"
             ) from error
+        function = getattr(module, name, None)
         if not callable(function):
-            raise ConfigError(f"rollout.reward {path!r} must be a function, got {function!r:.80}")
+            raise ConfigError(
+                f"rollout.reward {path!r} must be a function, {module.__file__} has"
+                f" {function!r:.80} by that name"
+            )
         return cls(path, function, weight)
 
     def check(self, rows: Rows) -> None:
@@ -120,7 +124,7 @@ class FunctionTask:
         self._options, self._rewards, self._rows = options, rewards, rows
         self._tools = _tools(options.tools)
         self._threads = ThreadPoolExecutor(
-            options.task_concurrency * len(rewards), thread_name_prefix="reward"
+            options.task_concurrency * max(1, len(rewards)), thread_name_prefix="reward"
         )
 
     @classmethod

@@ -1,0 +1,95 @@
+"""What the doctor says about reward functions, dataset and chat template: one line each."""
+
+import json
+
+import pytest
+
+from titan_grpo import cli
+from titan_grpo.titan.tiny import write_tiny_model
+
+REWARDS = "def right(completions, answer):\n    return [1.0] * len(completions)\n"
+
+
+@pytest.fixture
+def diagnosis(tmp_path, monkeypatch, capsys):
+    """A factory: changes of a sound job's files and keys -> the doctor's lines about its task."""
+    model = write_tiny_model("qwen3", tmp_path / "model")
+    (tmp_path / "doctored_rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    subjects = ("reward", "dataset", "first prompt", "chat template", "task")
+
+    def run(**changes):
+        keys = {"reward": "doctored_rewards:right", "dataset": "rows.jsonl"} | changes
+        arguments = [f"--rollout.{name}={value}" for name, value in keys.items()]
+        # A server elsewhere that is not there is one problem, and not of the task's.
+        arguments += ["--rollout.servers=http://127.0.0.1:9", f"--model.hf_assets_path={model}"]
+        arguments += ["--model.name=qwen3", "--model.flavor=grpo_tiny", "--training.seq_len=512"]
+        code = cli.main(["doctor", "--timeout", "1", *arguments])
+        lines = capsys.readouterr().out.splitlines()
+        about = [line for line in lines if line[9:22].strip() in subjects]
+        assert about, lines
+        assert code == 1
+        return about
+
+    return run
+
+
+def test_a_sound_task_shows_its_rows_and_its_first_prompt(diagnosis) -> None:
+    reward, dataset, prompt = diagnosis()
+    assert reward == "ok       reward        doctored_rewards:right"
+    assert dataset == "ok       dataset       rows.jsonl: 5 rows with prompt, answer"
+    assert prompt.startswith("ok       first prompt  22 tokens: 'user: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        (
+            {"reward": "doctored_rewards:wrong"},
+            [
+                "problem  reward        rollout.reward 'doctored_rewards:wrong' must be a",
+                "ok       dataset",
+                "ok       first prompt",
+            ],
+        ),
+        (
+            {"reward": "no_such_module:f", "dataset": "none.jsonl"},
+            [
+                "problem  reward        rollout.reward 'no_such_module:f' cannot be imported",
+                "problem  dataset       rollout.dataset must be an existing file or pattern",
+            ],
+        ),
+        (
+            {"prompt": "{question}"},
+            [
+                "ok       reward",
+                "problem  dataset       rollout.prompt asks for 'question', a column that",
+            ],
+        ),
+    ],
+)
+def test_each_thing_that_is_wrong_is_one_line(diagnosis, changes, lines) -> None:
+    found = diagnosis(**changes)
+    assert len(found) == len(lines)
+    for line, start in zip(found, lines, strict=True):
+        assert line.startswith(start)
+
+
+def test_a_function_that_asks_for_a_column_that_is_not_there_is_one_line(
+    diagnosis, tmp_path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
+    _, dataset = diagnosis()
+    assert "rollout.reward 'doctored_rewards:right' asks for 'answer', a column" in dataset
+
+
+def test_a_model_without_a_chat_template_is_one_line(diagnosis, tmp_path) -> None:
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    settings.write_text("{}")
+    *_, template = diagnosis()
+    assert template.startswith("problem  chat template the model must have a chat template")
+    *_, prompt = diagnosis(chat_template="none")
+    assert prompt.startswith("ok       first prompt  4 tokens: '")

@@ -1,0 +1,83 @@
+"""The doctor's look at what a run asks and how it rewards: the task's code, its dataset and the
+model's chat template, each with its own finding."""
+
+import os
+import sys
+from collections.abc import Generator, Iterator
+
+from titan_grpo.commands.doctor_checks import Finding, ok, problem
+from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
+from titan_grpo.rollout.tasks.base import AnyTask, TaskOptions, load_task
+from titan_grpo.rollout.tasks.functions import (
+    FunctionOptions,
+    FunctionTask,
+    Reward,
+    codec_of,
+    open_rows,
+)
+
+_Found = Generator[Finding, None, AnyTask | None]
+"""Findings, and the task if it can be had."""
+
+SHOWN = 100
+"""Characters of the first prompt that a finding shows."""
+
+
+def findings(spec: RolloutSpec) -> Iterator[Finding]:
+    """Load what the rollout process would load, and make the first prompt."""
+    # The rollout process is started as a module, which finds the modules of its directory.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    task = yield from (_functions(spec) if spec.reward else _class(spec))
+    if task is not None:
+        yield _prompt(spec, task)
+
+
+def _class(spec: RolloutSpec) -> _Found:
+    try:
+        task = load_task(spec.task, TaskOptions(spec.seed, spec.task_path))
+    except (ConfigError, DataError) as error:
+        yield problem("task", str(error), "correct rollout.task, or what it names")
+        return None
+    yield ok("task", spec.task)
+    return task
+
+
+def _functions(spec: RolloutSpec) -> _Found:
+    options, rewards = FunctionOptions.of(spec), []
+    for path in spec.reward:
+        try:
+            rewards.append(Reward.load(path))
+        except ConfigError as error:
+            yield problem("reward", str(error), "correct that module, or rollout.reward")
+        else:
+            yield ok("reward", path)
+    try:
+        rows = open_rows(options)
+        # With the functions that there are: they may ask for columns that are not.
+        task = FunctionTask(options, rewards, rows)
+    except (ConfigError, DataError) as error:
+        yield problem("dataset", str(error), "correct the dataset, or the key that asks for it")
+        return None
+    columns = ", ".join(rows.columns)
+    yield ok("dataset", f"{spec.dataset}: {len(rows)} rows with {columns}")
+    return task
+
+
+def _prompt(spec: RolloutSpec, task: AnyTask) -> Finding:
+    """The first prompt, which takes the tokenizer and the chat template."""
+    try:
+        codec = codec_of(spec)
+        prompt = TaskRunner(task, codec, 1, spec.task_timeout_s).prompt(0)
+    except ConfigError as error:
+        return problem("first prompt", str(error), "correct the model's directory")
+    except TaskFailed as failed:
+        template = isinstance(failed.error, ConfigError)
+        text = str(failed.error) if template else str(failed)
+        remedy = "set rollout.chat_template" if template else "correct the task, or its data"
+        return problem("chat template" if template else "first prompt", text, remedy)
+    text = codec.decode(prompt.token_ids)
+    more = "..." if text[SHOWN:] else ""
+    return ok("first prompt", f"{len(prompt.token_ids)} tokens: {text[:SHOWN]!r}{more}")
