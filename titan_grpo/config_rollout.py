@@ -146,9 +146,12 @@ class Rollout(TaskKeys):
     finishes its running requests first, and gets no others meanwhile; the other servers go on. No
     completion is of two versions then."""
 
-    consume: Literal["oldest", "freshest"] = "oldest"
-    """Which of the finished groups a step takes if there are more: those of the lowest prompts, or
-    those of the newest weights (the others may then grow too stale, and are made again)."""
+    consume: Literal["started", "ready", "freshest"] = "started"
+    """Which groups a step takes. started: those of the next prompts in their order; it waits for
+    the slow ones among them, so that what is trained on does not depend on speed. ready: any that
+    are finished, the lowest prompts first; slow ones are overtaken until they are too stale, so
+    training sees fewer of them than there are. freshest: the same, those of the newest weights
+    first. Groups from outside have the order in which they come."""
 
     max_concurrent_requests: int = 64
     """Requests in flight on one server."""

@@ -110,7 +110,7 @@ def _show(name: str, result: Result) -> None:
 def _catch(bug: Bug, bounds: Bounds) -> dict[str, Any]:
     """One server is enough for each of them."""
     if bug.rollouts:
-        result = explore_rollouts(2, bug.versions, bug.tables)
+        result = explore_rollouts(2, bug.versions, bug.tables, faults=bug.faults)
     else:
         bounds = replace(
             bounds, servers=1, versions=bug.versions, faults=bug.faults, streamed=False

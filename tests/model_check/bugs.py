@@ -165,10 +165,16 @@ def _one_too_many(a: admission.Admission, e: Any) -> tuple[admission.Admission, 
     return replace(after, max_staleness=a.max_staleness), actions
 
 
-def _places_not_given_back(
+def _given_up_prompts_keep_their_places(
     a: admission.Admission, e: Any
 ) -> tuple[admission.Admission, tuple[Any, ...]]:
-    return (a, ()) if isinstance(e, admission.GiveBack) else admission.step(a, e)
+    return (a, ()) if isinstance(e, admission.GiveUp) else admission.step(a, e)
+
+
+def _what_made_no_version_counts(
+    a: admission.Admission, e: Any
+) -> tuple[admission.Admission, tuple[Any, ...]]:
+    return (a, ()) if isinstance(e, admission.Unversioned) else admission.step(a, e)
 
 
 BUGS = (
@@ -216,11 +222,19 @@ BUGS = (
         3,
     ),
     Bug(
-        "a dropped group's place is lost",
-        "rule 8: nothing starves",
-        Tables(admission=_places_not_given_back),
+        "a prompt that was given up keeps its place",
+        "rule 8: every place is trained, given up and counted, or on its way",
+        Tables(admission=_given_up_prompts_keep_their_places),
         True,
         3,
+    ),
+    Bug(
+        "a group that made no version counts",
+        "rule 8: nothing starves",
+        Tables(admission=_what_made_no_version_counts),
+        True,
+        1,
+        2,
     ),
     Bug(
         "a pinned slot is reserved",

@@ -1,117 +1,166 @@
-"""All schedules of a few groups over a few servers: the bound on staleness holds at use, and the
-trainer is never starved."""
+"""All schedules of a few groups over a few servers: the bound on staleness holds at use, no place
+is lost, and the trainer is never starved."""
 
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
 from tests.model_check.search import Result
 from tests.model_check.tables import Tables, Violation
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol.admission import Admission, GiveBack, Start, too_stale
+from titan_grpo.protocol.admission import (
+    Admission,
+    Admit,
+    GiveUp,
+    Start,
+    Unversioned,
+    Used,
+    too_stale,
+)
+
+Made = tuple[int, int]
+"""A prompt, and the version that makes or made its group."""
 
 
 class State(NamedTuple):
-    """``running`` and ``ready``: the versions that make, or made, a group each; ``held``: what each
-    server holds. Sorted."""
+    """``waiting``: prompts to be started; ``held``: what each server holds; ``trained`` groups are
+    those of the prompts below ``next`` that are nowhere else. Sorted. ``faults`` are left."""
 
     admission: Admission
-    trained: int
+    version: int
     held: tuple[int, ...]
-    running: tuple[int, ...] = ()
-    ready: tuple[int, ...] = ()
+    faults: int
+    next: int = 0
+    waiting: tuple[int, ...] = ()
+    running: tuple[Made, ...] = ()
+    ready: tuple[Made, ...] = ()
+    trained: tuple[int, ...] = ()
+    given_up: tuple[int, ...] = ()
+
+    @property
+    def unused(self) -> tuple[int, ...]:
+        """The prompts that the trainer waits for, in their order."""
+        return tuple(p for p in range(self.next) if p not in (*self.trained, *self.given_up))
 
 
-def _without(versions: tuple[int, ...], version: int) -> tuple[int, ...]:
-    index = versions.index(version)
-    return versions[:index] + versions[index + 1 :]
+def _add(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+    return tuple(sorted((*values, value)))
+
+
+def _start(s: State, prompt: int, held: int, t: Tables) -> State:
+    after, _ = t.admission(s.admission, Start(prompt, held))
+    waiting = tuple(p for p in s.waiting if p != prompt)
+    running = tuple(sorted((*s.running, (prompt, held))))
+    return s._replace(admission=after, waiting=waiting, running=running)
+
+
+def _admit(s: State, version: int, t: Tables) -> State:
+    after, _ = t.admission(s.admission, Admit(s.next, version))
+    return s._replace(admission=after, next=s.next + 1, waiting=_add(s.waiting, s.next))
 
 
 def _moves(s: State, versions: int, t: Tables) -> list[tuple[str, State]]:
     out = []
+    if len(s.unused) < s.admission.per_step * (s.admission.max_staleness + 3):
+        with suppress(ProtocolError):
+            out.append((f"prompt {s.next} gets its place", _admit(s, max(s.held), t)))
     for held in sorted(set(s.held)):
-        if len(s.running) + len(s.ready) < 2 * s.admission.per_step * (
-            s.admission.max_staleness + 2
-        ):
+        for prompt in s.waiting:
             try:
-                after, _ = t.admission(s.admission, Start(held))
+                after = _start(s, prompt, held, t)
             except ProtocolError:
                 continue
-            out.append(
-                (
-                    f"a group starts on v{held}",
-                    s._replace(admission=after, running=tuple(sorted((*s.running, held)))),
-                )
-            )
-    for version in sorted(set(s.running)):
-        left = _without(s.running, version)
-        out.append(
-            ("a group ends", s._replace(running=left, ready=tuple(sorted((*s.ready, version)))))
-        )
-        dropped, _ = t.admission(s.admission, GiveBack())
-        out.append(("a group fails", s._replace(admission=dropped, running=left)))
+            out.append((f"the group of prompt {prompt} starts on v{held}", after))
+    for made in s.running:
+        prompt, left = made[0], tuple(other for other in s.running if other != made)
+        ready = tuple(sorted((*s.ready, made)))
+        out.append((f"the group of prompt {prompt} ends", s._replace(running=left, ready=ready)))
+        if s.faults:
+            failed = s._replace(running=left, faults=s.faults - 1)
+            again = failed._replace(waiting=_add(s.waiting, prompt))
+            out.append((f"the group of prompt {prompt} fails", again))
+            admission, _ = t.admission(s.admission, GiveUp(prompt))
+            given_up = _add(s.given_up, prompt)
+            gone = failed._replace(admission=admission, given_up=given_up)
+            out.append((f"prompt {prompt} is given up, and counted", gone))
     for held in sorted(set(s.held)):
-        if held < s.trained:
-            servers = tuple(sorted((*_without(s.held, held), s.trained)))
-            out.append((f"a server goes from v{held} to v{s.trained}", s._replace(held=servers)))
-    if s.trained < versions:
+        if held < s.version:
+            at = s.held.index(held)
+            servers = tuple(sorted((*s.held[:at], *s.held[at + 1 :], s.version)))
+            out.append((f"a server goes from v{held} to v{s.version}", s._replace(held=servers)))
+    if s.version < versions:
         out += _train(s, t)
     return out
 
 
 def _train(s: State, t: Tables) -> list[tuple[str, State]]:
-    """The trainer drops what is too stale, and uses the oldest groups, or the freshest."""
-    admission, fresh = (
-        s.admission,
-        tuple(v for v in s.ready if not too_stale(v, s.trained, s.admission.max_staleness)),
-    )
-    for _ in range(len(s.ready) - len(fresh)):
-        admission, _ = t.admission(admission, GiveBack())
-    count = admission.per_step
-    if len(fresh) < count:
+    """The trainer takes the groups that were started for it, or waits for them."""
+    bound, taken = s.admission.max_staleness, s.unused[: s.admission.per_step]
+    versions = dict(s.ready)
+    if len(taken) < s.admission.per_step or not set(taken) <= versions.keys():
         return []
-    out = []
-    for used, left in ((fresh[:count], fresh[count:]), (fresh[-count:], fresh[:-count])):
-        if any(s.trained - v > admission.max_staleness or v > s.trained for v in used):
+    for prompt in taken:
+        if too_stale(versions[prompt], s.version, bound) or versions[prompt] > s.version:
             raise Violation(
-                f"the trainer at {s.trained} uses groups of {used}, the bound is"
-                f" {admission.max_staleness}"
+                f"the trainer at {s.version} uses a group of v{versions[prompt]}, the bound is"
+                f" {bound}"
             )
-        out.append(
-            (
-                "the trainer uses a batch",
-                s._replace(admission=admission, trained=s.trained + 1, ready=left),
-            )
-        )
+    admission, _ = t.admission(s.admission, Used(taken))
+    ready = tuple(made for made in s.ready if made[0] not in taken)
+    trained = tuple(sorted((*s.trained, *taken)))
+    after = s._replace(admission=admission, ready=ready, trained=trained)
+    out = [("the trainer uses a batch", after._replace(version=s.version + 1))]
+    if s.faults:
+        admission, _ = t.admission(admission, Unversioned(len(taken)))
+        skipped = after._replace(admission=admission, faults=s.faults - 1)
+        out.append(("a batch makes no version", skipped))
     return out
 
 
 def _check(s: State, t: Tables) -> None:
-    """With every server up to date and nothing more failing, the trainer's batch can be made:
-    nothing starves."""
+    """Every place is trained, given up and counted, or on its way; none is on its way in vain."""
     bound, count = s.admission.max_staleness, s.admission.per_step
-    if len(s.running) + len(s.ready) > (bound + 1) * count:
+    on_its_way = sorted([*s.waiting, *(p for p, _ in s.running), *(p for p, _ in s.ready)])
+    if not tuple(on_its_way) == s.unused == s.admission.open:
         raise Violation(
-            f"{len(s.running) + len(s.ready)} groups wait or run, {(bound + 1) * count} can be used"
-            " in time"
+            f"prompts {on_its_way} wait, run or are ready, the trainer waits for {s.unused}, and"
+            f" places have {s.admission.open}"
         )
-    admission, made = s.admission, [*s.running, *s.ready]
-    for version in made:
-        if too_stale(version, s.trained, bound):
-            admission, _ = t.admission(admission, GiveBack())
-    usable = sum(not too_stale(v, s.trained, bound) for v in made)
+    if len(on_its_way) > (bound + 1) * count:
+        raise Violation(
+            f"{len(on_its_way)} groups are on their way, {(bound + 1) * count} can be used in time"
+        )
+    _progress(s, t)
+
+
+def _progress(s: State, t: Tables) -> None:
+    """With every server up to date and nothing more failing, the trainer gets its next step."""
+    settled, version = s._replace(faults=0, held=(s.version,)), s.version
     try:
-        for _ in range(usable, count):
-            admission, _ = t.admission(admission, Start(s.trained))
+        while len(settled.unused) < s.admission.per_step:
+            settled = _admit(settled, version, t)
+        for prompt in settled.waiting:
+            if prompt in settled.unused[: s.admission.per_step]:
+                settled = _start(settled, prompt, version, t)
     except ProtocolError as error:
-        raise Violation(f"the trainer at {s.trained} is starved: {error}") from error
+        raise Violation(f"the trainer at {version} is starved: {error}") from error
+    settled = settled._replace(ready=tuple(sorted((*settled.ready, *settled.running))), running=())
+    if not _train(settled, t):
+        raise Violation(f"the trainer at {version} waits for ever for {settled.unused}")
 
 
 def explore_rollouts(
-    servers: int, versions: int, tables: Tables | None = None, per_step: int = 2, bound: int = 1
+    servers: int,
+    versions: int,
+    tables: Tables | None = None,
+    per_step: int = 2,
+    bound: int = 1,
+    faults: int = 1,
 ) -> Result:
-    """Every reachable state of admission, servers and groups."""
+    """Every reachable state of admission, servers and groups. A fault is a group that fails or is
+    given up, or a step that makes no version."""
     t, start, result = tables or Tables(), time.monotonic(), Result()
-    first = State(Admission(0, per_step, bound), 0, (0,) * servers)
+    first = State(Admission(0, per_step, bound), 0, (0,) * servers, faults)
     parents: dict[State, tuple[State, str] | None] = {first: None}
     todo, at, doing = [first], first, ""
     try:

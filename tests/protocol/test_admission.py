@@ -8,52 +8,80 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol.admission import Admission, GiveBack, Start, step, too_stale
+from titan_grpo.protocol.admission import (
+    Admission,
+    Admit,
+    GiveUp,
+    Start,
+    Unversioned,
+    Used,
+    step,
+    too_stale,
+    urgency,
+)
 
 
-class Counter:
+class Places:
     """The table with its state, for tests that read better that way."""
 
     def __init__(self, base: int, per_step: int, max_staleness: int) -> None:
         self.state = Admission(base, per_step, max_staleness)
+        self.next = 0
 
-    def may_start(self, version: int) -> bool:
-        return self.state.may_start(version)
+    def does(self, event) -> tuple:
+        self.state, actions = step(self.state, event)
+        return actions
 
-    def start(self, version: int) -> int:
-        self.state, actions = step(self.state, Start(version))
-        return actions[0].place
-
-    def give_back(self) -> None:
-        self.state, actions = step(self.state, GiveBack())
-        assert actions == ()
+    def admit(self, version: int) -> bool:
+        """Whether the next prompt got its place."""
+        if not self.state.may_start(self.next, version):
+            return False
+        self.does(Admit(self.next, version))
+        self.next += 1
+        return True
 
 
 def test_the_worked_example_of_the_docstring():
-    admission = Counter(base=10, per_step=4, max_staleness=1)
-    for _ in range(4):
-        assert admission.may_start(9)
-        admission.start(9)
-    assert not admission.may_start(9)
-    for _ in range(4):
-        admission.start(10)
-    assert not admission.may_start(10)
-    assert admission.may_start(11)
+    places = Places(base=10, per_step=4, max_staleness=1)
+    while places.admit(10):
+        pass
+    assert places.next == 8
+    assert [places.state.may_start(prompt, 9) for prompt in (3, 4)] == [True, False]
+    assert [places.does(Start(prompt, 10))[0].used_at for prompt in (0, 3, 4, 7)] == [
+        10,
+        10,
+        11,
+        11,
+    ]
     with pytest.raises(ProtocolError, match="needs a server at version 11"):
-        admission.start(10)
+        places.does(Admit(8, 10))
+    assert places.admit(11)
 
 
-def test_a_place_given_back_can_be_taken_again():
-    admission = Counter(base=0, per_step=1, max_staleness=0)
-    admission.start(0)
-    assert not admission.may_start(0)
-    admission.give_back()
-    assert admission.start(0) == 0
+def test_a_group_that_is_made_again_has_its_place_however_many_started_after_it():
+    places = Places(base=0, per_step=2, max_staleness=1)
+    while places.admit(0):
+        pass
+    places.does(Start(0, 0))
+    assert places.does(Start(0, 0))[0].used_at == 0
 
 
-def test_giving_back_what_was_never_started_is_a_bug_that_is_named():
-    with pytest.raises(ProtocolError, match="never started"):
-        Counter(0, 1, 0).give_back()
+def test_a_prompt_given_up_and_a_group_without_a_version_move_the_others_forward():
+    places = Places(base=0, per_step=2, max_staleness=1)
+    while places.admit(0):
+        pass
+    assert [places.state.used_at(prompt) for prompt in range(5)] == [0, 0, 1, 1, 2]
+    places.does(GiveUp(0))
+    assert [places.state.used_at(prompt) for prompt in range(1, 5)] == [0, 0, 1, 1]
+    places.does(Used((1, 2)))
+    places.does(Unversioned(1))
+    assert [places.state.used_at(prompt) for prompt in (3, 4)] == [0, 1]
+
+
+@pytest.mark.parametrize("event", [Used((3,)), GiveUp(3), Start(3, 9)])
+def test_what_has_no_place_cannot_be_started_used_or_given_up(event):
+    with pytest.raises(ProtocolError):
+        Places(0, 1, 9).does(event)
 
 
 @given(
@@ -63,54 +91,67 @@ def test_giving_back_what_was_never_started_is_a_bug_that_is_named():
     servers=st.integers(1, 3),
     seed=st.integers(0, 2**32),
 )
-def test_staleness_at_use_stays_within_the_bound_and_every_step_gets_its_batch(
+def test_a_step_gets_its_own_groups_within_the_bound_in_every_schedule(
     base, per_step, bound, servers, seed
 ):
-    """Random schedules: servers lag, groups finish out of order, fail and come back."""
+    """Random schedules: servers lag, groups end out of order, fail, are given up, and come back."""
     chance = random.Random(seed)
-    admission = Counter(base, per_step, bound)
+    places = Places(base, per_step, bound)
     held = [base] * servers
-    trainer, running, ready = base, [], []
+    trainer, waiting, running, ready = base, [], {}, {}
+    used = []
+    given_up = set()
+
+    def train(versioned: bool) -> int:
+        lowest = list(places.state.open[:per_step])
+        if len(lowest) < per_step or not set(lowest) <= ready.keys():
+            return trainer
+        assert not any(too_stale(ready.pop(prompt), trainer, bound) for prompt in lowest)
+        used.extend(lowest)
+        places.does(Used(tuple(lowest)))
+        if not versioned:
+            places.does(Unversioned(per_step))
+        return trainer + versioned
+
+    moves = ("admit", "start", "start", "finish", "finish", "fail", "give up", "sync", "train")
     for _ in range(400):
-        move = chance.choice(("start", "start", "finish", "finish", "fail", "sync", "train"))
-        server = chance.randrange(servers)
-        if move == "start" and admission.may_start(held[server]):
-            admission.start(held[server])
-            running.append(held[server])
-        elif move == "finish" and running:
-            ready.append(running.pop(chance.randrange(len(running))))
-        elif move == "fail" and running:
-            running.pop(chance.randrange(len(running)))
-            admission.give_back()
+        move, server = chance.choice(moves), chance.randrange(servers)
+        if move == "admit" and places.admit(max(held)):
+            waiting.append(places.next - 1)
+        elif move == "start" and waiting:
+            prompt = chance.choice(waiting)
+            if places.state.may_start(prompt, held[server]):
+                places.does(Start(prompt, held[server]))
+                waiting.remove(prompt)
+                running[prompt] = held[server]
+        elif move in ("finish", "fail", "give up") and running:
+            prompt = chance.choice(sorted(running))
+            version = running.pop(prompt)
+            if move == "finish":
+                ready[prompt] = version
+            elif move == "fail":
+                waiting.append(prompt)
+            else:
+                places.does(GiveUp(prompt))
+                given_up.add(prompt)
         elif move == "sync":
             held[server] = trainer
         elif move == "train":
-            for stale in [v for v in ready if too_stale(v, trainer, bound)]:
-                ready.remove(stale)
-                admission.give_back()
-            if len(ready) >= per_step:
-                used, ready = ready[:per_step], ready[per_step:]
-                assert all(0 <= trainer - v <= bound for v in used)
-                trainer += 1
-    # Nothing starves: with everything in flight settled and one server up to date, the trainer's
-    # batch can be filled.
-    for version in [*running, *ready]:
-        if too_stale(version, trainer, bound):
-            admission.give_back()
-    usable = sum(not too_stale(v, trainer, bound) for v in [*running, *ready])
-    while usable < per_step:
-        admission.start(trainer)
-        usable += 1
+            trainer = train(chance.random() < 0.9)
+    # Nothing starves: with one server up to date and nothing failing, the trainer gets its step.
+    while places.admit(trainer):
+        waiting.append(places.next - 1)
+    for prompt in waiting:
+        places.does(Start(prompt, trainer))
+        running[prompt] = trainer
+    before, ready = trainer, {**ready, **running}
+    trainer = train(True)
+    assert trainer == before + 1
+    assert used == sorted(used)
+    assert set(used) | given_up | set(places.state.open) == set(range(places.next))
 
 
-def test_in_order_use_never_drops_a_group():
-    """Without overtaking, what admission lets start is within the bound when its turn comes."""
-    admission = Counter(base=0, per_step=3, max_staleness=2)
-    made = []
-    for turn in range(20):
-        version = max(0, turn - 1)
-        while admission.may_start(version):
-            made.append((admission.start(version), version))
-        batch, made = made[:3], made[3:]
-        assert [number // 3 for number, _ in batch] == [turn] * 3
-        assert not any(too_stale(v, turn, 2) for _, v in batch)
+def test_a_group_starts_early_by_as_much_as_it_is_expected_to_take_longer():
+    later = [urgency(10 + ahead, expected, 2.0) for ahead, expected in ((0, 1), (1, 1), (1, 4))]
+    assert sorted(later) == [later[2], later[0], later[1]]
+    assert urgency(10, 0.0, 0.0) == urgency(11, 0.0, 0.0)

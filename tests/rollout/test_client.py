@@ -77,6 +77,33 @@ def test_generation_runs_ahead_of_the_trainer_by_the_bound_and_no_further(
     assert {g.version for g in client.next_batch(2, PER_STEP, 20)} == {1}
 
 
+def test_a_step_waits_for_the_slow_group_that_was_started_for_it_however_many_are_ready(
+    start, completion_server
+) -> None:
+    server, client = completion_server(), start()
+    server.behaviour = lambda b: (
+        server.hang(b) if b["prompt"] == server.bodies[0]["prompt"] else server.good(b)
+    )
+    client.set_server(server.url, 0, True, "0")
+    server.wait_for_requests(2 * PER_STEP * GROUP)
+    with pytest.raises(RolloutStopped, match="1 of 2 groups for version 0"):
+        client.next_batch(0, PER_STEP, 1.0)
+    server.released.set()
+    batches = [client.next_batch(version, PER_STEP, 20) for version in (0, 1)]
+    assert [[g.prompt.index for g in batch] for batch in batches] == [[0, 1], [2, 3]]
+    assert not any(name.startswith("dropped") for name in client.counters())
+
+
+def test_with_consume_ready_slow_groups_are_overtaken(start, completion_server) -> None:
+    server, client = completion_server(), start(consume="ready")
+    server.behaviour = lambda b: (
+        server.hang(b) if b["prompt"] == server.bodies[0]["prompt"] else server.good(b)
+    )
+    client.set_server(server.url, 0, True, "0")
+    assert 0 not in {g.prompt.index for g in client.next_batch(0, PER_STEP, 20)}
+    server.released.set()
+
+
 def test_groups_that_made_no_version_leave_room_for_as_many_more(start, completion_server) -> None:
     server, client = completion_server(), start(max_staleness=0)
     client.set_server(server.url, 0, True, "0")
@@ -170,8 +197,8 @@ def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versi
     client.set_server(cutting.url, 0, False, "0")
     client.set_server(other.url, 1, True, "1")
     assert client.in_flight(20.0)[cutting.url] > 0
-    groups = client.next_batch(0, PER_STEP, 20)
     cutting.released.set()
+    groups = client.next_batch(0, PER_STEP, 20)
     groups += client.next_batch(1, 2 * PER_STEP, 20)  # all that the bound lets start
     (cut,) = [c for g in groups for c in g.completions if c.token_ids[:3] == (70, 71, 72)]
     assert cut.token_ids == (70, 71, 72, 80)

@@ -115,7 +115,7 @@ def test_the_lowest_prompts_or_the_freshest_weights_are_consumed_first() -> None
         return GroupDone(Ticket(index), Group(Prompt(index, (1,)), (completion,)), {})
 
     ready = {index: done(index, version) for index, version in ((4, 2), (1, 1), (3, 2), (2, 3))}
-    assert consumption_order(ready, "oldest") == [1, 2, 3, 4]
+    assert consumption_order(ready, "ready") == [1, 2, 3, 4]
     assert consumption_order(ready, "freshest") == [2, 3, 4, 1]
 
 

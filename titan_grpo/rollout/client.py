@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import accumulate, count
+from itertools import accumulate, count, islice
 from typing import Any, cast
 
 from titan_grpo.engines.control import ServerControl
@@ -48,7 +48,7 @@ class RolloutClient:
     finished groups from it.
 
     A remote that lost the session (``SessionLost``) gets the state again. Finished groups are kept,
-    since they hold their prompts and their places in the admission; unfinished ones are made again.
+    and with them their places in the admission; unfinished ones are made again.
     """
 
     def __init__(
@@ -256,13 +256,25 @@ class RolloutClient:
         return groups
 
     def _chosen(self, count: int) -> list[int]:
-        """The ready groups that a step takes; none while there are too few."""
-        ready, spec = consumption_order(self._ready, self._spec.consume), self._spec
+        """The groups that a step takes; none while they are not all ready."""
+        spec = self._spec
+        if self._in_order:
+            started = self._started_for(count)
+            return started if all(index in self._ready for index in started) else []
+        ready = consumption_order(self._ready, spec.consume)
         if spec.source == "task":
             return ready[:count] if len(ready) >= count else []
         sizes = accumulate(len(self._ready[index].group.completions) for index in ready)
         enough = next((n for n, size in enumerate(sizes, 1) if size >= count * spec.group_size), 0)
         return ready[:enough]
+
+    @property
+    def _in_order(self) -> bool:
+        # Groups from outside have no order of starts but that in which they come.
+        return self._spec.source == "task" and self._spec.consume == "started"
+
+    def _started_for(self, count: int) -> list[int]:
+        return list(islice(self._cursor.unused(), count))
 
     def used_without_version(self, count: int) -> None:
         """``count`` consumed groups made no version (left out, or their step was skipped): as many
@@ -350,7 +362,7 @@ class RolloutClient:
             spec = replace(
                 self._spec,
                 state={"cursor": self._cursor.state()},
-                places=self._places + len(self._ready),
+                places=self._places,
                 waiting={index: len(done.group.completions) for index, done in self._ready.items()},
             )
             lost.resync(spec, (messages.TrainerVersion(self._version), *self._servers.values()))
@@ -367,12 +379,17 @@ class RolloutClient:
             i for i, item in self._ready.items() if too_stale(item.group.version, version, bound)
         ]
         for index in stale:
+            done = self._ready.pop(index)
             self._count("dropped.stale", 1)
-            self._transport.send(messages.GiveBack(self._ready.pop(index).ticket))
+            self._count("thrown_tokens", sum(c.num_sampled for c in done.group.completions))
+            self._transport.send(messages.GiveBack(done.ticket))
 
     def _late(self, version: int, count: int, timeout_s: float) -> RolloutsLate:
+        ready = len(self._ready)
+        if self._in_order:
+            ready = sum(index in self._ready for index in self._started_for(count))
         return RolloutsLate(
-            f"{len(self._ready)} of {count} groups for version {version} were ready after"
+            f"{ready} of {count} groups for version {version} were ready after"
             f" {timeout_s:g} s (rollout.batch_timeout_s); counts so far:"
             f" { ({**self._own, **self._theirs}) }. Check that the servers take requests and hold a"
             " recent version"

@@ -2,21 +2,21 @@
 outcomes."""
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import DataError, PeerError
-from titan_grpo.protocol import admission
-from titan_grpo.protocol.admission import Admission, too_stale
+from titan_grpo.protocol.admission import too_stale
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.messages import Ticket
-from titan_grpo.rollout.partial import Partial, oldest, worth_keeping
+from titan_grpo.rollout.partial import Partial, oldest, sampled_tokens, worth_keeping
 from titan_grpo.rollout.pool import Pool, Server
 from titan_grpo.rollout.sampler import GroupDropped, Interrupted, Sampler
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import TaskFailed
+from titan_grpo.rollout.starts import Durations, Starts
+from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 
 WINDOW = 100
 """Groups in a row that the error budget counts over."""
@@ -69,6 +69,7 @@ class Running:
     parts: list[Partial]
     server: Server
     version: int
+    began_s: float
     drained: bool = False
     """The deadline of a drain cancelled it."""
 
@@ -85,6 +86,7 @@ class Dispatcher:
         self,
         spec: RolloutSpec,
         sampler: Sampler,
+        runner: TaskRunner,
         send: Callable[[messages.FromWorker], None],
         fail: Callable[[BaseException], None],
         api_key: str = "",
@@ -92,12 +94,8 @@ class Dispatcher:
         self._spec, self._sampler, self._api_key = spec, sampler, api_key
         self._send, self._fail = send, fail
         self._pool = Pool(spec.max_concurrent_requests)
-        self._admission = Admission(
-            spec.base_version, spec.prompts_per_step, spec.max_staleness, spec.places
-        )
-        self._fresh = spec.unused_prompts()
-        self._again: deque[tuple[Ticket, str]] = deque()
-        """Prompts to start again, each with the server to avoid."""
+        self._durations = Durations(runner)
+        self._starts = Starts(spec, self._durations.expected_s)
         self._running: dict[asyncio.Task[None], Running] = {}
         self._drivers: dict[str, AsyncDriver] = {}
         self._closings: set[asyncio.Task[None]] = set()
@@ -123,14 +121,16 @@ class Dispatcher:
                 self._send(messages.Load(self._pool.in_flight()))
             case messages.TrainerVersion():
                 self._oldest_usable = message.version - self._spec.max_staleness
+                self._starts.trainer_at(message.version, asyncio.get_running_loop().time())
                 for task, run in self._running.items():
                     if too_stale(run.version, message.version, self._spec.max_staleness):
                         task.cancel()
             case messages.GiveBack():
-                self._settle(message.ticket.stale())
+                self._settle(message.ticket.moved(()))
+            case messages.Used():
+                self._starts.used(message.indices)
             case messages.Unversioned():
-                for _ in range(message.count):
-                    self._admission, _ = admission.step(self._admission, admission.GiveBack())
+                self._starts.unversioned(message.count)
         self._pump()
 
     async def close(self) -> None:
@@ -145,34 +145,46 @@ class Dispatcher:
 
     def _pump(self) -> None:
         """Start as many groups as may be."""
-        spec, loop = self._spec, asyncio.get_running_loop()
-        while not self._closing:
-            avoid = self._again[0][1] if self._again else ""
-            may_start = self._admission.may_start
-            server = self._pool.pick(spec.group_size, loop.time(), may_start, avoid)
-            if server is None or server.version is None:
+        now = asyncio.get_running_loop().time()
+        newest = self._pool.newest()
+        if self._closing or newest is None:
+            return
+        for waiting in self._starts.candidates(newest):
+            if self._pool.pick(self._spec.group_size, now, lambda _: True) is None:
                 return
-            version = server.version
-            ticket = self._again.popleft()[0] if self._again else Ticket(next(self._fresh))
-            self._admission, _ = admission.step(self._admission, admission.Start(version))
-            had = ticket.parts or (Partial(),) * spec.group_size
-            mix = spec.in_flight_weight_updates
-            parts = list(worth_keeping(had, version, self._oldest_usable, mix))
-            first = oldest(parts)
-            run = Running(ticket, parts, server, version if first is None else min(first, version))
-            resumed = [len(p.token_ids) for p in parts if p.token_ids and not p.finish_reason]
-            self._counts["resumed"] += len(resumed)
-            self._counts["resumed_tokens"] += sum(resumed)
-            server.in_flight += spec.group_size
-            task = loop.create_task(self._make(run))
-            self._running[task] = run
-            task.add_done_callback(self._ended)
+
+            def may_start(version: int, index: int = waiting.ticket.index) -> bool:
+                return self._starts.may_start(index, version)
+
+            server = self._pool.pick(self._spec.group_size, now, may_start, waiting.avoid)
+            # One that holds an older version may still start a group of an earlier step.
+            if server is not None and server.version is not None:
+                self._start(waiting.ticket, server, server.version)
+
+    def _start(self, ticket: Ticket, server: Server, version: int) -> None:
+        spec, loop = self._spec, asyncio.get_running_loop()
+        used_at = self._starts.start(ticket.index, version)
+        had = ticket.parts or (Partial(),) * spec.group_size
+        needed = max(self._oldest_usable, used_at - spec.max_staleness)
+        parts = list(worth_keeping(had, version, needed, spec.in_flight_weight_updates))
+        self._throw_away(sampled_tokens(had) - sampled_tokens(parts))
+        first = oldest(parts)
+        made_by = version if first is None else min(first, version)
+        run = Running(ticket, parts, server, made_by, loop.time())
+        resumed = [len(p.token_ids) for p in parts if p.token_ids and not p.finish_reason]
+        self._counts["resumed"] += len(resumed)
+        self._counts["resumed_tokens"] += sum(resumed)
+        server.in_flight += spec.group_size
+        task = loop.create_task(self._make(run))
+        self._running[task] = run
+        task.add_done_callback(self._ended)
 
     async def _make(self, run: Running) -> None:
         url = run.server.url
         if url not in self._drivers:
             self._drivers[url] = AsyncDriver(url, self._api_key, self._spec.max_concurrent_requests)
         answers = sum(part.answers for part in run.parts)
+        whole = not sampled_tokens(run.parts)
         self._counts["requests"] += sum(not (p.finish_reason or p.waits) for p in run.parts)
         try:
             group = await self._sampler.group(run.ticket, run.parts, run.server, self._drivers[url])
@@ -182,6 +194,8 @@ class Dispatcher:
         self._skips_in_a_row = 0
         self._task_errors = self._task_errors.after(failed=False)
         self._counts["tokens"] += sum(c.num_sampled for c in group.completions)
+        if whole:
+            self._durations.took(group, asyncio.get_running_loop().time() - run.began_s)
         self._send(messages.GroupDone(run.ticket.done(), group, dict(self._counts)))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -204,7 +218,7 @@ class Dispatcher:
             case asyncio.CancelledError():
                 self._counts["dropped.stale_in_flight"] += 1
                 self._report(f"group of prompt {ticket.index} from {url} is too stale: made again")
-                self._settle(ticket.stale())
+                self._settle(ticket.moved(tuple(run.parts)))
             case GroupDropped():
                 self._drop(run, error.reason)
             case TaskFailed():
@@ -265,6 +279,7 @@ class Dispatcher:
             f"group of prompt {run.ticket.index} from {run.server.url} dropped: {detail or reason}"
         )
         self._report(text)
+        self._throw_away(sampled_tokens(run.parts))
         ticket = run.ticket.dropped()
         self._settle(ticket)
         self._skips_in_a_row += ticket.drops >= MAX_DROPS
@@ -288,18 +303,21 @@ class Dispatcher:
         self._fail(failed)
 
     def _settle(self, ticket: Ticket, avoid: str = "") -> None:
-        """Give the place back. Make the group again, or give the prompt up when its budget is
-        spent."""
-        self._admission, _ = admission.step(self._admission, admission.GiveBack())
+        """Make the group again in its place, or give the prompt up when its budget is spent."""
         if ticket.drops < MAX_DROPS and ticket.outages < MAX_OUTAGES:
-            self._again.append((ticket, avoid))
+            self._starts.again(ticket, avoid)
             return
+        self._starts.give_up(ticket.index)
+        self._throw_away(sampled_tokens(ticket.parts))
         self._counts["skipped"] += 1
         self._report(
             f"prompt {ticket.index} skipped after {ticket.drops} drops and {ticket.outages} outages"
             " without a token",
             ticket.index,
         )
+
+    def _throw_away(self, tokens: int) -> None:
+        self._counts["thrown_tokens"] += tokens
 
     def _report(self, text: str, skipped: int | None = None) -> None:
         self._send(messages.Event(text, dict(self._counts), skipped))

@@ -37,10 +37,6 @@ class Ticket:
         """After its group was dropped as unusable, with all its parts."""
         return replace(self, attempt=self.attempt + 1, drops=self.drops + 1, parts=())
 
-    def stale(self) -> "Ticket":
-        """After its group grew too stale; costs no budget."""
-        return replace(self, attempt=self.attempt + 1, parts=())
-
     def failed(self, parts: tuple[Partial, ...]) -> "Ticket":
         """After its server failed, or aborted it.
 
@@ -53,7 +49,8 @@ class Ticket:
         return replace(self, attempt=self.attempt + 1, outages=outages, parts=parts)
 
     def moved(self, parts: tuple[Partial, ...]) -> "Ticket":
-        """After its server left the run, or had to be drained; costs no budget."""
+        """After its server left the run or had to be drained, or its group grew too stale; costs no
+        budget."""
         return replace(self, attempt=self.attempt + 1, parts=parts)
 
     def done(self) -> "Ticket":

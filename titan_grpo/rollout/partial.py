@@ -152,14 +152,18 @@ def oldest(parts: Sequence[Partial]) -> int | None:
     return min((part.first for part in parts if part.token_ids), default=None)
 
 
+def sampled_tokens(parts: Sequence[Partial]) -> int:
+    """How many tokens of the parts the policy made."""
+    return sum(sum(part.sampled) if part.sampled else len(part.token_ids) for part in parts)
+
+
 def worth_keeping(
     parts: Sequence[Partial], version: int, needed: int, mix: bool
 ) -> tuple[Partial, ...]:
     """The parts with which a group goes on at a server that holds ``version``; unusable ones begin
     again.
 
-    ``needed``: oldest version that the trainer could use now. A group that goes on is of a low
-    prompt, so one of the next to be used; the bound itself is checked there. ``mix``: whether one
+    ``needed``: oldest version that the trainer can use at the group's step. ``mix``: whether one
     completion may be of several versions (a finished one keeps those it has).
     """
 

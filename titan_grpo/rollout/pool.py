@@ -69,6 +69,12 @@ class Pool:
         """Requests in flight by server URL."""
         return {url: server.in_flight for url, server in self._servers.items()}
 
+    def newest(self) -> int | None:
+        """The newest version that a server is known to hold."""
+        return max(
+            (s.version for s in self._servers.values() if s.version is not None), default=None
+        )
+
     def pick(
         self, requests: int, now: float, may_start: Callable[[int], bool], avoid: str = ""
     ) -> Server | None:

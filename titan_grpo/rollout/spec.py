@@ -97,7 +97,7 @@ class RolloutSpec:
     stop_token_ids: list[int] = field(default_factory=list)
     max_staleness: int = 1
     in_flight_weight_updates: bool = True
-    consume: str = "oldest"
+    consume: str = "started"
     kv_recomputed: bool = False
     """Servers throw the KV of running requests away at each commit
     (``weight_sync.kv_after_update``)."""
@@ -116,7 +116,8 @@ class RolloutSpec:
     push_address: str = ""
     push_key_env: str = ""
     places: int = 0
-    """Groups of an earlier session that hold places in the admission from ``base_version`` on."""
+    """Groups used since ``base_version``, less those that made no version; those that are
+    ``waiting`` have places behind them."""
     waiting: dict[int, int] = field(default_factory=dict)
     """Prompt index -> completions of the finished groups that the trainer has not used yet."""
     registration: dict[str, Any] = field(default_factory=dict)

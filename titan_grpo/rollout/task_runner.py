@@ -73,6 +73,20 @@ class TaskRunner:
         except Exception as error:  # the boundary to a user's code: counted or raised
             raise TaskFailed(f"prompt {index}", error) from error
 
+    @property
+    def has_expected_tokens(self) -> bool:
+        """Whether the task says how long completions will be."""
+        return hasattr(self._task, "expected_tokens")
+
+    def expected_tokens(self, prompt: Prompt) -> float:
+        """The task's guess at the longest completion of a prompt's group; 0.0 without one."""
+        if not self.has_expected_tokens:
+            return 0.0
+        try:
+            return max(0.0, float(self._task.expected_tokens(prompt)))  # type: ignore[union-attr]
+        except Exception as error:  # the boundary to a user's code: counted or raised
+            raise TaskFailed(f"expected_tokens of prompt {prompt.index}", error) from error
+
     async def turn(self, prompt: Prompt, part: Partial) -> tuple[int, ...] | None:
         """Tokens with which an episode goes on after the policy's turn, at least one; None where it
         ends."""

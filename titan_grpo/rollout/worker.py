@@ -84,7 +84,7 @@ class Worker:
             task.prompt(0, codec)
         runner = TaskRunner(task, codec, spec.task_concurrency, spec.task_timeout_s)
         key = os.environ.get(spec.api_key_env, "") if spec.api_key_env else ""
-        return Dispatcher(spec, Sampler(spec, runner), self._out.put, self._fail, key)
+        return Dispatcher(spec, Sampler(spec, runner), runner, self._out.put, self._fail, key)
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
