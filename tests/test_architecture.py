@@ -160,6 +160,7 @@ def test_the_arrow_check_catches_an_upward_and_a_sideways_import() -> None:
 
 
 PURE = {
+    "bisect",
     "collections",
     "dataclasses",
     "enum",
