@@ -22,6 +22,14 @@ step() { printf '\n== %s\n' "$*"; }
 step "set-up"
 scripts/setup.sh
 
+if [ $states = yes ]; then
+  # One core's work, beside the steps before the tests.
+  explored=$(mktemp)
+  .venv/bin/python -m tests.model_check --ranks 2 --servers 2 --versions 3 --seconds 1800 >"$explored" 2>&1 &
+  explorer=$!
+  trap 'kill $explorer 2>/dev/null || true; rm -f "$explored"' EXIT
+fi
+
 step "ruff format --check"
 .venv/bin/ruff format --check .
 step "ruff check"
@@ -30,7 +38,12 @@ step "mypy"
 .venv/bin/mypy
 if [ $states = yes ]; then
   step "every state of the protocol"
-  .venv/bin/python -m tests.model_check --ranks 2 --servers 2 --versions 3 --seconds 1800
+  status=0
+  wait $explorer || status=$?
+  cat "$explored"
+  rm "$explored"
+  trap - EXIT
+  [ $status -eq 0 ] || exit $status
 fi
 step "pytest"
 # Two workers: most of the time is spent waiting for servers and processes to start. What shares a server stays on one worker

@@ -118,40 +118,33 @@ def sources(tracked: list[Path]) -> list[Source]:
     return out
 
 
-@pytest.fixture(scope="session")
-def vllm_python() -> str:
-    """Interpreter of the vLLM environment. Its absence is a failure, not a skip: the real server is
-    the point."""
-    python = ROOT / ".venv-vllm" / "bin" / "python"
+def _interpreter(engine: str) -> str:
+    """Its absence is a failure, not a skip: the real server is the point."""
+    python = ROOT / f".venv-{engine}" / "bin" / "python"
     if not python.exists():
         pytest.fail(
-            "the vLLM environment is missing, so no real server can be tested; run scripts/setup.sh"
+            f"the environment .venv-{engine} is missing, so no real server can be tested; run"
+            " scripts/setup.sh"
         )
     return str(python)
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """Interpreter of the vLLM environment."""
+    return _interpreter("vllm")
 
 
 @pytest.fixture(scope="session")
 def sglang_python() -> str:
-    """Interpreter of the SGLang environment. Its absence is a failure, not a skip."""
-    python = ROOT / ".venv-sglang" / "bin" / "python"
-    if not python.exists():
-        pytest.fail(
-            "the SGLang environment is missing, so no real server can be tested; run"
-            " scripts/setup.sh"
-        )
-    return str(python)
+    """Interpreter of the SGLang environment."""
+    return _interpreter("sglang")
 
 
 @pytest.fixture(scope="session")
 def atropos_python() -> str:
-    """Interpreter of the environment with the Atropos API. Its absence is a failure, not a skip."""
-    python = ROOT / ".venv-atropos" / "bin" / "python"
-    if not python.exists():
-        pytest.fail(
-            "the Atropos environment is missing, so its real server can not be tested; run"
-            " scripts/setup.sh"
-        )
-    return str(python)
+    """Interpreter of the environment with the Atropos API."""
+    return _interpreter("atropos")
 
 
 @pytest.fixture(scope="session")

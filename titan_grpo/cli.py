@@ -3,6 +3,8 @@ environment."""
 
 import importlib
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable
 
@@ -42,9 +44,8 @@ def guarded(run: Callable[[list[str], dict[str, str]], int], argv: list[str], na
         return 1
 
 
-def main(argv: list[str] | None = None) -> int:
+def command(argv: list[str]) -> int:
     """Run the command that the first argument names; see ``guarded`` for the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0 if argv else 2
@@ -54,6 +55,22 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     module = importlib.import_module(f"titan_grpo.commands.{argv[0]}")
     return guarded(module.run, argv[1:], f"titan-grpo {argv[0]}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """``command``; ends quietly, as if by SIGPIPE, where the reader of its output has gone."""
+    try:
+        code = command(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):
+            raise  # another pipe broke
+        # What is left would be written again, in vain, at the interpreter's end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

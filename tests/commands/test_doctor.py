@@ -1,62 +1,30 @@
 import json
-import socket
 import struct
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.rigs.board import Board
 from titan_grpo import cli
 from titan_grpo.commands import doctor_checks, doctor_facts
+from titan_grpo.engines.launch import free_port
 
 
 @contextmanager
 def http_server(
     answers: dict[str, object], ahead_s: float = 0.0
 ) -> Iterator[tuple[str, list[str]]]:
-    """A server that knows these GET paths and answers 404 to the rest, with a clock that is ahead;
-    yields its URL and the requests it got."""
-    seen: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self) -> None:
-            path = self.path.split("?")[0]
-            seen.append(f"{self.command} {path}")
-            body = json.dumps(answers.get(path, "no such route")).encode()
-            self.send_response(200 if path in answers else 404)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_GET = do_POST = answer
-
-        def date_time_string(self, timestamp: float | None = None) -> str:
-            return formatdate(time.time() + ahead_s, usegmt=True)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Quiet."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", seen
-    finally:
-        server.shutdown()
-        thread.join(10)
-        server.server_close()
-
-
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A server that knows these paths and answers 404 to the rest; yields its URL and the requests
+    it got."""
+    board = Board(ahead_s=ahead_s)
+    for path, answer in answers.items():
+        for method in ("GET", "POST"):
+            board.routes[f"{method} {path}"] = lambda _, answer=answer: (200, answer)
+    yield board.url, board.paths
+    board.close()
 
 
 def test_the_doctor_passes_this_environment(capsys) -> None:
@@ -65,7 +33,7 @@ def test_the_doctor_passes_this_environment(capsys) -> None:
 
 
 def test_a_server_that_is_not_there_is_named_with_its_url_and_the_exit_code_is_1(capsys) -> None:
-    url = f"http://127.0.0.1:{closed_port()}"
+    url = f"http://127.0.0.1:{free_port()}"
     assert cli.main(["doctor", "--server", url]) == 1
     out = capsys.readouterr().out
     assert f"{url}: GET /health" in out
@@ -148,7 +116,7 @@ def test_the_keys_that_sglang_tells_everybody_are_not_shown(capsys) -> None:
 
 
 def test_servers_of_a_file_are_looked_at_too(tmp_path, root, capsys) -> None:
-    urls = [f"http://127.0.0.1:{closed_port()}" for _ in range(2)]
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
     listed = tmp_path / "servers"
     listed.write_text(f"{urls[1]}\n")
     job = [

@@ -65,7 +65,7 @@ class LaneTrainer:
             urls=[self.url],
             make_control=lambda _: self.e.make(AUTO, self.e.access),
             run_key=self._key,
-            watch=self._watch,
+            lane_observer=self._watch,
             guarded=False,
             tamper=self._keep_images,
         )

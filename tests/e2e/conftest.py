@@ -43,6 +43,10 @@ RECIPE = "train_configs/quickstart_cpu.toml"
 API_KEY, API_KEY_VARIABLE = "the-engines-own-key", "TITAN_GRPO_TEST_API_KEY"
 ADMIN_KEY, ADMIN_KEY_VARIABLE = "the-admins-own-key", "TITAN_GRPO_TEST_ADMIN_KEY"
 KEYS = {API_KEY_VARIABLE: API_KEY, ADMIN_KEY_VARIABLE: ADMIN_KEY}
+WAIT_S = 240.0
+"""Deadline of what a run must come to, in seconds: nothing takes nearly as long, whoever shares the
+cores."""
+
 STEP = re.compile(r"^step +(\d+)/")
 
 
@@ -109,12 +113,12 @@ class Training:
             cause.read(line)
         return cause
 
-    def wait_until(self, holds: Callable[[], bool], timeout_s: float = 90.0) -> bool:
+    def wait_until(self, holds: Callable[[], bool], timeout_s: float = WAIT_S) -> bool:
         """Look again after every line of output; False past the deadline."""
         with self._changed:
             return self._changed.wait_for(lambda: holds() or self._ended, timeout_s) and holds()
 
-    def wait_step(self, step: int, timeout_s: float = 90.0) -> None:
+    def wait_step(self, step: int, timeout_s: float = WAIT_S) -> None:
         """Until a step is finished; fails the test with the log otherwise."""
         assert self.wait_until(lambda: self.step >= step, timeout_s), (
             f"step {step} was not reached:\n{self.log}"
@@ -125,7 +129,7 @@ class Training:
         end = time.monotonic() + seconds
         self.wait_until(lambda: time.monotonic() >= end, seconds)
 
-    def finish(self, timeout_s: float = 120.0) -> int:
+    def finish(self, timeout_s: float = WAIT_S) -> int:
         """Its exit code."""
         code = self.process.wait(timeout_s)
         self._reader.join(10)
@@ -134,7 +138,7 @@ class Training:
     def stop(self) -> int:
         """SIGTERM to torchrun, which tells its ranks; its exit code."""
         self.process.terminate()
-        return self.finish(60)
+        return self.finish()
 
     def kill(self) -> None:
         """SIGKILL to torchrun and everything below it, ranks first: torchrun would tell the

@@ -34,7 +34,7 @@ NASTIEST = "receiver-kill@staged,engine-freeze@load,link-lose@load:update,traine
 
 def verify(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.faults", *arguments]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=560)
 
 
 def test_faults_without_an_engine_through_the_command(root, tmp_path):

@@ -44,9 +44,9 @@ def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
     servers = (site, sglang_site)
     with runs.start(tmp_path, [server.url for server in servers], *arguments, nproc=2) as training:
         training.wait_step(30)
-        assert training.wait_until(
-            lambda: all(server.label().version > 0 for server in servers), 60
-        ), training.log
+        assert training.wait_until(lambda: all(server.label().version > 0 for server in servers)), (
+            training.log
+        )
         spans = [(10, training.step)]
         for frozen, other in ((sglang_site, site), (site, sglang_site)):
             began = training.step
@@ -54,13 +54,13 @@ def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
             training.run_on(FREEZE_S)
             training.wait_step(began + STEPS)
             ended = training.step
-            assert training.wait_until(lambda at=ended, to=other: to.label().version >= at, 60), (
+            assert training.wait_until(lambda at=ended, to=other: to.label().version >= at), (
                 f"versions of {other.url} stand still: {training.log}"
             )
             frozen.server.signal(signal.SIGCONT)
             spans.append((began + 1, ended))
             # a new lane, and on it the newest version whole
-            assert training.wait_until(lambda at=ended, to=frozen: to.label().version >= at, 60), (
+            assert training.wait_until(lambda at=ended, to=frozen: to.label().version >= at), (
                 training.log
             )
         training.stop()

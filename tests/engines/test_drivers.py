@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.conftest import Board
+from tests.rigs.board import Board
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.http import CA_VARIABLES, AsyncDriver, Call, HttpRefused, SyncDriver
 from titan_grpo.engines.launch import free_port

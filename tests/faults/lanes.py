@@ -17,10 +17,10 @@ from tests.rigs.trainer_handle import Event, RunFailed, TrainerProcess, wait_unt
 from titan_grpo.protocol.lane_events import Point
 from titan_grpo.protocol.messages import Label
 
-REACH_S = 30.0
+REACH_S = 120.0
 """Longest wait for a lane to come to a point."""
 
-IDLE_S = 25.0
+IDLE_S = 90.0
 """Longest wait for an idle lane to look at its server."""
 
 REFUSED_S = 1.0

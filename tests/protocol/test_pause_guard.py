@@ -19,7 +19,7 @@ from titan_grpo.protocol.pause_guard import (
     step,
 )
 
-TERMS = Deadlines(pause_s=3.0, greet_s=20.0, again_s=2.0, tries=3, first_s=0.5)
+DEADLINES = Deadlines(pause_s=3.0, greet_s=20.0, again_s=2.0, tries=3, first_s=0.5)
 URL = "http://a"
 
 
@@ -29,7 +29,7 @@ def passed(point: Point, now: float, epoch: int = 2, url: str = URL) -> LaneRepo
 
 def drive(*events) -> tuple[GuardState, list]:
     """The state after all events, and all actions of the last one."""
-    state, actions = GuardState(TERMS), ()
+    state, actions = GuardState(DEADLINES), ()
     for event in events:
         state, actions = step(state, event)
     return state, list(actions)

@@ -32,8 +32,8 @@ class Wanted:
 
 
 class Holder:
-    """The ``watch`` of a fault run's lanes. Decides nothing: it stops where it is told, says so,
-    and waits."""
+    """Observer of a fault run's lanes. Decides nothing: it stops where it is told, says so, and
+    waits."""
 
     def __init__(self, emit: Emit, strike: Strike) -> None:
         self._emit, self._strike = emit, strike

@@ -1,10 +1,10 @@
-"""A server without an engine: the real plugin half and a real receiver process, and no model, no
-HTTP, no generation.
+"""A server without an engine: the real plugin half and a real receiver process, and no model and no
+generation.
 
 What it is for: testing and measuring the sync without a GPU, a model or an inference engine. A lane
-drives it through ``DirectControl`` as it drives a real server through
-``engines.vllm_control.VllmControl``; bytes, digests, epochs and commits take the real path. It can
-freeze, lose its receiver, go away and come back."""
+drives it through ``DirectControl``, or over HTTP in a process of its own (server_process), as it
+drives a real server; bytes, digests, epochs and commits take the real path. It can freeze, lose its
+receiver, go away and come back."""
 
 import os
 import signal
@@ -19,6 +19,7 @@ from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Label
 from titan_grpo.receive.commit import EngineSide, OneWorker
+from titan_grpo.receive.handle import ReceiverHandle
 from titan_grpo.runkey import Key
 
 OWN_LABEL = "default"
@@ -58,12 +59,18 @@ class ReceiverServer:
     """
 
     def __init__(
-        self, url: str, inspect: Inspect | None = None, run_key: Key | None = None
+        self,
+        url: str,
+        inspect: Inspect | None = None,
+        run_key: Key | None = None,
+        make_side: Callable[[], EngineSide] | None = None,
     ) -> None:
         """``url`` is only a name. With a ``run_key`` weights come from who has it. Starts nothing
-        until a lane greets it."""
+        until a lane greets it. ``make_side``: of another engine than BareEngine."""
         self.url = url
-        self._inspect, self._run_key = inspect, run_key
+        self._new_side = make_side or (
+            lambda: EngineSide(BareEngine(inspect), OneWorker(), "", run_key)
+        )
         self._changed = threading.Condition()
         self._calls = threading.Lock()  # an engine answers one call at a time
         self._up = True
@@ -71,9 +78,6 @@ class ReceiverServer:
         self._paused = False
         self._versions: list[int] = []
         self._side = self._new_side()
-
-    def _new_side(self) -> EngineSide:
-        return EngineSide(BareEngine(self._inspect), OneWorker(), "", self._run_key)
 
     @property
     def versions(self) -> list[int]:
@@ -94,9 +98,14 @@ class ReceiverServer:
             return self._paused
 
     @property
+    def receiver(self) -> ReceiverHandle | None:
+        """The receiver of the epoch in force; None before the first."""
+        return self._side.receiver
+
+    @property
     def receiver_pid(self) -> int | None:
-        """Process id of the receiver of the epoch in force; None before the first."""
-        client = self._side.receiver
+        """Its process id."""
+        client = self.receiver
         return client.pid if client is not None else None
 
     def wait_version(self, version: int, timeout_s: float) -> bool:

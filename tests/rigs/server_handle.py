@@ -20,7 +20,7 @@ from titan_grpo.engines.http import Call, SyncDriver
 from titan_grpo.errors import ServerUnreachable
 from titan_grpo.subprocesses import Guarded
 
-START_S = 60.0
+START_S = 120.0
 """Deadline of a start, in seconds: most of it is importing torch."""
 
 GRACE_S = 2.0

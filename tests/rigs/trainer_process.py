@@ -212,7 +212,7 @@ class Run:
                 ),
                 observer=LedgerObserver(out),
                 device=self._device,
-                watch=self._holder,
+                lane_observer=self._holder,
                 guarded=settings.guarded,
                 tamper=self._keep_images,
             ),

@@ -93,7 +93,7 @@ class Rig:
                 make_control=self._control,
                 run_key=run_keys.get("trainer"),
                 remote_writers=remote_writers,
-                watch=watch,
+                lane_observer=watch,
                 drain=drain,
                 owner=owner,
                 take_over=take_over,

@@ -26,7 +26,7 @@ from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker
 
 SHAPES = {"up": (512, 256), "down": (256, 512)}
-TERMS = Deadlines(pause_s=3.0, greet_s=30.0, again_s=0.5)
+DEADLINES = Deadlines(pause_s=3.0, greet_s=30.0, again_s=0.5)
 WAIT_S = 60.0
 
 
@@ -63,8 +63,8 @@ class Trainer:
                     url, options["api_key"], config.commit_deadline_s
                 ),
                 keys=(options["api_key"], ""),
-                watch=self.watch,
-                guard_terms=TERMS,
+                lane_observer=self.watch,
+                guard_deadlines=DEADLINES,
             ),
         )
         assert self.worker.guard is not None

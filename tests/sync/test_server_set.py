@@ -1,8 +1,10 @@
 """The servers of a run: what they hold, what the observer sees, who joins and leaves, who waits."""
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -45,8 +47,10 @@ class Site:
         self.seen: list[tuple[str, int | None, bool, str]] = []
         self.committing: list[int | None] = []
         self.opened: list[Lane] = []
-        self.ending = threading.Event()
+        self.ending, self.may_open = threading.Event(), threading.Event()
         self.ending.set()
+        self.may_open.set()
+        self.opening: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.recorder = Recorder(folder)
         self.set = ServerSet(
             members.start(frozenset(urls)),
@@ -58,6 +62,8 @@ class Site:
         self.set.start()
 
     def _open(self, servers: ServerSet, url: str, epoch: int) -> Lane:
+        self.opening.put(url)
+        assert self.may_open.wait(WAIT_S)
         self.opened.append(Lane(url, epoch, self.ending))
         return self.opened[-1]
 
@@ -230,3 +236,19 @@ def test_a_run_whose_servers_commit_nothing_for_max_lag_versions_stops(tmp_path:
 def test_a_label_of_another_run_or_of_the_engine_says_nothing_about_this_run() -> None:
     assert fresh_label("run", "run:3:f") == Label("run", 3, "f")
     assert [fresh_label("run", text) for text in ("other:3:f", "default", "", None)] == [None] * 4
+
+
+def test_nobody_who_looks_at_the_servers_waits_for_a_lane_that_is_being_opened(site):
+    s = site("a")
+    assert s.opening.get(timeout=WAIT_S) == "a"
+    s.may_open.clear()
+    with ThreadPoolExecutor(2) as pool:
+        adding = pool.submit(s.set.add, "b")
+        assert s.opening.get(timeout=WAIT_S) == "b"
+        looking = pool.submit(s.set.lines)
+        try:
+            assert [line["url"] for line in looking.result(WAIT_S / 3)] == ["a", "b"]
+        finally:
+            s.may_open.set()
+        assert adding.result(WAIT_S)
+    assert [lane.name for lane in s.opened] == ["lane a", "lane b"]

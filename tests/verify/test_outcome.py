@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_grpo import cli
 from titan_grpo.commands.verify_runs import phases
 from titan_grpo.errors import ConfigError
 from titan_grpo.verify.evidence import Run
@@ -81,3 +82,21 @@ def test_a_verification_tampers_with_nothing_and_the_self_test_with_its_own_runs
         "",
         "modes:2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tamper", "fire"], "--tamper must name"),
+        (["--steps", "1"], "--steps must be 3 or more"),
+        (["--out", "tests"], "new directory"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(
+    arguments, words, root, capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(root)
+    assert cli.main(["verify", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.strip().splitlines()) == 1

@@ -1,7 +1,5 @@
-"""How much memory this process may still take: the machine's and the container's limit. Standard
-library only.
-
-The bytes of one version in memory that several processes of one host share.
+"""The bytes of one version in memory that several processes of one host share; and how much memory
+this process may still take, by the machine's and the container's limit.
 
 A memfd and not a file in /dev/shm: it is not limited by that mount's size (64 MB in many
 containers), it has no name that could collide, and it vanishes with the last process that holds it,
@@ -13,11 +11,12 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from titan_grpo.errors import ConfigError, ProtocolError, SyncError
+
+if TYPE_CHECKING:
+    import torch
 
 CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -197,8 +196,10 @@ class SharedImage:
         memory."""
         return memoryview(self._open_map)
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> "torch.Tensor":
         """The image as torch.uint8[nbytes] on the CPU, sharing the memory."""
+        import torch  # here: the doctor asks for the memory where there may be no torch
+
         return torch.frombuffer(self.buffer, dtype=torch.uint8)
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ class GuardedServer:
 class GuardState:
     """The servers that may be left paused. ``ended``: the trainer is gone."""
 
-    terms: Deadlines
+    deadlines: Deadlines
     servers: Mapping[str, GuardedServer] = field(default_factory=dict)
     ended: bool = False
 
@@ -206,7 +206,7 @@ def _passed(s: GuardState, e: LaneReported) -> _Result:
                     s,
                     p.url,
                     GuardedServer(
-                        p.run_id, p.epoch, Phase.CONNECTING, opened, e.now + s.terms.greet_s
+                        p.run_id, p.epoch, Phase.CONNECTING, opened, e.now + s.deadlines.greet_s
                     ),
                 ),
                 off,
@@ -218,7 +218,9 @@ def _passed(s: GuardState, e: LaneReported) -> _Result:
                 _put(
                     s,
                     p.url,
-                    GuardedServer(p.run_id, p.epoch, Phase.PAUSED, True, e.now + s.terms.pause_s),
+                    GuardedServer(
+                        p.run_id, p.epoch, Phase.PAUSED, True, e.now + s.deadlines.pause_s
+                    ),
                 ),
                 off,
             )
@@ -228,7 +230,7 @@ def _passed(s: GuardState, e: LaneReported) -> _Result:
 
 
 def _ended(s: GuardState, e: Ended) -> _Result:
-    last = s.terms.tries - 1
+    last = s.deadlines.tries - 1
     servers = {
         url: replace(
             w, due=e.now, recoveries=0, failures=w.failures if w.opened or not e.clean else last
@@ -266,7 +268,7 @@ def _settled(s: GuardState, e: Recovered) -> _Result:
     recoveries = watched.recoveries + 1
     if s.ended and recoveries >= 2:
         return _put(s, e.url, None), ()
-    due = e.now + (s.terms.again_s if s.ended else s.terms.pause_s)
+    due = e.now + (s.deadlines.again_s if s.ended else s.deadlines.pause_s)
     return (
         _put(
             s,
@@ -286,14 +288,16 @@ def _failed(s: GuardState, e: Failed) -> _Result:
     if watched is None:
         return s, ()
     failures = watched.failures + 1
-    if failures >= s.terms.tries:
+    if failures >= s.deadlines.tries:
         return _put(s, e.url, None), (GiveUp(e.url),)
     phase = Phase.PAUSED if watched.opened else Phase.CONNECTING
     return (
         _put(
             s,
             e.url,
-            replace(watched, phase=phase, due=e.now + s.terms.rest_s(failures), failures=failures),
+            replace(
+                watched, phase=phase, due=e.now + s.deadlines.rest_s(failures), failures=failures
+            ),
         ),
         (),
     )

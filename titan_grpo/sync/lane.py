@@ -54,7 +54,7 @@ def wire_epoch(epoch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LaneContext:
-    """What all lanes of a run share. ``watch`` is called at every point of the protocol."""
+    """What all lanes of a run share. ``observer`` is called at every point of the protocol."""
 
     run_id: str
     manifest: Manifest
@@ -65,7 +65,7 @@ class LaneContext:
     recorder: Recorder
     bind_host: Callable[[str], str]
     """Server URL -> address of this host that its lane's sockets bind to."""
-    watch: Observer = no_observer
+    observer: Observer = no_observer
     drain: Callable[[str], None] | None = None
     """Wait, with a deadline, until a server that takes no new requests has none left; None: they
     run over a commit."""
@@ -231,7 +231,7 @@ class LaneThread(threading.Thread):
     def _pass(self, point: Point) -> None:
         version = -1 if self._state.version is None else self._state.version
         label = str(self._label) if version >= 0 else ""
-        self._c.watch(
+        self._c.observer(
             LaneEvent(
                 point, self.url, self._c.run_id, wire_epoch(self._state.epoch), version, label
             )

@@ -251,7 +251,7 @@ class GuardProcess:
                     log.error(
                         "%s did not answer in %d tries: it may be paused",
                         url,
-                        self._state.terms.tries,
+                        self._state.deadlines.tries,
                     )
 
     def _recover(self, due: pause_guard.Recover, cancel: threading.Event) -> None:

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -141,6 +142,9 @@ class ServerSet:
         self._servers = {url: _Server() for url in self.urls}
         self._open_lane, self._recorder, self._leave_s = open_lane, recorder, leave_s
         self._observer = observer or NoObserver()
+        self._changing = threading.Lock()
+        """Of who changes the members, taken before ``_changed``; by the main thread at the start
+        and at the end only."""
         self._changed = threading.Condition()
         self._lag = lag.Lag(max_lag)
         self._version = 0
@@ -154,9 +158,9 @@ class ServerSet:
 
     def start(self) -> None:
         """Open one lane for each server."""
-        with self._changed:
-            for url, server in self._servers.items():
-                self._open(url, server)
+        with self._changing:
+            for url in self.urls:
+                self._open(url)
 
     def close(self, deadline: float) -> None:
         """Stop all lanes and wait for them until ``deadline`` (monotonic clock). Idempotent: lanes
@@ -164,7 +168,7 @@ class ServerSet:
 
         A commit may end in that time; a lane that does not leaves its server to the pause guard.
         """
-        with self._changed:
+        with self._changing, self._changed:
             if self._ended:
                 return
             self._ended = True
@@ -182,16 +186,15 @@ class ServerSet:
     def add(self, url: str) -> bool:
         """A server joins: it gets the newest version before its first rollout. False: only when its
         last lane has ended. ServerRefused with the reason if it cannot."""
-        with self._changed:
-            self._change(members.Add(url))
-            return url in self._members.present
+        self._change(members.Add(url))
+        return url in self._members.present
 
     def remove(self, url: str, timeout_s: float) -> bool:
         """A server leaves: rollouts go elsewhere at once, its transfer is aborted, its commit is
         finished (it would stay paused). Waits for its lane; False if that goes on after
         ``timeout_s`` seconds. ServerRefused with the reason if it cannot."""
+        self._change(members.Remove(url))
         with self._changed:
-            self._change(members.Remove(url))
             self._changed.wait_for(
                 lambda: self._ended or url not in self._members.leaving, timeout_s
             )
@@ -201,60 +204,72 @@ class ServerSet:
 
     def listed(self, urls: Iterable[str]) -> None:
         """The servers file has new content. ServerRefused with the reason if it is not followed."""
-        with self._changed:
-            self._change(members.Listed(frozenset(urls)))
+        self._change(members.Listed(frozenset(urls)))
 
     def _change(self, event: members.Event) -> None:
-        if self._ended:
-            raise ServerRefused("the run is ending")
-        self._members, actions = members.step(self._members, event)
-        for action in actions:
-            match action:
-                case members.Join(url):
-                    self._join(url)
-                case members.Leave(url):
-                    self._leave(url)
-                case members.Refuse(reason):
-                    raise ServerRefused(reason)
+        """Change who is in the run. One change at a time: it prints, and opens lanes, when the
+        lock under which the main thread looks at the servers is free again."""
+        with self._changing:
+            with self._changed:
+                if self._ended:
+                    raise ServerRefused("the run is ending")
+                self._members, actions = members.step(self._members, event)
+                for action in actions:
+                    match action:
+                        case members.Join(url):
+                            self._joins(url)
+                        case members.Leave(url):
+                            self._leaves(url)
+                        case members.Refuse(reason):
+                            raise ServerRefused(reason)
+                self._changed.notify_all()
+                count, version = len(self._members.present), self._version
+            now = f"{count} server{'' if count == 1 else 's'} now"
+            for action in actions:
+                match action:
+                    case members.Join(url):
+                        self._recorder.joined(url, version)
+                        terminal.print_status(
+                            f"{url} joins at version {version}: the newest weights first, then"
+                            f" rollouts; {now}"
+                        )
+                        self._open(url)
+                    case members.Leave(url):
+                        self._recorder.left(url, version)
+                        terminal.print_status(
+                            f"{url} leaves at version {version}: its rollouts are made elsewhere;"
+                            f" {now}"
+                        )
+                        threading.Thread(
+                            target=self._end_lane, args=(url,), name=f"leave {url}", daemon=True
+                        ).start()
 
-    def _join(self, url: str) -> None:
+    def _joins(self, url: str) -> None:
         server = self._servers.setdefault(url, _Server())
         if server.entry.standing is Standing.GONE:
             server.entry, _ = ledger.step(server.entry, ledger.Came())
         server.label = server.refusal = server.taken_by = ""
         server.final = False
-        self._recorder.joined(url, self._version)
-        terminal.print_status(
-            f"{url} joins at version {self._version}: the newest weights first, then rollouts;"
-            f" {self._count()}"
-        )
         self._observer.set_server(url, None, False, "", "")
-        self._open(url, server)
-        self._changed.notify_all()
 
-    def _open(self, url: str, server: _Server) -> None:
-        self._recorder.known_server(url)
-        # A receiver refuses an epoch that it has seen: the lanes of one server count on.
-        server.lane = self._open_lane(self, url, server.epoch)
-        server.lane.start()
-
-    def _leave(self, url: str) -> None:
-        server = self._servers[url]
+    def _leaves(self, url: str) -> None:
         # GONE first: what the lane reports on its way out must not bring the server back.
+        server = self._servers[url]
         server.entry, _ = ledger.step(server.entry, ledger.Left())
         self._observer.remove_server(url)
-        self._recorder.left(url, self._version)
-        terminal.print_status(
-            f"{url} leaves at version {self._version}: its rollouts are made elsewhere;"
-            f" {self._count()}"
-        )
-        self._changed.notify_all()
-        assert server.lane is not None
-        threading.Thread(
-            target=self._end_lane, args=(url, server.lane), name=f"leave {url}", daemon=True
-        ).start()
 
-    def _end_lane(self, url: str, lane: Lane) -> None:
+    def _open(self, url: str) -> None:
+        """Under ``_changing`` alone, so that nobody can end the lane before it is there."""
+        self._recorder.known_server(url)
+        # A receiver refuses an epoch that it has seen: the lanes of one server count on.
+        lane = self._open_lane(self, url, self._servers[url].epoch)
+        with self._changed:
+            self._servers[url].lane = lane
+        lane.start()
+
+    def _end_lane(self, url: str) -> None:
+        lane = self._servers[url].lane
+        assert lane is not None
         slow = _end([lane], time.monotonic() + self._leave_s, JOIN_S)
         with self._changed:
             if slow:
@@ -262,13 +277,8 @@ class ServerSet:
                 self._latch(SyncError(cause, url=url))
                 return
             self._servers[url].epoch, self._servers[url].lane = lane.epoch, None
-            if not self._ended:
-                self._change(members.Ended(url))
-            self._changed.notify_all()
-
-    def _count(self) -> str:
-        count = len(self._members.present)
-        return f"{count} server{'' if count == 1 else 's'} now"
+        with suppress(ServerRefused):  # the run is ending
+            self._change(members.Ended(url))
 
     # What each holds.
 
@@ -367,10 +377,10 @@ class ServerSet:
 
     def taken(self, url: str, run: str) -> None:
         """Another run took a server from this one. The last one ends the run."""
+        text = f"run {run} took it over: it gets no more versions from this run"
+        terminal.print_status(f"{url}: {text}")
         with self._changed:
             self._servers[url].taken_by = run
-            text = f"run {run} took it over: it gets no more versions from this run"
-            terminal.print_status(f"{url}: {text}")
             self._latch(SyncError(text, url=url))
             lost = [self._servers[u].taken_by for u in self._members.present]
             if all(lost):

@@ -152,11 +152,11 @@ class SyncOptions:
     take_over: bool = True
     """See Hello, like ``owner``."""
     drain: Callable[[str], None] | None = None
-    """See LaneContext, like ``watch``."""
-    watch: Observer = no_observer
+    """See LaneContext."""
+    lane_observer: Observer = no_observer
     guarded: bool = True
     """Whether a pause guard's process watches the lanes."""
-    guard_terms: Deadlines | None = None
+    guard_deadlines: Deadlines | None = None
     tamper: Callable[[Images], Images] | None = None
     """For tests: what lanes send in place of the images whose bytes were hashed."""
 
@@ -195,7 +195,9 @@ class SyncWorker:
         link = self._link = options.link(config)
         self._block_key = link.block_key(pool.run_id)
         log = recorder.run_dir / "pause_guard.log"
-        self.guard = PauseGuard(config, link, log, options.guard_terms) if options.guarded else None
+        self.guard = (
+            PauseGuard(config, link, log, options.guard_deadlines) if options.guarded else None
+        )
         self.slots = ImageSlots(config.slots)
         tensors = pool.tensors()
         self._context = LaneContext(
@@ -206,7 +208,7 @@ class SyncWorker:
             link=link,
             slots=self.slots,
             recorder=recorder,
-            watch=self._pass,
+            observer=self._pass,
             drain=options.drain,
             bind_host=lambda url: resolve_bind_host(config.bind_host, url),
         )
@@ -236,7 +238,7 @@ class SyncWorker:
     def _pass(self, passing: LaneEvent) -> None:
         if self.guard is not None:
             self.guard.observe(passing)
-        self._o.watch(passing)
+        self._o.lane_observer(passing)
 
     def publisher(self, ops: Mapping[str, list[CopyOp]]) -> Publisher:
         """Rank 0's publisher: copies its shards by ``ops`` and announces them here."""

@@ -1,0 +1,51 @@
+"""The command line itself: help without heavy imports, and a reader that goes away."""
+
+import subprocess
+import sys
+
+import pytest
+
+from titan_grpo.cli import COMMANDS
+
+WAIT_S = 60.0
+
+HEAVY = ("torch", "torchtitan", "numpy", "transformers", "matplotlib", "vllm", "sglang")
+
+HELP = f"""
+import contextlib, io, sys
+sys.modules |= dict.fromkeys({HEAVY})  # an import of one of them fails
+from titan_grpo.cli import main
+with contextlib.redirect_stdout(io.StringIO()) as shown:
+    try:
+        code = main(sys.argv[1:])
+    except SystemExit as end:
+        code = end.code
+sys.exit(code or not shown.getvalue())
+"""
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_works_without_torch_and_without_an_engine(command):
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, *filter(None, [command, "--help"])],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", [["--help"], ["config"]])
+def test_a_reader_that_goes_away_ends_a_command_without_a_word(command):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "titan_grpo.cli", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, said = process.communicate(timeout=WAIT_S)
+    assert (said, process.returncode) == ("", 141)

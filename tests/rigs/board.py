@@ -1,0 +1,79 @@
+"""A real HTTP server whose routes a test writes down, and which records its calls and their
+keys."""
+
+import http.server
+import json
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from email.utils import formatdate
+from typing import Any
+
+Reply = Callable[[Any], tuple[int, Any]]
+
+
+class Board:
+    """``routes``: "METHOD /path" -> a status, or a function of the JSON body that gives (status,
+    answer); others get 404.
+
+    ``asked``: (route, bearer token) in order; ``paths`` and ``ports`` (of the client): the same
+    calls. A route in ``silent`` gets no answer before the test is over. ``tls``: serve https.
+    ``ahead_s``: of its clock.
+    """
+
+    def __init__(self, tls: ssl.SSLContext | None = None, ahead_s: float = 0.0) -> None:
+        self.routes: dict[str, int | Reply] = {}
+        self.silent: set[str] = set()
+        self.asked: list[tuple[str, str]] = []
+        self.paths: list[str] = []
+        self.ports: list[int] = []
+        self.over = threading.Event()
+        board = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.answer("GET", None)
+
+            def do_POST(self) -> None:
+                raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                self.answer("POST", json.loads(raw) if raw else None)
+
+            def answer(self, method: str, body: Any) -> None:
+                route = f"{method} {self.path.partition('?')[0]}"
+                board.ports.append(self.client_address[1])
+                board.paths.append(route)
+                board.asked.append(
+                    (route, (self.headers.get("Authorization") or "").removeprefix("Bearer "))
+                )
+                if route in board.silent:
+                    board.over.wait(20)
+                    return
+                found = board.routes.get(route, 404)
+                status, content = (found, {}) if isinstance(found, int) else found(body)
+                data = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def date_time_string(self, timestamp: float | None = None) -> str:
+                return formatdate(time.time() + ahead_s, usegmt=True)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Quiet."""
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.over.set()
+        self._server.shutdown()
+        self._server.server_close()
