@@ -171,6 +171,10 @@ class Rollout(TaskKeys):
     record_path: str = ""
     """Write every consumed group to this JSONL file."""
 
+    sample_every: int = 10
+    """At the first step and every that many steps samples.jsonl gets up to four completions, with
+    the log-probabilities of engine and trainer, for titan-grpo report; 0: none."""
+
     replay_path: str = ""
     """Train on the groups of a recorded file instead of sampling; servers still get every
     version."""
@@ -361,6 +365,7 @@ def _sampling(r: Rollout) -> Rules:
     yield r.top_k != -1, "top_k", f"-1 {whole}"
     yield not all(r.stop), "stop", "without an empty text (it would end every completion at once)"
     yield any(token < 0 for token in r.stop_token_ids), "stop_token_ids", "of token ids, 0 or more"
+    yield r.sample_every < 0, "sample_every", "0 (none) or greater"
     for name in (
         "prompts_per_step",
         "max_completion_tokens",

@@ -4,8 +4,11 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from titan_grpo.observe import names, report
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.observe.shown import Shown, ShownStep
 
 STEP_S = 1.0
 """A step of a made run; a transfer takes a third of it."""
@@ -82,6 +85,8 @@ def _step(recorder: Recorder, made: Made, step: int, clock: Clock, draw: random.
             recorder.error(f"version {step} to {url_of(server)}: send failed: connection reset")
             continue
         _commit(recorder, server, step, end + 0.01, 5 * STEP_S / 3 if slow else STEP_S / 3)
+    if step == 1 or step % 10 == 0:
+        recorder.sample(msgspec.to_builtins(_shown(step, draw)))
     progress = step / (made.first_step + made.steps)
     recorder.step(
         step,
@@ -100,7 +105,11 @@ def _step(recorder: Recorder, made: Made, step: int, clock: Clock, draw: random.
             names.LOGPROB_GAP: 0.05 + 0.01 * draw.random(),
             names.LOGPROB_GAP_MAX: 0.5,
             names.RATIO_MEAN: 1.0,
-            names.CLIP_FRACTION: 0.01 * draw.random(),
+            names.CLIP_FRACTION: 0.01,
+            names.CLIPPED_LOW: 0.005 * draw.random(),
+            names.CLIPPED_HIGH: 0.01 * draw.random(),
+            names.LAG: draw.random(),
+            names.LAG_MAX: 1.0,
             names.IMPORTANCE_MEAN: 1.0,
             names.IMPORTANCE_CUT: 0.02 * draw.random(),
             names.VETOED: 0.0,
@@ -108,6 +117,28 @@ def _step(recorder: Recorder, made: Made, step: int, clock: Clock, draw: random.
             **({names.ON_POLICY_GAP: 0.002} if step % 3 == 0 else {}),
         },
     )
+
+
+def _shown(step: int, draw: random.Random) -> ShownStep:
+    """Two completions of 12 tokens with growing gaps; the last token of the second is no sampled
+    one."""
+    out = []
+    for number in range(2):
+        engine = [-draw.random() for _ in range(12)]
+        trainer = [logprob - 0.1 * k for k, logprob in enumerate(engine)]
+        out.append(
+            Shown(
+                url_of(number),
+                draw.random(),
+                max(0, step - 2),
+                step - 1,
+                [1, 2, 3],
+                [draw.randrange(4, 100) for _ in range(12)],
+                engine,
+                [*trainer[:-1], None] if number else trainer,
+            )
+        )
+    return ShownStep(step, step - 1, "no such folder", out)
 
 
 def _commit(recorder: Recorder, server: int, version: int, begin: float, send_s: float) -> None:

@@ -8,7 +8,10 @@ import pytest
 
 from tests.views.runs import Made, make_run
 from titan_grpo.views import page
+from titan_grpo.views.completions import decoder
 from titan_grpo.views.run import read_run
+
+numbers = decoder([])
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
@@ -57,10 +60,10 @@ def opened(browser: str, html: Path) -> tuple[str, list[str]]:
 def test_a_browser_shows_the_page_without_a_complaint(tmp_path, browser, made) -> None:
     make_run(tmp_path, made)
     html = tmp_path / "driven.html"
-    html.write_text(page.render(read_run(tmp_path)).replace("</body>", DRIVE + "</body>"))
+    html.write_text(page.render(read_run(tmp_path), numbers).replace("</body>", DRIVE + "</body>"))
     document, console = opened(browser, html)
     assert console == []
-    data = page.page_data(read_run(tmp_path))
+    data = page.page_data(read_run(tmp_path), numbers)
     canvases = len(data["charts"]) + len(data["others"]) + (made.servers > 0)
     assert f'data-driven="{canvases}"' in document
     assert document.count("<li class=") == len(data["findings"])

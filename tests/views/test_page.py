@@ -10,12 +10,15 @@ from titan_grpo.commands import report
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.views import page
+from titan_grpo.views.completions import decoder
 from titan_grpo.views.run import read_run
+
+numbers = decoder([])
 
 
 def test_a_page_has_the_runs_curves_findings_waits_and_timeline(tmp_path) -> None:
     make_run(tmp_path, Made(steps=20, servers=3, slow_server=1))
-    data = page.page_data(read_run(tmp_path))
+    data = page.page_data(read_run(tmp_path), numbers)
     assert data["steps"] == list(range(1, 21))
     assert [chart["title"] for chart in data["charts"]] == [chart.title for chart in page.CHARTS]
     assert "low" not in data["charts"][0]["curves"][0], "each step has its own point"
@@ -31,7 +34,7 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path) -> None:
     recorder = Recorder(tmp_path)
     recorder.step(1, {names.REWARD: 0.5, "of/tomorrow": 1.0, names.GRAD_NORM: 2.0})
     recorder.close()
-    data = page.page_data(read_run(tmp_path))
+    data = page.page_data(read_run(tmp_path), numbers)
     assert [chart["title"] for chart in data["others"]] == ["of/tomorrow", names.GRAD_NORM]
 
 
@@ -40,7 +43,7 @@ def test_a_long_run_has_bands_from_the_least_to_the_largest_value(tmp_path) -> N
     for step in range(1, 2001):
         recorder.step(step, {names.REWARD: 7.0 if step == 1234 else 0.5})
     recorder.close()
-    (curve,) = page.page_data(read_run(tmp_path))["charts"][0]["curves"]
+    (curve,) = page.page_data(read_run(tmp_path), numbers)["charts"][0]["curves"]
     assert len(curve["mean"]) == page.BUCKETS
     assert max(curve["high"]) == 7.0
     assert max(curve["mean"]) == 1.8
@@ -52,7 +55,7 @@ def test_a_text_of_the_run_cannot_end_the_data_or_become_markup(tmp_path) -> Non
     evil = "</script><script>alert(1)</script><!-- {{data}}"
     recorder.error(evil)
     recorder.close()
-    text = page.render(read_run(tmp_path))
+    text = page.render(read_run(tmp_path), numbers)
     assert text.count("</script>") == page.TEMPLATE.read_text().count("</script>")
     body = re.search(r'id="data">(.*)</script>\n<script>', text).group(1)
     assert evil in json.loads(body)["findings"][0][1]
@@ -73,6 +76,6 @@ def test_the_command_writes_one_file_that_asks_for_nothing_else(tmp_path, capsys
 def test_clocks_of_runs_start_anywhere(tmp_path) -> None:
     make_run(tmp_path / "a", Made(steps=3), Clock(5.0))
     make_run(tmp_path / "b", Made(steps=3), Clock(1e7))
-    a, b = (page.page_data(read_run(tmp_path / name)) for name in "ab")
+    a, b = (page.page_data(read_run(tmp_path / name), numbers) for name in "ab")
     assert a["timeline"]["exact"] == b["timeline"]["exact"]
     assert url_of(0).endswith(a["timeline"]["rows"][1]["name"])

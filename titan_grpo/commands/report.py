@@ -16,6 +16,8 @@ def parser() -> argparse.ArgumentParser:
         " curves, a timeline of every server. It needs no network and no other file.",
     )
     out.add_argument("run", type=Path, metavar="RUN", help="folder of the run (job.dump_folder)")
+    where = "of the model whose tokenizer the run used (default: where the run found it)"
+    out.add_argument("--tokenizer", type=Path, metavar="DIR", help=where)
     out.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in that folder")
     return out
 
@@ -26,10 +28,13 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(argv)
     # Imported here: --help is answered before numpy is loaded.
     from titan_grpo.views import page
+    from titan_grpo.views.completions import decoder, tokenizers_of
     from titan_grpo.views.run import read_run
 
     out: Path = args.out or args.run / "report.html"
-    text = page.render(read_run(args.run))
+    found = read_run(args.run)
+    places = [args.tokenizer] if args.tokenizer else tokenizers_of(found, args.run)
+    text = page.render(found, decoder(places))
     draft = out.with_name(out.name + ".partial")
     try:
         draft.write_text(text, encoding="utf-8")

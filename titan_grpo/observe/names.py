@@ -20,6 +20,7 @@ CLIP_FRACTION = "ratio/clip_fraction"
 CLIPPED_LOW = "ratio/clipped_low_fraction"
 CLIPPED_HIGH = "ratio/clipped_high_fraction"
 ENTROPY = "policy/entropy"
+LOGPROB = "policy/logprob_mean"
 LOGIT_SQUARE = "policy/logit_square"
 PTX_LOSS = "loss/ptx"
 IMPORTANCE_MEAN = "importance/mean"
@@ -30,6 +31,7 @@ KEPT = "loss/kept_fraction"
 COMPLETION_TOKENS = "rollout/completion_tokens_mean"
 LOGPROB_GAP = "logprob_gap/mean"
 LOGPROB_GAP_MAX = "logprob_gap/max"
+LOGPROB_DIFFERENCE = "logprob_gap/signed_mean"
 ON_POLICY_GAP = "logprob_gap/on_policy_mean"
 ON_POLICY_GAP_MAX = "logprob_gap/on_policy_max"
 WORK_CV = "balance/work_cv"
@@ -38,6 +40,8 @@ BATCH_FILL = "balance/fill"
 STALENESS = "staleness/mean"
 STALENESS_MAX = "staleness/max"
 STALENESS_TOKENS = "staleness/token_mean"
+LAG = "servers/lag_mean"
+LAG_MAX = "servers/lag_max"
 
 # Time on the main thread, one value per step.
 STEP_S = "time/step_s"
@@ -88,6 +92,7 @@ MEANING: dict[str, str] = {
     CLIPPED_LOW: "share of tokens with a negative advantage and a ratio below the lower bound",
     CLIPPED_HIGH: "share of tokens with a positive advantage and a ratio above the upper bound",
     ENTROPY: "mean entropy of the policy's next-token distribution, nats",
+    LOGPROB: "mean log-probability of the sampled tokens, nats",
     LOGIT_SQUARE: "mean square of the policy's logits",
     PTX_LOSS: "cross-entropy of the plain text that is mixed in, nats per token",
     IMPORTANCE_MEAN: "mean weight of the off-policy correction",
@@ -98,6 +103,7 @@ MEANING: dict[str, str] = {
     COMPLETION_TOKENS: "mean length of a completion, tokens",
     LOGPROB_GAP: "mean absolute difference of trainer and engine log-probability, nats",
     LOGPROB_GAP_MAX: "largest absolute difference of a step, nats",
+    LOGPROB_DIFFERENCE: "mean of trainer minus engine log-probability, nats",
     ON_POLICY_GAP: (
         "that mean over tokens that the trainer's own version made, on KV of its own: arithmetic,"
         " not learning; nats"
@@ -112,6 +118,8 @@ MEANING: dict[str, str] = {
         "mean over tokens of trainer version minus the one that sampled the token (where the engine"
         " does not name it: the oldest that may have), versions"
     ),
+    LAG: "mean over servers of the version a step began from minus the held one, versions",
+    LAG_MAX: "largest of those, versions",
     STEP_S: "a whole step on the main thread, seconds",
     BLOCKED_S: "main thread lost to weight sync, seconds per step",
     ROLLOUT_WAIT_S: "main thread waited for rollouts, seconds per step",

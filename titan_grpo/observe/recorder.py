@@ -199,10 +199,10 @@ class Recorder:
     """Collects what a run did. Every method may be called from any thread; none waits for a file.
 
     Files in ``run_dir``: ``trace.json`` (other ranks: ``trace.rankN.json``, see :func:`merge`), and
-    of rank 0 ``metrics.jsonl`` (one line per step) and ``history.jsonl`` (what summary.json needs
-    of earlier processes of the run). A resumed run appends to all of them. ``track`` names a row of
-    the trace; without it the row is the calling thread's name. Raises ConfigError if ``run_dir``
-    cannot be written.
+    of rank 0 ``metrics.jsonl`` (one line per step), ``history.jsonl`` (what summary.json needs of
+    earlier processes of the run) and ``samples.jsonl`` (completions to look at). A resumed run
+    appends to all of them. ``track`` names a row of the trace; without it the row is the calling
+    thread's name. Raises ConfigError if ``run_dir`` cannot be written.
     """
 
     def __init__(
@@ -317,6 +317,10 @@ class Recorder:
             self._own_rows += 1
         self._queue.put(("metrics", row))
 
+    def sample(self, line: Mapping[str, Any]) -> None:
+        """Add a line to samples.jsonl (:class:`titan_grpo.observe.shown.ShownStep`)."""
+        self._queue.put(("samples", line))
+
     def _begin(self, step: int) -> None:
         """Before the first step of this process: forget what it repeats, or the older run of which
         the directory still has the files."""
@@ -409,6 +413,7 @@ class Recorder:
         if self.rank == 0:
             outputs["metrics"] = _Output(self.metrics_path, _open_lines)
             outputs["history"] = _Output(self._history_path, _open_lines)
+            outputs["samples"] = _Output(self.run_dir / "samples.jsonl", _open_lines)
         first = True
         # no deadline: close() of the owner puts None into the queue; the thread is a daemon
         while (item := self._queue.get()) is not None:

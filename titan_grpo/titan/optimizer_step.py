@@ -29,6 +29,7 @@ from titan_grpo.algorithm.metrics import (
 )
 from titan_grpo.algorithm.rows import IGNORE_INDEX
 from titan_grpo.titan.packed import PackedAttention
+from titan_grpo.titan.shown import FirstBatch
 from titan_grpo.titan.text import TextMixin, text_weight
 
 CHUNK_TOKENS = 4096
@@ -53,6 +54,8 @@ class Outcome:
     """Why the others were not taken."""
     metrics: Metrics
     """This rank's, not reduced."""
+    first: FirstBatch | None
+    """This rank's first micro-batch with the log-probabilities of the policy before the step."""
 
 
 Reader = Callable[[torch.Tensor, torch.Tensor, float, int], torch.Tensor]
@@ -106,6 +109,7 @@ class Stepper:
         self._reference, self._packed, self._text = reference, packed, text
         self._grpo = trainer.job_config.grpo
         self._temperature: float = trainer.job_config.rollout.temperature
+        self._first: FirstBatch | None = None
 
     def run(
         self, batches: Iterator[Loaded], steps: Sequence[int], version: int, collapsed: bool
@@ -115,6 +119,7 @@ class Stepper:
 
         ``version`` is the trainer's; ``collapsed`` comes from rank 0 (the others pass False).
         """
+        self._first = None
         minibatches = [[next(batches) for _ in range(count)] for count in steps]
         self._prepare(minibatches)
         parts: list[Metrics] = []
@@ -132,6 +137,7 @@ class Stepper:
             grad_norm=max(norm for norm, _ in found),
             unhealthy=tuple(dict.fromkeys(bad)),
             metrics=accumulate(parts),
+            first=self._first,
         )
 
     def _prepare(self, minibatches: Sequence[Sequence[Loaded]]) -> None:
@@ -220,6 +226,9 @@ class Stepper:
             with t.train_context(), t.maybe_enable_amp:
                 logits = self._logits(t.model_parts[0], batch)
                 logprobs = token_logprobs(logits, labels, self._temperature, CHUNK_TOKENS)
+                if self._first is None:
+                    seen = batch["input"], labels, batch["sequence"], logprobs.detach()
+                    self._first = FirstBatch(*seen)
                 entropy = mean_square = None
                 if g.entropy_loss_weight:
                     entropy = token_entropy(logits, self._temperature, CHUNK_TOKENS)

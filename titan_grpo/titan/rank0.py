@@ -8,10 +8,11 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from titan_grpo.algorithm.advantages import AdvantageOptions, LengthPenalty, Overlong
@@ -23,6 +24,7 @@ from titan_grpo.engines.server import ServerAccess, make_control
 from titan_grpo.errors import ProtocolError, ServerUnfit, ServerUnreachable
 from titan_grpo.observe import names, report, terminal
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.observe.shown import ShownStep, choose
 from titan_grpo.receive.commit import tensor_views
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.runkey import find_run_key
@@ -32,6 +34,7 @@ from titan_grpo.titan.data import Sampled, StepWork, varied_groups
 from titan_grpo.titan.hf_files import copy_assets, write_weights
 from titan_grpo.titan.membership import Membership
 from titan_grpo.titan.server_urls import ServersFile
+from titan_grpo.titan.shown import FirstBatch, sequences, shown
 from titan_grpo.titan.startup import Launcher, Rollouts, start_rollouts, sync_settings
 
 logger = logging.getLogger(__name__)
@@ -75,6 +78,12 @@ def advantage_options(job_config: Any) -> AdvantageOptions:
 
 
 _LOSS_VALUES = {
+    names.LOSS: "loss",
+    names.LOGPROB: "logprob",
+    names.LOGPROB_GAP: "logprob_gap",
+    names.LOGPROB_GAP_MAX: "logprob_gap_max",
+    names.LOGPROB_DIFFERENCE: "logprob_difference",
+    names.RATIO_MEAN: "ratio",
     names.KL: "kl",
     names.ENTROPY: "entropy",
     names.LOGIT_SQUARE: "logit_square",
@@ -113,6 +122,7 @@ class Controller:
         self._worker: SyncWorker | None = None
         self._membership: Membership | None = None
         self._step_values: dict[str, float] = {}
+        self._taken: tuple[int, list[Group]] = 0, []
         self._collapse = Collapse(job_config.grpo.reward_collapse_steps)
 
     @property
@@ -231,6 +241,7 @@ class Controller:
                 reason,
             )
         self._step_values = _group_values(groups, batch, version)
+        self._taken = version, groups
         ranks = batch.micro_batches() if self._job.grpo.single_rank_load else batch.rows
         return StepWork(
             ranks, batch.steps, self.worker.slots.take_reserved(), json.dumps(rollouts.state())
@@ -300,6 +311,16 @@ class Controller:
         for name, (start, stop) in phases.items():
             self.recorder.add_span(name, start, stop, "main thread", step=step)
 
+    def show(self, step: int, trained: FirstBatch | None) -> None:
+        """Keep some completions of the step for people to look at (rollout.sample_every)."""
+        every = self._job.rollout.sample_every
+        if trained is None or not every or (step > 1 and step % every):
+            return
+        version, groups = self._taken
+        chosen = choose(shown(groups, sequences(trained)))
+        line = ShownStep(step, version, self._model_dir, chosen)
+        self.recorder.sample(msgspec.to_builtins(line))
+
     def record(
         self, step: int, metrics: Mapping[str, float], times: Mapping[str, float]
     ) -> dict[str, float]:
@@ -307,22 +328,18 @@ class Controller:
         values = {
             **self._step_values,
             **times,
-            names.LOSS: metrics["loss"],
-            names.LOGPROB_GAP: metrics["logprob_gap"],
-            names.LOGPROB_GAP_MAX: metrics["logprob_gap_max"],
-            names.RATIO_MEAN: metrics["ratio"],
             names.CLIP_FRACTION: metrics["clipped_low"] + metrics["clipped_high"],
         }
         if metrics["on_policy_count"] > 0:
             values[names.ON_POLICY_GAP] = metrics["on_policy_gap"] / metrics["on_policy_count"]
             values[names.ON_POLICY_GAP_MAX] = metrics["on_policy_gap_max"]
         values |= {name: metrics[key] for name, key in _LOSS_VALUES.items() if key in metrics}
+        versions = self.worker.servers.versions()
+        values |= _lags(self._taken[0], versions.values())
         # A step that was skipped for its numbers has no loss to show.
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         self.recorder.step(step, values)
-        line = report.progress_line(
-            step, self._job.training.steps, values, self.worker.servers.versions()
-        )
+        line = report.progress_line(step, self._job.training.steps, values, versions)
         terminal.print_status(line)
         return values
 
@@ -403,6 +420,13 @@ def _owner(run_dir: Path) -> str:
     if not path.exists():
         path.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
     return path.read_text(encoding="utf-8").strip()
+
+
+def _lags(version: int, held: Iterable[int | None]) -> dict[str, float]:
+    """How far the servers are behind the ``version`` that a step began from, in versions. Those
+    that hold none are left out."""
+    lags = [max(0, version - own) for own in held if own is not None]
+    return {names.LAG: statistics.fmean(lags), names.LAG_MAX: float(max(lags))} if lags else {}
 
 
 def _group_values(groups: Sequence[Group], batch: Batch, version: int) -> dict[str, float]:

@@ -277,6 +277,7 @@ class GRPOTrainer(Trainer):
         controller.draw(self.step, spans)
         if outcome.unhealthy:
             controller.unhealthy(self.step, outcome.steps - outcome.taken, outcome.unhealthy)
+        controller.show(self.step, outcome.first)
         tensorboard = controller.record(self.step, metrics, times)
         self.metrics_processor.logger.log(tensorboard, self.step)
 

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_grpo.observe import names
-from titan_grpo.views import timeline
+from titan_grpo.views import completions, timeline
 from titan_grpo.views.bands import band, edges, rounded
+from titan_grpo.views.completions import Decode
 from titan_grpo.views.facts import facts_of
 from titan_grpo.views.findings import Facts, duration, findings, percent, short
 from titan_grpo.views.run import Run
@@ -51,6 +52,7 @@ CHARTS = (
         stacked=True,
     ),
     Chart("Staleness", "versions", ((names.STALENESS, "mean"), (names.STALENESS_MAX, "largest"))),
+    Chart("Servers behind", "versions", ((names.LAG, "mean"), (names.LAG_MAX, "largest"))),
     Chart(
         "Log-probability gap",
         "nats",
@@ -61,7 +63,8 @@ CHARTS = (
         "Clipped and corrected tokens",
         "share",
         (
-            (names.CLIP_FRACTION, "clipped"),
+            (names.CLIPPED_LOW, "clipped low"),
+            (names.CLIPPED_HIGH, "clipped high"),
             (names.IMPORTANCE_CUT, "correction cut"),
             (names.VETOED, "vetoed"),
         ),
@@ -71,14 +74,14 @@ CHARTS = (
 below them."""
 
 
-def render(run: Run) -> str:
+def render(run: Run, decode: Decode) -> str:
     """Make the page. A browser needs nothing else to show it: no network, no other file."""
-    data = json.dumps(page_data(run), separators=(",", ":"), allow_nan=False)
+    data = json.dumps(page_data(run, decode), separators=(",", ":"), allow_nan=False)
     # "</script>" or "<!--" in a text would end the element that holds the data
     return TEMPLATE.read_text(encoding="utf-8").replace(MARK, data.replace("<", "\\u003c"))
 
 
-def page_data(run: Run) -> dict[str, Any]:
+def page_data(run: Run, decode: Decode) -> dict[str, Any]:
     """Compute what the page shows, as plain JSON."""
     facts = facts_of(run)
     bounds = edges(len(run.rows), BUCKETS)
@@ -97,6 +100,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "charts": [chart for chart in first if chart["curves"]],
         "others": [chart for chart in own if chart["curves"]],
         "timeline": _timeline(run),
+        "completions": completions.table(run.samples, decode),
     }
 
 

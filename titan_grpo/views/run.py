@@ -19,6 +19,7 @@ import numpy.typing as npt
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.observe.schema import Summary
+from titan_grpo.observe.shown import ShownStep
 
 BLOCK_BYTES = 1 << 24
 """Of the trace, read at a time."""
@@ -118,6 +119,8 @@ class Run:
     rows: list[dict[str, Any]]
     """Of metrics.jsonl, in rising order of steps."""
     trace: Trace
+    samples: list[ShownStep]
+    """Of samples.jsonl, in rising order of steps."""
     summary: Summary | None
     """None while the run goes on, and after a kill."""
 
@@ -135,10 +138,24 @@ def read_run(folder: Path) -> Run:
             folder.resolve().name,
             read_metrics(metrics) if metrics.is_file() else [],
             read_trace(trace) if trace.is_file() else Trace(),
+            read_samples(folder / "samples.jsonl"),
             _summary(folder / "summary.json", newest=metrics),
         )
     except OSError as error:
         raise ConfigError(f"RUN must be readable, {folder} is not: {error.strerror}") from error
+
+
+def read_samples(path: Path) -> list[ShownStep]:
+    """Read samples.jsonl. As in metrics.jsonl a step that comes again takes the place of all from
+    it on, and a torn line is left out."""
+    out: list[ShownStep] = []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with suppress(msgspec.DecodeError):
+            found = msgspec.json.decode(line, type=ShownStep)
+            while out and out[-1].step >= found.step:
+                out.pop()
+            out.append(found)
+    return out
 
 
 def _summary(path: Path, newest: Path) -> Summary | None:
