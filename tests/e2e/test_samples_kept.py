@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.faults.engineless import Engineless
+from tests.faults.instances import engineless_launcher
 from titan_grpo.commands import report
 from titan_grpo.observe import names
 from titan_grpo.views.run import read_run
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 @pytest.mark.parametrize("pack", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_kept_completions_have_the_trainers_log_probabilities(runs, make_replay, tmp_path, pack):
     replay = make_replay(tmp_path / "replay.jsonl", 4, 4, 16).write(4)
-    server = Engineless(runs.model, tmp_path / "server", "127.0.0.1")
+    server = engineless_launcher(runs.model)(tmp_path / "server")
     out = tmp_path / "run"
     packed = "--grpo.pack_sequences" if pack else "--grpo.no-pack_sequences"
     arguments = ["--training.steps=4", "--rollout.sample_every=3", packed]
