@@ -59,15 +59,15 @@ class ServiceProcess:
         """SIGKILL; its rollout process ends by itself."""
         (child,) = psutil.Process(self.process.pid).children()
         self.process.kill()
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=60)
         self._errors.close()
-        psutil.wait_procs([child], timeout=20)
+        psutil.wait_procs([child], timeout=60)
         assert not child.is_running()
 
     def stop(self) -> int:
         """SIGTERM; its exit code."""
         self.process.terminate()
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=60)
         self._errors.close()
         return self.process.returncode
 

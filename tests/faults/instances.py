@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from safetensors import safe_open
 
 from tests.faults.judge import Sample
+from tests.rigs.census import descendants
 from tests.rigs.server_handle import ServerProcess
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.http import SyncDriver
@@ -255,20 +256,7 @@ class Instance:
 
 def processes_below(pid: int) -> list[tuple[int, str]]:
     """(pid, command line) of every process below ``pid``, oldest first."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            # The name in brackets may hold anything; the state and the parent are the fields after
-            # it.
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                children.setdefault(int(parent), []).append(int(stat.parent.name))
-    out, pending = [], list(children.get(pid, ()))
-    while pending:
-        child = pending.pop()
-        out.append(child)
-        pending += children.get(child, ())
-    return _titles(sorted(out))
+    return _titles(descendants(pid))
 
 
 def _titles(pids: list[int]) -> list[tuple[int, str]]:

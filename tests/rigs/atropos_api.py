@@ -3,30 +3,25 @@
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from tests.rigs.trainer_handle import wait_until
 from titan_grpo.engines.http import Call, HttpRefused, SyncDriver
 from titan_grpo.engines.launch import free_port
 from titan_grpo.errors import PeerError, ServerUnreachable
 from titan_grpo.subprocesses import Guarded
 
-START_S = 60.0
-LOOK_S = 0.05
+START_S = 120.0
 END_S = 20.0
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = START_S) -> None:
     """Look again and again at something that says nothing by itself. Raises ServerUnreachable past
     the deadline."""
-    pause = threading.Event()
-    for _ in range(int(timeout_s / LOOK_S)):
-        if condition():
-            return
-        pause.wait(LOOK_S)
-    raise ServerUnreachable(f"not within {timeout_s:g} s: {what}")
+    if not wait_until(condition, timeout_s):
+        raise ServerUnreachable(f"not within {timeout_s:g} s: {what}")
 
 
 class AtroposApi:

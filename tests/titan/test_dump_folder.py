@@ -31,7 +31,7 @@ def test_a_second_run_is_refused_with_the_first_ones_process_until_that_is_kille
             pass
     finally:
         first.send_signal(signal.SIGKILL)
-        first.communicate(timeout=30)
+        first.communicate(timeout=60)
     with held(tmp_path):
         pass
 

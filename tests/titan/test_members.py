@@ -184,7 +184,7 @@ def test_a_bad_file_is_said_once_and_the_last_good_list_stays(start, said, tmp_p
     for text in ("nonsense\n", f"{B}\n", f"{A}\n"):
         replaced(path, text)
         if text == "nonsense\n":
-            complaint = heard.get(timeout=20)
+            complaint = heard.get(timeout=60)
             assert "nonsense" in complaint
             assert "line 1" in complaint
             assert "last good list stays" in complaint
