@@ -4,11 +4,13 @@ mistakes are said."""
 import asyncio
 import inspect
 import json
+import re
 import threading
 from types import SimpleNamespace
 
 import pytest
 
+from tests.example_files import command_of, lines_written
 from titan_grpo.config import GRPO, JobConfig, Rollout, violations
 from titan_grpo.errors import ConfigError, DataError, TaskError
 from titan_grpo.rollout.client import RolloutClient
@@ -19,6 +21,7 @@ from titan_grpo.rollout.tasks.base import TaskOptions, load_task
 from titan_grpo.rollout.tasks.dataset import Condition, Rows, open_table
 from titan_grpo.rollout.tasks.functions import FunctionOptions, FunctionTask, Reward, read_rewards
 from titan_grpo.samples import Completion
+from titan_grpo.titan.tiny import write_tiny_model
 
 SUMS = [{"prompt": f"{i}+1=", "answer": i + 1, "level": i % 3} for i in range(6)]
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{{ tools or '' }}:"
@@ -444,3 +447,49 @@ def test_a_function_that_cannot_be_imported_ends_the_start(started) -> None:
 def test_a_model_without_a_chat_template_ends_the_start(started) -> None:
     with pytest.raises(ConfigError, match=r"has none: set rollout\.chat_template"):
         started("def reward(completions):\n    return [0.0, 0.0]\n", chat_template="")
+
+
+LINES = 10
+"""Most that a user writes for an own reward on own rows in the model's chat template."""
+
+
+@pytest.mark.e2e
+def test_the_example_of_an_own_reward_is_ten_lines_and_rewards_its_rows(
+    root, tmp_path, completion_server
+) -> None:
+    source = root / "examples" / "own_reward" / "rewards.py"
+    arguments = command_of(source)
+    assert lines_written(source, arguments) <= LINES
+    keys = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    model = str(write_tiny_model("qwen3", tmp_path / "model"))
+    path = keys["--rollout.dataset"]
+    rows = [json.loads(line) for line in (root / path).read_text().splitlines()]
+    server, codec = completion_server(), TextCodec(model)
+
+    def answers(body):
+        # A model that is right for even seeds, and says letters for odd ones.
+        said = codec.decode(body["prompt"])
+        a, b = map(int, re.findall(r"\d+", said))
+        ids = codec.encode(str(a + b) if body["seed"] % 2 == 0 else "four")
+        return server.answer(list(ids), [-1.0] * len(ids), "stop")
+
+    server.behaviour = answers
+    reward = [keys["--rollout.reward"]]
+    spec = RolloutSpec(model, reward=reward, dataset=path, group_size=4, max_staleness=0)
+    client = RolloutClient(spec)
+    try:
+        client.start(60)
+        client.set_server(server.url, 0, True, "r:0:f")
+        groups = client.next_batch(0, 8, 60)
+    finally:
+        client.close(5)
+    assert len({group.prompt.payload["row"] for group in groups}) == 8
+    for group in groups:
+        row = rows[group.prompt.payload["row"]]
+        # <bos>, and the template's text.
+        template = codec.encode(f"user: {row['prompt']}\nassistant:")
+        assert group.prompt.token_ids == (1, *template)
+        for completion in group.completions:
+            right = codec.decode(completion.token_ids) == row["answer"]
+            assert completion.reward == float(right)
+    assert {c.reward for group in groups for c in group.completions} == {0.0, 1.0}
