@@ -223,6 +223,7 @@ def test_k1_is_a_term_of_the_loss_only_where_every_token_is_of_the_policy_itself
         ({}, "overlong_penalty", ".._share are 0"),
         ({}, "correct_reward", "grpo.length_penalty = 0"),
         ({}, "dynamic_sampling_rounds", "grpo.dynamic_sampling = false"),
+        ({"token_staleness_limit": 2}, "token_staleness_limit", "lets no older token in"),
         ({}, "ptx_scale", "no text is mixed in"),
         ({"balance_batch": False}, "balance_split_groups", "in their order"),
     ],

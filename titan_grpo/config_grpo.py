@@ -151,6 +151,10 @@ class GRPO:
     """Tokens to which the policy gives a probability below this are left out of every term of the
     loss; 0 and 1: none is."""
 
+    token_staleness_limit: int = -1
+    """Tokens that are more than so many versions older than the trainer are left out of every term
+    of the loss, each by its own version; -1: none is."""
+
     logit_loss_weight: float = 0.0
     """Adds the mean over the vocabulary of (this * logit)^2 per token."""
 
@@ -304,6 +308,7 @@ def _bounds(g: GRPO) -> Rules:
     ):
         yield not 0 <= getattr(g, name) <= 1, name, "in [0, 1]"
     yield not 0 <= g.rollout_is_veto_threshold < 1, "rollout_is_veto_threshold", "in [0, 1)"
+    yield g.token_staleness_limit < -1, "token_staleness_limit", "-1 (off) or greater"
     yield g.token_budget < 0, "token_budget", "0 (derived) or greater"
     yield (
         g.rollout_is_threshold != 0 and g.rollout_is_threshold < 1,

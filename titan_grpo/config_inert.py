@@ -23,7 +23,11 @@ def inert(config: Any, given: Collection[str]) -> list[str]:
     with one optimizer step per batch the ratio is 1.
     """
     tables = (
-        ("grpo", config.grpo, (*_policy(config.grpo, config.rollout), *_others(config.grpo))),
+        (
+            "grpo",
+            config.grpo,
+            (*_policy(config.grpo, config.rollout), *_others(config.grpo, config.rollout)),
+        ),
         ("rollout", config.rollout, _rollout(config.rollout)),
         ("weight_sync", config.weight_sync, _weight_sync(config.rollout)),
     )
@@ -100,7 +104,7 @@ def _policy(g: GRPO, r: Rollout) -> Iterator[Row]:
     yield g.rollout_is_threshold == 0, CORRECTION, "grpo.rollout_is_threshold = 0 turns it off"
 
 
-def _others(g: GRPO) -> Iterator[Row]:
+def _others(g: GRPO, r: Rollout) -> Iterator[Row]:
     """KL, advantages, and what else a switch turns off."""
     yield (
         g.kl_beta == 0,
@@ -112,6 +116,11 @@ def _others(g: GRPO) -> Iterator[Row]:
         not g.normalize_advantage_std,
         ("advantage_normalization",),
         "grpo.normalize_advantage_std = false: nothing is divided",
+    )
+    yield (
+        g.token_staleness_limit >= r.max_staleness,
+        ("token_staleness_limit",),
+        f"rollout.max_staleness = {r.max_staleness} lets no older token in",
     )
     cache = g.overlong_cache_tokens or g.overlong_cache_share
     yield not cache, ("overlong_penalty",), "grpo.overlong_cache_tokens and .._share are 0"

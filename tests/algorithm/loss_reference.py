@@ -23,7 +23,8 @@ class Sequence:
     reference: torch.Tensor
     weights: torch.Tensor
     advantage: float
-    staleness: int
+    staleness: torch.Tensor
+    """Versions between each token and the policy."""
 
 
 def sequence_loss(
@@ -39,15 +40,19 @@ def sequence_loss(
         prox = sequence.old
     elif g.proximal_logprobs == "rollout":
         prox = sequence.engine
-    elif g.proximal_logprobs == "interpolate" and sequence.staleness > 0:
-        alpha = (sequence.staleness - 1) / sequence.staleness
-        prox = sequence.engine + alpha * (now - sequence.engine)
+    elif g.proximal_logprobs == "interpolate":
+        prox = now.clone()
+        for t, age in enumerate(sequence.staleness.tolist()):
+            if age > 0:
+                alpha = (age - 1) / age
+                prox[t] = sequence.engine[t] + alpha * (now[t] - sequence.engine[t])
     else:
         prox = now
     kept = [
         t
         for t in range(len(now))
         if not 0 < g.onpolicy_logp_threshold < 1 or now[t].exp() >= g.onpolicy_logp_threshold
+        if g.token_staleness_limit < 0 or sequence.staleness[t] <= g.token_staleness_limit
     ]
     if not kept:
         return 0 * z.sum()

@@ -10,13 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.algorithm.table_model import ALL_ON, Tables, step
 from titan_grpo.algorithm import metrics
-from titan_grpo.algorithm.batch import BatchOptions, plan
+from titan_grpo.algorithm.batch import BatchOptions
 from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy, token_logprobs
-from titan_grpo.algorithm.loss import LogitTerms, grpo_loss
-from titan_grpo.algorithm.metrics import accumulate, summarize, unpack
 from titan_grpo.algorithm.metrics import pack as pack_metrics
-from titan_grpo.config import GRPO
+from titan_grpo.algorithm.metrics import summarize, unpack
 from titan_grpo.errors import ConfigError
 from titan_grpo.samples import Completion, Group, Prompt
 
@@ -86,38 +85,12 @@ def make_groups():
     return groups
 
 
-OPTIONS = GRPO(
-    policy_ratio_type="sequence",
-    kl_beta=0.2,
-    neg_scaler=0.5,
-    onpolicy_logp_threshold=0.02,
-    logit_loss_weight=0.3,
-    entropy_loss_weight=0.05,
-    rollout_is_level="geometric",
-    rollout_is_mode="mask",
-    rollout_is_threshold=3.0,
-)
-
-
 def train_step(num_ranks, rank, pack):
-    """(loss, gradient, metrics) of this rank's micro-batches of a step over ``num_ranks``, with
-    every term of the loss on."""
+    """This rank's part of a step over ``num_ranks``, with every term of the loss on."""
     table = torch.arange(WORDS * WORDS, dtype=torch.float64).view(WORDS, WORDS).sin()
-    reference = table.flip(0)
-    table.requires_grad_()
-    total, parts = torch.zeros((), dtype=torch.float64), []
     options = BatchOptions(token_budget=16, max_len=8, num_minibatches=2, pack=pack)
-    for batch in plan(make_groups(), num_ranks, options).micro_batches()[rank]:
-        logits, labels = table[batch["inputs"]], batch["labels"]
-        terms = LogitTerms(token_entropy(logits, 1.0, 3), logit_mean_square(logits, 3))
-        ref = token_logprobs(reference[batch["inputs"]], labels, 1.0, 3)
-        loss, metrics = grpo_loss(
-            token_logprobs(logits, labels, 1.0, 3), batch, OPTIONS, ref, None, terms
-        )
-        loss.backward()
-        total += loss.detach()
-        parts.append(metrics)
-    return total, table.grad, accumulate(parts)
+    tables = Tables(table, table.flip(0))
+    return step(make_groups(), tables, ALL_ON, options, range(rank, rank + 1), num_ranks)
 
 
 def compared(rank, pack):

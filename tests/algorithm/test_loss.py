@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from tests.algorithm.loss_reference import Sequence, sequence_loss
+from tests.algorithm.table_model import ALL_ON
 from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy, token_logprobs
 from titan_grpo.algorithm.kl import kl_estimate, kl_returns
 from titan_grpo.algorithm.loss import LogitTerms, grpo_loss
@@ -38,14 +39,16 @@ def make_sequences(seed: int = 0, count: int = 9) -> tuple[list[Sequence], list[
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     out, logits = [], []
-    for number in range(count):
+    for _ in range(count):
         n = int(torch.randint(1, 7, (), generator=generator))
         z, tokens = 1.5 * randn(n, WORDS), torch.randint(0, WORDS, (n,), generator=generator)
         near = torch.log_softmax(z / TEMPERATURE, -1).gather(-1, tokens[:, None])[:, 0]
         # Around the policy, so that ratios fall inside and outside of every bound.
         old, engine, reference = near + 0.3 * randn(n), near + 0.5 * randn(n), near + 0.7 * randn(n)
         weights = torch.rand(n, generator=generator, dtype=torch.float64)
-        out.append(Sequence(tokens, old, engine, reference, weights, float(randn(())), number % 4))
+        # A completion that ran over commits has tokens of several versions.
+        staleness = torch.randint(0, 3, (n,), generator=generator).sort(descending=True).values
+        out.append(Sequence(tokens, old, engine, reference, weights, float(randn(())), staleness))
         logits.append(z)
     out[1].engine = out[1].engine + 12.0
     out[2].advantage = 0.0
@@ -95,12 +98,12 @@ def measured(
         b["weights"][row, own], b["old"][row, own] = s.weights, s.old
         b["reference"][row, own] = s.reference
         b["sequence"][row, whole], b["advantages"][row, whole] = number, s.advantage
-        b["staleness"][row, whole] = s.staleness
+        b["staleness"][row, own] = s.staleness.double()
         logits = logits.index_put((torch.tensor(row), torch.arange(own.start, own.stop)), z)
     if layout == "rows":
         # What a micro-batch of one sequence per row may leave out.
         del b["sequence"]
-        b["advantages"], b["staleness"] = b["advantages"][:, 1], b["staleness"][:, 1]
+        b["advantages"] = b["advantages"][:, 1]
     terms = LogitTerms(
         token_entropy(logits, TEMPERATURE, chunk_tokens) if g.entropy_loss_weight else None,
         logit_mean_square(logits, chunk_tokens) if g.logit_loss_weight else None,
@@ -112,21 +115,6 @@ def measured(
     return loss.item(), [z.grad for z in zs if z.grad is not None], metrics
 
 
-ALL_ON = GRPO(
-    policy_ratio_type="sequence",
-    kl_beta=0.2,
-    pos_scaler=1.5,
-    neg_scaler=0.5,
-    onpolicy_logp_threshold=0.03,
-    logit_loss_weight=0.3,
-    entropy_loss_weight=0.05,
-    rollout_is_level="geometric",
-    rollout_is_mode="mask",
-    rollout_is_threshold=1.6,
-    rollout_is_threshold_lower=0.5,
-    rollout_is_veto_threshold=1e-2,
-    clip_ratio_dual=1.5,
-)
 SEQUENCE = GRPO(policy_ratio_type="sequence")
 CASES = {
     "grpo": GRPO(),
@@ -147,6 +135,8 @@ CASES = {
     ),
     "engine as proximal": GRPO(proximal_logprobs="rollout"),
     "interpolated": GRPO(proximal_logprobs="interpolate"),
+    "young tokens": GRPO(token_staleness_limit=1),
+    "young tokens, gspo": replace(SEQUENCE, token_staleness_limit=0, kl_beta=0.2),
     "no correction": GRPO(rollout_is_threshold=0.0),
     "veto": GRPO(rollout_is_veto_threshold=0.5),
     "all": ALL_ON,

@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from tests.algorithm.loss_reference import Sequence, sequence_loss
-from tests.algorithm.test_loss import ALL_ON
-from titan_grpo.algorithm.batch import BatchOptions, plan
-from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy, token_logprobs
-from titan_grpo.algorithm.loss import LogitTerms, grpo_loss
-from titan_grpo.algorithm.metrics import accumulate, summarize
+from tests.algorithm.table_model import ALL_ON, Tables, step
+from titan_grpo.algorithm.batch import BatchOptions
+from titan_grpo.algorithm.metrics import summarize
 from titan_grpo.config import GRPO
 from titan_grpo.samples import Completion, Group, Prompt
 
@@ -73,7 +71,7 @@ def expected(grpo: GRPO, normalization: str, old_given: bool) -> tuple[float, to
                     reference,
                     torch.full((n,), 1 / divisor, dtype=torch.float64),
                     float(advantage),
-                    0,
+                    torch.zeros(n),
                 ),
                 table[before],
                 TEMPERATURE,
@@ -89,25 +87,10 @@ def measured(
     grpo: GRPO, options: BatchOptions, num_ranks: int, old_given: bool = False
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
     """Losses of all micro-batches of all ranks added up, their gradient and metrics."""
-    table = POLICY.clone().requires_grad_()
-    losses, parts = [], []
-    for batch in (mb for rank in plan(GROUPS, num_ranks, options).micro_batches() for mb in rank):
-        inputs, arguments = batch["inputs"], (batch["labels"], TEMPERATURE, 5)
-        logits = table[inputs]
-        loss, metrics = grpo_loss(
-            token_logprobs(logits, *arguments),
-            batch,
-            grpo,
-            token_logprobs(REFERENCE[inputs], *arguments) if grpo.kl_beta else None,
-            token_logprobs(OLD[inputs], *arguments) if old_given else None,
-            LogitTerms(token_entropy(logits, TEMPERATURE, 5), logit_mean_square(logits, 5)),
-        )
-        losses.append(loss)
-        parts.append(metrics)
-    total = torch.stack(losses).sum()
-    total.backward()
-    assert table.grad is not None
-    return total.item(), table.grad, summarize(accumulate(parts))
+    tables = Tables(POLICY, REFERENCE, OLD if old_given else None, TEMPERATURE)
+    ranks = range(num_ranks)
+    found = step(GROUPS, tables, grpo, options, ranks, num_ranks)
+    return found.loss.item(), found.gradient, summarize(found.metrics)
 
 
 @pytest.mark.parametrize("grpo", [GRPO(), ALL_ON], ids=["defaults", "every term"])

@@ -15,7 +15,8 @@ DEADLINE_S = 120
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory):
     store = tmp_path_factory.mktemp("two_ranks") / "store"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    root = str(SCRIPT.parents[2])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(rank), str(store)],

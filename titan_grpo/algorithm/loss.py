@@ -81,6 +81,8 @@ def grpo_loss(
     kept = labelled
     if 0 < grpo.onpolicy_logp_threshold < 1:
         kept = labelled & (logprobs.detach().exp() >= grpo.onpolicy_logp_threshold)
+    if grpo.token_staleness_limit >= 0:
+        kept = kept & (_per_token(batch["staleness"]) <= grpo.token_staleness_limit)
     spans = spans_of(kept, batch.get("sequence"))
     weights = batch["weights"].masked_fill(~kept, 0)
     advantages = scaled_advantages(
