@@ -13,8 +13,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
     "check",
     [
         commits.the_server_computes_what_was_committed_also_the_second_time,
-        commits.requests_run_over_a_commit_and_none_is_lost,
-        commits.a_version_with_a_tensor_that_the_model_has_not_is_refused_whole,
         commits.an_update_that_a_dead_trainer_left_open_is_taken_over,
         streaming.streamed_weights_are_computed_also_the_second_time,
     ],

@@ -1,5 +1,5 @@
-"""A real SGLang server as our launcher starts it: it generates, keeps to its keys, needs no kernel
-and no core, and ends."""
+"""A real SGLang server as our launcher starts it hides its keys and leaves idle cores alone. What
+it does with requests: tests/e2e/test_engine_conformance.py."""
 
 import os
 import time
@@ -7,10 +7,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from titan_grpo.engines import sglang
-from titan_grpo.engines.generation import Sampling
-from titan_grpo.engines.http import HttpRefused, SyncDriver
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -31,28 +27,6 @@ def processes(group: int) -> list[psutil.Process]:
 
 def cpu_seconds(group: int) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes(group))
-
-
-def test_it_generates_without_any_compiled_kernel(sglang_site):
-    sglang_site.assert_serves()
-    sampled = sglang_site.driver.run(sglang.generate([1, 40, 41], Sampling(max_tokens=8), 60.0))
-    assert len(sampled.token_ids) == len(sampled.logprobs) <= 8
-    assert sglang_site.kernel_calls == []
-
-
-def test_rollouts_take_the_api_key_and_pauses_the_admin_key_and_no_other(sglang_site):
-    spec = sglang_site.server.spec
-    pause, generate = sglang.pause(10.0), sglang.generate([1, 40], Sampling(max_tokens=1), 60.0)
-    for keys, refused in (
-        (("", ""), (pause, generate)),
-        ((spec.api_key,), (pause,)),
-        ((spec.admin_key,), (generate,)),
-    ):
-        with SyncDriver(sglang_site.url, *keys) as driver:
-            for call in refused:
-                with pytest.raises(HttpRefused, match="401"):
-                    driver.run(call)
-    assert not sglang_site.paused()
 
 
 def test_its_keys_are_in_no_command_line_and_in_no_file_that_others_can_read(sglang_site):
