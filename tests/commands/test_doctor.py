@@ -188,7 +188,7 @@ def test_model_elements_are_read_from_the_headers_of_all_files(tmp_path) -> None
 
 
 def test_the_way_to_a_local_server_is_the_loopback_address() -> None:
-    assert doctor_facts.address_towards("http://127.0.0.1:8000") == "127.0.0.1"
+    assert doctor_facts.address_towards_server("http://127.0.0.1:8000") == "127.0.0.1"
     assert doctor_facts.listen_error("127.0.0.1") == ""
     assert doctor_facts.listen_error("203.0.113.1") != ""
 

@@ -111,7 +111,7 @@ def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
     size = None if elements is None else elements * want.wire_bytes
     yield checks.memory(available_memory(), size, want.slots)
     yield checks.shared_memory(facts.shm_size(), accelerators())
-    towards = {facts.address_towards(url) for url in want.servers} or {"127.0.0.1"}
+    towards = {facts.address_towards_server(url) for url in want.servers} or {"127.0.0.1"}
     for host in [want.bind_host] if want.bind_host else sorted(towards):
         yield checks.bind(host, facts.listen_error(host))
     for engine, python in want.pythons.items():

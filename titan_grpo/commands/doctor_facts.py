@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from titan_grpo.commands.doctor_checks import OURS, ServerFacts
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.http import Call, KeyRefused, SyncDriver, want
+from titan_grpo.engines.http import Call, KeyRefused, SyncDriver, address_towards, want
 from titan_grpo.engines.server import detect
 from titan_grpo.errors import ConfigError, PeerError, ServerRefused
 from titan_grpo.protocol.messages import Joined
@@ -106,16 +106,11 @@ def model_elements(directory: Path) -> int | None:
     return total if files else None
 
 
-def address_towards(url: str) -> str:
-    """This host's address on the way to a server. No packet is sent: connecting a UDP socket picks
-    a route."""
+def address_towards_server(url: str) -> str:
+    """This host's address on the way to a server; loopback where its name is not known."""
     parts = urlsplit(url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 80
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
+        return address_towards(parts.hostname or "127.0.0.1", parts.port or 80)
     except OSError:
         return "127.0.0.1"
 
@@ -250,7 +245,7 @@ class Questions:
         from titan_grpo.sync.link import Probe
 
         def call_back() -> Joined:
-            host = self._access.bind_host or address_towards(self._url)
+            host = self._access.bind_host or address_towards_server(self._url)
             probe = Probe(host, self._s, self._access.run_key)
             self._driver.run(greeting(probe.hello.to_dict(), self._s))
             # no deadline: the probe was made with the deadline

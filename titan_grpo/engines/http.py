@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import os
+import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -94,6 +95,15 @@ def public_url(url: str) -> str:
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
+
+
+def address_towards(host: str, port: int) -> str:
+    """This host's address on the way to another; OSError if there is none. No packet is sent:
+    connecting a UDP socket picks a route."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
 
 
 @functools.cache

@@ -187,46 +187,28 @@ Action = Recover | CancelRecovery | GiveUp
 _Result = tuple[GuardState, tuple[Action, ...]]
 
 
-def _put(s: GuardState, url: str, watched: GuardedServer | None) -> GuardState:
+def _put(s: GuardState, url: str, server: GuardedServer | None) -> GuardState:
     others = {u: w for u, w in s.servers.items() if u != url}
-    return replace(s, servers=others if watched is None else others | {url: watched})
+    return replace(s, servers=others if server is None else others | {url: server})
 
 
-def _passed(s: GuardState, e: LaneReported) -> _Result:
-    p = e.event
-    before = s.servers.get(p.url)
-    off: tuple[Action, ...] = (
-        (CancelRecovery(p.url),) if before is not None and before.phase is Phase.RECOVERING else ()
-    )
+def _lane_reported(s: GuardState, e: LaneReported) -> _Result:
+    p, before = e.event, s.servers.get(e.event.url)
+    recovering = before is not None and before.phase is Phase.RECOVERING
+    cancel: tuple[Action, ...] = (CancelRecovery(p.url),) if recovering else ()
     match p.point:
         case Point.GREET:
             opened = before is not None and before.opened
-            return (
-                _put(
-                    s,
-                    p.url,
-                    GuardedServer(
-                        p.run_id, p.epoch, Phase.CONNECTING, opened, e.now + s.deadlines.greet_s
-                    ),
-                ),
-                off,
-            )
+            phase, due = Phase.CONNECTING, e.now + s.deadlines.greet_s
         case Point.PAUSE | Point.LOAD | Point.LABEL | Point.RESUME:
             # Each step of a commit has its own lease: the whole commit is slower than any one, and
             # a trainer that froze must not leave its server paused for as long.
-            return (
-                _put(
-                    s,
-                    p.url,
-                    GuardedServer(
-                        p.run_id, p.epoch, Phase.PAUSED, True, e.now + s.deadlines.pause_s
-                    ),
-                ),
-                off,
-            )
+            opened, phase, due = True, Phase.PAUSED, e.now + s.deadlines.pause_s
         case Point.CONNECTED | Point.RESUMED | Point.HELD:
-            return _put(s, p.url, None), off
-    return s, ()
+            return _put(s, p.url, None), cancel
+        case _:
+            return s, ()
+    return _put(s, p.url, GuardedServer(p.run_id, p.epoch, phase, opened, due)), cancel
 
 
 def _ended(s: GuardState, e: Ended) -> _Result:
@@ -251,64 +233,47 @@ def _ticked(s: GuardState, e: Ticked) -> _Result:
     return replace(s, servers={**s.servers, **begun}), actions
 
 
-def _looked(s: GuardState, url: str, epoch: int) -> GuardedServer | None:
-    """The server of a look that was not called off."""
-    watched = s.servers.get(url)
-    return (
-        watched
-        if watched is not None and watched.phase is Phase.RECOVERING and watched.epoch == epoch
-        else None
-    )
+def _recovering(s: GuardState, url: str, epoch: int) -> GuardedServer | None:
+    """The server whose recovery was not cancelled."""
+    server = s.servers.get(url)
+    current = server is not None and server.phase is Phase.RECOVERING and server.epoch == epoch
+    return server if current else None
 
 
-def _settled(s: GuardState, e: Recovered) -> _Result:
-    watched = _looked(s, e.url, e.epoch)
-    if watched is None:
+def _recovered(s: GuardState, e: Recovered) -> _Result:
+    server = _recovering(s, e.url, e.epoch)
+    if server is None:
         return s, ()
-    recoveries = watched.recoveries + 1
+    recoveries = server.recoveries + 1
     if s.ended and recoveries >= 2:
         return _put(s, e.url, None), ()
     due = e.now + (s.deadlines.again_s if s.ended else s.deadlines.pause_s)
-    return (
-        _put(
-            s,
-            e.url,
-            replace(watched, phase=Phase.RECOVERED, due=due, failures=0, recoveries=recoveries),
-        ),
-        (),
-    )
+    after = replace(server, phase=Phase.RECOVERED, due=due, failures=0, recoveries=recoveries)
+    return _put(s, e.url, after), ()
 
 
-def _taken(s: GuardState, e: Superseded) -> _Result:
-    return (s if _looked(s, e.url, e.epoch) is None else _put(s, e.url, None)), ()
+def _superseded(s: GuardState, e: Superseded) -> _Result:
+    return (s if _recovering(s, e.url, e.epoch) is None else _put(s, e.url, None)), ()
 
 
 def _failed(s: GuardState, e: Failed) -> _Result:
-    watched = _looked(s, e.url, e.epoch)
-    if watched is None:
+    server = _recovering(s, e.url, e.epoch)
+    if server is None:
         return s, ()
-    failures = watched.failures + 1
+    failures = server.failures + 1
     if failures >= s.deadlines.tries:
         return _put(s, e.url, None), (GiveUp(e.url),)
-    phase = Phase.PAUSED if watched.opened else Phase.CONNECTING
-    return (
-        _put(
-            s,
-            e.url,
-            replace(
-                watched, phase=phase, due=e.now + s.deadlines.rest_s(failures), failures=failures
-            ),
-        ),
-        (),
-    )
+    phase = Phase.PAUSED if server.opened else Phase.CONNECTING
+    due = e.now + s.deadlines.rest_s(failures)
+    return _put(s, e.url, replace(server, phase=phase, due=due, failures=failures)), ()
 
 
 TRANSITIONS: dict[type, Callable[[GuardState, Any], _Result]] = {
-    LaneReported: _passed,
+    LaneReported: _lane_reported,
     Ended: _ended,
     Ticked: _ticked,
-    Recovered: _settled,
-    Superseded: _taken,
+    Recovered: _recovered,
+    Superseded: _superseded,
     Failed: _failed,
 }
 

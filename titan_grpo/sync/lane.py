@@ -33,8 +33,9 @@ from titan_grpo.protocol import lane as table
 from titan_grpo.protocol import ledger, recovery
 from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point, no_observer
 from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Staged
-from titan_grpo.protocol.recovery import Pause, Relabel, Resume, settle
+from titan_grpo.protocol.recovery import settle
 from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
+from titan_grpo.sync.pause_guard_main import perform
 from titan_grpo.sync.server_set import ServerSet
 from titan_grpo.sync.slots import ImageSlots, Published
 from titan_grpo.sync.stock import StockLink
@@ -269,13 +270,7 @@ class LaneThread(threading.Thread):
             else None
         )
         for step in settle(held, joined.intact, self._control.label(), self._control.paused()):
-            match step:
-                case Pause():
-                    self._control.pause()
-                case Relabel(label):
-                    self._control.relabel(label)
-                case Resume():
-                    self._control.resume()
+            perform(self._control, step)
         if held is None or held.run_id != self._c.run_id:
             return table.Connected(None, joined.intact)
         self._held = held

@@ -43,15 +43,20 @@ STUCK_BYTES = 1 << 16
 """With as much unread behind a full socket buffer the process counts as stuck and is replaced."""
 
 
+def transfer_in_load_s(config: WeightSync) -> float:
+    """How long the transfer in a server's load call may take, in seconds: streamed only."""
+    return config.lane_deadline_s if config.apply == "streamed" else 0.0
+
+
 def deadlines_of(config: WeightSync) -> Deadlines:
     """How long a lane of this configuration may take to connect, and for the longest step of a
     commit."""
-    transfer_s = config.lane_deadline_s if config.apply == "streamed" else 0.0
-    pause_s = lane.step_s(lane.Phase.LOADING, config.commit_deadline_s, transfer_s)
+    call_s = config.commit_deadline_s
+    pause_s = lane.step_s(lane.Phase.LOADING, call_s, transfer_in_load_s(config))
     # hello, joined, communicator, manifest, reading label and pause; then the rest after a failure
     greet_s = (
         3 * config.connect_deadline_s
-        + lane.step_s(lane.Phase.CONNECTING, config.commit_deadline_s)
+        + lane.step_s(lane.Phase.CONNECTING, call_s)
         + 2 * config.backoff_max_s
     )
     return Deadlines(pause_s, greet_s)

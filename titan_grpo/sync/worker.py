@@ -7,10 +7,8 @@
         `------------- reserved slot <---------------'
 """
 
-import ipaddress
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.config import WeightSync
+from titan_grpo.config_rollout import is_loopback
 from titan_grpo.engines.control import ServerControl
+from titan_grpo.engines.http import address_towards
 from titan_grpo.errors import SyncError, TitanGrpoError
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.image import SharedImage
@@ -38,7 +38,7 @@ from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
 from titan_grpo.sync.lane import LaneContext, LaneThread
 from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.pause_guard import PauseGuard
+from titan_grpo.sync.pause_guard import PauseGuard, transfer_in_load_s
 from titan_grpo.sync.publisher import Publisher, copied_key
 from titan_grpo.sync.server_set import JOIN_S, ServerObserver, ServerSet
 from titan_grpo.sync.slots import ImageSlots, Published
@@ -58,15 +58,6 @@ ANYWHERE = "192.0.2.1"
 Images = tuple[torch.Tensor, ...]
 
 
-def is_local(url: str) -> bool:
-    """Whether a URL names this host's loopback."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def resolve_bind_host(configured: str, url: str) -> str:
     """The address for the sockets of a server's lane: as configured, loopback for a local server,
     else the one towards it.
@@ -76,24 +67,19 @@ def resolve_bind_host(configured: str, url: str) -> str:
     """
     if configured:
         return configured
-    if is_local(url):
-        return LOOPBACK
     parts = urlsplit(url)
-    for host in (parts.hostname, ANYWHERE):
-        family = socket.AF_INET6 if ":" in (host or "") else socket.AF_INET
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, parts.port or 80))
-            return str(probe.getsockname()[0])
+    host = parts.hostname or ""
+    if is_loopback(host):
+        return LOOPBACK
+    for way in (host, ANYWHERE):
+        with suppress(OSError):
+            return address_towards(way, parts.port or 80)
     return LOOPBACK
 
 
 def load_deadline_s(config: WeightSync) -> float:
     """Of a server's load call, which streamed waits for the transfer too, in seconds."""
-    return config.commit_deadline_s + _transfer_s(config)
-
-
-def _transfer_s(config: WeightSync) -> float:
-    return config.lane_deadline_s if config.apply == "streamed" else 0.0
+    return config.commit_deadline_s + transfer_in_load_s(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +151,8 @@ class SyncOptions:
         transport = config.transport
         if transport == "auto":
             transport = "nccl" if self.device.type == "cuda" else "gloo"
-        remote = [url for url in (*self.urls, *self.listed) if not is_local(url)]
+        urls = (*self.urls, *self.listed)
+        remote = [url for url in urls if not is_loopback(urlsplit(url).hostname or "")]
         return LinkOptions(
             transport=transport,
             # Of the pause guard; a lane resolves its own at each connection.
@@ -217,7 +204,7 @@ class SyncWorker:
             self._open_lane,
             recorder,
             observer=options.observer,
-            leave_s=lane.commit_s(config.commit_deadline_s, _transfer_s(config)) + JOIN_S,
+            leave_s=lane.commit_s(config.commit_deadline_s, transfer_in_load_s(config)) + JOIN_S,
             max_lag=config.max_lag,
         )
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
