@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import load_file
 
@@ -83,6 +84,8 @@ class Result:
     """Largest difference of their log-probabilities to those of the new weights alone, in nats."""
     largest_kv_age: int = 0
     """Trainer's version at use minus the oldest version behind a completion, as recomputed."""
+    prefixes: dict[int, int] = field(default_factory=dict)
+    """Of the completions on older KV: tokens of that prefix -> how many."""
     counters: dict[str, int] = field(default_factory=dict)
     wrong: list[dict[str, Any]] = field(default_factory=list)
 
@@ -99,6 +102,7 @@ def parse() -> argparse.Namespace:
     add("--kv", choices=("keep", "recompute"), default="keep", help="kv_after_update")
     add("--tolerance", type=float, default=0.02, help="of each log-probability, in nats")
     add("--json", default="", metavar="PATH", help="write the figures there")
+    add("--out", default="", metavar="DIR", help="keep weights, log and completions there")
     return parser.parse_args()
 
 
@@ -267,7 +271,9 @@ def check(taken: list[tuple[int, Group]], asked: list[Asked], out: Path, result:
                 result.wrong.append(wrong | {"prompt": group.prompt.index})
                 continue
             result.fit += 1
-            result.older_kv += found.oldest_kv < found.spans[0][0]
+            if found.prefix:
+                result.older_kv += 1
+                result.prefixes[found.prefix] = result.prefixes.get(found.prefix, 0) + 1
             age = version - min(found.oldest_kv, *(made_by for made_by, _ in found.spans))
             result.largest_kv_age = max(result.largest_kv_age, age)
 
@@ -279,8 +285,10 @@ def main() -> int:
     result = Result(args.engine, args.staleness, args.tolerance)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="check_labels") as folder:
-        out = Path(folder)
+        out = Path(args.out or folder)
+        out.mkdir(parents=True, exist_ok=True)
         taken, asked = collect(args, out, result)
+        (out / "taken.json").write_bytes(msgspec.json.encode(taken))
         made_s = time.monotonic() - begin
         check(taken, asked, out, result)
     bounds = Counter(

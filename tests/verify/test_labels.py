@@ -60,7 +60,7 @@ THRICE = Made(3, 0, (3,) * 2 + (4,) * 6 + (5,) * 4)
         (OVER, Claim(3, 3), None),
         (OVER, Claim(4, 4), None),
         (WAITED, Claim(4, 4), None),
-        (WAITED, Claim(3, 4, ((4, 12),)), Fit(3, ((4, 12),))),
+        (WAITED, Claim(3, 4, ((4, 12),)), Fit(3, ((4, 12),), 16)),
         (THRICE, Claim(3, 5), Fit(3, ((3, 2), (4, 6), (5, 4)))),
         (THRICE, Claim(3, 4), None),
         (THRICE, Claim(3, 9), None),

@@ -63,6 +63,8 @@ class Plugin:
         self.side: EngineSide | None = None
         self.turn = threading.Lock()
         """Held during a hello and during a commit, which come from two threads."""
+        self.commits = 0
+        self.scheduler: Any = None
 
     def hello(self, message: dict[str, Any]) -> dict[str, Any]:
         """RPC thread: a lane's greeting. The answer to it goes over the lane's store."""
@@ -82,9 +84,9 @@ def register() -> None:
         os.environ[SOCKET_VARIABLE] = secrets.token_hex(16)
         _add_routes()
     elif "sglang.srt.managers.scheduler" in sys.modules:  # in the detokenizer it is not
-        HookRegistry.register(
-            "sglang.srt.managers.scheduler.Scheduler.__init__", _scheduler_made, HookType.AFTER
-        )
+        scheduler = "sglang.srt.managers.scheduler.Scheduler"
+        HookRegistry.register(f"{scheduler}.__init__", _scheduler_made, HookType.AFTER)
+        HookRegistry.register(f"{scheduler}.handle_generate_request", _asked, HookType.BEFORE)
 
 
 def commit(_model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -99,6 +101,23 @@ def commit(_model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
         return
     with plugin.turn:
         plugin.side.commit(data if isinstance(data, dict) else {})
+    before, plugin.commits = unsalted(plugin.commits), plugin.commits + 1
+    for request in plugin.scheduler.waiting_queue:
+        # The key of one that a retraction put back stays: its KV is computed anew under it.
+        if request.extra_key == before:
+            request.extra_key = unsalted(plugin.commits)
+
+
+def unsalted(commits: int) -> str:
+    """The part of the prefix cache of requests that name none: another one after each commit, since
+    a pause that keeps running requests keeps the prefixes of older weights too."""
+    return f"titan_grpo {commits}"
+
+
+def _asked(_scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Scheduler process, before a request goes into the queue."""
+    if request.extra_key is None:
+        request.extra_key = unsalted(plugin.commits)
 
 
 def _add_routes() -> None:
@@ -129,6 +148,7 @@ def _add_routes() -> None:
 
 def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """Scheduler process, after the model is loaded."""
+    plugin.scheduler = scheduler
     workers = workers_of(scheduler.tp_group)
     run_key, key_problem = environment_key(os.environ)
     model = scheduler.tp_worker.model_runner.model

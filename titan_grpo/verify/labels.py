@@ -10,7 +10,7 @@ so with any that it allows.
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,11 @@ class Claim:
 @dataclass(frozen=True, slots=True)
 class Fit:
     """The versions that explain a completion: the oldest one behind its KV, and those that sampled
-    its tokens."""
+    its tokens. ``prefix``: how many tokens of the prompt have KV of the former."""
 
     oldest_kv: int
     spans: tuple[Span, ...]
+    prefix: int = 0
 
 
 class Models:
@@ -89,26 +90,27 @@ class Checker:
         search = _Search(self._models, prompt, tokens, logprobs, self._tolerance, claim)
         starts = range(claim.first, claim.last + 1)
         for version in starts if claim.spans is None else (claim.spans[0][0],):
-            for old, length in self._prefixes(len(prompt), claim.first, version):
-                cache = None
-                if length:
-                    _, cache = self._models.feed(old, prompt[:length], None)
-                rows, cache = self._models.feed(version, prompt[length:], cache)
-                found = search.extend(0, version, rows[-1], cache)
-                if found is not None:
-                    return Fit(old, found)
+            for old in range(version, claim.first - 1, -1):
+                lengths = self._prefixes(len(prompt)) if old < version else [0]
+                whole: Any = None
+                if old < version:
+                    _, whole = self._models.feed(old, prompt[:-1], None)
+                for length in lengths:
+                    cache = copy.deepcopy(whole) if length else None
+                    if cache is not None and length < len(prompt) - 1:
+                        cache.crop(length - (len(prompt) - 1))
+                    rows, cache = self._models.feed(version, prompt[length:], cache)
+                    if not search.fits(0, rows[-1]):
+                        continue
+                    found = search.extend(0, version, rows[-1], cache)
+                    if found is not None:
+                        return Fit(old, found, length)
         return None
 
-    def _prefixes(self, length: int, first: int, version: int) -> Iterator[tuple[int, int]]:
-        """(version, tokens) of the cached prefix; the last token of a prompt is always computed."""
-        yield version, 0
-        if self._block == 1:
-            lengths = [length - 1]
-        else:
-            lengths = list(range(self._block, length, self._block))[::-1]
-        for old in range(version - 1, first - 1, -1):
-            for cached in lengths:
-                yield old, cached
+    def _prefixes(self, length: int) -> list[int]:
+        """Tokens of a cached prefix, longest first; the last token of a prompt is always
+        computed."""
+        return list(range(self._block, length, self._block))[::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +149,14 @@ class _Search:
     def _fitting(self, at: int, rows: torch.Tensor) -> int:
         """How many tokens from ``at`` on have their log-probability in ``rows``."""
         for number, row in enumerate(rows):
-            off = abs(float(row[self.tokens[at + number]]) - self.logprobs[at + number])
-            if not (math.isfinite(off) and off <= self.tolerance):
+            if not self.fits(at + number, row):
                 return number
         return len(rows)
+
+    def fits(self, at: int, row: torch.Tensor) -> bool:
+        """Whether token ``at`` has its log-probability in ``row``."""
+        off = abs(float(row[self.tokens[at]]) - self.logprobs[at])
+        return math.isfinite(off) and off <= self.tolerance
 
     def _ends(self, at: int, end: int) -> list[int]:
         """Where the tokens of one version that begin at ``at`` may end, if they fit up to ``end``

@@ -1,0 +1,102 @@
+"""The middleware around vLLM's HTTP application: salts and the two routes."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from titan_grpo.receive.vllm_http import WeightsMiddleware
+
+CHOICE = {
+    "text": "ab",
+    "finish_reason": "length",
+    "token_ids": [7, 8],
+    "logprobs": {"token_logprobs": [-0.5, -1.0]},
+    "prompt_logprobs": [None, {"6": {"logprob": -2.0, "rank": 1}}],
+}
+
+
+class Inner:
+    """Where vLLM stands: keeps what comes, and answers ``status`` with ``answer`` in two pieces."""
+
+    def __init__(self, answer: Any = None, status: int = 200) -> None:
+        self.answer, self.status = json.dumps(answer).encode(), status
+        self.came: list[tuple[str, Any]] = []
+
+    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+        headers = {k.decode(): v.decode() for k, v in scope["headers"]}
+        assert headers.get("content-length", str(len(body))) == str(len(body))
+        assert headers["authorization"] == "Bearer key", "vLLM checks it"
+        self.came.append((scope["path"], json.loads(body) if body else None))
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        for piece, more in ((self.answer[:3], True), (self.answer[3:], False)):
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
+
+
+def ask(app: WeightsMiddleware, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    """(status, answer) of one request, whose body comes in two pieces."""
+    data = json.dumps(body).encode() if body is not None else b""
+    pieces = [(data[:2], True), (data[2:], False)]
+    sent: list[dict] = []
+
+    async def receive() -> dict:
+        piece, more = pieces.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": more}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", b"Bearer key")]
+    scope = {"type": "http", "method": method, "path": path, "headers": headers}
+    asyncio.run(app(scope, receive, send))
+    return sent[0]["status"], json.loads(b"".join(message["body"] for message in sent[1:]))
+
+
+def salt_of(inner: Inner, app: WeightsMiddleware, **body: Any) -> str:
+    ask(app, "POST", "/v1/completions", {"prompt": [5], **body})
+    return inner.came[-1][1]["cache_salt"]
+
+
+def test_a_request_without_a_salt_gets_one_of_the_weights_that_are_served() -> None:
+    inner = Inner({})
+    app = WeightsMiddleware(inner)
+    before = salt_of(inner, app)
+    assert salt_of(inner, app) == before
+    assert salt_of(inner, app, cache_salt="own") == "own"
+    ask(app, "POST", "/update_weights", "x")
+    assert salt_of(inner, app) not in (before, "")
+
+
+def test_generate_is_a_completion_whose_tokens_come_by_their_ids() -> None:
+    inner = Inner({"choices": [CHOICE, CHOICE]})
+    asked = {"prompt": {"prompt_token_ids": [5, 6]}, "logprobs": 0, "n": 2, "max_tokens": 2}
+    status, answer = ask(WeightsMiddleware(inner), "POST", "/generate", asked)
+    [(path, body)] = inner.came
+    assert (status, path) == (200, "/v1/completions")
+    assert (body["prompt"], body["n"], body["max_tokens"]) == ([5, 6], 2, 2)
+    assert answer == {
+        "text": ["ab", "ab"],
+        "finish_reasons": ["length", "length"],
+        "logprobs": [[[{"7": -0.5}], [{"8": -1.0}]]] * 2,
+        "prompt_logprobs": [None, {"6": -2.0}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [("POST", "/generate", {"prompt": "a"}), ("GET", "/health_generate", None)],
+)
+def test_a_refusal_of_vllm_is_passed_on(method, path, body) -> None:
+    inner = Inner({"error": "no"}, 401)
+    assert ask(WeightsMiddleware(inner), method, path, body) == (401, {"error": "no"})
+
+
+def test_health_generate_has_a_token_generated() -> None:
+    inner = Inner({"choices": [CHOICE]})
+    assert ask(WeightsMiddleware(inner), "GET", "/health_generate") == (200, {})
+    assert inner.came[0][1]["max_tokens"] == 1
