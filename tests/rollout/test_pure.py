@@ -40,6 +40,13 @@ def test_a_cursor_resumes_with_exactly_the_unused_indices(order, used) -> None:
     assert [next(rest) for _ in expected] == expected
 
 
+def test_the_sampler_and_the_batch_refuse_the_same_log_probabilities() -> None:
+    for logprob in (-math.inf, -1e31, -1e29, -1.0, math.nan, 1.0):
+        completion = replace(GOOD, logprobs=(-1.0, logprob))
+        fault = completion_fault(completion, 2)
+        assert (fault is None) == (defect(Prompt(0, (1,)), completion) == ""), (logprob, fault)
+
+
 @pytest.mark.parametrize("logprob", [LARGEST_LOGPROB, 1.01 * LARGEST_LOGPROB])
 def test_the_sampler_the_push_server_and_the_batch_bear_the_same_rounding(logprob: float) -> None:
     completion = replace(GOOD, logprobs=(-1.0, logprob))

@@ -18,7 +18,14 @@ from titan_grpo.rollout.partial import ABORTED, Made, Partial, joined
 from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskRunner
-from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt, sound_reward
+from titan_grpo.samples import (
+    LARGEST_LOGPROB,
+    LEAST_LOGPROB,
+    Completion,
+    Group,
+    Prompt,
+    sound_reward,
+)
 
 
 class GroupDropped(TitanGrpoError):
@@ -206,7 +213,7 @@ def completion_fault(completion: Completion, max_tokens: int, finished: bool = T
         return "empty"
     if count != len(completion.logprobs) or count > max_tokens:
         return "wrong_length"
-    if not all(math.isfinite(x) for x in completion.logprobs):
+    if not all(math.isfinite(x) and x > LEAST_LOGPROB for x in completion.logprobs):
         return "bad_logprob"
     if any(x > LARGEST_LOGPROB for x in completion.logprobs):
         return "positive_logprob"
