@@ -371,11 +371,6 @@ def _with_rollout(g: GRPO, r: Rollout) -> Rules:
         f"at most rollout.max_completion_tokens ({r.max_completion_tokens})",
     )
     yield (
-        g.dynamic_sampling and bool(r.record_path),
-        "dynamic_sampling",
-        "false with rollout.record_path (a recorded batch is one that was taken in one piece)",
-    )
-    yield (
         g.kl_beta > 0
         and not g.kl_in_reward
         and g.kl_estimator_type in ("k1", "abs")

@@ -39,6 +39,8 @@ def recorder(tmp_path):
     recorder.joined(SERVERS[1], 3)
     recorder.left(SERVERS[1], 7)
     recorder.count(names.dropped("nan_logprobs"), 2)
+    for kind, longest, count in (("made", 128, 1), ("made", 16, 3), ("trained", 16, 3)):
+        recorder.count(names.lengths(kind, str(longest)), count)
     yield recorder
     recorder.close()
 
@@ -68,6 +70,11 @@ def test_the_summary_of_a_run_keeps_its_schema_and_says_what_happened(recorder) 
     assert summary["blocked_s"]["median"] == pytest.approx(0.0055)
     assert summary["staleness"] == {"mean": 0.5, "max": 1.0}
     assert summary["dropped"] == {"nan_logprobs": 2}
+    assert summary["lengths"] == {"made": {"16": 3, "128": 1}, "trained": {"16": 3}}
+    table = report.final_table(summary)
+    assert "lengths made" in table
+    assert "75 % to 16, 25 % to 128 tokens" in table
+    assert "100 % to 16 tokens" in table
 
 
 def test_a_run_that_died_before_its_first_step_has_a_valid_summary_too(tmp_path) -> None:

@@ -94,6 +94,23 @@ def test_a_step_waits_for_the_slow_group_that_was_started_for_it_however_many_ar
     assert not any(name.startswith("dropped") for name in client.counters())
 
 
+def test_what_was_made_and_what_was_trained_on_is_counted_by_length_and_what_is_thrown_away(
+    start, completion_server
+) -> None:
+    server, client = completion_server(), start()
+    broken = ([5, 6], [-1.0, None])
+    server.behaviour = lambda b: (
+        server.answer(*broken) if b["seed"] == server.bodies[0]["seed"] else server.good(b)
+    )
+    client.set_server(server.url, 0, True, "0")
+    client.next_batch(0, PER_STEP, 20)
+    counters = client.counters()
+    assert counters["trained.4"] == PER_STEP * GROUP
+    assert counters["made.4"] >= counters["trained.4"]
+    assert counters["dropped.bad_logprob"] == 1
+    assert 0 < counters["thrown_tokens"] <= 4 * (GROUP - 1) + 2  # as far as they had come
+
+
 def test_with_consume_ready_slow_groups_are_overtaken(start, completion_server) -> None:
     server, client = completion_server(), start(consume="ready")
     server.behaviour = lambda b: (
@@ -326,6 +343,7 @@ def test_the_same_seed_gives_the_same_data_and_its_record_replays_bit_for_bit(
         client = start(record_path, max_staleness=0)
         client.set_server(server.url, 0, True, "0")
         runs.append(client.next_batch(0, PER_STEP, 20))
+        client.record(0, runs[-1])
         client.close()
     assert runs[0] == runs[1] == ReplayClient(path).next_batch(0, PER_STEP, 1)
 

@@ -262,6 +262,18 @@ def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_pat
         ReplayClient(str(path)).next_batch(1, 5, 1)
 
 
+def test_a_recorded_step_that_dynamic_sampling_left_short_is_replayed_as_it_was(tmp_path) -> None:
+    path, group = tmp_path / "r.jsonl", Group(Prompt(0, (1,)), (GOOD, GOOD))
+    recorder = GroupRecorder(str(path), 0)
+    recorder.write(0, [group], whole=False)
+    recorder.write(1, [group])
+    recorder.close()
+    replay = ReplayClient(str(path))
+    assert replay.next_batch(0, 2, 1) == [group]
+    with pytest.raises(DataError, match="prompts_per_step is 2"):
+        replay.next_batch(1, 2, 1)
+
+
 def test_a_recording_keeps_the_spans_of_versions_and_one_without_them_can_be_read(tmp_path) -> None:
     path, spans = tmp_path / "r.jsonl", ((3, 1), (4, 1))
     recorder = GroupRecorder(str(path), 0)

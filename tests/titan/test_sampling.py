@@ -39,13 +39,19 @@ class Source:
 
     def run(self, want, rounds, kind=KIND):
         found = varied_groups(self.take, self.given_back.append, want, rounds, kind)
-        return [g.prompt.index for g in found.groups], found.flat
+        return [g.prompt.index for g in found.groups], len(found.left_out)
 
 
 def test_groups_without_spread_are_replaced_and_their_places_given_back_before() -> None:
     source = Source(True, False, True, False, True, True)
     assert source.run(4, 3) == ([0, 2, 4, 5], 2)
     assert (source.asked, source.given_back) == ([4, 2], [2])
+
+
+def test_what_was_left_out_is_known_so_that_rewards_can_be_shown_unfiltered() -> None:
+    groups = [group(0, 1, 1), group(1, 0, 1)]
+    found = varied_groups(lambda count: groups[:count], lambda count: None, 2, 0, KIND)
+    assert (found.groups, found.left_out) == ([groups[1]], [groups[0]])
 
 
 def test_replacing_ends_after_the_rounds_with_what_there_is() -> None:

@@ -7,6 +7,7 @@ other ``*_s`` names are work done elsewhere (a lane, a server, the device), or t
 # Learning, one value per step.
 REWARD = "reward/mean"
 REWARD_STD = "reward/std"
+REWARD_KEPT = "reward/kept_mean"
 LOSS = "loss/total"
 POLICY_LOSS = "loss/policy_term"
 KL_LOSS = "loss/kl_term"
@@ -29,6 +30,7 @@ IMPORTANCE_CUT = "importance/cut_fraction"
 VETOED = "importance/vetoed_fraction"
 KEPT = "loss/kept_fraction"
 COMPLETION_TOKENS = "rollout/completion_tokens_mean"
+THROWN_TOKENS = "rollout/thrown_tokens"
 LOGPROB_GAP = "logprob_gap/mean"
 LOGPROB_GAP_MAX = "logprob_gap/max"
 LOGPROB_DIFFERENCE = "logprob_gap/signed_mean"
@@ -72,10 +74,16 @@ SERVERS_JOINED = "sync/servers_joined"
 SERVERS_LEFT = "sync/servers_left"
 DROPPED = "dropped"
 """Prefix of one counter per reason: ``dropped/nan_logprobs`` and so on (see :func:`dropped`)."""
+LENGTHS = "lengths"
+"""Prefix of one counter per range of lengths: ``lengths/made/64`` (see :func:`lengths`)."""
 
 MEANING: dict[str, str] = {
-    REWARD: "mean reward of the completions of a step",
+    REWARD: (
+        "mean reward of the completions that a step took, those that dynamic sampling left out"
+        " included"
+    ),
     REWARD_STD: "standard deviation of those rewards",
+    REWARD_KEPT: "mean reward of the completions that dynamic sampling kept",
     LOSS: (
         "loss of an optimizer step with all its terms, globally normalised; mean over those of a"
         " training step. (Its name was loss/policy.)"
@@ -101,6 +109,9 @@ MEANING: dict[str, str] = {
     VETOED: "share of tokens in sequences that one token took out",
     KEPT: "share of completion tokens that the policy finds likely enough to be trained on",
     COMPLETION_TOKENS: "mean length of a completion, tokens",
+    THROWN_TOKENS: (
+        "sampled tokens that were thrown away since the step before (stale, unfit, broken off)"
+    ),
     LOGPROB_GAP: "mean absolute difference of trainer and engine log-probability, nats",
     LOGPROB_GAP_MAX: "largest absolute difference of a step, nats",
     LOGPROB_DIFFERENCE: "mean of trainer minus engine log-probability, nats",
@@ -152,3 +163,9 @@ MEANING: dict[str, str] = {
 def dropped(reason: str) -> str:
     """Counter name of groups dropped for one reason: ``dropped("stale") == "dropped/stale"``."""
     return f"{DROPPED}/{reason}"
+
+
+def lengths(kind: str, longest: str) -> str:
+    """Counter name of completions up to that many tokens, ``made`` or ``trained``:
+    ``lengths("made", "64") == "lengths/made/64"``."""
+    return f"{LENGTHS}/{kind}/{longest}"

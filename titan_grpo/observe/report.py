@@ -107,8 +107,22 @@ def summarize(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
             for name, n in totals.items()
             if name.startswith(prefix)
         },
+        "lengths": {kind: _lengths(totals, kind) for kind in ("made", "trained")},
         "errors": history.errors,
     }
+
+
+def _lengths(totals: Mapping[str, float], kind: str) -> dict[str, int]:
+    prefix = names.lengths(kind, "")
+    found = {int(n.removeprefix(prefix)): int(t) for n, t in totals.items() if n.startswith(prefix)}
+    return {str(longest): found[longest] for longest in sorted(found)}
+
+
+def _shares(counts: Mapping[str, int]) -> str:
+    """Shares by length: ``{"4": 1, "8": 3}`` gives ``"25 % to 4, 75 % to 8 tokens"``."""
+    total = sum(counts.values())
+    parts = (f"{n / total:.0%} to {longest}".replace("%", " %") for longest, n in counts.items())
+    return f"{', '.join(parts)} tokens" if total else "-"
 
 
 def write_summary(run_dir: Path | str, summary: Mapping[str, Any]) -> Path:
@@ -203,6 +217,7 @@ def final_table(summary: Mapping[str, Any]) -> str:
         figures = f"mean {number(s[key]['mean'])}, max {number(s[key]['max'])}"
         rows.append((key.replace("_", " "), figures))
     rows.append(("dropped groups", dropped or "none"))
+    rows += [(f"lengths {kind}", _shares(counts)) for kind, counts in s["lengths"].items()]
     rows += [("error", text) for text in s["errors"]] or [("errors", "none")]
     return table(rows, f"{s['run']} ({s['mode']})")
 

@@ -86,6 +86,11 @@ class Summary(Record):
     dropped: dict[str, Count]
     """Groups by reason."""
 
+    lengths: dict[str, dict[str, Count]]
+    """Completions by length, as "made" (or begun, and thrown away) and as "trained": the key is the
+    greatest number of sampled tokens of a range, which begins above half of it. Where the shares
+    differ, training does not see what was sampled."""
+
     errors: list[str]
 
 

@@ -4,7 +4,7 @@ start, drain, engine_call, in_flight and close wait, with deadlines."""
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, count, islice
 from typing import Any, cast
@@ -21,6 +21,7 @@ from titan_grpo.errors import (
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.engine_calls import Outstanding, RemoteControl
+from titan_grpo.rollout.partial import length_range
 from titan_grpo.rollout.records import GroupRecorder
 from titan_grpo.rollout.spec import Cursor, RolloutSpec
 from titan_grpo.rollout.transport import (
@@ -248,12 +249,17 @@ class RolloutClient:
             for item in done:
                 self._cursor.use(item.ticket.index)
             self._count("consumed_groups", len(done))
+            for completion in (c for item in done for c in item.group.completions):
+                self._count(f"trained.{length_range(completion.num_sampled)}", 1)
             self._places += len(done)
             self._transport.send(messages.Used(tuple(chosen)))
-        groups = [item.group for item in done]
+        return [item.group for item in done]
+
+    def record(self, version: int, groups: Sequence[Group], whole: bool = True) -> None:
+        """Write what the step from ``version`` is made of, if ``rollout.record_path`` is set
+        (``whole``: see records.Batch). Raises DataError where that cannot be."""
         if self._record is not None:
-            self._record.write(version, groups)
-        return groups
+            self._record.write(version, groups, whole)
 
     def _chosen(self, count: int) -> list[int]:
         """The groups that a step takes; none while they are not all ready."""
@@ -287,8 +293,9 @@ class RolloutClient:
     def counters(self) -> dict[str, int]:
         """Counts so far, resumed ones included: ``consumed_groups``, ``requests``, ``tokens``,
         ``outages``, ``skipped``, ``moved`` (their server left), ``resumed`` (completions that went
-        on from ``resumed_tokens`` tokens), ``dropped.<reason>``, ``sessions_lost``; and ``ready``,
-        the finished groups that wait."""
+        on from ``resumed_tokens`` tokens), ``dropped.<reason>``, ``thrown_tokens``, completions by
+        length as ``made.<n>`` and ``trained.<n>`` (partial.length_range), ``sessions_lost``; and
+        ``ready``, the finished groups that wait."""
         with self._changed:
             names = {**self._own, **self._theirs}
             return {k: self._own.get(k, 0) + self._theirs.get(k, 0) for k in names} | {

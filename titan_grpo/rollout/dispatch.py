@@ -3,7 +3,7 @@ outcomes."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
@@ -11,7 +11,7 @@ from titan_grpo.errors import DataError, PeerError
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.messages import Ticket
-from titan_grpo.rollout.partial import Partial, oldest, sampled_tokens, worth_keeping
+from titan_grpo.rollout.partial import Partial, length_range, oldest, sampled_tokens, worth_keeping
 from titan_grpo.rollout.pool import Pool, Server
 from titan_grpo.rollout.sampler import GroupDropped, Interrupted, Sampler
 from titan_grpo.rollout.spec import RolloutSpec
@@ -167,7 +167,7 @@ class Dispatcher:
         had = ticket.parts or (Partial(),) * spec.group_size
         needed = max(self._oldest_usable, used_at - spec.max_staleness)
         parts = list(worth_keeping(had, version, needed, spec.in_flight_weight_updates))
-        self._throw_away(sampled_tokens(had) - sampled_tokens(parts))
+        self._throw_away([was for was, part in zip(had, parts, strict=True) if part is not was])
         first = oldest(parts)
         made_by = version if first is None else min(first, version)
         run = Running(ticket, parts, server, made_by, loop.time())
@@ -194,6 +194,7 @@ class Dispatcher:
         self._skips_in_a_row = 0
         self._task_errors = self._task_errors.after(failed=False)
         self._counts["tokens"] += sum(c.num_sampled for c in group.completions)
+        self._count_made(c.num_sampled for c in group.completions)
         if whole:
             self._durations.took(group, asyncio.get_running_loop().time() - run.began_s)
         self._send(messages.GroupDone(run.ticket.done(), group, dict(self._counts)))
@@ -279,7 +280,7 @@ class Dispatcher:
             f"group of prompt {run.ticket.index} from {run.server.url} dropped: {detail or reason}"
         )
         self._report(text)
-        self._throw_away(sampled_tokens(run.parts))
+        self._throw_away(run.parts)
         ticket = run.ticket.dropped()
         self._settle(ticket)
         self._skips_in_a_row += ticket.drops >= MAX_DROPS
@@ -308,7 +309,7 @@ class Dispatcher:
             self._starts.again(ticket, avoid)
             return
         self._starts.give_up(ticket.index)
-        self._throw_away(sampled_tokens(ticket.parts))
+        self._throw_away(ticket.parts)
         self._counts["skipped"] += 1
         self._report(
             f"prompt {ticket.index} skipped after {ticket.drops} drops and {ticket.outages} outages"
@@ -316,8 +317,13 @@ class Dispatcher:
             ticket.index,
         )
 
-    def _throw_away(self, tokens: int) -> None:
-        self._counts["thrown_tokens"] += tokens
+    def _throw_away(self, parts: Sequence[Partial]) -> None:
+        self._counts["thrown_tokens"] += sampled_tokens(parts)
+        self._count_made(sampled_tokens([part]) for part in parts if part.token_ids)
+
+    def _count_made(self, lengths: Iterable[int]) -> None:
+        for tokens in lengths:
+            self._counts[f"made.{length_range(tokens)}"] += 1
 
     def _report(self, text: str, skipped: int | None = None) -> None:
         self._send(messages.Event(text, dict(self._counts), skipped))

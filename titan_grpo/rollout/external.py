@@ -18,6 +18,7 @@ from titan_grpo.errors import ConfigError, DataError, PeerError, ServerRefused
 from titan_grpo.rollout import atropos, messages
 from titan_grpo.rollout.httpd import Reply
 from titan_grpo.rollout.messages import Ticket
+from titan_grpo.rollout.partial import length_range
 from titan_grpo.rollout.push import Incoming, PushQueue, PushServer
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Group
@@ -86,6 +87,8 @@ class External:
         self._waiting[index] = len(group.completions)
         self._counts["external_groups"] += 1
         self._counts["tokens"] += sum(c.num_sampled for c in group.completions)
+        for completion in group.completions:
+            self._counts[f"made.{length_range(completion.num_sampled)}"] += 1
         self._send(messages.GroupDone(Ticket(index), group, dict(self._counts)))
 
     def _report(self, text: str, skipped: int | None = None) -> None:

@@ -152,6 +152,15 @@ def oldest(parts: Sequence[Partial]) -> int | None:
     return min((part.first for part in parts if part.token_ids), default=None)
 
 
+def length_range(tokens: int) -> int:
+    """Greatest length of the range that a length is counted in.
+
+    >>> [length_range(n) for n in (0, 1, 2, 3, 4, 5, 64, 65)]
+    [1, 1, 2, 4, 4, 8, 64, 128]
+    """
+    return 1 << max(0, tokens - 1).bit_length()
+
+
 def sampled_tokens(parts: Sequence[Partial]) -> int:
     """How many tokens of the parts the policy made."""
     return sum(sum(part.sampled) if part.sampled else len(part.token_ids) for part in parts)

@@ -19,6 +19,8 @@ class Batch(msgspec.Struct, frozen=True):
 
     version: int
     groups: tuple[Group, ...]
+    whole: bool = True
+    """Whether dynamic sampling found as many groups with reward spread as a step takes."""
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -58,10 +60,10 @@ class GroupRecorder:
     def _unwritable(self, error: OSError) -> DataError:
         return DataError(f"rollout.record_path {self._path} cannot be written: {error.strerror}")
 
-    def write(self, version: int, groups: Iterable[Group]) -> None:
+    def write(self, version: int, groups: Iterable[Group], whole: bool = True) -> None:
         """Write one batch and flush it. Raises DataError where a prompt's payload has no JSON
         form, or the file takes no more."""
-        batch = Batch(version, tuple(groups))
+        batch = Batch(version, tuple(groups), whole)
         try:
             # msgspec would write NaN as null; completions were checked when they were made.
             json.dumps([group.prompt.payload for group in batch.groups], allow_nan=False)
@@ -142,23 +144,27 @@ class ReplayClient:
                 " steps"
             )
         try:
-            groups = msgspec.json.decode(self._batches[self._next][1], type=Batch).groups
+            batch = msgspec.json.decode(self._batches[self._next][1], type=Batch)
         except msgspec.MsgspecError as error:
             raise DataError(
                 f"{self._path}: the batch of version {versions[self._next]} must have the fields"
                 f" of samples.Group: {error}"
             ) from error
-        if len(groups) != count:
+        found = len(batch.groups)
+        if found > count or (batch.whole and found < count):
             raise DataError(
-                f"{self._path}: version {version} has {len(groups)} groups,"
+                f"{self._path}: version {version} has {found} groups,"
                 f" rollout.prompts_per_step is {count}"
             )
         self._next += 1
-        self._consumed += count
-        return list(groups)
+        self._consumed += found
+        return list(batch.groups)
 
     def used_without_version(self, count: int) -> None:
         """Ignored: nothing is bounded."""
+
+    def record(self, version: int, groups: Iterable[Group], whole: bool = True) -> None:
+        """Ignored: they are recorded."""
 
     def counters(self) -> dict[str, int]:
         """``consumed_groups``."""

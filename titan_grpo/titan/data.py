@@ -33,8 +33,8 @@ class Sampled:
     """What a step is made of."""
 
     groups: list[Group]
-    flat: int
-    """Groups that were left out."""
+    left_out: list[Group]
+    """Groups that were taken for it too, but not used."""
 
 
 def varied_groups(
@@ -64,18 +64,17 @@ def varied_groups(
         return has_spread([Scored.of(c) for c in group.completions], options)
 
     kept: list[Group] = []
-    flat = 0
+    flat: list[Group] = []
     for round_ in range(rounds + 1):
         taken = take(want - len(kept))
-        good = [group for group in taken if varied(group)]
-        kept += good
-        flat += len(taken) - len(good)
+        kept += [group for group in taken if varied(group)]
+        flat += [group for group in taken if not varied(group)]
         missing = want - len(kept)
         # Groups from outside may be smaller than ours, and then more of them make a step.
         if missing <= 0 or round_ == rounds:
             break
         give_places_back(missing)
-    return Sampled(kept, flat) if kept else Sampled(taken, flat - len(taken))
+    return Sampled(kept, flat) if kept else Sampled(taken, flat[: -len(taken)])
 
 
 @dataclass(slots=True)

@@ -123,6 +123,8 @@ class Controller:
         self._membership: Membership | None = None
         self._step_values: dict[str, float] = {}
         self._taken: tuple[int, list[Group]] = 0, []
+        self._counted: dict[str, int] = {}
+        """The rollouts' counters as they were when they were last written down."""
         self._collapse = Collapse(job_config.grpo.reward_collapse_steps)
 
     @property
@@ -161,6 +163,8 @@ class Controller:
             deadlines = sync.commit_deadline_s, load_deadline_s(sync)
             return make(rollout.engine, ServerAccess(url, *deadlines, api_key, admin_key))
 
+        # Those of an earlier process of the run were written down by it.
+        self._counted = rollouts.counters()
         worker = self._worker = SyncWorker(
             pool,
             sync,
@@ -227,10 +231,14 @@ class Controller:
         servers.reached(version)
         rollouts = self._running()
         try:
-            groups = self._take(rollouts, version)
+            found = self._take(rollouts, version)
         except RolloutsLate as error:
             raise RolloutsLate(f"{error}; {servers.text()}") from error
-        self._collapse = self._collapse.after([c.reward for g in groups for c in g.completions])
+        groups, taken = found.groups, [*found.groups, *found.left_out]
+        # From outside a step may take more groups, smaller ones.
+        whole = len(groups) >= self._job.rollout.prompts_per_step
+        rollouts.record(version, groups, whole)
+        self._collapse = self._collapse.after([c.reward for g in taken for c in g.completions])
         batch = plan(groups, num_ranks, self._options)
         for reason, count in batch.dropped.items():
             self.recorder.count(names.dropped(f"completion_{reason}"), count)
@@ -240,14 +248,18 @@ class Controller:
                 count,
                 reason,
             )
-        self._step_values = _group_values(groups, batch, version)
+        self._step_values = _group_values(groups, batch, version) | _reward_values(taken)
+        if self._job.grpo.dynamic_sampling:
+            kept = _reward_values(groups)
+            self._step_values[names.REWARD_KEPT] = kept[names.REWARD]
+        self._step_values[names.THROWN_TOKENS] = self._count_rollouts(rollouts)
         self._taken = version, groups
         ranks = batch.micro_batches() if self._job.grpo.single_rank_load else batch.rows
         return StepWork(
             ranks, batch.steps, self.worker.slots.take_reserved(), json.dumps(rollouts.state())
         )
 
-    def _take(self, rollouts: Rollouts, version: int) -> list[Group]:
+    def _take(self, rollouts: Rollouts, version: int) -> Sampled:
         """The groups of one step; with dynamic sampling those without reward spread are
         replaced."""
         rollout, grpo = self._job.rollout, self._job.grpo
@@ -257,15 +269,13 @@ class Controller:
             return rollouts.next_batch(version, count, deadline - time.monotonic())
 
         if not grpo.dynamic_sampling:
-            return take(rollout.prompts_per_step)
+            return Sampled(take(rollout.prompts_per_step), [])
         # A recorded batch is taken whole or not at all, so nothing replaces what is left out of it.
         rounds = 0 if rollout.replay_path else grpo.dynamic_sampling_rounds
         back = rollouts.used_without_version
-        found: Sampled = varied_groups(
-            take, back, rollout.prompts_per_step, rounds, self._options.advantage
-        )
-        self.recorder.count(names.dropped("no_spread"), found.flat)
-        return found.groups
+        found = varied_groups(take, back, rollout.prompts_per_step, rounds, self._options.advantage)
+        self.recorder.count(names.dropped("no_spread"), len(found.left_out))
+        return found
 
     @property
     def collapsed(self) -> bool:
@@ -376,7 +386,7 @@ class Controller:
             self._worker.close(END_S / 2)
         try:
             if rollouts is not None:
-                self._count_dropped(rollouts.counters())
+                self._count_rollouts(rollouts)
                 rollouts.close(max(1.0, deadline - time.monotonic()))
         finally:
             # Also when a record of groups cannot be flushed to a full disk.
@@ -396,10 +406,18 @@ class Controller:
             terminal.print_status(report.final_table(summary))
             terminal.print_status(f"next: titan-grpo report {self._run_dir}  (a page to look at)")
 
-    def _count_dropped(self, counters: Mapping[str, int]) -> None:
-        for name, count in counters.items():
-            if name.startswith("dropped."):
-                self.recorder.count(names.dropped(name.removeprefix("dropped.")), count)
+    def _count_rollouts(self, rollouts: Rollouts) -> int:
+        """Write down what the rollouts counted since the last call; returns the tokens that were
+        thrown away since then."""
+        before, self._counted = self._counted, rollouts.counters()
+        new = {name: count - before.get(name, 0) for name, count in self._counted.items()}
+        for name, count in new.items():
+            kind, _, what = name.partition(".")
+            if count and kind == "dropped":
+                self.recorder.count(names.dropped(what), count)
+            elif count and kind in ("made", "trained"):
+                self.recorder.count(names.lengths(kind, what), count)
+        return new.get("thrown_tokens", 0)
 
     def _running(self) -> Rollouts:
         if self._rollouts is None:
@@ -429,16 +447,18 @@ def _lags(version: int, held: Iterable[int | None]) -> dict[str, float]:
     return {names.LAG: statistics.fmean(lags), names.LAG_MAX: float(max(lags))} if lags else {}
 
 
-def _group_values(groups: Sequence[Group], batch: Batch, version: int) -> dict[str, float]:
-    """A step's rollout figures: rewards over completions, staleness over groups and over tokens, in
-    versions."""
+def _reward_values(groups: Sequence[Group]) -> dict[str, float]:
+    """Figures of the rewards over completions."""
     rewards = [c.reward for g in groups for c in g.completions if sound_reward(c.reward)]
+    return {names.REWARD: statistics.fmean(rewards), names.REWARD_STD: statistics.pstdev(rewards)}
+
+
+def _group_values(groups: Sequence[Group], batch: Batch, version: int) -> dict[str, float]:
+    """A step's figures of what it trains on: staleness over groups and over tokens, in versions."""
     staleness = [version - g.version for g in groups]
     spans = [span for g in groups for c in g.completions for span in c.token_spans]
     token_ages = sum((version - made_by) * tokens for made_by, tokens in spans)
     return {
-        names.REWARD: statistics.fmean(rewards),
-        names.REWARD_STD: statistics.pstdev(rewards),
         names.STALENESS: statistics.fmean(staleness),
         names.STALENESS_MAX: float(max(staleness)),
         names.STALENESS_TOKENS: token_ages / max(sum(tokens for _, tokens in spans), 1),
