@@ -2,7 +2,7 @@
 """Seconds from publish to verified commit on one host, and its goodput as a share of a raw socket
 and of a memcpy.
 
-    python scripts/bench_sync.py [--mib 256] [--rounds 5] [--json PATH]
+    python scripts/bench_sync.py [--mib 256] [--transport tcp|gloo] [--rounds 5] [--json PATH]
 
 Two ranks hold float32 masters sharded by FSDP2. Everything between them and the server is the real
 thing: layout, shared images, snapshot, sealer, lane, receiver process. The server has no engine:
@@ -58,10 +58,12 @@ MEANING = {
         " pays)"
     ),
     "digest_s": "the trainer's hash of all blocks",
-    "send_s": "the lane: bytes, and what of the receiver's check was left after the last one",
-    "verify_s": "the receiver's check after the last byte (part of send_s)",
+    "fetch_s": "the lane: until the receiver has every byte, checked",
+    "verify_s": (
+        "the receiver's checks (part of fetch_s; tcp: summed over threads that also fetch)"
+    ),
     "commit_s": "pause, lend, attach, visit, label, resume, read back",
-    "rest_s": "total less copy, digest, send and commit: hand-overs between threads and ranks",
+    "rest_s": "total less copy, digest, fetch and commit: hand-overs between threads and ranks",
     "memcpy_s": "as many bytes, one thread, memory that is mapped already",
     "socket_s": (
         "as many bytes, rank 0 to rank 1, one TCP stream over loopback, the same bucket size"
@@ -80,6 +82,7 @@ class Options:
     bucket_mib: int
     block_mib: int
     digest: str
+    transport: str
     json: str
 
 
@@ -111,6 +114,7 @@ def parse(argv: list[str]) -> Options:
         help="bytes under one digest, in MiB",
     )
     parser.add_argument("--digest", choices=("xxh3", "blake3"), default=defaults.digest)
+    parser.add_argument("--transport", choices=("auto", "tcp", "gloo"), default=defaults.transport)
     parser.add_argument(
         "--json", default="", metavar="PATH", help="write every figure of every round there"
     )
@@ -249,7 +253,7 @@ def one_version(
             )
         series = {
             "digest_s": names.DIGEST_S,
-            "send_s": names.SEND_S,
+            "fetch_s": names.SEND_S,
             "verify_s": names.VERIFY_S,
             "commit_s": names.COMMIT_S,
         }
@@ -261,7 +265,7 @@ def one_version(
     if figures:
         figures["copy_s"] = copied.item()
         figures["rest_s"] = figures["total_s"] - sum(
-            figures[k] for k in ("copy_s", "digest_s", "send_s", "commit_s")
+            figures[k] for k in ("copy_s", "digest_s", "fetch_s", "commit_s")
         )
     return figures, box[0]
 
@@ -276,6 +280,7 @@ def rounds(options: Options, rank: int, folder: str) -> list[dict[str, float]]:
         block_bytes=options.block_mib << 20,
         bucket_bytes=options.bucket_mib << 20,
         digest=options.digest,  # type: ignore[arg-type]
+        transport=options.transport,  # type: ignore[arg-type]
     )
     sync = TrainerSync(model, dict, config, torch.device("cpu"), dist.group.WORLD)
     nbytes = sync.plan.manifest.total_bytes
@@ -353,7 +358,7 @@ def result(options: Options, measured: list[dict[str, float]]) -> dict[str, Any]
     shares = {
         "goodput_share_of_socket": median["socket_s"] / median["total_s"],
         "goodput_share_of_memcpy": median["memcpy_s"] / median["total_s"],
-        "send_share_of_socket": median["socket_s"] / median["send_s"],
+        "fetch_share_of_socket": median["socket_s"] / median["fetch_s"],
         "total_over_copy_plus_socket": median["total_s"] / (median["copy_s"] + median["socket_s"]),
     }
     return {
@@ -387,8 +392,8 @@ def table(record: dict[str, Any]) -> str:
         "",
         (
             f"goodput {record['goodput_gib_s']:.2f} GiB/s: {record['goodput_share_of_socket']:.2f}"
-            f" of the raw socket, {record['goodput_share_of_memcpy']:.2f} of the memcpy; send over"
-            f" socket {record['send_share_of_socket']:.2f}"
+            f" of the raw socket, {record['goodput_share_of_memcpy']:.2f} of the memcpy; fetch over"
+            f" socket {record['fetch_share_of_socket']:.2f}"
         ),
         f"total is {record['total_over_copy_plus_socket']:.2f} x (copy + raw socket)",
         f"machine: {record['machine']}",

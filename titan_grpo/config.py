@@ -22,8 +22,21 @@ __all__ = ("GRPO", "LAUNCH", "JobConfig", "Rollout", "WeightSync", "violations")
 class WeightSync:
     """How versions travel from the trainer's memory to the servers'."""
 
-    transport: Literal["auto", "gloo", "nccl"] = "auto"
-    """Data plane of the lanes; auto is nccl on CUDA and gloo elsewhere."""
+    transport: Literal["auto", "tcp", "gloo", "nccl"] = "auto"
+    """Data plane of the lanes. tcp: servers read versions in ranges, out of the trainer's memory if
+    they are on its host, else over TCP; for apply = "staged". gloo, nccl: broadcasts. auto is nccl
+    on CUDA and gloo elsewhere."""
+
+    connections: int = 4
+    """TCP connections with which a server reads a version (transport = "tcp")."""
+
+    min_rate: int = 50 << 20
+    """Least rate of a transfer of a staged version in bytes per second: its deadline is
+    lane_deadline_s plus its bytes at this rate."""
+
+    progress_deadline_s: float = 10.0
+    """A transfer by tcp that moves no bytes for so long is given up, in seconds (beside a bucket's
+    time at min_rate): a server that stands still keeps no image from the others."""
 
     wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Floating-point type of the image; masters are cast once, on the trainer."""
@@ -66,7 +79,8 @@ class WeightSync:
     """Deadline for a server's receiver to join its lane, in seconds."""
 
     lane_deadline_s: float = 120.0
-    """Deadline of one transfer, from its first byte to the receiver's digests, in seconds."""
+    """Deadline of one transfer, from its first byte to the receiver's digests, in seconds; its
+    bytes at min_rate are added."""
 
     commit_deadline_s: float = 60.0
     """Deadline of each commit call (pause, load, version, resume), in seconds."""
@@ -118,6 +132,13 @@ def _weight_sync(w: WeightSync) -> Rules:
         "bucket_bytes",
         f"a positive multiple of weight_sync.block_bytes ({w.block_bytes})",
     )
+    yield (
+        w.transport == "tcp" and w.apply == "streamed",
+        "transport",
+        'auto, gloo or nccl with weight_sync.apply = "streamed"',
+    )
+    yield w.connections < 1, "connections", "1 or more"
+    yield w.min_rate < 1, "min_rate", "1 or more (bytes per second)"
     yield w.max_lag < 0, "max_lag", "0 (never) or greater"
     yield w.slots < 2, "slots", "2 or more (one is written while another is sent)"
     yield w.backoff_max_s < w.backoff_s, "backoff_max_s", "at least weight_sync.backoff_s"

@@ -16,9 +16,9 @@ def make_site() -> type[Site]:
     return Site
 
 
-@pytest.fixture
-def site() -> Iterator[Site]:
-    made = Site()
+@pytest.fixture(params=["gloo", "tcp"])
+def site(request) -> Iterator[Site]:
+    made = Site(transport=request.param)
     yield made
     made.close()
 

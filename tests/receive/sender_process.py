@@ -16,7 +16,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Hello, Order, key_prefix
 from titan_grpo.runkey import EpochKeys, find_run_key
 from titan_grpo.sync.transports.base import TransportOptions
-from titan_grpo.sync.transports.store import host_store, open_transport
+from titan_grpo.sync.transports.store import host_store, open_transport, put_value
 
 BLOCK, BUCKET, TIMEOUT_S = 4096, 16384, 3.0
 
@@ -46,11 +46,11 @@ def main(run_id: str, epoch: int, mode: str) -> None:
     print(hello.proven(key).to_json(), flush=True)
     store.wait(["joined/1"], timedelta(seconds=60))
     transport = open_transport("gloo", store, 0, 2, TransportOptions(30.0, "127.0.0.1", BUCKET))
-    store.set("manifest", manifest.to_json())
+    put_value(store, "manifest", manifest.to_json().encode())
     store.set("order/0", Order(0, "manifest", 0, "", "").proven(key).to_json())
     store.wait(["staged/0"], timedelta(seconds=60))
     digests = block_digests(memoryview(image.numpy()), manifest, "xxh3")
-    store.set("digests/1", b"".join(digests))
+    put_value(store, "digests/1", b"".join(digests))
     order = Order(1, "receive", 99, "digests/1", fingerprint(manifest.digest, digests))
     store.set("order/1", order.proven(key).to_json())
     if mode in ("half", "stall"):

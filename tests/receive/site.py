@@ -10,7 +10,8 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied, Joined, new_run_id
 from titan_grpo.receive.commit import EngineSide, OneWorker
 from titan_grpo.runkey import Key
-from titan_grpo.sync.link import LaneLink, LinkOptions, Probe
+from titan_grpo.sync.link import LaneLink, LinkOptions
+from titan_grpo.sync.probe import Probe
 
 BLOCK, BUCKET = 4096, 16384
 SHAPES = {"a": (torch.bfloat16, (64, 1024)), "b": (torch.float32, (1000,))}
@@ -88,6 +89,7 @@ class Site:
         self.side = EngineSide(self.engine, OneWorker(), "", run_key)
         self.run_id = new_run_id(1_700_000_000.0)
         self.epoch = 0
+        self.transport = options.get("transport", "gloo")
         self.links: list[LaneLink] = []
         self.joined: Joined | None = None
         self._options = {"timeout_s": 20.0, "run_key": run_key} | options

@@ -16,7 +16,7 @@ from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Commit, Hello, Order, Staged, key_prefix
 from titan_grpo.sync.transports.base import TransportOptions
-from titan_grpo.sync.transports.store import host_store, open_transport
+from titan_grpo.sync.transports.store import host_store, open_transport, put_value
 
 
 def main(folder: Path, buckets: int) -> None:
@@ -42,10 +42,10 @@ def main(folder: Path, buckets: int) -> None:
     print(Hello(run_id, epoch, "127.0.0.1", host.port, "gloo", 1, 2, *layout).to_json(), flush=True)
     store.wait(["joined/1"], timedelta(seconds=60))
     transport = open_transport("gloo", store, 0, 2, TransportOptions(30.0, "127.0.0.1", bucket))
-    store.set("manifest", manifest.to_json())
+    put_value(store, "manifest", manifest.to_json().encode())
     store.set("order/0", Order(0, "manifest", 0, "", "").to_json())
     store.wait(["staged/0"], timedelta(seconds=60))
-    store.set("digests/1", b"".join(digests))
+    put_value(store, "digests/1", b"".join(digests))
     store.set("order/1", Order(1, "stream", options["version"], "digests/1", print_).to_json())
     store.wait(["staged/1"], timedelta(seconds=60))
     staged = Staged.from_json(bytes(store.get("staged/1")))

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.receive.site import Version
 from tests.receive.workers import Team
+from tests.rigs.receiver_server import BareEngine
 from titan_grpo.protocol.messages import Applied
 from titan_grpo.receive.checkpoint import INDEX, CheckpointNames
 from titan_grpo.receive.commit import EngineSide, tensor_views
@@ -137,3 +140,42 @@ def test_views_of_an_image_share_its_memory(weights: Any) -> None:
         assert (name, tuple(view.shape)) == (spec.name, spec.shape)
         assert view.unique().tolist() == [2.0]
         assert view.data_ptr() == w.image.data_ptr() + spec.offset
+
+
+def staging_maps() -> list[str]:
+    """This process's mappings of a receiver's staging image."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "staging" in line]
+
+
+def test_the_staged_image_is_mapped_once_per_epoch_and_let_go_of_at_the_next_hello(
+    site, weights
+) -> None:
+    link = site.connect(weights(1.0))
+    assert site.deliver(link, 1, 1, weights(1.0)).ok
+    first = staging_maps()
+    assert len(first) == 1
+    assert site.deliver(link, 2, 2, weights(2.0)).ok
+    assert staging_maps() == first
+    assert site.engine.value() == 2.0
+    link = site.connect(weights(3.0))
+    assert staging_maps() == []
+    assert site.deliver(link, 1, 3, weights(3.0)).ok
+    assert len(staging_maps()) == 1
+    assert site.engine.value() == 3.0
+
+
+def test_a_manifest_larger_than_a_stores_value_reaches_the_engine(make_site) -> None:
+    """A hundred thousand tensors, as large mixtures of experts have: 10 MB of names."""
+    layer = (
+        "model.language_model.layers.{}.block_sparse_moe.experts.{}.down_projection.weight_scale"
+    )
+    names = [layer.format(i // 1000, i % 1000) for i in range(100_000)]
+    version = Version({name: torch.full((1,), 3, dtype=torch.uint8) for name in names})
+    assert len(version.manifest.to_json()) > 8 << 20
+    site = make_site(engine=BareEngine(None), transport="tcp", timeout_s=60.0)
+    try:
+        report = site.deliver(site.connect(version), 1, 1, version)
+    finally:
+        site.close()
+    assert report.ok, report.error
+    assert report.loaded == 100_000

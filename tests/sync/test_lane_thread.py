@@ -3,6 +3,7 @@ and never a mix."""
 
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -59,6 +60,12 @@ def test_a_version_reaches_every_server_and_is_read_back(rig):
     assert r.server_set.take_error() is None
 
 
+@pytest.fixture
+def rig(rig):
+    """Versions are read in ranges."""
+    return partial(rig, transport="tcp")
+
+
 def test_versions_follow_each_other_through_one_epoch(rig):
     r = rig("a")
     for version in (1, 2, 3, 4):
@@ -109,6 +116,20 @@ def test_a_receiver_that_thaws_in_time_goes_on_and_then_takes_the_newest(rig):
     assert r.servers["a"].wait_version(4, WAIT_S)
     assert r.servers["a"].versions == [1, 2, 4]
     assert names.SYNC_FAILURES not in r.recorder.totals()
+
+
+def test_two_frozen_servers_keep_no_slot_from_a_healthy_one_past_the_progress_deadline(rig):
+    r = rig("a", "b", "c", slots=2, lane_deadline_s=600.0, progress_deadline_s=1.0)
+    r.publish(1)
+    r.everyone(1)
+    for version, url in ((2, "a"), (3, "b")):  # one slot each
+        r.servers[url].freeze_receiver()
+        r.publish(version)
+        assert r.servers["c"].wait_version(version, WAIT_S)
+    for version in (4, 5, 6):
+        r.publish(version)  # waits for a slot, less than the transfer's deadline
+        assert r.servers["c"].wait_version(version, WAIT_S)
+    assert r.servers["c"].versions == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_killed_receiver_is_replaced_and_gets_the_newest(rig):

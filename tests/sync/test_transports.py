@@ -15,9 +15,17 @@ import torch.distributed as dist
 
 from titan_grpo.errors import ConfigError, ProtocolError, TransferFailed
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.sync.link import LaneLink, LinkOptions, Probe
+from titan_grpo.sync.link import LaneLink, LinkOptions
+from titan_grpo.sync.probe import Probe
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
-from titan_grpo.sync.transports.store import host_store, join_store, open_transport
+from titan_grpo.sync.transports.store import (
+    delete_value,
+    get_value,
+    host_store,
+    join_store,
+    open_transport,
+    put_value,
+)
 
 LOOPBACK = "127.0.0.1"
 needs_two_gpus = pytest.mark.skipif(
@@ -149,8 +157,8 @@ def test_an_unknown_kind_is_a_config_error() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
-def test_nccl_without_a_gpu_is_a_config_error_that_names_gloo() -> None:
-    with pytest.raises(ConfigError, match="use gloo"):
+def test_nccl_without_a_gpu_is_a_config_error_that_names_tcp() -> None:
+    with pytest.raises(ConfigError, match="use tcp"):
         open_transport("nccl", host_store(LOOPBACK), 0, 2, options(0))
 
 
@@ -160,6 +168,18 @@ def test_a_store_listens_on_the_interface_it_was_bound_to_and_on_no_other() -> N
         listening = [line.split()[1] for line in table if line.split()[3] == "0A"]
     addresses = {a.split(":")[0] for a in listening if int(a.split(":")[1], 16) == port}
     assert addresses <= {"0100007F"}
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4 << 20, (9 << 20) + 5])
+def test_a_value_of_any_size_passes_a_store_and_leaves_nothing_behind(nbytes) -> None:
+    host = host_store(LOOPBACK)
+    other = join_store(LOOPBACK, host.port, SOON_S)
+    value, before = os.urandom(nbytes), host.num_keys()
+    put_value(host, "large", value)
+    assert get_value(other, "large") == value
+    delete_value(host, "large")
+    delete_value(host, "large")
+    assert host.num_keys() == before
 
 
 def test_stores_never_collide() -> None:

@@ -242,7 +242,7 @@ class Questions:
         """Greet the server's receiver as a probe and wait for its answer over a store of ours: the
         way of a real lane (HTTP to the server, TCP back), which changes nothing there."""
         # Imported here: it loads torch, whose absence the doctor has to be able to report.
-        from titan_grpo.sync.link import Probe
+        from titan_grpo.sync.probe import Probe
 
         def call_back() -> Joined:
             host = self._access.bind_host or address_towards_server(self._url)

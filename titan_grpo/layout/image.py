@@ -93,7 +93,13 @@ def require_memory(nbytes: int, what: str, available: int | None = None) -> None
         )
 
 
-__all__ = ["ImageAddress", "SharedImage", "available_memory", "require_memory"]
+__all__ = [
+    "ImageAddress",
+    "SharedImage",
+    "available_memory",
+    "open_memfd",
+    "require_memory",
+]
 
 MADV_POPULATE_READ = 22
 """Advice number of Linux 5.14 and later that the mmap module does not name."""
@@ -119,6 +125,29 @@ class ImageAddress:
     def from_json(cls, record: dict[str, Any]) -> "ImageAddress":
         """Read to_json() back; TypeError for missing or unknown keys."""
         return cls(**{key: int(value) for key, value in record.items()})
+
+
+def open_memfd(address: ImageAddress, mode: int) -> int:
+    """A descriptor of another process's image, ``mode`` O_RDONLY or O_RDWR. SyncError if that
+    process or that image is gone, or may not be read: the kernel admits the same user only."""
+    path = f"/proc/{address.pid}/fd/{address.fd}"
+    try:
+        fd = os.open(path, mode | os.O_CLOEXEC)
+    except OSError as error:
+        raise SyncError(
+            f"the weight image of process {address.pid} could not be opened ({error}): its process"
+            " ended, or runs as another user or in another pid namespace; run both as one user in"
+            " one container"
+        ) from error
+    found = os.fstat(fd)
+    if (found.st_ino, found.st_size) != (address.inode, address.nbytes):
+        os.close(fd)
+        raise SyncError(
+            f"the weight image of process {address.pid} must be inode {address.inode} with"
+            f" {address.nbytes} bytes, got inode {found.st_ino} with {found.st_size}: it was"
+            " replaced; ask its owner for the new address"
+        )
+    return fd
 
 
 class SharedImage:
@@ -165,23 +194,7 @@ class SharedImage:
     def attach(cls, address: ImageAddress) -> "SharedImage":
         """Map another process's image. Raises SyncError if that process or that image is gone, or
         may not be read."""
-        path = f"/proc/{address.pid}/fd/{address.fd}"
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise SyncError(
-                f"the weight image of process {address.pid} could not be opened ({error}): its"
-                " process ended, or runs as another user or in another pid namespace; run both as"
-                " one user in one container"
-            ) from error
-        found = os.fstat(fd)
-        if (found.st_ino, found.st_size) != (address.inode, address.nbytes):
-            os.close(fd)
-            raise SyncError(
-                f"the weight image of process {address.pid} must be inode {address.inode} with"
-                f" {address.nbytes} bytes, got inode {found.st_ino} with {found.st_size}: it was"
-                " replaced; ask its owner for the new address"
-            )
+        fd = open_memfd(address, os.O_RDWR)
         return cls(fd, address, owner=False)
 
     @property

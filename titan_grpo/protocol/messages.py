@@ -8,16 +8,20 @@ All keys live under ``PrefixStore(f"{run_id}/{epoch}", ...)`` in a store that th
                                             order/0        <- Order(op="manifest")
     staged/0        <- Staged
                                             digests/<n>    <- raw block digests, concatenated
-                                            order/<n>      <- Order(op="receive")
-                 (both broadcast the image, bucket by bucket, from image to image)
+                                            order/<n>      <- Order(op="receive", sources)
+                 (transport "tcp": the receiver reads ranges from the sources;
+                  others: both broadcast the image, bucket by bucket, from image to image)
+    moved/<n>/<bytes>  <- MOVED, once per bucket that has arrived (transport "tcp")
     staged/<n>      <- Staged
                     (the lane commits: POST /update_weights {"update_info": Commit})
     applied/<n>     <- Applied
                                             order/<n+1>    <- Order(op="ping"), after the read-back
-                 (the lane broadcasts PING_BYTES: a lost connection fails at once)
+                 (not "tcp": the lane broadcasts PING_BYTES: a lost connection fails at once)
     staged/<n+1>    <- Staged
                                             order/<n>      <- Order(op="bye"), when the lane ends
     staged/<n>      <- Staged: the run has left the server
+
+Manifest and digests may be larger than a store's value: they are set in parts (store.put_value).
 
 The answer to the ping proves that the engine has not restarted: its receiver would have died with
 it. n counts all orders.
@@ -101,6 +105,15 @@ REPLY_S = 10.0
 PING_BYTES = 1
 """Size of a ping's broadcast."""
 
+TCP = "tcp"
+"""``Hello.transport`` of an epoch whose receiver reads the versions from sources, in ranges."""
+
+MOVED = b"moved"
+"""Value of a mark that was reached."""
+
+ENDED = b"!ended"
+"""Value of a mark that was not reached: the transfer has ended, and the answer says why."""
+
 CANCEL_KEY = "cancel"
 """Key that a lane sets to cancel a streamed transfer."""
 
@@ -118,6 +131,21 @@ def new_run_id(unix_s: float) -> str:
 def key_prefix(run_id: str, epoch: int) -> str:
     """Prefix of every key of one epoch."""
     return f"{run_id}/{epoch}"
+
+
+def mark_key(number: int, mark: int) -> str:
+    """Key that a receiver sets once the first ``mark`` bytes of transfer ``number`` are there and
+    checked: the lane sees that the transfer moves."""
+    return f"moved/{number}/{mark}"
+
+
+def marks(total_bytes: int, bucket_bytes: int) -> tuple[int, ...]:
+    """The marks of a transfer, one per bucket.
+
+    >>> marks(10, 4)
+    (4, 8, 10)
+    """
+    return (*range(bucket_bytes, total_bytes, bucket_bytes), total_bytes)
 
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -220,6 +248,10 @@ class Hello(Message, frozen=True):
     """Seconds since the run started, by a clock that nobody sets."""
     live_s: Annotated[float, Meta(ge=0)] = 0.0
     """Seconds after the lane's last sign for which its run counts as live."""
+    connections: Positive = 1
+    """TCP connections, and threads, with which the receiver reads a version."""
+    progress_s: Annotated[float, Meta(gt=0)] = 10.0
+    """Longest wait for the next byte of a range, in seconds."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.size:
@@ -275,14 +307,32 @@ class Joined(Message, frozen=True):
     """Of a refusal: it stays as long as engine and trainer stay as they are."""
 
 
+class RangeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a version can be read: by TCP from ``host`` and ``port``, and by a process of the same
+    host and user from a memfd.
+
+    ``ticket``: hexadecimal, names the image at the source. ``memfd``: a layout.image.ImageAddress,
+    empty if the image is in none.
+    """
+
+    host: str
+    port: int
+    ticket: str
+    memfd: dict[str, int] = {}
+
+
 class Order(Message, frozen=True):
-    """The lane's next request. ``version`` and ``fingerprint`` belong to "receive" and "stream"."""
+    """The lane's next request. ``version`` and ``fingerprint`` belong to "receive" and "stream".
+
+    ``sources``: from where a "receive" reads the version; none: the lane broadcasts it.
+    """
 
     number: Number
     op: Op
     version: int
     digests_key: str
     fingerprint: str
+    sources: tuple[RangeSource, ...] = ()
 
 
 class Staged(Message, frozen=True):

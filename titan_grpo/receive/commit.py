@@ -4,7 +4,7 @@ raise."""
 import logging
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
@@ -142,8 +142,8 @@ class Counted(Iterable[tuple[str, torch.Tensor]]):
 class Attempt:
     """One worker's progress through one commit.
 
-    ``touched``: weights may have changed. ``reader``: set for a windowed apply, where ``image`` is
-    the window and not a whole version.
+    ``touched``: weights may have changed. ``reader``: set for a windowed apply, where the mapped
+    image is the window and not a whole version.
     """
 
     def __init__(self) -> None:
@@ -151,8 +151,7 @@ class Attempt:
         self.final = False
         self.error = ""
         self.touched = False
-        self.manifest: Manifest | None = None
-        self.image: SharedImage | None = None
+        self.mapped: Mapped | None = None
         self.reader: WindowReader | None = None
 
     def tensors(self) -> Tensors:
@@ -160,9 +159,26 @@ class Attempt:
         come."""
         if self.reader is not None:
             return self.reader.begun()
-        assert self.image is not None
-        assert self.manifest is not None
-        return tensor_views(self.image.tensor(), self.manifest)
+        assert self.mapped is not None
+        return iter(self.mapped.tensors)
+
+
+class Mapped:
+    """What a worker keeps of an epoch from one commit to the next: the receiver's memory, mapped,
+    and its manifest, parsed and accepted. A commit costs no page of it anew.
+    """
+
+    def __init__(self, grant: Mapping[str, Any], digest: str) -> None:
+        """Map what the grant names. SyncError if the receiver is gone; PeerError if its manifest
+        does not have ``digest``."""
+        self.grant = dict(grant)
+        with SharedImage.attach(ImageAddress.from_json(grant["manifest"])) as text:
+            self.manifest = Manifest.from_json(bytes(text.buffer).decode())
+        if self.manifest.digest != digest:
+            raise PeerError(f"the manifest must have digest {digest}, got {self.manifest.digest}")
+        self.image = SharedImage.attach(ImageAddress.from_json(grant["image"]))
+        whole = [] if grant["streamed"] else tensor_views(self.image.tensor(), self.manifest)
+        self.tensors = list(whole)
 
 
 class EngineSide:
@@ -179,6 +195,7 @@ class EngineSide:
         empty if they can. ``run_key``: serve only trainers that prove it.
         """
         self._engine, self._workers, self._problem = engine, workers, problem
+        self._mapped: Mapped | None = None
         self.receiver: ReceiverHandle | None = None
         if workers.rank == 0:
             self.receiver = ReceiverHandle(package_version(), run_key)
@@ -186,6 +203,9 @@ class EngineSide:
     def hello(self, data: dict[str, Any]) -> None:
         """Body of POST /init_weight_transfer_engine. Returns at once; the answer goes over the
         lane's store."""
+        # on every worker: the hello may end the receiver, whose memory must not be held beside that
+        # of the next one
+        self._mapped = None
         if self.receiver is None:
             return
         try:
@@ -223,8 +243,6 @@ class EngineSide:
             attempt.error = f"the workers lost each other: {type(failure).__name__}: {failure}"
             # an exchange that failed here may have worked on the others: they may have loaded
             attempt.touched = True
-        if attempt.image is not None:
-            attempt.image.close()
         ok, held = not attempt.error, self.receiver.state if self.receiver is not None else None
         report = Applied(
             number=commit.number,
@@ -241,7 +259,8 @@ class EngineSide:
         return report
 
     def close(self) -> None:
-        """End the receiver."""
+        """End the receiver, and let go of its memory."""
+        self._mapped = None
         if self.receiver is not None:
             self.receiver.close()
 
@@ -279,25 +298,28 @@ class EngineSide:
             attempt.error = str(grant.get("error", ""))
             if attempt.error:
                 return
-            attempt.manifest = manifest = Manifest.from_json(grant["manifest"])
-            attempt.error = self._engine.refuses(manifest)
-            attempt.final = bool(attempt.error)
-            if attempt.error:
-                return
-            attempt.image = SharedImage.attach(ImageAddress.from_json(grant["image"]))
+            mapped = self._mapped
+            if mapped is None or mapped.grant != grant:
+                self._mapped = None  # before the next one is mapped
+                mapped = Mapped(grant, commit.manifest_digest)
+                attempt.error = self._engine.refuses(mapped.manifest)
+                attempt.final = bool(attempt.error)
+                if attempt.error:
+                    return
+            self._mapped = attempt.mapped = mapped
             if grant["streamed"]:
-                ring = attempt.image.tensor()
-                attempt.reader = WindowReader(ring, manifest, self._workers, self._take)
+                ring = mapped.image.tensor()
+                attempt.reader = WindowReader(ring, mapped.manifest, self._workers, self._take)
         except Exception as error:  # noqa: BLE001 - the other workers wait for ours
             attempt.error = f"{type(error).__name__}: {error}"
 
     def _load(self, commit: Commit, attempt: Attempt) -> None:
-        assert attempt.manifest is not None
+        assert attempt.mapped is not None
         try:
             tensors = attempt.tensors()
             attempt.touched = True
             attempt.loaded = self._engine.load(tensors)
-            if attempt.loaded != (wanted := len(attempt.manifest.tensors)):
+            if attempt.loaded != (wanted := len(attempt.mapped.manifest.tensors)):
                 attempt.error = f"the engine loaded {attempt.loaded} of {wanted} tensors"
         except Exception as failure:  # noqa: BLE001 - raising would end the engine
             log.error("loading version %d broke off\n%s", commit.version, traceback.format_exc())

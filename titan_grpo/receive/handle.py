@@ -210,8 +210,8 @@ class ReceiverHandle:
         self._answering = ReceiverProcess(first)
 
     def lend(self, commit: Commit) -> dict[str, Any]:
-        """``{"image": address, "manifest": JSON, "streamed": bool}``; PeerError if that version is
-        not staged here or may not be loaded.
+        """``{"image": address, "manifest": address of its JSON, "streamed": bool}``. PeerError if
+        that version is not staged here or may not be loaded.
 
         Streamed: the image is the window, and ``take`` follows.
         """

@@ -10,9 +10,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,24 +27,33 @@ from titan_grpo.layout.digest import (
     fingerprint,
     first_difference,
 )
-from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import fence, staging
 from titan_grpo.protocol.messages import (
     CANCEL_KEY,
+    ENDED,
+    MOVED,
     PING_BYTES,
+    TCP,
     Applied,
     Commit,
     Hello,
     Joined,
     Order,
+    RangeSource,
     Staged,
     key_prefix,
+    mark_key,
+    marks,
 )
+from titan_grpo.receive.fetch import Content, Fetch, Open
 from titan_grpo.receive.window import Window, window_bytes
 from titan_grpo.runkey import EpochKeys
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
+from titan_grpo.sync.transports.ranges import MemfdReader, TcpReader
 from titan_grpo.sync.transports.store import (
+    get_value,
     join_store,
     open_transport,
     store_errors,
@@ -87,11 +97,14 @@ class Receiver:
         self._staging = staging.Staging(streamed=self.streamed)
         self._manifest: Manifest | None = None
         self._image: SharedImage | None = None
+        self._manifest_text: SharedImage | None = None
         self._window: Window | None = None
         self._expected: Sequence[bytes] = ()
         self._replies: dist.Store | None = None
         self.signed_s = time.monotonic()
         """When the trainer gave its last sign (monotonic clock); minus infinity: it left."""
+        self._ahead: list[int] = []
+        """Marks of the transfer under way that the lane still waits for."""
 
     def answer(self) -> None:
         """Only answer the Hello (a probe, a refusal)."""
@@ -103,6 +116,8 @@ class Receiver:
         hello = self._hello
         orders, self._replies = self._join(), self._join()
         problem = transport_problem(hello.transport)
+        if self.streamed and hello.transport == TCP:
+            problem = "weight_sync.transport tcp is for weight_sync.apply staged, got streamed"
         if self._key is not None and hello.digest_algorithm != KEYED:
             problem = (
                 f"with a run key the blocks' digests must be {KEYED}, got"
@@ -115,9 +130,11 @@ class Receiver:
             raise PeerError(
                 f"refused epoch {hello.epoch} of run {hello.run_id}: {self._joined.error}"
             )
-        here = address_towards(hello.store_host, hello.store_port)
-        options = TransportOptions(hello.timeout_s, here, hello.bucket_bytes)
-        transport = open_transport(hello.transport, orders, hello.rank, hello.size, options)
+        transport = None
+        if hello.transport != TCP:
+            here = address_towards(hello.store_host, hello.store_port)
+            options = TransportOptions(hello.timeout_s, here, hello.bucket_bytes)
+            transport = open_transport(hello.transport, orders, hello.rank, hello.size, options)
         if self.streamed:
             # a connection of its own: one connection serves one blocking call at a time
             watched = self._join(), transport
@@ -133,11 +150,11 @@ class Receiver:
             self.signed_s = time.monotonic()
         return self.signed_s
 
-    def lend(self, commit: Commit) -> tuple[SharedImage, Manifest]:
-        """The staged image, or the window, for the engine until ``applied``. PeerError if it is not
-        what the commit names."""
+    def lend(self, commit: Commit) -> tuple[ImageAddress, ImageAddress]:
+        """The staged image, or the window, for the engine until ``applied``, and the memory that
+        holds the manifest's JSON. PeerError if it is not what the commit names."""
         with self._turn:
-            image, manifest = self._image, self._manifest
+            image, manifest, text = self._image, self._manifest, self._manifest_text
             if manifest is not None and commit.manifest_digest != manifest.digest:
                 raise PeerError(
                     f"commit asks for manifest {commit.manifest_digest}, staged is"
@@ -145,10 +162,10 @@ class Receiver:
                 )
             self._step(staging.LendRequested(commit.number, commit.version, commit.fingerprint))
             assert image is not None
-            assert manifest is not None
+            assert text is not None
             if self._window is not None:
                 self._window.open()
-            return image, manifest
+            return image.address, text.address
 
     def take(self, consumed: int, wait_s: float) -> int:
         """See Window.take."""
@@ -184,7 +201,7 @@ class Receiver:
         with store_errors("answering the trainer's hello"):
             store.set(f"joined/{self._hello.rank}", self._joined.proven(self._key).to_json())
 
-    def _serve(self, store: dist.Store, transport: Transport, number: int) -> bool:
+    def _serve(self, store: dist.Store, transport: Transport | None, number: int) -> bool:
         """One order; False after the last one."""
         try:
             text = self._next(store, f"order/{number}")
@@ -196,6 +213,7 @@ class Receiver:
             raise PeerError(
                 f"order {number} calls itself {order.number}: lane and receiver lost step"
             )
+        self._ahead = []
         try:
             match order.op:
                 case "bye":
@@ -203,8 +221,10 @@ class Receiver:
                     staged = _staged(order)
                 case "manifest":
                     staged = self._take_manifest(order, store)
-                case "receive":
+                case "receive" if transport is not None:
                     staged = self._receive(order, store, transport)
+                case "receive":
+                    staged = self._fetch(order, store)
                 case "stream":
                     staged = self._offer(order, store)
                 case _:
@@ -213,9 +233,11 @@ class Receiver:
             raise  # the communicator is of no further use: the epoch ends
         except TitanGrpoError as error:
             staged = _staged(order, error=str(error))
+        if not staged.ok and self._ahead:
+            self._moved(store, number, self._ahead[0], ENDED)
         with store_errors(f"reporting order {number}"):
             store.set(f"staged/{number}", staged.proven(self._key).to_json())
-        if order.op == "stream" and staged.ok:
+        if order.op == "stream" and staged.ok and transport is not None:
             self._fill(transport)
         return order.op != "bye"
 
@@ -233,7 +255,7 @@ class Receiver:
 
     def _take_manifest(self, order: Order, store: dist.Store) -> Staged:
         with store_errors("reading the manifest"):
-            text = bytes(store.get("manifest"))
+            text = get_value(store, "manifest")
         manifest = Manifest.from_json(text.decode())
         if manifest.digest != self._hello.manifest_digest:
             raise PeerError(
@@ -245,8 +267,10 @@ class Receiver:
             image = SharedImage.create(size, "titan_grpo window")
         else:
             image = SharedImage.create(manifest.total_bytes, "titan_grpo staging")
+        shared = SharedImage.create(len(text), "titan_grpo manifest")
+        shared.buffer[:] = text
         with self._turn:
-            self._manifest, self._image = manifest, image
+            self._manifest, self._image, self._manifest_text = manifest, image, shared
         return _staged(order, image=image)
 
     def _offer(self, order: Order, store: dist.Store) -> Staged:
@@ -276,7 +300,7 @@ class Receiver:
         with self._turn:
             self._step(staging.Spent())
 
-    def _watch(self, store: dist.Store, transport: Transport) -> None:
+    def _watch(self, store: dist.Store, transport: Transport | None) -> None:
         """Thread: release the engine as soon as the lane cancels, also while a broadcast stalls."""
         try:
             self._next(store, CANCEL_KEY)
@@ -285,7 +309,48 @@ class Receiver:
             why = str(error)
         if (window := self._window) is not None:
             window.fail(why)
-        transport.abort()
+        if transport is not None:
+            transport.abort()
+
+    def _fetch(self, order: Order, store: dist.Store) -> Staged:
+        """Read the version from its sources. The lane sees each bucket that has arrived."""
+        hello, began = self._hello, time.monotonic()
+        if self._manifest is not None:
+            self._ahead = list(marks(self._manifest.total_bytes, hello.bucket_bytes))
+        image, manifest = self._reserve(order, streamed=False)
+        expected = self._digests(order, store, manifest)
+        print_ = fingerprint(manifest.digest, expected)
+        error, bad, verify_s = "", -1, 0.0
+        if print_ != order.fingerprint:
+            error = f"the fingerprint must be {order.fingerprint}, got {print_}"
+        else:
+            content = Content(manifest, expected, hello.digest_algorithm, self._block_key)
+            fetch = Fetch(image, content, self._opens(order.sources))
+            moved = partial(self._moved, store, order.number)
+            fetch.run(hello.connections, hello.timeout_s, tuple(self._ahead), moved)
+            error, bad, verify_s = fetch.error, fetch.bad_block, fetch.verify_s
+        with self._turn:
+            self._step(staging.Arrived(order.number, order.version, print_, not error))
+        return replace(
+            _staged(order, print_, error, image),
+            receive_s=time.monotonic() - began,
+            verify_s=verify_s,
+            bad_block=bad,
+        )
+
+    def _moved(self, store: dist.Store, number: int, mark: int, value: bytes = MOVED) -> None:
+        """Tell the lane that the transfer moves, or, by another value, that it has ended."""
+        self._ahead.remove(mark)
+        with store_errors(f"reporting progress of transfer {number}"):
+            store.set(mark_key(number, mark), value)  # type: ignore[arg-type]
+
+    def _opens(self, sources: Sequence[RangeSource]) -> list[Open]:
+        """How to open each source; a memfd of this host before any socket."""
+        local: list[Callable[[], MemfdReader]] = [
+            partial(MemfdReader, source.memfd) for source in sources if source.memfd
+        ]
+        wait_s = self._hello.progress_s
+        return [*local, *(partial(TcpReader, source, self._key, wait_s) for source in sources)]
 
     def _receive(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
         hello = self._hello
@@ -323,15 +388,16 @@ class Receiver:
             self._step(staging.Begin(order.number, order.version))
             return self._image, self._manifest
 
-    def _ping(self, order: Order, transport: Transport) -> Staged:
+    def _ping(self, order: Order, transport: Transport | None) -> Staged:
         """Proof that the engine has not restarted: this process would have died with it."""
-        transport.broadcast(torch.empty(PING_BYTES, dtype=torch.uint8), self._hello.timeout_s)
+        if transport is not None:
+            transport.broadcast(torch.empty(PING_BYTES, dtype=torch.uint8), self._hello.timeout_s)
         return _staged(order)
 
     def _digests(self, order: Order, store: dist.Store, manifest: Manifest) -> list[bytes]:
         """The digests that the trainer's blocks have."""
         with store_errors("reading the digests"):
-            raw = bytes(store.get(order.digests_key))
+            raw = get_value(store, order.digests_key)
         algorithm = self._hello.digest_algorithm
         size = len(digest_block(memoryview(b""), algorithm))
         if len(raw) != size * manifest.num_blocks:

@@ -62,7 +62,7 @@ def respond(receiver: Receiver, message: dict[str, Any]) -> dict[str, Any]:
                 image, manifest = receiver.lend(Commit.from_dict(message["commit"]))
                 return {
                     "ok": True,
-                    "image": image.address.to_json(),
+                    "image": image.to_json(),
                     "manifest": manifest.to_json(),
                     "streamed": receiver.streamed,
                     "timeout_s": receiver.timeout_s,

@@ -26,6 +26,7 @@ from titan_grpo.errors import (
     TitanGrpoError,
     TransferFailed,
 )
+from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
@@ -60,6 +61,8 @@ class LaneContext:
     run_id: str
     manifest: Manifest
     images: tuple[torch.Tensor, ...]
+    shared: tuple[SharedImage | None, ...]
+    """The same images, for readers on this host; None: they may not read them in place."""
     config: WeightSync
     link: LinkOptions
     slots: ImageSlots
@@ -319,7 +322,8 @@ class LaneThread(threading.Thread):
         else:
             image = self._c.images[published.slot]
             with recorder.span(names.SEND_S, self.url, version=version):
-                staged = link.send(self._number, version, image, digests, fingerprint, self._moved)
+                place = self._c.shared[published.slot] or image
+                staged = link.send(self._number, version, place, digests, fingerprint, self._moved)
             recorder.observe(names.VERIFY_S, staged.verify_s)
             recorder.count(names.SYNC_BYTES, image.numel())
         if not staged.ok:

@@ -3,8 +3,8 @@ transfers."""
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -21,14 +21,16 @@ from titan_grpo.errors import (
     TransferFailed,
 )
 from titan_grpo.layout.digest import KEYED
+from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import lane
 from titan_grpo.protocol.messages import (
     ABORTED,
     CANCEL_KEY,
+    MOVED,
     PING_BYTES,
-    PROBE,
     RECEIVER_RANK,
+    TCP,
     Applied,
     Apply,
     Commit,
@@ -36,12 +38,24 @@ from titan_grpo.protocol.messages import (
     Joined,
     Op,
     Order,
+    RangeSource,
     Staged,
     key_prefix,
+    mark_key,
+    marks,
 )
 from titan_grpo.runkey import EpochKeys, Key
+from titan_grpo.sync.load_call import LoadCall
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
-from titan_grpo.sync.transports.store import host_store, join_store, open_transport, store_errors
+from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.transports.store import (
+    delete_value,
+    host_store,
+    join_store,
+    open_transport,
+    put_value,
+    store_errors,
+)
 
 Moved = Callable[[int], object]
 """Callback after every bucket with the number of bytes sent; must not block. An error that it
@@ -61,8 +75,10 @@ def answer_s(commit_deadline_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """Common to all epochs of a lane. ``timeout_s``: deadline of one transfer, in seconds.
+    """Common to all epochs of a lane. ``timeout_s``: deadline of one transfer, in seconds, beside
+    its bytes over ``min_rate`` (bytes per second). ``progress_s``: longest time without progress.
 
+    With transport "tcp", receivers read over ``connections`` connections each from ``source``.
     With a ``run_key`` only servers that prove it are joined, and blocks are hashed with its keys,
     so with blake3 and not with ``digest_algorithm``.
     """
@@ -82,6 +98,15 @@ class LinkOptions:
     """See Hello, like ``url`` and ``owner``."""
     started_s: float = field(default_factory=time.monotonic)
     """When the run started, on the monotonic clock."""
+    connections: int = 4
+    min_rate: int = 50 << 20
+    progress_s: float = 10.0
+    source: RangeServer | None = None
+    """Shared by the lanes of a process; a link without one has its own."""
+
+    def transfer_s(self, nbytes: int) -> float:
+        """Deadline of a transfer of ``nbytes``, in seconds."""
+        return self.timeout_s + nbytes / self.min_rate
 
     @property
     def algorithm(self) -> str:
@@ -123,6 +148,9 @@ class LaneLink:
         self._store: dist.Store | None = None
         self._alarm: dist.Store | None = None
         self._transport: Transport | None = None
+        self._source = options.source or RangeServer()
+        self._source_port = 0
+        self._transfer_s = options.transfer_s(manifest.total_bytes)
 
     def open(self) -> Hello:
         """Host the store; the ``init_info`` for the server. Raises ConfigError if bind_host is not
@@ -135,6 +163,8 @@ class LaneLink:
         self._alarm = dist.PrefixStore(
             prefix, join_store(o.bind_host, self._host.port, o.timeout_s)
         )
+        if o.transport == TCP:
+            self._source_port = self._source.listen(o.bind_host)
         hello = Hello(
             run_id=self._run_id,
             epoch=self._epoch,
@@ -147,7 +177,7 @@ class LaneLink:
             digest_algorithm=o.algorithm,
             block_bytes=self._manifest.block_bytes,
             bucket_bytes=o.bucket_bytes,
-            timeout_s=o.timeout_s,
+            timeout_s=self._transfer_s,
             apply=o.apply,
             term=self._term,
             url=o.url,
@@ -155,6 +185,8 @@ class LaneLink:
             take_over=o.take_over,
             age_s=time.monotonic() - o.started_s,
             live_s=o.live_s,
+            connections=o.connections,
+            progress_s=o.progress_s,
         )
         return hello.proven(self._key)
 
@@ -186,6 +218,8 @@ class LaneLink:
                 joined.error, joined.run_in_force, joined.term_in_force, joined.age_in_force_s
             )
         o = self._options
+        if o.transport == TCP:
+            return joined
         options = TransportOptions(
             min(timeout_s, o.timeout_s), o.bind_host, o.bucket_bytes, o.device
         )
@@ -200,7 +234,7 @@ class LaneLink:
     def send_manifest(self, timeout_s: float) -> Staged:
         """Hand the manifest over and wait until the receiver has memory for an image of that
         size."""
-        self._set("manifest", self._manifest.to_json())
+        self._put("manifest", self._manifest.to_json().encode())
         self._post(Order(MANIFEST_NUMBER, "manifest", 0, "", ""))
         return self._staged(MANIFEST_NUMBER, timeout_s)
 
@@ -208,23 +242,57 @@ class LaneLink:
         self,
         number: int,
         version: int,
-        image: torch.Tensor,
+        image: torch.Tensor | SharedImage,
         digests: Sequence[bytes],
         fingerprint: str,
         moved: Moved | None = None,
     ) -> Staged:
         """Send a whole image (uint8[total_bytes], host) and wait for its verification. ``number``
-        counts from 1.
+        counts from 1. A receiver on this host reads a SharedImage in place.
 
         Raises TransferFailed when bytes are lost or late. A Staged that is not ok (digests differ)
         is returned: the epoch goes on, and the image may be sent again under the next number.
         """
         start = time.monotonic()
-        self._check_size(image)
+        shared = image if isinstance(image, SharedImage) else None
+        bytes_ = image.tensor() if isinstance(image, SharedImage) else image
+        self._check_size(bytes_)
+        if self._options.transport == TCP:
+            with self._served(bytes_, shared.address if shared else None) as place:
+                self._announce("receive", number, version, digests, fingerprint, (place,))
+                self._wait_moved(number, moved)
+                return self._staged(number, self._options.progress_s)
         self._announce("receive", number, version, digests, fingerprint)
-        self._broadcast(image, moved)
-        left = max(0.0, start + self._options.timeout_s - time.monotonic())
+        self._broadcast(bytes_, moved)
+        left = max(0.0, start + self._transfer_s - time.monotonic())
         return self._staged(number, left)
+
+    @contextmanager
+    def _served(self, image: torch.Tensor, memfd: ImageAddress | None) -> Iterator[RangeSource]:
+        """Let the receiver read the image within it."""
+        view = memoryview(image.numpy())  # type: ignore[arg-type]
+        ticket = self._source.grant(view, memfd.fd if memfd else None, self._key)
+        place = memfd.to_json() if memfd else {}
+        try:
+            yield RangeSource(self._options.bind_host, self._source_port, ticket, place)
+        finally:
+            self._source.revoke(ticket)
+
+    def _wait_moved(self, number: int, moved: Moved | None) -> None:
+        """Wait for each mark of the transfer. TransferFailed if the next one is late: the receiver
+        or the network stands still."""
+        o, deadline = self._options, time.monotonic() + self._transfer_s
+        within_s = o.progress_s + o.bucket_bytes / o.min_rate
+        for mark in marks(self._manifest.total_bytes, o.bucket_bytes):
+            key, left = mark_key(number, mark), max(0.0, deadline - time.monotonic())
+            what = f"waiting for the receiver to have byte {mark} of transfer {number}"
+            reached = self._await(key, min(within_s, left), what) == MOVED
+            with store_errors(f"forgetting a mark of order {number}"):
+                self._opened().delete_key(key)
+            if not reached:
+                return
+            if moved is not None:
+                moved(mark)
 
     def offer(
         self, number: int, version: int, digests: Sequence[bytes], fingerprint: str
@@ -317,7 +385,8 @@ class LaneLink:
         """
         self._forget(number - 1)
         self._post(Order(number, "ping", 0, "", ""))
-        self._connected().broadcast(torch.zeros(PING_BYTES, dtype=torch.uint8), timeout_s)
+        if self._options.transport != TCP:
+            self._connected().broadcast(torch.zeros(PING_BYTES, dtype=torch.uint8), timeout_s)
         answer = self._staged(number, timeout_s)
         if not answer.ok:
             raise TransferFailed(
@@ -352,6 +421,8 @@ class LaneLink:
             self._store = self._alarm = self._host = None
         if transport is not None:
             transport.close()
+        if self._options.source is None:
+            self._source.close()
 
     def _check_size(self, image: torch.Tensor) -> None:
         if image.numel() != self._manifest.total_bytes:
@@ -364,20 +435,27 @@ class LaneLink:
         broadcast_image(self._connected(), image, o.bucket_bytes, o.timeout_s, moved)
 
     def _announce(
-        self, op: Op, number: int, version: int, digests: Sequence[bytes], fingerprint: str
+        self,
+        op: Op,
+        number: int,
+        version: int,
+        digests: Sequence[bytes],
+        fingerprint: str,
+        sources: tuple[RangeSource, ...] = (),
     ) -> None:
         self._forget(number - 1)
         key = f"digests/{number}"
-        self._set(key, b"".join(digests))
-        self._post(Order(number, op, version, key, fingerprint))
+        self._put(key, b"".join(digests))
+        self._post(Order(number, op, version, key, fingerprint, sources))
 
     def _forget(self, number: int) -> None:
         """Delete the keys of an order that is over: an epoch, and its store, may last as long as
         the run."""
         store = self._opened()
         with store_errors(f"forgetting order {number}"):
-            for key in ("order", "digests", "staged", "applied"):
+            for key in ("order", "staged", "applied"):
                 store.delete_key(f"{key}/{number}")
+            delete_value(store, f"digests/{number}")
 
     def _post(self, order: Order) -> None:
         if order.number != self._next:
@@ -416,6 +494,14 @@ class LaneLink:
             raise TransferFailed(f"{what}: the link was aborted")
         return bytes(value)
 
+    def _put(self, key: str, value: bytes) -> None:
+        """Set a value that may be large."""
+        store = self._opened()
+        with self._lock:
+            self._check_aborted()
+        with store_errors(f"setting {key} (epoch {self._epoch})"):
+            put_value(store, key, value)
+
     def _set(self, key: str, value: str | bytes) -> None:
         store = self._opened()
         with self._lock:
@@ -436,81 +522,3 @@ class LaneLink:
         if self._transport is None:
             raise TransferFailed(f"the receiver of epoch {self._epoch} has not joined")
         return self._transport
-
-
-class LoadCall(threading.Thread):
-    """The server's load call and the engine's report, while the lane sends. A load that fails ends
-    the sending too."""
-
-    def __init__(
-        self, link: LaneLink, control: ServerControl, staged: Staged, report_s: float
-    ) -> None:
-        super().__init__(name=f"load {control.url}", daemon=True)
-        self._link, self._control, self._staged, self._report_s = link, control, staged, report_s
-        self._applied: Applied | None = None
-        self._error: PeerError | None = None
-
-    def run(self) -> None:
-        """Load, read the report."""
-        try:
-            self._control.load(self._link.commit(self._staged).to_dict())
-            self._applied = self._link.wait_applied(self._staged.number, self._report_s)
-        except PeerError as error:
-            self._error = error
-        if self._applied is None or not self._applied.ok:
-            self._link.cancel()
-
-    def result(self, timeout_s: float) -> Applied:
-        """The report; PeerError if there is none: the engine's version is unknown then."""
-        self.join(timeout_s)
-        if self._error is not None:
-            raise self._error
-        if self._applied is None:
-            raise TransferFailed(
-                f"the load call of transfer {self._staged.number} did not end within"
-                f" {timeout_s:.1f} s"
-            )
-        return self._applied
-
-
-class Probe:
-    """Reads a server's Joined answer without opening an epoch, for the doctor and the start-up
-    check."""
-
-    def __init__(self, bind_host: str, timeout_s: float, run_key: Key | None = None) -> None:
-        """Host the store for the answer. ``hello``: the ``init_info`` to send.
-
-        With a run key, Joined.ok tells whether the server has the same; without, Joined.keyed
-        whether it has any.
-        """
-        self._timeout_s = timeout_s
-        self._host = host_store(bind_host)
-        run_id = "probe"
-        self._store = dist.PrefixStore(key_prefix(run_id, 1), self._host)
-        self._key = EpochKeys.of(run_key, run_id, 1).messages if run_key is not None else None
-        hello = Hello(
-            run_id=run_id,
-            epoch=1,
-            store_host=bind_host,
-            store_port=self._host.port,
-            transport=PROBE,
-            rank=RECEIVER_RANK,
-            size=RECEIVER_RANK + 1,
-            manifest_digest="",
-            digest_algorithm="xxh3",
-            block_bytes=1,
-            bucket_bytes=1,
-            timeout_s=timeout_s,
-        )
-        self.hello = hello.proven(self._key)
-
-    def wait(self) -> Joined:
-        """The plugin's answer. TransferFailed if none comes: no plugin, or no route from the server
-        to this host. PeerError if it is no refusal and does not prove the run key."""
-        key = f"joined/{RECEIVER_RANK}"
-        with store_errors("waiting for the server's titan_grpo plugin"):
-            self._store.wait([key], timedelta(seconds=self._timeout_s))
-            joined = Joined.from_json(bytes(self._store.get(key)))
-        if joined.ok:
-            joined.require_proof(self._key)
-        return joined

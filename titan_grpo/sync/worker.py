@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -43,6 +43,7 @@ from titan_grpo.sync.publisher import Publisher, copied_key
 from titan_grpo.sync.server_set import JOIN_S, ServerObserver, ServerSet
 from titan_grpo.sync.slots import ImageSlots, Published
 from titan_grpo.sync.snapshot import Copy, Snapshotter
+from titan_grpo.sync.transports.range_server import RangeServer
 from titan_grpo.sync.transports.store import host_store, store_errors
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class SyncOptions:
 
     def link(self, config: WeightSync) -> LinkOptions:
         """What all connections have in common."""
-        transport = config.transport
+        transport: str = config.transport
         if transport == "auto":
             transport = "nccl" if self.device.type == "cuda" else "gloo"
         urls = (*self.urls, *self.listed)
@@ -166,6 +167,9 @@ class SyncOptions:
             owner=self.owner,
             take_over=self.take_over,
             live_s=config.commit_deadline_s,
+            connections=config.connections,
+            min_rate=config.min_rate,
+            progress_s=config.progress_deadline_s,
         )
 
 
@@ -179,7 +183,8 @@ class SyncWorker:
         """Nothing runs before ``start``, but for the pause guard's process."""
         self.pool, self.run_id, self.manifest = pool, pool.run_id, pool.manifest
         self._config, self._recorder, self._o = config, recorder, options
-        link = self._link = options.link(config)
+        self._source = RangeServer()
+        link = self._link = replace(options.link(config), source=self._source)
         self._block_key = link.block_key(pool.run_id)
         log = recorder.run_dir / "pause_guard.log"
         self.guard = (
@@ -191,6 +196,7 @@ class SyncWorker:
             run_id=pool.run_id,
             manifest=pool.manifest,
             images=tensors if options.tamper is None else options.tamper(tensors),
+            shared=tuple(image if options.tamper is None else None for image in pool.images),
             config=config,
             link=link,
             slots=self.slots,
@@ -275,6 +281,7 @@ class SyncWorker:
         self.servers.close(deadline)
         if self._sealer.is_alive():
             self._sealer.join(max(0.0, deadline - time.monotonic()))
+        self._source.close()
         if self.guard is not None:
             self.guard.close()
 

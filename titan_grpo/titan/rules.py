@@ -225,7 +225,7 @@ def _cpu(config: Any, machine: Machine) -> Rules:
     yield (
         config.weight_sync.transport == "nccl",
         "weight_sync.transport",
-        '"auto" or "gloo" on CPU',
+        '"auto", "tcp" or "gloo" on CPU',
     )
     yield (
         config.training.enable_cpu_offload,

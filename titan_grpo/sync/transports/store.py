@@ -10,10 +10,14 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.errors import ConfigError, TransferFailed
+from titan_grpo.protocol.messages import TCP
 from titan_grpo.sync.transports.base import Transport, TransportOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+PART_BYTES = 4 << 20
+"""Longest value that is set at once."""
 
 CONNECT_S = 30.0
 """Deadline of a store's own handshake, in seconds."""
@@ -80,16 +84,40 @@ def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
         )
 
 
+def put_value(store: dist.Store, key: str, value: bytes) -> None:
+    """Set a value of any size, in parts: TCPStore resets the connection at 8 MiB."""
+    parts = range(0, max(1, len(value)), PART_BYTES)
+    for number, start in enumerate(parts):
+        store.set(f"{key}/{number}", value[start : start + PART_BYTES])  # type: ignore[arg-type]
+    store.set(key, str(len(parts)))  # last: a reader that finds it finds the parts
+
+
+def get_value(store: dist.Store, key: str) -> bytes:
+    """What put_value set; waits for it up to the store's own deadline."""
+    # no deadline: the store's own; both calls
+    parts = int(store.get(key))
+    return b"".join(bytes(store.get(f"{key}/{number}")) for number in range(parts))
+
+
+def delete_value(store: dist.Store, key: str) -> None:
+    """Delete what put_value set, if it is there."""
+    if not store.check([key]):
+        return
+    parts = int(store.get(key))  # no deadline: the key is there
+    for name in (key, *(f"{key}/{number}" for number in range(parts))):
+        store.delete_key(name)
+
+
 def transport_problem(kind: str) -> str:
     """Why this host cannot open transport ``kind``; empty if it can."""
     if kind == "nccl":
         if not (dist.is_nccl_available() and torch.cuda.is_available()):
             return (
                 "weight_sync.transport is nccl, but this host has no CUDA device or a torch without"
-                " NCCL; use gloo"
+                " NCCL; use tcp"
             )
-    elif kind != "gloo":
-        return f"weight_sync.transport must be gloo or nccl here, got {kind!r}"
+    elif kind not in ("gloo", TCP):
+        return f"weight_sync.transport must be tcp, gloo or nccl here, got {kind!r}"
     return ""
 
 

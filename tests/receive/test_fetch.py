@@ -1,0 +1,176 @@
+"""Transfers in ranges from real sources that lie, vanish or are overwritten: what is staged is what
+the trainer hashed."""
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from titan_grpo.errors import TransferFailed
+from titan_grpo.layout.digest import block_digests
+from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.messages import RangeSource, marks
+from titan_grpo.receive import fetch as module
+from titan_grpo.receive.fetch import Content, Fetch, Open
+from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.transports.ranges import RangeReader, TcpReader
+
+BLOCK, BLOCKS = 4096, 24
+SOON_S = 60.0
+"""What ends for another reason than its deadline ends within it, however busy the machine is."""
+
+
+class Site:
+    """A version, sources that serve it, and a receiver's image."""
+
+    def __init__(self) -> None:
+        self.manifest = Manifest.build([("a", "uint8", (BLOCK * BLOCKS - 100,))], BLOCK)
+        self.good = torch.randint(0, 256, (self.manifest.total_bytes,), dtype=torch.uint8)
+        digests = block_digests(memoryview(self.good.numpy()), self.manifest, "xxh3")
+        self.content = Content(self.manifest, digests, "xxh3", None)
+        self.image = SharedImage.create(self.manifest.total_bytes, "test fetch")
+        self.server = RangeServer()
+        self.port = self.server.listen("127.0.0.1")
+        self.marks: list[int] = []
+
+    def source(self, content: torch.Tensor) -> tuple[str, Open]:
+        """A source of these bytes: its ticket, and how to open it."""
+        ticket = self.server.grant(memoryview(content.numpy()), None, None)
+        return ticket, partial(TcpReader, RangeSource("127.0.0.1", self.port, ticket), None, SOON_S)
+
+    def fetch(self, *sources: Open, threads: int = 3) -> Fetch:
+        made = Fetch(self.image, self.content, sources)
+        made.run(threads, SOON_S, marks(self.manifest.total_bytes, 4 * BLOCK), self.marks.append)
+        return made
+
+    def whole(self) -> bool:
+        return torch.equal(self.image.tensor(), self.good)
+
+
+@pytest.fixture
+def site(monkeypatch) -> Iterator[Site]:
+    monkeypatch.setattr(module, "RANGE_BYTES", 2 * BLOCK)  # 12 ranges in an image of 96 KiB
+    made = Site()
+    yield made
+    made.server.close()
+    made.image.close()
+
+
+class Hooked:
+    """A reader that calls ``before`` ahead of each range."""
+
+    def __init__(self, reader: RangeReader, before: Callable[[int], None]) -> None:
+        self._reader, self._before = reader, before
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        self._before(offset)
+        self._reader.read_into(offset, view)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+@pytest.mark.parametrize("threads", [1, 3, 50])
+def test_a_version_arrives_and_every_mark_is_passed_in_order(site, threads) -> None:
+    fetch = site.fetch(site.source(site.good)[1], threads=threads)
+    assert (fetch.error, fetch.bad_block) == ("", -1)
+    assert site.whole()
+    assert site.marks == list(marks(site.manifest.total_bytes, 4 * BLOCK))
+
+
+def test_a_source_that_lies_is_replaced_by_the_next_one(site) -> None:
+    bad = site.good.clone()
+    bad[5 * BLOCK + 3] ^= 1
+    fetch = site.fetch(site.source(bad)[1], site.source(site.good)[1])
+    assert fetch.error == ""
+    assert site.whole()
+
+
+def test_a_block_that_differs_at_every_source_is_named_and_nothing_is_staged(site) -> None:
+    bad = site.good.clone()
+    bad[5 * BLOCK + 3] ^= 1
+    fetch = site.fetch(site.source(bad)[1], site.source(bad.clone())[1])
+    assert fetch.bad_block == 5
+    assert "block 5 of 24" in fetch.error
+    assert len(site.marks) < BLOCKS // 4
+
+
+def test_what_is_missing_is_read_again_when_a_connection_breaks(site) -> None:
+    _, open_ = site.source(site.good)
+    broken = []
+
+    def break_once(reader: TcpReader, offset: int) -> None:
+        if offset == 6 * BLOCK and not broken:
+            broken.append(offset)
+            reader._socket.close()
+
+    def hooked() -> RangeReader:
+        reader = open_()
+        return Hooked(reader, partial(break_once, reader))
+
+    assert site.fetch(hooked).error == ""
+    assert broken
+    assert site.whole()
+
+
+def test_the_rest_comes_from_another_source_when_one_vanishes(site) -> None:
+    ticket, open_ = site.source(site.good)
+    taken = []
+
+    def vanish(offset: int) -> None:
+        taken.append(offset)
+        if len(taken) == 4:
+            site.server.revoke(ticket)
+
+    fetch = site.fetch(lambda: Hooked(open_(), vanish), site.source(site.good)[1])
+    assert fetch.error == ""
+    assert len(taken) >= 4
+    assert site.whole()
+
+
+def test_a_version_whose_only_source_vanishes_is_not_staged(site) -> None:
+    ticket, open_ = site.source(site.good)
+
+    def vanish(offset: int) -> None:
+        if offset >= 6 * BLOCK:
+            site.server.revoke(ticket)
+
+    fetch = site.fetch(lambda: Hooked(open_(), vanish))
+    assert fetch.error
+    assert fetch.bad_block == -1
+
+
+def test_a_slot_that_is_reused_under_its_reader_is_noticed(site) -> None:
+    slot = site.good.clone()
+    _, open_ = site.source(slot)
+
+    def reuse(offset: int) -> None:
+        if offset >= 6 * BLOCK:
+            slot.add_(1)  # the trainer writes the next version
+
+    fetch = site.fetch(lambda: Hooked(open_(), reuse), threads=1)
+    assert fetch.error
+    assert fetch.bad_block >= 6
+
+
+def test_one_thread_finishes_what_the_others_cannot_connect_for(site) -> None:
+    """A source that serves many receivers accepts only some of their connections."""
+    _, open_ = site.source(site.good)
+    turn, opened = threading.Lock(), []
+
+    def only_one() -> RangeReader:
+        with turn:
+            if opened:
+                raise TransferFailed("planted: no more connections")
+            opened.append(1)
+        return open_()
+
+    assert site.fetch(only_one, threads=4).error == ""
+    assert site.whole()
+
+
+def test_a_fetch_without_a_source_says_so(site) -> None:
+    assert "no source" in site.fetch().error

@@ -1,0 +1,186 @@
+"""A source and its readers over real sockets and memfds: who is served what, and until when."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from titan_grpo.errors import ConfigError, TransferFailed
+from titan_grpo.layout.image import SharedImage
+from titan_grpo.protocol.messages import RangeSource
+from titan_grpo.runkey import Key
+from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.transports.ranges import (
+    GREETING,
+    NONCE_BYTES,
+    MemfdReader,
+    TcpReader,
+    proof,
+)
+
+LOOPBACK = "127.0.0.1"
+SOON_S = 60.0
+"""What ends for another reason than its deadline ends within it, however busy the machine is."""
+
+NBYTES = (3 << 20) + 17
+KEY, OTHER_KEY = Key(bytes(range(32))), Key(bytes(range(1, 33)))
+
+
+@pytest.fixture
+def server() -> Iterator[RangeServer]:
+    made = RangeServer()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def image() -> Iterator[SharedImage]:
+    with SharedImage.create(NBYTES, "test ranges") as made:
+        made.tensor().copy_(torch.randint(0, 256, (NBYTES,), dtype=torch.uint8))
+        yield made
+
+
+def place(server: RangeServer, image: SharedImage, key: Key | None = None) -> RangeSource:
+    """Where the server serves the image, from its memfd."""
+    ticket = server.grant(image.buffer, image.address.fd, key)
+    return RangeSource(LOOPBACK, server.listen(LOOPBACK), ticket, image.address.to_json())
+
+
+def read(source: RangeSource, offset: int, nbytes: int, key: Key | None = None) -> bytes:
+    got = bytearray(nbytes)
+    reader = TcpReader(source, key, SOON_S)
+    try:
+        reader.read_into(offset, memoryview(got))
+    finally:
+        reader.close()
+    return bytes(got)
+
+
+@pytest.mark.parametrize("in_memfd", [True, False])
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, NBYTES), (5, 1), (NBYTES - 4096, 4096)])
+def test_a_range_arrives_byte_for_byte(server, image, in_memfd, offset, nbytes) -> None:
+    ticket = server.grant(image.buffer, image.address.fd if in_memfd else None, None)
+    source = RangeSource(LOOPBACK, server.listen(LOOPBACK), ticket)
+    assert read(source, offset, nbytes) == bytes(image.buffer[offset : offset + nbytes])
+
+
+def test_a_reader_of_the_same_host_reads_the_memfd_without_the_source(image) -> None:
+    reader, got = MemfdReader(image.address.to_json()), bytearray(100)
+    reader.read_into(1000, memoryview(got))
+    reader.close()
+    assert bytes(got) == bytes(image.buffer[1000:1100])
+
+
+def test_a_memfd_that_is_not_on_this_host_is_a_failed_transfer(image) -> None:
+    elsewhere = image.address.to_json() | {"inode": image.address.inode + 1}
+    with pytest.raises(TransferFailed, match="inode"):
+        MemfdReader(elsewhere)
+
+
+def test_one_connection_reads_many_ranges_and_two_images_are_not_mixed_up(server, image) -> None:
+    other = torch.full((NBYTES,), 7, dtype=torch.uint8)
+    port = server.listen(LOOPBACK)
+    first = RangeSource(LOOPBACK, port, server.grant(image.buffer, None, None))
+    second = RangeSource(LOOPBACK, port, server.grant(memoryview(other.numpy()), None, None))
+    readers = [TcpReader(source, None, SOON_S) for source in (first, second)]
+    for offset in (0, 1 << 20, 2 << 20):
+        got = [bytearray(4096), bytearray(4096)]
+        for reader, target in zip(readers, got, strict=True):
+            reader.read_into(offset, memoryview(target))
+        assert bytes(got[0]) == bytes(image.buffer[offset : offset + 4096])
+        assert set(got[1]) == {7}
+    for reader in readers:
+        reader.close()
+
+
+@pytest.mark.parametrize("key", [None, OTHER_KEY])
+def test_a_reader_without_the_run_key_gets_no_byte(server, image, key) -> None:
+    with pytest.raises(TransferFailed):
+        read(place(server, image, KEY), 0, 10, key)
+
+
+def test_a_reader_with_the_run_key_is_served(server, image) -> None:
+    assert read(place(server, image, KEY), 0, 10, KEY) == bytes(image.buffer[:10])
+
+
+def test_a_source_that_does_not_prove_the_run_key_is_not_read() -> None:
+    def pretend(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        sock.sendall(bytes(NONCE_BYTES))
+        sock.recv(GREETING.size, socket.MSG_WAITALL)
+        sock.sendall(bytes(32))
+        sock.close()
+
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        thread = threading.Thread(target=pretend, args=(listener,), daemon=True)
+        thread.start()
+        source = RangeSource(LOOPBACK, listener.getsockname()[1], "00" * 16)
+        with pytest.raises(TransferFailed, match="does not prove the run key"):
+            read(source, 0, 10, KEY)
+        thread.join(SOON_S)
+
+
+def test_a_proof_of_another_connection_is_refused(server, image) -> None:
+    source = place(server, image, KEY)
+    ticket, nonce = bytes.fromhex(source.ticket), bytes(NONCE_BYTES)
+    overheard = GREETING.pack(nonce, ticket, proof(KEY, "reader", nonce, nonce, ticket))
+    with socket.create_connection((LOOPBACK, source.port), SOON_S) as sock:
+        sock.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        sock.sendall(overheard)
+        assert sock.recv(1) == b""
+
+
+def test_an_unknown_ticket_is_refused(server, image) -> None:
+    source = RangeSource(LOOPBACK, server.listen(LOOPBACK), "00" * 16)
+    with pytest.raises(TransferFailed):
+        read(source, 0, 10)
+
+
+@pytest.mark.parametrize("offset", [NBYTES, NBYTES - 5, 1 << 63])
+def test_a_range_outside_the_image_is_refused(server, image, offset) -> None:
+    with pytest.raises(TransferFailed):
+        read(place(server, image), offset, 10)
+
+
+def test_a_revoked_ticket_ends_its_open_connections(server, image) -> None:
+    source = place(server, image)
+    reader = TcpReader(source, None, SOON_S)
+    reader.read_into(0, memoryview(bytearray(10)))
+    server.revoke(source.ticket)
+    with pytest.raises(TransferFailed):
+        reader.read_into(0, memoryview(bytearray(NBYTES)))
+    reader.close()
+
+
+def test_a_reader_that_stands_still_does_not_delay_another_one(server, image) -> None:
+    source = place(server, image)
+    with socket.create_connection((LOOPBACK, source.port), SOON_S):  # never says a word
+        assert read(source, 0, NBYTES) == bytes(image.buffer)
+
+
+def test_a_source_that_sends_nothing_fails_the_reader_at_its_deadline() -> None:
+    with socket.create_server((LOOPBACK, 0)) as silent:
+        source = RangeSource(LOOPBACK, silent.getsockname()[1], "00" * 16)
+        with pytest.raises(TransferFailed, match="no byte within"):
+            TcpReader(source, None, 0.3)
+
+
+def test_a_served_and_revoked_image_leaves_no_descriptor_behind(server, image) -> None:
+    server.listen(LOOPBACK)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        source = place(server, image)
+        read(source, 0, 100)
+        server.revoke(source.ticket)
+    reader = TcpReader(place(server, image), None, SOON_S)  # its greeting follows the drops
+    reader.close()
+    server.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_an_address_that_is_not_ours_is_a_config_error(server) -> None:
+    with pytest.raises(ConfigError, match="bind_host"):
+        server.listen("203.0.113.1")

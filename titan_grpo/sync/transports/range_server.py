@@ -1,0 +1,304 @@
+"""The source of a trainer process: one thread serves ranges of all images to all receivers.
+
+It sleeps while nothing is fetched; a lane costs no thread and no descriptor while it is idle.
+"""
+
+import hmac
+import logging
+import os
+import resource
+import secrets
+import selectors
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from titan_grpo.errors import ConfigError
+from titan_grpo.runkey import Key
+from titan_grpo.sync.transports.ranges import (
+    GREETING,
+    NONCE_BYTES,
+    RANGE,
+    TICKET_BYTES,
+    proof,
+)
+
+GREET_S = 10.0
+"""Seconds for a reader to prove itself; then its connection is closed."""
+
+SEND_BYTES = 8 << 20
+"""Most bytes handed to the kernel in one call, so that one connection does not delay the others."""
+
+REST_S = 1.0
+"""Back-off after accept() fails (EMFILE), in seconds."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Grant:
+    """An image that may be read. ``fd``: a descriptor of our own; -1 if only ``view`` is there."""
+
+    view: memoryview
+    fd: int
+    key: Key | None
+
+    def send(self, sock: socket.socket, offset: int, nbytes: int) -> int:
+        """Hand some bytes to the kernel without blocking; how many."""
+        count = min(nbytes, SEND_BYTES)
+        if self.fd >= 0:
+            return os.sendfile(sock.fileno(), self.fd, offset, count)
+        return sock.send(self.view[offset : offset + count])
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """One connection. ``left``: bytes of the current range that are still to be sent."""
+
+    sock: socket.socket
+    nonce: bytes
+    born: float
+    ticket: bytes = b""
+    inbox: bytearray = field(default_factory=bytearray)
+    out: bytes = b""
+    offset: int = 0
+    left: int = 0
+
+
+class RangeServer:
+    """Serves images by ticket, on every interface that ``listen`` was asked for."""
+
+    def __init__(self) -> None:
+        """Opens nothing until the first ``listen``."""
+        self._lock = threading.Lock()
+        self._grants: dict[bytes, _Grant] = {}
+        self._listeners: dict[str, socket.socket] = {}
+        self._peers: set[_Peer] = set()
+        self._resting: dict[socket.socket, float] = {}
+        self._selector: selectors.BaseSelector | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    def listen(self, host: str) -> int:
+        """The port on this host's address ``host``, opened if it is not yet. ConfigError if the
+        address cannot be bound."""
+        with self._lock:
+            if host not in self._listeners:
+                self._listeners[host] = self._open(host)
+                self._selector_().register(self._listeners[host], selectors.EVENT_READ)
+                self._wake()
+            return int(self._listeners[host].getsockname()[1])
+
+    def grant(self, view: memoryview, fd: int | None, key: Key | None) -> str:
+        """Serve an image (uint8) to readers that prove ``key``: its ticket. ``fd``: of the memfd
+        that ``view`` maps, if any; it may be closed after this call."""
+        ticket = secrets.token_bytes(TICKET_BYTES)
+        with self._lock:
+            # a descriptor of our own: a closed one's number may be another file's by then
+            self._grants[ticket] = _Grant(view, os.dup(fd) if fd is not None else -1, key)
+        return ticket.hex()
+
+    def revoke(self, ticket: str) -> None:
+        """Serve the ticket's image no more: its connections are closed. Idempotent."""
+        with self._lock:
+            grant = self._grants.pop(bytes.fromhex(ticket), None)
+            if grant is not None and grant.fd >= 0:
+                os.close(grant.fd)
+            self._wake()
+
+    def close(self) -> None:
+        """Close everything. Idempotent."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            thread = self._thread
+            for grant in self._grants.values():
+                if grant.fd >= 0:
+                    os.close(grant.fd)
+            self._grants.clear()
+            self._wake()
+        if thread is not None:
+            thread.join(GREET_S)
+
+    def _open(self, host: str) -> socket.socket:
+        try:
+            family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[
+                0
+            ]
+            listener = socket.socket(family, kind, proto)
+            listener.bind(address)
+            listener.listen(1024)
+            listener.setblocking(False)
+        except OSError as error:
+            raise ConfigError(
+                f"weight_sync.bind_host must be an address of this host, got {host!r} ({error});"
+                " servers could not read versions here; set it to this host's address in their"
+                " network"
+            ) from error
+        return listener
+
+    def _selector_(self) -> selectors.BaseSelector:
+        """Under the lock: the selector, with the thread that waits in it."""
+        if self._selector is None:
+            self._selector = selectors.DefaultSelector()
+            self._wake_read, self._wake_write = socket.socketpair()
+            self._wake_read.setblocking(False)
+            self._wake_write.setblocking(False)
+            self._selector.register(self._wake_read, selectors.EVENT_READ)
+            self._thread = threading.Thread(
+                target=self._run, args=(self._selector,), name="range source", daemon=True
+            )
+            self._thread.start()
+        return self._selector
+
+    def _wake(self) -> None:
+        if self._selector is not None:
+            with suppress(BlockingIOError):  # full: the thread is about to wake anyway
+                self._wake_write.send(b".")
+
+    # The thread.
+
+    def _run(self, selector: selectors.BaseSelector) -> None:
+        while not self._closing:
+            # timeout None: no connection is open; the next one, a new listener or close() wakes
+            timeout_s = REST_S if self._peers or self._resting else None
+            # no deadline: see the line above; the thread is a daemon
+            for entry, _ in selector.select(timeout_s):
+                sock = entry.fileobj
+                if sock is self._wake_read:
+                    self._drain()
+                elif entry.data is None:
+                    self._accept(selector, sock)  # type: ignore[arg-type]
+                else:
+                    self._serve(selector, entry.data)
+            self._tidy(selector)
+        for peer in list(self._peers):
+            self._drop(selector, peer)
+        for listener in self._listeners.values():
+            listener.close()
+        self._wake_read.close()
+        self._wake_write.close()
+        selector.close()
+
+    def _drain(self) -> None:
+        with suppress(BlockingIOError):
+            # no deadline: the socket does not block
+            while self._wake_read.recv(4096):
+                pass
+
+    def _tidy(self, selector: selectors.BaseSelector) -> None:
+        """Drop readers without a valid ticket; listen again after a rest."""
+        now = time.monotonic()
+        for peer in list(self._peers):
+            late = not peer.ticket and now - peer.born > GREET_S
+            with self._lock:
+                revoked = bool(peer.ticket) and peer.ticket not in self._grants
+            if late or revoked:
+                self._drop(selector, peer)
+        for listener, until in list(self._resting.items()):
+            if now >= until:
+                del self._resting[listener]
+                selector.register(listener, selectors.EVENT_READ)
+
+    def _accept(self, selector: selectors.BaseSelector, listener: socket.socket) -> None:
+        try:
+            # no deadline: the listener does not block
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("the range source cannot accept a connection: %s", error)
+            selector.unregister(listener)
+            self._resting[listener] = time.monotonic() + REST_S
+            return
+        # the trainer needs descriptors too; a reader takes its ranges over fewer connections then
+        if len(self._peers) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+            sock.close()
+            return
+        sock.setblocking(False)
+        with suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        peer = _Peer(sock, nonce, time.monotonic(), out=nonce)
+        self._peers.add(peer)
+        selector.register(sock, selectors.EVENT_READ, peer)
+        self._serve(selector, peer)
+
+    def _serve(self, selector: selectors.BaseSelector, peer: _Peer) -> None:
+        """Whatever the connection can do now without blocking."""
+        try:
+            alive = self._write(peer) and self._read(peer) and self._write(peer)
+        except BlockingIOError:
+            alive = True
+        except OSError:  # a reader that went away
+            alive = False
+        if not alive:
+            self._drop(selector, peer)
+            return
+        busy = bool(peer.out or peer.left)
+        selector.modify(peer.sock, selectors.EVENT_WRITE if busy else selectors.EVENT_READ, peer)
+
+    def _read(self, peer: _Peer) -> bool:
+        """Take what has come; whether the connection lives."""
+        if peer.out or peer.left:
+            return True
+        want = RANGE.size if peer.ticket else GREETING.size
+        try:
+            # no deadline: the socket does not block
+            chunk = peer.sock.recv(want - len(peer.inbox))
+        except BlockingIOError:
+            return True
+        if not chunk:
+            return False
+        peer.inbox += chunk
+        if len(peer.inbox) < want:
+            return True
+        message = bytes(peer.inbox)
+        peer.inbox.clear()
+        return self._range(peer, message) if peer.ticket else self._greeted(peer, message)
+
+    def _greeted(self, peer: _Peer, message: bytes) -> bool:
+        theirs, ticket, claimed = GREETING.unpack(message)
+        with self._lock:
+            grant = self._grants.get(ticket)
+        if grant is None:
+            return False
+        wanted = proof(grant.key, "reader", peer.nonce, theirs, ticket)
+        if not hmac.compare_digest(claimed, wanted):
+            log.warning("a reader of weights did not prove the run key: refused")
+            return False
+        peer.ticket = ticket
+        peer.out = proof(grant.key, "source", peer.nonce, theirs, ticket)
+        return True
+
+    def _range(self, peer: _Peer, message: bytes) -> bool:
+        peer.offset, peer.left = RANGE.unpack(message)
+        with self._lock:
+            grant = self._grants.get(peer.ticket)
+        return grant is not None and peer.offset + peer.left <= grant.view.nbytes
+
+    def _write(self, peer: _Peer) -> bool:
+        """Send what the socket takes; whether the connection lives. BlockingIOError if it takes no
+        more."""
+        while peer.out:
+            peer.out = peer.out[peer.sock.send(peer.out) :]
+        while peer.left:
+            # under the lock: after revoke() returns, no byte of the image is read any more
+            with self._lock:
+                grant = self._grants.get(peer.ticket)
+                if grant is None:
+                    return False
+                sent = grant.send(peer.sock, peer.offset, peer.left)
+            if sent == 0:
+                return False
+            peer.offset += sent
+            peer.left -= sent
+        return True
+
+    def _drop(self, selector: selectors.BaseSelector, peer: _Peer) -> None:
+        selector.unregister(peer.sock)
+        peer.sock.close()
+        self._peers.discard(peer)
