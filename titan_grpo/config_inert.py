@@ -172,6 +172,8 @@ def _rollout(r: Rollout) -> Iterator[Row]:
             "task_timeout_s",
             "task_error_budget",
             "max_turns",
+            "accept",
+            "min_completion_tokens",
             "stop",
             "stop_token_ids",
         ),

@@ -365,6 +365,12 @@ def _sampling(r: Rollout) -> Rules:
     yield r.top_k != -1, "top_k", f"-1 {whole}"
     yield not all(r.stop), "stop", "without an empty text (it would end every completion at once)"
     yield any(token < 0 for token in r.stop_token_ids), "stop_token_ids", "of token ids, 0 or more"
+    yield (
+        r.min_completion_tokens > r.max_completion_tokens > 0,
+        "min_completion_tokens",
+        f"at most rollout.max_completion_tokens = {r.max_completion_tokens} (else every group would"
+        " be dropped)",
+    )
     yield r.sample_every < 0, "sample_every", "0 (none) or greater"
     for name in (
         "prompts_per_step",

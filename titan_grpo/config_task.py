@@ -82,12 +82,28 @@ class TaskKeys:
     max_turns: int = 8
     """With a task of several turns: the most that the model gets in one completion."""
 
+    accept: str = ""
+    """Filter "package.module:function": called with each finished, rewarded group
+    (titan_grpo.samples.Group), it returns whether the group may be trained on. In place of the
+    task's own should_accept. A dropped group (counted: dropped/not_accepted) is not made again;
+    the next prompt takes its place."""
+
+    min_completion_tokens: int = 0
+    """A group with a completion of fewer sampled tokens is dropped, as by the filter (counted:
+    dropped/too_short); 0: none is."""
+
 
 def task_rules(r: TaskKeys) -> Iterator[tuple[bool, str, str]]:
     """(broken, key, what it must be and why) of these keys. Pure."""
     for name in ("task_concurrency", "max_turns", "task_timeout_s"):
         yield getattr(r, name) <= 0, name, "greater than 0"
     yield not 0 <= r.task_error_budget <= 100, "task_error_budget", "0 to 100"
+    yield r.min_completion_tokens < 0, "min_completion_tokens", "0 (off) or greater"
+    yield (
+        bool(r.accept) and not all(r.accept.partition(":")),
+        "accept",
+        'empty or "package.module:function"',
+    )
     yield r.task == "gsm8k" and not r.task_path, "task_path", 'set for task = "gsm8k"'
     if not r.reward:
         for name in ("dataset", "prompt", "system_prompt", "tools", "reward_weights"):

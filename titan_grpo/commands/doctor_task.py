@@ -15,6 +15,7 @@ from titan_grpo.rollout.tasks.functions import (
     FunctionTask,
     Reward,
     codec_of,
+    load_function,
     open_rows,
 )
 
@@ -33,6 +34,8 @@ def findings(spec: RolloutSpec) -> Iterator[Finding]:
     task = yield from (_functions(spec) if spec.reward else _class(spec))
     if task is not None:
         yield _prompt(spec, task)
+    if spec.accept:
+        yield _filter(spec.accept)
 
 
 def _class(spec: RolloutSpec) -> _Found:
@@ -64,6 +67,14 @@ def _functions(spec: RolloutSpec) -> _Found:
     columns = ", ".join(rows.columns)
     yield ok("dataset", f"{spec.dataset}: {len(rows)} rows with {columns}")
     return task
+
+
+def _filter(path: str) -> Finding:
+    try:
+        load_function("rollout.accept", path)
+    except ConfigError as error:
+        return problem("filter", str(error), "correct that module, or rollout.accept")
+    return ok("filter", path)
 
 
 def _prompt(spec: RolloutSpec, task: AnyTask) -> Finding:

@@ -79,11 +79,11 @@ LENGTHS = "lengths"
 
 MEANING: dict[str, str] = {
     REWARD: (
-        "mean reward of the completions that a step took, those that dynamic sampling left out"
-        " included"
+        "mean reward of the completions that a step took, with those that dynamic sampling left out"
+        " and those that the user's filter dropped since the step before"
     ),
     REWARD_STD: "standard deviation of those rewards",
-    REWARD_KEPT: "mean reward of the completions that dynamic sampling kept",
+    REWARD_KEPT: "mean reward of the completions that filter and dynamic sampling kept",
     LOSS: (
         "loss of an optimizer step with all its terms, globally normalised; mean over those of a"
         " training step. (Its name was loss/policy.)"
@@ -110,7 +110,8 @@ MEANING: dict[str, str] = {
     KEPT: "share of completion tokens that the policy finds likely enough to be trained on",
     COMPLETION_TOKENS: "mean length of a completion, tokens",
     THROWN_TOKENS: (
-        "sampled tokens that were thrown away since the step before (stale, unfit, broken off)"
+        "sampled tokens that were thrown away since the step before (stale, unfit, filtered, broken"
+        " off)"
     ),
     LOGPROB_GAP: "mean absolute difference of trainer and engine log-probability, nats",
     LOGPROB_GAP_MAX: "largest absolute difference of a step, nats",

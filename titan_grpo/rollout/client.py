@@ -66,6 +66,7 @@ class RolloutClient:
         self._theirs: dict[str, int] = {}
         self._record = GroupRecorder(record_path, spec.base_version) if record_path else None
         self._ready: dict[int, messages.GroupDone] = {}
+        self._left_out: list[float] = []
         self._load: dict[str, int] | None = None
         self._error: TitanGrpoError | None = None
         self._running = self._started = self._closing = self._skip_drains = False
@@ -282,6 +283,12 @@ class RolloutClient:
     def _started_for(self, count: int) -> list[int]:
         return list(islice(self._cursor.unused(), count))
 
+    def take_left_out(self) -> list[float]:
+        """Rewards of the groups that the user's filter dropped since the last call."""
+        with self._changed:
+            taken, self._left_out = self._left_out, []
+        return taken
+
     def used_without_version(self, count: int) -> None:
         """``count`` consumed groups made no version (left out, or their step was skipped): as many
         more may start."""
@@ -348,6 +355,10 @@ class RolloutClient:
                 case messages.GroupDone(ticket, _, counters):
                     self._theirs = counters
                     self._ready[ticket.index] = message
+                case messages.LeftOut(index, rewards, counters):
+                    self._theirs = counters
+                    self._cursor.use(index)
+                    self._left_out += rewards
                 case messages.Event(text, counters, skipped):
                     self._theirs = counters
                     if skipped is not None:

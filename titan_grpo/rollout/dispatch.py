@@ -13,7 +13,7 @@ from titan_grpo.rollout import messages
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial, length_range, oldest, sampled_tokens, worth_keeping
 from titan_grpo.rollout.pool import Pool, Server
-from titan_grpo.rollout.sampler import GroupDropped, Interrupted, Sampler
+from titan_grpo.rollout.sampler import GroupDropped, Interrupted, NotAccepted, Sampler
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.starts import Durations, Starts
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
@@ -191,13 +191,16 @@ class Dispatcher:
         finally:
             # Each answer of the task made one more request.
             self._counts["requests"] += sum(part.answers for part in run.parts) - answers
-        self._skips_in_a_row = 0
-        self._task_errors = self._task_errors.after(failed=False)
+        self._task_gave_a_group()
         self._counts["tokens"] += sum(c.num_sampled for c in group.completions)
         self._count_made(c.num_sampled for c in group.completions)
         if whole:
             self._durations.took(group, asyncio.get_running_loop().time() - run.began_s)
         self._send(messages.GroupDone(run.ticket.done(), group, dict(self._counts)))
+
+    def _task_gave_a_group(self) -> None:
+        self._skips_in_a_row = 0
+        self._task_errors = self._task_errors.after(failed=False)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self._running.pop(task)
@@ -212,6 +215,9 @@ class Dispatcher:
         match error:
             case None:
                 self._pool.succeeded(run.server)
+            case NotAccepted():
+                self._pool.succeeded(run.server)
+                self._leave_out(run, error)
             case PeerError() | GroupDropped() | Interrupted() | asyncio.CancelledError() if moved:
                 # Its server left the run, or commits a version; that costs no budget.
                 self._counts["moved"] += 1
@@ -291,6 +297,15 @@ class Dispatcher:
                     f" {text}"
                 )
             )
+
+    def _leave_out(self, run: Running, verdict: NotAccepted) -> None:
+        """The next prompt takes the place of a group that is left out by choice."""
+        self._task_gave_a_group()
+        self._counts[f"dropped.{verdict.reason}"] += 1
+        self._throw_away(run.parts)
+        self._starts.give_up(run.ticket.index)
+        rewards = tuple(c.reward for c in verdict.group.completions)
+        self._send(messages.LeftOut(run.ticket.index, rewards, dict(self._counts)))
 
     def _task_error(self, run: Running, failed: TaskFailed) -> None:
         self._task_errors = self._task_errors.after(failed=True)

@@ -151,6 +151,14 @@ class GroupDone(Frame, frozen=True):
     counters: dict[str, int]
 
 
+class LeftOut(Frame, frozen=True):
+    """The user's filter dropped a finished group: its prompt is used, with these rewards."""
+
+    index: int
+    rewards: tuple[float, ...]
+    counters: dict[str, int]
+
+
 class Load(Frame, frozen=True):
     """Requests in flight by server URL."""
 
@@ -201,7 +209,7 @@ ToWorker = (
     | EngineCall
     | Stop
 )
-FromWorker = Ready | GroupDone | Load | Drained | EngineAnswer | Event | Failed
+FromWorker = Ready | GroupDone | LeftOut | Load | Drained | EngineAnswer | Event | Failed
 
 T = TypeVar("T")
 

@@ -160,6 +160,10 @@ class ReplayClient:
         self._consumed += found
         return list(batch.groups)
 
+    def take_left_out(self) -> list[float]:
+        """None: what a filter dropped is not recorded."""
+        return []
+
     def used_without_version(self, count: int) -> None:
         """Ignored: nothing is bounded."""
 

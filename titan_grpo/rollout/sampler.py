@@ -36,6 +36,15 @@ class GroupDropped(TitanGrpoError):
         self.reason = reason
 
 
+class NotAccepted(TitanGrpoError):
+    """A sound group that the user's filter, or the least length, leaves out. Not to be made again:
+    that would sample until the outcome is liked. ``reason`` is the name it is counted under."""
+
+    def __init__(self, reason: str, group: Group) -> None:
+        super().__init__(reason)
+        self.reason, self.group = reason, group
+
+
 class Interrupted(TitanGrpoError):
     """An engine cut completions short; their tokens are in the group's parts."""
 
@@ -66,8 +75,8 @@ class Sampler:
         """Finish the completions of ``parts``, which holds their tokens also after an error.
 
         Raises PeerError where the server failed (the other requests are cancelled), Interrupted
-        where it cut completions short, GroupDropped where the result is unfit, TaskFailed for what
-        the task raises.
+        where it cut completions short, GroupDropped where the result is unfit, NotAccepted where it
+        is left out by choice, TaskFailed for what the task raises.
         """
         prompt = self._runner.prompt(ticket.index)
         job = _Job(prompt, ticket, parts, server, driver)
@@ -79,7 +88,12 @@ class Sampler:
         rewards = await self._runner.rewards(prompt, completions)
         completions = [replace(c, reward=r) for c, r in zip(completions, rewards, strict=True)]
         self._check(completions)
-        return Group(prompt, tuple(completions))
+        group = Group(prompt, tuple(completions))
+        if min(c.num_sampled for c in completions) < self._spec.min_completion_tokens:
+            raise NotAccepted("too_short", group)
+        if not await self._runner.accepts(group):
+            raise NotAccepted("not_accepted", group)
+        return group
 
     def _check(self, completions: Sequence[Completion]) -> None:
         # One bad completion drops its whole group: advantages compare members, and a group short

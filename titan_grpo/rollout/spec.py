@@ -88,6 +88,8 @@ class RolloutSpec:
     task_timeout_s: float = 600.0
     task_error_budget: int = 0
     max_turns: int = 8
+    accept: str = ""
+    min_completion_tokens: int = 0
     seed: int = 0
     prompts_per_step: int = 8
     group_size: int = 8

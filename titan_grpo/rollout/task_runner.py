@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from titan_grpo.errors import ConfigError, DataError, ProtocolError, TitanGrpoError
 from titan_grpo.rollout.calls import at_once, call, their_traceback
 from titan_grpo.rollout.partial import Partial
-from titan_grpo.rollout.tasks.base import AnyTask, Codec, GroupTask, MultiTurnTask, Turn
-from titan_grpo.samples import Completion, Prompt
+from titan_grpo.rollout.tasks.base import AnyTask, Codec, Filter, GroupTask, MultiTurnTask, Turn
+from titan_grpo.samples import Completion, Group, Prompt
 
 T = TypeVar("T")
 
@@ -40,8 +40,17 @@ class TaskRunner:
     end a plain function: its thread runs on, and its result is dropped.
     """
 
-    def __init__(self, task: AnyTask, codec: Codec, concurrency: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        task: AnyTask,
+        codec: Codec,
+        concurrency: int,
+        timeout_s: float,
+        accept: Filter | None = None,
+    ) -> None:
+        """``accept``: drops or keeps finished groups; None: all are kept."""
         self._task, self._codec, self._timeout_s = task, codec, timeout_s
+        self._accept = accept
         self._places = asyncio.Semaphore(concurrency)
         # Not asyncio.to_thread, whose executor has few threads on a small machine.
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="task")
@@ -115,6 +124,12 @@ class TaskRunner:
         text, token_ids = self._codec.decode(completion.token_ids), completion.token_ids
         return await self._call("reward", float, self._task.reward, prompt, text, token_ids)
 
+    async def accepts(self, group: Group) -> bool:
+        """Whether the user's filter keeps a finished, rewarded group."""
+        if self._accept is None:
+            return True
+        return await self._call("should_accept", _verdict, self._accept, group)
+
     def _turns(self, part: Partial) -> tuple[Turn, ...]:
         return tuple(
             Turn(token_ids, sampled, self._codec.decode(token_ids))
@@ -146,6 +161,13 @@ def _rewards(count: int, answer: Any) -> list[float]:
     if len(rewards) != count:
         raise DataError(f"group_reward must return {count} rewards, got {len(rewards)}")
     return rewards
+
+
+def _verdict(answer: Any) -> bool:
+    # Equal to, not the same: numpy's True is another object.
+    if answer not in (True, False):
+        raise DataError(f"should_accept must return True or False, got {answer!r:.100}")
+    return bool(answer)
 
 
 def _tokens(answer: Sequence[int] | None) -> tuple[int, ...] | None:

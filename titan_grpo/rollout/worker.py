@@ -20,7 +20,7 @@ from titan_grpo.rollout.external import External, open_source
 from titan_grpo.rollout.sampler import Sampler
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
-from titan_grpo.rollout.tasks.functions import codec_of, task_of
+from titan_grpo.rollout.tasks.functions import codec_of, filter_of, task_of
 
 EXIT_GRACE_S = 5.0
 
@@ -82,7 +82,9 @@ class Worker:
         if spec.reward:
             # A missing chat template ends the start, not the first group.
             task.prompt(0, codec)
-        runner = TaskRunner(task, codec, spec.task_concurrency, spec.task_timeout_s)
+        runner = TaskRunner(
+            task, codec, spec.task_concurrency, spec.task_timeout_s, filter_of(spec, task)
+        )
         key = os.environ.get(spec.api_key_env, "") if spec.api_key_env else ""
         return Dispatcher(spec, Sampler(spec, runner), runner, self._out.put, self._fail, key)
 

@@ -248,8 +248,9 @@ class Controller:
                 count,
                 reason,
             )
-        self._step_values = _group_values(groups, batch, version) | _reward_values(taken)
-        if self._job.grpo.dynamic_sampling:
+        left_out = rollouts.take_left_out()
+        self._step_values = _group_values(groups, batch, version) | _reward_values(taken, left_out)
+        if self._job.grpo.dynamic_sampling or left_out:
             kept = _reward_values(groups)
             self._step_values[names.REWARD_KEPT] = kept[names.REWARD]
         self._step_values[names.THROWN_TOKENS] = self._count_rollouts(rollouts)
@@ -447,9 +448,10 @@ def _lags(version: int, held: Iterable[int | None]) -> dict[str, float]:
     return {names.LAG: statistics.fmean(lags), names.LAG_MAX: float(max(lags))} if lags else {}
 
 
-def _reward_values(groups: Sequence[Group]) -> dict[str, float]:
-    """Figures of the rewards over completions."""
+def _reward_values(groups: Sequence[Group], left_out: Sequence[float] = ()) -> dict[str, float]:
+    """Figures of the rewards over completions; ``left_out``: of further ones."""
     rewards = [c.reward for g in groups for c in g.completions if sound_reward(c.reward)]
+    rewards += left_out
     return {names.REWARD: statistics.fmean(rewards), names.REWARD_STD: statistics.pstdev(rewards)}
 
 

@@ -1,12 +1,12 @@
 """The interface of a task, and finding one by name (docs/tasks.md)."""
 
 import importlib
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from titan_grpo.errors import ConfigError
-from titan_grpo.samples import Prompt
+from titan_grpo.samples import Group, Prompt
 
 BUILT_IN = {
     "calculator": "titan_grpo.rollout.tasks.calculator:Calculator",
@@ -106,6 +106,10 @@ class MultiTurnTask(Prompts, Protocol):
 
 
 AnyTask = Task | GroupTask | MultiTurnTask
+
+Filter = Callable[[Group], bool | Awaitable[bool]]
+"""Whether a finished, rewarded group may be trained on: a task's ``should_accept``, or
+``rollout.accept``. A plain function or a coroutine, as ``Task.reward``."""
 
 
 def load_task(name: str, options: TaskOptions) -> AnyTask:

@@ -20,7 +20,7 @@ from titan_grpo.rollout.calls import call
 from titan_grpo.rollout.chat import check_messages
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.tasks.base import AnyTask, Codec, TaskOptions, load_task
+from titan_grpo.rollout.tasks.base import AnyTask, Codec, Filter, TaskOptions, load_task
 from titan_grpo.rollout.tasks.dataset import Condition, Rows, open_table
 from titan_grpo.samples import Prompt
 
@@ -66,30 +66,8 @@ class Reward:
 
     @classmethod
     def load(cls, path: str, weight: float = 1.0) -> "Reward":
-        """Import "package.module:function". Raises ConfigError, also where the module breaks: in
-        one line, with the place."""
-        module_name, _, name = path.partition(":")
-        if not name:
-            raise ConfigError(f'rollout.reward must be "package.module:function", got {path!r}')
-        try:
-            module = importlib.import_module(module_name)
-        except Exception as error:  # the boundary to a user's code
-            if isinstance(error, ModuleNotFoundError) and error.name == module_name:
-                reason = "put its folder on PYTHONPATH, or start in it"
-            else:
-                *_, last = traceback.extract_tb(error.__traceback__)
-                reason = f"{last.filename}:{last.lineno}"
-            raise ConfigError(
-                f"rollout.reward {path!r} cannot be imported: {type(error).__name__}: {error}"
-                f" ({reason})"
-            ) from error
-        function = getattr(module, name, None)
-        if not callable(function):
-            raise ConfigError(
-                f"rollout.reward {path!r} must be a function, {module.__file__} has"
-                f" {function!r:.80} by that name"
-            )
-        return cls(path, function, weight)
+        """Import it. Raises ConfigError as ``load_function``."""
+        return cls(path, load_function("rollout.reward", path), weight)
 
     def check(self, rows: Rows) -> None:
         """Raise ConfigError where the function demands an argument that is no column."""
@@ -247,6 +225,40 @@ def task_of(spec: RolloutSpec) -> AnyTask:
     if spec.reward:
         return FunctionTask.load(FunctionOptions.of(spec))
     return load_task(spec.task, TaskOptions(spec.seed, spec.task_path))
+
+
+def load_function(key: str, path: str) -> Callable[..., Any]:
+    """The function "package.module:function" that ``key`` names. Raises ConfigError, also where the
+    module breaks: in one line, with the place."""
+    module_name, _, name = path.partition(":")
+    if not name:
+        raise ConfigError(f'{key} must be "package.module:function", got {path!r}')
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the boundary to a user's code
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name:
+            reason = "put its folder on PYTHONPATH, or start in it"
+        else:
+            *_, last = traceback.extract_tb(error.__traceback__)
+            reason = f"{last.filename}:{last.lineno}"
+        raise ConfigError(
+            f"{key} {path!r} cannot be imported: {type(error).__name__}: {error} ({reason})"
+        ) from error
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(
+            f"{key} {path!r} must be a function, {module.__file__} has {function!r:.80} by that"
+            " name"
+        )
+    return function
+
+
+def filter_of(spec: RolloutSpec, task: AnyTask) -> Filter | None:
+    """What keeps or drops finished groups: ``rollout.accept``, else the task's own
+    ``should_accept``, if it has one. Raises ConfigError."""
+    if spec.accept:
+        return load_function("rollout.accept", spec.accept)
+    return getattr(task, "should_accept", None)
 
 
 def codec_of(spec: RolloutSpec) -> TextCodec:

@@ -1,0 +1,198 @@
+"""A user's filter: which finished groups a step is made of, and which it does without."""
+
+import asyncio
+import dataclasses
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from tests.rollout.conftest import answer, good
+from tests.rollout.sampling import Letters
+from titan_grpo.config import GRPO, JobConfig, Rollout, violations
+from titan_grpo.errors import ConfigError, TaskError
+from titan_grpo.rollout.client import RolloutClient, RolloutsLate
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
+from titan_grpo.rollout.tasks.functions import filter_of
+from titan_grpo.samples import Completion, Group, Prompt
+
+GROUP = 2
+
+TASK = """
+from titan_grpo.samples import Prompt
+
+
+class Counted:
+    def __init__(self, options):
+        pass
+
+    def prompt(self, index, codec):
+        return Prompt(index, (3, 4 + index))
+
+    def reward(self, prompt, text, token_ids):
+        return float(prompt.index)
+"""
+EVEN = """
+def even(group):
+    return group.completions[0].reward % 2 == 0
+"""
+OWN = """
+    async def should_accept(self, group):
+        return group.prompt.index % 2 == 0
+"""
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch, model_dir, completion_server):
+    """A factory: the source of a module with the task Counted -> a client and its server."""
+    clients = []
+
+    def make(source, behaviour=None, **changes):
+        (tmp_path / "own_filter.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+        spec = RolloutSpec(
+            model_dir,
+            task="own_filter:Counted",
+            max_staleness=0,
+            group_size=GROUP,
+            prompts_per_step=3,
+            max_completion_tokens=4,
+        )
+        client, server = RolloutClient(dataclasses.replace(spec, **changes)), completion_server()
+        server.behaviour = behaviour or server.good
+        clients.append(client)
+        client.start(60)
+        client.set_server(server.url, 0, True, "r:0:f")
+        return client, server
+
+    yield make
+    for client in clients:
+        client.close(5)
+
+
+@pytest.mark.parametrize("consume", ["started", "ready"])
+@pytest.mark.parametrize(
+    ("source", "accept"),
+    [(TASK + EVEN, "own_filter:even"), (TASK + OWN, "")],
+    ids=["named", "task's own"],
+)
+def test_a_step_is_made_of_the_groups_that_the_filter_keeps(
+    started, source, accept, consume
+) -> None:
+    client, server = started(source, accept=accept, consume=consume)
+    assert [g.prompt.index for g in client.next_batch(0, 3, 20)] == [0, 2, 4]
+    counters = client.counters()
+    # The next prompt takes the place of a dropped group, which is not made again.
+    dropped = counters["dropped.not_accepted"]
+    assert dropped in (2, 3)
+    assert len(server.bodies) == (3 + dropped) * GROUP
+    assert counters["thrown_tokens"] == 4 * GROUP * dropped
+    assert "skipped" not in counters
+    assert counters["made.4"] == counters["trained.4"] + GROUP * dropped
+
+
+def test_rewards_of_dropped_groups_are_given_out_once_for_the_mean_of_all(started) -> None:
+    client, _ = started(TASK + EVEN, accept="own_filter:even")
+    client.next_batch(0, 3, 20)
+    assert set(client.take_left_out()) <= {1.0, 3.0, 5.0}
+    assert client.take_left_out() == []
+
+
+def test_a_resumed_run_does_not_ask_again_for_what_was_dropped(started) -> None:
+    client, _ = started(TASK + EVEN, accept="own_filter:even")
+    client.next_batch(0, 3, 20)
+    state = client.state()
+    resumed, _ = started(TASK + EVEN, accept="own_filter:even", state=state)
+    assert [g.prompt.index for g in resumed.next_batch(0, 3, 20)] == [6, 8, 10]
+    assert state["cursor"]["low"] >= 5
+
+
+def test_a_group_with_a_completion_below_the_least_length_is_dropped_and_not_made_again(
+    started,
+) -> None:
+    short = []
+
+    def one_short(body):
+        # One member of the group of prompt 1, and only the first time.
+        if body["prompt"][1] == 5 and not short:
+            short.append(body["seed"])
+        return answer([7, 2], [-1.0] * 2, "stop") if body["seed"] in short else good(body)
+
+    client, server = started(TASK, one_short, min_completion_tokens=3)
+    assert [g.prompt.index for g in client.next_batch(0, 3, 20)] == [0, 2, 3]
+    assert client.counters()["dropped.too_short"] == 1
+    assert sum(body["prompt"][1] == 5 for body in server.bodies) == GROUP
+
+
+def test_a_filter_that_keeps_nothing_ends_with_its_count(started) -> None:
+    client, _ = started(TASK + "\ndef none(group):\n    return False\n", accept="own_filter:none")
+    with pytest.raises(RolloutsLate, match=r"0 of 3 groups .*'dropped\.not_accepted': \d+"):
+        client.next_batch(0, 3, 1.0)
+
+
+def test_a_mistake_in_the_filter_shows_its_traceback_and_no_line_of_ours(started, tmp_path) -> None:
+    source = TASK + "\ndef broken(group):\n    return group.no_such_field\n"
+    client, _ = started(source, accept="own_filter:broken")
+    with pytest.raises(TaskError) as caught:
+        client.next_batch(0, 3, 20)
+    text = str(caught.value)
+    assert text.startswith("the task's should_accept failed: AttributeError")
+    line = source.splitlines().index("    return group.no_such_field") + 1
+    assert f'File "{tmp_path}/own_filter.py", line {line}, in broken' in text
+    assert "titan_grpo/" not in text
+
+
+@pytest.mark.parametrize("answer", [None, "yes", 0.5])
+def test_an_answer_that_is_no_verdict_is_the_filters_mistake(answer) -> None:
+    with pytest.raises(TaskFailed, match="must return True or False"):
+        asyncio.run(runner(lambda group: answer).accepts(group()))
+
+
+def test_a_plain_filter_runs_in_a_thread_and_a_coroutine_in_the_loop() -> None:
+    main = threading.current_thread()
+    seen = []
+
+    def plain(group):
+        seen.append(threading.current_thread() is main)
+        return True
+
+    async def awaited(group):
+        seen.append(threading.current_thread() is main)
+        return False
+
+    assert asyncio.run(runner(plain).accepts(group()))
+    assert not asyncio.run(runner(awaited).accepts(group()))
+    assert seen == [False, True]
+
+
+def test_a_filter_that_is_named_takes_the_place_of_the_tasks_own() -> None:
+    task = SimpleNamespace(should_accept=len)
+    assert filter_of(RolloutSpec(""), task) is len
+    assert filter_of(RolloutSpec("", accept="math:isnan"), task).__name__ == "isnan"
+    assert filter_of(RolloutSpec(""), SimpleNamespace()) is None
+    with pytest.raises(ConfigError, match=r"rollout\.accept 'no_such:f' cannot be imported"):
+        filter_of(RolloutSpec("", accept="no_such:f"), task)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"accept": "no_colon"},
+        {"accept": "module:"},
+        {"min_completion_tokens": -1},
+        {"min_completion_tokens": 257},
+    ],
+)
+def test_keys_of_the_filter_out_of_their_range_are_refused(changes) -> None:
+    rollout = Rollout(servers=["http://a:1"], **changes)
+    (line,) = violations(JobConfig(GRPO(), rollout))
+    assert f"rollout.{next(iter(changes))} must be" in line
+
+
+def runner(accept):
+    return TaskRunner(SimpleNamespace(), Letters(), 8, 20.0, accept)
+
+
+def group():
+    return Group(Prompt(0, (1,)), (Completion((5,), (-0.5,), "stop", 0, 0, ""),))
