@@ -283,9 +283,9 @@ def test_a_receiver_killed_after_its_load_is_replaced_at_once_and_nothing_is_sen
 
 
 def test_a_trainer_whose_clock_is_behind_that_of_the_run_before_takes_its_server(rig):
+    before = Access("127.0.0.1", 10.0, WAIT_S, "", started_s=time.monotonic() - 60)
     r = rig("a", started=False)
-    server = DirectControl(r.servers["a"])
-    fence(server, Access("127.0.0.1", 10.0, WAIT_S, ""), "ffffffffffff-00000000", 9)
+    fence(DirectControl(r.servers["a"]), before, "ffffffffffff-00000000", 9)
     r.start()
     r.publish(1)
     r.everyone(1)
