@@ -4,6 +4,7 @@ torch for them."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 LARGEST_REWARD = 3e38
@@ -95,6 +96,32 @@ class Completion:
     def num_sampled(self) -> int:
         """Tokens that are trained on."""
         return sum(self.sampled) if self.sampled else len(self.token_ids)
+
+
+def defect(prompt: Prompt, completion: Completion) -> str:
+    """Why a completion must not be trained on (the name it is counted under), or "" if it may.
+
+    One rule for rollouts and batch: the group of such a one is left out whole, since advantages
+    compare its members, and one without its failures of one kind would be biased.
+    """
+    if not prompt.token_ids:
+        return "empty_prompt"
+    if not completion.token_ids:
+        return "empty_completion"
+    logprobs: Sequence[float] = completion.logprobs
+    lengths = {len(completion.token_ids), len(logprobs)}
+    if completion.sampled:
+        lengths.add(len(completion.sampled))
+    lengths.add(sum(tokens for _, tokens in completion.token_spans))
+    if len(lengths) > 1:
+        return "length_mismatch"
+    if completion.sampled:
+        logprobs = list(compress(logprobs, completion.sampled))
+        if not logprobs:
+            return "nothing_sampled"
+    if not sound_logprobs(logprobs):
+        return "bad_logprob"
+    return "" if sound_reward(completion.reward) else "bad_reward"
 
 
 @dataclass(frozen=True, slots=True)

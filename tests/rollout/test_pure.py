@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rollout.sampling import Letters
-from titan_grpo.algorithm.batch import defect
+from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.engines.generation import Sampled
 from titan_grpo.errors import DataError
 from titan_grpo.rollout import atropos, push
@@ -23,7 +23,7 @@ from titan_grpo.rollout.records import GroupRecorder, ReplayClient
 from titan_grpo.rollout.sampler import completion_fault, made_by, request_seed
 from titan_grpo.rollout.spec import Cursor
 from titan_grpo.rollout.tasks.base import TaskOptions, load_task
-from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt
+from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt, defect
 
 GOOD = Completion((5, 6), (-0.5, -1.25), "stop", 3, 4, "http://a", 0.5)
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -40,21 +40,33 @@ def test_a_cursor_resumes_with_exactly_the_unused_indices(order, used) -> None:
     assert [next(rest) for _ in expected] == expected
 
 
-def test_the_sampler_and_the_batch_refuse_the_same_log_probabilities() -> None:
-    for logprob in (-math.inf, -1e31, -1e29, -1.0, math.nan, 1.0):
-        completion = replace(GOOD, logprobs=(-1.0, logprob))
-        fault = completion_fault(completion, 2)
-        assert (fault is None) == (defect(Prompt(0, (1,)), completion) == ""), (logprob, fault)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_ids": (), "logprobs": ()},
+        {"logprobs": (-1.0,)},
+        {"sampled": (True,)},
+        {"sampled": (False, False)},
+        {"spans": ((3, 1),)},
+        {"reward": math.nan},
+        *({"logprobs": (-1.0, value)} for value in (-math.inf, -1e31, -1e29, math.nan, 1.0)),
+    ],
+)
+def test_rollouts_and_batch_leave_out_the_same_completions_under_the_same_name(change) -> None:
+    completion, other = replace(GOOD, **change), Group(Prompt(0, (1,)), (GOOD, GOOD))
+    groups = [Group(Prompt(1, (1,)), (GOOD, completion)), other]
+    fault = completion_fault(Prompt(1, (1,)), completion, 2)
+    dropped = {fault: 1, "group_of_defective": 1} if fault else {}
+    assert plan(groups, 1, BatchOptions(token_budget=64, max_len=64)).dropped == dropped
 
 
 @pytest.mark.parametrize("logprob", [LARGEST_LOGPROB, 1.01 * LARGEST_LOGPROB])
-def test_the_sampler_the_push_server_and_the_batch_bear_the_same_rounding(logprob: float) -> None:
+def test_rollouts_and_sources_from_outside_bear_the_same_rounding(logprob: float) -> None:
     completion = replace(GOOD, logprobs=(-1.0, logprob))
     pushed = {"tokens": [5, 6], "logprobs": [-1.0, logprob], "reward": 0.5}
     group = {"policy_version": 0, "prompt_tokens": [1], "completions": [pushed]}
     item = {"tokens": [[1, 6]], "masks": [[-100, 6]], "scores": [0.0]}
     sound = logprob <= LARGEST_LOGPROB
-    assert (completion_fault(completion, 2) is None) == sound
     assert (defect(Prompt(0, (1,)), completion) == "") == sound
     for error, read in (
         (DataError, lambda: push.parse(json.dumps({"groups": [group]}).encode())),
@@ -85,20 +97,20 @@ def test_a_broken_cursor_state_is_refused(state) -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({}, None),
-        ({"token_ids": (), "logprobs": ()}, "empty"),
-        ({"logprobs": (-1.0,)}, "wrong_length"),
-        ({"token_ids": (1, 2, 3), "logprobs": (-1.0,) * 3}, "wrong_length"),
+        ({}, ""),
+        ({"token_ids": (), "logprobs": ()}, "empty_completion"),
+        ({"logprobs": (-1.0,)}, "length_mismatch"),
+        ({"token_ids": (1, 2, 3), "logprobs": (-1.0,) * 3}, "over_budget"),
         ({"logprobs": (-1.0, math.nan)}, "bad_logprob"),
         ({"logprobs": (-1.0, -math.inf)}, "bad_logprob"),
-        ({"logprobs": (-1.0, 0.1)}, "positive_logprob"),
-        ({"logprobs": (-1.0, 1e-7)}, None),
+        ({"logprobs": (-1.0, 0.1)}, "bad_logprob"),
+        ({"logprobs": (-1.0, 1e-7)}, ""),
         ({"finish_reason": "abort"}, "unfinished"),
         ({"reward": math.nan}, "bad_reward"),
     ],
 )
 def test_each_fault_has_a_name(change, fault) -> None:
-    assert completion_fault(replace(GOOD, **change), 2) == fault
+    assert completion_fault(Prompt(0, (1,)), replace(GOOD, **change), 2) == fault
 
 
 def test_request_seeds_are_stable_and_fit_int64() -> None:

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress, groupby
+from itertools import groupby
 from typing import Literal
 
 from titan_grpo.algorithm.advantages import AdvantageOptions, Scored, step_advantages
@@ -19,7 +19,7 @@ from titan_grpo.algorithm.balance import (
 )
 from titan_grpo.algorithm.rows import Layout, MicroBatch, Row, Rows, build, compact
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.samples import Completion, Group, Prompt, sound_logprobs, sound_reward
+from titan_grpo.samples import Completion, Group, defect
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,28 +133,6 @@ class Batch:
     def micro_batches(self) -> list[list[MicroBatch]]:
         """The tensors of all ranks, built here and now; ``[rank][k]`` is that rank's k-th."""
         return [build(rows) for rows in self.rows]
-
-
-def defect(prompt: Prompt, completion: Completion) -> str:
-    """Why this completion must not be trained on, or "" if it may."""
-    if not prompt.token_ids:
-        return "empty_prompt"
-    if not completion.token_ids:
-        return "empty_completion"
-    logprobs: Sequence[float] = completion.logprobs
-    lengths = {len(completion.token_ids), len(logprobs)}
-    if completion.sampled:
-        lengths.add(len(completion.sampled))
-    lengths.add(sum(tokens for _, tokens in completion.token_spans))
-    if len(lengths) > 1:
-        return "length_mismatch"
-    if completion.sampled:
-        logprobs = list(compress(logprobs, completion.sampled))
-        if not logprobs:
-            return "nothing_sampled"
-    if not sound_logprobs(logprobs):
-        return "bad_logprob"
-    return "" if sound_reward(completion.reward) else "bad_reward"
 
 
 def plan(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batch:

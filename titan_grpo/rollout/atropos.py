@@ -16,7 +16,7 @@ import msgspec
 
 from titan_grpo.engines.http import Call, ignore, want
 from titan_grpo.errors import DataError, ServerRefused
-from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt
+from titan_grpo.samples import Completion, Group, Prompt, sound_logprobs
 
 MASKED = -100
 """Mask of a token that the policy did not sample."""
@@ -210,7 +210,7 @@ def _completion(item: Item, number: int, start: int, version: int) -> Completion
     sampled, end = sampled[:stop], start + stop
     logprobs = item.inference_logprobs[number][start:end]
     for place, (chosen, logprob) in enumerate(zip(sampled, logprobs, strict=True)):
-        if chosen and not (math.isfinite(logprob) and logprob <= LARGEST_LOGPROB):
+        if chosen and not sound_logprobs((logprob,)):
             raise Rejected(
                 "bad_logprob",
                 f"sequence {number}: token {place} after the prompt is not masked and its"

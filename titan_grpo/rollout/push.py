@@ -28,7 +28,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from titan_grpo.errors import DataError
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.rollout.httpd import RETRY_AFTER_S, HttpServer, Reply, Request
-from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt
+from titan_grpo.samples import Completion, Group, Prompt, sound_logprobs
 
 REMEMBERED_IDS = 100_000
 """Ids kept to recognise a group that is sent again."""
@@ -155,7 +155,7 @@ def _check(item: PushedCompletion, place: str) -> None:
     if sampled and True not in sampled:
         raise DataError(f"{place}.sampled must have a true one: nothing could be learnt from it")
     for at, logprob in enumerate(item.logprobs):
-        if logprob > LARGEST_LOGPROB and (not sampled or sampled[at]):
+        if (not sampled or sampled[at]) and not sound_logprobs((logprob,)):
             raise DataError(
                 f"{place}.logprobs[{at}] must be 0 or less, got {logprob}: is it a probability?"
             )

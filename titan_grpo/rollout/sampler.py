@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,14 +17,7 @@ from titan_grpo.rollout.partial import ABORTED, Made, Partial, joined
 from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskRunner
-from titan_grpo.samples import (
-    LARGEST_LOGPROB,
-    LEAST_LOGPROB,
-    Completion,
-    Group,
-    Prompt,
-    sound_reward,
-)
+from titan_grpo.samples import Completion, Group, Prompt, defect
 
 
 class GroupDropped(TitanGrpoError):
@@ -84,10 +76,10 @@ class Sampler:
         if cut := sum(not part.finish_reason for part in parts):
             raise Interrupted(f"{server.url} cut {cut} of {len(parts)} completions short")
         completions = [part.completion(server.url) for part in parts]
-        self._check(completions)
+        self._check(prompt, completions)
         rewards = await self._runner.rewards(prompt, completions)
         completions = [replace(c, reward=r) for c, r in zip(completions, rewards, strict=True)]
-        self._check(completions)
+        self._check(prompt, completions)
         group = Group(prompt, tuple(completions))
         if min(c.num_sampled for c in completions) < self._spec.min_completion_tokens:
             raise NotAccepted("too_short", group)
@@ -95,11 +87,9 @@ class Sampler:
             raise NotAccepted("not_accepted", group)
         return group
 
-    def _check(self, completions: Sequence[Completion]) -> None:
-        # One bad completion drops its whole group: advantages compare members, and a group short
-        # of the failures of one kind would be biased.
+    def _check(self, prompt: Prompt, completions: Sequence[Completion]) -> None:
         for completion in completions:
-            if fault := completion_fault(completion, self._budget):
+            if fault := completion_fault(prompt, completion, self._budget):
                 raise GroupDropped(fault)
 
     async def _finish(self, job: _Job, sample: int) -> None:
@@ -137,7 +127,7 @@ class Sampler:
                 made = made_by(sampled, label, first, last, spec.kv_recomputed)
             if made is None:
                 raise GroupDropped("version_unknown")
-            return self._added(part, sampled, made)
+            return self._added(job.prompt, part, sampled, made)
 
         if not spec.stream_completions:
             call = speak.generate(token_ids, sampling, spec.request_timeout_s)
@@ -156,16 +146,17 @@ class Sampler:
             raise
         job.parts[sample] = added(tokens.sampled(), server.newest)
 
-    def _added(self, part: Partial, sampled: Sampled, made: Made) -> Partial:
+    def _added(self, prompt: Prompt, part: Partial, sampled: Sampled, made: Made) -> Partial:
         if self._spec.kv_recomputed and kv_survived(sampled):
             raise GroupDropped("kv_kept")
         after = part.after(sampled, made, self._budget)
         if self._runner.multi_turn and after.finish_reason == "stop":
             after = after.waiting()
-        if not after.finish_reason and (
-            fault := completion_fault(after.completion(""), self._budget, finished=False)
-        ):
-            raise GroupDropped(fault)
+        if after.token_ids and not after.finish_reason:
+            # It goes on from these tokens, elsewhere or after the task's answer.
+            fault = completion_fault(prompt, after.completion(""), self._budget)
+            if fault not in ("", "unfinished"):
+                raise GroupDropped(fault)
         return after
 
 
@@ -219,21 +210,14 @@ def request_seed(seed: int, index: int, sample: int, attempt: int, answers: int 
     return int.from_bytes(digest, "big") >> 1
 
 
-def completion_fault(completion: Completion, max_tokens: int, finished: bool = True) -> str | None:
-    """Why a completion must not be trained on (the name it is counted under), or None. One that is
-    not ``finished`` may have no token yet."""
-    count = len(completion.token_ids)
-    if finished and not count:
-        return "empty"
-    if count != len(completion.logprobs) or count > max_tokens:
-        return "wrong_length"
-    if not all(math.isfinite(x) and x > LEAST_LOGPROB for x in completion.logprobs):
-        return "bad_logprob"
-    if any(x > LARGEST_LOGPROB for x in completion.logprobs):
-        return "positive_logprob"
-    if finished and completion.finish_reason not in ("stop", "length"):
-        return "unfinished"
-    return None if sound_reward(completion.reward) else "bad_reward"
+def completion_fault(prompt: Prompt, completion: Completion, max_tokens: int) -> str:
+    """As ``samples.defect``, and what only an engine's answer can be: longer than it was asked for,
+    or not finished."""
+    if fault := defect(prompt, completion):
+        return fault
+    if len(completion.token_ids) > max_tokens:
+        return "over_budget"
+    return "" if completion.finish_reason in ("stop", "length") else "unfinished"
 
 
 def made_by(

@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
 
 from titan_grpo.algorithm.advantages import AdvantageOptions, Scored, has_spread
-from titan_grpo.algorithm.batch import defect
 from titan_grpo.algorithm.rows import MicroBatch, Rows, attention_rows, build
 from titan_grpo.errors import ProtocolError, TitanGrpoError
-from titan_grpo.samples import Group
+from titan_grpo.samples import Group, defect
 from titan_grpo.titan.rules import rank0_waits_s
 
 GROUP_MARGIN_S = 120.0
