@@ -42,7 +42,7 @@ from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Completion, Group
 from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker
 from titan_grpo.titan.tiny import write_tiny_model
-from titan_grpo.verify.labels import Checker, Claim, Models
+from titan_grpo.verify.labels import Checker, Claim, Models, PrefixCache
 from titan_grpo.verify.long_prompts import TASK
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,8 +51,8 @@ PROMPTS, GROUP, TOKENS = 4, 8, 48
 """Groups of a step, completions of a group, most tokens of a completion."""
 RUNNING = 8
 """Requests that the server runs at a time; the others wait in its queue."""
-BLOCK = {"vllm": 128, "sglang": 1}
-"""Tokens in a block of the engine's prefix cache on a CPU."""
+PREFIX_CACHE = {"vllm": PrefixCache(128, whole=False), "sglang": PrefixCache(1, whole=True)}
+"""As the engine has it on a CPU."""
 NAMES_VERSIONS = {"vllm": False, "sglang": True}
 LEAST_SHARE = 0.05
 """Share of the completions that must have met a commit."""
@@ -257,7 +257,7 @@ def check(taken: list[tuple[int, Group]], asked: list[Asked], out: Path, result:
         ]
         result.unsalted += 1
         result.unsalted_difference = max(result.unsalted_difference, *off)
-    checker = Checker(models, BLOCK[result.engine], result.tolerance)
+    checker = Checker(models, PREFIX_CACHE[result.engine], result.tolerance)
     for version, group in taken:
         for completion in group.completions:
             claim = claim_of(completion, result.engine)

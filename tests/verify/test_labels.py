@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from titan_grpo.titan.tiny import write_tiny_model
-from titan_grpo.verify.labels import Checker, Claim, Fit, Models
+from titan_grpo.verify.labels import Checker, Claim, Fit, Models, PrefixCache
 
 PROMPT = [random.Random(1).randrange(4, 100) for _ in range(20)]
 TOKENS = [random.Random(2).randrange(4, 100) for _ in range(12)]
@@ -22,11 +22,13 @@ def models(tmp_path_factory) -> Models:
 
 @dataclass(frozen=True)
 class Made:
-    """How a completion came about: an old prefix of the prompt, and the version of each token."""
+    """How a completion came about: an old prefix of the prompt, and the version of each token.
+    ``replaced``: after the first token, all KV of the prompt is the old version's."""
 
     old: int
     prefix: int
     versions: tuple[int, ...]
+    replaced: bool = False
 
 
 def logprobs(models: Models, made: Made) -> list[float]:
@@ -35,6 +37,8 @@ def logprobs(models: Models, made: Made) -> list[float]:
     if made.prefix:
         _, cache = models.feed(made.old, PROMPT[: made.prefix], None)
     rows, cache = models.feed(made.versions[0], PROMPT[made.prefix :], cache)
+    if made.replaced:
+        _, cache = models.feed(made.old, PROMPT, None)
     for number, token in enumerate(TOKENS):
         values.append(float(rows[-1][token]))
         if number + 1 < len(TOKENS):
@@ -69,5 +73,14 @@ THRICE = Made(3, 0, (3,) * 2 + (4,) * 6 + (5,) * 4)
 def test_a_claim_fits_if_the_versions_that_it_allows_explain_every_token(
     models, made, claim, fit
 ) -> None:
-    checker = Checker(models, block=8, tolerance=1e-3)
+    checker = Checker(models, PrefixCache(8, whole=False), tolerance=1e-3)
     assert checker.explain(PROMPT, TOKENS, logprobs(models, made), claim) == fit
+
+
+@pytest.mark.parametrize(("whole", "fit"), [(True, Fit(3, ((4, 12),), 20)), (False, None)])
+def test_a_prompt_that_is_cached_whole_is_read_whole_after_the_first_token(
+    models, whole, fit
+) -> None:
+    made = logprobs(models, Made(3, 19, (4,) * 12, replaced=True))
+    checker = Checker(models, PrefixCache(1, whole), tolerance=1e-3)
+    assert checker.explain(PROMPT, TOKENS, made, Claim(3, 4, ((4, 12),))) == fit

@@ -6,6 +6,10 @@ between: a token's keys and values are those of the version that sampled the nex
 are of the version that sampled the first token, but for a prefix of whole cache blocks, which may
 be of an older one. Which one, and how long the prefix is, no engine says: a claim fits if it does
 so with any that it allows.
+
+A prompt's last token is always computed, since the first token is sampled from it. vLLM goes on
+with what it computed. SGLang's radix cache, where it has the whole prompt, replaces that token's KV
+by its own: the first token is sampled on new KV of it, and all others on old.
 """
 
 import copy
@@ -69,12 +73,29 @@ class Models:
         return out.logits[0].log_softmax(-1), out.past_key_values
 
 
-class Checker:
-    """Explains completions by versions. ``block``: tokens of one block of the engine's prefix cache
-    (1: any prefix); ``tolerance``: of each log-probability, in nats."""
+@dataclass(frozen=True, slots=True)
+class PrefixCache:
+    """An engine's prefix cache. ``block``: tokens of one block (1: any prefix is found). ``whole``:
+    a prompt that is cached to its last token is read from the cache to its last token, once the
+    first token was sampled."""
 
-    def __init__(self, models: Models, block: int, tolerance: float) -> None:
-        self._models, self._block, self._tolerance = models, block, tolerance
+    block: int
+    whole: bool
+
+    def prefixes(self, length: int) -> list[int]:
+        """How many tokens of a prompt of ``length`` may have cached KV, most first.
+
+        >>> PrefixCache(2, whole=True).prefixes(6), PrefixCache(2, whole=False).prefixes(6)
+        ([6, 4, 2], [4, 2])
+        """
+        return list(range(self.block, length + self.whole, self.block))[::-1]
+
+
+class Checker:
+    """Explains completions by versions. ``tolerance``: of each log-probability, in nats."""
+
+    def __init__(self, models: Models, prefix_cache: PrefixCache, tolerance: float) -> None:
+        self._models, self._prefix_cache, self._tolerance = models, prefix_cache, tolerance
 
     def explain(
         self,
@@ -91,26 +112,30 @@ class Checker:
         starts = range(claim.first, claim.last + 1)
         for version in starts if claim.spans is None else (claim.spans[0][0],):
             for old in range(version, claim.first - 1, -1):
-                lengths = self._prefixes(len(prompt)) if old < version else [0]
-                whole: Any = None
+                lengths, cached = [0], None
                 if old < version:
-                    _, whole = self._models.feed(old, prompt[:-1], None)
+                    lengths = self._prefix_cache.prefixes(len(prompt))
+                    _, cached = self._models.feed(old, prompt, None)
                 for length in lengths:
-                    cache = copy.deepcopy(whole) if length else None
-                    if cache is not None and length < len(prompt) - 1:
-                        cache.crop(length - (len(prompt) - 1))
-                    rows, cache = self._models.feed(version, prompt[length:], cache)
-                    if not search.fits(0, rows[-1]):
+                    row, cache = self._begin(version, prompt, cached, length)
+                    if not search.fits(0, row):
                         continue
-                    found = search.extend(0, version, rows[-1], cache)
+                    found = search.extend(0, version, row, cache)
                     if found is not None:
                         return Fit(old, found, length)
         return None
 
-    def _prefixes(self, length: int) -> list[int]:
-        """Tokens of a cached prefix, longest first; the last token of a prompt is always
-        computed."""
-        return list(range(self._block, length, self._block))[::-1]
+    def _begin(
+        self, version: int, prompt: Sequence[int], cached: Any, length: int
+    ) -> tuple[torch.Tensor, Any]:
+        """The first token's distribution by ``version``, and the KV that the request goes on with,
+        where ``length`` tokens of ``prompt`` are read from ``cached`` (KV of all of it)."""
+        found = min(length, len(prompt) - 1)
+        cache = copy.deepcopy(cached) if found else None
+        if cache is not None:
+            cache.crop(found - len(prompt))
+        rows, cache = self._models.feed(version, prompt[found:], cache)
+        return rows[-1], copy.deepcopy(cached) if length == len(prompt) else cache
 
 
 @dataclass(frozen=True, slots=True)
