@@ -237,6 +237,18 @@ def a_new_version_reuses_nothing_of_the_prefixes_of_an_older_one(e: EngineUnderT
         assert [off(second, salt) <= MAX_DIFFERENCE for salt in (after, after)] == [True] * 2
 
 
+def a_request_without_a_salt_is_answered_by_the_new_weights_alone(e: EngineUnderTest) -> None:
+    """Requests of environments name none; the same prompt was asked under the weights before."""
+    ids = prompt(78, PREFIX)
+    with sender(e) as trainer:
+        for version in (18, 19):
+            folder = trainer.sync(version, version)
+            for _ in range(2):
+                sampled = e.run(e.speak.generate(ids, Sampling(8), REQUEST_S))
+                computed = Reference(folder).logprobs([*ids, *sampled.token_ids])[PREFIX - 1 :]
+                assert furthest(sampled.logprobs, computed) <= MAX_DIFFERENCE
+
+
 def a_version_with_a_tensor_that_the_model_has_not_is_refused_whole(e: EngineUnderTest) -> None:
     """Whether the engine itself would have noticed or not; the old weights stay, under their
     label."""
@@ -417,6 +429,7 @@ CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     requests_run_over_a_commit_and_none_is_lost,
     requests_are_answered_between_any_two_buckets_of_a_transfer,
     a_new_version_reuses_nothing_of_the_prefixes_of_an_older_one,
+    a_request_without_a_salt_is_answered_by_the_new_weights_alone,
     a_version_with_a_tensor_that_the_model_has_not_is_refused_whole,
     a_sender_that_dies_in_the_middle_leaves_the_old_version_and_another_one_goes_on,
     garbage_is_refused_and_ends_nothing,

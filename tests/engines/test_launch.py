@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from titan_grpo.engines import sglang
+from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.launch import Server, ServerSpec, command, environment
 from titan_grpo.errors import ServerUnreachable
 from titan_grpo.patches import sglang_cpu
@@ -71,11 +71,11 @@ def test_a_run_key_goes_by_environment_in_place_of_any_other_and_is_not_shown(en
     )
 
 
-def test_the_backend_of_our_plugin_is_asked_for_unless_switched_off() -> None:
-    assert '{"backend": "titan_grpo"}' in command(ServerSpec("py", "m", "log", port=1))
-    assert "--weight-transfer-config" not in command(
-        ServerSpec("py", "m", "log", port=1, weight_transfer=False)
-    )
+def test_our_plugin_and_middleware_are_asked_for_unless_switched_off() -> None:
+    asked = command(ServerSpec("py", "m", "log", port=1))
+    assert {'{"backend": "titan_grpo"}', vllm.MIDDLEWARE} < set(asked)
+    without = command(ServerSpec("py", "m", "log", port=1, weight_transfer=False))
+    assert not {"--weight-transfer-config", "--middleware"} & set(without)
 
 
 def test_a_server_that_shares_cores_has_no_spinning_worker_process() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from titan_grpo.engines import vllm
 from titan_grpo.receive.vllm_http import WeightsMiddleware
 
 CHOICE = {
@@ -60,6 +61,10 @@ def ask(app: WeightsMiddleware, method: str, path: str, body: Any = None) -> tup
 def salt_of(inner: Inner, app: WeightsMiddleware, **body: Any) -> str:
     ask(app, "POST", "/v1/completions", {"prompt": [5], **body})
     return inner.came[-1][1]["cache_salt"]
+
+
+def test_launched_servers_name_it_as_it_is() -> None:
+    assert f"{WeightsMiddleware.__module__}.{WeightsMiddleware.__name__}" == vllm.MIDDLEWARE
 
 
 def test_a_request_without_a_salt_gets_one_of_the_weights_that_are_served() -> None:

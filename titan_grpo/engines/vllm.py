@@ -249,6 +249,9 @@ def _only_choice(answer: Any) -> Any:
 BACKEND = "titan_grpo"
 """Name under which our plugin registers with vLLM's weight-transfer factory."""
 
+MIDDLEWARE = "titan_grpo.receive.vllm_http.WeightsMiddleware"
+"""Ours around vLLM's HTTP application: salts for requests that name none, and two routes."""
+
 NO_PLUGIN = (
     f"""start it with --weight-transfer-config '{{"backend":"{BACKEND}"}}', with titan_grpo"""
     " installed in its environment"
@@ -353,6 +356,7 @@ def command(spec: "ServerSpec") -> list[str]:
         out += ["--disable-uvicorn-access-log", "--disable-log-stats"]
     if spec.weight_transfer:
         out += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+        out += ["--middleware", MIDDLEWARE]
     return out + list(spec.args)
 
 

@@ -1,5 +1,6 @@
 """vLLM's HTTP side, as a middleware (``--middleware``): requests without a salt, and the two routes
-that vLLM lacks and environments ask for. ASGI only; imports nothing of vLLM.
+that vLLM lacks and environments ask for. ASGI only; imports nothing of vLLM. For servers with one
+HTTP process: of several (``--api-server-count``) only one would learn of an update.
 
 * A request that names no ``cache_salt`` is given one that changes with every update of the weights.
   A pause that keeps running requests keeps the prefix cache too, and without a salt a request would
@@ -13,9 +14,6 @@ that vLLM lacks and environments ask for. ASGI only; imports nothing of vLLM.
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
-
-MIDDLEWARE = f"{__name__}.WeightsMiddleware"
-"""What ``--middleware`` must name."""
 
 Message = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

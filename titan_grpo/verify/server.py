@@ -1,11 +1,13 @@
 """The server of a verification: its devices, and its plugin that records every commit."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from titan_grpo.engines import vllm
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import ConfigError
 from titan_grpo.runkey import Key
@@ -73,12 +75,12 @@ def server_spec(
     into ``out``."""
     plugin = out / "server_plugin"
     recording.install(plugin.resolve(), recorded(out).resolve())
-    env = {"PYTHONPATH": str(plugin.resolve())}
-    args = (
-        ["--weight-transfer-config", json.dumps({"backend": recording.BACKEND})]
-        if engine == "vllm"
-        else []
-    )
+    paths = (str(plugin.resolve()), os.environ.get("PYTHONPATH", ""))
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    args = []
+    if engine == "vllm":
+        args += ["--weight-transfer-config", json.dumps({"backend": recording.BACKEND})]
+        args += ["--middleware", vllm.MIDDLEWARE]
     if devices.kind == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = str(devices.server_gpu)
         args += GPU_ARGUMENTS[engine]
