@@ -14,6 +14,7 @@ from tests.rollout.sampling import Letters, sample, sampler_of
 from titan_grpo.config import GRPO, JobConfig, Rollout, violations
 from titan_grpo.engines.generation import Sampled
 from titan_grpo.errors import ConfigError, PeerError, TaskError
+from titan_grpo.rollout.calls import at_once
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.dispatch import WINDOW, ErrorBudget
@@ -198,6 +199,59 @@ def test_a_cancelled_call_is_cancelled_and_not_the_tasks_error(hides) -> None:
         return call.cancelled()
 
     assert asyncio.run(run())
+
+
+def test_an_error_inside_a_tasks_own_task_group_is_its_error_and_no_cancellation() -> None:
+    async def reward(*_):
+        async def tool():
+            raise ValueError("the tool broke")
+
+        async with asyncio.TaskGroup() as tools:
+            tools.create_task(tool())
+
+    with pytest.raises(TaskFailed, match="ExceptionGroup"):
+        asyncio.run(runner(reward).reward(PROMPT, DONE))
+
+
+def test_the_first_error_of_calls_at_once_ends_the_others_and_marks_nobody_as_cancelled() -> None:
+    async def run():
+        ended = []
+
+        async def waits():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(True)
+
+        async def breaks():
+            await asyncio.sleep(0)
+            raise ValueError("broken")
+
+        with pytest.raises(ValueError, match="broken"):
+            await at_once([waits(), breaks(), waits()])
+        return ended, asyncio.current_task().cancelling()
+
+    assert asyncio.run(run()) == ([True, True], 0)
+
+
+def test_calls_at_once_end_with_their_caller() -> None:
+    async def run():
+        entered, ended = asyncio.Event(), []
+
+        async def waits():
+            entered.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(True)
+
+        caller = asyncio.create_task(at_once([waits(), waits()]))
+        await asyncio.wait_for(entered.wait(), 20)
+        caller.cancel()
+        await asyncio.wait([caller], timeout=20)
+        return caller.cancelled(), ended
+
+    assert asyncio.run(run()) == (True, [True, True])
 
 
 @pytest.mark.parametrize("answer", [(), (1, -2), "text"])

@@ -5,7 +5,7 @@ import asyncio
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import dropwhile
 from pathlib import Path
@@ -33,7 +33,7 @@ async def call(
 ) -> Any:
     """The function's answer, awaited where it is awaitable."""
     if inspect.iscoroutinefunction(function):
-        return await function(*arguments, **named)
+        return await _apart(function(*arguments, **named))
 
     def plain() -> Any:
         try:
@@ -45,19 +45,30 @@ async def call(
 
     answer = await asyncio.get_running_loop().run_in_executor(threads, plain)
     # A wrapper of a coroutine function looks like a plain function.
-    return await answer if inspect.isawaitable(answer) else answer
+    return await _apart(answer) if inspect.isawaitable(answer) else answer
+
+
+async def _apart(answer: Awaitable[Any]) -> Any:
+    """A user's awaitable, in a task of its own. In ours their TaskGroup, after a member's error,
+    would leave our task marked as cancelled (Python 3.11), and their error would pass for our
+    cancellation."""
+    # no deadline: the caller's ends it
+    return await asyncio.ensure_future(answer)
 
 
 async def at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """The results, in their order. The first error cancels the other calls, and is raised once they
     have ended."""
+    # Not a TaskGroup: Python 3.11's leaves its caller marked as cancelled after a member's error.
+    tasks = [asyncio.ensure_future(call) for call in calls]
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    # no deadline: the tasks have ended with their group
-    return [task.result() for task in tasks]
+        # no deadline: gather raises the first error, or the caller's cancellation
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        # no deadline: all have ended, or were cancelled
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def their_traceback(error: BaseException) -> str:
