@@ -253,6 +253,18 @@ def test_a_key_that_acts_is_not_named(grpo, key) -> None:
     assert inert(JobConfig(grpo, ROLLOUT), {f"grpo.{key}"}) == []
 
 
+def test_older_tokens_come_in_by_their_share_and_then_their_limit_acts() -> None:
+    share = replace(ROLLOUT, consume="ready", max_stale_token_share=0.5)
+    job = JobConfig(GRPO(token_staleness_limit=2), share)
+    given = {"grpo.token_staleness_limit", "rollout.max_stale_token_share"}
+    assert violations(job) == inert(job, given) == []
+    lines = inert(replace(job, rollout=replace(share, consume="started")), given)
+    assert sorted(line.partition(" = ")[0] for line in lines) == sorted(given)
+    for changes in ({"max_stale_token_share": 1.0}, {"max_staleness": 0}):
+        (line,) = violations(JobConfig(GRPO(), replace(share, **changes)))
+        assert line.startswith("rollout.max_stale_token_share must be 0 ")
+
+
 def test_keys_of_other_sections_that_cannot_act_are_named_too() -> None:
     given = {"rollout.launch_count", "rollout.push_address", "weight_sync.drain_deadline_s"}
     lines = inert(JobConfig(GRPO(), ROLLOUT), given)

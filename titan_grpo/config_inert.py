@@ -117,8 +117,9 @@ def _others(g: GRPO, r: Rollout) -> Iterator[Row]:
         ("advantage_normalization",),
         "grpo.normalize_advantage_std = false: nothing is divided",
     )
+    older = r.max_stale_token_share > 0 and r.consume != "started"
     yield (
-        g.token_staleness_limit >= r.max_staleness,
+        g.token_staleness_limit >= r.max_staleness and not older,
         ("token_staleness_limit",),
         f"rollout.max_staleness = {r.max_staleness} lets no older token in",
     )
@@ -178,6 +179,18 @@ def _rollout(r: Rollout) -> Iterator[Row]:
             "stop_token_ids",
         ),
         f"{source}: no task makes prompts here",
+    )
+    share = ("max_stale_token_share",)
+    yield r.source != "task", share, f"{source}: such groups are refused by their oldest version"
+    yield (
+        r.consume == "started",
+        share,
+        'rollout.consume = "started" waits for each group, and none is too stale then',
+    )
+    yield (
+        not r.in_flight_weight_updates,
+        share,
+        "rollout.in_flight_weight_updates = false: no completion is of two versions",
     )
     yield (
         r.controller == "local",

@@ -141,6 +141,12 @@ class Rollout(TaskKeys):
     """Greatest trainer version minus the version that made a token; 0 is on-policy. Checked at
     admission and again at use. (Elsewhere: max_trajectory_age_steps.)"""
 
+    max_stale_token_share: float = 0.0
+    """Use a completion that depends on older versions than max_staleness allows all the same, where
+    less than this share of its tokens was sampled by them (kept KV of theirs does not count); 0: no
+    such one. Acts with consume = "ready" or "freshest", whose slow groups else are made again, and
+    where engines name the version of each token (SGLang; vLLM from 0.33)."""
+
     in_flight_weight_updates: bool = True
     """true: a version is committed while requests run, which go on with it. false: a server
     finishes its running requests first, and gets no others meanwhile; the other servers go on. No
@@ -359,6 +365,13 @@ def _controller(r: Rollout) -> Rules:
 def _sampling(r: Rollout) -> Rules:
     yield r.group_size < 2, "group_size", "2 or more (an advantage needs a group to compare with)"
     yield r.max_staleness < 0, "max_staleness", "0 or greater"
+    share = r.max_stale_token_share
+    yield not 0 <= share < 1, "max_stale_token_share", "0 (off) or greater, and less than 1"
+    yield (
+        share > 0 and r.max_staleness == 0,
+        "max_stale_token_share",
+        "0 with rollout.max_staleness = 0 (which promises on-policy data)",
+    )
     whole = "(engines give log-probabilities of what is left after a truncation or before it, the"
     whole += " trainer those of the whole distribution: every ratio would be biased)"
     yield r.top_p != 1, "top_p", f"1 {whole}"

@@ -98,6 +98,22 @@ class Completion:
         return sum(self.sampled) if self.sampled else len(self.token_ids)
 
 
+def fresh_enough(first: int, spans: Sequence[Span], oldest: int, stale_share: float = 0.0) -> bool:
+    """Whether a completion may be used where versions before ``oldest`` are too stale: it depends
+    on none (``first`` is the oldest that it depends on, KV included), or less than ``stale_share``
+    of its tokens were sampled by such. The share is of the weights alone: KV that was kept over a
+    commit is older than the tokens made on it, and then is borne with them.
+
+    >>> half = ((3, 2), (5, 2))
+    >>> [fresh_enough(3, half, 4, share) for share in (0.0, 0.5, 0.6)]
+    [False, False, True]
+    >>> fresh_enough(3, ((5, 4),), 4, 0.1), fresh_enough(3, ((5, 4),), 4)  # admitted at 3
+    (True, False)
+    """
+    stale = sum(tokens for version, tokens in spans if version < oldest)
+    return first >= oldest or stale < stale_share * sum(tokens for _, tokens in spans)
+
+
 def defect(prompt: Prompt, completion: Completion) -> str:
     """Why a completion must not be trained on (the name it is counted under), or "" if it may.
 

@@ -2,6 +2,7 @@
 every listed way."""
 
 import dataclasses
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -235,6 +236,45 @@ def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versi
     counters = client.counters()
     assert counters["interrupted"] == 1
     assert not any(name.startswith("dropped") for name in counters)
+
+
+@pytest.mark.parametrize(
+    ("share", "dropped"),
+    [(0.6, None), (0.5, "dropped.stale"), (0.0, "dropped.stale_in_flight")],
+)
+def test_what_ran_over_commits_is_used_while_less_than_a_share_of_its_tokens_is_too_old(
+    start, completion_server, share, dropped
+) -> None:
+    server, client = completion_server(), start(consume="ready", max_stale_token_share=share)
+    committed = threading.Event()
+
+    def half_old(body):
+        if body["cache_salt"] != salt("r:0:f"):
+            return server.hang(body)
+        committed.wait(20)
+        status, content = server.good(body)
+        content["choices"][0]["weight_versions"] = [
+            {"version": "r:0:f", "start": 0, "end": 2},
+            {"version": "r:2:f", "start": 2, "end": 4},
+        ]
+        return status, content
+
+    server.behaviour = half_old
+    client.set_server(server.url, 0, True, "r:0:f")
+    server.wait_for_requests(2 * PER_STEP * GROUP)
+    client.set_server(server.url, 2, True, "r:2:f")
+    client.set_trainer_version(2)
+    client.in_flight(20.0)  # it has heard of version 2
+    committed.set()
+    if dropped:
+        with pytest.raises(RolloutStopped, match="0 of 2 groups for version 2"):
+            client.next_batch(2, PER_STEP, 2.0)
+        assert client.counters()[dropped] == 2 * PER_STEP
+        return
+    batch = client.next_batch(2, PER_STEP, 20)
+    assert {c.token_spans for g in batch for c in g.completions} == {((0, 2), (2, 2))}
+    assert {g.version for g in batch} == {0}
+    assert not any(name.startswith("dropped") for name in client.counters())
 
 
 def test_a_drain_waits_for_what_runs_and_gives_up_past_its_deadline(

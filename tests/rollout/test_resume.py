@@ -70,6 +70,15 @@ def test_parts_that_are_too_old_or_would_mix_versions_begin_again(
     assert worth_keeping((Partial(),), version, needed, mix) == (Partial(),)
 
 
+def test_a_part_with_few_tokens_of_too_old_versions_goes_on_where_a_share_of_them_is_borne() -> (
+    None
+):
+    part = Partial((1, 2, 3), (-1.0,) * 3, 3, 4, spans=((3, 1), (4, 2)))
+    assert worth_keeping((part,), 5, 4, True, 0.5) == (part,)
+    assert worth_keeping((part,), 5, 4, True, 0.25) == (Partial(),)
+    assert worth_keeping((part,), 5, 4, True) == (Partial(),)
+
+
 def test_what_is_finished_when_a_server_fails_is_kept_and_not_asked_for_again(
     completion_server, model_dir
 ) -> None:

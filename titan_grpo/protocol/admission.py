@@ -24,7 +24,7 @@ does not depend on it.
 Nothing starves: where a server holds the trainer's version t, all places of the trainer's batch and
 of ``max_staleness`` batches after it are open to it. Where steps take any finished groups
 (``consume = "ready"``), groups overtake each other, so the bound is checked again at use
-(``too_stale``).
+(``too_stale``, or by token: ``samples.fresh_enough``).
 """
 
 from bisect import bisect_left

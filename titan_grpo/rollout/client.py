@@ -18,7 +18,6 @@ from titan_grpo.errors import (
     TaskError,
     TitanGrpoError,
 )
-from titan_grpo.protocol.admission import too_stale
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.engine_calls import Outstanding, RemoteControl
 from titan_grpo.rollout.partial import length_range
@@ -31,7 +30,7 @@ from titan_grpo.rollout.transport import (
     SessionLost,
     WorkerTransport,
 )
-from titan_grpo.samples import Group
+from titan_grpo.samples import Group, fresh_enough
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +227,7 @@ class RolloutClient:
 
     def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
         """The groups for the trainer at ``version``: ``count`` of them, as ``rollout.consume``
-        orders them, none staler than the bound.
+        orders them, none staler than the bound (see samples.fresh_enough).
 
         Groups from outside may have any size; then as many come as have the completions of
         ``count`` groups of ours. Over-stale groups are dropped, counted (``dropped.stale``) and
@@ -392,9 +391,14 @@ class RolloutClient:
         )
 
     def _drop_stale(self, version: int) -> None:
-        bound = self._spec.max_staleness
+        oldest, share = version - self._spec.max_staleness, self._spec.max_stale_token_share
         stale = [
-            i for i, item in self._ready.items() if too_stale(item.group.version, version, bound)
+            index
+            for index, item in self._ready.items()
+            if not all(
+                fresh_enough(c.version_first, c.token_spans, oldest, share)
+                for c in item.group.completions
+            )
         ]
         for index in stale:
             done = self._ready.pop(index)

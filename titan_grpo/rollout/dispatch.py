@@ -17,6 +17,7 @@ from titan_grpo.rollout.sampler import GroupDropped, Interrupted, NotAccepted, S
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.starts import Durations, Starts
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
+from titan_grpo.samples import fresh_enough
 
 WINDOW = 100
 """Groups in a row that the error budget counts over."""
@@ -123,7 +124,7 @@ class Dispatcher:
                 self._oldest_usable = message.version - self._spec.max_staleness
                 self._starts.trainer_at(message.version, asyncio.get_running_loop().time())
                 for task, run in self._running.items():
-                    if too_stale(run.version, message.version, self._spec.max_staleness):
+                    if self._hopeless(run, message.version):
                         task.cancel()
             case messages.GiveBack():
                 self._settle(message.ticket.moved(()))
@@ -132,6 +133,18 @@ class Dispatcher:
             case messages.Unversioned():
                 self._starts.unversioned(message.count)
         self._pump()
+
+    def _hopeless(self, run: Running, version: int) -> bool:
+        """Whether the trainer at ``version`` and later ones can no longer use the group."""
+        if not too_stale(run.version, version, self._spec.max_staleness):
+            return False
+        share = self._spec.max_stale_token_share
+        # What a request adds is not known before it ends; finished completions only get older.
+        return not share or any(
+            not fresh_enough(part.first, part.token_spans, self._oldest_usable, share)
+            for part in run.parts
+            if part.finish_reason
+        )
 
     async def close(self) -> None:
         """Abort everything in flight and close the connections."""
@@ -166,7 +179,8 @@ class Dispatcher:
         used_at = self._starts.start(ticket.index, version)
         had = ticket.parts or (Partial(),) * spec.group_size
         needed = max(self._oldest_usable, used_at - spec.max_staleness)
-        parts = list(worth_keeping(had, version, needed, spec.in_flight_weight_updates))
+        mix, share = spec.in_flight_weight_updates, spec.max_stale_token_share
+        parts = list(worth_keeping(had, version, needed, mix, share))
         self._throw_away([was for was, part in zip(had, parts, strict=True) if part is not was])
         first = oldest(parts)
         made_by = version if first is None else min(first, version)

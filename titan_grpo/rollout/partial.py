@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from titan_grpo.engines.generation import Sampled
-from titan_grpo.samples import Completion, Span
+from titan_grpo.samples import Completion, Span, fresh_enough
 
 ABORTED = "abort"
 """``finish_reason`` of an answer that an engine cut short; its tokens are as good as any."""
@@ -167,17 +167,19 @@ def sampled_tokens(parts: Sequence[Partial]) -> int:
 
 
 def worth_keeping(
-    parts: Sequence[Partial], version: int, needed: int, mix: bool
+    parts: Sequence[Partial], version: int, needed: int, mix: bool, stale_share: float = 0.0
 ) -> tuple[Partial, ...]:
     """The parts with which a group goes on at a server that holds ``version``; unusable ones begin
     again.
 
-    ``needed``: oldest version that the trainer can use at the group's step. ``mix``: whether one
+    ``needed``: oldest version that the trainer can use at the group's step (``stale_share``: as in
+    samples.fresh_enough). ``mix``: whether one
     completion may be of several versions (a finished one keeps those it has).
     """
 
     def usable(part: Partial) -> bool:
         unmixed = mix or bool(part.finish_reason) or part.last == version
-        return not part.token_ids or (part.first >= needed and unmixed)
+        fresh = fresh_enough(part.first, part.token_spans, needed, stale_share)
+        return not part.token_ids or (fresh and unmixed)
 
     return tuple(part if usable(part) else Partial() for part in parts)

@@ -98,6 +98,7 @@ class RolloutSpec:
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     max_staleness: int = 1
+    max_stale_token_share: float = 0.0
     in_flight_weight_updates: bool = True
     consume: str = "started"
     kv_recomputed: bool = False
