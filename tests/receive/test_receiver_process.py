@@ -211,6 +211,7 @@ def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(site, weight
     link = site.connect(w)
     assert site.deliver(link, 1, 1, w).ok
     os.kill(site.side.receiver.pid, signal.SIGSTOP)
+    os.waitpid(site.side.receiver.pid, os.WUNTRACED)  # stopped, not only about to be
     with pytest.raises(TransferFailed):
         link.ping(2, 0.5)
 

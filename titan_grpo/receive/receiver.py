@@ -103,6 +103,8 @@ class Receiver:
         self._replies: dist.Store | None = None
         self.signed_s = time.monotonic()
         """When the trainer gave its last sign (monotonic clock); minus infinity: it left."""
+        self._presence: TcpReader | None = None
+        """Reads nothing: the lane sees by it at once that this process has ended."""
         self._ahead: list[int] = []
         """Marks of the transfer under way that the lane still waits for."""
 
@@ -262,6 +264,8 @@ class Receiver:
                 f"the manifest must have digest {self._hello.manifest_digest}, got"
                 f" {manifest.digest}"
             )
+        for source in order.sources:
+            self._presence = TcpReader(source, self._key, self._hello.progress_s)
         if self.streamed:
             size = window_bytes(manifest.total_bytes, self._hello.bucket_bytes)
             image = SharedImage.create(size, "titan_grpo window")

@@ -150,6 +150,9 @@ class LaneLink:
         self._transport: Transport | None = None
         self._source = options.source or RangeServer()
         self._source_port = 0
+        self._presence = ""
+        """Ticket of the connection that the receiver keeps open (transport "tcp")."""
+        self._joined = False
         self._transfer_s = options.transfer_s(manifest.total_bytes)
 
     def open(self) -> Hello:
@@ -217,6 +220,7 @@ class LaneLink:
             raise ServerTaken(
                 joined.error, joined.run_in_force, joined.term_in_force, joined.age_in_force_s
             )
+        self._joined = True
         o = self._options
         if o.transport == TCP:
             return joined
@@ -235,7 +239,14 @@ class LaneLink:
         """Hand the manifest over and wait until the receiver has memory for an image of that
         size."""
         self._put("manifest", self._manifest.to_json().encode())
-        self._post(Order(MANIFEST_NUMBER, "manifest", 0, "", ""))
+        sources: tuple[RangeSource, ...] = ()
+        if self._options.transport == TCP:
+            # a broadcast ends with its connection; without one, a receiver that is killed would be
+            # noticed at the next deadline only
+            self._presence = self._source.watch(self.abort, self._key)
+            host = self._options.bind_host
+            sources = (RangeSource(host, self._source_port, self._presence),)
+        self._post(Order(MANIFEST_NUMBER, "manifest", 0, "", "", sources))
         return self._staged(MANIFEST_NUMBER, timeout_s)
 
     def send(
@@ -396,7 +407,8 @@ class LaneLink:
     def bye(self, timeout_s: float) -> None:
         """Tell the receiver, if it has joined, that this run leaves the server. Waits for its
         answer: the store ends with ``close``."""
-        if self._transport is not None:
+        if self._joined:
+            self._unwatch()  # the receiver ends after its answer, which must not count as lost
             number = self._next
             self._post(Order(number, "bye", 0, "", ""))
             self._staged(number, timeout_s)
@@ -416,6 +428,7 @@ class LaneLink:
     def close(self) -> None:
         """Close communicator and store; the receiver then loses its connection and ends.
         Idempotent."""
+        self._unwatch()
         with self._lock:
             transport, self._transport = self._transport, None
             self._store = self._alarm = self._host = None
@@ -423,6 +436,11 @@ class LaneLink:
             transport.close()
         if self._options.source is None:
             self._source.close()
+
+    def _unwatch(self) -> None:
+        ticket, self._presence = self._presence, ""
+        if ticket:
+            self._source.revoke(ticket)
 
     def _check_size(self, image: torch.Tensor) -> None:
         if image.numel() != self._manifest.total_bytes:

@@ -1,6 +1,7 @@
 """The source of a trainer process: one thread serves ranges of all images to all receivers.
 
-It sleeps while nothing is fetched; a lane costs no thread and no descriptor while it is idle.
+It sleeps while nothing is fetched. An idle lane costs no thread, and one connection, whose end says
+that the lane's receiver is gone.
 """
 
 import hmac
@@ -12,6 +13,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -44,6 +46,8 @@ class _Grant:
     view: memoryview
     fd: int
     key: Key | None
+    lost: Callable[[], object] | None = None
+    """Called once a reader's connection ends, unless the ticket was revoked before."""
 
     def send(self, sock: socket.socket, offset: int, nbytes: int) -> int:
         """Hand some bytes to the kernel without blocking; how many."""
@@ -98,6 +102,14 @@ class RangeServer:
         with self._lock:
             # a descriptor of our own: a closed one's number may be another file's by then
             self._grants[ticket] = _Grant(view, os.dup(fd) if fd is not None else -1, key)
+        return ticket.hex()
+
+    def watch(self, lost: Callable[[], object], key: Key | None) -> str:
+        """A ticket without bytes, whose reader only stays connected: ``lost`` is called, on the
+        source's thread, when that connection ends before ``revoke``. It must not block."""
+        ticket = secrets.token_bytes(TICKET_BYTES)
+        with self._lock:
+            self._grants[ticket] = _Grant(memoryview(b""), -1, key, lost)
         return ticket.hex()
 
     def revoke(self, ticket: str) -> None:
@@ -163,8 +175,10 @@ class RangeServer:
 
     def _run(self, selector: selectors.BaseSelector) -> None:
         while not self._closing:
-            # timeout None: no connection is open; the next one, a new listener or close() wakes
-            timeout_s = REST_S if self._peers or self._resting else None
+            # timeout None: every reader has proven itself; what it sends, a new connection, a new
+            # listener, revoke() or close() wakes
+            unproven = any(not peer.ticket for peer in self._peers)
+            timeout_s = REST_S if unproven or self._resting else None
             # no deadline: see the line above; the thread is a daemon
             for entry, _ in selector.select(timeout_s):
                 sock = entry.fileobj
@@ -179,8 +193,10 @@ class RangeServer:
             self._drop(selector, peer)
         for listener in self._listeners.values():
             listener.close()
-        self._wake_read.close()
-        self._wake_write.close()
+        with self._lock:  # a caller wakes an open socket or none
+            self._selector = None
+            self._wake_read.close()
+            self._wake_write.close()
         selector.close()
 
     def _drain(self) -> None:
@@ -302,3 +318,7 @@ class RangeServer:
         selector.unregister(peer.sock)
         peer.sock.close()
         self._peers.discard(peer)
+        with self._lock:
+            grant = self._grants.get(peer.ticket)
+        if grant is not None and grant.lost is not None:
+            grant.lost()
