@@ -31,6 +31,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.tasks.base import Codec, TaskOptions
@@ -203,12 +204,12 @@ def train(setting: Setting, model_dir: str) -> Outcome:
     try:
         client.start(START_S)
         began, slow = time.monotonic(), 0
-        client.set_server(server.url, 0, True, "r:0:f")
+        client.set_server(ServerState(server.url, 0, True, "r:0:f"))
         for version in range(setting.steps):
             batch = client.next_batch(version, PER_STEP, START_S)
             slow += sum(setting.is_slow(group.prompt.index) for group in batch)
             time.sleep(setting.train_s)
-            client.set_server(server.url, version + 1, True, f"r:{version + 1}:f")
+            client.set_server(ServerState(server.url, version + 1, True, f"r:{version + 1}:f"))
         seconds, counters = time.monotonic() - began, client.counters()
     finally:
         client.close()

@@ -24,7 +24,7 @@ from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.generation import Sampling
 from titan_grpo.errors import PeerError, ServerRefused
 from titan_grpo.protocol import pause_guard
-from titan_grpo.protocol.messages import Applied, Joined, Label, Staged, new_run_id
+from titan_grpo.protocol.messages import Applied, Joined, Label, ServerState, Staged, new_run_id
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.sync import pause_guard_main
@@ -349,12 +349,12 @@ def rollouts_name_the_versions_that_made_them(e: EngineUnderTest) -> None:
         trainer.sync(20, 20)
         weights, _ = trainer.make(21)
         with trainer.link(weights) as link:
-            client.set_server(e.access.url, 20, True, trainer.label(20), e.engine)
+            client.set_server(ServerState(e.access.url, 20, True, trainer.label(20), e.engine))
             deadline = time.monotonic() + STEP_S
             while not client.in_flight().get(e.access.url):
                 assert time.monotonic() < deadline, "no request was made"
             assert trainer.commit(link, weights, 21).ok
-            client.set_server(e.access.url, 21, True, trainer.label(21), e.engine)
+            client.set_server(ServerState(e.access.url, 21, True, trainer.label(21), e.engine))
             batches = [
                 client.next_batch(version, ROLLOUTS.prompts_per_step, STEP_S)
                 for version in (20, 21)

@@ -18,7 +18,7 @@ from tests.rigs.trainer_process import Settings
 from titan_grpo.engines.generation import INTERVAL, Sampling
 from titan_grpo.protocol.lane_events import Point
 from titan_grpo.protocol.ledger import Standing
-from titan_grpo.protocol.messages import UNUSABLE
+from titan_grpo.protocol.messages import UNUSABLE, ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
 
@@ -132,11 +132,11 @@ def test_sglang_killed_under_requests_which_vllm_finishes_and_restarted(
         labels, weights = (first.label(13), second.label(13)), first.sync(13, 13)
         second.sync(13, 13)
     url = sglang.access.url
-    client.set_server(url, 13, True, labels[0], "sglang")
+    client.set_server(ServerState(url, 13, True, labels[0], "sglang"))
     deadline = time.monotonic() + 60.0
     while client.in_flight().get(url, 0) < SAMPLED.prompts_per_step * SAMPLED.group_size:
         assert time.monotonic() < deadline, "no requests were made"
-    client.set_server(url, 13, False, labels[0], "sglang")  # and no more than these
+    client.set_server(ServerState(url, 13, False, labels[0], "sglang"))  # and no more than these
     # Behind them in the queue: once these have their tokens, those have some. More than one, since
     # the first may overtake some of them.
     for seed in range(4):
@@ -147,7 +147,7 @@ def test_sglang_killed_under_requests_which_vllm_finishes_and_restarted(
 
     def kill_and_restart() -> None:
         sglang_site.server.signal(signal.SIGKILL)
-        client.set_server(vllm.access.url, 13, True, labels[1], "vllm")
+        client.set_server(ServerState(vllm.access.url, 13, True, labels[1], "vllm"))
         sglang_site.restart()
 
     for check in commits.RESTART_CHECKS:

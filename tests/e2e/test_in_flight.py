@@ -16,6 +16,7 @@ from tests.conformance.commits import Sender, sender
 from tests.conformance.crowd import without_end
 from tests.conformance.engine import EngineUnderTest, remake
 from titan_grpo.engines.generation import Sampling
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
 
@@ -155,13 +156,13 @@ def test_an_update_under_64_running_requests_loses_none_and_makes_none_twice(
     with trainer.link(weights) as link:
         # Staged before they start, the commit meets most of them.
         staged = trainer.stage(link, weights, AFTER)
-        client.set_server(witness.url, BEFORE, True, trainer.label(BEFORE))
+        client.set_server(ServerState(witness.url, BEFORE, True, trainer.label(BEFORE)))
         witness.wait_asked()
         site.driver.run(
             site.speak.generate([1, 40, 41], Sampling(max_tokens=4), WAIT_S)
         )  # behind them: they have begun
         assert trainer.apply(link, staged, AFTER).ok
-        client.set_server(witness.url, AFTER, False, trainer.label(AFTER))  # and no more than these
+        client.set_server(ServerState(witness.url, AFTER, False, trainer.label(AFTER)))
         bounds = bounds_of_all(client)
     assert bounds.count((BEFORE, AFTER)) >= GROUP, bounds
     assert set(bounds) <= {(BEFORE, BEFORE), (BEFORE, AFTER)}
@@ -173,13 +174,13 @@ def test_a_server_that_finishes_its_requests_first_has_completions_of_one_versio
 ):
     weights, _ = trainer.make(AFTER)
     with trainer.link(weights) as link:
-        client.set_server(witness.url, BEFORE, True, trainer.label(BEFORE))
+        client.set_server(ServerState(witness.url, BEFORE, True, trainer.label(BEFORE)))
         witness.wait_asked()
-        client.set_server(witness.url, BEFORE, False, trainer.label(BEFORE))
+        client.set_server(ServerState(witness.url, BEFORE, False, trainer.label(BEFORE)))
         client.drain(witness.url, WAIT_S)
         assert witness.saw_each_request_once(), "all were answered before the commit"
         assert trainer.commit(link, weights, AFTER).ok
-        client.set_server(witness.url, AFTER, False, trainer.label(AFTER))  # and no more than these
+        client.set_server(ServerState(witness.url, AFTER, False, trainer.label(AFTER)))
         assert set(bounds_of_all(client)) == {(BEFORE, BEFORE)}
 
 

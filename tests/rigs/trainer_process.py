@@ -33,6 +33,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane_events import Point
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.subprocesses import end_with_parent
 from titan_grpo.sync.worker import Images, SyncOptions
 from titan_grpo.unix_rpc import Channel
@@ -141,18 +142,16 @@ class LedgerObserver:
     def __init__(self, out: Out) -> None:
         self._out = out
 
-    def set_server(
-        self,
-        url: str,
-        version: int | None,
-        accepting: bool,
-        label: str,
-        engine: str,
-        committing: int | None = None,
-    ) -> None:
+    def set_server(self, state: ServerState) -> None:
         """See ServerObserver."""
         self._out(
-            {"event": "server", "url": url, "held": version, "accepting": accepting, "label": label}
+            {
+                "event": "server",
+                "url": state.url,
+                "held": state.version,
+                "accepting": state.accepting,
+                "label": state.label,
+            }
         )
 
     def remove_server(self, url: str) -> None:

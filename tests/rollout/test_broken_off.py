@@ -11,6 +11,7 @@ from titan_grpo.engines import vllm
 from titan_grpo.engines.generation import Answer, Sampling
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import PeerError
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial
@@ -151,9 +152,9 @@ def test_the_rollout_process_goes_on_at_another_server_and_the_broken_one_gets_i
     client = RolloutClient(spec)
     try:
         client.start(WAIT_S)
-        client.set_server(broken.url, 0, True, "r:0:f")
+        client.set_server(ServerState(broken.url, 0, True, "r:0:f"))
         broken.wait_for_requests(2)
-        client.set_server(good.url, 0, True, "r:0:f")
+        client.set_server(ServerState(good.url, 0, True, "r:0:f"))
         (group,) = client.next_batch(0, 1, WAIT_S)
         counters = client.counters()
     finally:

@@ -9,6 +9,7 @@ import pytest
 
 from titan_grpo.engines.generation import salt
 from titan_grpo.errors import DataError
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient, RolloutStopped
 from titan_grpo.rollout.dispatch import MAX_DROPS
 from titan_grpo.rollout.records import ReplayClient
@@ -46,7 +47,7 @@ def start(spec):
 
 def test_a_batch_has_checked_groups_with_versions_and_rewards(start, completion_server) -> None:
     server, client = completion_server(), start(max_staleness=0)
-    client.set_server(server.url, 0, True, "run/0")
+    client.set_server(ServerState(server.url, 0, True, "run/0"))
     batch = client.next_batch(0, PER_STEP, 20)
     assert [g.prompt.index for g in batch] == [0, 1]
     for group in batch:
@@ -68,13 +69,13 @@ def test_generation_runs_ahead_of_the_trainer_by_the_bound_and_no_further(
     start, completion_server
 ) -> None:
     server, client = completion_server(), start()
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     client.next_batch(0, PER_STEP, 20)
     client.next_batch(1, PER_STEP, 20)
     with pytest.raises(RolloutStopped, match="0 of 2 groups for version 2"):
         client.next_batch(2, PER_STEP, 0.5)
     assert len(server.bodies) == 2 * PER_STEP * GROUP
-    client.set_server(server.url, 1, True, "1")
+    client.set_server(ServerState(server.url, 1, True, "1"))
     assert {g.version for g in client.next_batch(2, PER_STEP, 20)} == {1}
 
 
@@ -85,7 +86,7 @@ def test_a_step_waits_for_the_slow_group_that_was_started_for_it_however_many_ar
     server.behaviour = lambda b: (
         server.hang(b) if b["prompt"] == server.bodies[0]["prompt"] else server.good(b)
     )
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     server.wait_for_requests(2 * PER_STEP * GROUP)
     with pytest.raises(RolloutStopped, match="1 of 2 groups for version 0"):
         client.next_batch(0, PER_STEP, 1.0)
@@ -103,7 +104,7 @@ def test_what_was_made_and_what_was_trained_on_is_counted_by_length_and_what_is_
     server.behaviour = lambda b: (
         server.answer(*broken) if b["seed"] == server.bodies[0]["seed"] else server.good(b)
     )
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     client.next_batch(0, PER_STEP, 20)
     counters = client.counters()
     assert counters["trained.4"] == PER_STEP * GROUP
@@ -117,14 +118,14 @@ def test_with_consume_ready_slow_groups_are_overtaken(start, completion_server) 
     server.behaviour = lambda b: (
         server.hang(b) if b["prompt"] == server.bodies[0]["prompt"] else server.good(b)
     )
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     assert 0 not in {g.prompt.index for g in client.next_batch(0, PER_STEP, 20)}
     server.released.set()
 
 
 def test_groups_that_made_no_version_leave_room_for_as_many_more(start, completion_server) -> None:
     server, client = completion_server(), start(max_staleness=0)
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     client.next_batch(0, PER_STEP, 20)
     client.used_without_version(1)
     assert len(client.next_batch(0, 1, 20)) == 1
@@ -135,10 +136,10 @@ def test_groups_that_made_no_version_leave_room_for_as_many_more(start, completi
 
 def test_over_stale_groups_are_dropped_counted_and_made_again(start, completion_server) -> None:
     server, client = completion_server(), start()
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     client.next_batch(0, PER_STEP, 20)
     server.wait_for_requests(2 * PER_STEP * GROUP)
-    client.set_server(server.url, 5, True, "5")
+    client.set_server(ServerState(server.url, 5, True, "5"))
     batch = client.next_batch(5, PER_STEP, 20)
     assert {g.version for g in batch} == {5}
     counters = client.counters()
@@ -161,7 +162,7 @@ def test_a_broken_completion_drops_its_group_and_is_counted(
         )
 
     server.behaviour = behaviour
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     batch = client.next_batch(0, PER_STEP, 20)
     assert client.counters()["dropped.bad_logprob"] == 1
     assert all(len(c.token_ids) == 4 for g in batch for c in g.completions)
@@ -177,7 +178,7 @@ def test_a_prompt_that_always_fails_is_skipped_and_the_run_goes_on(
         return (400, {"message": "too long"}) if too_long else server.good(body)
 
     server.behaviour = behaviour
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     batch = client.next_batch(0, PER_STEP, 20)
     assert len(batch) == PER_STEP
     counters = client.counters()
@@ -190,7 +191,7 @@ def test_a_server_that_refuses_every_prompt_stops_the_run_with_its_reason(
 ) -> None:
     server, client = completion_server(), start()
     server.behaviour = lambda body: (400, {"message": "no such parameter"})
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     with pytest.raises(DataError, match="no such parameter"):
         client.next_batch(0, PER_STEP, 20)
 
@@ -210,10 +211,10 @@ def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versi
     other.behaviour = lambda body: other.answer(
         [80] * body["max_tokens"], [-3.0] * body["max_tokens"]
     )
-    client.set_server(cutting.url, 0, True, "0")
+    client.set_server(ServerState(cutting.url, 0, True, "0"))
     cutting.wait_for_requests(2 * PER_STEP * GROUP)
-    client.set_server(cutting.url, 0, False, "0")
-    client.set_server(other.url, 1, True, "1")
+    client.set_server(ServerState(cutting.url, 0, False, "0"))
+    client.set_server(ServerState(other.url, 1, True, "1"))
     assert client.in_flight(20.0)[cutting.url] > 0
     cutting.released.set()
     groups = client.next_batch(0, PER_STEP, 20)
@@ -260,9 +261,9 @@ def test_what_ran_over_commits_is_used_while_less_than_a_share_of_its_tokens_is_
         return status, content
 
     server.behaviour = half_old
-    client.set_server(server.url, 0, True, "r:0:f")
+    client.set_server(ServerState(server.url, 0, True, "r:0:f"))
     server.wait_for_requests(2 * PER_STEP * GROUP)
-    client.set_server(server.url, 2, True, "r:2:f")
+    client.set_server(ServerState(server.url, 2, True, "r:2:f"))
     client.set_trainer_version(2)
     client.in_flight(20.0)  # it has heard of version 2
     committed.set()
@@ -282,9 +283,9 @@ def test_a_drain_waits_for_what_runs_and_gives_up_past_its_deadline(
 ) -> None:
     server, client = completion_server(), start(max_staleness=0, in_flight_weight_updates=False)
     server.behaviour = server.hang
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     server.wait_for_requests(PER_STEP * GROUP)
-    client.set_server(server.url, 0, False, "0")
+    client.set_server(ServerState(server.url, 0, False, "0"))
     with ThreadPoolExecutor(1) as pool:
         drained = pool.submit(client.drain, server.url, 60.0)
         assert client.in_flight(20.0) == {server.url: PER_STEP * GROUP}
@@ -295,12 +296,12 @@ def test_a_drain_waits_for_what_runs_and_gives_up_past_its_deadline(
     assert {g.version for g in client.next_batch(0, PER_STEP, 20)} == {0}
     stuck = completion_server()
     stuck.behaviour = stuck.hang
-    client.set_server(stuck.url, 1, True, "1")
+    client.set_server(ServerState(stuck.url, 1, True, "1"))
     stuck.wait_for_requests(PER_STEP * GROUP)
-    client.set_server(stuck.url, 1, False, "1")
+    client.set_server(ServerState(stuck.url, 1, False, "1"))
     client.drain(stuck.url, 0.2)
     assert client.in_flight(20.0)[stuck.url] == 0
-    client.set_server(server.url, 1, True, "1")
+    client.set_server(ServerState(server.url, 1, True, "1"))
     assert {c.server for g in client.next_batch(1, PER_STEP, 20) for c in g.completions} == {
         server.url
     }
@@ -319,9 +320,9 @@ def test_a_drain_ends_with_the_run_and_with_the_departure_of_its_server(
     ):
         server, client = completion_server(), start()
         server.behaviour = server.hang
-        client.set_server(server.url, 0, True, "0")
+        client.set_server(ServerState(server.url, 0, True, "0"))
         server.wait_for_requests(GROUP)
-        client.set_server(server.url, 0, False, "0")
+        client.set_server(ServerState(server.url, 0, False, "0"))
         with ThreadPoolExecutor(1) as pool:
             drained = pool.submit(client.drain, server.url, 60.0)
             assert client.in_flight(20.0)[server.url] > 0
@@ -332,10 +333,10 @@ def test_a_drain_ends_with_the_run_and_with_the_departure_of_its_server(
 def test_a_group_whose_server_became_unknown_meanwhile_is_dropped(start, completion_server) -> None:
     server, other, client = completion_server(), completion_server(), start()
     server.behaviour = server.hang
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     server.wait_for_requests(GROUP)
-    client.set_server(server.url, None, False, "")
-    client.set_server(other.url, 0, True, "0")
+    client.set_server(ServerState(server.url, None, False, ""))
+    client.set_server(ServerState(other.url, 0, True, "0"))
     assert client.in_flight(20.0)[server.url] > 0  # its answer comes after both messages were read
     server.released.set()
     batch = client.next_batch(0, PER_STEP, 20)
@@ -348,11 +349,11 @@ def test_a_prompt_that_is_too_stale_more_often_than_the_drops_of_a_bad_one_is_tr
     server, client = completion_server(), start(max_staleness=0)
     server.behaviour = server.hang
     for version in range(2 * MAX_DROPS):
-        client.set_server(server.url, version, True, str(version))
+        client.set_server(ServerState(server.url, version, True, str(version)))
         server.wait_for_requests((version + 1) * PER_STEP * GROUP)
         client.set_trainer_version(version + 1)
     server.behaviour = server.good
-    client.set_server(server.url, 2 * MAX_DROPS, True, "last")
+    client.set_server(ServerState(server.url, 2 * MAX_DROPS, True, "last"))
     begun = PER_STEP * (2 * MAX_DROPS + 1)
     batch = client.next_batch(2 * MAX_DROPS, begun, 20)
     assert client.counters()["dropped.stale_in_flight"] >= 2 * MAX_DROPS
@@ -363,12 +364,12 @@ def test_a_prompt_that_is_too_stale_more_often_than_the_drops_of_a_bad_one_is_tr
 
 def test_a_resumed_run_goes_on_with_the_unused_prompts(start, completion_server) -> None:
     server, client = completion_server(), start(max_staleness=0)
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     before = client.next_batch(0, PER_STEP, 20)
     state = client.state()
     client.close()
     resumed = start(state=state, base_version=1, max_staleness=0)
-    resumed.set_server(server.url, 1, True, "1")
+    resumed.set_server(ServerState(server.url, 1, True, "1"))
     after = resumed.next_batch(1, PER_STEP, 20)
     assert [g.prompt.index for g in before + after] == [0, 1, 2, 3]
     assert resumed.counters()["consumed_groups"] == 4
@@ -381,7 +382,7 @@ def test_the_same_seed_gives_the_same_data_and_its_record_replays_bit_for_bit(
     runs = []
     for record_path in ("", path):
         client = start(record_path, max_staleness=0)
-        client.set_server(server.url, 0, True, "0")
+        client.set_server(ServerState(server.url, 0, True, "0"))
         runs.append(client.next_batch(0, PER_STEP, 20))
         client.record(0, runs[-1])
         client.close()
@@ -393,12 +394,12 @@ def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_
 ) -> None:
     leaving, client = completion_server(), start()
     leaving.behaviour = leaving.hang
-    client.set_server(leaving.url, 0, True, "0")
+    client.set_server(ServerState(leaving.url, 0, True, "0"))
     leaving.wait_for_requests(2 * PER_STEP * GROUP)
     assert client.in_flight(20.0) == {leaving.url: 2 * PER_STEP * GROUP}
     client.remove_server(leaving.url)
     staying = completion_server()
-    client.set_server(staying.url, 0, True, "0")
+    client.set_server(ServerState(staying.url, 0, True, "0"))
     batches = [client.next_batch(version, PER_STEP, 20) for version in (0, 1)]
     groups = [group for batch in batches for group in batch]
     assert sorted(g.prompt.index for g in groups) == list(
@@ -413,8 +414,8 @@ def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_
 
 def test_a_server_that_left_may_come_back(start, completion_server) -> None:
     server, client = completion_server(), start(max_staleness=0)
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     client.next_batch(0, PER_STEP, 20)
     client.remove_server(server.url)
-    client.set_server(server.url, 1, True, "1")
+    client.set_server(ServerState(server.url, 1, True, "1"))
     assert {g.version for g in client.next_batch(1, PER_STEP, 20)} == {1}

@@ -12,6 +12,7 @@ from titan_grpo.engines.http import HttpRefused
 from titan_grpo.engines.launch import free_port
 from titan_grpo.engines.server import ServerAccess, make_control
 from titan_grpo.errors import ProtocolError, ServerRefused, ServerUnreachable, TransferFailed
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.engine_calls import RemoteControl, kind_of, value_of
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
@@ -218,7 +219,7 @@ def test_a_server_that_hangs_holds_up_neither_another_one_nor_the_rollouts(
         paused = pool.submit(control(client, hangs).pause)
         assert hangs.holding.wait(WAIT_S)
         assert control(client, answers).label() == "r:1:f"
-        client.set_server(prompts.url, 0, True, "0")
+        client.set_server(ServerState(prompts.url, 0, True, "0"))
         assert client.next_batch(0, 1, WAIT_S)
         assert not paused.done()
         hangs.released.set()

@@ -11,6 +11,7 @@ import pytest
 from tests.rigs.atropos_api import AtroposApi, until
 from titan_grpo.engines.launch import free_port
 from titan_grpo.errors import ConfigError
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.atropos import Registration
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.spec import RolloutSpec
@@ -110,7 +111,7 @@ def test_a_group_without_log_probabilities_is_dropped_and_counted(api, atropos) 
 
 def test_stale_groups_are_dropped_and_others_taken_in_their_place(api, atropos) -> None:
     client = atropos()
-    client.set_server("http://s", 5, True, "label", "vllm")
+    client.set_server(ServerState("http://s", 5, True, "label", "vllm"))
     env = api.environment(group_size=2)
     old, new = {"policy_version": 3}, {"policy_version": 5}
     api.post(scored(env=env, group_overrides=old), scored(env=env, group_overrides=new))
@@ -206,7 +207,7 @@ def test_pushed_groups_are_trained_on_and_held_back_by_the_bound(push) -> None:
     until(lambda: http.get("/status").json()["waiting"] == 0, "the stale one is let go")
     assert client.counters()["dropped.stale"] == 1
     assert http.post("/groups", json=pushed(3, "g")).status_code == 409
-    client.set_server("http://s", 5, True, "label", "vllm")
+    client.set_server(ServerState("http://s", 5, True, "label", "vllm"))
     assert http.post("/groups", json=pushed(5, "h", "i")).status_code == 202
     assert [g.version for g in client.next_batch(5, 2, 20)] == [5, 5]
     assert client.state()["cursor"]["above"] == []

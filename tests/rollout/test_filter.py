@@ -11,6 +11,7 @@ from tests.rollout.conftest import answer, good
 from tests.rollout.sampling import Letters
 from titan_grpo.config import GRPO, JobConfig, Rollout, violations
 from titan_grpo.errors import ConfigError, TaskError
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
@@ -63,7 +64,7 @@ def started(tmp_path, monkeypatch, model_dir, completion_server):
         server.behaviour = behaviour or server.good
         clients.append(client)
         client.start(60)
-        client.set_server(server.url, 0, True, "r:0:f")
+        client.set_server(ServerState(server.url, 0, True, "r:0:f"))
         return client, server
 
     yield make

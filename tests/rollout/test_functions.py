@@ -13,6 +13,7 @@ import pytest
 from tests.example_files import command_of, lines_written
 from titan_grpo.config import GRPO, JobConfig, Rollout, violations
 from titan_grpo.errors import ConfigError, DataError, TaskError
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.spec import RolloutSpec
@@ -403,7 +404,7 @@ def started(tmp_path, monkeypatch, model_dir, completion_server):
         )
         clients.append(RolloutClient(spec))
         clients[-1].start(60)
-        clients[-1].set_server(completion_server().url, 0, True, "r:0:f")
+        clients[-1].set_server(ServerState(completion_server().url, 0, True, "r:0:f"))
         return clients[-1]
 
     yield make
@@ -479,7 +480,7 @@ def test_the_example_of_an_own_reward_is_ten_lines_and_rewards_its_rows(
     client = RolloutClient(spec)
     try:
         client.start(60)
-        client.set_server(server.url, 0, True, "r:0:f")
+        client.set_server(ServerState(server.url, 0, True, "r:0:f"))
         groups = client.next_batch(0, 8, 60)
     finally:
         client.close(5)

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.transport import LocalTransport
@@ -45,7 +46,7 @@ def test_waiting_for_completions_costs_nothing(completion_server, model_dir) -> 
     ours = [
         thread.native_id for thread in threading.enumerate() if thread.name.startswith("rollout-")
     ]
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     server.wait_for_requests(REQUESTS)
     assert ours
     assert sum(client.in_flight(20).values()) == REQUESTS

@@ -16,8 +16,8 @@ from tests.rollout.sampling import Letters
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.engines.generation import Sampled
 from titan_grpo.errors import DataError
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import atropos, push
-from titan_grpo.rollout.messages import ServerState
 from titan_grpo.rollout.pool import Pool
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
 from titan_grpo.rollout.sampler import completion_fault, made_by, request_seed

@@ -9,6 +9,7 @@ from titan_grpo.engines import vllm
 from titan_grpo.engines.generation import Sampling
 from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Group
@@ -53,7 +54,7 @@ def run_batches(url: str, model_dir: str) -> tuple[list[list[Group]], list[float
         client.start(60)
         for version in (0, 1):
             begin = time.perf_counter()
-            client.set_server(url, version, True, f"test/{version}")
+            client.set_server(ServerState(url, version, True, f"test/{version}"))
             batches.append(client.next_batch(version, PER_STEP, 120))
             seconds.append(time.perf_counter() - begin)
         assert client.counters()["requests"] == 2 * PER_STEP * GROUP

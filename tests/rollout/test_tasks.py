@@ -14,6 +14,7 @@ from tests.rollout.sampling import Letters, sample, sampler_of
 from titan_grpo.config import GRPO, JobConfig, Rollout, violations
 from titan_grpo.engines.generation import Sampled
 from titan_grpo.errors import ConfigError, PeerError, TaskError
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.calls import at_once
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
@@ -404,7 +405,7 @@ def sums(completion_server):
 @pytest.mark.e2e
 def test_a_tool_loop_makes_episodes_whose_tool_tokens_are_not_trained_on(start, sums) -> None:
     client = start()
-    client.set_server(sums.url, 0, True, "r:0:f")
+    client.set_server(ServerState(sums.url, 0, True, "r:0:f"))
     batch = client.next_batch(0, 2, 20)
     for group in batch:
         total = str(group.prompt.payload["sum"])
@@ -446,7 +447,7 @@ def test_the_turns_of_an_episode_are_bounded(start, sums) -> None:
 
     sums.behaviour = always_asks
     client = start(max_turns=3, max_completion_tokens=400)
-    client.set_server(sums.url, 0, True, "r:0:f")
+    client.set_server(ServerState(sums.url, 0, True, "r:0:f"))
     batch = client.next_batch(0, 2, 20)
     parts = [
         Partial(c.token_ids, c.logprobs, sampled=c.sampled)
@@ -481,7 +482,7 @@ def test_a_tasks_errors_within_their_budget_cost_groups_and_not_the_run(
     start, sums, broken
 ) -> None:
     client = start(task=broken, task_error_budget=3)
-    client.set_server(sums.url, 0, True, "r:0:f")
+    client.set_server(ServerState(sums.url, 0, True, "r:0:f"))
     assert [g.prompt.index for g in client.next_batch(0, 2, 20)] == [1, 2]
     counters = client.counters()
     assert (counters["dropped.task_error"], counters["skipped"]) == (3, 1)
@@ -492,7 +493,7 @@ def test_a_tasks_error_beyond_its_budget_stops_the_run_with_its_traceback(
     start, sums, broken
 ) -> None:
     client = start(task=broken, task_error_budget=2)
-    client.set_server(sums.url, 0, True, "r:0:f")
+    client.set_server(ServerState(sums.url, 0, True, "r:0:f"))
     with pytest.raises(TaskError) as caught:
         client.next_batch(0, 2, 20)
     text = str(caught.value)
@@ -506,9 +507,9 @@ def test_errors_of_servers_never_count_against_the_tasks_budget(
 ) -> None:
     dead, client = completion_server(), start(task_error_budget=0)
     dead.behaviour = lambda _: (500, {"error": "engine is dead"})
-    client.set_server(dead.url, 0, True, "r:0:f")
+    client.set_server(ServerState(dead.url, 0, True, "r:0:f"))
     dead.wait_for_requests(2 * GROUP)
-    client.set_server(sums.url, 0, True, "r:0:f")
+    client.set_server(ServerState(sums.url, 0, True, "r:0:f"))
     assert len(client.next_batch(0, 2, 20)) == 2
     counters = client.counters()
     assert counters["outages"] >= 1

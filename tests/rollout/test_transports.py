@@ -16,6 +16,7 @@ import pytest
 
 from titan_grpo.engines.launch import free_port
 from titan_grpo.errors import ConfigError
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
 from titan_grpo.rollout.messages import FORMAT, AskLoad, encode
@@ -176,7 +177,7 @@ def test_a_transport_carries_versions_groups_drains_and_what_is_in_flight(
     start, completion_server
 ) -> None:
     server, client = completion_server(), start()
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     first = client.next_batch(0, PER_STEP, 20)
     assert len({*indices(first)}) == PER_STEP
     assert {c.server for g in first for c in g.completions} == {server.url}
@@ -184,14 +185,14 @@ def test_a_transport_carries_versions_groups_drains_and_what_is_in_flight(
     with pytest.raises(RolloutsLate, match="0 of 2 groups for version 2"):
         client.next_batch(2, PER_STEP, 0.3)
     server.behaviour = server.hang
-    client.set_server(server.url, 2, True, "2")
+    client.set_server(ServerState(server.url, 2, True, "2"))
     server.wait_for_requests(3 * PER_STEP * GROUP)
     assert client.in_flight(20.0)[server.url] >= PER_STEP * GROUP
-    client.set_server(server.url, 2, False, "2")
+    client.set_server(ServerState(server.url, 2, False, "2"))
     client.drain(server.url, 0.0)
     assert client.in_flight(20.0) == {server.url: 0}
     server.behaviour = server.good
-    client.set_server(server.url, 2, True, "2")
+    client.set_server(ServerState(server.url, 2, True, "2"))
     assert {group.version for group in client.next_batch(2, PER_STEP, 20)} == {2}
 
 
@@ -205,7 +206,7 @@ def test_a_worker_that_cannot_serve_says_why(start, cluster, tmp_path) -> None:
 def test_a_closed_transport_leaves_no_process(start, completion_server) -> None:
     server, client = completion_server(), start()
     server.behaviour = server.hang
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     server.wait_for_requests(GROUP)
     assert children()
     begin = time.monotonic()
@@ -257,7 +258,7 @@ def test_what_is_lost_doubled_delayed_and_reordered_on_the_way_changes_nothing(
     transport = cluster.transport(url=there.url)
     client = cluster.client(transport, max_staleness=3)
     client.start(60)
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     batches = [client.next_batch(version, PER_STEP, 20) for version in range(4)]
     assert sorted(indices(*batches)) == list(
         range(4 * PER_STEP)
@@ -282,12 +283,12 @@ def test_a_restarted_service_gets_the_state_again_and_no_prompt_is_lost_or_used_
     cluster.serve()
     server, client = completion_server(), cluster.client()
     client.start(60)
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     batches = [client.next_batch(0, PER_STEP, 20)]
     wait_idle(client)
     ready = client.counters()["ready"]
     server.behaviour = server.hang
-    client.set_server(server.url, 1, True, "1")
+    client.set_server(ServerState(server.url, 1, True, "1"))
     server.wait_for_requests(3 * PER_STEP * GROUP)
     cluster.stop()
     cluster.serve()
@@ -308,9 +309,9 @@ def test_a_drain_ends_when_the_service_is_restarted(cluster, completion_server) 
     server, client = completion_server(), cluster.client()
     client.start(60)
     server.behaviour = server.hang
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     server.wait_for_requests(PER_STEP * GROUP)
-    client.set_server(server.url, 0, False, "0")
+    client.set_server(ServerState(server.url, 0, False, "0"))
     draining = threading.Thread(target=client.drain, args=(server.url, 60.0), daemon=True)
     draining.start()
     assert client.in_flight(20.0)[server.url] > 0
@@ -328,7 +329,7 @@ def test_a_message_past_its_time_is_not_delivered(cluster) -> None:
     transport = cluster.transport(url=relay.url)
     client = cluster.client(transport)
     client.start(60)
-    client.set_server("http://127.0.0.1:9", 0, False, "0")
+    client.set_server(ServerState("http://127.0.0.1:9", 0, False, "0"))
     assert client.in_flight(20.0) == {"http://127.0.0.1:9": 0}
     answers = transport._inbox.have
     cut.set()
@@ -349,7 +350,7 @@ def test_a_silent_trainer_loses_its_session_and_opens_another_when_it_is_back(
     server, client = completion_server(), cluster.client(cluster.transport(url=relay.url))
     client.start(60)
     server.behaviour = server.hang
-    client.set_server(server.url, 0, True, "0")
+    client.set_server(ServerState(server.url, 0, True, "0"))
     server.wait_for_requests(PER_STEP * GROUP)
     (child,) = children()
     cut.set()
@@ -375,7 +376,7 @@ def test_a_newer_run_replaces_an_older_one_which_stops(cluster, completion_serve
     assert first not in children()
     with pytest.raises(RolloutStopped, match="another run, started later, has the rollout service"):
         older.next_batch(0, PER_STEP, 20)
-    newer.set_server(server.url, 0, True, "0")
+    newer.set_server(ServerState(server.url, 0, True, "0"))
     assert len(newer.next_batch(0, PER_STEP, 20)) == PER_STEP
     newer.close(10)
     assert cluster.run() == ""

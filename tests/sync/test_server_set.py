@@ -13,7 +13,7 @@ from titan_grpo.errors import ServerRefused, SyncError, TitanGrpoError
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import ledger, members
 from titan_grpo.protocol.ledger import Standing
-from titan_grpo.protocol.messages import Label
+from titan_grpo.protocol.messages import Label, ServerState
 from titan_grpo.sync.lane import fresh_label
 from titan_grpo.sync.server_set import ServerSet
 
@@ -67,17 +67,9 @@ class Site:
         self.opened.append(Lane(url, epoch, self.ending))
         return self.opened[-1]
 
-    def set_server(
-        self,
-        url: str,
-        version: int | None,
-        accepting: bool,
-        label: str,
-        engine: str,
-        committing: int | None = None,
-    ) -> None:
-        self.seen.append((url, version, accepting, label))
-        self.committing.append(committing)
+    def set_server(self, state: ServerState) -> None:
+        self.seen.append((state.url, state.version, state.accepting, state.label))
+        self.committing.append(state.committing)
 
     def remove_server(self, url: str) -> None:
         self.seen.append((url, None, False, "left"))
@@ -187,7 +179,7 @@ def test_a_server_that_is_added_while_its_lane_ends_joins_afterwards(site: Make)
     assert not s.set.add("b")
     s.ending.set()
     assert s.set.wait(lambda: "b" in s.set.urls, WAIT_S)
-    assert len(s.opened) == 3
+    assert [s.opening.get(timeout=WAIT_S) for _ in range(3)] == ["a", "b", "b"]
 
 
 def test_a_server_whose_lane_does_not_end_is_not_added_again(site: Make) -> None:

@@ -307,6 +307,25 @@ class Joined(Message, frozen=True):
     """Of a refusal: it stays as long as engine and trainer stay as they are."""
 
 
+class ServerState(
+    msgspec.Struct, frozen=True, tag=True, tag_field="frame", forbid_unknown_fields=True
+):
+    """What the ledger has of a server, for the rollouts.
+
+    ``version``: what it holds, None for unknown. ``accepting``: whether it takes new groups.
+    ``label``: the version label as the server knows it, which salts its requests. ``engine``: its
+    dialect, may be empty while the version is. ``committing``: the version whose commit runs, which
+    it may serve already; said before the server is paused.
+    """
+
+    url: str
+    version: int | None
+    accepting: bool
+    label: str
+    engine: str = "vllm"
+    committing: int | None = None
+
+
 class RangeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a version can be read: by TCP from ``host`` and ``port``, and by a process of the same
     host and user from a memfd.

@@ -18,6 +18,7 @@ from titan_grpo.errors import (
     TaskError,
     TitanGrpoError,
 )
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.engine_calls import Outstanding, RemoteControl
 from titan_grpo.rollout.partial import length_range
@@ -72,7 +73,7 @@ class RolloutClient:
         self._numbers = count()
         self._drains: dict[int, str] = {}
         self._calls = Outstanding()
-        self._servers: dict[str, messages.ServerState] = {}
+        self._servers: dict[str, ServerState] = {}
         self._version = spec.base_version
         self._places = 0
         """Groups used since the start, less those that made no version."""
@@ -92,26 +93,11 @@ class RolloutClient:
             if not self._started:
                 raise RolloutStopped(f"the rollout process was not ready after {timeout_s:g} s")
 
-    def set_server(
-        self,
-        url: str,
-        version: int | None,
-        accepting: bool,
-        label: str,
-        engine: str = "vllm",
-        committing: int | None = None,
-    ) -> None:
-        """What a server holds (None: unknown), whether it takes new groups, and the version whose
-        commit runs there. Any thread; never blocks.
-
-        ``label`` is the version label as the server knows it, used as the cache salt of its
-        requests. ``engine`` is the name of its dialect; it may be empty while the version is.
-        """
+    def set_server(self, state: ServerState) -> None:
+        """What a server holds, and whether it takes new groups. Any thread; never blocks."""
         with self._changed:
-            self._servers[url] = messages.ServerState(
-                url, version, accepting, label, engine, committing
-            )
-            self._transport.send(self._servers[url])
+            self._servers[state.url] = state
+            self._transport.send(state)
 
     def remove_server(self, url: str) -> None:
         """A server left the run: its groups are made elsewhere. Any thread; never blocks."""

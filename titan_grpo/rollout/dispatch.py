@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import DataError, PeerError
 from titan_grpo.protocol.admission import too_stale
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial, length_range, oldest, sampled_tokens, worth_keeping
@@ -110,7 +111,7 @@ class Dispatcher:
     def on(self, message: messages.ToWorker) -> None:
         """Take one message of the trainer."""
         match message:
-            case messages.ServerState():
+            case ServerState():
                 self._pool.set(message)
             case messages.ServerLeft():
                 self._remove(message.url)

@@ -15,6 +15,7 @@ from typing import Any
 
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import ConfigError, DataError, PeerError, ServerRefused
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import atropos, messages
 from titan_grpo.rollout.httpd import Reply
 from titan_grpo.rollout.messages import Ticket
@@ -60,7 +61,7 @@ class External:
     def on(self, message: messages.ToWorker) -> None:
         """Take one message of the trainer."""
         match message:
-            case messages.ServerState(url, version) if version is not None:
+            case ServerState(url, version) if version is not None:
                 self._versions[url] = version
             case messages.ServerLeft(url):
                 self._versions.pop(url, None)

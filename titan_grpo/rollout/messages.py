@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from titan_grpo.errors import DataError, PeerError
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Group
@@ -63,18 +64,6 @@ class Frame(msgspec.Struct, frozen=True, tag=True, tag_field="frame", forbid_unk
 
 
 # To the rollout process.
-
-
-class ServerState(Frame, frozen=True):
-    """What the ledger has of a server. ``version`` None: unknown. ``engine``: its dialect.
-    ``committing``: the version whose commit runs, which it may serve already."""
-
-    url: str
-    version: int | None
-    accepting: bool
-    label: str
-    engine: str
-    committing: int | None = None
 
 
 class ServerLeft(Frame, frozen=True):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from titan_grpo.protocol import recovery
-from titan_grpo.rollout.messages import ServerState
+from titan_grpo.protocol.messages import ServerState
 
 PACE = recovery.Backoff(first_s=0.5, longest_s=15.0)
 """How long a server that failed to generate gets no new groups, in seconds."""

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from titan_grpo.errors import DataError, TitanGrpoError
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.samples import Group
 
 
@@ -98,15 +99,7 @@ class ReplayClient:
     def start(self, timeout_s: float = 0.0) -> None:
         """Nothing to start."""
 
-    def set_server(
-        self,
-        url: str,
-        version: int | None,
-        accepting: bool,
-        label: str,
-        engine: str = "vllm",
-        committing: int | None = None,
-    ) -> None:
+    def set_server(self, state: ServerState) -> None:
         """Ignored: nothing is sampled."""
 
     def remove_server(self, url: str) -> None:

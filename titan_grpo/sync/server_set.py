@@ -21,7 +21,7 @@ from titan_grpo.observe import terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lag, ledger, members
 from titan_grpo.protocol.ledger import Entry, Standing
-from titan_grpo.protocol.messages import Label
+from titan_grpo.protocol.messages import Label, ServerState
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +35,8 @@ class ServerObserver(Protocol):
     """Follows the servers' states. Called under the set's lock, in the order of the changes; never
     blocks."""
 
-    def set_server(
-        self,
-        url: str,
-        version: int | None,
-        accepting: bool,
-        label: str,
-        engine: str,
-        committing: int | None = None,
-    ) -> None:
-        """What a server holds (None: unknown), whether it takes new requests, and the version whose
-        commit runs there. That one is said before the server is paused."""
+    def set_server(self, state: ServerState) -> None:
+        """A server's line changed."""
 
     def remove_server(self, url: str) -> None:
         """A server left the run."""
@@ -57,15 +48,7 @@ class ServerObserver(Protocol):
 class NoObserver:
     """ServerObserver that ignores all changes."""
 
-    def set_server(
-        self,
-        url: str,
-        version: int | None,
-        accepting: bool,
-        label: str,
-        engine: str,
-        committing: int | None = None,
-    ) -> None:
+    def set_server(self, state: ServerState) -> None:
         """See ServerObserver."""
 
     def remove_server(self, url: str) -> None:
@@ -250,7 +233,7 @@ class ServerSet:
             server.entry, _ = ledger.step(server.entry, ledger.Came())
         server.label = server.refusal = server.taken_by = ""
         server.final = False
-        self._observer.set_server(url, None, False, "", "")
+        self._observer.set_server(ServerState(url, None, False, "", ""))
 
     def _leaves(self, url: str) -> None:
         # GONE first: what the lane reports on its way out must not bring the server back.
@@ -298,7 +281,7 @@ class ServerSet:
                 # Under the lock: a state that crosses a departure would bring the server back.
                 entry = server.entry
                 self._observer.set_server(
-                    url, held, entry.accepting, server.label, engine, entry.committing
+                    ServerState(url, held, entry.accepting, server.label, engine, entry.committing)
                 )
             self._changed.notify_all()
 
