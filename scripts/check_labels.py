@@ -9,7 +9,7 @@ A real sync sends a sequence of weights, each other than the one before, to a re
 rollout process keeps more requests there than it runs at a time, so that some wait over commits.
 Each version's weights are also kept as a directory. Transformers then recompute each completion's
 log-probabilities from the versions that it is said to be of, on the KV that these allow
-(titan_grpo/verify/labels.py). Exit code 1 if a completion does not fit, if one is of older weights
+(tests/rigs/labels.py). Exit code 1 if a completion does not fit, if one is of older weights
 than the bound on staleness allows, or if too few ran over a commit for this to mean anything.
 """
 
@@ -28,22 +28,20 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
+from tests.rigs.labels import Checker, Claim, Models, PrefixCache
+from tests.rigs.long_prompts import TASK
+from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.generation import Sampled, Sampling
 from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.engines.server import ServerAccess, dialect, make_control
-from titan_grpo.layout.infer import matrix_shape
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.layout.plan import CopyOp
-from titan_grpo.observe.recorder import Recorder
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Completion, Group
-from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker
+from titan_grpo.sync.worker import SyncOptions
 from titan_grpo.titan.tiny import write_tiny_model
-from titan_grpo.verify.labels import Checker, Claim, Models, PrefixCache
-from titan_grpo.verify.long_prompts import TASK
 
 ROOT = Path(__file__).resolve().parents[1]
 WAIT_S = 300.0
@@ -106,20 +104,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def copy_plan(manifest: Manifest) -> dict[str, list[CopyOp]]:
-    """Every tensor whole: this process holds all of them under their own names."""
-    plan = {}
-    for spec in manifest.tensors:
-        rows, cols = matrix_shape(spec.shape)
-        stride = cols * getattr(torch, spec.dtype).itemsize
-        op = CopyOp(spec.name, slice(0, rows, 1), spec.offset, stride, rows, cols, spec.dtype)
-        plan[spec.name] = [op]
-    return plan
-
-
-class Trainer:
-    """Rank 0's half of a run without a model: weights of ``folder(version)``, each other than the
-    one before."""
+class Run:
+    """Sends the weights of ``folder(version)``, each other than the one before."""
 
     def __init__(self, out: Path, url: str, client: RolloutClient, kv: str) -> None:
         self._out, self._client = out, client
@@ -130,20 +116,16 @@ class Trainer:
         manifest = Manifest.build(
             [(n, "bfloat16", tuple(t.shape)) for n, t in tensors.items()], config.block_bytes
         )
-        self._pool = ImagePool.create(manifest, config.slots)
-        self.recorder = Recorder(str(out / "run"))
-        self.worker = SyncWorker(
-            self._pool,
+        self.trainer = Trainer(
+            manifest,
             config,
-            self.recorder,
+            out / "run",
             SyncOptions(
                 urls=[url],
                 make_control=lambda url: make_control("auto", ServerAccess(url, WAIT_S)),
                 observer=client,
             ),
         )
-        self._publisher = self.worker.publisher(copy_plan(manifest))
-        self.worker.start()
 
     def folder(self, version: int) -> Path:
         """The directory of a version's weights, made when it is first asked for."""
@@ -155,33 +137,22 @@ class Trainer:
     def publish(self, version: int) -> None:
         """Send ``version``; does not wait for the server."""
         shards = load_file(self.folder(version) / "model.safetensors")
-        slot = self.worker.slots.wait_reserved(WAIT_S)
-        if slot is None:
-            raise SystemExit(
-                f"no slot was free for version {version}: {self.worker.servers.text()}"
-            )
-        self._publisher.publish(version, slot, {n: t.float() for n, t in shards.items()})
-        self._publisher.fence()
+        servers = self.trainer.servers
+        if not self.trainer.publish(version, {n: t.float() for n, t in shards.items()}, WAIT_S):
+            raise SystemExit(f"no slot was free for version {version}: {servers.text()}")
         self._client.set_trainer_version(version)
-        error = self.worker.servers.take_error()
-        if error is not None:
+        if (error := servers.take_error()) is not None:
             raise SystemExit(f"weight sync: {error}")
 
-    def close(self) -> None:
-        self._publisher.close()
-        self.worker.close()
-        self.recorder.close()
-        self._pool.close()
 
-
-def ask_unsalted(trainer: Trainer, version: int, url: str, engine: str) -> list[Asked]:
+def ask_unsalted(run: Run, version: int, url: str, engine: str) -> list[Asked]:
     """Commit some versions from ``version`` on, and ask the same prompt without a salt after each
     of them."""
     asked: list[Asked] = []
     with SyncDriver(url) as driver:
         for number in range(version, version + UNSALTED):
-            trainer.publish(number)
-            if not trainer.worker.servers.wait_held(number, WAIT_S, everyone=True):
+            run.publish(number)
+            if not run.trainer.servers.wait_held(number, WAIT_S, everyone=True):
                 raise SystemExit(f"version {number} was not committed")
             call = dialect(engine).generate(UNSALTED_PROMPT, Sampling(8), WAIT_S)
             asked.append((number, driver.run(call)))
@@ -220,20 +191,19 @@ def collect(
         client = RolloutClient(spec)
         try:
             client.start(WAIT_S)
-            trainer = Trainer(out, running.url, client, args.kv)
-            try:
-                trainer.publish(0)
+            run = Run(out, running.url, client, args.kv)
+            with run.trainer:
+                run.trainer.start()
+                run.publish(0)
                 version = 0
                 while sum(len(group.completions) for _, group in taken) < args.completions:
                     groups = client.next_batch(version, PROMPTS, WAIT_S)
                     taken += [(version, group) for group in groups]
                     version += 1
-                    trainer.publish(version)
-                asked = ask_unsalted(trainer, version + 1, running.url, args.engine)
+                    run.publish(version)
+                asked = ask_unsalted(run, version + 1, running.url, args.engine)
                 result.versions = version + 1 + UNSALTED
                 result.counters = client.counters()
-            finally:
-                trainer.close()
         finally:
             client.close()
     return taken, asked

@@ -1,4 +1,4 @@
-"""Let SGLang start where its compiled kernels can not be installed: a directory for PYTHONPATH of
+"""Let SGLang start where its compiled kernels cannot be installed: a directory for PYTHONPATH of
 the server.
 
 ``sitecustomize.py`` in it acts in every process of the server (SGLang spawns several), and in two

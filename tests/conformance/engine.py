@@ -52,7 +52,7 @@ class EngineUnderTest:
     ``model`` is the directory of the weights that it serves, a model of transformers with at least
     100 tokens and random weights; ``remake(seed, folder)`` writes the same model with other weights
     to a directory and returns that. ``says_versions``: its answers tell which weights made which
-    token. ``guards_control``: without a key nobody pauses it. ``keeps_prefixes``: a commit on an
+    token. ``guards_control``: no client pauses it without a key. ``keeps_prefixes``: a commit on an
     idle server leaves the prefixes of the older weights in its cache. ``follows_seeds``: the same
     request gets the same tokens again. ``restart``: ends the server and starts it again at its URL
     with the weights of ``model``; None: not to be tried. ``make``: how its control plane is
@@ -288,7 +288,7 @@ def a_request_that_can_not_be_is_refused_and_not_the_servers_fault(e: EngineUnde
 
 
 def each_call_needs_its_key(e: EngineUnderTest) -> None:
-    """Nobody generates without one; where control has a key of its own, the one does not do for the
+    """No request generates without one; where control has a key of its own, neither replaces the
     other."""
     access, generate = e.access, e.speak.generate(prompt(1), Sampling(2), REQUEST_S)
     assert access.api_key, "start the server with an API key"

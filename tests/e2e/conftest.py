@@ -268,7 +268,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Replay:
-    """Recorded rollouts that nobody sampled: random tokens, rewarded for digits."""
+    """Recorded rollouts that no engine sampled: random tokens, rewarded for digits."""
 
     path: Path
     prompts: int
@@ -320,8 +320,8 @@ def runs(root, tmp_path_factory) -> Runs:
 
 @pytest.fixture(scope="session")
 def site(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator[Site]:
-    """A real server that starts with other weights than the trainers', and answers nobody who has
-    not its key.
+    """A real server that starts with other weights than the trainers', and refuses clients without
+    its key.
 
     It records every commit beside its log (verify.site.recorded).
     """
@@ -355,7 +355,7 @@ def sglang_site(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> 
 
 
 FAR_KEYS = ("TITAN_GRPO_TEST_FAR_API_KEY", "TITAN_GRPO_TEST_FAR_ADMIN_KEY")
-"""Variables of a rollout service's environment; nobody else reads them."""
+"""Variables of a rollout service's environment, and of no other process."""
 
 
 @pytest.fixture

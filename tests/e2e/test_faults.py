@@ -44,7 +44,7 @@ def test_a_trainer_killed_in_mid_transfer_leaves_the_old_version_and_the_next_on
         run = site.label().run_id
         receiver = receiver_of(site.server)
         wait_idle(site, training)
-        # With the receiver frozen, the next transfer can not end, while the engine goes on.
+        # With the receiver frozen, the next transfer cannot end, while the engine goes on.
         receiver.suspend()
         held = site.label()
         training.wait_step(training.step + 2)

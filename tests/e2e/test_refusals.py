@@ -1,4 +1,4 @@
-"""What a run says, and with which exit code, when it can not start."""
+"""What a run says, and with which exit code, when it cannot start."""
 
 import os
 import subprocess

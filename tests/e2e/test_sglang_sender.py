@@ -62,7 +62,7 @@ def test_a_sender_struck_in_mid_transfer_costs_no_request_and_no_version(
                     assert_aborted(e, crowd.end(), [label])
                 assert before.control.label() == label
                 assert difference(e, path) <= MAX_DIFFERENCE
-                # the struck one is still there if it was frozen: it holds up nobody
+                # the struck one is still there if it was frozen: it holds up no other
                 with sender(e) as after:
                     assert difference(e, after.sync(2, 2)) <= MAX_DIFFERENCE
             finally:

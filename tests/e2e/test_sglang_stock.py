@@ -96,7 +96,7 @@ def test_a_group_whose_trainer_is_gone_is_refused_and_the_server_goes_on(stock) 
 
 
 def test_a_failed_flush_that_left_other_weights_behind_is_never_asked_for() -> None:
-    """SGLang answers 400 after it took the weights if the cache can not be flushed: so no update of
+    """SGLang answers 400 after it took the weights if the cache cannot be flushed: so no update of
     ours flushes it."""
     from titan_grpo.engines.sglang_stock import update
 

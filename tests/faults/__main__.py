@@ -208,7 +208,7 @@ class Matrix:
 
 
 def devices_of(wanted: str) -> Devices:
-    """What the cases run on. ConfigError where CUDA can not be used."""
+    """What the cases run on. ConfigError where CUDA cannot be used."""
     if wanted in ("auto", "cpu"):
         return Devices("cpu")
     gpus = torch.cuda.device_count()

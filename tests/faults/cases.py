@@ -129,7 +129,7 @@ AFFLICTS: dict[Kind, tuple[tuple[Who, ...], str]] = {
         ),
     ),
 }
-"""Kind -> whom it can strike, and why nobody else."""
+"""Kind -> what it can strike, and why nothing else."""
 
 CALLS: dict[str, dict[Point, dict[str, str]]] = {
     vllm.NAME: {

@@ -93,7 +93,7 @@ def launcher(software: Software, host: str = "127.0.0.1", inside: str = "") -> L
         spec = server_spec(
             str(wrapper.resolve()), software.model, folder, software.devices, engine=software.engine
         )
-        # elsewhere nobody here can ask for a free port
+        # a free port of another host cannot be asked for from here
         return Server(replace(spec, host=host, port=random.randrange(*PORTS) if inside else 0))
 
     return launch

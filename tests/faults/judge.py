@@ -83,7 +83,7 @@ def compare(before: Sequence[float], during: Sequence[float]) -> Ratio:
 def judge_steps(
     before: Sequence[Step], during: Sequence[Step], deadline_s: float
 ) -> tuple[Ratio, list[str], str]:
-    """(step time with the fault over without, violations, why the machine can not tell or empty).
+    """(step time with the fault over without, violations, why the machine cannot tell or empty).
 
     Servers, receivers and the trainer share the cores of one host, so a step may take longer for a
     reason that no protocol can mend. It is taken apart: what counts against the fault is the time
@@ -117,7 +117,7 @@ def judge_steps(
         ratio,
         [],
         (
-            f"steps x {ratio.value:.2f} ({parts}); the machine can not tell more, the servers share"
+            f"steps x {ratio.value:.2f} ({parts}); the machine cannot tell more, the servers share"
             " its cores"
         ),
     )
@@ -128,7 +128,7 @@ def crowd(steps: Sequence[Step]) -> str:
     share = without_core(steps)
     if share <= CROWDED:
         return ""
-    return f"the machine can not tell: the trainer had no core for {share:.0%} of that time"
+    return f"the machine cannot tell: the trainer had no core for {share:.0%} of that time"
 
 
 def without_core(steps: Sequence[Step]) -> float:
@@ -171,7 +171,7 @@ def judge_lag(
             ratio,
             wrong,
             (
-                f"the machine can not tell the other server's lag x {ratio.value:.2f}: noise"
+                f"the machine cannot tell the other server's lag x {ratio.value:.2f}: noise"
                 f" {ratio.noise:.0%}"
             ),
         )

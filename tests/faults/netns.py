@@ -44,7 +44,7 @@ class Namespace:
         )
 
     def delay(self, milliseconds: float) -> None:
-        """Every packet takes so much longer each way (netem). NotAllowed if the kernel can not."""
+        """Every packet takes so much longer each way (netem). NotAllowed if the kernel cannot."""
         self._shape("netem", "delay", f"{milliseconds:g}ms")
 
     def free(self) -> None:

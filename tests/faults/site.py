@@ -118,7 +118,7 @@ class Site:
             say(f"{seat.name} is healthy after {time.monotonic() - began:.0f} s")
 
     def require_alive(self) -> None:
-        """Raise ServerUnreachable if a server has ended that nobody ended."""
+        """Raise ServerUnreachable if a server has ended without having been told to."""
         for seat in self.seats:
             if not seat.instance.alive():
                 raise ServerUnreachable(f"the {seat.name} server has ended by itself: see the logs")

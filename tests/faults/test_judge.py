@@ -132,7 +132,7 @@ def test_another_servers_lag_counts_in_versions_always_and_in_seconds_where_the_
     assert "1.50 times" in judge_lag([0.1] * 8, [0.15] * 8, (0.0, 0.0))[1][0]
     _, wrong, note = judge_lag([0.1, 0.2] * 8 + [0.3] * 8, [0.4] * 8, (0.0, 0.0))
     assert wrong == []
-    assert "can not tell" in note
+    assert "cannot tell" in note
 
 
 def test_the_report_counts_every_case_and_says_what_could_not_run():

@@ -53,7 +53,7 @@ def _hold(bench: Bench, result: Result, trainer: TrainerProcess) -> Event:
 
 
 def _released(bench: Bench, result: Result, since_s: float) -> None:
-    """Nothing may stay paused though its trainer is gone: somebody else must have let it go."""
+    """Nothing may stay paused though its trainer is gone: the pause guard must have resumed it."""
     for seat in bench.site.seats:
         instance = seat.instance
 

@@ -73,7 +73,7 @@ def _resumes_whatever_was_loaded(
     return lanes.step(s, e)
 
 
-def _first_version_for_nobody(
+def _first_version_is_pinned_by_no_lane(
     s: image_slots.SlotTable, e: Any
 ) -> tuple[image_slots.SlotTable, tuple[Any, ...]]:
     if isinstance(e, image_slots.Pin) and e.newer_than is None:
@@ -191,7 +191,7 @@ BUGS = (
     # a server that is restarted between load and label, on which a zombie's late call opens an
     # update
     Bug(
-        "nobody is asked after the read-back",
+        "no engine is asked after the read-back",
         "rule 1: not by its own commit",
         Tables(ping=False),
         versions=1,
@@ -202,7 +202,7 @@ BUGS = (
     Bug(
         "the starting version is not published",
         "rule 5",
-        Tables(boundary=_first_version_for_nobody),
+        Tables(boundary=_first_version_is_pinned_by_no_lane),
     ),
     Bug(
         "the newest version is dropped at shutdown",
@@ -238,7 +238,7 @@ BUGS = (
     ),
     Bug(
         "a pinned slot is reserved",
-        "nobody writes a pinned slot",
+        "a pinned slot is not written",
         Tables(boundary=_pins_ignored),
         versions=3,
     ),
@@ -269,7 +269,7 @@ BUGS = (
         Tables.with_clocks_behind(lane=_never_raises_its_term),
     ),
     Bug("a broken load is forgotten", "no mixed weights", Tables(fence=_broken_loads_forgotten)),
-    Bug("bytes are lent that nobody checked", "no mixed weights", Tables(staging=_unchecked_bytes)),
+    Bug("bytes are lent unchecked", "no mixed weights", Tables(staging=_unchecked_bytes)),
     Bug(
         "a settled server keeps a label that lies",
         "the label is what the engine holds",

@@ -74,7 +74,7 @@ def _load(s: Server, r: Request, t: Tables, mine: bool) -> Server:
     s = s._replace(session=True)
     engine, actions = t.fence(s.engine, fence.CommitRequested(r.run, r.epoch, r.version))
     if not isinstance(actions[0], fence.Grant):
-        # nobody reports it to a lane that is not in force
+        # it is not reported to a lane that is not in force
         told = (
             ("applied", r.version, False, engine.intact)
             if s.receiver == (r.run, r.epoch)

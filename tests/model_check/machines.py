@@ -41,7 +41,7 @@ class Rows:
         return first, len(made)
 
     def __getitem__(self, name: str) -> NDArray[np.int64]:
-        """A copy: what is viewed can not grow."""
+        """A copy: what is viewed cannot grow."""
         return np.array(self._columns[name], dtype=np.int64)
 
 

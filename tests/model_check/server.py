@@ -5,7 +5,7 @@ A request of the lane is executed by the server in a later move, and its answer 
 yet another one; between any two of them anything may fail. Weights are two halves, so that a load
 that stops in between shows. Runs are the present trainer's, the one before (it died, or froze and
 comes back) and all that were longer ago; epochs are renumbered in order, so that states which
-differ in how often somebody reconnected are one state."""
+differ in the number of reconnections are one state."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -123,7 +123,7 @@ def receiving(s: Server) -> bool:
 
 
 def canonical(s: Server) -> Server:
-    """The same state without what nobody will look at, and with epochs renumbered from 1 in each
+    """The same state without what is never read again, and with epochs renumbered from 1 in each
     run."""
     busy = (
         s.lane.phase in _READS_MEMORY

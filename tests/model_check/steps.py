@@ -71,7 +71,7 @@ def _faults(s: Server, t: Tables) -> list[Move]:
     if s.receiver is not None:
         out.append(Move("receiver dies", receiver_ends(s), fault=True))
     if s.request is not None and s.lane.phase is not lanes.Phase.READY:
-        # what nobody fences arrives late only as its lost answer would show; a load or a hello may
+        # what is not fenced arrives late only as its lost answer would show; a load or a hello may
         # come at any later time
         late = s.request if s.request.kind in ("greet", "load") else None
         for name, stray in (("request is lost", s.stray), ("request is delayed", late or s.stray)):

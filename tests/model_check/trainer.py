@@ -3,7 +3,7 @@ the production table.
 
 Every image has one part per rank, so that a part of another version shows. Nothing here looks at a
 server, except for the pins that lanes set: that no move of ``moves`` needs one is what "the trainer
-waits for nobody" means."""
+never waits" means."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The patches that act at import. Each case is a fresh interpreter, because an import can not be
+"""The patches that act at import. Each case is a fresh interpreter, because an import cannot be
 undone."""
 
 import os

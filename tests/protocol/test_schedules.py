@@ -1,5 +1,5 @@
 """Ten thousand random schedules of servers, groups and a trainer: the bound on staleness holds, and
-nobody starves."""
+no prompt starves."""
 
 import random
 from collections.abc import Iterator

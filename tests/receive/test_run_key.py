@@ -116,7 +116,7 @@ def test_a_recorded_hello_an_older_run_and_an_older_epoch_are_refused_though_the
 def test_a_manifest_that_is_not_the_announced_one_is_refused(guarded, weights) -> None:
     link = guarded.greet(weights(9.0))
     link.wait_joined(60.0)
-    link._manifest = weights(9.0, names=("b",)).manifest  # as somebody on the way would swap it
+    link._manifest = weights(9.0, names=("b",)).manifest  # as an attacker on the way would swap it
     staged = link.send_manifest(20.0)
     assert not staged.ok
     assert "must have digest" in staged.error
@@ -141,9 +141,7 @@ def test_a_forged_commit_is_not_loaded_and_the_true_one_is(guarded, trainer, wei
         assert report.intact
     assert guarded.engine.value() == before
     with pytest.raises(TransferFailed, match="waiting for the engine"):
-        link.wait_applied(
-            1, 0.2
-        )  # a forger can not make the trainer believe that its commit failed
+        link.wait_applied(1, 0.2)  # a forger cannot make the trainer believe that its commit failed
     guarded.side.commit(true.to_dict())
     assert link.wait_applied(1, 10.0).ok
     assert guarded.engine.value() == held + 1

@@ -245,7 +245,7 @@ class TrainerProcess:
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float, poll_s: float = 0.05) -> bool:
-    """Ask again and again, for what nobody announces: another process's state. False past the
+    """Ask again and again, for what is not announced: another process's state. False past the
     deadline."""
     deadline, pause = time.monotonic() + timeout_s, threading.Event()
     while not holds():

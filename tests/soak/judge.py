@@ -54,7 +54,7 @@ class Seen:
     paused: list[str] = field(default_factory=list)
     wrong_now: list[str] = field(default_factory=list)
     strangers: list[str] = field(default_factory=list)
-    """Processes that nobody accounts for at a calm moment, or that are left at the end."""
+    """Processes that no owner accounts for at a calm moment, or that are left at the end."""
     shm_left: list[str] = field(default_factory=list)
     calms: list[dict[str, Holdings]] = field(default_factory=list)
     """One per calm version: role -> what the process of that role holds."""

@@ -1,5 +1,5 @@
 """A lane that lets its server finish its requests before a commit: the server generates meanwhile,
-and nobody else waits."""
+and nothing else waits."""
 
 import threading
 

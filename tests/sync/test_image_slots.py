@@ -65,7 +65,7 @@ def test_a_late_lane_gets_the_newest_version_though_its_slot_was_promised_to_the
     slots = ImageSlots(2)
     publish(slots, 1)
     slots.pin_newer("stuck", None, 0.0)
-    publish(slots, 2)  # nobody waits for it, and the other slot is pinned: its slot is reserved
+    publish(slots, 2)  # no lane waits for it, and the other slot is pinned: its slot is reserved
     assert slots.newest().version == 1
     slots.unpin("stuck")
     assert slots.pin_newer("stuck", 1, 0.0).version == 2

@@ -14,7 +14,7 @@ WAIT_S = 60.0
 
 
 def join(r, url: str) -> ReceiverServer:
-    """A server that nobody knew joins, or one that left comes back."""
+    """An unknown server joins, or one that left comes back."""
     server = r.servers.setdefault(url, ReceiverServer(url))
     r.server_set.add(url)
     return server

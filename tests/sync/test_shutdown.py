@@ -79,7 +79,7 @@ def test_commits_that_hang_on_two_servers_share_the_deadline(rig):
     r.worker.close()
     assert time.monotonic() - start < 2 * TIMEOUT_S, "each of them cost a deadline"
     goes_on.set()
-    # Given up inside their commit: nobody may believe that they hold anything.
+    # Given up inside their commit: no record may say that they hold anything.
     r.until(
         lambda: all(
             r.server_set.entry(url).standing is Standing.UNKNOWN for url in ("slow", "slower")

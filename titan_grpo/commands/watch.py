@@ -85,7 +85,7 @@ def _in_lines(follower: "Follower", interval_s: float) -> None:
 
 
 def _rest(interval_s: float) -> None:
-    # Files tell nobody that they grew, on a network file system least of all.
+    # inotify sees no write of another host on a network file system, so files are read again.
     threading.Event().wait(interval_s)
 
 

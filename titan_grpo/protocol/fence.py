@@ -11,7 +11,7 @@ receiver. A pure table.
 
 A run id begins with the start time of its run, so that with right clocks the newest run wins, at
 term 1. A new trainer whose clock is behind is refused by the run before it, which is older than
-itself: both ages are measured by clocks that nobody sets. It then takes that run's term plus one
+itself: both ages come from monotonic clocks. It then takes that run's term plus one
 (protocol.lane). A trainer that was replaced does not: the run in force is younger, or the server
 has admitted it before.
 """

@@ -245,7 +245,7 @@ class Hello(Message, frozen=True):
     take_over: bool = True
     """Whether the server is taken from a live run of another owner."""
     age_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Seconds since the run started, by a clock that nobody sets."""
+    """Seconds since the run started, by a monotonic clock."""
     live_s: Annotated[float, Meta(ge=0)] = 0.0
     """Seconds after the lane's last sign for which its run counts as live."""
     connections: Positive = 1

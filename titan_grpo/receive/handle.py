@@ -87,7 +87,7 @@ class ReceiverProcess:
         return self._last_line_s
 
     def _note(self, answer: dict[str, Any]) -> None:
-        """Of an answer that nobody waits for (a request had timed out), or the last line."""
+        """Take the time from an answer that came after its deadline, or from the last line."""
         self._last_line_s = answer.get("last_sign_s", self._last_line_s)
 
     @property

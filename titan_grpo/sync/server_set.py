@@ -242,7 +242,7 @@ class ServerSet:
         self._observer.remove_server(url)
 
     def _open(self, url: str) -> None:
-        """Under ``_changing`` alone, so that nobody can end the lane before it is there."""
+        """Under ``_changing`` alone, so that no other thread ends the lane before it is there."""
         self._recorder.known_server(url)
         # A receiver refuses an epoch that it has seen: the lanes of one server count on.
         lane = self._open_lane(self, url, self._servers[url].epoch)

@@ -188,7 +188,7 @@ def trainer_lives(lock: Path) -> bool | None:
             except ProcessLookupError:
                 return False
             except PermissionError:
-                pass  # somebody else's process
+                pass  # another user's process
             return True
     return None
 

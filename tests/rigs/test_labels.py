@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.rigs.labels import Checker, Claim, Fit, Models, PrefixCache
 from titan_grpo.titan.tiny import write_tiny_model
-from titan_grpo.verify.labels import Checker, Claim, Fit, Models, PrefixCache
 
 PROMPT = [random.Random(1).randrange(4, 100) for _ in range(20)]
 TOKENS = [random.Random(2).randrange(4, 100) for _ in range(12)]

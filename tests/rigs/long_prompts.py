@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from titan_grpo.rollout.tasks.base import Codec, TaskOptions
 from titan_grpo.samples import Prompt
 
-TASK = "titan_grpo.verify.long_prompts:LongPrompts"
+TASK = "tests.rigs.long_prompts:LongPrompts"
 """Its name in ``rollout.task``."""
 
 LETTERS = 150
