@@ -471,6 +471,8 @@ def test_an_all_masked_micro_batch_is_a_zero_with_a_graph(level: Any) -> None:
     loss.backward()
     assert logprobs.grad is not None
     assert not logprobs.grad.any()
+    of_none = {metrics.pop(name).item() for name in ("logprob_max", "minus_logprob_max")}
+    assert of_none == {-math.inf}, "the largest of no token loses against any other rank's"
     assert all(value == 0 for value in (loss, *metrics.values()))
 
 

@@ -195,7 +195,7 @@ def test_a_run_directory_that_is_a_file_is_a_mistake_in_the_configuration(tmp_pa
 
 
 def test_every_name_has_its_meaning_and_no_two_names_are_equal() -> None:
-    prefixes = {names.DROPPED, names.LENGTHS}
+    prefixes = {names.DROPPED, names.LENGTHS, names.SERVER}
     values = [v for k, v in vars(names).items() if k.isupper() and isinstance(v, str)]
     values = [v for v in values if v not in prefixes]
     assert len(values) == len(set(values))
@@ -204,3 +204,31 @@ def test_every_name_has_its_meaning_and_no_two_names_are_equal() -> None:
 
 def test_blocked_time_and_work_time_never_share_a_name() -> None:
     assert [n for n in names.MEANING if n.endswith("blocked_s")] == [names.BLOCKED_S]
+
+
+def test_a_step_gets_the_mean_of_what_ended_since_the_one_before_and_all_totals(tmp_path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.observe(names.SYNC_S, 1.0)
+    recorder.observe(names.SYNC_S, 3.0)
+    recorder.count(names.SYNC_BYTES, 100)
+    recorder.count(names.dropped("stale"), 2)
+    first = recorder.since_last()
+    assert (first[names.SYNC_S], first[names.SYNC_BYTES], first["dropped/stale"]) == (2.0, 100, 2)
+    assert first[names.QUARANTINES] == 0.0, "nothing happened, and the line says so"
+    recorder.step(1, first)
+    recorder.observe(names.SYNC_S, 5.0)
+    second = recorder.since_last()
+    assert (second[names.SYNC_S], second[names.SYNC_BYTES]) == (5.0, 100)
+    assert names.SYNC_S not in recorder.since_last(), "nothing ended since"
+    assert recorder.series(names.SYNC_S) == [1.0, 3.0, 5.0], "the steps' means are not values"
+    recorder.close()
+
+
+def test_the_totals_of_a_resumed_run_go_on(tmp_path) -> None:
+    for step in (1, 2):
+        recorder = Recorder(tmp_path)
+        recorder.count(names.SYNC_BYTES, 50)
+        totals = recorder.since_last()
+        recorder.step(step, totals)
+        recorder.close()
+    assert totals[names.SYNC_BYTES] == 100

@@ -12,7 +12,7 @@ from titan_grpo.titan.text import text_weight
 compat.prepare()
 
 from titan_grpo.titan.data import varied_groups  # noqa: E402 - the patches come first
-from titan_grpo.titan.rank0 import _group_values, _reward_values  # noqa: E402
+from titan_grpo.titan.step_metrics import group_values, reward_values  # noqa: E402
 
 KIND = AdvantageOptions()
 
@@ -108,12 +108,12 @@ def test_staleness_is_of_the_oldest_version_behind_a_group_and_of_each_token_by_
     waited = Completion((5, 6, 7, 8), (-1.0,) * 4, "stop", 3, 5, "s", 1.0, spans=((4, 1), (5, 3)))
     groups = [Group(Prompt(0, (1,)), (waited,))]
     batch = plan(groups, 1, BatchOptions(token_budget=64, max_len=32))
-    values = _group_values(groups, batch, version=5)
+    values = group_values(groups, batch, version=5)
     assert (values[names.STALENESS], values[names.STALENESS_MAX]) == (2.0, 2.0)
     assert values[names.STALENESS_TOKENS] == 0.25
 
 
 def test_the_mean_reward_is_that_of_all_that_was_made_for_a_step_filtered_groups_too() -> None:
     taken = [group(0, 1.0, 1.0), group(1, 0.5, 1.5)]
-    assert _reward_values(taken)[names.REWARD] == 1.0
-    assert _reward_values(taken, [0.0] * 4)[names.REWARD] == 0.5
+    assert reward_values(taken)[names.REWARD] == 1.0
+    assert reward_values(taken, [0.0] * 4)[names.REWARD] == 0.5

@@ -15,6 +15,7 @@ clipping never binds, and all the off-policy correction is in ``is``. With one o
 batch the bounds of the ratio therefore do nothing (config_inert.py says so at the start).
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -155,6 +156,9 @@ def _token_metrics(
         "kept_tokens_sum": spans.mask.sum().double(),
         "sequences_sum": Spans(labelled, spans.sequence).count(),
         "logprob_tokens_sum": logprobs.masked_fill(~labelled, 0).sum().double(),
+        # Only maxima are reduced: the least is minus this one. Of no token: minus infinity.
+        "logprob_max": logprobs.masked_fill(~labelled, -math.inf).max().double(),
+        "minus_logprob_max": (-logprobs).masked_fill(~labelled, -math.inf).max().double(),
         "logprob_difference_tokens_sum": difference.sum().double(),
         "logprob_gap_tokens_sum": gap.sum().double(),
         "logprob_gap_max": gap.max().double(),

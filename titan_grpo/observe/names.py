@@ -14,6 +14,7 @@ KL_LOSS = "loss/kl_term"
 ENTROPY_LOSS = "loss/entropy_term"
 LOGIT_LOSS = "loss/logit_term"
 GRAD_NORM = "optim/grad_norm"
+LEARNING_RATE = "optim/learning_rate"
 KL = "loss/kl"
 RATIO_MEAN = "ratio/mean"
 RATIO_MAX = "ratio/max"
@@ -22,6 +23,8 @@ CLIPPED_LOW = "ratio/clipped_low_fraction"
 CLIPPED_HIGH = "ratio/clipped_high_fraction"
 ENTROPY = "policy/entropy"
 LOGPROB = "policy/logprob_mean"
+LOGPROB_MIN = "policy/logprob_min"
+LOGPROB_MAX = "policy/logprob_max"
 LOGIT_SQUARE = "policy/logit_square"
 PTX_LOSS = "loss/ptx"
 IMPORTANCE_MEAN = "importance/mean"
@@ -30,6 +33,12 @@ IMPORTANCE_CUT = "importance/cut_fraction"
 VETOED = "importance/vetoed_fraction"
 KEPT = "loss/kept_fraction"
 COMPLETION_TOKENS = "rollout/completion_tokens_mean"
+TRAINED_TOKENS = "rollout/trained_tokens"
+TRAINED_SEQUENCES = "rollout/trained_sequences"
+GENERATED = "rollout/generated_tokens_per_s"
+READY_GROUPS = "rollout/ready_groups"
+IN_FLIGHT = "rollout/in_flight_requests"
+IN_FLIGHT_AT_COMMIT = "rollout/in_flight_at_commit"
 THROWN_TOKENS = "rollout/thrown_tokens"
 LOGPROB_GAP = "logprob_gap/mean"
 LOGPROB_GAP_MAX = "logprob_gap/max"
@@ -44,6 +53,7 @@ STALENESS_MAX = "staleness/max"
 STALENESS_TOKENS = "staleness/token_mean"
 LAG = "servers/lag_mean"
 LAG_MAX = "servers/lag_max"
+VERSION = "version"
 
 # Time on the main thread, one value per step.
 STEP_S = "time/step_s"
@@ -62,7 +72,7 @@ COMMIT_S = "sync/commit_s"
 PAUSE_S = "sync/pause_s"
 SYNC_S = "sync/publish_to_commit_s"
 
-# Totals, counted up over the run.
+# Totals, counted up over the run: a line of metrics.jsonl has them as they were at its step.
 SYNC_COUNT = "sync/count"
 SYNC_BYTES = "sync/bytes"
 SYNC_FAILURES = "sync/failures"
@@ -72,10 +82,27 @@ QUARANTINES = "sync/quarantines"
 UNHEALTHY_STEPS = "health/skipped_optimizer_steps"
 SERVERS_JOINED = "sync/servers_joined"
 SERVERS_LEFT = "sync/servers_left"
+REQUESTS = "rollout/requests"
+OUTAGES = "rollout/outages"
+INTERRUPTED = "rollout/interrupted_groups"
+MOVED = "rollout/moved_groups"
+SKIPPED_PROMPTS = "rollout/skipped_prompts"
 DROPPED = "dropped"
 """Prefix of one counter per reason: ``dropped/nan_logprobs`` and so on (see :func:`dropped`)."""
 LENGTHS = "lengths"
 """Prefix of one counter per range of lengths: ``lengths/made/64`` (see :func:`lengths`)."""
+SERVER = "server"
+"""Prefix of values of one server: ``server/HOST:PORT/lag`` (see :func:`of_server`)."""
+
+TOTALS: tuple[str, ...] = (SYNC_COUNT, SYNC_BYTES, SYNC_FAILURES, SKIPPED_VERSIONS)
+TOTALS += (DIGEST_MISMATCHES, QUARANTINES, UNHEALTHY_STEPS, SERVERS_JOINED, SERVERS_LEFT)
+TOTALS += (REQUESTS, OUTAGES, INTERRUPTED, MOVED, SKIPPED_PROMPTS)
+"""Totals that every step has, 0 from the start: an absent curve would not say that nothing
+happened."""
+
+WORK = (COPY_S, DIGEST_S, CONNECT_S, SEND_S, VERIFY_S, DRAIN_S, COMMIT_S, PAUSE_S, SYNC_S)
+"""Series of which a step has the mean over what ended since the step before; none where nothing
+did."""
 
 MEANING: dict[str, str] = {
     REWARD: (
@@ -93,6 +120,7 @@ MEANING: dict[str, str] = {
     ENTROPY_LOSS: "the part of the entropy, grpo.entropy_loss_weight included",
     LOGIT_LOSS: "the part of the logits, grpo.logit_loss_weight included",
     GRAD_NORM: "norm of the gradient before clipping",
+    LEARNING_RATE: "learning rate of the step's optimizer steps",
     KL: "mean KL estimate to the reference model, nats per token",
     RATIO_MEAN: "mean importance ratio",
     RATIO_MAX: "largest importance ratio",
@@ -101,6 +129,8 @@ MEANING: dict[str, str] = {
     CLIPPED_HIGH: "share of tokens with a positive advantage and a ratio above the upper bound",
     ENTROPY: "mean entropy of the policy's next-token distribution, nats",
     LOGPROB: "mean log-probability of the sampled tokens, nats",
+    LOGPROB_MIN: "least of them",
+    LOGPROB_MAX: "greatest of them",
     LOGIT_SQUARE: "mean square of the policy's logits",
     PTX_LOSS: "cross-entropy of the plain text that is mixed in, nats per token",
     IMPORTANCE_MEAN: "mean weight of the off-policy correction",
@@ -109,6 +139,18 @@ MEANING: dict[str, str] = {
     VETOED: "share of tokens in sequences that one token took out",
     KEPT: "share of completion tokens that the policy finds likely enough to be trained on",
     COMPLETION_TOKENS: "mean length of a completion, tokens",
+    TRAINED_TOKENS: "completion tokens that the step trained on, each once",
+    TRAINED_SEQUENCES: "completions that it trained on",
+    GENERATED: (
+        "sampled tokens of the groups that were finished since the step before, per second, all"
+        " servers"
+    ),
+    READY_GROUPS: "finished groups that waited for a later step when this one took its own",
+    IN_FLIGHT: "requests in flight on all servers, as the rollout process last said",
+    IN_FLIGHT_AT_COMMIT: (
+        "mean number of requests in flight on a server when its commit began, over the commits"
+        " since the step before"
+    ),
     THROWN_TOKENS: (
         "sampled tokens that were thrown away since the step before (stale, unfit, filtered, broken"
         " off)"
@@ -132,6 +174,7 @@ MEANING: dict[str, str] = {
     ),
     LAG: "mean over servers of the version a step began from minus the held one, versions",
     LAG_MAX: "largest of those, versions",
+    VERSION: "the version that the step began from",
     STEP_S: "a whole step on the main thread, seconds",
     BLOCKED_S: "main thread lost to weight sync, seconds per step",
     ROLLOUT_WAIT_S: "main thread waited for rollouts, seconds per step",
@@ -157,6 +200,11 @@ MEANING: dict[str, str] = {
     UNHEALTHY_STEPS: "optimizer steps that were skipped because of their numbers",
     SERVERS_JOINED: "servers added while training ran",
     SERVERS_LEFT: "servers removed while training ran",
+    REQUESTS: "generation requests sent to all servers",
+    OUTAGES: "groups that a failing server interrupted",
+    INTERRUPTED: "groups of which an engine cut completions short",
+    MOVED: "groups that went on elsewhere since their server left or was drained",
+    SKIPPED_PROMPTS: "prompts given up after repeated drops or outages",
 }
 """Unit and meaning of each name: the legend of metrics.jsonl and of the trace."""
 
@@ -170,3 +218,32 @@ def lengths(kind: str, longest: str) -> str:
     """Counter name of completions up to that many tokens, ``made`` or ``trained``:
     ``lengths("made", "64") == "lengths/made/64"``."""
     return f"{LENGTHS}/{kind}/{longest}"
+
+
+OF_SERVER = {
+    "version": "version that the server held",
+    "lag": "version that the step began from minus the held one, versions",
+    "in_flight": "requests in flight on it, as the rollout process last said",
+    "tokens_per_s": "sampled tokens of its groups finished since the step before, per second",
+}
+"""What :func:`of_server` takes, with its meaning."""
+
+
+def of_server(url: str, what: str) -> str:
+    """Name of one server's value:
+    ``of_server("http://a:8000", "lag") == "server/a:8000/lag"``."""
+    return f"{SERVER}/{url.partition('://')[2].rstrip('/')}/{what}"
+
+
+def meaning(name: str) -> str:
+    """Unit and meaning of any name of metrics.jsonl; empty for one that nothing here describes.
+
+    >>> meaning("server/a:8000/lag"), meaning("dropped/stale")
+    ('version that the step began from minus the held one, versions', 'groups dropped: stale')
+    """
+    prefix, _, rest = name.partition("/")
+    if prefix == DROPPED:
+        return f"groups dropped: {rest}"
+    if prefix == SERVER:
+        return OF_SERVER.get(rest.rpartition("/")[2], "")
+    return MEANING.get(name, "")

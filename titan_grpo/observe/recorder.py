@@ -227,6 +227,8 @@ class Recorder:
             ) from error
         self._own = History()
         self._own_rows = 0
+        self._taken: dict[str, int] = {}
+        """Values of each series that ``since_last`` gave already."""
         self._lock = threading.Lock()
         # The rows of an earlier process stay apart: their numbers are below the file's size.
         self._first_track = self.trace_path.stat().st_size if self.trace_path.is_file() else 0
@@ -353,8 +355,26 @@ class Recorder:
 
     def series(self, name: str) -> list[float]:
         """Copy all values of a series or of a step metric, oldest first."""
-        values = [row[name] for row in self.rows() if row.get(name) is not None]
-        return values + self.history().series[name]
+        own = self.history().series[name]
+        # a step's line has the mean of what it observed: not once more
+        return own or [row[name] for row in self.rows() if row.get(name) is not None]
+
+    def since_last(self) -> dict[str, float]:
+        """Mean of the values that each series (names.WORK) got since the last call, and all totals
+        so far (names.TOTALS, and what was dropped). For one caller."""
+        found = dict.fromkeys(names.TOTALS, 0.0)
+        prefix = names.dropped("")
+        with self._lock:
+            for name in names.WORK:
+                values = self._own.series.get(name, [])
+                if fresh := values[self._taken.get(name, 0) :]:
+                    found[name] = sum(fresh) / len(fresh)
+                self._taken[name] = len(values)
+            for history in (self._history, self._own):
+                for name, amount in history.totals.items():
+                    if name in names.TOTALS or name.startswith(prefix):
+                        found[name] = found.get(name, 0.0) + amount
+        return found
 
     def totals(self) -> dict[str, float]:
         """Copy all totals."""

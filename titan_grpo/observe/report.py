@@ -21,6 +21,21 @@ _TIMES = {
     "commit_s": names.COMMIT_S,
     "pause_s": names.PAUSE_S,
     "step_s": names.STEP_S,
+    "publish_to_commit_s": names.SYNC_S,
+    "connect_s": names.CONNECT_S,
+    "digest_s": names.DIGEST_S,
+    "drain_s": names.DRAIN_S,
+}
+_COUNTS = {
+    "sync_count": names.SYNC_COUNT,
+    "skipped_versions": names.SKIPPED_VERSIONS,
+    "digest_mismatches": names.DIGEST_MISMATCHES,
+    "sync_bytes": names.SYNC_BYTES,
+    "sync_failures": names.SYNC_FAILURES,
+    "quarantines": names.QUARANTINES,
+    "skipped_optimizer_steps": names.UNHEALTHY_STEPS,
+    "requests": names.REQUESTS,
+    "outages": names.OUTAGES,
 }
 _SPREADS = {
     "staleness": (names.STALENESS, names.STALENESS_MAX),
@@ -96,9 +111,8 @@ def summarize(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
             {"server": server, "event": event, "version": version}
             for server, event, version in history.membership
         ],
-        "sync_count": int(totals[names.SYNC_COUNT]),
-        "skipped_versions": int(totals[names.SKIPPED_VERSIONS]),
-        "digest_mismatches": int(totals[names.DIGEST_MISMATCHES]),
+        **{key: int(totals[name]) for key, name in _COUNTS.items()},
+        "generated_tokens_per_s": describe(recorder.series(names.GENERATED)).mean,
         **{key: {"median": s.median, "p95": s.p95} for key, s in times.items()},
         "steps_per_s": len(intervals) / sum(intervals) if sum(intervals) > 0 else None,
         **spreads,
@@ -205,12 +219,19 @@ def final_table(summary: Mapping[str, Any]) -> str:
         ("reward", f"{reward}  (means of {s['reward_window']} steps)"),
         ("syncs", f"{s['sync_count']} committed, {s['skipped_versions']} versions skipped"),
         ("digest mismatches", str(s["digest_mismatches"])),
+        ("sync failures", f"{s['sync_failures']}, {s['quarantines']} quarantines"),
+        ("sent", f"{s['sync_bytes'] / 2**20:.1f} MiB to all servers"),
+        ("generated", f"{number(s['generated_tokens_per_s'])} tokens per second"),
     ]
+    if skipped := s["skipped_optimizer_steps"]:
+        rows.append(("skipped optimizer steps", str(skipped)))
     for server, v in s["versions_committed"].items():
         last = "-" if v["last"] is None else v["last"]
         rows.append((server, f"{len(v['committed'])} versions, last {last}"))
     rows += [(m["server"], f"{m['event']} at version {m['version']}") for m in s["membership"]]
     for key in _TIMES:
+        if s[key]["median"] is None:
+            continue
         figures = f"median {seconds(s[key]['median'])}, p95 {seconds(s[key]['p95'])}"
         rows.append((f"{key.removesuffix('_s')} time", figures))
     for key in _SPREADS:

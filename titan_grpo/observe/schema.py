@@ -70,6 +70,23 @@ class Summary(Record):
     sync_count: Count
     skipped_versions: Count
     digest_mismatches: Count
+    sync_bytes: Count
+    """To all servers."""
+
+    sync_failures: Count
+    """Transfers and commits."""
+
+    quarantines: Count
+    skipped_optimizer_steps: Count
+    requests: Count
+    """Of generation, to all servers."""
+
+    outages: Count
+    """Groups that a failing server interrupted."""
+
+    generated_tokens_per_s: Number
+    """Mean over steps, all servers."""
+
     blocked_s: MedianP95
     copy_s: MedianP95
     send_s: MedianP95
@@ -77,6 +94,10 @@ class Summary(Record):
     commit_s: MedianP95
     pause_s: MedianP95
     step_s: MedianP95
+    publish_to_commit_s: MedianP95
+    connect_s: MedianP95
+    digest_s: MedianP95
+    drain_s: MedianP95
     steps_per_s: Number
     """Without start-up and the first step of each process, which compiles and connects."""
 

@@ -284,6 +284,8 @@ class RolloutClient:
 
     def counters(self) -> dict[str, int]:
         """Counts so far, resumed ones included: ``consumed_groups``, ``requests``, ``tokens``,
+        ``tokens.<url>`` of one server, ``in_flight.<url>`` requests now, ``commits`` and the
+        requests ``in_flight_at_commits``,
         ``outages``, ``skipped``, ``moved`` (their server left), ``resumed`` (completions that went
         on from ``resumed_tokens`` tokens), ``dropped.<reason>``, ``thrown_tokens``, completions by
         length as ``made.<n>`` and ``trained.<n>`` (partial.length_range), ``sessions_lost``; and
@@ -297,7 +299,7 @@ class RolloutClient:
     def state(self) -> dict[str, Any]:
         """JSON-able state for an exact resume: give it back as ``RolloutSpec.state``. Call it at a
         step boundary."""
-        counts = self.counters()
+        counts = messages.totals(self.counters())
         del counts["ready"]
         with self._changed:
             return {"cursor": self._cursor.state(), "counters": counts}
@@ -353,7 +355,7 @@ class RolloutClient:
 
     def _resync(self, lost: SessionLost) -> None:
         with self._changed:
-            for name, number in self._theirs.items():
+            for name, number in messages.totals(self._theirs).items():
                 self._count(name, number)
             self._theirs = {}
             self._drains.clear()  # Nothing runs any more.

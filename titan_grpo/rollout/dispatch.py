@@ -112,6 +112,7 @@ class Dispatcher:
         """Take one message of the trainer."""
         match message:
             case ServerState():
+                self._note_commit(message)
                 self._pool.set(message)
             case messages.ServerLeft():
                 self._remove(message.url)
@@ -207,11 +208,13 @@ class Dispatcher:
             # Each answer of the task made one more request.
             self._counts["requests"] += sum(part.answers for part in run.parts) - answers
         self._task_gave_a_group()
-        self._counts["tokens"] += sum(c.num_sampled for c in group.completions)
+        tokens = sum(c.num_sampled for c in group.completions)
+        self._counts["tokens"] += tokens
+        self._counts[f"tokens.{url}"] += tokens
         self._count_made(c.num_sampled for c in group.completions)
         if whole:
             self._durations.took(group, asyncio.get_running_loop().time() - run.began_s)
-        self._send(messages.GroupDone(run.ticket.done(), group, dict(self._counts)))
+        self._send(messages.GroupDone(run.ticket.done(), group, self._counters()))
 
     def _task_gave_a_group(self) -> None:
         self._skips_in_a_row = 0
@@ -320,7 +323,7 @@ class Dispatcher:
         self._throw_away(run.parts)
         self._starts.give_up(run.ticket.index)
         rewards = tuple(c.reward for c in verdict.group.completions)
-        self._send(messages.LeftOut(run.ticket.index, rewards, dict(self._counts)))
+        self._send(messages.LeftOut(run.ticket.index, rewards, self._counters()))
 
     def _task_error(self, run: Running, failed: TaskFailed) -> None:
         self._task_errors = self._task_errors.after(failed=True)
@@ -355,5 +358,15 @@ class Dispatcher:
         for tokens in lengths:
             self._counts[f"made.{length_range(tokens)}"] += 1
 
+    def _note_commit(self, state: ServerState) -> None:
+        """Count what runs on a server whose commit begins."""
+        if state.committing is not None and self._pool.committing(state.url) != state.committing:
+            self._counts["commits"] += 1
+            self._counts["in_flight_at_commits"] += self._pool.in_flight().get(state.url, 0)
+
+    def _counters(self) -> dict[str, int]:
+        now = {messages.IN_FLIGHT + url: count for url, count in self._pool.in_flight().items()}
+        return {**self._counts, **now}
+
     def _report(self, text: str, skipped: int | None = None) -> None:
-        self._send(messages.Event(text, dict(self._counts), skipped))
+        self._send(messages.Event(text, self._counters(), skipped))

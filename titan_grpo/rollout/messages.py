@@ -63,6 +63,16 @@ class Frame(msgspec.Struct, frozen=True, tag=True, tag_field="frame", forbid_unk
     """A message. ``frame`` names its type in the JSON form."""
 
 
+IN_FLIGHT = "in_flight."
+"""Prefix, before a server's URL, of the counters that say how many requests run now: not a total,
+so neither added up nor kept."""
+
+
+def totals(counters: dict[str, int]) -> dict[str, int]:
+    """The counters that count up."""
+    return {name: n for name, n in counters.items() if not name.startswith(IN_FLIGHT)}
+
+
 # To the rollout process.
 
 

@@ -69,6 +69,10 @@ class Pool:
         """Requests in flight by server URL."""
         return {url: server.in_flight for url, server in self._servers.items()}
 
+    def committing(self, url: str) -> int | None:
+        """The version whose commit runs on a server."""
+        return self._servers[url].committing if url in self._servers else None
+
     def newest(self) -> int | None:
         """The newest version that a server is known to hold."""
         return max(

@@ -6,9 +6,8 @@ import logging
 import math
 import os
 import secrets
-import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import msgspec
 import torch
 
 from titan_grpo.algorithm.advantages import AdvantageOptions, LengthPenalty, Overlong
-from titan_grpo.algorithm.balance import TokenCost, variation
-from titan_grpo.algorithm.batch import Batch, BatchOptions, plan
+from titan_grpo.algorithm.balance import TokenCost
+from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.metrics import Collapse
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.server import ServerAccess, make_control
@@ -28,7 +27,7 @@ from titan_grpo.observe.shown import ShownStep, choose
 from titan_grpo.receive.commit import tensor_views
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.runkey import find_run_key
-from titan_grpo.samples import Group, sound_reward
+from titan_grpo.samples import Group
 from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker, load_deadline_s
 from titan_grpo.titan.data import Sampled, StepWork, varied_groups
 from titan_grpo.titan.hf_files import copy_assets, write_weights
@@ -36,6 +35,14 @@ from titan_grpo.titan.membership import Membership
 from titan_grpo.titan.server_urls import ServersFile
 from titan_grpo.titan.shown import FirstBatch, sequences, shown
 from titan_grpo.titan.startup import Launcher, Rollouts, start_rollouts, sync_settings
+from titan_grpo.titan.step_metrics import (
+    COUNTED,
+    group_values,
+    loss_values,
+    reward_values,
+    rollout_values,
+    server_values,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -77,33 +84,6 @@ def advantage_options(job_config: Any) -> AdvantageOptions:
     )
 
 
-_LOSS_VALUES = {
-    names.LOSS: "loss",
-    names.LOGPROB: "logprob",
-    names.LOGPROB_GAP: "logprob_gap",
-    names.LOGPROB_GAP_MAX: "logprob_gap_max",
-    names.LOGPROB_DIFFERENCE: "logprob_difference",
-    names.RATIO_MEAN: "ratio",
-    names.KL: "kl",
-    names.ENTROPY: "entropy",
-    names.LOGIT_SQUARE: "logit_square",
-    names.PTX_LOSS: "ptx",
-    names.IMPORTANCE_MEAN: "importance",
-    names.IMPORTANCE_CUT: "importance_capped",
-    names.VETOED: "vetoed",
-    names.KEPT: "kept",
-    names.POLICY_LOSS: "policy_loss",
-    names.KL_LOSS: "kl_loss",
-    names.ENTROPY_LOSS: "entropy_loss",
-    names.LOGIT_LOSS: "logit_loss",
-    names.CLIPPED_LOW: "clipped_low",
-    names.CLIPPED_HIGH: "clipped_high",
-    names.RATIO_MAX: "ratio_max",
-    names.IMPORTANCE_MAX: "importance_max",
-}
-"""Name of a metric -> what the loss calls it; those that a run does not compute are left out."""
-
-
 class Controller:
     """Rank 0's side of a run. Built early and cheap; ``start`` starts processes and threads,
     ``close`` ends them."""
@@ -123,8 +103,9 @@ class Controller:
         self._membership: Membership | None = None
         self._step_values: dict[str, float] = {}
         self._taken: tuple[int, list[Group]] = 0, []
-        self._counted: dict[str, int] = {}
-        """The rollouts' counters as they were when they were last written down."""
+        self._counted: tuple[float, dict[str, int]] = 0.0, {}
+        """The rollouts' counters as they were when they were last written down, and when that was
+        (monotonic clock)."""
         self._collapse = Collapse(job_config.grpo.reward_collapse_steps)
 
     @property
@@ -164,7 +145,7 @@ class Controller:
             return make(rollout.engine, ServerAccess(url, *deadlines, api_key, admin_key))
 
         # Those of an earlier process of the run were written down by it.
-        self._counted = rollouts.counters()
+        self._counted = time.monotonic(), rollouts.counters()
         worker = self._worker = SyncWorker(
             pool,
             sync,
@@ -249,11 +230,11 @@ class Controller:
                 reason,
             )
         left_out = rollouts.take_left_out()
-        self._step_values = _group_values(groups, batch, version) | _reward_values(taken, left_out)
+        self._step_values = group_values(groups, batch, version) | reward_values(taken, left_out)
         if self._job.grpo.dynamic_sampling or left_out:
-            kept = _reward_values(groups)
+            kept = reward_values(groups)
             self._step_values[names.REWARD_KEPT] = kept[names.REWARD]
-        self._step_values[names.THROWN_TOKENS] = self._count_rollouts(rollouts)
+        self._step_values |= self._count_rollouts(rollouts)
         self._taken = version, groups
         ranks = batch.micro_batches() if self._job.grpo.single_rank_load else batch.rows
         return StepWork(
@@ -292,6 +273,12 @@ class Controller:
         )
         self.recorder.count(names.UNHEALTHY_STEPS, skipped)
         self.recorder.error(text)
+        terminal.print_status(text)
+
+    def warn(self, text: str) -> None:
+        """Something failed that the run can do without: a person is told, summary.json lists it."""
+        if self._recorder is not None:
+            self._recorder.error(text)
         terminal.print_status(text)
 
     def no_version(self, slot: int | None) -> None:
@@ -336,17 +323,9 @@ class Controller:
         self, step: int, metrics: Mapping[str, float], times: Mapping[str, float]
     ) -> dict[str, float]:
         """End of a step: metrics.jsonl, the progress line; returns the values for TensorBoard."""
-        values = {
-            **self._step_values,
-            **times,
-            names.CLIP_FRACTION: metrics["clipped_low"] + metrics["clipped_high"],
-        }
-        if metrics["on_policy_count"] > 0:
-            values[names.ON_POLICY_GAP] = metrics["on_policy_gap"] / metrics["on_policy_count"]
-            values[names.ON_POLICY_GAP_MAX] = metrics["on_policy_gap_max"]
-        values |= {name: metrics[key] for name, key in _LOSS_VALUES.items() if key in metrics}
         versions = self.worker.servers.versions()
-        values |= _lags(self._taken[0], versions.values())
+        values = {**self._step_values, **times, **loss_values(metrics)}
+        values |= server_values(self._taken[0], versions) | self.recorder.since_last()
         # A step that was skipped for its numbers has no loss to show.
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         self.recorder.step(step, values)
@@ -407,18 +386,22 @@ class Controller:
             terminal.print_status(report.final_table(summary))
             terminal.print_status(f"next: titan-grpo report {self._run_dir}  (a page to look at)")
 
-    def _count_rollouts(self, rollouts: Rollouts) -> int:
-        """Write down what the rollouts counted since the last call; returns the tokens that were
-        thrown away since then."""
-        before, self._counted = self._counted, rollouts.counters()
-        new = {name: count - before.get(name, 0) for name, count in self._counted.items()}
-        for name, count in new.items():
+    def _count_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
+        """Write down what the rollouts counted since the last call; returns a step's figures of
+        it."""
+        (before_s, before), now = self._counted, (time.monotonic(), rollouts.counters())
+        self._counted = now
+        for name, count in now[1].items():
+            new = count - before.get(name, 0)
             kind, _, what = name.partition(".")
-            if count and kind == "dropped":
-                self.recorder.count(names.dropped(what), count)
-            elif count and kind in ("made", "trained"):
-                self.recorder.count(names.lengths(kind, what), count)
-        return new.get("thrown_tokens", 0)
+            if new and kind == "dropped":
+                self.recorder.count(names.dropped(what), new)
+            elif new and kind in ("made", "trained"):
+                self.recorder.count(names.lengths(kind, what), new)
+        for total, name in COUNTED.items():
+            if new := now[1].get(name, 0) - before.get(name, 0):
+                self.recorder.count(total, new)
+        return rollout_values(before, now[1], now[0] - before_s)
 
     def _running(self) -> Rollouts:
         if self._rollouts is None:
@@ -439,33 +422,3 @@ def _owner(run_dir: Path) -> str:
     if not path.exists():
         path.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
     return path.read_text(encoding="utf-8").strip()
-
-
-def _lags(version: int, held: Iterable[int | None]) -> dict[str, float]:
-    """How far the servers are behind the ``version`` that a step began from, in versions. Those
-    that hold none are left out."""
-    lags = [max(0, version - own) for own in held if own is not None]
-    return {names.LAG: statistics.fmean(lags), names.LAG_MAX: float(max(lags))} if lags else {}
-
-
-def _reward_values(groups: Sequence[Group], left_out: Sequence[float] = ()) -> dict[str, float]:
-    """Figures of the rewards over completions; ``left_out``: of further ones."""
-    rewards = [c.reward for g in groups for c in g.completions if sound_reward(c.reward)]
-    rewards += left_out
-    return {names.REWARD: statistics.fmean(rewards), names.REWARD_STD: statistics.pstdev(rewards)}
-
-
-def _group_values(groups: Sequence[Group], batch: Batch, version: int) -> dict[str, float]:
-    """A step's figures of what it trains on: staleness over groups and over tokens, in versions."""
-    staleness = [version - g.version for g in groups]
-    spans = [span for g in groups for c in g.completions for span in c.token_spans]
-    token_ages = sum((version - made_by) * tokens for made_by, tokens in spans)
-    return {
-        names.STALENESS: statistics.fmean(staleness),
-        names.STALENESS_MAX: float(max(staleness)),
-        names.STALENESS_TOKENS: token_ages / max(sum(tokens for _, tokens in spans), 1),
-        names.COMPLETION_TOKENS: batch.tokens / batch.sequences,
-        names.WORK_CV: variation(batch.work),
-        names.WORK_CV_DEALT: variation(batch.dealt_work),
-        names.BATCH_FILL: batch.fill,
-    }

@@ -35,6 +35,7 @@ from titan_grpo.titan import compat
 from titan_grpo.titan.data import BatchLoader, Share
 from titan_grpo.titan.dump_folder import held, write_failure
 from titan_grpo.titan.flavors import disable_unexported_buffers, register_tiny_flavors
+from titan_grpo.titan.loggers import make_dispensable
 from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics
 from titan_grpo.titan.packed import PackedAttention
 from titan_grpo.titan.rank0 import Controller
@@ -93,6 +94,7 @@ class GRPOTrainer(Trainer):
         self.version = 0
         super().__init__(job_config)
         compat.after_parallelize(self.model_parts)
+        make_dispensable(self.metrics_processor, self._logger_failed)
         self._grpo = job_config.grpo
         self._started = False
         self._published = -1
@@ -224,7 +226,8 @@ class GRPOTrainer(Trainer):
                 waiting = time.perf_counter()
                 self.controller.wait_committed(self.version)
                 self._blocked_s += time.perf_counter() - waiting
-            self._record(self.controller, metrics, outcome, (begin, fetched, trained))
+            clock = (begin, fetched, trained)
+            self._record(self.controller, metrics, outcome, clock, learning_rate)
         self._judge(outcome)
 
     def _make_version(self, outcome: Outcome, slot: int | None) -> None:
@@ -253,12 +256,18 @@ class GRPOTrainer(Trainer):
         extra = {"n_tokens_seen": dist_utils.dist_sum(seen, mesh), "lr": learning_rate}
         self.metrics_processor.log(self.step, loss, loss, outcome.grad_norm, extra_metrics=extra)
 
+    def _logger_failed(self, text: str) -> None:
+        logger.warning("%s", text)
+        if self.controller is not None:
+            self.controller.warn(text)
+
     def _record(
         self,
         controller: Controller,
         metrics: dict[str, float],
         outcome: Outcome,
         clock: tuple[float, float, float],
+        learning_rate: float,
     ) -> None:
         begin, fetched, trained = clock
         now = time.perf_counter()
@@ -268,6 +277,7 @@ class GRPOTrainer(Trainer):
             names.BLOCKED_S: self._blocked_s,
             names.STEP_S: now - begin,
             names.GRAD_NORM: outcome.grad_norm,
+            names.LEARNING_RATE: learning_rate,
         }
         spans = {
             "rollout wait": (begin, fetched),

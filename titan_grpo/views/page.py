@@ -86,7 +86,9 @@ def page_data(run: Run, decode: Decode) -> dict[str, Any]:
     facts = facts_of(run)
     bounds = edges(len(run.rows), BUCKETS)
     shown = {name for chart in CHARTS for name, _ in chart.curves} | {names.REWARD_STD}
-    others = sorted({n for row in run.rows for n in row} - shown - {"step", "time_s"})
+    named = {n for row in run.rows for n in row} - shown - {"step", "time_s"}
+    # The timeline has the servers: four curves for each of many would be most of the page.
+    others = sorted(n for n in named if not n.startswith(f"{names.SERVER}/"))
     first = [_chart(run, bounds, chart) for chart in CHARTS]
     own = [_chart(run, bounds, Chart(name, "", ((name, name),))) for name in others]
     steps = np.array([row["step"] for row in run.rows], dtype=np.float64)
@@ -124,7 +126,7 @@ def _chart(run: Run, bounds: npt.NDArray[np.int64], chart: Chart) -> dict[str, A
         if spread is not None and number == 0:
             around = band(spread, bounds).mean
             curve["spread"] = rounded(np.nan_to_num(around))
-        curves.append(curve | {"meaning": names.MEANING.get(name, "")})
+        curves.append(curve | {"meaning": names.meaning(name)})
     return {
         "title": chart.title,
         "unit": chart.unit,

@@ -1,0 +1,110 @@
+"""A logger that cannot write, against torchtitan's own TensorBoard logger and a disk that is full
+(the process's limit on the size of a file, which the kernel enforces)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_grpo.titan import compat
+
+compat.prepare()
+
+from torchtitan.components.metrics import BaseLogger, LoggerContainer  # noqa: E402
+
+from titan_grpo.titan.loggers import Dispensable, make_dispensable  # noqa: E402
+
+FULL_DISK = """
+import resource, signal, sys
+from titan_grpo.titan import compat
+compat.prepare()
+from torchtitan.components.metrics import LoggerContainer, TensorBoardLogger
+from titan_grpo.titan.loggers import make_dispensable
+
+class Processor:
+    logger = LoggerContainer()
+
+processor, said = Processor(), []
+processor.logger.add_logger(TensorBoardLogger(sys.argv[1]))
+if sys.argv[2] == "dispensable":
+    make_dispensable(processor, said.append)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+for step in range(20_000):
+    processor.logger.log({"reward/mean": float(step)}, step)
+processor.logger.close()
+print(len(said), said)
+"""
+
+
+def on_a_full_disk(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", FULL_DISK, str(folder), how]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_full_disk_under_tensorboard_is_one_warning(tmp_path) -> None:
+    alone = on_a_full_disk(tmp_path / "alone", "as it is")
+    assert alone.returncode != 0, "the limit must be one that ends torchtitan's own logger"
+    assert "OSError" in alone.stderr
+    found = on_a_full_disk(tmp_path / "wrapped", "dispensable")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("1 [")
+    assert "TensorBoardLogger failed" in found.stdout
+
+
+class Lost(BaseLogger):
+    """A logger whose service cannot be reached."""
+
+    def log(self, metrics, step) -> None:
+        raise ConnectionError("no route to host")
+
+    def close(self) -> None:
+        raise ConnectionError("no route to host")
+
+
+class Kept(BaseLogger):
+    """A logger that works."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, metrics, step) -> None:
+        self.steps.append(step)
+
+
+def test_the_other_loggers_go_on_when_one_fails() -> None:
+    class Processor:
+        logger = LoggerContainer()
+
+    said, kept = [], Kept()
+    for each in (Lost(), kept):
+        Processor.logger.add_logger(each)
+    make_dispensable(Processor, said.append)
+    for step in (1, 2):
+        Processor.logger.log({"a": 1.0}, step)
+    Processor.logger.close()
+    assert kept.steps == [1, 2]
+    assert len(said) == 1
+    assert "Lost failed at step 1 and gets nothing more: ConnectionError" in said[0]
+
+
+def test_a_single_logger_is_wrapped_too() -> None:
+    class Processor:
+        logger = Lost()
+
+    said: list[str] = []
+    make_dispensable(Processor, said.append)
+    assert isinstance(Processor.logger, Dispensable)
+    Processor.logger.close()
+    assert "at its end" in said[0]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_a_process_passes(error) -> None:
+    class Ending(BaseLogger):
+        def log(self, metrics, step) -> None:
+            raise error
+
+    with pytest.raises(error):
+        Dispensable(Ending(), print).log({}, 1)
