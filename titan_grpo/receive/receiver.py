@@ -103,6 +103,8 @@ class Receiver:
         self._replies: dist.Store | None = None
         self.signed_s = time.monotonic()
         """When the trainer gave its last sign (monotonic clock); minus infinity: it left."""
+        self._bye: int | None = None
+        """Number of the order by which it left."""
         self._presence: TcpReader | None = None
         """Reads nothing: the lane sees by it at once that this process has ended."""
         self._ahead: list[int] = []
@@ -113,8 +115,8 @@ class Receiver:
         self._answer(self._join())
 
     def run(self) -> None:
-        """Serve the epoch until the lane says bye. Raises TitanGrpoError with the reason if it ends
-        in another way."""
+        """Serve the epoch until the lane says bye, which ``confirm_bye`` answers. Raises
+        TitanGrpoError with the reason if it ends in another way."""
         hello = self._hello
         orders, self._replies = self._join(), self._join()
         problem = transport_problem(hello.transport)
@@ -144,9 +146,18 @@ class Receiver:
         number = 0
         while self._serve(orders, transport, number):
             number += 1
+        self.signed_s = -math.inf
+        self._bye = number
+
+    def confirm_bye(self) -> None:
+        """Answer the lane's bye, if it said one."""
+        if self._bye is not None and self._replies is not None:
+            self._reply(self._replies, self._bye, _staged(Order(self._bye, "bye", 0, "", "")))
 
     def last_sign_s(self) -> float:
         """Ask the trainer, whose process hosts the lane's store, and return ``signed_s``."""
+        if self.signed_s == -math.inf:
+            return self.signed_s  # it said bye, though its store may still answer
         with suppress(TransferFailed), store_errors("asking for the trainer"):
             self._join(SIGN_S).check(["alive"])
             self.signed_s = time.monotonic()
@@ -219,8 +230,7 @@ class Receiver:
         try:
             match order.op:
                 case "bye":
-                    self.signed_s = -math.inf
-                    staged = _staged(order)
+                    return False
                 case "manifest":
                     staged = self._take_manifest(order, store)
                 case "receive" if transport is not None:
@@ -237,11 +247,14 @@ class Receiver:
             staged = _staged(order, error=str(error))
         if not staged.ok and self._ahead:
             self._moved(store, number, self._ahead[0], ENDED)
-        with store_errors(f"reporting order {number}"):
-            store.set(f"staged/{number}", staged.proven(self._key).to_json())
+        self._reply(store, number, staged)
         if order.op == "stream" and staged.ok and transport is not None:
             self._fill(transport)
-        return order.op != "bye"
+        return True
+
+    def _reply(self, store: dist.Store, number: int, staged: Staged) -> None:
+        with store_errors(f"reporting order {number}"):
+            store.set(f"staged/{number}", staged.proven(self._key).to_json())
 
     def _next(self, store: dist.Store, key: str) -> bytes:
         while True:

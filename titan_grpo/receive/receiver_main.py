@@ -51,6 +51,9 @@ def converse(receiver: Receiver, channel: Channel) -> None:
         code = 4
     with suppress(PeerError):  # the engine has ended too
         channel.send({"id": LAST_LINE, "ok": True, "last_sign_s": receiver.signed_s}, REPLY_S)
+    # After the last line: the run whose bye is answered may end, and the next one greet at once.
+    with suppress(PeerError):
+        receiver.confirm_bye()
     leave(code)
 
 

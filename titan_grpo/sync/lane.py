@@ -462,8 +462,11 @@ class LaneThread(threading.Thread):
     def _leave(self) -> None:
         link = self._link
         if link is not None:
-            with suppress(PeerError):
+            try:
                 link.bye(answer_s(self._c.config.commit_deadline_s))
+            except PeerError as error:
+                # The next run waits for the time after which this one counts as dead.
+                logger.info("%s was not told that this run leaves: %s", self.url, error)
         self._close_link()
         self._control.close()
         # The next lane of this server may pin images again.
