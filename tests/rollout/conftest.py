@@ -128,7 +128,7 @@ class CompletionServer:
     def wait_for_requests(self, count: int) -> None:
         """Until ``count`` requests have arrived in all."""
         with self._arrived:
-            assert self._arrived.wait_for(lambda: len(self.bodies) >= count, 20)
+            assert self._arrived.wait_for(lambda: len(self.bodies) >= count, 60)
 
     def close(self) -> None:
         self.released.set()

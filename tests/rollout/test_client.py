@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.rigs.trainer_handle import wait_until
 from titan_grpo.engines.generation import salt
 from titan_grpo.errors import DataError
 from titan_grpo.protocol.messages import ServerState
@@ -87,9 +88,9 @@ def test_a_step_waits_for_the_slow_group_that_was_started_for_it_however_many_ar
         server.hang(b) if b["prompt"] == server.bodies[0]["prompt"] else server.good(b)
     )
     client.set_server(ServerState(server.url, 0, True, "0"))
-    server.wait_for_requests(2 * PER_STEP * GROUP)
+    assert wait_until(lambda: client.counters()["ready"] == 2 * PER_STEP - 1, 60.0)
     with pytest.raises(RolloutStopped, match="1 of 2 groups for version 0"):
-        client.next_batch(0, PER_STEP, 1.0)
+        client.next_batch(0, PER_STEP, 0.1)
     server.released.set()
     batches = [client.next_batch(version, PER_STEP, 20) for version in (0, 1)]
     assert [[g.prompt.index for g in batch] for batch in batches] == [[0, 1], [2, 3]]
@@ -268,8 +269,11 @@ def test_what_ran_over_commits_is_used_while_less_than_a_share_of_its_tokens_is_
     client.in_flight(20.0)  # it has heard of version 2
     committed.set()
     if dropped:
+        # The client drops what is stale when a batch is asked for, the worker what it still has.
+        at = "ready" if dropped == "dropped.stale" else dropped
+        assert wait_until(lambda: client.counters().get(at) == 2 * PER_STEP, 60.0)
         with pytest.raises(RolloutStopped, match="0 of 2 groups for version 2"):
-            client.next_batch(2, PER_STEP, 2.0)
+            client.next_batch(2, PER_STEP, 0.1)
         assert client.counters()[dropped] == 2 * PER_STEP
         return
     batch = client.next_batch(2, PER_STEP, 20)
