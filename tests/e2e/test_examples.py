@@ -11,7 +11,9 @@ import pytest
 from tests.example_files import command_of
 from titan_grpo.rollout.codec import TextCodec
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+# That command starts an engine and a run of its own. What it adds to the quickstart is the task,
+# which tests/rollout/test_functions.py runs in a rollout process.
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(400)]
 
 STEPS = 16
 

@@ -44,7 +44,11 @@ def train(runs, *arguments: str) -> tuple[int, list[str]]:
             ["model.hf_assets_path", "nowhere"],
             marks=pytest.mark.long,
         ),
-        (["--model.hf_assets_path={model}"], ["must be started by torchrun"]),
+        pytest.param(
+            ["--model.hf_assets_path={model}"],
+            ["must be started by torchrun"],
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["wrong type", "unknown key", "no model", "no torchrun"],
 )
@@ -76,6 +80,7 @@ def test_a_second_run_in_the_dump_folder_of_a_live_one_is_refused(runs, tmp_path
     assert set(tmp_path.iterdir()) == before
 
 
+@pytest.mark.long
 def test_a_dump_folder_that_is_a_file_is_one_line(runs, tmp_path):
     (tmp_path / "out").write_text("")
     with runs.start(tmp_path / "out", ["http://127.0.0.1:9"]) as training:

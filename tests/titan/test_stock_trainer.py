@@ -4,14 +4,16 @@ import pytest
 
 pytestmark = pytest.mark.e2e
 
+# A rank imports torchtitan for ten seconds of a core, so the runs without ``long`` are those that
+# show most: four ranks that shard and replicate, experts over ranks, and tensors over ranks.
+
 LEARNS_BELOW = 4.2
 """Random tokens of 16 out of 128 words: the loss starts near ln 128 = 4.85 and falls towards ln 16
 = 2.77."""
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama3", pytest.param("qwen3_untied", marks=pytest.mark.long), "qwen3_moe"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["llama3", "qwen3_untied", "qwen3_moe"])
 def test_the_stock_trainer_learns_on_two_ranks(stock, kind) -> None:
     run = stock(kind, 2)
     assert run.returncode == 0, run.log[-20000:]
@@ -23,7 +25,7 @@ def test_the_stock_trainer_learns_on_two_ranks(stock, kind) -> None:
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
     [
-        pytest.param(1, (), id="one rank"),
+        pytest.param(1, (), id="one rank", marks=pytest.mark.long),
         pytest.param(
             2,
             ("--activation_checkpoint.mode=full", "--compile.enable", "--compile.components=model"),
@@ -64,6 +66,7 @@ def test_tensor_parallel_llama3_trains(stock) -> None:
     assert run.losses[-1] < LEARNS_BELOW
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("skip", "kind", "ranks", "complaint"),
     [
