@@ -6,14 +6,10 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
-
-if TYPE_CHECKING:
-    from titan_grpo.engines.launch import Server
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,7 +21,7 @@ settings.register_profile(
 settings.load_profile("shared_cores")
 
 
-SHARED = {"sglang_site": "sglang", "site": "vllm"}
+SHARED = {"sglang_site": "sglang", "keyed_server": "sglang", "site": "vllm"}
 """Fixture of a server that takes long to start -> group of the tests that use it: one worker runs
 them, on one server."""
 
@@ -145,28 +141,6 @@ def sglang_python() -> str:
 def atropos_python() -> str:
     """Interpreter of the environment with the Atropos API."""
     return _interpreter("atropos")
-
-
-@pytest.fixture(scope="session")
-def tiny_server(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator["Server"]:
-    """A real vLLM server with our plugin, a tiny qwen3 and a run key, shared by tests that leave it
-    as they found it."""
-    from titan_grpo.engines.launch import Server, ServerSpec
-    from titan_grpo.runkey import Key
-    from titan_grpo.titan.tiny import write_tiny_model
-
-    folder = tmp_path_factory.mktemp("tiny_server")
-    model = str(write_tiny_model("qwen3", folder / "model", seed=1))
-    with Server(
-        ServerSpec(
-            python=vllm_python,
-            model=model,
-            log_path=str(folder / "server.log"),
-            run_key=Key.generate(),
-        )
-    ) as server:
-        server.wait_healthy(280)
-        yield server
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conformance.crowd import CONTEXT
-from tests.conformance.engine import EngineUnderTest
+from tests.conformance.engine import EngineUnderTest, remake
 from titan_grpo.commands.processes import GRACE_S, torchrun
 from titan_grpo.engines.generation import Sampling
 from titan_grpo.engines.http import SyncDriver
-from titan_grpo.engines.launch import Server
+from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.engines.server import Dialect, ServerAccess, dialect, make_control
 from titan_grpo.observe import schema
 from titan_grpo.observe.terminal import Cause, status_of
@@ -34,6 +34,7 @@ from titan_grpo.rollout.records import GroupRecorder
 from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.service import Service
 from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.runkey import Key
 from titan_grpo.samples import Completion, Group, Prompt
 from titan_grpo.subprocesses import end
 from titan_grpo.titan.tiny import write_tiny_model
@@ -352,6 +353,18 @@ def sglang_site(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> 
             yield shared
         finally:
             shared.server.stop()
+
+
+@pytest.fixture(scope="session")
+def keyed_server(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator[Server]:
+    """A real vLLM server of a mixture of experts with a run key, and without keys of the engine."""
+    folder = tmp_path_factory.mktemp("keyed_server")
+    model = remake(100, folder / "model", "qwen3_moe")
+    key = Key.generate()
+    spec = ServerSpec(vllm_python, str(model), str(folder / "server.log"), run_key=key)
+    with Server(spec) as server:
+        server.wait_healthy(280)
+        yield server
 
 
 FAR_KEYS = ("TITAN_GRPO_TEST_FAR_API_KEY", "TITAN_GRPO_TEST_FAR_ADMIN_KEY")

@@ -42,12 +42,6 @@ def sglang(sglang_site, tmp_path_factory) -> EngineUnderTest:
     return e
 
 
-@pytest.fixture(scope="module")
-def keyed(tiny_server, tmp_path_factory) -> EngineUnderTest:
-    """A server with a run key, shared by tests that leave it as they found it."""
-    return EngineUnderTest.of(tiny_server, tmp_path_factory.mktemp("keyed"))
-
-
 def remake_without_end(seed: int, folder: Path) -> Path:
     return crowd.without_end(remake(seed, folder))
 
@@ -168,8 +162,3 @@ def test_sglang_killed_under_requests_which_vllm_finishes_and_restarted(
         assert engine.furthest(completion.logprobs, computed) <= engine.MAX_DIFFERENCE, completion
         servers.add(completion.server)
     assert vllm.access.url in servers
-
-
-@pytest.mark.parametrize("check", **named(commits.KEYED_CHECKS))
-def test_run_key(check, keyed) -> None:
-    check(keyed)

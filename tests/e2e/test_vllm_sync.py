@@ -42,14 +42,32 @@ def served(
         yield EngineUnderTest.of(server, folder, access, remake=partial(remake, kind=kind))
 
 
+ELSEWHERE = {"qwen3", "qwen3_moe"}
+"""Tested by tests/e2e/test_engine_conformance.py, and on the server below."""
+
+
+@pytest.fixture(scope="module")
+def experts(keyed_server, tmp_path_factory) -> EngineUnderTest:
+    """A mixture of experts behind a run key."""
+    folder = tmp_path_factory.mktemp("experts")
+    return EngineUnderTest.of(keyed_server, folder, remake=partial(remake, kind="qwen3_moe"))
+
+
 @pytest.mark.parametrize(
-    "kind",
+    "check",
     [
-        pytest.param(kind, marks=() if kind == "qwen3_moe" else pytest.mark.long)
-        for kind in KINDS
-        if kind != "qwen3"  # tests/e2e/test_engine_conformance.py
+        commits.the_server_computes_what_was_committed_also_the_second_time,
+        commits.a_version_with_a_tensor_that_the_model_has_not_is_refused_whole,
+        *commits.KEYED_CHECKS,
     ],
+    ids=lambda check: check.__name__,
 )
+def test_a_mixture_of_experts_behind_a_run_key(check, experts):
+    check(experts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ELSEWHERE])
 def test_a_server_of_each_architecture_computes_what_was_committed(kind, vllm_python, tmp_path):
     with served(kind, vllm_python, tmp_path) as e:
         commits.the_server_computes_what_was_committed_also_the_second_time(e)
