@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import pytest
 import torch
 
 from titan_grpo.errors import ProtocolError, SyncError
+from titan_grpo.layout.cuda_runtime import loaded_library
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.infer import Layout, infer_layout
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import Chunk, CopyOp, assign_writers, copy_ops
-from titan_grpo.sync.cuda_copy import loaded_library
 from titan_grpo.sync.snapshot import CudaCopy, Snapshotter
 
 RANKS = Path(__file__).with_name("snapshot_ranks.py")
@@ -193,6 +194,8 @@ def test_the_runtime_library_is_found_where_torch_loaded_it(tmp_path: Path) -> N
     )
     assert loaded_library("libcudart", maps) == "/lib/a b/libcudart.so.12"
     assert loaded_library("libnone", maps) is None
+    maps.write_text("7f00-7f01 r-xp 0 08:01 12 /site/torch.libs/libcudart-1b2c3d4e.so.12\n")
+    assert loaded_library("libcudart", maps) == "/site/torch.libs/libcudart-1b2c3d4e.so.12"
 
 
 @pytest.fixture
@@ -271,13 +274,24 @@ def test_on_a_gpu_a_copy_that_is_late_is_a_sync_error_and_the_host_did_not_wait(
     assert copy.wait(30.0) > 0
 
 
+GPU = torch.device("cuda", 3)
+
+
 class Device:
     """Stands for an event of a device that is there on GPUs only: done when the test says so."""
 
     def __init__(self, error: str = "") -> None:
         self.done, self._error = threading.Event(), error
+        self.entered = threading.local()
+
+    @contextmanager
+    def guard(self, device: torch.device) -> Iterator[None]:
+        """In place of torch.cuda.device, of which a build without CUDA has none."""
+        self.entered.device = device
+        yield
 
     def synchronize(self) -> None:
+        assert self.entered.device == GPU, "CUDA would make a context on another GPU"
         assert self.done.wait(10.0)
         if self._error:
             raise RuntimeError(self._error)
@@ -286,19 +300,23 @@ class Device:
         return 250.0
 
 
-def test_a_device_copy_is_waited_for_asleep_up_to_its_deadline_and_may_be_waited_for_again() -> (
-    None
-):
+def test_a_device_copy_is_waited_for_on_its_device_up_to_a_deadline_and_may_be_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     event = Device()
-    copy = CudaCopy(event, event, [])  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "device", event.guard)
+    copy = CudaCopy(event, event, [], GPU)  # type: ignore[arg-type]
     with pytest.raises(SyncError, match=r"must end within 0\.01 s"):
         copy.wait(0.01)
     event.done.set()
     assert copy.wait(5.0) == 0.25
 
 
-def test_an_error_of_the_device_reaches_who_waits_for_the_copy() -> None:
+def test_an_error_of_the_device_reaches_who_waits_for_the_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     event = Device("an illegal address")
+    monkeypatch.setattr(torch.cuda, "device", event.guard)
     event.done.set()
     with pytest.raises(RuntimeError, match="illegal address"):
-        CudaCopy(event, event, []).wait(5.0)  # type: ignore[arg-type]
+        CudaCopy(event, event, [], GPU).wait(5.0)  # type: ignore[arg-type]

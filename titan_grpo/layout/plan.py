@@ -1,7 +1,7 @@
 """Which rows of which parameter shard go where in a version image: arithmetic on boxes, done once
 at the start."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,6 +10,9 @@ import torch
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.infer import Layout, Shape, matrix_shape, progression
 from titan_grpo.layout.manifest import ITEM_BYTES, Manifest
+
+PAGE = 4096
+"""Bytes of a page of memory."""
 
 Chunk = tuple[Shape, Shape]
 """Offsets and sizes of a box within a parameter's full shape."""
@@ -31,6 +34,28 @@ class CopyOp:
     num_rows: int
     num_cols: int
     dtype: str
+
+
+def written_extents(ops: Iterable[CopyOp], page: int = PAGE) -> list[tuple[int, int]]:
+    """[start, stop) in bytes of an image that ``ops`` write to, rounded out to pages and merged
+    where they meet: pages can be pinned once only.
+
+    An op of 2 rows of 8 bytes, 64 bytes apart, at byte 4090 ends at 4162: with pages of 4096 bytes
+    it is (0, 8192).
+    """
+    ends = []
+    for op in ops:
+        width = op.num_cols * getattr(torch, op.dtype).itemsize
+        stop = op.dest_offset + (op.num_rows - 1) * op.dest_row_stride + width
+        if op.num_rows and op.num_cols:
+            ends.append((op.dest_offset // page * page, -(-stop // page) * page))
+    out: list[tuple[int, int]] = []
+    for start, stop in sorted(ends):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], stop)
+        else:
+            out.append((start, stop))
+    return out
 
 
 def chunk_of(tensor: torch.Tensor) -> Chunk:

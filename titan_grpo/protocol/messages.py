@@ -252,6 +252,8 @@ class Hello(Message, frozen=True):
     """TCP connections, and threads, with which the receiver reads a version."""
     progress_s: Annotated[float, Meta(gt=0)] = 10.0
     """Longest wait for the next byte of a range, in seconds."""
+    nccl: str = ""
+    """Version of the trainer's NCCL (transport "nccl"), which must be the server's too."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.size:

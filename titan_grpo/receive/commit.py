@@ -4,7 +4,7 @@ raise."""
 import logging
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied, Commit, Hello, reply_address
+from titan_grpo.receive.device import WorkerDevice
 from titan_grpo.receive.handle import ReceiverHandle
 from titan_grpo.receive.window import Tensors, WindowReader
 from titan_grpo.runkey import Key
@@ -179,6 +180,19 @@ class Mapped:
         self.image = SharedImage.attach(ImageAddress.from_json(grant["image"]))
         whole = [] if grant["streamed"] else tensor_views(self.image.tensor(), self.manifest)
         self.tensors = list(whole)
+        self._unpin: Callable[[], None] | None = None
+
+    def pin(self, device: WorkerDevice) -> None:
+        """Pin the image for copies to ``device``. Not a window: it is filled again as soon as its
+        tensors were taken, and a copy from pinned memory may still read them then."""
+        if not self.grant["streamed"]:
+            self._unpin = device.pin(self.image.tensor())
+
+    def release(self) -> None:
+        """Unpin the memory, before it is unmapped."""
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
 
 
 class EngineSide:
@@ -195,17 +209,18 @@ class EngineSide:
         empty if they can. ``run_key``: serve only trainers that prove it.
         """
         self._engine, self._workers, self._problem = engine, workers, problem
+        self._device = WorkerDevice()
         self._mapped: Mapped | None = None
         self.receiver: ReceiverHandle | None = None
         if workers.rank == 0:
-            self.receiver = ReceiverHandle(package_version(), run_key)
+            self.receiver = ReceiverHandle(package_version(), run_key, self._device.name)
 
     def hello(self, data: dict[str, Any]) -> None:
         """Body of POST /init_weight_transfer_engine. Returns at once; the answer goes over the
         lane's store."""
         # on every worker: the hello may end the receiver, whose memory must not be held beside that
         # of the next one
-        self._mapped = None
+        self._unmap()
         if self.receiver is None:
             return
         try:
@@ -260,7 +275,7 @@ class EngineSide:
 
     def close(self) -> None:
         """End the receiver, and let go of its memory."""
-        self._mapped = None
+        self._unmap()
         if self.receiver is not None:
             self.receiver.close()
 
@@ -300,12 +315,13 @@ class EngineSide:
                 return
             mapped = self._mapped
             if mapped is None or mapped.grant != grant:
-                self._mapped = None  # before the next one is mapped
+                self._unmap()  # before the next one is mapped
                 mapped = Mapped(grant, commit.manifest_digest)
                 attempt.error = self._engine.refuses(mapped.manifest)
                 attempt.final = bool(attempt.error)
                 if attempt.error:
                     return
+                mapped.pin(self._device)
             self._mapped = attempt.mapped = mapped
             if grant["streamed"]:
                 ring = mapped.image.tensor()
@@ -317,8 +333,14 @@ class EngineSide:
         assert attempt.mapped is not None
         try:
             tensors = attempt.tensors()
+            # a pause may let the last batch run on (SGLang's does): it must not read new weights
+            self._device.settle()
             attempt.touched = True
-            attempt.loaded = self._engine.load(tensors)
+            try:
+                attempt.loaded = self._engine.load(tensors)
+            finally:
+                # the image is the receiver's again after this: no copy may still read it
+                self._device.settle()
             if attempt.loaded != (wanted := len(attempt.mapped.manifest.tensors)):
                 attempt.error = f"the engine loaded {attempt.loaded} of {wanted} tensors"
         except Exception as failure:  # noqa: BLE001 - raising would end the engine
@@ -326,6 +348,11 @@ class EngineSide:
             attempt.error = f"loading broke off: {type(failure).__name__}: {failure}"
             # the failure of one worker alone leaves the progress of the others unknown
             attempt.touched |= attempt.reader is None or not attempt.reader.broken
+
+    def _unmap(self) -> None:
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            mapped.release()
 
     def _take(self, consumed: int) -> int:
         assert self.receiver is not None

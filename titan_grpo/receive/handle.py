@@ -113,10 +113,10 @@ class ReceiverHandle:
     """Keeps the fence, and what the engine holds, across receiver processes. Owns at most one that
     serves an epoch and one that answers a refused hello."""
 
-    def __init__(self, package: str, run_key: Key | None = None) -> None:
+    def __init__(self, package: str, run_key: Key | None = None, device: str = "cpu") -> None:
         """``package``: name and version for the Joined answer. With a run key only trainers that
-        prove it are served. Starts nothing."""
-        self._package, self._run_key = package, run_key
+        prove it are served. ``device``: the engine's, "cuda:N" or "cpu". Starts nothing."""
+        self._package, self._run_key, self._device = package, run_key, device
         self._serving: ReceiverProcess | None = None
         self._answering: ReceiverProcess | None = None
         self._deadline = 0.0
@@ -286,7 +286,13 @@ class ReceiverHandle:
             age_in_force_s=time.monotonic() - self._started_s if state.in_force[0] else 0.0,
         )
         hex_keys = keys.to_hex() if keys is not None else None
-        return {"op": op, "hello": hello.to_dict(), "joined": joined.to_dict(), "keys": hex_keys}
+        return {
+            "op": op,
+            "hello": hello.to_dict(),
+            "joined": joined.to_dict(),
+            "keys": hex_keys,
+            "device": self._device,
+        }
 
     def _kill_serving(self) -> None:
         if self._serving is not None:

@@ -85,9 +85,12 @@ def address_towards(host: str, port: int) -> str:
 class Receiver:
     """One epoch. Every error ends it with its reason; the process that hosts it then ends too."""
 
-    def __init__(self, hello: Hello, joined: Joined, keys: EpochKeys | None) -> None:
+    def __init__(
+        self, hello: Hello, joined: Joined, keys: EpochKeys | None, device: str = "cpu"
+    ) -> None:
         """Nothing is connected yet. ``joined``: the engine's answer to the Hello. ``keys``: of this
-        epoch, if the engine has a run key and the Hello has proven it."""
+        epoch, if the engine has a run key and the Hello has proven it. ``device``: the engine's."""
+        self._device = device
         self._hello, self._joined = hello, replace(joined, pid=os.getpid())
         self._key = keys.messages if keys is not None else None
         self._block_key = keys.blocks.raw if keys is not None else None
@@ -119,7 +122,7 @@ class Receiver:
         TitanGrpoError with the reason if it ends in another way."""
         hello = self._hello
         orders, self._replies = self._join(), self._join()
-        problem = transport_problem(hello.transport)
+        problem = transport_problem(hello.transport, hello.nccl)
         if self.streamed and hello.transport == TCP:
             problem = "weight_sync.transport tcp is for weight_sync.apply staged, got streamed"
         if self._key is not None and hello.digest_algorithm != KEYED:
@@ -137,7 +140,7 @@ class Receiver:
         transport = None
         if hello.transport != TCP:
             here = address_towards(hello.store_host, hello.store_port)
-            options = TransportOptions(hello.timeout_s, here, hello.bucket_bytes)
+            options = TransportOptions(hello.timeout_s, here, hello.bucket_bytes, self._device)
             transport = open_transport(hello.transport, orders, hello.rank, hello.size, options)
         if self.streamed:
             # a connection of its own: one connection serves one blocking call at a time

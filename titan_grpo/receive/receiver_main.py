@@ -89,7 +89,7 @@ def serve(channel: Channel) -> None:
         return
     keys = EpochKeys.from_hex(first["keys"]) if first["keys"] else None
     hello, joined = Hello.from_dict(first["hello"]), Joined.from_dict(first["joined"])
-    receiver = Receiver(hello, joined, keys)
+    receiver = Receiver(hello, joined, keys, first["device"])
     if first["op"] == "answer":
         receiver.answer()
         return

@@ -52,6 +52,7 @@ from titan_grpo.sync.transports.store import (
     delete_value,
     host_store,
     join_store,
+    nccl_version,
     open_transport,
     put_value,
     store_errors,
@@ -190,6 +191,7 @@ class LaneLink:
             live_s=o.live_s,
             connections=o.connections,
             progress_s=o.progress_s,
+            nccl=nccl_version() if o.transport == "nccl" else "",
         )
         return hello.proven(self._key)
 

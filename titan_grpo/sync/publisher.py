@@ -45,6 +45,7 @@ class Publisher:
         self._snapshotter = snapshotter
         self._announce = announce
         self._copy: Copy | None = None
+        self._fenced: Copy | None = None
 
     def publish(self, version: int, slot: int, shards: Mapping[str, torch.Tensor]) -> None:
         """Start the copy of this rank's ``shards`` (parameter name -> local tensor) into ``slot``.
@@ -60,7 +61,13 @@ class Publisher:
         not."""
         if self._copy is not None:
             self._copy.fence()
-            self._copy = None
+            self._fenced, self._copy = self._copy, None
+
+    def take_fenced_s(self) -> float:
+        """Seconds that the device stood still at the fences since the last call. Call it when the
+        device is past them."""
+        fenced, self._fenced = self._fenced, None
+        return 0.0 if fenced is None else fenced.fenced_s
 
     def close(self) -> None:
         """Unpin the images."""

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 
 from titan_grpo.errors import ProtocolError, SyncError
+from titan_grpo.layout.cuda_runtime import Block, CudaRuntime
 from titan_grpo.layout.infer import matrix_shape
-from titan_grpo.layout.plan import CopyOp
-from titan_grpo.sync.cuda_copy import Block, CudaRuntime
+from titan_grpo.layout.plan import CopyOp, written_extents
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,11 @@ WIDEST_ITEM = 8
 
 class Copy(ABC):
     """One snapshot under way."""
+
+    @property
+    def fenced_s(self) -> float:
+        """Seconds that the device stood still at the fence; 0 before it is past it."""
+        return 0.0
 
     @abstractmethod
     def fence(self) -> None:
@@ -67,16 +72,35 @@ class CudaCopy(Copy):
     """
 
     def __init__(
-        self, started: torch.cuda.Event, ended: torch.cuda.Event, shards: Sequence[torch.Tensor]
+        self,
+        started: torch.cuda.Event,
+        ended: torch.cuda.Event,
+        shards: Sequence[torch.Tensor],
+        device: torch.device,
     ) -> None:
-        """Both events are recorded on the side stream; ``shards`` are kept alive until the copy is
-        done."""
-        self._started, self._ended = started, ended
+        """Both events are recorded on the side stream of ``device``; ``shards`` are kept alive
+        until the copy is done."""
+        self._started, self._ended, self._device = started, ended, device
         self._shards: Sequence[torch.Tensor] | None = shards
+        self._fence: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def fence(self) -> None:
         """Make the current stream wait on the device; the host goes on."""
-        torch.cuda.current_stream().wait_event(self._ended)
+        stream = torch.cuda.current_stream(self._device)
+        with torch.cuda.device(self._device):
+            arrived, past = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            arrived.record(stream)
+            stream.wait_event(self._ended)
+            past.record(stream)
+        self._fence = arrived, past
+
+    @property
+    def fenced_s(self) -> float:
+        """See Copy."""
+        if self._fence is None or not self._fence[1].query():
+            return 0.0
+        milliseconds: float = self._fence[0].elapsed_time(self._fence[1])
+        return milliseconds / 1000.0
 
     def wait(self, timeout_s: float) -> float:
         """Sleep until the event is done. CUDA has no wait with a deadline: another thread waits,
@@ -85,7 +109,9 @@ class CudaCopy(Copy):
 
         def synchronize() -> None:
             try:
-                self._ended.synchronize()
+                # a new thread's device is GPU 0, where CUDA would make a context of its own
+                with torch.cuda.device(self._device):
+                    self._ended.synchronize()
             except Exception as error:  # noqa: BLE001 - top of a thread: wait() raises it
                 done.set_exception(error)
             else:
@@ -171,8 +197,8 @@ class Snapshotter:
     """Holds the plan of this rank (``ops`` by parameter name) and the slots' images, and makes the
     copies.
 
-    On CUDA it owns one stream of the lowest priority and one staging buffer of ``chunk_bytes`` (or
-    one row, if that is more) on the device, and pins the images (``cudaHostRegister``) until
+    On CUDA it owns one stream and one staging buffer of ``chunk_bytes`` (or one row, if that is
+    more) on the device, and pins what this rank writes of the images (``cudaHostRegister``) until
     ``close``.
     """
 
@@ -195,7 +221,9 @@ class Snapshotter:
         self._cuda: _CudaSide | None = None
         if device.type == "cuda":
             widest = max((op.num_cols for group in ops.values() for op in group), default=0)
-            self._cuda = _CudaSide(images, device, max(chunk_bytes, widest * WIDEST_ITEM))
+            written = written_extents(op for group in planned.values() for op in group)
+            parts = [image[start:stop] for image in images for start, stop in written]
+            self._cuda = _CudaSide(parts, device, max(chunk_bytes, widest * WIDEST_ITEM))
 
     def start(self, shards: Mapping[str, torch.Tensor], slot: int) -> Copy:
         """Copy the local ``shards`` (plain tensors by parameter name; others than the plan's are
@@ -230,29 +258,28 @@ class Snapshotter:
 
 
 class _CudaSide:
-    """The device half: stream, staging buffer, pinned images. Nothing here waits on the host,
-    except close()."""
+    """The device half: stream, staging buffer, pinned parts of images. Nothing here waits on the
+    host, except close()."""
 
     def __init__(
-        self, images: Sequence[torch.Tensor], device: torch.device, staging_bytes: int
+        self, parts: Sequence[torch.Tensor], device: torch.device, staging_bytes: int
     ) -> None:
         self._device = device
         self._runtime = CudaRuntime()
         with torch.cuda.device(device):
-            # 0 is CUDA's lowest priority: training kernels launched on a higher one overtake the
-            # casts
-            self._stream = torch.cuda.Stream(device, priority=0)
+            # of the lowest priority that CUDA has, which is also that of training's streams
+            self._stream = torch.cuda.Stream(device)
             self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
-            self._pinned = [image for image in images if self._pin(image)]
+            self._pinned = [part for part in parts if self._pin(part)]
 
-    def _pin(self, image: torch.Tensor) -> bool:
-        refusal = self._runtime.register(image.data_ptr(), image.numel())
+    def _pin(self, part: torch.Tensor) -> bool:
+        refusal = self._runtime.register(part.data_ptr(), part.numel())
         if refusal is not None:
             logger.warning(
-                "a weight image of %d bytes could not be pinned (%s): each snapshot will block the"
+                "%d bytes of a weight image could not be pinned (%s): each snapshot will block the"
                 " trainer for the whole copy, at a fraction of the bus's speed; raise the limit on"
                 " locked memory",
-                image.numel(),
+                part.numel(),
                 refusal,
             )
         return refusal is None
@@ -274,7 +301,7 @@ class _CudaSide:
                     for task in tasks:
                         self._copy(fqn, task, source)
                 ended.record(self._stream)
-        return CudaCopy(started, ended, [shards[fqn] for fqn in plan])
+        return CudaCopy(started, ended, [shards[fqn] for fqn in plan], self._device)
 
     def _copy(self, fqn: str, task: _Task, source: torch.Tensor) -> None:
         plain = isinstance(task.rows, slice) and source.dtype == task.dest.dtype
@@ -301,6 +328,6 @@ class _CudaSide:
 
     def close(self) -> None:
         self._stream.synchronize()
-        for image in self._pinned:
-            self._runtime.unregister(image.data_ptr())
+        for part in self._pinned:
+            self._runtime.unregister(part.data_ptr())
         self._pinned = []

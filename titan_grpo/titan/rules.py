@@ -31,6 +31,7 @@ def violations(config: Any, machine: Machine) -> list[str]:
         *_checkpoint(config, machine),
         *_unsupported(config),
         *_cpu(config, machine),
+        *_cuda(config, machine),
     ]
     out = [
         f"{key} must be {rule}, got {attrgetter(key)(config)!r}"
@@ -211,6 +212,17 @@ def _unsupported(config: Any) -> Rules:
         " converted parameters are not the ones that an engine loads)",
     )
     yield config.comm.mode != "default", "comm.mode", '"default" (the others move no data)'
+
+
+def _cuda(config: Any, machine: Machine) -> Rules:
+    if machine.on_cpu:
+        return
+    yield (
+        config.training.enable_cpu_offload,
+        "training.enable_cpu_offload",
+        "false (the optimizer changes offloaded weights on the host, where no fence of the device"
+        " keeps it from their copy; shard over more GPUs)",
+    )
 
 
 def _cpu(config: Any, machine: Machine) -> Rules:

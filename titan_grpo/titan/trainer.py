@@ -220,6 +220,8 @@ class GRPOTrainer(Trainer):
         trained = time.perf_counter()
         self._make_version(outcome, share.slot)
         metrics = reduce_metrics(outcome, self.parallel_dims)
+        # now: the metrics have waited for the device
+        self._blocked_s += self.sync.take_fenced_s()
         self._log(metrics["loss"], outcome, learning_rate)
         if self.controller is not None:
             if outcome.taken and share.slot is not None and not self._grpo.async_weight_update:

@@ -194,6 +194,10 @@ class TrainerSync:
         if self._publisher is not None:
             self._publisher.fence()
 
+    def take_fenced_s(self) -> float:
+        """See Publisher."""
+        return 0.0 if self._publisher is None else self._publisher.take_fenced_s()
+
     def take_error(self) -> str:
         """The latched error of a rank other than 0, as text; empty if there is none."""
         error = self._announcer.take_error() if self._announcer is not None else None

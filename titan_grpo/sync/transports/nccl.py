@@ -1,14 +1,20 @@
-"""Broadcast between GPUs with NCCL, through one device bucket on each side. Written from the API;
-not run yet.
+"""Broadcast between GPUs with NCCL, through one device bucket on each side.
 
 The image stays on the host: sender copies host -> bucket -> NCCL, receiver NCCL -> bucket -> host,
-in the order of one stream of low priority with few CTAs, so that training kernels keep the device.
+in the order of one stream, with few CTAs, so that training kernels keep most of the device.
+
+A lane's communicator lives in the trainer's process, and torch gives each process group a watchdog
+that ends the process when a peer is lost. So these groups are made without one
+(TORCH_NCCL_BLOCKING_WAIT): ``wait`` looks for errors itself, and raises them. NCCL's blocking
+initialisation waits for a missing peer without end, whoever aborts it: it is made non-blocking
+(``ncclConfig_t.blocking = 0``), which torch gives up after TORCH_NCCL_NONBLOCKING_TIMEOUT seconds.
 """
 
+import math
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -21,30 +27,38 @@ MAX_CTAS = 4
 """Thread blocks that NCCL may use: a lane competes with training for the device, and a network
 needs no more."""
 
-WATCHDOG_FACTOR = 10
-"""NCCL's watchdog gets this many times our deadline: it ends the process, our own timer only ends
-the lane."""
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
-ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+
+ABORT_S = 5.0
+"""Seconds that closing waits for NCCL to have aborted."""
+
+_environment = threading.Lock()
+"""The environment is the process's: lanes that connect at once would put back each other's
+value."""
 
 
 @contextmanager
-def watchdog_does_not_end_the_process() -> Iterator[None]:
-    """Within it, a new process group takes "0" for its error handling: a dead server must not end
-    the trainer.
+def no_watchdog(open_s: float) -> Iterator[None]:
+    """Within it, a new process group gets no watchdog, and its ``wait`` raises what went wrong. A
+    missing peer is waited for up to ``open_s`` seconds.
 
-    The variable is read by the group's constructor; it is put back for the training groups that may
-    come later.
+    The first variable is read by the group's constructor; it is put back for the training groups
+    that may come later. The second is read once per process, at the first non-blocking
+    initialisation: the first lane's deadline is everybody's. Blocking groups never look at it.
     """
-    before = os.environ.get(ERROR_HANDLING)
-    os.environ[ERROR_HANDLING] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ERROR_HANDLING]
-        else:
-            os.environ[ERROR_HANDLING] = before
+    with _environment:
+        os.environ.setdefault(NONBLOCKING_TIMEOUT, str(math.ceil(open_s)))
+        before = os.environ.get(BLOCKING_WAIT)
+        os.environ[BLOCKING_WAIT] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[BLOCKING_WAIT]
+            else:
+                os.environ[BLOCKING_WAIT] = before
 
 
 class NcclTransport(Transport):
@@ -52,8 +66,8 @@ class NcclTransport(Transport):
     own."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: TransportOptions) -> None:
-        """Connect all ranks; TransferFailed if one is missing past the deadline.
-        ``options.device``: "cuda" or "cuda:N"."""
+        """Connect all ranks; TransferFailed if one is missing past the deadline, or the device has
+        no memory left. ``options.device``: "cuda" or "cuda:N"."""
         name = options.device if options.device.startswith("cuda") else "cuda"
         self._device = (
             torch.device(name) if ":" in name else torch.device("cuda", torch.cuda.current_device())
@@ -61,72 +75,95 @@ class NcclTransport(Transport):
         self._rank = rank
         self._lock = threading.Lock()
         self._aborted = False
+        self._group: dist.ProcessGroupNCCL | None = None
+        self._ending: threading.Thread | None = None
         nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=False)
-        nccl._timeout = timedelta(seconds=options.timeout_s * WATCHDOG_FACTOR)
+        nccl._timeout = timedelta(seconds=options.timeout_s)
+        nccl.config.blocking = 0
         nccl.config.min_ctas = 1
         nccl.config.max_ctas = MAX_CTAS
-        with watchdog_does_not_end_the_process():
-            group = dist.ProcessGroupNCCL(store, rank, size, nccl)
-        self._group: dist.ProcessGroupNCCL | None = group
-        # low priority: the least of the device's range
-        self._stream = torch.cuda.Stream(self._device, priority=0)
-        self._bucket = torch.empty(options.bucket_bytes, dtype=torch.uint8, device=self._device)
-        # the communicator is made by the first collective: make it here, where a missing peer is
-        # expected
-        self._run(self._bucket[:1], options.timeout_s)
+        try:
+            with no_watchdog(options.timeout_s):
+                self._group = dist.ProcessGroupNCCL(store, rank, size, nccl)
+            with torch.cuda.device(self._device):
+                self._stream = torch.cuda.Stream(self._device)
+                self._bucket = torch.empty(
+                    options.bucket_bytes, dtype=torch.uint8, device=self._device
+                )
+            # the communicator is made by the first collective: make it here, where a missing peer
+            # is expected
+            self._run(self._bucket[:1], options.timeout_s)
+        except RuntimeError as error:  # torch.OutOfMemoryError and DistBackendError are too
+            self.close()
+            raise TransferFailed(f"NCCL on {self._device}: {_line(error)}") from error
+        except TransferFailed as error:
+            self.close()
+            raise TransferFailed(
+                f"NCCL did not connect {size} ranks within {options.timeout_s:.1f} s: {error}"
+            ) from error
 
     def broadcast(self, view: torch.Tensor, timeout_s: float) -> None:
         """See Transport."""
         part = self._bucket[: view.numel()]
-        with torch.cuda.stream(self._stream):
-            if self._rank == 0:
-                part.copy_(view, non_blocking=True)
-            self._run(part, timeout_s)
-            if self._rank != 0:
-                view.copy_(part)
+        try:
+            with torch.cuda.stream(self._stream):
+                if self._rank == 0:
+                    part.copy_(view, non_blocking=True)
+                self._run(part, timeout_s)
+                if self._rank != 0:
+                    view.copy_(part)
+        except RuntimeError as error:
+            raise TransferFailed(f"NCCL on {self._device}: {_line(error)}") from error
 
     def _run(self, part: torch.Tensor, timeout_s: float) -> None:
-        """One broadcast, waited for; NCCL can only be interrupted by an abort, so a timer does that
-        at the deadline."""
+        """One broadcast; returns when the bytes are there."""
         with self._lock:
             if self._aborted or self._group is None:
                 raise TransferFailed("the transport was aborted or closed")
             group = self._group
-        timer = threading.Timer(timeout_s, self.abort)
-        timer.daemon = True
-        timer.start()
         try:
             options = dist.BroadcastOptions()
             options.rootRank = 0
             with torch.cuda.stream(self._stream):
-                # no deadline: a timer aborts the communicator at the deadline
-                group.broadcast([part], options).wait()  # type: ignore[attr-defined]
-                # the stream's own synchronize spins on a core for the whole transfer
-                done = torch.cuda.Event(blocking=True)
-                done.record(self._stream)
-                done.synchronize()
+                work = group.broadcast([part], options)  # type: ignore[attr-defined]
+                # without a watchdog it waits for the device, and looks for lost peers meanwhile
+                work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
+            why = "was aborted" if self._aborted else "failed"
             raise TransferFailed(
-                f"NCCL broadcast of {part.numel()} bytes failed: {str(error).splitlines()[0]}"
+                f"an NCCL broadcast of {part.numel()} bytes {why}: {_line(error)}"
             ) from error
-        finally:
-            timer.cancel()
         if self._aborted:
-            raise TransferFailed(
-                f"an NCCL broadcast was aborted, or did not end within {timeout_s:.1f} s"
-            )
+            raise TransferFailed("an NCCL broadcast was aborted")
 
     def abort(self) -> None:
-        """See Transport."""
+        """See Transport. Another thread aborts: NCCL's call may block."""
         with self._lock:
-            if self._aborted or self._group is None:
+            group, self._group = self._group, None
+            if group is None:
                 return
             self._aborted = True
-            group = self._group
-        group.abort()
+            self._ending = threading.Thread(
+                target=_abort, args=(group,), name="nccl abort", daemon=True
+            )
+            self._ending.start()
 
     def close(self) -> None:
         """See Transport: aborts, since a regular shutdown waits for the peer."""
         self.abort()
-        with self._lock:
-            self._group = None
+        # an interpreter that ends under a thread within NCCL's abort ends with SIGABRT
+        if self._ending is not None:
+            self._ending.join(ABORT_S)
+
+
+def _abort(group: dist.ProcessGroupNCCL) -> None:
+    """Thread: end what is under way. The group's destructor runs here too, if nobody else holds
+    it."""
+    # an operation that was aborted before, or a communicator that never came to be, is an error of
+    # NCCL's, and nobody is left to tell
+    with suppress(RuntimeError):
+        group.abort()
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

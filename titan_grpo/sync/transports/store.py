@@ -108,13 +108,28 @@ def delete_value(store: dist.Store, key: str) -> None:
         store.delete_key(name)
 
 
-def transport_problem(kind: str) -> str:
-    """Why this host cannot open transport ``kind``; empty if it can."""
+def nccl_version() -> str:
+    """Version of this process's NCCL, as "2.28.9"; empty where it cannot be used."""
+    if not (dist.is_nccl_available() and torch.cuda.is_available()):
+        return ""
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def transport_problem(kind: str, trainers_nccl: str = "") -> str:
+    """Why this host cannot open transport ``kind``; empty if it can. ``trainers_nccl``: the version
+    of the other end (empty: unknown)."""
     if kind == "nccl":
-        if not (dist.is_nccl_available() and torch.cuda.is_available()):
+        ours = nccl_version()
+        if not ours:
             return (
                 "weight_sync.transport is nccl, but this host has no CUDA device or a torch without"
                 " NCCL; use tcp"
+            )
+        if trainers_nccl not in ("", ours):
+            return (
+                f"weight_sync.transport nccl needs one version of NCCL at both ends, this server"
+                f" has {ours} and the trainer {trainers_nccl}: NCCL refuses to connect them;"
+                " install the same torch at both ends, or use tcp"
             )
     elif kind not in ("gloo", TCP):
         return f"weight_sync.transport must be tcp, gloo or nccl here, got {kind!r}"

@@ -1,5 +1,5 @@
-"""The three calls of the CUDA runtime that torch does not offer: pin foreign memory, unpin it, copy
-a strided block.
+"""The calls of the CUDA runtime that torch does not offer: pin foreign memory, unpin it, copy a
+strided block.
 
 torch's own ``copy_`` to a strided host tensor goes through a pageable temporary and blocks the
 host; one ``cudaMemcpy2DAsync`` does not. And a registration that fails leaves an error behind that
@@ -51,6 +51,7 @@ class CudaRuntime:
             ctypes.c_int,
             pointer,
         ]
+        lib.cudaMemcpyAsync.argtypes = [pointer, pointer, size, ctypes.c_int, pointer]
         lib.cudaGetErrorString.argtypes = [ctypes.c_int]
         lib.cudaGetErrorString.restype = ctypes.c_char_p
         self._lib = lib
@@ -76,16 +77,22 @@ class CudaRuntime:
     def copy_to_host(self, host: Block, device: Block, width: int, rows: int, stream: int) -> None:
         """Enqueue a copy of ``rows`` rows of ``width`` bytes on ``stream`` (a cudaStream_t). Raises
         SyncError if refused."""
-        code = self._lib.cudaMemcpy2DAsync(
-            host.pointer,
-            host.pitch,
-            device.pointer,
-            device.pitch,
-            width,
-            rows,
-            DEVICE_TO_HOST,
-            stream,
-        )
+        if rows == 1:
+            # of any length: cudaMemcpy2DAsync takes pitches below 2 GiB only
+            code = self._lib.cudaMemcpyAsync(
+                host.pointer, device.pointer, width, DEVICE_TO_HOST, stream
+            )
+        else:
+            code = self._lib.cudaMemcpy2DAsync(
+                host.pointer,
+                host.pitch,
+                device.pointer,
+                device.pitch,
+                width,
+                rows,
+                DEVICE_TO_HOST,
+                stream,
+            )
         if code != 0:
             raise SyncError(
                 f"a copy of {rows} x {width} bytes from the device was refused:"
@@ -94,9 +101,10 @@ class CudaRuntime:
 
 
 def loaded_library(name: str, maps: Path = Path("/proc/self/maps")) -> str | None:
-    """Path of the shared library ``name`` that this process has mapped; None if it has not."""
+    """Path of the shared library ``name`` that this process has mapped; None if it has not. A wheel
+    may have put a hash into the name: libcudart-1b2c3d4e.so.12."""
     for line in maps.read_text().splitlines():
         path = line.partition("/")[2]
-        if Path(path).name.startswith(name + ".so"):
+        if Path(path).name.startswith((name + ".so", name + "-")):
             return "/" + path
     return None
