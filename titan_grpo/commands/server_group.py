@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.observe.waiting import waiting
 from titan_grpo.runkey import Key
 
 STARTUP_S = 300.0
@@ -57,8 +58,10 @@ class ServerGroup:
             f"starting {names}, about a minute on two cores; logs in"
             f" {Path(self._specs[0].log_path).parent}/*.log"
         )
+        deadline_s = STARTUP_S * len(self.servers)
         for server in self.servers:
-            server.wait_healthy(STARTUP_S * len(self.servers))
+            with waiting(Path(server.spec.log_path).stem, deadline_s, say):
+                server.wait_healthy(deadline_s)
             say(
                 f"{server.spec.engine} at {server.url} is healthy after"
                 f" {time.monotonic() - began:.0f} s"

@@ -24,6 +24,7 @@ from titan_grpo.errors import ProtocolError, ServerUnfit, ServerUnreachable
 from titan_grpo.observe import names, report, terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.observe.shown import ShownStep, choose
+from titan_grpo.observe.waiting import waiting
 from titan_grpo.receive.commit import tensor_views
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.runkey import find_run_key
@@ -185,7 +186,9 @@ class Controller:
         naming every server."""
         deadline_s = self._job.weight_sync.startup_deadline_s
         servers = self.worker.servers
-        if not servers.wait_held(version, deadline_s, everyone=False):
+        with waiting(f"the first commit, of version {version} on any server", deadline_s):
+            held = servers.wait_held(version, deadline_s, everyone=False)
+        if not held:
             if unfit := servers.unfit():
                 raise ServerUnfit(f"no server can serve this run: {unfit}")
             reason = servers.take_error()

@@ -13,6 +13,7 @@ from typing import Any
 from titan_grpo.config import LAUNCH, Rollout, WeightSync
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.errors import ConfigError
+from titan_grpo.observe.waiting import waiting
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.records import ReplayClient
 from titan_grpo.rollout.remote import RemoteTransport
@@ -93,7 +94,9 @@ class Launcher:
             for spec in self._specs:
                 self._servers.append(Server(replace(spec, api_key=api_key, admin_key=admin_key)))
             for server in self._servers:
-                server.wait_healthy(deadline_s)
+                log = Path(server.spec.log_path)
+                with waiting(f"the launched server {log.stem} (log: {log})", deadline_s):
+                    server.wait_healthy(deadline_s)
         return known_servers(self._rollout, environ, tuple(server.url for server in self._servers))
 
     def stop(self) -> None:

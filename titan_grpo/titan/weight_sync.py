@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from titan_grpo.layout.image import ImageAddress, SharedImage, require_memory
 from titan_grpo.layout.infer import Layout, infer_layout, strip_prefixes
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp, assign_writers, chunk_of, copy_ops
+from titan_grpo.observe.waiting import waiting
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, local_shards
 from titan_grpo.sync.snapshot import Snapshotter
 from titan_grpo.sync.worker import LOOPBACK, ImagePool
@@ -179,7 +181,13 @@ class TrainerSync:
                 dist.get_rank(), LOOPBACK, self._meeting.store_port, self._config.connect_deadline_s
             )
         tensors = [image.tensor() for image in self._images]
-        snapshotter = Snapshotter(self.plan.ops, tensors, self._device, self._config.bucket_bytes)
+        # Pinning takes seconds per 10 GiB; one rank says it.
+        size = sum(tensor.nbytes for tensor in tensors) / 2**30
+        what = f"memory: {len(tensors)} version images, {size:.2f} GiB"
+        with waiting(what) if dist.get_rank() == 0 else nullcontext():
+            snapshotter = Snapshotter(
+                self.plan.ops, tensors, self._device, self._config.bucket_bytes
+            )
         self._publisher = Publisher(snapshotter, announce)
 
     def publish(self, version: int, slot: int) -> None:
