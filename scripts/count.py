@@ -5,6 +5,7 @@ python scripts/count.py [--rooms]
 
 import argparse
 import io
+import signal
 import statistics
 import subprocess
 import tokenize
@@ -24,6 +25,8 @@ def comments(text: str) -> int:
 
 def main() -> None:
     """Print the figures."""
+    # `| head` ends it without a traceback.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rooms", action="store_true", help="also lines by directory")
     by_room = parser.parse_args().rooms

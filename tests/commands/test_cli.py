@@ -1,5 +1,6 @@
 """The command line itself: help without heavy imports, and a reader that goes away."""
 
+import signal
 import subprocess
 import sys
 
@@ -36,10 +37,31 @@ def test_help_works_without_torch_and_without_an_engine(command):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", [["--help"], ["config"]])
-def test_a_reader_that_goes_away_ends_a_command_without_a_word(command):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_help(command):
+    """And not what the command prints without it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "titan_grpo.cli", command, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.stdout.startswith(f"usage: titan-grpo {command}"), done.stdout[:200]
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["-m", "titan_grpo.cli", "--help"], 141),
+        (["-m", "titan_grpo.cli", "config"], 141),
+        (["scripts/count.py", "--rooms"], -signal.SIGPIPE),
+    ],
+)
+def test_a_reader_that_goes_away_ends_a_command_without_a_word(command, code, root):
     process = subprocess.Popen(
-        [sys.executable, "-m", "titan_grpo.cli", *command],
+        [sys.executable, *command],
+        cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -48,4 +70,4 @@ def test_a_reader_that_goes_away_ends_a_command_without_a_word(command):
         assert process.stdout is not None
         process.stdout.close()
         _, said = process.communicate(timeout=WAIT_S)
-    assert (said, process.returncode) == ("", 141)
+    assert (said, process.returncode) == ("", code)

@@ -1,6 +1,8 @@
 """From arguments and TOML to one checked configuration: what is derived, and what is refused in one
 line."""
 
+import sys
+
 import pytest
 
 from titan_grpo.config import Rollout
@@ -101,6 +103,65 @@ def test_a_broken_file_is_refused_in_one_line(parse, extra, message) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         parse(extra)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("raise RuntimeError('boom')", r"RuntimeError: boom \(.*its_module.py, line 1\)"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("JobConfig = 3", "with a dataclass JobConfig: TypeError"),
+    ],
+)
+def test_a_custom_config_module_that_fails_is_refused_in_one_line(
+    parse, module, message, tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "its_module.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "its_module", raising=False)
+    with pytest.raises(ConfigError, match="job.custom_config_module must be .*" + message) as error:
+        parse("", "--job.custom_config_module=its_module")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--job.config_file"], "must name a TOML file, got 'nothing'"),
+        (["--job.config_file="], "must name a TOML file, got 'nothing'"),
+        (["--job.config_file", "--training.steps"], "must name a TOML file, got '--training"),
+        (["--job.config_file", "BOM"], "without a byte-order mark, .*: save it as"),
+    ],
+)
+def test_a_config_file_that_is_none_is_refused_in_one_line(arguments, message, tmp_path) -> None:
+    marked = tmp_path / "job.toml"
+    marked.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
+    with pytest.raises(ConfigError, match=message):
+        jobconfig.parse([str(marked) if each == "BOM" else each for each in arguments])
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "optimizer.lr",
+        "rollout.temperature",
+        "rollout.batch_timeout_s",
+        "weight_sync.startup_deadline_s",
+        "grpo.kl_beta",
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused(parse, key, value) -> None:
+    section, _, name = key.partition(".")
+    for extra, arguments in ((f"[{section}]\n{name} = {value}\n", []), ("", [f"--{key}={value}"])):
+        if section == "rollout" and extra:
+            continue  # the minimal file has that section already
+        with pytest.raises(ConfigError, match=f"{key} must be a finite number, got {value}"):
+            parse(extra, *arguments)
+
+
+def test_no_bound_on_the_gradient_norm_is_infinity(parse) -> None:
+    assert parse("", "--training.max_norm=inf").training.max_norm == float("inf")
 
 
 @pytest.mark.parametrize(

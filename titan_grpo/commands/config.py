@@ -1,6 +1,7 @@
 """``titan-grpo config``: every key of titan_grpo's TOML sections, with type, default and meaning,
 as Markdown."""
 
+import argparse
 import ast
 import inspect
 from collections.abc import Iterator, Mapping
@@ -62,5 +63,6 @@ def page() -> str:
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Print the page."""
+    argparse.ArgumentParser(prog="titan-grpo config", description=__doc__).parse_args(argv)
     print(page(), end="")
     return 0

@@ -10,6 +10,7 @@ import io
 import math
 import re
 import tomllib
+import traceback
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -76,6 +77,8 @@ def read(argv: Sequence[str], world_size: int | None = None) -> Job:
         _refuse(mismatches(type(config.grpo), keys, f"{config.grpo.algorithm}: grpo."))
         notes.append(named.expand(config.grpo, keys, given))
         given |= {f"grpo.{name}" for name in keys}
+    # Before a deadline is computed with them.
+    _refuse(rules.not_finite(config))
     _derive(config, given)
     broken = (
         our_config.violations(config)
@@ -93,15 +96,27 @@ def load_toml(argv: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing, unreadable or not TOML.
     """
-    path = ""
+    path = None
     for position, arg in enumerate(argv):
         key, equals, value = arg.partition("=")
         if key.replace("-", "_") == "__job.config_file":
             path = value if equals else "".join(argv[position + 1 : position + 2])
-    if not path:
+    if path is None:
         return {}
+    if not path or path.startswith("--"):
+        raise ConfigError(
+            f"job.config_file must name a TOML file, got {path or 'nothing'!r} after"
+            " --job.config_file"
+        )
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        if text.startswith("\ufeff"):
+            # torchtitan reads the file once more, and would stop at it with a traceback.
+            raise ConfigError(
+                f"job.config_file must be TOML without a byte-order mark, {path!r} starts with one:"
+                ' save it as "UTF-8", not as "UTF-8 with BOM"'
+            )
+        return tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
@@ -139,9 +154,10 @@ def _merge(args: list[str], table: dict[str, Any]) -> Any:
     manager = ConfigManager()
     try:
         merged = manager._maybe_add_custom_config(args, table)
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # the boundary to the user's module
         raise ConfigError(
-            f"job.custom_config_module must be an importable module with a JobConfig: {error}"
+            "job.custom_config_module must be an importable module with a dataclass JobConfig:"
+            f" {type(error).__name__}: {one_line(str(error))}{_place(error)}"
         ) from error
     missing = {"grpo", "rollout", "weight_sync"} - set(merged.__dataclass_fields__)
     if missing:
@@ -162,6 +178,12 @@ def _merge(args: list[str], table: dict[str, Any]) -> Any:
         raise ConfigError("command line: " + one_line(output.getvalue())) from stop
     except (ValueError, TypeError) as error:
         raise ConfigError(f"configuration: {one_line(str(error))}") from error
+
+
+def _place(error: BaseException) -> str:
+    """Where a user's module raised, as " (FILE, line N)"."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f" ({frame.filename}, line {frame.lineno})"
 
 
 def one_line(text: str) -> str:

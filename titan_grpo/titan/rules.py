@@ -1,8 +1,9 @@
 """Rules over torchtitan's own sections: what GRPO with background weight sync cannot run with.
 Pure."""
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -39,6 +40,25 @@ def violations(config: Any, machine: Machine) -> list[str]:
         if broken
     ]
     return out + _ranks(config, machine)
+
+
+MAY_BE_INFINITE = {"training.max_norm"}
+"""Keys for which infinity means "no bound"."""
+
+
+def not_finite(config: Any) -> list[str]:
+    """Every number of any section that is nan or infinite: each comparison with nan is false, so
+    no other rule would see it. Pure."""
+    return [
+        f"{key} must be a finite number, got {value}"
+        for section in fields(config)
+        if is_dataclass(getattr(config, section.name))
+        for name, value in vars(getattr(config, section.name)).items()
+        for key in [f"{section.name}.{name}"]
+        if isinstance(value, float)
+        and not math.isfinite(value)
+        and not (key in MAY_BE_INFINITE and value > 0)
+    ]
 
 
 def rank0_waits_s(config: Any) -> tuple[float, float]:
