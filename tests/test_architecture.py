@@ -13,6 +13,7 @@ BASE = {
     "config",
     "config_grpo",
     "config_inert",
+    "config_older",
     "config_rollout",
     "config_task",
     "runkey",
@@ -31,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors", "config_grpo", "config_rollout"},
     "config_grpo": {"errors", "config_rollout"},
     "config_inert": {"config_grpo", "config_rollout"},
+    "config_older": {"config_grpo", "config_rollout"},
     "config_rollout": {"config_task", "errors"},
     "config_task": set(),
     "runkey": {"errors"},
@@ -56,7 +58,16 @@ ALLOWED: dict[str, set[str]] = {
 """Room -> rooms that it may import besides itself. Rooms of one level do not see each other."""
 
 NO_TORCH = ("errors", "samples", "config", "config_grpo", "config_inert", "config_rollout")
-NO_TORCH += ("config_task", "runkey", "subprocesses", "unix_rpc", "protocol", "observe", "views")
+NO_TORCH += (
+    "config_older",
+    "config_task",
+    "runkey",
+    "subprocesses",
+    "unix_rpc",
+    "protocol",
+    "observe",
+    "views",
+)
 NO_TORCH += ("engines", "rollout")
 """Rooms that run without torch: the rollout process, the tools, and everything that must start
 fast."""

@@ -12,6 +12,7 @@ from titan_grpo.errors import ConfigError, TitanGrpoError
 
 COMMANDS = {
     "quickstart": "train a tiny model on this machine beside real servers",
+    "init": "write the TOML file of a job, or convert one of the older trainer",
     "verify": "prove that a real server serves exactly the trainer's weights",
     "doctor": "check versions, memory, ports, environment and servers before a run",
     "config": "print every configuration key with its meaning",

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 
-from titan_grpo import config
+from titan_grpo import config, config_older
 
 HEADER = """# Configuration
 
@@ -63,6 +63,9 @@ def page() -> str:
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Print the page."""
-    argparse.ArgumentParser(prog="titan-grpo config", description=__doc__).parse_args(argv)
-    print(page(), end="")
+    parser = argparse.ArgumentParser(prog="titan-grpo config", description=__doc__)
+    parser.add_argument(
+        "--older", action="store_true", help="print the keys of the older trainer in place of it"
+    )
+    print(config_older.page() if parser.parse_args(argv).older else page(), end="")
     return 0

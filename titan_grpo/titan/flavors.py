@@ -1,8 +1,11 @@
 """The tiny models of ``titan.tiny`` as torchtitan flavors, and model arguments that weight sync
 needs changed."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from titan_grpo.errors import ConfigError
+from titan_grpo.titan.rules import attention_violation
 from titan_grpo.titan.tiny import EOS, SHAPE, Kind
 
 FLAVORS: dict[Kind, tuple[str, str]] = {
@@ -112,3 +115,43 @@ def disable_unexported_buffers(model_args: Any, adapter: Any = None) -> bool:
         return False
     moe.load_balance_coeff = None
     return True
+
+
+MODELS = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "llama": "llama3"}
+"""``model_type`` of a config.json -> torchtitan's name of the model."""
+
+SIZES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+}
+"""Size in torchtitan's model arguments -> the same in a config.json."""
+
+
+def flavor_of(settings: Mapping[str, Any]) -> tuple[str, str]:
+    """(model.name, model.flavor) of the torchtitan model with the sizes of a config.json.
+
+    Raises ConfigError where there is none.
+    """
+    from titan_grpo.titan.compat import prepare
+
+    prepare()
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    register_tiny_flavors()
+    kind = str(settings.get("model_type"))
+    sizes = {ours: settings.get(theirs) for ours, theirs in SIZES.items()}
+    tied = bool(settings.get("tie_word_embeddings", False))
+    for flavor, args in get_train_spec(MODELS[kind]).model_args.items() if kind in MODELS else ():
+        same = all(getattr(args, name) == size for name, size in sizes.items())
+        same &= getattr(args, "moe_enabled", False) == (kind == "qwen3_moe")
+        same &= getattr(args, "enable_weight_tying", tied) == tied
+        if same and not attention_violation(flavor, args):
+            return MODELS[kind], flavor
+    shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    raise ConfigError(
+        f"no model of torchtitan has the sizes of config.json (model_type {kind!r}, {shown}): name"
+        f" it (--flavor NAME/FLAVOR); sizes of {', '.join(MODELS)} are compared"
+    )

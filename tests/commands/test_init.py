@@ -1,0 +1,166 @@
+"""titan-grpo init: what it writes is a job that the doctor takes."""
+
+import json
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from titan_grpo import config_older
+from titan_grpo.commands import doctor, init
+from titan_grpo.config_grpo import GRPO
+from titan_grpo.errors import ConfigError
+from titan_grpo.titan import jobconfig
+from titan_grpo.titan.tiny import write_tiny_model
+
+ROWS = [{"question": "7?", "answer": "7"}, {"question": "8?", "answer": "8"}]
+
+OLDER_JOB = """
+[job]
+dump_folder = "out"
+[model]
+name = "qwen3"
+flavor = "0.6B"
+[training]
+seq_len = 4096
+global_batch_size = 64
+[grpo]
+sglang_urls = ["gpu1:9000", "gpu2:9000"]
+sglang_tp = 2
+kl_beta = 0.1
+grpo_by_token = true
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """The working directory, with a model and data."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    write_tiny_model("qwen3", tmp_path / "model", seed=1)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path
+
+
+def make(*more: str) -> int:
+    return init.run(
+        ["--model", "model", "--data", "data.jsonl", "--servers", "http://a:8000,http://b:8000/"]
+        + list(more),
+        os.environ,
+    )
+
+
+def test_the_doctor_finds_nothing_wrong_with_it_but_servers_that_are_not_there(
+    folder, capsys
+) -> None:
+    assert make() == 0
+    assert "next: titan-grpo doctor --job.config_file train.toml" in capsys.readouterr().out
+    arguments = doctor.parser().parse_known_args(["--job.config_file", "train.toml"])
+    found = list(doctor.findings(*arguments, os.environ))
+    assert {each.subject for each in found if each.status == "problem"} <= {"server"}
+    subjects = {each.subject: each for each in found}
+    assert subjects["configuration"].status == "ok"
+    assert subjects["reward"].text == "rewards:holds_answer"
+    assert "user: 7?" in subjects["first prompt"].text or "8?" in subjects["first prompt"].text
+
+
+def test_every_key_it_writes_has_an_effect_and_a_word(folder) -> None:
+    make("--reward", "examples.own_reward.rewards:number", "--out", "jobs/mine.toml")
+    job = jobconfig.read(["--job.config_file", "jobs/mine.toml"])
+    assert job.notes == ()
+    assert job.config.rollout.servers == ["http://a:8000", "http://b:8000"]
+    assert (job.config.model.name, job.config.model.flavor) == ("qwen3", "grpo_tiny")
+    assert not (folder / "rewards.py").exists(), "a reward was named"
+
+
+def test_its_first_reward_looks_at_the_last_line(folder) -> None:
+    make()
+    names: dict = {}
+    exec((folder / "rewards.py").read_text(), names)
+    said = ["I think\nso 7\n", "7\nno, 8", ""]
+    assert names["holds_answer"](said, ["7", "7", 7]) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--servers", "a:8000"], "a server must be a URL such as"),
+        (["--model", "nowhere"], "--model must be a directory with the model's config.json"),
+        (["--data", "nowhere.jsonl"], "must be an existing file or pattern"),
+        (["--servers", ""], "init needs --servers"),
+        (["--data", "text.jsonl"], "a column of answer, solution, target, label; .* has text"),
+        (
+            ["--data", "text.jsonl", "--reward", "a:b"],
+            "must have a column that a prompt is made of .* has text: rename one",
+        ),
+        (["--out", "data.jsonl"], "init writes no file that exists, data.jsonl does"),
+    ],
+)
+def test_what_it_cannot_use_is_said_in_one_line_and_nothing_is_written(
+    folder, arguments, message
+) -> None:
+    (folder / "text.jsonl").write_text('{"text": "a"}\n')
+    before = sorted(folder.iterdir())
+    with pytest.raises(ConfigError, match=message):
+        make(*arguments)
+    assert sorted(folder.iterdir()) == before
+
+
+def test_an_older_job_keeps_its_meaning(folder) -> None:
+    (folder / "old.toml").write_text(OLDER_JOB)
+    assert init.run(["--from", "old.toml", "--out", "new.toml"], os.environ) == 0
+    table = tomllib.loads((folder / "new.toml").read_text())
+    assert table["rollout"]["servers"] == ["http://gpu1:9000", "http://gpu2:9000"]
+    config = jobconfig.parse(["--job.config_file", "new.toml"])
+    assert config.grpo.loss_normalization == "token", "grpo_by_token = true"
+    assert (config.grpo.clip_ratio_lower_bound, config.grpo.clip_ratio_upper_bound) == (0.25, 0.25)
+    assert config.grpo.kl_beta == 0.1
+    assert config.rollout.prompts_per_step * config.rollout.group_size == 64
+    assert "sglang_tp: has no value here" in (folder / "new.toml").read_text()
+
+
+def test_a_job_that_says_nothing_gets_the_older_defaults() -> None:
+    written = {each.key: each.value for each in config_older.convert({})}
+    assert written == {
+        "grpo.loss_normalization": "sequence",
+        "grpo.clip_ratio_lower_bound": 0.25,
+        "grpo.clip_ratio_upper_bound": 0.25,
+    }
+    written = {each.key: each.value for each in config_older.convert({"rollout_is_threshold": 4.0})}
+    assert written["grpo.rollout_is_mode"] == "mask"
+    assert written["grpo.rollout_is_level"] == "sequence"
+
+
+def test_every_key_here_that_the_table_names_exists() -> None:
+    for of in config_older.OLDER.values():
+        if of.key:
+            config_older.default_here(of.key)
+    kept = [name for name in vars(GRPO()) if name in config_older.OLDER]
+    assert all(
+        config_older.OLDER[name].key in (f"grpo.{name}", "grpo.loss_normalization")
+        for name in kept
+        if name != "temperature"
+    ), "a key of the same name is the same key"
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("grpo.sglang_urls", "is not a key .*; it is rollout.servers here"),
+        ("grpo.sglang_port", "a key of the older trainer; none: each server is told a free port"),
+        ("rollout.sglang_urls", "is not a key .*; it is rollout.servers here"),
+    ],
+)
+def test_an_older_key_is_refused_with_what_it_is_here(key, said, folder) -> None:
+    section, _, name = key.partition(".")
+    (folder / "job.toml").write_text(f'[{section}]\n{name} = "x"\n')
+    with pytest.raises(ConfigError, match=said):
+        jobconfig.parse(["--job.config_file", "job.toml"])
+
+
+def test_the_page_is_what_the_table_says(root) -> None:
+    page = (root / "docs" / "from_the_older_trainer.md").read_text()
+    assert page == config_older.page(), (
+        "run: titan-grpo config --older > docs/from_the_older_trainer.md"
+    )

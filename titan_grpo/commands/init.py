@@ -1,0 +1,295 @@
+"""``titan-grpo init``: write the TOML file of a job, from what it is given; it asks nothing."""
+
+import argparse
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from titan_grpo import config_older
+from titan_grpo.config_rollout import server_url
+from titan_grpo.config_task import TEXT
+from titan_grpo.errors import ConfigError
+from titan_grpo.rollout.chat import ChatTemplate
+from titan_grpo.rollout.tasks.dataset import open_table
+
+ANSWERS = ("answer", "solution", "target", "label")
+"""Columns that a first reward can compare with, the first that there is."""
+
+QUESTIONS = ("question", "problem", "instruction", "input")
+"""Columns that a prompt can be made of where there is neither "prompt" nor "messages"."""
+
+LONGEST = 2048
+"""Tokens of a row unless the model has fewer positions."""
+
+REWARD = '''"""Rewards of this job. A function gets lists of equal length and returns one number for
+each completion. Its further arguments are columns of the data."""
+
+
+def holds_{column}(completions, {column}):
+    """1 where the completion's last line holds the row's {column}, else 0."""
+    texts = [said if isinstance(said, str) else said[-1]["content"] for said in completions]
+    last = [(text.strip().splitlines() or [""])[-1] for text in texts]
+    return [float(str(wanted).strip() in line) for line, wanted in zip(last, {column}, strict=True)]
+'''
+
+JOB = """# Made by titan-grpo init. Every key of the first four sections: titan-grpo config.
+#
+#   titan-grpo doctor --job.config_file {out}
+#   torchrun --nproc_per_node GPUS -m titan_grpo.train --job.config_file {out}
+
+[job]
+custom_config_module = "titan_grpo.config"
+# Metrics, checkpoints, report and trained weights.
+dump_folder = {dump_folder}
+
+[model]
+# torchtitan's names of the model, found by the sizes in its config.json.
+name = {name}
+flavor = {flavor}
+# Weights, tokenizer and chat template, in the Hugging Face layout.
+hf_assets_path = {model}
+
+[grpo]
+# Training goes on while servers get the new weights.
+async_weight_update = true
+
+[rollout]
+# vLLM and SGLang servers; README says how each is started.
+servers = {servers}
+# Your functions: "module:function", found from the directory that the job is started in.
+reward = {reward}
+dataset = {data}
+{prompt}{template}# Groups of one step, and completions of each.
+prompts_per_step = 32
+group_size = 8
+max_completion_tokens = {completion}
+# 1 lets the servers generate while a step is trained; 0 is on-policy and slower.
+max_staleness = 1
+
+[training]
+steps = 200
+# A row is a prompt and its completion; a microbatch holds up to local_batch_size x seq_len tokens.
+seq_len = {length}
+local_batch_size = 4
+
+[parallelism]
+# All ranks share one copy of the weights (FSDP).
+data_parallel_shard_degree = -1
+
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+
+[optimizer]
+name = "AdamW"
+lr = 1e-6
+weight_decay = 0.0
+
+[lr_scheduler]
+warmup_steps = 5
+# Constant after the warm-up.
+decay_ratio = 0.0
+
+[metrics]
+log_freq = 1
+enable_tensorboard = true
+
+[checkpoint]
+enable = true
+interval = 50
+keep_latest_k = 3
+# Training begins with the weights in model.hf_assets_path.
+initial_load_in_hf = true
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of the command."""
+    out = argparse.ArgumentParser(
+        prog="titan-grpo init",
+        description="Write the commented TOML file of a job: of a model, a data file and servers,"
+        " or of a job of the older trainer.",
+    )
+    add = out.add_argument
+    add("--model", default="", metavar="DIR", help="the model's directory (Hugging Face layout)")
+    add("--data", default="", metavar="FILE", help="rows: .jsonl, .json, .parquet or .csv")
+    add("--servers", default="", metavar="URL,URL", help="the servers' addresses")
+    add("--reward", default="", metavar="MODULE:FUNCTION", help="else one is written, for a start")
+    add("--flavor", default="", metavar="NAME/FLAVOR", help="torchtitan's model; else by its sizes")
+    add("--from", dest="older", default="", metavar="OLD.toml", help="a job of the older trainer")
+    add("--out", default="train.toml", metavar="FILE", help="file to write (default train.toml)")
+    return out
+
+
+def run(argv: list[str], env: Mapping[str, str]) -> int:
+    """Write the file, and say what comes next. Raises ConfigError for what it cannot be made of."""
+    args = parser().parse_args(argv)
+    out = Path(args.out)
+    files = {out: converted(args.older) if args.older else ""}
+    if not args.older:
+        files |= new(args, out)
+    for path in files:
+        if path.exists():
+            raise ConfigError(f"init writes no file that exists, {path} does: name another (--out)")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
+    print(f"next: titan-grpo doctor --job.config_file {out}")
+    return 0
+
+
+def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
+    """Files of a new job: its TOML, and a reward function where none is named."""
+    for name in ("model", "data", "servers"):
+        if not getattr(args, name):
+            raise ConfigError(f"init needs --{name} (or --from OLD.toml); see --help")
+    folder = Path(args.model)
+    settings = _sizes(folder)
+    columns = list(open_table(args.data).column_names)
+    files: dict[Path, str] = {}
+    if not args.reward:
+        column = _first(ANSWERS, columns)
+        if not column:
+            raise ConfigError(
+                f"init writes a first reward function for a column of {', '.join(ANSWERS)};"
+                f" {args.data!r} has {', '.join(columns)}: name yours, --reward MODULE:FUNCTION"
+            )
+        # Where the job is started: the rollout process finds modules there.
+        files[Path("rewards.py")] = REWARD.format(column=column)
+        args.reward = f"rewards:holds_{column}"
+    name, flavor = _flavor(args.flavor, settings)
+    length = min(LONGEST, int(settings.get("max_position_embeddings", LONGEST)))
+    text = JOB.format(
+        out=out,
+        dump_folder=toml(f"outputs/{out.stem}"),
+        name=toml(name),
+        flavor=toml(flavor),
+        model=toml(args.model),
+        servers=toml([server_url(url) for url in args.servers.split(",")]),
+        reward=toml([args.reward]),
+        data=toml(args.data),
+        prompt=_prompt(columns, args.data),
+        template=_template(args.model),
+        completion=length // 2,
+        length=length,
+    )
+    return {out: text} | files
+
+
+def _first(names: tuple[str, ...], columns: list[str]) -> str:
+    return next((name for name in names if name in columns), "")
+
+
+def _sizes(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "--model must be a directory with the model's config.json, got"
+            f" {str(folder)!r}: {error}"
+        ) from error
+    return found
+
+
+def _flavor(named: str, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """torchtitan's name and flavor: as named, or found by sizes."""
+    if named:
+        name, _, flavor = named.partition("/")
+        return name, flavor
+    # Imported here: torchtitan takes seconds, and --flavor does without.
+    from titan_grpo.titan.flavors import flavor_of
+
+    return flavor_of(settings)
+
+
+def _prompt(columns: list[str], data: str) -> str:
+    if {"messages", "prompt"} & set(columns):
+        return ""  # taken as they are
+    column = _first(QUESTIONS, columns)
+    if not column:
+        raise ConfigError(
+            f"the data must have a column that a prompt is made of (messages, prompt,"
+            f" {', '.join(QUESTIONS)}); {data!r} has {', '.join(columns)}: rename one"
+        )
+    return f'# The user\'s message, of columns in braces.\nprompt = "{{{column}}}"\n'
+
+
+def _template(model: str) -> str:
+    try:
+        ChatTemplate.of_model(model)
+    except ConfigError:
+        return f'# The model has no chat template: it gets plain text.\nchat_template = "{TEXT}"\n'
+    return ""
+
+
+def converted(path: str) -> str:
+    """The TOML text of an older trainer's job. Raises ConfigError for a file that is none."""
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--from must be a TOML file, got {path!r}: {error}") from error
+    return "\n".join([*_head(path), *_sections(table)]) + "\n"
+
+
+def _head(path: str) -> Iterator[str]:
+    yield f"# {path}, converted by titan-grpo init --from."
+    yield "# Keys that changed their names, meanings and defaults: docs/from_the_older_trainer.md."
+
+
+def _sections(table: Mapping[str, Any]) -> Iterator[str]:
+    found = config_older.convert(table.get("grpo", {}))
+    for section, keys in table.items():
+        if section == "grpo" or not isinstance(keys, dict):
+            continue
+        yield f"\n[{section}]"
+        for name, value in keys.items():
+            if (section, name) != ("job", "custom_config_module"):
+                yield f"{name} = {toml(value)}"
+        if section == "job":
+            yield 'custom_config_module = "titan_grpo.config"'
+    for section in ("grpo", "rollout"):
+        yield f"\n[{section}]"
+        for each in found:
+            of, _, name = each.key.partition(".")
+            if of != section:
+                continue
+            if each.note:
+                yield f"# {each.note}"
+            missing = f"# {name}: has no value here"
+            yield missing if each.value is None else f"{name} = {toml(each.value)}"
+    yield from _source(table.get("training", {}), {each.key for each in found})
+
+
+def _source(training: Mapping[str, Any], have: set[str]) -> Iterator[str]:
+    """The rest of [rollout]: batches come from the same API as before."""
+    yield "# Batches of the Atropos API, as before; its address and its environments' group size."
+    yield 'source = "atropos"\natropos_url = "http://localhost:8000"'
+    batch = training.get("global_batch_size", 0)
+    group = gcd(8, batch) if batch > 0 else 8
+    group = group if group > 1 else 8
+    yield f"group_size = {group}"
+    if batch > 0 and batch % group == 0:
+        yield f"prompts_per_step = {batch // group}"
+    else:
+        yield "# prompts_per_step * group_size are the sequences of a batch.\nprompts_per_step = 8"
+    if "rollout.servers" not in have and "rollout.servers_slurm" not in have:
+        yield 'servers = ["http://localhost:9000"]'
+
+
+def toml(value: Any) -> str:
+    """A TOML value.
+
+    >>> toml([True, "a", {"b": 1.5}])
+    '[true, "a", { b = 1.5 }]'
+    """
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{name} = {toml(each)}" for name, each in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    if isinstance(value, bool | str):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)

@@ -1,0 +1,223 @@
+"""The keys of the older GRPO trainer on torchtitan (its ``[grpo]`` section) and what they are here.
+
+One table for the hint at an unknown key, for ``titan-grpo init --from``, and for the page
+docs/from_the_older_trainer.md. Source: NousResearch/torchtitan, torchtitan/grpo.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titan_grpo.config_grpo import GRPO
+from titan_grpo.config_rollout import Rollout
+
+_UNSET: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Older:
+    """One key of the older trainer."""
+
+    default: Any
+    """Its default there; None: unset."""
+
+    key: str = ""
+    """Its key here, section first; empty: there is none."""
+
+    note: str = ""
+    """What is different, or why there is none."""
+
+    keep: bool = True
+    """Whether a converted job that does not set it gets the older default, where they differ."""
+
+
+ENGINE = "the servers' own matter: give it to each server's command line"
+CORRECTION = "off there by default; here off-policy data is corrected unless a job forbids it"
+
+OLDER: dict[str, Older] = {
+    "sglang_urls": Older([], "rollout.servers", "with http://, and vLLM servers too"),
+    "sglang_slurm_num_nodes": Older(
+        -1,
+        "rollout.servers_slurm",
+        "not a number of hosts: the variable with the host list of the servers' part of the job"
+        " (SLURM_JOB_NODELIST_HET_GROUP_1), one server per host at rollout.servers_port",
+    ),
+    "sglang_port": Older(29500, "", "none: each server is told a free port for its lane"),
+    "sglang_tp": Older(1, "", ENGINE),
+    "sglang_pp": Older(1, "", ENGINE),
+    "sglang_ep": Older(1, "", ENGINE),
+    "async_weight_update": Older(False, "grpo.async_weight_update"),
+    "temperature": Older(
+        1.0, "rollout.temperature", "one key for sampling and for the trainer's logits"
+    ),
+    "grpo_by_token": Older(
+        False,
+        "grpo.loss_normalization",
+        'true is "token", false is "sequence"; the default is the other way round here',
+    ),
+    "clip_ratio_lower_bound": Older(0.25, "grpo.clip_ratio_lower_bound"),
+    "clip_ratio_upper_bound": Older(0.25, "grpo.clip_ratio_upper_bound"),
+    "policy_ratio_type": Older("token", "grpo.policy_ratio_type"),
+    "num_microbatches": Older(1, "grpo.num_microbatches"),
+    "rollout_is_threshold": Older(_UNSET, "grpo.rollout_is_threshold", CORRECTION, keep=False),
+    "rollout_is_level": Older("sequence", "grpo.rollout_is_level", keep=False),
+    "rollout_is_mode": Older("mask", "grpo.rollout_is_mode", keep=False),
+    "rollout_is_threshold_lower": Older(
+        _UNSET, "grpo.rollout_is_threshold_lower", "0 is 1 / rollout_is_threshold", keep=False
+    ),
+    "rollout_is_veto_threshold": Older(1e-4, "grpo.rollout_is_veto_threshold", keep=False),
+    "onpolicy_logp_threshold": Older(
+        0.0,
+        "grpo.onpolicy_logp_threshold",
+        "here it leaves the tokens out of the loss; there, of the metrics",
+    ),
+    "kl_beta": Older(0.0, "grpo.kl_beta"),
+    "kl_estimator_type": Older("k3", "grpo.kl_estimator_type", "k1 and k2 are further ones"),
+    "ref_model_ema": Older(0.0, "grpo.ref_model_ema"),
+    "entropy_loss_weight": Older(0.0, "grpo.entropy_loss_weight"),
+    "logit_loss_weight": Older(0.0, "grpo.logit_loss_weight"),
+    "pos_scaler": Older(1.0, "grpo.pos_scaler"),
+    "neg_scaler": Older(1.0, "grpo.neg_scaler"),
+    "scale_adv_by_len": Older(False, "grpo.scale_adv_by_len"),
+    "ptx_mixin_batchsize": Older(0, "grpo.ptx_mixin_batchsize"),
+    "ptx_scale": Older(1.0, "grpo.ptx_scale", "there it was declared and not used"),
+    "ptx_scale_by_tokens": Older(False, "grpo.ptx_scale_by_tokens", "there it crashed"),
+}
+"""Name in ``[grpo]`` there -> what it is."""
+
+DEPENDENT = (
+    "rollout_is_level",
+    "rollout_is_mode",
+    "rollout_is_veto_threshold",
+)
+"""Keys whose older defaults matter where the job sets ``rollout_is_threshold``."""
+
+
+def value_here(name: str, value: Any) -> Any:
+    """A value of the older trainer as it is written here.
+
+    >>> value_here("grpo_by_token", False), value_here("sglang_urls", ["a:1"])
+    ('sequence', ['http://a:1'])
+    """
+    if name == "grpo_by_token":
+        return "token" if value else "sequence"
+    if name == "sglang_urls":
+        return [url if "://" in url else f"http://{url}" for url in value]
+    if name == "sglang_slurm_num_nodes" and value <= 0:
+        return ""  # not from SLURM
+    return value
+
+
+def default_here(key: str) -> Any:
+    """The default of one of our keys, "grpo.kl_beta" say."""
+    section, _, name = key.partition(".")
+    return getattr({"grpo": GRPO, "rollout": Rollout}[section](), name)
+
+
+def differs(name: str) -> bool:
+    """Whether the default of an older key is another one here."""
+    of = OLDER[name]
+    there = value_here(name, of.default)
+    # Unset there and 0 here are the same, where the note does not say otherwise.
+    return bool(of.key) and (there or 0) != (default_here(of.key) or 0)
+
+
+def hint(key: str) -> str:
+    """What to write in place of an older key, in whatever section; empty if it is none.
+
+    >>> hint("grpo.sglang_urls")
+    "it is rollout.servers here (with http://, and vLLM servers too)"
+    """
+    of = OLDER.get(key.rpartition(".")[2])
+    if of is None:
+        return ""
+    if not of.key:
+        return f"a key of the older trainer; {of.note}"
+    return f"it is {of.key} here" + (f" ({of.note})" if of.note else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A key of the older section as it is written here."""
+
+    key: str
+    value: Any
+    """None: it has no value here; the note says why."""
+
+    note: str = ""
+
+
+def convert(older: Mapping[str, Any]) -> list[Converted]:
+    """Our keys for a ``[grpo]`` table of the older trainer, older defaults that differ included.
+    Pure.
+
+    Keys that are in no table of that trainer come out with the value None.
+    """
+    out = []
+    for name, value in older.items():
+        of = OLDER.get(name)
+        if of is None:
+            out.append(Converted(f"grpo.{name}", None, "no key of the older trainer"))
+        elif not of.key:
+            out.append(Converted(f"grpo.{name}", None, of.note))
+        elif name == "sglang_slurm_num_nodes":
+            if value > 0:
+                out.append(Converted(of.key, None, of.note))
+        else:
+            out.append(Converted(of.key, value_here(name, value), of.note))
+    corrected = "rollout_is_threshold" in older
+    for name, of in OLDER.items():
+        wanted = of.keep or (corrected and name in DEPENDENT)
+        if name not in older and of.key and wanted and differs(name):
+            note = "the older trainer's default"
+            out.append(Converted(of.key, value_here(name, of.default), note))
+    return out
+
+
+HEADER = """# From the older trainer
+
+The GRPO trainer of NousResearch/torchtitan has one section, `[grpo]`; here `[rollout]` and
+`[weight_sync]` stand beside it. A job of the older trainer is converted by
+
+```bash
+titan-grpo init --from OLD.toml --out new.toml
+titan-grpo doctor --job.config_file new.toml
+```
+
+which keeps torchtitan's own sections, writes our name for each key, and writes out each older
+default that differs, so that nothing changes but what this page lists. **Bold** defaults are the
+ones that differ. An older key in a TOML file is refused with the same hint.
+
+| key there, in `[grpo]` | key here | default there | default here | what is different |
+|---|---|---|---|---|
+"""
+
+FOOTER = """
+Not a key, and different all the same:
+
+* Each token's log-probability of the engine is compared with the trainer's of the same token.
+  There they were one position apart, so `rollout_is_threshold` weighted tokens by their
+  neighbours.
+* A step's rewards come from `rollout.source = "atropos"` (the same API), from environments that
+  push, or from a reward function. A batch of the API is `prompts_per_step * group_size` sequences.
+* Every token knows which version made it, and none older than `rollout.max_staleness` is trained
+  on. There only the environment's `max_batches_offpolicy` bounded it.
+"""
+
+
+def page() -> str:
+    """The page of documentation, as Markdown."""
+    rows = []
+    for name, of in OLDER.items():
+        here = repr(default_here(of.key)) if of.key else ""
+        there = "unset" if of.default is None else repr(of.default)
+        mark = "**" if differs(name) else ""
+        cells = (
+            f"`{name}`",
+            f"`{of.key}`" if of.key else "none",
+            f"{mark}`{there}`{mark}",
+            f"{mark}`{here}`{mark}" if here else "",
+            of.note,
+        )
+        rows.append("| " + " | ".join(cells) + " |")
+    return HEADER + "\n".join(rows) + "\n" + FOOTER
