@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from titan_grpo import __version__
 from titan_grpo.errors import ConfigError, TitanGrpoError
 
 COMMANDS = {
@@ -28,7 +29,9 @@ Mapping[str, str]) -> int``, imported when it is called."""
 
 def usage() -> str:
     """Format the table."""
-    head = "usage: titan-grpo COMMAND [arguments]   (titan-grpo COMMAND --help for its arguments)"
+    head = (
+        "usage: titan-grpo COMMAND [arguments]   (titan-grpo COMMAND --help; titan-grpo --version)"
+    )
     return "\n".join([head, "", *(f"  {name:<10}  {text}" for name, text in COMMANDS.items())])
 
 
@@ -47,6 +50,9 @@ def guarded(run: Callable[[list[str], dict[str, str]], int], argv: list[str], na
 
 def command(argv: list[str]) -> int:
     """Run the command that the first argument names; see ``guarded`` for the exit code."""
+    if argv[:1] == ["--version"]:
+        print(f"titan_grpo {__version__}")
+        return 0
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0 if argv else 2

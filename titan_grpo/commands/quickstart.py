@@ -7,12 +7,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from titan_grpo.commands import places
 from titan_grpo.commands.processes import run_logged, stop_on_sigterm, torchrun
 from titan_grpo.commands.server_group import Engine, ServerGroup
 from titan_grpo.errors import ConfigError
 from titan_grpo.runkey import Key, find_run_key, with_run_key
-
-ROOT = Path(__file__).resolve().parents[2]
 
 ENGINES: dict[str, tuple[Engine, ...]] = {
     "vllm": ("vllm",),
@@ -36,10 +35,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     out = "outputs/quickstart"
     add("--out", default=out, help=f"directory of the run (default {out})")
     add("--model", default="qwen3", choices=["qwen3", "qwen3_untied", "qwen3_moe", "llama3"])
-    for engine, title in (("vllm", "vLLM"), ("sglang", "SGLang")):
-        python = ROOT / f".venv-{engine}/bin/python"
-        add(f"--{engine}-python", default=str(python), help=f"interpreter of {title}'s environment")
-    config = ROOT / "train_configs/quickstart_cpu.toml"
+    for engine, title in places.TITLES.items():
+        python = places.engine_python(engine)
+        add(f"--{engine}-python", default=python, help=f"interpreter of {title}'s environment")
+    config = places.RECIPES / "quickstart_cpu.toml"
     add("--config", default=str(config), help="TOML file of the run")
     options, rest = parser.parse_known_args(argv)
     options.rest = rest
@@ -48,11 +47,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
             raise ConfigError(f"--{name} must be 1 or more, got {getattr(options, name)}")
     options.pythons = {e: getattr(options, f"{e}_python") for e in ENGINES[options.engine]}
     for engine, path in options.pythons.items():
-        if not Path(path).exists():
-            raise ConfigError(
-                f"--{engine}-python must be an interpreter, {path} does not exist: run"
-                " scripts/setup.sh"
-            )
+        places.require_python(engine, path)
     folder = options.out = Path(options.out)
     # Two runs do not mix: the checkpoint of the earlier one would be resumed in silence.
     if (folder / "summary.json").exists() or (folder / "checkpoint").exists():
