@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 
 from titan_grpo import config, config_older
+from titan_grpo.observe import names
 
 HEADER = """# Configuration
 
@@ -61,11 +62,39 @@ def page() -> str:
     return "\n".join(out).rstrip() + "\n"
 
 
+METRICS = """# Metrics
+
+Every name in `metrics.jsonl`, in TensorBoard, in the trace and in `summary.json`, with its unit.
+Names with `_s` are seconds; what the main thread lost (`time/`) and work done elsewhere (`sync/`)
+never share a name. A run has those that its configuration computes.
+
+This page is what `titan-grpo config --metrics` prints.
+
+| name | meaning |
+|---|---|
+"""
+
+
+def metrics_page() -> str:
+    """The page of all metrics."""
+    made = "completions of up to that many tokens, made or trained on"
+    meanings = names.MEANING | {
+        f"{names.DROPPED}/REASON": "groups or completions dropped for that reason",
+        f"{names.LENGTHS}/KIND/LONGEST": made,
+    }
+    rows = (f"| `{name}` | {meaning} |" for name, meaning in meanings.items())
+    return METRICS + "\n".join(rows) + "\n"
+
+
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Print the page."""
     parser = argparse.ArgumentParser(prog="titan-grpo config", description=__doc__)
     parser.add_argument(
         "--older", action="store_true", help="print the keys of the older trainer in place of it"
     )
-    print(config_older.page() if parser.parse_args(argv).older else page(), end="")
+    parser.add_argument("--metrics", action="store_true", help="print every metric in place of it")
+    asked = parser.parse_args(argv)
+    print(
+        config_older.page() if asked.older else metrics_page() if asked.metrics else page(), end=""
+    )
     return 0

@@ -1,0 +1,114 @@
+"""The site is built from docs/ with every link checked, and says what the code says."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from titan_grpo.commands import config
+from titan_grpo.titan import jobconfig
+
+WAIT_S = 200.0
+
+JOB = """
+[model]
+name = "qwen3"
+flavor = "grpo_tiny"
+[rollout]
+servers = []
+"""
+
+
+def test_the_site_builds_without_a_warning(root, tmp_path) -> None:
+    """A link or an anchor that leads nowhere, and a page that is in no menu, are warnings."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    done = subprocess.run(
+        [*command, "--site-dir", str(tmp_path / "site")],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "site" / "first_job" / "index.html").read_text()
+    assert not re.search(r'(src|href)="https?://fonts', page), "it needs no network"
+
+
+def test_the_metrics_page_is_what_the_command_prints(root) -> None:
+    page = (root / "docs" / "metrics.md").read_text()
+    assert page == config.metrics_page(), "run: titan-grpo config --metrics > docs/metrics.md"
+
+
+def test_every_subject_of_the_doctor_has_a_row(root) -> None:
+    code = "".join(
+        (root / "titan_grpo" / "commands" / f"{name}.py").read_text()
+        for name in ("doctor", "doctor_checks", "doctor_task")
+    )
+    subjects = set(re.findall(r'\b(?:ok|problem|warning)\(\s*"([^"]+)"', code))
+    assert len(subjects) > 10
+    page = (root / "docs" / "when.md").read_text()
+    assert {subject for subject in subjects if f"`{subject}`" not in page} == set()
+
+
+def test_the_keys_that_pages_write_exist(root) -> None:
+    known = set(re.findall(r"^\| `(\w+)` \|", (root / "docs/configuration.md").read_text(), re.M))
+    wrong = []
+    for page in ("first_job", "cluster", "when", "faq", "comparison", "contributing"):
+        text = (root / "docs" / f"{page}.md").read_text()
+        keys = re.findall(r"`(?:grpo|rollout|weight_sync)\.(\w+)", text)
+        wrong += [f"{page}: {key}" for key in keys if key not in known]
+    assert wrong == []
+
+
+def test_the_kubernetes_manifest_starts_a_job_that_is_one(root, tmp_path) -> None:
+    text = (root / "examples" / "cluster" / "kubernetes.yaml").read_text()
+    parts = {each["kind"]: each for each in yaml.safe_load_all(text)}
+    assert set(parts) == {"Service", "ConfigMap", "StatefulSet", "Job"}
+    fleet = parts["StatefulSet"]["spec"]
+    service = parts["Service"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert fleet["serviceName"] == service["metadata"]["name"]
+    labels = fleet["template"]["metadata"]["labels"]
+    assert labels == service["spec"]["selector"] == fleet["selector"]["matchLabels"]
+    urls = parts["ConfigMap"]["data"]["servers.txt"].split()
+    assert urls == [f"http://server-{n}.servers:8000" for n in range(fleet["replicas"])]
+
+    (trainer,) = parts["Job"]["spec"]["template"]["spec"]["containers"]
+    arguments = trainer["args"][trainer["args"].index("titan_grpo.train") + 1 :]
+    (tmp_path / "train.toml").write_text(JOB)
+    arguments = [a.replace("/assets/train.toml", str(tmp_path / "train.toml")) for a in arguments]
+    job = jobconfig.parse(arguments)
+    mounts = {each["mountPath"]: each for each in trainer["volumeMounts"]}
+    folder = str(Path(job.rollout.servers_file).parent)
+    assert "subPath" not in mounts[folder], "such a file is never replaced"
+    (engine,) = fleet["template"]["spec"]["containers"]
+    backend = engine["args"][engine["args"].index("--weight-transfer-config") + 1]
+    assert json.loads(backend) == {"backend": "titan_grpo"}
+
+
+def test_the_slurm_script_is_one_and_names_what_there_is(root, tmp_path) -> None:
+    script = root / "examples" / "cluster" / "slurm.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
+    text = re.sub(r"\\\n\s*", "", script.read_text())
+    (line,) = re.findall(r"titan_grpo\.train (.*)", text)
+    (tmp_path / "train.toml").write_text(JOB)
+    words = line.replace('"$MODEL"', "m").replace("$PORT", "8000").split()
+    job = jobconfig.parse([w.replace("train.toml", str(tmp_path / "train.toml")) for w in words])
+    assert job.rollout.servers_slurm == "SLURM_JOB_NODELIST_HET_GROUP_1"
+    assert text.count("#SBATCH hetjob") == 1
+
+
+def test_every_example_begins_with_its_command(root) -> None:
+    """In its first comment: what a person copies."""
+    starts = ("scripts/", "titan-grpo ", "torchrun ", "python ", "sbatch ", "kubectl ", "curl ")
+    for folder in sorted(path for path in (root / "examples").iterdir() if path.is_dir()):
+        heads = [
+            "\n".join(path.read_text().splitlines()[:14])
+            for path in sorted(folder.rglob("*"))
+            if path.suffix in (".py", ".sh", ".yaml", ".toml")
+        ]
+        assert any(start in head for head in heads for start in starts), folder
