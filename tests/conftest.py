@@ -35,6 +35,7 @@ SLOW = (
     "tests/rollout/test_broken_off.py",
     "tests/rollout/test_client.py",
     "tests/rollout/test_engine_calls.py",
+    "tests/rollout/test_filter.py",
     "tests/rollout/test_idle.py",
     "tests/rollout/test_transports.py",
     "tests/sync/test_transports.py",
@@ -44,6 +45,14 @@ SLOW = (
 )
 """What ``scripts/test.sh --fast`` leaves out besides real servers: it searches states, imports
 torchtitan, or starts an interpreter or a browser per test."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the files unread that ``--fast`` leaves out: to import them takes longer than many
+    tests."""
+    fast = "not slow" in config.getoption("markexpr") and collection_path.is_relative_to(ROOT)
+    path = collection_path.relative_to(ROOT).as_posix() if fast else ""
+    return True if path.startswith((*SLOW, FIRST)) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name

@@ -128,7 +128,7 @@ class Site:
         """A lane of the next epoch that has joined and handed its manifest over."""
         link = self.greet(version)
         self.joined = link.wait_joined(60.0)
-        assert link.send_manifest(20.0).ok
+        assert link.send_manifest(60.0).ok
         return link
 
     def deliver(self, link: LaneLink, number: int, version: int, weights: Version) -> Applied:
@@ -136,7 +136,7 @@ class Site:
         staged = link.send(number, version, weights.image, weights.digests, weights.fingerprint)
         assert staged.ok, staged
         self.side.commit(link.commit(staged).to_dict())
-        return link.wait_applied(number, 10.0)
+        return link.wait_applied(number, 60.0)
 
     def probe(self, key: Key | None = None) -> Joined:
         """What a doctor asks."""
