@@ -1,5 +1,5 @@
-"""Runs with the whole family of terms on, on recorded rollouts and a server without an engine:
-resumed, skipped, stopped."""
+"""Runs with the whole family of terms on, on recorded rollouts: resumed on a real server, and
+started again, skipped and stopped on one without an engine."""
 
 import json
 import shutil
@@ -69,35 +69,62 @@ def committed(summary):
     return server["committed"]
 
 
-def test_a_run_with_every_term_makes_one_version_per_batch_and_resumes_exactly(
-    runs, server, small_replay, text, tmp_path
-):
-    arguments = [
-        *small_replay.arguments,
-        *SMOOTH,
-        *every_term(text),
-        "--grpo.pack_sequences",
-        "--checkpoint.interval=2",
-    ]
-    summary = runs.complete(
-        tmp_path / "whole", [server.url], *arguments, "--training.steps=4", nproc=2
-    )
-    assert committed(summary)[0] == 0
-    assert committed(summary)[-1] == 4, "two optimizer steps of a batch are one version"
-    rows = list(read_metrics(tmp_path / "whole/metrics.jsonl"))
+@pytest.fixture(scope="module")
+def arguments(small_replay, text):
+    """Every term, packed, with a checkpoint in the middle of four steps."""
+    steps = ["--training.steps=4", "--checkpoint.interval=2"]
+    return [*small_replay.arguments, *SMOOTH, *every_term(text), "--grpo.pack_sequences", *steps]
+
+
+@pytest.fixture(scope="module")
+def whole(runs, server, arguments, tmp_path_factory):
+    """Its folder after four steps on two ranks in one go."""
+    out = tmp_path_factory.mktemp("whole")
+    runs.complete(out, [server.url], *arguments, nproc=2)
+    return out
+
+
+def test_a_run_with_every_term_makes_one_version_per_batch(runs, whole):
+    versions = committed(runs.summary(whole))
+    assert versions[0] == 0
+    assert versions[-1] == 4, "two optimizer steps of a batch are one version"
+    rows = list(read_metrics(whole / "metrics.jsonl"))
     assert rows[0][names.KL] != 0, "the second optimizer step of a batch sees the first"
     assert rows[0][names.RATIO_MEAN] != 1, "its ratio is against the policy before the batch"
     assert 0 < rows[0][names.ENTROPY] < 4.86
     assert rows[-1][names.PTX_LOSS] < rows[0][names.PTX_LOSS]
 
-    shutil.copytree(tmp_path / "whole/checkpoint/step-2", tmp_path / "resumed/checkpoint/step-2")
-    arguments.append("--grpo.no-single-rank-load")
-    summary = runs.complete(
-        tmp_path / "resumed", [server.url], *arguments, "--training.steps=4", nproc=2
-    )
+
+def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(
+    runs, site, whole, arguments, tmp_path
+):
+    before = site.driver.run(site.speak.label())
+    shutil.copytree(whole / "checkpoint/step-2", tmp_path / "checkpoint/step-2")
+    # And in the other mode: in the whole run rank 0 builds the tensors of both.
+    summary = runs.complete(tmp_path, [site.url], *arguments, "--grpo.no-single-rank-load", nproc=2)
     assert summary["steps"] == 2
-    expected, resumed = runs.weights(tmp_path / "whole/hf"), runs.weights(tmp_path / "resumed/hf")
+    versions = committed(summary)
+    assert (versions[0], versions[-1]) == (2, 4), (
+        "the resumed version is published first, and again: it is another run's"
+    )
+    assert site.driver.run(site.speak.label()) != before
+    assert site.label().version == 4
+    expected, resumed = runs.weights(whole / "hf"), runs.weights(tmp_path / "hf")
+    moved = [not torch.equal(expected[name], w) for name, w in runs.weights(runs.model).items()]
+    assert any(moved), "training must have changed the weights"
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [3, 4]
+
+
+def test_a_finished_job_that_is_started_again_says_so_and_keeps_its_files(
+    runs, server, whole, arguments
+):
+    kept = ("trace.json", "metrics.jsonl", "summary.json", "hf/model.safetensors")
+    before = {name: (whole / name).read_bytes() for name in kept}
+    with runs.start(whole, [server.url], *arguments, nproc=2) as training:
+        assert training.finish() == 0, training.log
+    assert [line for line in training.shown if "step 4 of 4 is done" in line] == training.shown
+    assert {name: (whole / name).read_bytes() for name in kept} == before
 
 
 @pytest.mark.long

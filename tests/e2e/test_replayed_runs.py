@@ -1,9 +1,7 @@
-"""Runs on the same recorded rollouts end in the same weights: resumed, split over ranks,
-accumulated."""
+"""Runs on the same recorded rollouts end in the same weights: split over ranks, accumulated,
+packed. Resumed: tests/e2e/test_algorithm_runs.py."""
 
 import json
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,9 +19,9 @@ SMOOTH = ["--optimizer.eps=1e-2", "--weight_sync.wire_dtype=float32"]
 
 @pytest.fixture(scope="module")
 def whole(runs, site, small_replay, tmp_path_factory) -> Path:
-    """Six steps on two ranks in one go, with a checkpoint in the middle."""
+    """Six steps on two ranks."""
     out = tmp_path_factory.mktemp("whole")
-    arguments = [*small_replay.arguments, *SMOOTH, "--checkpoint.interval=3", "--training.steps=6"]
+    arguments = [*small_replay.arguments, *SMOOTH, "--training.steps=6"]
     summary = runs.complete(out, [site.url], *arguments, nproc=2)
     assert summary["versions_committed"][site.url]["last"] == 6
     return out
@@ -32,48 +30,6 @@ def whole(runs, site, small_replay, tmp_path_factory) -> Path:
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().max()) for name in a)
-
-
-def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(
-    runs, site, small_replay, whole, tmp_path
-):
-    before = site.label()
-    shutil.copytree(whole / "checkpoint/step-3", tmp_path / "checkpoint/step-3")
-    arguments = [*small_replay.arguments, *SMOOTH, "--checkpoint.interval=3", "--training.steps=6"]
-    # And in the other mode: in the whole run rank 0 builds the tensors of both.
-    arguments.append("--grpo.no-single-rank-load")
-    summary = runs.complete(tmp_path, [site.url], *arguments, nproc=2)
-    assert summary["steps"] == 3
-    committed = summary["versions_committed"][site.url]["committed"]
-    assert (committed[0], committed[-1]) == (
-        3,
-        6,
-    ), "the resumed version is published first, and again: it is another run's"
-    assert site.label().run_id > before.run_id
-    expected, resumed = runs.weights(whole / "hf"), runs.weights(tmp_path / "hf")
-    assert largest_difference(expected, runs.weights(runs.model)) > 1e-3, (
-        "training must have changed the weights"
-    )
-    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
-    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [4, 5, 6]
-    export(runs, tmp_path, 6, tmp_path / "exported")
-    assert (tmp_path / "exported/model.safetensors").read_bytes() == (
-        tmp_path / "hf/model.safetensors"
-    ).read_bytes()
-    export(runs, tmp_path, 3, tmp_path / "earlier")
-    assert largest_difference(runs.weights(tmp_path / "earlier"), resumed) > 1e-3
-
-
-def test_a_finished_job_that_is_started_again_says_so_and_keeps_its_files(
-    runs, site, small_replay, whole
-):
-    names_kept = ("trace.json", "metrics.jsonl", "summary.json", "hf/model.safetensors")
-    before = {name: (whole / name).read_bytes() for name in names_kept}
-    arguments = [*small_replay.arguments, *SMOOTH, "--checkpoint.interval=3", "--training.steps=6"]
-    with runs.start(whole, [site.url], *arguments, nproc=2) as training:
-        assert training.finish() == 0, training.log
-    assert [line for line in training.shown if "step 6 of 6 is done" in line] == training.shown
-    assert {name: (whole / name).read_bytes() for name in names_kept} == before
 
 
 SMALL_FILES = """import os, resource, sys
@@ -112,30 +68,6 @@ def test_a_resumed_run_goes_on_with_the_prompts_where_it_stopped(runs, site, tmp
     # still be on their way.
     assert len(set(prompts)) == len(prompts) == 16
     assert max(prompts) < 16 + 2 * 4
-
-
-def export(runs, dump: Path, version: int, out: Path) -> None:
-    job = [
-        "--job.config_file",
-        str(runs.recipe),
-        f"--job.dump_folder={dump}",
-        f"--model.hf_assets_path={runs.model}",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "titan_grpo.cli",
-        "export",
-        "--version",
-        str(version),
-        "--out",
-        str(out),
-        *job,
-    ]
-    done = subprocess.run(
-        [*command, "--dtype", "float32"], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.long
