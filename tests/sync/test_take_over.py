@@ -79,7 +79,9 @@ def test_a_run_that_ends_leaves_its_server_to_the_next_one_at_once(rig):
 
 @pytest.mark.parametrize("owner", ["", "folder"])
 def test_a_frozen_run_blocks_the_next_one_for_a_commit_deadline_and_a_resumed_one_never(rig, owner):
-    first = rig("a", commit_deadline_s=10 * WAIT_S if owner else 3.0, owner=owner)
+    # A lane that finds its receiver frozen greets again, and its run is live: this one rests.
+    rest = {"backoff_s": 10 * WAIT_S, "backoff_max_s": 10 * WAIT_S}
+    first = rig("a", commit_deadline_s=10 * WAIT_S if owner else 3.0, owner=owner, **rest)
     first.publish(1)
     first.everyone(1)
     first.servers["a"].freeze_receiver()
