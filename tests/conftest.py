@@ -32,6 +32,7 @@ SLOW = (
     "tests/layout/test_image.py",
     "tests/model_check/",
     "tests/patches/",
+    "tests/rollout/test_agent_runs.py",
     "tests/rollout/test_broken_off.py",
     "tests/rollout/test_client.py",
     "tests/rollout/test_engine_calls.py",

@@ -15,6 +15,7 @@ ROLLOUT = Rollout(
 REMOTE = replace(ROLLOUT, controller="http://10.0.0.1:8910", controller_key_env="KEY")
 LAUNCHED = replace(ROLLOUT, servers=["launch"], launch_python="p")
 PUSHED = replace(ROLLOUT, source="push")
+AGENTS = replace(ROLLOUT, agent="package.module:function")
 DRAINING = replace(ROLLOUT, max_staleness=1, in_flight_weight_updates=False)
 
 
@@ -116,6 +117,13 @@ def found(section: GRPO | Rollout | WeightSync) -> list[str]:
         (ROLLOUT, {"source": "atropos"}, "atropos_url must be a URL such as http://host:8000 with"),
         (PUSHED, {"push_address": "8900"}, "push_address must be host:port"),
         (PUSHED, {"push_address": "0.0.0.0:8900"}, "push_key_env must be set while"),
+        (AGENTS, {"agent": "module"}, 'agent must be "package.module:function", or "outside"'),
+        (AGENTS, {"agent_address": "8900"}, "agent_address must be host:port"),
+        (AGENTS, {"agent_address": "0.0.0.0:0"}, "agent_key_env must be set while"),
+        (AGENTS, {"reward": ["m:f"]}, "reward must be empty with rollout.agent"),
+        (AGENTS, {"task": "calculator"}, "task must be left out with rollout.agent"),
+        (AGENTS, {"chat_template": "none"}, "chat_template must be a template with rollout.agent"),
+        (AGENTS, {"source": "push"}, 'source must be "task" with rollout.agent'),
         (ROLLOUT, {"group_size": 1}, "group_size must be 2 or more"),
         (ROLLOUT, {"task": "gsm8k"}, 'task_path must be set for task = "gsm8k"'),
         (ROLLOUT, {"task_error_budget": 101}, "task_error_budget must be 0 to 100"),

@@ -308,15 +308,10 @@ def _sources(r: Rollout) -> Rules:
         'a URL such as http://host:8000 with source = "atropos"',
     )
     if r.source == "push":
-        host, _, port = r.push_address.rpartition(":")
-        address = bool(host) and port.isdigit() and int(port) < 65536
-        yield not address, "push_address", "host:port"
-        yield (
-            address and not r.push_key_env and not is_loopback(host),
-            "push_key_env",
-            "set while rollout.push_address is not on loopback (any process that reaches"
-            f" {r.push_address} could teach the model)",
-        )
+        yield from _listens(r, "push")
+    if r.agent:
+        yield r.source != "task", "source", '"task" with rollout.agent'
+        yield from _listens(r, "agent")
     if not r.in_flight_weight_updates:
         yield (
             r.max_staleness > 1,
@@ -330,6 +325,19 @@ def _sources(r: Rollout) -> Rules:
             f'true with rollout.source = "{r.source}" (environments ask the servers by themselves,'
             " and the run does not see their requests)",
         )
+
+
+def _listens(r: Rollout, who: str) -> Rules:
+    address: str = getattr(r, f"{who}_address")
+    host, _, port = address.rpartition(":")
+    usable = bool(host) and port.isdigit() and int(port) < 65536
+    yield not usable, f"{who}_address", "host:port"
+    yield (
+        usable and not getattr(r, f"{who}_key_env") and not is_loopback(host),
+        f"{who}_key_env",
+        f"set while rollout.{who}_address is not on loopback (any process that reaches {address}"
+        " could teach the model)",
+    )
 
 
 def _controller(r: Rollout) -> Rules:

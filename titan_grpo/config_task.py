@@ -11,6 +11,9 @@ from typing import Any
 TEXT = "none"
 """The value of ``rollout.chat_template`` that is no file: prompts are plain text."""
 
+OUTSIDE = "outside"
+"""The value of ``rollout.agent`` that is no function: agents take episodes over HTTP."""
+
 
 @dataclass
 class TaskKeys:
@@ -61,6 +64,24 @@ class TaskKeys:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as { enable_thinking = false }."""
 
+    agent: str = ""
+    """Agent "package.module:function", called as agent(base_url, api_key, row) for each completion:
+    it talks to base_url as to OpenAI's API and returns its reward. "outside": agents elsewhere take
+    episodes from agent_address and post their rewards. Rows are those of rollout.dataset. Takes the
+    place of rollout.task and rollout.reward."""
+
+    agent_address: str = "127.0.0.1:0"
+    """host:port of the endpoint that agents talk to; port 0: any that is free (the log says
+    which)."""
+
+    agent_key_env: str = ""
+    """Name of the environment variable with the key that agents elsewhere must show to take
+    episodes; empty: none, on a loopback address only."""
+
+    tool_parser: str = "hermes"
+    """Format of the model's calls of tools: "hermes" (Qwen, too), "llama3_json", or
+    "package.module:function" (docs/agents.md)."""
+
     task: str = "digits"
     """A built-in task (digits, gsm8k, calculator) or a dotted path "package.module:Class" to your
     own."""
@@ -105,6 +126,9 @@ def task_rules(r: TaskKeys) -> Iterator[tuple[bool, str, str]]:
         'empty or "package.module:function"',
     )
     yield r.task == "gsm8k" and not r.task_path, "task_path", 'set for task = "gsm8k"'
+    if r.agent:
+        yield from _agent_rules(r)
+        return
     if not r.reward:
         for name in ("dataset", "prompt", "system_prompt", "tools", "reward_weights"):
             rule = "empty without rollout.reward (a task of a class makes its own prompts)"
@@ -122,3 +146,19 @@ def task_rules(r: TaskKeys) -> Iterator[tuple[bool, str, str]]:
         for name in ("system_prompt", "tools", "chat_template_kwargs"):
             rule = 'empty with rollout.chat_template = "none" (a plain text has no place for it)'
             yield bool(getattr(r, name)), name, rule
+
+
+def _agent_rules(r: TaskKeys) -> Iterator[tuple[bool, str, str]]:
+    yield (
+        r.agent != OUTSIDE and not all(r.agent.partition(":")),
+        "agent",
+        f'"package.module:function", or "{OUTSIDE}"',
+    )
+    for name in ("reward", "reward_weights", "prompt", "system_prompt", "tools"):
+        yield bool(getattr(r, name)), name, "empty with rollout.agent (agents say what is asked)"
+    yield r.task != "digits", "task", "left out with rollout.agent, which takes its place"
+    yield (
+        r.chat_template == TEXT,
+        "chat_template",
+        "a template with rollout.agent (calls are chats)",
+    )

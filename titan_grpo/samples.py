@@ -83,6 +83,10 @@ class Completion:
     theirs. Context has the version before it. Empty: all are of ``version_first``, or later ones
     up to ``version_last``."""
 
+    episode: int = -1
+    """Where an agent's history changed, its episode is several completions, which have this number
+    in common: their reward counts once in the group. -1: it is one of its own."""
+
     @property
     def token_spans(self) -> tuple[Span, ...]:
         """``spans``, written out where they are empty.

@@ -161,6 +161,15 @@ def test_a_completion_with_its_advantage_taken_away_still_counts_for_its_group()
     assert mb["advantages"].round().tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [0] * 8]
 
 
+def test_the_reward_of_an_episode_counts_once_however_many_sequences_it_has() -> None:
+    won, lost = completion((7, 8), reward=1.0), completion((7, 8), reward=0.0)
+    parts = [replace(lost, episode=1)] * 3
+    mb = only_micro_batch([group(won, *parts)])
+    # Counted three times, the failure would make the success worth 1.73, and cost 0.58 itself.
+    firsts = mb["advantages"][:, 1].tolist()
+    assert firsts == pytest.approx([1.0, -1.0, -1.0, -1.0], abs=1e-5)
+
+
 def test_packed_sequences_lie_in_one_row_and_positions_begin_anew() -> None:
     groups = [group(completion((7, 8), reward=1.0), completion((9,), reward=0.0))]
     mb = only_micro_batch(groups, replace(OPTIONS, pack=True))

@@ -19,11 +19,11 @@ def diagnosis(tmp_path, monkeypatch, capsys):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    subjects = ("reward", "dataset", "first prompt", "chat template", "task")
+    subjects = ("reward", "dataset", "first prompt", "chat template", "task", "agent")
 
     def run(**changes):
         keys = {"reward": "doctored_rewards:right", "dataset": "rows.jsonl"} | changes
-        arguments = [f"--rollout.{name}={value}" for name, value in keys.items()]
+        arguments = [f"--rollout.{name}={value}" for name, value in keys.items() if value]
         # A server elsewhere that is not there is one problem, and not of the task's.
         arguments += ["--rollout.servers=http://127.0.0.1:9", f"--model.hf_assets_path={model}"]
         arguments += ["--model.name=qwen3", "--model.flavor=grpo_tiny", "--training.seq_len=512"]
@@ -93,3 +93,14 @@ def test_a_model_without_a_chat_template_is_one_line(diagnosis, tmp_path) -> Non
     assert template.startswith("problem  chat template the model must have a chat template")
     *_, prompt = diagnosis(chat_template="none")
     assert prompt.startswith("ok       first prompt  4 tokens: '")
+
+
+def test_an_agent_is_imported_and_shown_its_first_row(diagnosis, tmp_path) -> None:
+    (tmp_path / "doctored_agent.py").write_text(
+        "def solve(base_url, api_key, row):\n    return 1\n"
+    )
+    agent, template = diagnosis(agent="doctored_agent:solve", reward="")
+    assert agent.startswith("ok       agent         doctored_agent:solve, with {'prompt': '")
+    assert template.startswith("ok       chat template '<bos>user: hello")
+    (problem,) = diagnosis(agent="doctored_agent:other", reward="")
+    assert problem.startswith("problem  agent         rollout.agent 'doctored_agent:other' must be")

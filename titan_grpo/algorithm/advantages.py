@@ -43,6 +43,31 @@ class Scored(NamedTuple):
         return cls(completion.reward, completion.num_sampled, len(completion.token_ids))
 
 
+def by_episode(completions: Sequence[Completion]) -> tuple[list[Scored], list[int]]:
+    """A group's episodes, and which of them each completion is a part of. An agent's episode may be
+    several completions with one reward, which must not count as often as its history changed. Its
+    tokens are those of all its completions, its length that of the longest.
+
+    Example: episodes -1, 1, 1 -> two scored, places [0, 1, 1].
+    """
+    scored: list[Scored] = []
+    known: dict[int, int] = {}
+    places = []
+    for completion in completions:
+        one = Scored.of(completion)
+        place = known.get(completion.episode, len(scored))
+        if place == len(scored):
+            scored.append(one)
+        else:
+            had = scored[place]
+            tokens, length = had.tokens + one.tokens, max(had.length, one.length)
+            scored[place] = Scored(one.reward, tokens, length)
+        if completion.episode >= 0:
+            known[completion.episode] = place
+        places.append(place)
+    return scored, places
+
+
 @dataclass(frozen=True, slots=True)
 class Overlong:
     """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13). Raises ConfigError where the cache

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
 
-from titan_grpo.algorithm.advantages import AdvantageOptions, Scored, step_advantages
+from titan_grpo.algorithm.advantages import AdvantageOptions, by_episode, step_advantages
 from titan_grpo.algorithm.balance import (
     TokenCost,
     cut_packed,
@@ -199,9 +199,10 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], di
         spoilt = any(reasons)
         dropped.update((why or "group_of_defective" for why in reasons) if spoilt else ())
         sound.append(() if spoilt else group.completions)
-    scored = [[Scored.of(c) for c in completions] for completions in sound]
-    for number, advantages in enumerate(step_advantages(scored, options.advantage)):
+    scored, places = zip(*map(by_episode, sound), strict=True) if sound else ((), ())
+    for number, of_episodes in enumerate(step_advantages(scored, options.advantage)):
         prompt = groups[number].prompt
+        advantages = [of_episodes[place] for place in places[number]]
         for completion, advantage in zip(sound[number], advantages, strict=True):
             if len(prompt.token_ids) + len(completion.token_ids) > options.max_len:
                 dropped["too_long"] += 1

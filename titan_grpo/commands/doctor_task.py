@@ -9,6 +9,7 @@ from titan_grpo.commands.doctor_checks import Finding, ok, problem
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
+from titan_grpo.rollout.tasks.agent import AgentRows, load_parser
 from titan_grpo.rollout.tasks.base import AnyTask, TaskOptions, load_task
 from titan_grpo.rollout.tasks.functions import (
     FunctionOptions,
@@ -31,9 +32,12 @@ def findings(spec: RolloutSpec) -> Iterator[Finding]:
     # The rollout process is started as a module, which finds the modules of its directory.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    task = yield from (_functions(spec) if spec.reward else _class(spec))
-    if task is not None:
-        yield _prompt(spec, task)
+    if spec.agent:
+        yield from _agent(spec)
+    else:
+        task = yield from (_functions(spec) if spec.reward else _class(spec))
+        if task is not None:
+            yield _prompt(spec, task)
     if spec.accept:
         yield _filter(spec.accept)
 
@@ -67,6 +71,22 @@ def _functions(spec: RolloutSpec) -> _Found:
     columns = ", ".join(rows.columns)
     yield ok("dataset", f"{spec.dataset}: {len(rows)} rows with {columns}")
     return task
+
+
+def _agent(spec: RolloutSpec) -> Iterator[Finding]:
+    try:
+        task = AgentRows.load(spec)
+        load_parser(spec.tool_parser)
+    except (ConfigError, DataError) as error:
+        yield problem("agent", str(error), "correct that module, or the key that names it")
+        return
+    yield ok("agent", f"{spec.agent}, with {str(task.row(0))[:SHOWN]}")
+    try:
+        text = codec_of(spec).render([{"role": "user", "content": "hello"}])
+    except (ConfigError, DataError) as error:
+        yield problem("chat template", str(error), "set rollout.chat_template")
+    else:
+        yield ok("chat template", f"{text[:SHOWN]!r}")
 
 
 def _filter(path: str) -> Finding:

@@ -58,8 +58,23 @@ class TextCodec:
                     f" {said!r:.200}"
                 )
             return self.encode(said)
-        if self._template is None:
-            self._template = ChatTemplate.of_model(self._model_dir, self._chat_template)
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
         # The text has the special tokens that the template writes: no second <bos>.
-        return self.encode(self._template.render(messages, tools, **self._variables))
+        return self.encode(self.render(messages, tools))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        ask: bool = True,
+    ) -> str:
+        """The text of messages in the chat template; with ``ask`` up to where the model answers.
+        Raises as ``chat``."""
+        if self._template is None:
+            self._template = ChatTemplate.of_model(self._model_dir, self._chat_template)
+        variables = {"add_generation_prompt": ask, **self._variables}
+        return self._template.render(messages, tools, **variables)
+
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))

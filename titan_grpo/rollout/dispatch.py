@@ -155,6 +155,7 @@ class Dispatcher:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, *self._closings, return_exceptions=True)
+        await self._sampler.close()
         for driver in self._drivers.values():
             await driver.close()
 
@@ -342,6 +343,7 @@ class Dispatcher:
             self._starts.again(ticket, avoid)
             return
         self._starts.give_up(ticket.index)
+        self._sampler.forget(ticket.index)
         self._throw_away(ticket.parts)
         self._counts["skipped"] += 1
         self._report(

@@ -1,5 +1,5 @@
-"""A small HTTP server with a key, for the push server and the rollout service. Threads read
-requests, pass them on, and write the answers as JSON."""
+"""A small HTTP server with a key, for the push server, agents and the rollout service. Threads read
+requests, pass them on, and write the answers."""
 
 import hmac
 import json
@@ -71,20 +71,22 @@ class Serving(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``body`` is empty for a GET, and unpacked where it came gzipped."""
+    """``body`` is empty for a GET, and unpacked where it came gzipped. ``key``: what the header
+    ``Authorization: Bearer`` shows; empty without one."""
 
     method: str
     path: str
     query: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
+    key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to a request."""
+    """The answer to a request: a JSON object, or server-sent events as they are."""
 
     status: int
-    body: Mapping[str, Any]
+    body: Mapping[str, Any] | bytes
     retry_after_s: int | None = None
 
 
@@ -166,7 +168,9 @@ class _Handler(BaseHTTPRequestHandler):
             text = f"the body cannot be read: {error}"
             return self._write(Reply(400, {"error": text}), keep=False)
         parts = urlsplit(self.path)
-        request = Request(method, parts.path, dict(parse_qsl(parts.query)), body)
+        scheme, _, key = self.headers.get("Authorization", "").partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else ""
+        request = Request(method, parts.path, dict(parse_qsl(parts.query)), body, key)
         return self._write(self.server.owner.answer(request), keep=True)
 
     def _refusal(self) -> Reply | None:
@@ -199,9 +203,10 @@ class _Handler(BaseHTTPRequestHandler):
         return plain
 
     def _write(self, reply: Reply, keep: bool) -> None:
-        data = json.dumps(reply.body).encode()
+        events = isinstance(reply.body, bytes)
+        data = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
         self.send_response(reply.status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", "text/event-stream" if events else "application/json")
         self.send_header("Content-Length", str(len(data)))
         if reply.retry_after_s is not None:
             self.send_header("Retry-After", str(reply.retry_after_s))

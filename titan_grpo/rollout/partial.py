@@ -108,6 +108,25 @@ class Partial:
             spans=joined((*self.token_spans, (self.token_spans[-1][0], len(context)))),
         )
 
+    def first_tokens(self, count: int) -> "Partial":
+        """Without what came after the first ``count`` tokens, of which there is at least one.
+
+        >>> part = Partial((5, 6), (-1.0, -2.0), 3, 4, spans=((3, 1), (4, 1)))
+        >>> part.first_tokens(1).token_ids, part.first_tokens(1).spans
+        ((5,), ((3, 1),))
+        """
+        spans, left = [], count
+        for version, tokens in self.token_spans:
+            spans.append((version, min(tokens, left)))
+            left -= spans[-1][1]
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            sampled=self.sampled[:count],
+            spans=joined(spans),
+        )
+
     def stretches(self) -> tuple[tuple[bool, tuple[int, ...]], ...]:
         """(sampled, token ids) of each turn in its order.
 

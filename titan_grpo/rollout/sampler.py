@@ -42,7 +42,7 @@ class Interrupted(TitanGrpoError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
     """A group that is being made. ``parts`` has its completions' tokens at any moment."""
 
     prompt: Prompt
@@ -50,6 +50,19 @@ class _Job:
     parts: list[Partial]
     server: Server
     driver: AsyncDriver
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request for the next tokens of a completion, after the prompt and what it has so far."""
+
+    prompt_ids: tuple[int, ...]
+    tokens: int
+    """The most that it may get."""
+    turn_ends: frozenset[str] = frozenset()
+    """Reasons of the engine that end a turn and not the completion."""
+    stop: tuple[str, ...] = ()
+    """Texts at which it ends, besides those of the run and its task."""
 
 
 class Sampler:
@@ -60,6 +73,13 @@ class Sampler:
         self._spec, self._runner, self._budget = spec, runner, spec.max_completion_tokens
         texts, tokens = runner.stops
         self._stops = (*spec.stop, *texts), (*spec.stop_token_ids, *tokens)
+        self._turn_ends = frozenset(("stop",) if runner.multi_turn else ())
+
+    def forget(self, index: int) -> None:
+        """The prompt is given up: nothing of its group is made again."""
+
+    async def close(self) -> None:
+        """End what outlives a group's stay on a server: nothing here."""
 
     async def group(
         self, ticket: Ticket, parts: list[Partial], server: Server, driver: AsyncDriver
@@ -71,7 +91,7 @@ class Sampler:
         is left out by choice, TaskFailed for what the task raises.
         """
         prompt = self._runner.prompt(ticket.index)
-        job = _Job(prompt, ticket, parts, server, driver)
+        job = Job(prompt, ticket, parts, server, driver)
         await at_once([self._finish(job, sample) for sample in range(len(parts))])
         if cut := sum(not part.finish_reason for part in parts):
             raise Interrupted(f"{server.url} cut {cut} of {len(parts)} completions short")
@@ -80,8 +100,11 @@ class Sampler:
         rewards = await self._runner.rewards(prompt, completions)
         completions = [replace(c, reward=r) for c, r in zip(completions, rewards, strict=True)]
         self._check(prompt, completions)
-        group = Group(prompt, tuple(completions))
-        if min(c.num_sampled for c in completions) < self._spec.min_completion_tokens:
+        return await self._accepted(Group(prompt, tuple(completions)))
+
+    async def _accepted(self, group: Group) -> Group:
+        """The group. Raises NotAccepted where it is left out by choice."""
+        if min(c.num_sampled for c in group.completions) < self._spec.min_completion_tokens:
             raise NotAccepted("too_short", group)
         if not await self._runner.accepts(group):
             raise NotAccepted("not_accepted", group)
@@ -92,11 +115,13 @@ class Sampler:
             if fault := completion_fault(prompt, completion, self._budget):
                 raise GroupDropped(fault)
 
-    async def _finish(self, job: _Job, sample: int) -> None:
+    async def _finish(self, job: Job, sample: int) -> None:
         """Turn after turn, until the completion ends or an engine cuts it short."""
         while not job.parts[sample].finish_reason:
-            if not job.parts[sample].waits:
-                await self._sample_turn(job, sample)
+            part = job.parts[sample]
+            if not part.waits:
+                left = part.left(self._budget)
+                await self._sample(job, sample, Ask(job.prompt.token_ids, left, self._turn_ends))
             part = job.parts[sample]
             if not part.waits:
                 return
@@ -106,18 +131,21 @@ class Sampler:
             context = None if silent or full else await self._runner.turn(job.prompt, part)
             job.parts[sample] = part.answered(context, self._budget)
 
-    async def _sample_turn(self, job: _Job, sample: int) -> None:
-        """One request, from the completion's last token to the end of its turn."""
+    async def _sample(self, job: Job, sample: int, ask: Ask) -> str:
+        """One request, from the completion's last token to the end of its turn. Returns the
+        engine's reason for the end; empty where no request was made."""
         spec, server, part = self._spec, job.server, job.parts[sample]
         if server.version is None:
             # The ledger lost track of it between two turns. No token of an unknown version was
             # made, so the episode goes on elsewhere.
-            return
+            return ""
         label, first = server.label, server.version
         seed = request_seed(spec.seed, job.ticket.index, sample, job.ticket.attempt, part.answers)
         salt = label or str(first)
-        sampling = Sampling(part.left(self._budget), spec.temperature, seed, salt, *self._stops)
-        speak, token_ids = dialect(server.engine), (*job.prompt.token_ids, *part.token_ids)
+        texts, ids = self._stops
+        stops = (*texts, *ask.stop), ids
+        sampling = Sampling(ask.tokens, spec.temperature, seed, salt, *stops)
+        speak, token_ids = dialect(server.engine), (*ask.prompt_ids, *part.token_ids)
 
         def added(sampled: Sampled, last: int | None) -> Partial:
             # None: the ledger lost track of the server meanwhile, so which weights made the tokens
@@ -127,13 +155,13 @@ class Sampler:
                 made = made_by(sampled, label, first, last, spec.kv_recomputed)
             if made is None:
                 raise GroupDropped("version_unknown")
-            return self._added(job.prompt, part, sampled, made)
+            return self._added(ask, part, sampled, made)
 
         if not spec.stream_completions:
             call = speak.generate(token_ids, sampling, spec.request_timeout_s)
             sampled = await job.driver.run(call)
             job.parts[sample] = added(sampled, server.newest)
-            return
+            return sampled.finish_reason
         stream = speak.stream(token_ids, sampling, spec.request_timeout_s)
         tokens = TokenStream(Answer(stream), server)
         try:
@@ -144,16 +172,19 @@ class Sampler:
             with suppress(GroupDropped):
                 job.parts[sample] = added(tokens.kept(), tokens.version)
             raise
-        job.parts[sample] = added(tokens.sampled(), server.newest)
+        sampled = tokens.sampled()
+        job.parts[sample] = added(sampled, server.newest)
+        return sampled.finish_reason
 
-    def _added(self, prompt: Prompt, part: Partial, sampled: Sampled, made: Made) -> Partial:
+    def _added(self, ask: Ask, part: Partial, sampled: Sampled, made: Made) -> Partial:
         if self._spec.kv_recomputed and kv_survived(sampled):
             raise GroupDropped("kv_kept")
         after = part.after(sampled, made, self._budget)
-        if self._runner.multi_turn and after.finish_reason == "stop":
+        if after.finish_reason in ask.turn_ends:
             after = after.waiting()
         if after.token_ids and not after.finish_reason:
             # It goes on from these tokens, elsewhere or after the task's answer.
+            prompt = Prompt(0, ask.prompt_ids)
             fault = completion_fault(prompt, after.completion(""), self._budget)
             if fault not in ("", "unfinished"):
                 raise GroupDropped(fault)

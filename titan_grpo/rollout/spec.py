@@ -82,6 +82,10 @@ class RolloutSpec:
     tools: str = ""
     chat_template: str = ""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    agent: str = ""
+    agent_address: str = "127.0.0.1:0"
+    agent_key_env: str = ""
+    tool_parser: str = "hermes"
     task: str = "digits"
     task_path: str = ""
     task_concurrency: int = 64

@@ -10,8 +10,16 @@ from typing import Any, TypeVar
 from titan_grpo.errors import ConfigError, DataError, ProtocolError, TitanGrpoError
 from titan_grpo.rollout.calls import at_once, call, their_traceback
 from titan_grpo.rollout.partial import Partial
-from titan_grpo.rollout.tasks.base import AnyTask, Codec, Filter, GroupTask, MultiTurnTask, Turn
-from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.rollout.tasks.base import (
+    AgentTask,
+    AnyTask,
+    Codec,
+    Filter,
+    GroupTask,
+    MultiTurnTask,
+    Turn,
+)
+from titan_grpo.samples import Completion, Group, Prompt, sound_reward
 
 T = TypeVar("T")
 
@@ -119,10 +127,14 @@ class TaskRunner:
             part = Partial(completion.token_ids, completion.logprobs, sampled=completion.sampled)
             turns = self._turns(part)
             return await self._call("reward", float, self._task.episode_reward, prompt, turns)
-        if isinstance(self._task, GroupTask):
+        if isinstance(self._task, GroupTask | AgentTask):
             raise ProtocolError("the completions of this task are rewarded together")
         text, token_ids = self._codec.decode(completion.token_ids), completion.token_ids
         return await self._call("reward", float, self._task.reward, prompt, text, token_ids)
+
+    async def agent(self, function: Callable[..., Any], *arguments: Any) -> float | None:
+        """The reward that an agent returns, or None."""
+        return await self._call("agent", _reward, function, *arguments)
 
     async def accepts(self, group: Group) -> bool:
         """Whether the user's filter keeps a finished, rewarded group."""
@@ -154,6 +166,15 @@ class TaskRunner:
                         f"rollout.task_timeout_s = {self._timeout_s:g} ran out in the task's {what}"
                     )
                 raise TaskFailed(what, error) from error
+
+
+def _reward(answer: Any) -> float | None:
+    if answer is None:
+        return None
+    reward = float(answer)
+    if not sound_reward(reward):
+        raise DataError(f"an agent must return a finite number, got {answer!r:.100}")
+    return reward
 
 
 def _rewards(count: int, answer: Any) -> list[float]:

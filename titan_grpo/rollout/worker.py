@@ -14,12 +14,15 @@ from typing import Any
 
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout import messages
+from titan_grpo.rollout.agent_sampler import AgentSampler
+from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.dispatch import Dispatcher
 from titan_grpo.rollout.engine_calls import EngineCalls
 from titan_grpo.rollout.external import External, open_source
 from titan_grpo.rollout.sampler import Sampler
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
+from titan_grpo.rollout.tasks.agent import AgentRows, load_parser
 from titan_grpo.rollout.tasks.functions import codec_of, filter_of, task_of
 
 EXIT_GRACE_S = 5.0
@@ -78,15 +81,22 @@ class Worker:
             source = open_source(spec, self._out.put, self._fail)
             await source.start()
             return source
-        task, codec = task_of(spec), codec_of(spec)
+        task = AgentRows.load(spec) if spec.agent else task_of(spec)
+        codec = codec_of(spec)
+        # A missing chat template ends the start, not the first group.
         if spec.reward:
-            # A missing chat template ends the start, not the first group.
             task.prompt(0, codec)
+        elif spec.agent:
+            codec.chat("")
         runner = TaskRunner(
             task, codec, spec.task_concurrency, spec.task_timeout_s, filter_of(spec, task)
         )
         key = os.environ.get(spec.api_key_env, "") if spec.api_key_env else ""
-        return Dispatcher(spec, Sampler(spec, runner), runner, self._out.put, self._fail, key)
+        sampler = Sampler(spec, runner)
+        if isinstance(task, AgentRows):
+            parser = load_parser(spec.tool_parser)
+            sampler = AgentSampler(spec, runner, Agents(spec, task, runner, codec), parser)
+        return Dispatcher(spec, sampler, runner, self._out.put, self._fail, key)
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error

@@ -105,7 +105,19 @@ class MultiTurnTask(Prompts, Protocol):
         ...
 
 
-AnyTask = Task | GroupTask | MultiTurnTask
+@runtime_checkable
+class AgentTask(Prompts, Protocol):
+    """Rows for agents, whose calls make the completions (docs/agents.md)."""
+
+    function: Callable[..., Any] | None
+    """``agent(base_url, api_key, row) -> reward``; None: agents are outside."""
+
+    def row(self, index: int) -> dict[str, Any]:
+        """What the agents of a group get."""
+        ...
+
+
+AnyTask = Task | GroupTask | MultiTurnTask | AgentTask
 
 Filter = Callable[[Group], bool | Awaitable[bool]]
 """Whether a finished, rewarded group may be trained on: a task's ``should_accept``, or

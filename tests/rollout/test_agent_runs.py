@@ -1,0 +1,101 @@
+"""Agents in a rollout process of their own: what is counted, and how a run stops."""
+
+import os
+import re
+
+import pytest
+
+from tests.rollout.agents import says
+from titan_grpo.errors import TaskError
+from titan_grpo.protocol.messages import ServerState
+from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.codec import TextCodec
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.titan.tiny import write_tiny_model
+
+pytest.importorskip("openai")
+
+AGENT = """
+import openai
+from pathlib import Path
+
+def solve(base_url, api_key, row):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
+    if row["index"] == 0 and not Path(__file__).with_name("failed").exists():
+        Path(__file__).with_name("failed").touch()
+        raise KeyError("the agent's own mistake")
+    return row["index"]
+"""
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    return str(write_tiny_model("qwen3", tmp_path / "model"))
+
+
+@pytest.fixture
+def codec(model) -> TextCodec:
+    return TextCodec(model)
+
+
+@pytest.fixture
+def run_of_agents(model, tmp_path, monkeypatch):
+    """A factory: changes of the spec -> a started client of a rollout process with an agent."""
+    (tmp_path / "own_agent.py").write_text(AGENT)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    clients = []
+
+    def make(**changes):
+        sizes = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 0}
+        spec = RolloutSpec(model, agent="own_agent:solve", **(sizes | changes))
+        clients.append(RolloutClient(spec))
+        clients[-1].start(60)
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close(5)
+
+
+def test_a_run_counts_an_agents_error_and_makes_its_group_again(
+    run_of_agents, codec, completion_server
+) -> None:
+    engine, client = completion_server(), run_of_agents(task_error_budget=3)
+    engine.behaviour = says(codec, "one")
+    client.set_server(ServerState(engine.url, 0, True, "r:0:f", "vllm"))
+    groups = client.next_batch(0, 2, 60)
+    assert [group.prompt.index for group in groups] == [0, 1]
+    assert [[c.reward for c in group.completions] for group in groups] == [[0, 0], [1, 1]]
+    assert client.counters()["dropped.task_error"] == 1
+
+
+def test_a_run_stops_with_the_agents_own_traceback(run_of_agents, codec, completion_server) -> None:
+    engine, client = completion_server(), run_of_agents()
+    engine.behaviour = says(codec, "one")
+    client.set_server(ServerState(engine.url, 0, True, "r:0:f", "vllm"))
+    with pytest.raises(TaskError) as stopped:
+        client.next_batch(0, 2, 60)
+    assert 'raise KeyError("the agent\'s own mistake")' in str(stopped.value)
+    assert "rollout/agents.py" not in str(stopped.value)
+
+
+def test_the_agent_and_the_parser_of_the_docs_do_what_they_say(
+    run_of_agents, codec, completion_server, root, tmp_path
+) -> None:
+    agent, parser = re.findall(
+        r"```python\n(.*?)```", (root / "docs" / "agents.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "own_agent.py").write_text(agent)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "What is 2+3?", "answer": "5"}\n')
+    engine, client = completion_server(), run_of_agents(dataset=str(rows))
+    engine.behaviour = says(codec, "It is 5.")
+    client.set_server(ServerState(engine.url, 0, True, "r:0:f", "vllm"))
+    for group in client.next_batch(0, 2, 60):
+        assert codec.decode(group.prompt.token_ids) == "user: What is 2+3?\nassistant:"
+        assert [completion.reward for completion in group.completions] == [1.0, 1.0]
+    names: dict = {}
+    exec(parser, names)
+    assert names["parse"]("sum: 2 3") == ("", [("sum", {"of": "2 3"})])
+    assert names["parse"]("It is 5.") == ("It is 5.", [])

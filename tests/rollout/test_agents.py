@@ -1,0 +1,483 @@
+"""Agents with the openai client against an engine that answers what a test says: which tokens are
+trained on, and what an agent sees when something fails."""
+
+import asyncio
+import http.client
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import pytest
+
+from tests.rollout.agents import ADD, HELLO, client_of, says, talker
+from tests.rollout.conftest import answer, piece
+from titan_grpo.engines.http import AsyncDriver
+from titan_grpo.errors import DataError, PeerError
+from titan_grpo.rollout.agent_sampler import AgentSampler
+from titan_grpo.rollout.agents import Agents
+from titan_grpo.rollout.codec import TextCodec
+from titan_grpo.rollout.messages import Ticket
+from titan_grpo.rollout.partial import Partial
+from titan_grpo.rollout.pool import Server
+from titan_grpo.rollout.sampler import GroupDropped
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
+from titan_grpo.rollout.tasks.agent import AgentRows
+from titan_grpo.rollout.tasks.functions import codec_of
+from titan_grpo.rollout.tool_calls import hermes
+from titan_grpo.titan.tiny import EOS, UNK, write_tiny_model
+
+openai = pytest.importorskip("openai")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(write_tiny_model("qwen3", tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def codec(model) -> TextCodec:
+    return TextCodec(model)
+
+
+@pytest.fixture
+def group_of(model, completion_server):
+    """A factory: an agent, an engine -> the group that they make, and the server."""
+
+    @asynccontextmanager
+    async def made(agent, timeout_s, changes):
+        sizes = {"group_size": 1, "max_completion_tokens": 400, "task_timeout_s": timeout_s}
+        spec = RolloutSpec(model, **(sizes | changes))
+        task, codec = AgentRows(agent, None), codec_of(spec)
+        runner = TaskRunner(task, codec, 8, timeout_s)
+        agents = Agents(spec, task, runner, codec)
+        try:
+            yield AgentSampler(spec, runner, agents, hermes), agents
+        finally:
+            await agents.close()
+
+    def make(agent, behaviours, /, timeout_s=20.0, look=None, **changes):
+        """One attempt for each behaviour of an engine, each on another server; the last is the
+        group's. ``look``: called with the endpoint before the first."""
+
+        async def run():
+            group, parts = None, [Partial()] * changes.get("group_size", 1)
+            async with made(agent, timeout_s, changes) as (sampler, agents):
+                if look is not None:
+                    look(agents)
+                for attempt, behaviour in enumerate(behaviours):
+                    engine = completion_server()
+                    engine.behaviour = behaviour
+                    server = Server(engine.url, 3 + attempt, True, f"r:{3 + attempt}:f", "vllm")
+                    driver = AsyncDriver(engine.url)
+                    try:
+                        group = await sampler.group(
+                            Ticket(0, attempt=attempt), parts, server, driver
+                        )
+                    except PeerError:
+                        assert attempt < len(behaviours) - 1
+                    finally:
+                        await driver.close()
+                return group
+
+        return asyncio.run(run())
+
+    return make
+
+
+def test_six_turns_of_an_unchanged_history_are_one_completion_of_the_engines_own_tokens(
+    group_of, codec
+) -> None:
+    asked = []
+    group = group_of(talker(6), [says(codec, "one", "two", log=asked)])
+    (completion,) = group.completions
+    whole = group.prompt.token_ids + completion.token_ids
+    assert codec.spell(group.prompt.token_ids) == "<bos>user: hello\nassistant:"
+    for before, after in pairwise(asked):
+        assert after[: len(before)] == before
+    assert list(whole[: len(asked[-1])]) == asked[-1]
+    said = [t for t, s in zip(completion.token_ids, completion.sampled, strict=True) if s]
+    assert said == [*codec.encode("one"), EOS, *codec.encode("two"), EOS] * 3
+    context = "\nuser: and 0?\nassistant:"
+    assert codec.spell(completion.token_ids[4:]).startswith(context)
+    assert (completion.reward, completion.episode, completion.finish_reason) == (1.0, -1, "stop")
+
+
+def test_tokens_that_their_text_would_not_give_again_are_kept(group_of, codec) -> None:
+    # The tokenizer makes no unknown token of the text of one: the history is not encoded again.
+    odd = [*codec.encode("x"), UNK, UNK, EOS]
+    asked = []
+
+    def behaviour(body):
+        asked.append(body["prompt"])
+        return answer(odd, [-1.0] * 4, "stop")
+
+    group = group_of(talker(2), [behaviour])
+    (completion,) = group.completions
+    assert asked[1][: len(asked[0]) + 4] == asked[0] + odd
+    assert list(completion.token_ids[:4]) == odd
+    assert completion.num_sampled == 8
+
+
+def test_a_changed_history_begins_a_second_completion_with_the_same_reward(group_of, codec) -> None:
+    def agent(base_url, api_key, row):
+        client = client_of(base_url, api_key)
+        for said in ("first", "second"):
+            messages = [HELLO, {"role": "assistant", "content": said}, HELLO]
+            client.chat.completions.create(model="any", messages=messages)
+        return 0.5
+
+    asked = []
+    group = group_of(agent, [says(codec, "one", "two", log=asked)])
+    assert [c.episode for c in group.completions] == [0, 0]
+    assert [c.reward for c in group.completions] == [0.5, 0.5]
+    assert codec.spell(group.prompt.token_ids) == "<bos>user: hello\nassistant: "
+    for completion, prompt, said in zip(group.completions, asked, ("one", "two"), strict=True):
+        assert [*group.prompt.token_ids, *completion.token_ids][: len(prompt)] == prompt
+        assert completion.num_sampled == len(said) + 1
+        assert completion.sampled[: -len(said) - 1] == (False,) * (
+            len(prompt) - len(group.prompt.token_ids)
+        )
+
+
+def test_calls_at_once_are_completions_of_their_own(group_of, codec) -> None:
+    def agent(base_url, api_key, row):
+        client = client_of(base_url, api_key)
+
+        def ask(text):
+            return client.chat.completions.create(
+                model="any", messages=[{"role": "user", "content": text}]
+            )
+
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(ask, ("a", "b", "b")))
+        return 1.0
+
+    group = group_of(agent, [says(codec, "one")])
+    assert [c.num_sampled for c in group.completions] == [4, 4, 4]
+    assert {c.episode for c in group.completions} == {0}
+
+
+def test_a_streamed_answer_is_the_same(group_of, codec) -> None:
+    seen = []
+
+    def agent(base_url, api_key, row):
+        stream = client_of(base_url, api_key).chat.completions.create(
+            model="any", messages=[HELLO], stream=True, stream_options={"include_usage": True}
+        )
+        seen.extend(stream)
+        return 1.0
+
+    group = group_of(agent, [says(codec, "one")])
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in seen if chunk.choices)
+    assert text == "one"
+    assert seen[-2].choices[0].finish_reason == "stop"
+    assert seen[-1].usage.completion_tokens == group.completions[0].num_sampled == 4
+
+
+def test_calls_of_tools_reach_the_agent_and_go_on_without_being_written_again(
+    group_of, codec
+) -> None:
+    seen = []
+    # No template writes it with these spaces.
+    text = '<tool_call>{"name":   "add", "arguments": {"a":1}}</tool_call>'
+
+    def agent(base_url, api_key, row):
+        client, messages = client_of(base_url, api_key), [HELLO]
+        for _ in range(2):
+            reply = client.chat.completions.create(model="m", messages=messages, tools=[ADD])
+            message = reply.choices[0].message
+            seen.append((reply.choices[0].finish_reason, message))
+            messages.append(message.model_dump())
+            ids = [call.id for call in message.tool_calls or ()]
+            messages += [{"role": "tool", "tool_call_id": id_, "content": "2"} for id_ in ids]
+        return 1.0
+
+    asked = []
+    group = group_of(agent, [says(codec, text, "two", log=asked)])
+    (reason, first), (last_reason, last) = seen
+    assert (reason, last_reason, last.content) == ("tool_calls", "stop", "two")
+    assert first.content is None
+    assert first.tool_calls[0].function.name == "add"
+    assert json.loads(first.tool_calls[0].function.arguments) == {"a": 1}
+    assert len(group.completions) == 1
+    tail = codec.spell(asked[1][len(asked[0]) :])
+    assert tail == f"{text}<eos>\ntool: 2\nassistant:"
+
+
+def test_log_probabilities_and_a_limit_are_those_of_the_tokens(group_of, codec) -> None:
+    seen = []
+
+    def agent(base_url, api_key, row):
+        seen.append(
+            client_of(base_url, api_key).chat.completions.create(
+                model="any", messages=[HELLO], logprobs=True, max_tokens=2
+            )
+        )
+        return 1.0
+
+    group = group_of(agent, [says(codec, "one")])
+    (choice,) = seen[0].choices
+    assert (choice.message.content, choice.finish_reason) == ("on", "length")
+    assert [(t.token, t.logprob) for t in choice.logprobs.content] == [("o", -1.0), ("n", -1.0)]
+    assert seen[0].usage.prompt_tokens == len(group.prompt.token_ids)
+    assert group.completions[0].finish_reason == "length"
+
+
+def test_an_agent_does_not_see_that_a_server_died_in_its_second_turn(group_of, codec) -> None:
+    first, asked = says(codec, "one"), []
+
+    def dies(body):
+        asked.append(body["prompt"])
+        if len(asked) == 1:
+            return first(body)
+        return 200, iter([piece(list(codec.encode("tw")))])
+
+    calls = []
+    agent = talker(2)
+
+    def counted(base_url, api_key, row):
+        calls.append(api_key)
+        return agent(base_url, api_key, row)
+
+    again = []
+    group = group_of(counted, [dies, says(codec, "o", log=again)])
+    (completion,) = group.completions
+    assert len(calls) == 1
+    # The pieces that had come are gone on from, not made again.
+    assert again == [asked[1] + list(codec.encode("tw"))]
+    assert codec.decode(completion.token_ids[-4:]) == "two"
+    assert (completion.version_first, completion.version_last) == (3, 4)
+
+
+def test_an_episode_whose_tokens_were_thrown_away_begins_again_with_another_key(
+    model, codec, completion_server
+) -> None:
+    keys, refusals = [], []
+    agent = talker(2)
+
+    def counted(base_url, api_key, row):
+        keys.append(api_key)
+        try:
+            return agent(base_url, api_key, row)
+        except openai.AuthenticationError as error:
+            refusals.append(str(error))
+            raise
+
+    async def run():
+        spec = RolloutSpec(model, group_size=1, max_completion_tokens=100)
+        task = AgentRows(counted, None)
+        runner = TaskRunner(task, codec, 8, 20.0)
+        agents = Agents(spec, task, runner, codec)
+        sampler = AgentSampler(spec, runner, agents, hermes)
+        engine, first = completion_server(), says(codec, "one")
+        engine.behaviour = lambda b: (500, {}) if len(engine.bodies) == 2 else first(b)
+        server, driver = Server(engine.url, 3, True, "r:3:f", "vllm"), AsyncDriver(engine.url)
+        with pytest.raises(PeerError):
+            await sampler.group(Ticket(0), [Partial()], server, driver)
+        group = await sampler.group(Ticket(0, 1), [Partial()], server, driver)
+        await driver.close()
+        await agents.close()
+        return group
+
+    group = asyncio.run(run())
+    assert len(set(keys)) == 2
+    assert len(refusals) == 1
+    assert "this one is over" in refusals[0]
+    assert group.completions[0].num_sampled == 8
+
+
+def test_an_unknown_episode_is_refused_as_openai_does(group_of, codec) -> None:
+    refusals = []
+
+    def agent(base_url, api_key, row):
+        stranger = client_of(base_url, "ep-unknown")
+        for call in (
+            lambda: stranger.chat.completions.create(model="any", messages=[HELLO]),
+            stranger.models.list,
+        ):
+            with pytest.raises(openai.AuthenticationError) as error:
+                call()
+            refusals.append(error.value)
+        assert [m.id for m in client_of(base_url, api_key).models.list()] == ["policy"]
+        return talker(1)(base_url, api_key, row)
+
+    group_of(agent, [says(codec, "one")])
+    assert [(e.status_code, e.code) for e in refusals] == [(401, "invalid_api_key")] * 2
+
+
+def test_a_refused_field_is_named_to_the_client(group_of, codec) -> None:
+    refusals = []
+
+    def agent(base_url, api_key, row):
+        with pytest.raises(openai.BadRequestError) as error:
+            talker(1, n=2)(base_url, api_key, row)
+        refusals.append(error.value)
+        return talker(1)(base_url, api_key, row)
+
+    group = group_of(agent, [says(codec, "one")])
+    assert refusals[0].param == "n"
+    assert "n must be 1" in str(refusals[0])
+    assert len(group.completions) == 1
+
+
+def test_what_an_agent_raises_is_shown_with_its_own_lines_alone(group_of, codec) -> None:
+    def broken(base_url, api_key, row):
+        talker(1)(base_url, api_key, row)
+        return {}["missing"]
+
+    with pytest.raises(TaskFailed, match="the task's agent failed: KeyError") as failed:
+        group_of(broken, [says(codec, "one")])
+    report = failed.value.report
+    assert 'return {}["missing"]' in report
+    assert "titan_grpo/rollout" not in report
+
+
+@pytest.mark.parametrize(
+    ("outcome", "text"),
+    [(None, "must return its reward"), ("much", "could not convert"), (float("nan"), "finite")],
+)
+def test_an_agent_must_return_a_reward(group_of, codec, outcome, text) -> None:
+    def agent(base_url, api_key, row):
+        talker(1)(base_url, api_key, row)
+        return outcome
+
+    with pytest.raises(TaskFailed, match=text):
+        group_of(agent, [says(codec, "one")])
+
+
+def test_an_agent_that_makes_no_call_has_failed(group_of, codec) -> None:
+    with pytest.raises(TaskFailed, match="must make a call"):
+        group_of(lambda *_: 1.0, [says(codec, "one")])
+
+
+def test_an_agent_that_takes_too_long_ends_the_group(group_of, codec) -> None:
+    async def slow(base_url, api_key, row):
+        # no deadline: the episode's own is what is tested
+        await asyncio.Event().wait()
+
+    with pytest.raises(TaskFailed, match=r"TimeoutError.*task_timeout_s = 0.5"):
+        group_of(slow, [says(codec, "one")], timeout_s=0.5)
+
+
+def test_a_call_without_room_is_refused_and_an_agent_that_lets_that_out_gets_0(
+    group_of, codec
+) -> None:
+    group = group_of(talker(9), [says(codec, "one")], max_completion_tokens=60)
+    (completion,) = group.completions
+    assert completion.reward == 0.0
+    assert completion.num_sampled == 12
+    assert len(completion.token_ids) <= 60
+
+
+def test_an_answer_is_cut_at_the_agents_own_stop_but_its_tokens_are_not(group_of, codec) -> None:
+    seen, bodies = [], []
+
+    def agent(base_url, api_key, row):
+        reply = client_of(base_url, api_key).chat.completions.create(
+            model="any", messages=[HELLO], stop="E"
+        )
+        seen.append(reply.choices[0].message.content)
+        return 1.0
+
+    def behaviour(body):
+        bodies.append(body)
+        return answer(list(codec.encode("onE")), [-1.0] * 3, "stop")
+
+    group = group_of(agent, [behaviour])
+    assert (seen, bodies[0]["stop"]) == (["on"], ["E"])
+    assert codec.decode(group.completions[0].token_ids) == "onE"
+
+
+def test_prompts_with_nothing_in_common_drop_the_group(group_of, codec, tmp_path) -> None:
+    template = tmp_path / "bare.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
+
+    def agent(base_url, api_key, row):
+        client = client_of(base_url, api_key)
+        for role in ("user", "system"):
+            message = {"role": role, "content": "x"}
+            client.chat.completions.create(model="any", messages=[message])
+        return 1.0
+
+    with pytest.raises(GroupDropped, match="empty_prompt"):
+        group_of(agent, [says(codec, "one")], chat_template=str(template))
+
+
+def call(address, method, path, key="", body=None):
+    connection = http.client.HTTPConnection(address, timeout=20)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    data = None if body is None else json.dumps(body).encode()
+    connection.request(method, path, data if method == "GET" else data or b"", headers)
+    reply = connection.getresponse()
+    return reply.status, json.loads(reply.read())
+
+
+def test_agents_elsewhere_take_episodes_and_post_their_rewards(
+    group_of, codec, monkeypatch
+) -> None:
+    monkeypatch.setenv("AGENTS", "shared")
+    seen, threads = [], []
+
+    def look(agents):
+        address = agents.url.removeprefix("http://")
+
+        def outside():
+            seen.append(call(address, "POST", "/episodes")[0])
+            status, given = 429, {}
+            while status == 429:  # the group has not begun
+                status, given = call(address, "POST", "/episodes", "shared")
+            key, path = given["id"], f"/episodes/{given['id']}/reward"
+            seen.append(given["row"])
+            talker(2)(f"{agents.url}/v1", key, {})
+            seen.append(call(address, "POST", path, key, {"reward": "much"})[0])
+            seen.append(call(address, "POST", path, "wrong", {"reward": 1})[0])
+            seen.append(call(address, "POST", path, key, {"reward": 0.25})[0])
+
+        threads.append(threading.Thread(target=outside))
+        threads[0].start()
+
+    group = group_of(None, [says(codec, "one")], look=look, agent="outside", agent_key_env="AGENTS")
+    threads[0].join(20)
+    assert seen == [401, {"index": 0, "seed": 0}, 400, 401, 200]
+    assert group.completions[0].reward == 0.25
+
+
+def test_an_agent_elsewhere_that_posts_nothing_costs_its_group(group_of, codec) -> None:
+    def look(agents):
+        address = agents.url.removeprefix("http://")
+
+        def outside():
+            while call(address, "POST", "/episodes")[0] == 429:
+                pass
+
+        threading.Thread(target=outside).start()
+
+    with pytest.raises(TaskFailed, match=r"no reward came within rollout\.task_timeout_s = 0.5"):
+        group_of(None, [says(codec, "one")], timeout_s=0.5, look=look, agent="outside")
+
+
+def test_a_tool_parser_that_breaks_is_the_users_error(model, codec, completion_server) -> None:
+    async def run():
+        spec = RolloutSpec(model, group_size=1)
+        task = AgentRows(talker(1, tools=[ADD]), None)
+        runner = TaskRunner(task, codec, 8, 20.0)
+        agents = Agents(spec, task, runner, codec)
+
+        def parser(text):
+            raise DataError("no such format")
+
+        engine = completion_server()
+        engine.behaviour = says(codec, "one")
+        server, driver = Server(engine.url, 3, True, "r:3:f", "vllm"), AsyncDriver(engine.url)
+        try:
+            sampler = AgentSampler(spec, runner, agents, parser)
+            await sampler.group(Ticket(0), [Partial()], server, driver)
+        finally:
+            await driver.close()
+            await agents.close()
+
+    with pytest.raises(TaskFailed, match="tool_parser failed: DataError: no such format"):
+        asyncio.run(run())

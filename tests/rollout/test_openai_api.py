@@ -1,0 +1,109 @@
+"""Chat completions as data: what a request may ask, what is refused by name, and the tools that an
+answer calls."""
+
+import json
+
+import pytest
+
+from titan_grpo.rollout.openai_api import Refused, parse, plain
+from titan_grpo.rollout.tool_calls import hermes, llama3_json
+
+HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def request(**fields):
+    return parse(json.dumps({"model": "any", "messages": HELLO} | fields).encode(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("logit_bias", {"5": 1}),
+        ("response_format", {"type": "json_object"}),
+        ("temperature", 0.5),
+        ("top_p", 0.9),
+        ("top_logprobs", 3),
+        ("presence_penalty", 0.1),
+        ("seed", 7),
+        ("tool_choice", "required"),
+        ("parallel_tool_calls", False),
+        ("tools", [{"type": "retrieval"}]),
+        ("stop", [""]),
+        ("max_completion_tokens", 0),
+        ("messages", []),
+        ("a_field_of_next_year", 1),
+    ],
+)
+def test_a_field_that_cannot_be_done_is_refused_with_its_name_and_value(field, value) -> None:
+    with pytest.raises(Refused, match=f"{field} must be .*, got") as refused:
+        request(**{field: value})
+    error = refused.value.body["error"]
+    assert (refused.value.status, error["param"]) == (400, field)
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'"text"'])
+def test_a_body_that_is_no_object_is_refused(body) -> None:
+    with pytest.raises(Refused, match="the body must be"):
+        parse(body, 1.0)
+
+
+def test_fields_of_a_usual_client_are_read_and_null_is_left_out() -> None:
+    found = request(
+        n=1,
+        temperature=1,
+        top_p=None,
+        logit_bias=None,
+        seed=None,
+        user="me",
+        max_tokens=9,
+        stop="END",
+        tools=[TOOL],
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    assert (found.max_tokens, found.stop, found.tools) == (9, ("END",), (TOOL,))
+    assert (found.stream, found.usage, found.calls) == (True, True, True)
+    assert not request(tools=[TOOL], tool_choice="none").calls
+
+
+def test_messages_have_one_form_whatever_a_client_adds() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
+    assert plain(said) == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert plain(said | {"tool_calls": [call | {"index": 0}], "audio": None}) == plain(said)
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        ("text", r"messages\[0\] "),
+        ({"role": "user", "content": [{"type": "image_url"}]}, r"messages\[0\].content"),
+        ({"role": "assistant", "tool_calls": [{}]}, r"messages\[0\].tool_calls"),
+    ],
+)
+def test_a_message_of_another_form_is_refused_with_its_place(message, place) -> None:
+    with pytest.raises(Refused, match=place):
+        request(messages=[message])
+
+
+def test_calls_of_the_hermes_format_are_read_in_their_order() -> None:
+    text = 'Two.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
+    text += '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    assert hermes(text) == ("Two.", [("f", {"x": 1}), ("g", {})])
+
+
+@pytest.mark.parametrize(
+    "text", ["none", "<tool_call>[]</tool_call>", '<tool_call>{"name": 3}</tool_call>', "{}"]
+)
+def test_a_text_that_calls_nothing_comes_back_whole(text) -> None:
+    assert hermes(text) == (text, [])
+    assert llama3_json(text) == (text, [])
+
+
+def test_calls_of_llama_3_are_the_whole_text() -> None:
+    one = '{"name": "f", "parameters": {"x": 1}}'
+    assert llama3_json(f"<|python_tag|>{one}; {one}")[1] == [("f", {"x": 1})] * 2
+    assert llama3_json(f"{one} and more") == (f"{one} and more", [])

@@ -1,0 +1,227 @@
+"""Making a group whose completions are the episodes of agents: their calls, answered by one server
+as the turns of any other completion."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from titan_grpo.engines.http import AsyncDriver
+from titan_grpo.errors import DataError, PeerError
+from titan_grpo.rollout.agents import Agents
+from titan_grpo.rollout.calls import at_once
+from titan_grpo.rollout.episodes import Call, Episode, Trajectory
+from titan_grpo.rollout.messages import Ticket
+from titan_grpo.rollout.openai_api import ChatAnswer, Message, tool_call
+from titan_grpo.rollout.partial import Partial, joined
+from titan_grpo.rollout.pool import Server
+from titan_grpo.rollout.sampler import (
+    Ask,
+    GroupDropped,
+    Interrupted,
+    Job,
+    Sampler,
+    completion_fault,
+)
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
+from titan_grpo.rollout.tool_calls import Calls, ToolParser
+from titan_grpo.samples import Completion, Group, Prompt
+
+TURN_ENDS = frozenset(("stop", "length"))
+"""Only the agent's end is the end of an episode."""
+
+
+class AgentSampler(Sampler):
+    """A sampler of agents' groups. A group on a server is its episodes being served there; where
+    the server fails, they go on elsewhere."""
+
+    def __init__(
+        self, spec: RolloutSpec, runner: TaskRunner, agents: Agents, tool_parser: ToolParser
+    ) -> None:
+        super().__init__(spec, runner)
+        self._agents, self._tool_parser = agents, tool_parser
+
+    def forget(self, index: int) -> None:
+        """As the base: its episodes are over."""
+        self._agents.end(index)
+
+    async def close(self) -> None:
+        """As the base: all episodes."""
+        await self._agents.close()
+
+    async def group(
+        self, ticket: Ticket, parts: list[Partial], server: Server, driver: AsyncDriver
+    ) -> Group:
+        """As the base. ``parts`` grows where an episode has several trajectories."""
+        prompt = self._runner.prompt(ticket.index)
+        job = Job(prompt, ticket, parts, server, driver)
+        try:
+            episodes = self._agents.take(ticket.index, parts)
+            await at_once([self._serve(job, episode) for episode in episodes])
+            group = await self._accepted(self._group(job, episodes))
+        except (PeerError, Interrupted, asyncio.CancelledError):
+            raise  # The episodes go on where the group does.
+        except BaseException:
+            self._agents.end(ticket.index)
+            raise
+        self._agents.end(ticket.index)
+        return group
+
+    async def _serve(self, job: Job, episode: Episode) -> None:
+        """Answer the episode's calls, several at once where the agent makes them, until it is
+        over."""
+        serving: dict[Call, asyncio.Task[None]] = {}
+        try:
+            while not episode.over.done():
+                for call in episode.calls:
+                    if call not in serving:
+                        serving[call] = asyncio.ensure_future(self._answer(job, episode, call))
+                changed = episode.changed()
+                # no deadline: rollout.task_timeout_s ends the episode
+                await asyncio.wait(
+                    {changed, *serving.values()}, return_when=asyncio.FIRST_COMPLETED
+                )
+                for call in [call for call, task in serving.items() if task.done()]:
+                    # no deadline: it has ended
+                    serving.pop(call).result()
+        finally:
+            await _cancel(list(serving.values()))
+        # no deadline: it is done; raises what the agent raised
+        episode.over.result()
+
+    async def _answer(self, job: Job, episode: Episode, call: Call) -> None:
+        trajectory, parts = call.trajectory, job.parts
+        if trajectory.part < 0:
+            trajectory.part = len(parts)
+            parts.append(Partial())
+        at = trajectory.part
+        if parts[at].waits:
+            parts[at] = parts[at].answered(call.context, self._budget)
+        # Not 0 where a server failed in the middle of this answer.
+        before = trajectory.told + len(call.context)
+        most = call.request.max_tokens or self._budget
+        reason = "length"
+        while not parts[at].waits:
+            left = min(parts[at].left(self._budget), before + most - len(parts[at].token_ids))
+            if left <= 0:
+                parts[at] = parts[at].waiting()
+                break
+            ask = Ask(trajectory.prompt, left, TURN_ENDS, call.request.stop)
+            reason = await self._sample(job, at, ask)
+            if not parts[at].waits:
+                raise Interrupted(f"{job.server.url} cut an answer to an agent short")
+        self._tell(episode, call, parts[at], before, reason)
+
+    def _tell(self, episode: Episode, call: Call, part: Partial, before: int, reason: str) -> None:
+        """Answer a call with what its trajectory's part has from token ``before`` on."""
+        codec, ids = self._agents.codec, part.token_ids[before:]
+        text = codec.decode(ids)
+        if reason == "stop":
+            # An agent gets the text before its stop, which is among the tokens.
+            found = [at for at in map(text.find, call.request.stop) if at >= 0]
+            text = text[: min(found, default=len(text))]
+        message: Message = {"role": "assistant", "content": text}
+        if call.request.calls:
+            content, calls = self._parsed(text)
+            message["content"] = content
+            if calls:
+                reason = "tool_calls" if reason == "stop" else reason
+                message["tool_calls"] = [
+                    tool_call(f"call_{secrets.token_hex(8)}", name, json.dumps(arguments))
+                    for name, arguments in calls
+                ]
+        shown: tuple[tuple[str, float], ...] = ()
+        if call.request.logprobs:
+            shown = tuple(
+                (codec.spell((token,)), logprob)
+                for token, logprob in zip(ids, part.logprobs[before:], strict=True)
+            )
+        answer = ChatAnswer(
+            f"chatcmpl-{secrets.token_hex(12)}",
+            int(time.time()),
+            message,
+            reason,
+            len(call.trajectory.prompt) + before,
+            len(ids),
+            shown,
+        )
+        episode.answered(call, len(part.token_ids), codec.spell(ids), answer)
+
+    def _parsed(self, text: str) -> tuple[str, Calls]:
+        try:
+            content, calls = self._tool_parser(text)
+            return str(content), [(str(name), dict(arguments)) for name, arguments in calls]
+        except Exception as error:  # the boundary to a user's code
+            raise TaskFailed("tool_parser", error) from error
+
+    def _group(self, job: Job, episodes: Sequence[Episode]) -> Group:
+        """The group of finished episodes: trajectories after the prefix that all prompts have in
+        common. Raises GroupDropped, TaskFailed."""
+        made: list[tuple[Trajectory, Completion]] = []
+        for episode in episodes:
+            told = [each for each in episode.trajectories if each.told]
+            if not told:
+                text = f"an agent must make a call, one of row {episode.row!r:.200} made none"
+                raise TaskFailed("agent", DataError(text))
+            # no deadline: it is done
+            reward = episode.over.result()
+            for trajectory in told:
+                # A call whose answer the agent did not wait for taught it nothing.
+                part = job.parts[trajectory.part].first_tokens(trajectory.told)
+                part = replace(part, finish_reason=trajectory.finish_reason)
+                completion = replace(
+                    part.completion(job.server.url),
+                    reward=reward,
+                    episode=episode.number if len(told) > 1 else -1,
+                )
+                prompt = Prompt(job.prompt.index, trajectory.prompt)
+                if fault := completion_fault(prompt, completion, self._budget):
+                    raise GroupDropped(fault)
+                made.append((trajectory, completion))
+        shared = shared_prefix([trajectory.prompt for trajectory, _ in made])
+        completions = [after(t.prompt[len(shared) :], completion) for t, completion in made]
+        group = Group(replace(job.prompt, token_ids=shared), tuple(completions))
+        if not shared:
+            raise GroupDropped("empty_prompt")
+        return group
+
+
+def shared_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """What all prompts, of which there is at least one, begin with.
+
+    >>> shared_prefix([(1, 2, 3), (1, 2), (1, 2, 4)])
+    (1, 2)
+    """
+    # All others are between these two.
+    first, last = min(prompts), max(prompts)
+    same = (at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return first[: next(same, len(first))]
+
+
+def after(context: tuple[int, ...], completion: Completion) -> Completion:
+    """A completion that begins with context.
+
+    >>> after((7,), Completion((8, 9), (-1.0, -2.0), "stop", 3, 3, "s")).sampled
+    (False, True, True)
+    """
+    if not context:
+        return completion
+    (version, _), count = completion.token_spans[0], len(context)
+    spans = completion.spans and joined(((version, count), *completion.spans))
+    return replace(
+        completion,
+        token_ids=context + completion.token_ids,
+        logprobs=(0.0,) * count + completion.logprobs,
+        sampled=(False,) * count + (completion.sampled or (True,) * len(completion.token_ids)),
+        spans=spans,
+    )
+
+
+async def _cancel(tasks: Sequence["asyncio.Task[None]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    # no deadline: all were cancelled
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,268 @@
+"""Chat completions in OpenAI's form: requests in, answers, events and errors out. Pure.
+
+https://platform.openai.com/docs/api-reference/chat. A field that would change the distribution
+that tokens are sampled from, or that nothing here can do, is refused by its name: the trainer
+recomputes the log-probabilities of what was sampled, and an agent must not be led to believe that
+its wish was met.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_grpo.errors import TitanGrpoError
+
+Message = dict[str, Any]
+
+POLICY = "policy"
+"""The name of the one model that ``GET /v1/models`` lists. A request may name any."""
+
+NO_KEY = "invalid_api_key"
+"""Code of the error for a key that is none, as OpenAI names it."""
+
+TOO_LONG = "context_length_exceeded"
+"""Code of the error for a call that its trajectory has no room for, as OpenAI names it."""
+
+IGNORED = frozenset(
+    {
+        "metadata",
+        "model",
+        "prompt_cache_key",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Fields without a meaning for what is sampled."""
+
+Rule = tuple[Callable[[Any], bool], str]
+
+RULES: dict[str, Rule] = {
+    "frequency_penalty": (lambda v: v == 0, "0"),
+    "logit_bias": (lambda v: v == {}, "left out"),
+    "logprobs": (lambda v: isinstance(v, bool), "true or false"),
+    "n": (lambda v: v == 1, "1 (a group has as many episodes as rollout.group_size)"),
+    "parallel_tool_calls": (lambda v: v is True, "true"),
+    "presence_penalty": (lambda v: v == 0, "0"),
+    "response_format": (lambda v: v == {"type": "text"}, '{"type": "text"}'),
+    "stream": (lambda v: isinstance(v, bool), "true or false"),
+    "tool_choice": (lambda v: v in ("auto", "none"), '"auto" or "none"'),
+    "top_logprobs": (lambda v: v == 0, "0"),
+    "top_p": (lambda v: v == 1, "1 (the trainer recomputes the whole distribution)"),
+}
+"""Field -> whether a value of it can be done, and the values that can."""
+
+
+class Refused(TitanGrpoError):
+    """A request is refused: an answer of ``status`` with OpenAI's error object."""
+
+    def __init__(self, status: int, text: str, param: str = "", code: str = "") -> None:
+        super().__init__(text)
+        self.status, self.param, self.code = status, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        param, code = self.param or None, self.code or None
+        return {"error": {"message": str(self), "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One call of an agent. ``messages`` as ``plain`` makes them; ``tools`` as they came.
+    ``max_tokens``: 0 for as many as the run allows."""
+
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[Any, ...] = ()
+    max_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = False
+    """Whether a streamed answer ends with the numbers of tokens."""
+    logprobs: bool = False
+    calls: bool = False
+    """Whether the answer may call tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """An answer of the policy. ``logprobs``: (text of a token, its log-probability)."""
+
+    id: str
+    created: int
+    message: Message
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    logprobs: tuple[tuple[str, float], ...] = ()
+
+
+def parse(body: bytes, temperature: float) -> ChatRequest:
+    """The request in a body. Raises Refused, which names the field, its rule and its value.
+
+    ``temperature``: that of the run, which is the only one.
+    """
+    try:
+        given = json.loads(body)
+    except ValueError as error:
+        raise Refused(400, f"the body must be JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise Refused(400, f"the body must be an object, got {given!r:.100}")
+    # A field that is null counts as left out.
+    fields = {name: value for name, value in given.items() if value is not None}
+    _check("temperature", fields, lambda v: v == temperature, f"{temperature:g}, the run's")
+    for name, (possible, rule) in RULES.items():
+        _check(name, fields, possible, rule)
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _refusal("messages", "a list of messages, at least one", messages)
+    stop = fields.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+        raise _refusal("stop", "a text or a list of texts", stop)
+    tools = fields.get("tools", [])
+    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
+        raise _refusal("tools", "a list of functions", tools)
+    limits = [fields[name] for name in ("max_completion_tokens", "max_tokens") if name in fields]
+    if not all(isinstance(limit, int) and limit > 0 for limit in limits):
+        raise _refusal("max_completion_tokens", "an integer greater than 0", limits[0])
+    options = fields.get("stream_options", {})
+    known = {"messages", "stop", "tools", "max_completion_tokens", "max_tokens", "stream_options"}
+    for name in sorted(fields.keys() - known - IGNORED - RULES.keys() - {"temperature"}):
+        raise _refusal(name, "left out", fields[name])
+    return ChatRequest(
+        str(fields.get("model", POLICY)),
+        tuple(plain(message, f"messages[{i}]") for i, message in enumerate(messages)),
+        tuple(tools),
+        min(limits, default=0),
+        tuple(stop),
+        fields.get("stream", False),
+        isinstance(options, dict) and bool(options.get("include_usage")),
+        fields.get("logprobs", False),
+        bool(tools) and fields.get("tool_choice", "auto") == "auto",
+    )
+
+
+def plain(message: Any, place: str = "message") -> Message:
+    """A message in the one form that is compared and given to the template: role, content as text,
+    and, where they are there, tool_calls, tool_call_id and name. Raises Refused.
+
+    Clients add fields that say nothing (``refusal: null``), and content in parts of text.
+
+    >>> plain({"role": "user", "content": [{"type": "text", "text": "hi"}], "name": None})
+    {'role': 'user', 'content': 'hi'}
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise _refusal(place, "an object with a role", message)
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+            raise _refusal(f"{place}.content", "a text, or parts of text", content)
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str | None):
+        raise _refusal(f"{place}.content", "a text, or parts of text", content)
+    out: Message = {"role": message["role"], "content": content or ""}
+    calls = message.get("tool_calls") or []
+    try:
+        called = [
+            tool_call(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in calls
+        ]
+    except (TypeError, KeyError) as error:
+        rule = "calls with an id and a function of name and arguments"
+        raise _refusal(f"{place}.tool_calls", rule, calls) from error
+    if called:
+        out["tool_calls"] = called
+    return out | {k: message[k] for k in ("tool_call_id", "name") if message.get(k) is not None}
+
+
+def tool_call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call of a tool; ``arguments`` are JSON."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def answer_body(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
+    """The answer, whole."""
+    message = answer.message
+    if "tool_calls" in message and not message["content"]:
+        message = message | {"content": None}
+    choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason}
+    choice["logprobs"] = _logprobs(request, answer)
+    head = {"id": answer.id, "object": "chat.completion", "created": answer.created}
+    return head | {"model": request.model, "choices": [choice], "usage": _usage(answer)}
+
+
+def answer_events(request: ChatRequest, answer: ChatAnswer) -> bytes:
+    """The answer as server-sent events: role, content, calls, reason, and at the end [DONE]."""
+    head = {"id": answer.id, "object": "chat.completion.chunk", "created": answer.created}
+    head["model"] = request.model
+
+    def event(delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+        usage = {"usage": None} if request.usage else {}
+        return _event(head | {"choices": [choice]} | usage)
+
+    events = [event({"role": "assistant", "content": ""})]
+    if answer.message["content"]:
+        said = {"content": answer.message["content"]}
+        events.append(event(said, logprobs=_logprobs(request, answer)))
+    for index, call in enumerate(answer.message.get("tool_calls", ())):
+        events.append(event({"tool_calls": [{"index": index} | call]}))
+    events.append(event({}, answer.finish_reason))
+    if request.usage:
+        events.append(_event(head | {"choices": [], "usage": _usage(answer)}))
+    return b"".join([*events, b"data: [DONE]\n\n"])
+
+
+def models_body(created: int) -> dict[str, Any]:
+    """The answer to ``GET /v1/models``."""
+    model = {"id": POLICY, "object": "model", "created": created, "owned_by": "titan_grpo"}
+    return {"object": "list", "data": [model]}
+
+
+def _check(
+    name: str, fields: Mapping[str, Any], possible: Callable[[Any], bool], rule: str
+) -> None:
+    if name in fields and not possible(fields[name]):
+        raise _refusal(name, rule, fields[name])
+
+
+def _refusal(name: str, rule: str, value: Any) -> Refused:
+    code = "unsupported_value"
+    return Refused(400, f"{name} must be {rule}, got {value!r:.200}", name, code)
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _logprobs(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any] | None:
+    if not request.logprobs:
+        return None
+
+    def each(text: str, logprob: float) -> dict[str, Any]:
+        return {
+            "token": text,
+            "logprob": logprob,
+            "bytes": list(text.encode()),
+            "top_logprobs": [],
+        }
+
+    return {"content": [each(*one) for one in answer.logprobs], "refusal": None}
+
+
+def _usage(answer: ChatAnswer) -> dict[str, int]:
+    prompt, completion = answer.prompt_tokens, answer.completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+def _event(content: Sequence[Any] | Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
