@@ -133,7 +133,7 @@ def k3(now: Array, at: Array, s: Sample) -> Array:
 
 
 def k2(now: Array, at: Array, s: Sample) -> Array:
-    return 0.01 * np.minimum(np.exp(at - s.engine), 10) * (s.reference - now) ** 2 / 2
+    return 1e-5 * np.minimum(np.exp(at - s.engine), 10) * (s.reference - now) ** 2 / 2
 
 
 def by_token(group_of_samples: list[Sample], s: Sample) -> float:
