@@ -2,16 +2,19 @@
 """What does training see of slow prompts, and what does waiting for them cost?
 
     python scripts/bench_tails.py [--slow 3 6] [--share 0.1] [--staleness 1 2 4] [--steps 40]
-    [--capacity 8] [--json PATH]
+    [--capacity 8] [--no-process] [--json PATH]
 
 The real rollout process over real HTTP, a server whose generation takes a set time (no engine), and
 a trainer whose step takes a set time. A share of the prompts, evenly spread, takes ``--slow`` times
-as long as the others. Three ways to choose what a step is made of: "started" with the task's guess
-at lengths, "started" without any, and "ready" (any finished groups).
+as long as the others. Four ways to choose what a step is made of: "started" with the task's guess
+at lengths, "started" without any, "ready" (any finished groups), and "by token", which is "ready"
+with a bound that lets completions end of whose tokens less than half are too stale.
 
 Printed for each: the share of slow prompts among the trained groups, prompts given up, tokens
-thrown away, and the seconds beside the least that any order can take that trains prompts in their
-order: the greatest of
+thrown away, and the seconds; beside them those of the same run in simulated time ("order"), which
+has the same client, dispatcher and sampler in one event loop whose clock jumps, so that neither
+HTTP nor this machine's load take time: what the order of starts alone costs. Both as multiples
+of the least that any order can take that trains prompts in their order: the greatest of
 
 * generation: all groups' durations over the server's capacity, and the last training step;
 * training, and a group's duration over 1 + max_staleness steps: V(k+1) = max(V(k), V(k - staleness)
@@ -31,12 +34,26 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout.client import RolloutClient
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.tasks.base import Codec, TaskOptions
-from titan_grpo.samples import Prompt
-from titan_grpo.titan.tiny import write_tiny_model
+ROOT = Path(__file__).resolve().parent.parent
+# The rollout process imports the task from here, too.
+sys.path.insert(0, str(ROOT))
+
+from scripts.timed_rollouts import (  # noqa: E402
+    Pace,
+    Played,
+    TimedServer,
+    Work,
+    in_simulated_time,
+    label,
+    play,
+)
+from titan_grpo.protocol.messages import ServerState  # noqa: E402
+from titan_grpo.rollout.client import RolloutClient  # noqa: E402
+from titan_grpo.rollout.spec import RolloutSpec  # noqa: E402
+from titan_grpo.rollout.tasks.base import Codec, TaskOptions  # noqa: E402
+from titan_grpo.rollout.tasks.functions import codec_of, task_of  # noqa: E402
+from titan_grpo.samples import Prompt  # noqa: E402
+from titan_grpo.titan.tiny import write_tiny_model  # noqa: E402
 
 GROUP, PER_STEP = 2, 8
 TOKENS = 8
@@ -44,7 +61,13 @@ TOKENS = 8
 
 START_S = 120.0
 
-ROOT = Path(__file__).resolve().parent.parent
+WAYS = (
+    ("started", True, 0.0),
+    ("started", False, 0.0),
+    ("ready", True, 0.0),
+    ("ready", True, 0.5),
+)
+"""rollout.consume, whether lengths are known, rollout.max_stale_token_share."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +83,22 @@ class Setting:
     capacity: int
     unit_s: float
     train_s: float
+    stale_share: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """As printed."""
+        if self.stale_share:
+            return "by token"
+        return self.consume if self.lengths_known else "no lengths"
 
     def is_slow(self, index: int) -> bool:
         """Every tenth prompt with a share of 0.1, and so on."""
         return int((index + 1) * self.share) > int(index * self.share)
+
+    def tokens(self, index: int) -> int:
+        """Of each completion of a prompt."""
+        return round(TOKENS * (self.slow if self.is_slow(index) else 1.0))
 
     def duration_s(self, index: int) -> float:
         """Of the group of a prompt."""
@@ -72,7 +107,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``least_s``: see the module. ``thrown``: tokens."""
+    """``least_s``: see the module. ``thrown``: tokens. ``seconds`` is 0 where only the simulated
+    run was made, whose counts these are then."""
 
     setting: Setting
     trained_share: float
@@ -80,6 +116,7 @@ class Outcome:
     skipped: int
     thrown: int
     seconds: float
+    order_s: float
     least_s: float
 
 
@@ -93,7 +130,7 @@ class Tails:
 
     def prompt(self, index: int, codec: Codec) -> Prompt:
         """Its index is among the tokens: no two are equal."""
-        return Prompt(index, (3 + self._setting.is_slow(index), index))
+        return Prompt(index, (3 + self._setting.is_slow(index), index, 0))
 
     def _expected_tokens(self, prompt: Prompt) -> float:
         return TOKENS * (self._setting.slow if prompt.token_ids[0] == 4 else 1.0)
@@ -103,21 +140,28 @@ class Tails:
         return float(len(token_ids))
 
 
-class TimedServer:
-    """Answers /v1/completions as vLLM does, in pieces, over the time that the prompt takes."""
+def server_of(setting: Setting) -> TimedServer:
+    """One that makes ``capacity`` groups at once, in pieces of half a short completion."""
+
+    def work(sequence: Sequence[int]) -> Work:
+        tokens = setting.tokens(sequence[1])
+        return Work(tokens, setting.duration_s(sequence[1]) / tokens)
+
+    return TimedServer(setting.capacity * GROUP, TOKENS // 2, work)
+
+
+class ServerThread:
+    """A TimedServer in a loop of its own, by the machine's clock."""
 
     def __init__(self, setting: Setting) -> None:
-        self._setting = setting
         self._loop = asyncio.new_event_loop()
-        self._places = asyncio.Semaphore(setting.capacity * GROUP)
         self._url: Future[str] = Future()
-        threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=self._run, args=(setting,), daemon=True).start()
         self.url = self._url.result(START_S)
 
-    def _run(self) -> None:
+    def _run(self, setting: Setting) -> None:
         async def listen() -> None:
-            server = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=256)
-            self._url.set_result(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            self._url.set_result(await server_of(setting).listen())
 
         asyncio.set_event_loop(self._loop)
         self._loop.run_until_complete(listen())
@@ -127,52 +171,6 @@ class TimedServer:
     def close(self) -> None:
         """Answer nothing more."""
         self._loop.call_soon_threadsafe(self._loop.stop)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                # no deadline: the client closes the connection
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = next(
-                    int(line.split(b":")[1])
-                    for line in head.lower().splitlines()
-                    if line.startswith(b"content-length")
-                )
-                body = json.loads(await reader.readexactly(length))
-                async with self._places:
-                    await self._answer(body, writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # The client is gone.
-        finally:
-            writer.close()
-
-    async def _answer(self, body: dict, writer: asyncio.StreamWriter) -> None:
-        setting, loop = self._setting, asyncio.get_running_loop()
-        whole_s = setting.duration_s(body["prompt"][1])
-        tokens = round(TOKENS * whole_s / setting.unit_s)
-        done = len(body["prompt"]) - 2
-        """Tokens of an earlier attempt."""
-        head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked"
-        writer.write(f"{head}\r\n\r\n".encode())
-        began = loop.time()
-        step = TOKENS // 2
-        for last in range(done + step, tokens + step, step):
-            last = min(last, tokens)
-            await asyncio.sleep(began + (last - done) * whole_s / tokens - loop.time())
-            count = last - max(done, last - step)
-            choice = {
-                "index": 0,
-                "text": "",
-                "finish_reason": "stop" if last == tokens else None,
-                "token_ids": [5] * count,
-                "logprobs": {"token_logprobs": [-1.0] * count},
-            }
-            event = f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
-            writer.write(f"{len(event):x}\r\n".encode() + event + b"\r\n")
-            await writer.drain()
-        event = b"data: [DONE]\n\n"
-        writer.write(f"{len(event):x}\r\n".encode() + event + b"\r\n0\r\n\r\n")
-        await writer.drain()
 
 
 def least_s(setting: Setting) -> float:
@@ -186,10 +184,9 @@ def least_s(setting: Setting) -> float:
     return max(versions[-1], sum(durations) / setting.capacity + setting.train_s)
 
 
-def train(setting: Setting, model_dir: str) -> Outcome:
-    """One run to its end."""
-    server = TimedServer(setting)
-    spec = RolloutSpec(
+def spec_of(setting: Setting, model_dir: str) -> RolloutSpec:
+    """The run's."""
+    return RolloutSpec(
         model_dir,
         task="scripts.bench_tails:Tails",
         task_path=json.dumps(asdict(setting)),
@@ -197,31 +194,54 @@ def train(setting: Setting, model_dir: str) -> Outcome:
         group_size=GROUP,
         max_completion_tokens=round(TOKENS * setting.slow) + 1,
         max_staleness=setting.staleness,
+        max_stale_token_share=setting.stale_share,
         max_concurrent_requests=setting.capacity * GROUP,
         consume=setting.consume,
     )
+
+
+def in_processes(setting: Setting, spec: RolloutSpec) -> Played:
+    """One run to its end: this process, the rollout process, the machine's clock."""
+    server, played = ServerThread(setting), Played()
     client = RolloutClient(spec)
     try:
         client.start(START_S)
-        began, slow = time.monotonic(), 0
-        client.set_server(ServerState(server.url, 0, True, "r:0:f"))
+        began = time.monotonic()
+        client.set_server(ServerState(server.url, 0, True, label(0)))
         for version in range(setting.steps):
             batch = client.next_batch(version, PER_STEP, START_S)
-            slow += sum(setting.is_slow(group.prompt.index) for group in batch)
+            played.trained.update(group.prompt.index for group in batch)
             time.sleep(setting.train_s)
-            client.set_server(ServerState(server.url, version + 1, True, f"r:{version + 1}:f"))
-        seconds, counters = time.monotonic() - began, client.counters()
+            client.set_server(ServerState(server.url, version + 1, True, label(version + 1)))
+            played.version_s.append(time.monotonic() - began)
+        played.counters = client.counters()
     finally:
         client.close()
         server.close()
+    return played
+
+
+async def simulated(setting: Setting, spec: RolloutSpec) -> Played:
+    """The same in simulated time."""
+    task, codec = task_of(spec), codec_of(spec)
+    return await play(spec, task, codec, server_of(setting), Pace(setting.steps, setting.train_s))
+
+
+def train(setting: Setting, model_dir: str, process: bool) -> Outcome:
+    """Both runs."""
+    spec = spec_of(setting, model_dir)
+    alone = in_simulated_time(simulated(setting, spec))
+    played = in_processes(setting, spec) if process else alone
     groups = setting.steps * PER_STEP
+    slow = sum(times for index, times in played.trained.items() if setting.is_slow(index))
     return Outcome(
         setting,
         slow / groups,
         sum(map(setting.is_slow, range(groups))) / groups,
-        counters.get("skipped", 0),
-        counters.get("thrown_tokens", 0),
-        seconds,
+        played.counters.get("skipped", 0),
+        played.counters.get("thrown_tokens", 0),
+        played.version_s[-1] if process else 0.0,
+        alone.version_s[-1],
         least_s(setting),
     )
 
@@ -230,23 +250,28 @@ def report(found: list[Outcome]) -> int:
     """Print the table; 1 if a run with consume = "started" misses its goal (shares within 1 %, time
     within 1.1 of the least where lengths are known)."""
     columns = ("slow", "staleness", "consume", "offered", "trained", "skipped", "thrown away")
-    print("".join(f"{name:>12}" for name in (*columns, "seconds", "of least", "of ready")))
+    times = ("seconds", "of least", "of ready", "order", "of least", "of ready")
+    print("".join(f"{name:>12}" for name in (*columns, *times)))
     missed = 0
     for one in found:
         s = one.setting
-        ready = next(
-            o.seconds for o in found if o.setting == replace(s, consume="ready", lengths_known=True)
-        )
-        name = s.consume if s.lengths_known else "no lengths"
-        ratio = one.seconds / one.least_s
+        biased = replace(s, consume="ready", lengths_known=True, stale_share=0.0)
+        ready = next(o for o in found if o.setting == biased)
+        figures = ""
+        for name in ("seconds", "order_s"):
+            took, by_ready = getattr(one, name), getattr(ready, name)
+            ratios = took / one.least_s, took / by_ready if by_ready else 0.0
+            figures += (
+                f"{took:12.2f}{ratios[0]:12.3f}{ratios[1]:12.2f}" if took else 3 * f"{'-':>12}"
+            )
         print(
-            f"{s.slow:12g}{s.staleness:12}{name:>12}{one.offered_share:12.1%}"
-            f"{one.trained_share:12.1%}{one.skipped:12}{one.thrown:12}{one.seconds:12.2f}"
-            f"{ratio:12.2f}{one.seconds / ready:12.2f}"
+            f"{s.slow:12g}{s.staleness:12}{s.name:>12}{one.offered_share:12.1%}"
+            f"{one.trained_share:12.1%}{one.skipped:12}{one.thrown:12}{figures}"
         )
         if s.consume == "started":
             off = abs(one.trained_share - one.offered_share) > 0.01
-            missed += off or (s.lengths_known and ratio > 1.1)
+            took = one.seconds or one.order_s
+            missed += off or (s.lengths_known and took > 1.1 * one.least_s)
     return int(missed > 0)
 
 
@@ -262,6 +287,9 @@ def main() -> int:
     parser.add_argument("--capacity", type=int, default=8, help="groups that are made at once")
     parser.add_argument("--unit", type=float, default=0.25, help="seconds of a fast group")
     parser.add_argument("--train", type=float, default=0.125, help="seconds of a training step")
+    parser.add_argument(
+        "--no-process", dest="process", action="store_false", help="simulated time only"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     # The rollout process imports the task from here.
@@ -271,7 +299,7 @@ def main() -> int:
         write_tiny_model("qwen3", Path(model_dir), seed=1)
         for slow in options.slow:
             for staleness in options.staleness:
-                for consume, known in (("started", True), ("started", False), ("ready", True)):
+                for consume, known, share in WAYS:
                     setting = Setting(
                         consume,
                         known,
@@ -282,8 +310,9 @@ def main() -> int:
                         options.capacity,
                         options.unit,
                         options.train,
+                        share,
                     )
-                    found.append(train(setting, model_dir))
+                    found.append(train(setting, model_dir, options.process))
                     print(found[-1], file=sys.stderr, flush=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")

@@ -78,7 +78,7 @@ class Running:
 
 class Dispatcher:
     """Starts groups, retries, drops, skips. ``send`` carries results to the trainer and must not
-    block.
+    block; ``connect`` makes the driver of a server's URL.
 
     All methods run in the loop's thread. An exception that is neither a server's nor a drop (a bug,
     or one of the task's beyond its budget) goes to ``fail`` and ends the process.
@@ -91,9 +91,9 @@ class Dispatcher:
         runner: TaskRunner,
         send: Callable[[messages.FromWorker], None],
         fail: Callable[[BaseException], None],
-        api_key: str = "",
+        connect: Callable[[str], AsyncDriver],
     ) -> None:
-        self._spec, self._sampler, self._api_key = spec, sampler, api_key
+        self._spec, self._sampler, self._connect = spec, sampler, connect
         self._send, self._fail = send, fail
         self._pool = Pool(spec.max_concurrent_requests)
         self._durations = Durations(runner)
@@ -199,7 +199,7 @@ class Dispatcher:
     async def _make(self, run: Running) -> None:
         url = run.server.url
         if url not in self._drivers:
-            self._drivers[url] = AsyncDriver(url, self._api_key, self._spec.max_concurrent_requests)
+            self._drivers[url] = self._connect(url)
         answers = sum(part.answers for part in run.parts)
         whole = not sampled_tokens(run.parts)
         self._counts["requests"] += sum(not (p.finish_reason or p.waits) for p in run.parts)

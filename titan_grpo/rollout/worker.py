@@ -12,6 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.agent_sampler import AgentSampler
@@ -92,11 +93,15 @@ class Worker:
             task, codec, spec.task_concurrency, spec.task_timeout_s, filter_of(spec, task)
         )
         key = os.environ.get(spec.api_key_env, "") if spec.api_key_env else ""
+
+        def connect(url: str) -> AsyncDriver:
+            return AsyncDriver(url, key, spec.max_concurrent_requests)
+
         sampler = Sampler(spec, runner)
         if isinstance(task, AgentRows):
             parser = load_parser(spec.tool_parser)
             sampler = AgentSampler(spec, runner, Agents(spec, task, runner, codec), parser)
-        return Dispatcher(spec, sampler, runner, self._out.put, self._fail, key)
+        return Dispatcher(spec, sampler, runner, self._out.put, self._fail, connect)
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
