@@ -35,7 +35,7 @@ stop_ticker() {
 }
 trap stop_ticker EXIT
 
-# Runs a command of an environment with its output in setup.log there; says every 20 s what its last line is.
+# Runs a command of an environment with its output in setup.log there; says every 20 s what pip is doing.
 logged() { # directory, command...
     local directory="$1" log="$1/setup.log" status=0
     shift
@@ -45,7 +45,7 @@ logged() { # directory, command...
         exec 8<> <(:)
         # Status 1 is the end of the pipe's data; past 128 it is the time-out.
         while ! read -r -t 20 -u 8 _ && kill -0 $$ 2>/dev/null; do
-            say "$(basename "$directory"): $(tail -n 1 "$log" | sed 's/^ *//' | cut -c 1-90)"
+            say "$(basename "$directory"): $(grep -E '^ *[A-Z][a-z]+ing [^:]' "$log" | tail -n 1 | sed 's/^ *//' | cut -c 1-90)"
         done
     ) 9<&- &
     ticker=$!
