@@ -9,6 +9,7 @@ from pathlib import Path
 
 from titan_grpo.commands import doctor_checks as checks
 from titan_grpo.commands import doctor_facts as facts
+from titan_grpo.commands import doctor_tokenizer
 from titan_grpo.commands.doctor_checks import Finding
 from titan_grpo.config import LAUNCH
 from titan_grpo.errors import ConfigError
@@ -161,6 +162,8 @@ def findings(
         yield checks.controller(want.controller, answer, error, FORMAT)
     for url in want.servers:
         yield from checks.server(facts.server_facts(url, access))
+        if want.model and (of := doctor_tokenizer.finding(url, want.model, access)):
+            yield of
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
