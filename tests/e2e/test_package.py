@@ -119,7 +119,7 @@ def test_its_commands_work_without_torch_and_torchtitan(wheel, tmp_path) -> None
 
 def test_the_extras_name_what_the_package_imports(root) -> None:
     table = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    assert set(table["optional-dependencies"]) >= {"train", "vllm", "sglang", "report", "dev"}
+    assert set(table["optional-dependencies"]) >= {"train", "vllm", "sglang", "agents", "report"}
     train = {re.split(r"[<>=]", need)[0] for need in table["optional-dependencies"]["train"]}
     report = {re.split(r"[<>=]", need)[0] for need in table["optional-dependencies"]["report"]}
     assert report <= train, "a trainer's environment can make the page"
@@ -130,6 +130,22 @@ def test_the_changelog_begins_with_this_version(root) -> None:
 
     text = (root / "CHANGELOG.md").read_text()
     assert re.search(r"^## (\S+)", text, re.MULTILINE)[1] == __version__
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "docs/changelog.md",
+        "train_configs/algorithms",
+        "train_configs/quickstart_cpu.toml",
+        "train_configs/verify_2gpu.toml",
+        "titan_grpo/patches",
+    ],
+)
+def test_what_is_in_two_places_is_a_link(path, root) -> None:
+    """Edit what it leads to: an editor that writes another file in its place makes two texts."""
+    assert (root / path).is_symlink()
+    assert (root / path).exists()
 
 
 def test_the_dockerfiles_copy_what_there_is(root) -> None:
