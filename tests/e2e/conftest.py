@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from tests.conformance.crowd import CONTEXT
 from tests.conformance.engine import EngineUnderTest, remake
+from tests.rigs.trainer_handle import wait_until
 from titan_grpo.commands.processes import GRACE_S, torchrun
 from titan_grpo.engines.generation import Sampling
 from titan_grpo.engines.http import SyncDriver
@@ -47,6 +48,9 @@ KEYS = {API_KEY_VARIABLE: API_KEY, ADMIN_KEY_VARIABLE: ADMIN_KEY}
 WAIT_S = 240.0
 """Deadline of what a run must come to, in seconds: nothing takes nearly as long, whoever shares the
 cores."""
+
+UNPAUSED_S = 60.0
+"""Deadline of a pause guard's work after its trainer's end, in seconds."""
 
 STEP = re.compile(r"^step +(\d+)/")
 
@@ -201,9 +205,10 @@ class Site:
         return path.read_text().splitlines() if path.exists() else []
 
     def assert_serves(self) -> None:
-        """Healthy, not paused, and a request is answered."""
+        """Healthy, and a request is answered, once the pause guard of a trainer that ended in a
+        commit has let it go."""
         self.driver.run(self.speak.health())
-        assert not self.paused()
+        assert wait_until(lambda: not self.paused(), UNPAUSED_S), "it is left paused"
         assert self.driver.run(
             self.speak.generate([1, 40, 41], Sampling(max_tokens=4), 30.0)
         ).token_ids
