@@ -33,7 +33,6 @@ stop_ticker() {
     wait "$ticker" 2>/dev/null || true
     ticker=""
 }
-trap stop_ticker EXIT
 
 # Runs a command of an environment with its output in setup.log there; says every 20 s what pip is doing.
 logged() { # directory, command...
@@ -199,7 +198,20 @@ python="$(find_python)"
 # Two set-ups at once would break each other's environments; the second one waits and then finds the stamps.
 if command -v flock >/dev/null; then exec 9<"$root"; flock 9; fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COLOR=1 PIP_PROGRESS_BAR=off
+# pip's --no-compile (a no to no-compile, in its words): most files are never imported, and compiling all of them is more than
+# half of pip's work. Python compiles what is imported.
+export PIP_NO_COMPILE=0
+# Side by side: each is one core's work. Job control gives each a process group of its own, so that it ends whole.
+set -m
+made=()
+end_all() { for group in "${made[@]}"; do kill -- "-$group" 2>/dev/null || true; done; }
+trap 'end_all; exit 130' INT
+trap 'end_all; exit 143' TERM HUP
 for environment in "trainer .venv" "vllm .venv-vllm" "sglang .venv-sglang" "atropos .venv-atropos"; do
     read -r name directory <<<"$environment"
-    case " $only " in *" $name "*) setup "setup_$name" "$directory" ;; esac
+    case " $only " in *" $name "*) setup "setup_$name" "$directory" </dev/null & made+=($!) ;; esac
 done
+status=0
+for group in "${made[@]}"; do wait "$group" || status=1; done
+[ $status -eq 0 ] || [ ${#made[@]} -eq 1 ] || fail "an environment could not be made; the lines above say why"
+exit $status
