@@ -2,7 +2,7 @@
 """Do servers compute what the trainer's weights say? Every engine, architecture and number of
 tensor-parallel workers.
 
-    python scripts/bench_agreement.py [--engine vllm sglang] [--kind qwen3 ...] [--tp 1 2] [--json
+    python -m scripts.bench_agreement [--engine vllm sglang] [--kind qwen3 ...] [--tp 1 2] [--json
     PATH]
 
 Each row starts a real server with other weights, syncs two versions in the background (staged) and

@@ -2,7 +2,7 @@
 """Does a server go on generating while weights arrive? The gaps between the tokens of long
 requests, by phase.
 
-    python scripts/bench_generation_gap.py [--engine vllm sglang] [--requests 64] [--kv keep
+    python -m scripts.bench_generation_gap [--engine vllm sglang] [--requests 64] [--kv keep
     recompute] [--json PATH]
 
 Requests of 900 tokens are streamed from a real server, one or more of them at a time. Meanwhile:

@@ -2,7 +2,7 @@
 """Seconds from publish to verified commit on one host, and its goodput as a share of a raw socket
 and of a memcpy.
 
-    python scripts/bench_sync.py [--mib 256] [--transport tcp|gloo] [--rounds 5] [--json PATH]
+    python -m scripts.bench_sync [--mib 256] [--transport tcp|gloo] [--rounds 5] [--json PATH]
 
 Two ranks hold float32 masters sharded by FSDP2. Everything between them and the server is the real
 thing: layout, shared images, snapshot, sealer, lane, receiver process. The server has no engine:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What does training see of slow prompts, and what does waiting for them cost?
 
-    python scripts/bench_tails.py [--slow 3 6] [--share 0.1] [--staleness 1 2 4] [--steps 40]
+    python -m scripts.bench_tails [--slow 3 6] [--share 0.1] [--staleness 1 2 4] [--steps 40]
     [--capacity 8] [--no-process] [--json PATH]
 
 The real rollout process over real HTTP, a server whose generation takes a set time (no engine), and
@@ -24,7 +24,6 @@ of the least that any order can take that trains prompts in their order: the gre
 import argparse
 import asyncio
 import json
-import os
 import sys
 import tempfile
 import threading
@@ -292,8 +291,6 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    # The rollout process imports the task from here.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     found = []
     with tempfile.TemporaryDirectory() as model_dir:
         write_tiny_model("qwen3", Path(model_dir), seed=1)

@@ -1,6 +1,6 @@
 """Count the project's Python: what the wheel ships, what is outside it, longest files, comments.
 
-python scripts/count.py [--rooms]
+python -m scripts.count [--rooms]
 """
 
 import argparse
