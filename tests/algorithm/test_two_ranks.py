@@ -1,39 +1,18 @@
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.rigs.ranks import run_ranks
 from titan_grpo.algorithm.metrics import REASONS
 
 SCRIPT = Path(__file__).with_name("rank_of_two.py")
-DEADLINE_S = 120
 
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory):
     store = tmp_path_factory.mktemp("two_ranks") / "store"
-    root = str(SCRIPT.parents[2])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(store)],
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        return [
-            json.loads(rank.communicate(timeout=DEADLINE_S)[0].splitlines()[-1]) for rank in ranks
-        ]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait(DEADLINE_S)
+    return [json.loads(out.splitlines()[-1]) for out in run_ranks(SCRIPT, 2, str(store))]
 
 
 @pytest.mark.e2e

@@ -1,4 +1,4 @@
-"""One rank of the test with real DTensors: ``snapshot_ranks.py KIND RANK WORLD FOLDER``. Not a test
+"""One rank of the test with real DTensors: ``snapshot_ranks.py RANK WORLD KIND FOLDER``. Not a test
 module itself.
 
 Rank 0 creates the image, every rank writes its own shards into it, rank 0 compares it with to_hf of
@@ -131,7 +131,7 @@ def share_image(nbytes: int, rank: int) -> SharedImage:
     return image or SharedImage.attach(box[0])
 
 
-def main(kind: str, rank: int, world: int, folder: Path) -> None:
+def main(rank: int, world: int, kind: str, folder: Path) -> None:
     """Run the ways of sharding, one after the other."""
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
@@ -181,4 +181,4 @@ def main(kind: str, rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))

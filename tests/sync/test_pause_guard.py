@@ -35,6 +35,7 @@ from titan_grpo.sync.link import LinkOptions
 from titan_grpo.sync.pause_guard import PauseGuard, deadlines_of
 from titan_grpo.sync.pause_guard_main import superseded
 
+ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).parent / "guarded_trainer.py"
 SHAPES = {"up": (512, 256), "down": (256, 512)}
 API_KEY = "secret-of-the-control-plane"
@@ -79,7 +80,7 @@ class Trainer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         )
         self._log = folder / "pause_guard.log"
         self.pause_guard = psutil.Process(self.wait("pause_guard")["pause_guard"])

@@ -3,8 +3,6 @@ weights are sharded."""
 
 import itertools
 import runpy
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.rigs.ranks import run_ranks
 from titan_grpo.errors import ProtocolError, SyncError
 from titan_grpo.layout.cuda_runtime import loaded_library
 from titan_grpo.layout.image import SharedImage
@@ -119,21 +118,7 @@ def exported(tensors: Mapping[str, torch.Tensor], manifest: Manifest, wire: torc
 def test_real_dtensors_on_gloo_ranks_make_the_bytes_of_the_hf_export(
     kind: str, world: int, tmp_path: Path
 ) -> None:
-    ranks = []
-    try:
-        for rank in range(world):
-            command = [sys.executable, str(RANKS), kind, str(rank), str(world), str(tmp_path)]
-            ranks.append(
-                subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-                )
-            )
-        outputs = [process.communicate(timeout=240)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in ranks] == [0] * world, "\n".join(outputs)
+    outputs = run_ranks(RANKS, world, str(world), kind, str(tmp_path))
     assert outputs[0].count("wrong []") == 2
 
 

@@ -2,15 +2,13 @@
 builds."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.rigs.ranks import run_ranks
+
 SCRIPT = Path(__file__).with_name("loading_rank.py")
-DEADLINE_S = 120
 
 # Each rank imports torchtitan for seven seconds of a core; tests/e2e has training runs in both
 # modes that agree.
@@ -20,25 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     store = tmp_path_factory.mktemp("loading") / "store"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(store)],
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        return [
-            json.loads(process.communicate(timeout=DEADLINE_S)[0].splitlines()[-1])
-            for process in processes
-        ]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(DEADLINE_S)
+    return [json.loads(out.splitlines()[-1]) for out in run_ranks(SCRIPT, 2, str(store))]
 
 
 @pytest.mark.parametrize("rows", ["padded", "packed"])
