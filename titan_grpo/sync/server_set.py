@@ -19,7 +19,8 @@ from typing import Any, Protocol
 from titan_grpo.errors import ServerRefused, SyncError, TitanGrpoError
 from titan_grpo.observe import terminal
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol import lag, ledger, members
+from titan_grpo.protocol import ledger, members
+from titan_grpo.protocol.lag import Lag
 from titan_grpo.protocol.ledger import Entry, Standing
 from titan_grpo.protocol.messages import Label, ServerState
 
@@ -129,7 +130,7 @@ class ServerSet:
         """Of who changes the members, taken before ``_changed``; by the main thread at the start
         and at the end only."""
         self._changed = threading.Condition()
-        self._lag = lag.Lag(max_lag)
+        self._lag, self._max_lag = Lag(), max_lag
         self._version = 0
         self._error: SyncError | None = None
         self._further = 0
@@ -312,10 +313,10 @@ class ServerSet:
                 raise self._lost
             self._version = version
             held = {u: s.highest for u, s in self._servers.items() if s.highest is not None}
-            self._lag, stops = lag.step(self._lag, lag.Boundary(version, held))
-        for stop in stops:
+            self._lag, behind = self._lag.at(version, held)
+        if 0 < self._max_lag <= behind:
             raise SyncError(
-                f"no server has committed anything for {stop.versions} versions"
+                f"no server has committed anything for {behind} versions"
                 f" (weight_sync.max_lag), and the trainer is at version {version}: {self.text()}"
             )
 
