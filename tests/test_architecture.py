@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "sync": MOVERS,
     "receive": MOVERS | {"patches"},
     "rollout": MOVERS,
-    "titan": RUNTIME,
+    "titan": RUNTIME | {"verify"},
     "verify": RUNTIME,
     "commands": RUNTIME | {"titan", "verify", "views"},
     "train": RUNTIME | {"titan"},

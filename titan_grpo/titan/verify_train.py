@@ -26,14 +26,13 @@ from titan_grpo.errors import SyncError
 from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.titan import compat
+from titan_grpo.verify.evidence import TRAINER_EVIDENCE, version_file
 
 compat.prepare()
 
 from titan_grpo.titan.jobconfig import parse  # noqa: E402 - the patches come first
 from titan_grpo.titan.trainer import GRPOTrainer, run  # noqa: E402
 from titan_grpo.titan.weight_sync import exported_tensors  # noqa: E402
-
-TRAINER_EVIDENCE = "trainer.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +52,6 @@ class Tamper:
         """``"bytes:2"``; an empty text causes nothing."""
         kind, _, at = text.partition(":")
         return cls(kind, int(at)) if text else cls()
-
-
-def version_file(folder: Path, version: int) -> Path:
-    """Where the weights of one version are kept for the reference computation."""
-    return folder / f"version_{version:06d}.safetensors"
 
 
 class VerifyTrainer(GRPOTrainer):

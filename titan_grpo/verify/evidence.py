@@ -12,6 +12,9 @@ from titan_grpo.protocol.messages import Label
 START = -1
 """Stands for the weights that a server had before the run committed anything."""
 
+TRAINER_EVIDENCE = "trainer.jsonl"
+"""What rank 0 of a verified run writes: a Made per line."""
+
 Line = TypeVar("Line")
 
 
@@ -96,6 +99,11 @@ def read_made(path: Path) -> tuple[Made, ...]:
 def read_commits(path: Path, skip: int = 0) -> tuple[Committed, ...]:
     """The server's lines behind the first ``skip``; empty if there is no such file."""
     return _read(path, Committed, skip)
+
+
+def version_file(evidence: Path, version: int) -> Path:
+    """Weights of a version as rank 0 keeps them, for what they compute."""
+    return evidence / f"version_{version:06d}.safetensors"
 
 
 def label_version(text: str, run_id: str) -> int:

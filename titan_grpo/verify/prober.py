@@ -67,9 +67,9 @@ FIRST_ID, LAST_ID = 4, 124
 """Ids of ordinary tokens of the tiny models."""
 
 
-def fixed_prompts(seed: int = 0) -> list[list[int]]:
+def fixed_prompts() -> list[list[int]]:
     """PROMPTS sequences of TOKENS random token ids."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     return [[draw.randrange(FIRST_ID, LAST_ID) for _ in range(TOKENS)] for _ in range(PROMPTS)]
 
 
