@@ -2,7 +2,7 @@
 """What the controller costs while it waits: processor time of rank 0 and of the rollout process
 with 256 requests outstanding.
 
-    python scripts/bench_idle.py [--engine vllm|sglang] [--requests 256] [--remote] [--window 20]
+    python -m scripts.bench_idle [--engine vllm|sglang] [--requests 256] [--remote] [--window 20]
     [--json PATH]
 
 A real run: two CPU ranks, their lanes, pause guard, rollout process, one real server. Once all
@@ -30,8 +30,9 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from tests.rigs.sockets import free_port
 from titan_grpo.commands.processes import GRACE_S, torchrun
-from titan_grpo.engines.launch import Server, ServerSpec, free_port
+from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.runkey import Key, with_run_key
 from titan_grpo.subprocesses import end
 from titan_grpo.titan.tiny import write_tiny_model

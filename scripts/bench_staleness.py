@@ -2,7 +2,7 @@
 """Does bounded staleness cost reward? The quickstart's task, trained with bounds 0 (on-policy), 1,
 2, 4, and 4 uncorrected.
 
-    python scripts/bench_staleness.py [--seeds 3] [--steps 20] [--engine vllm|sglang] [--out DIR]
+    python -m scripts.bench_staleness [--seeds 3] [--steps 20] [--engine vllm|sglang] [--out DIR]
     [--json PATH]
 
 One real server and two CPU ranks for all runs; a run starts from the same weights and publishes
@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_grpo.commands.processes import run_logged, torchrun
-from titan_grpo.commands.server_group import ServerGroup
+from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.runkey import Key, with_run_key
@@ -126,14 +126,16 @@ def main() -> int:
     write_tiny_model("qwen3", out / "model", seed=1)
     write_tiny_model("qwen3", out / "server_model", seed=2)
     env = {**with_run_key(os.environ, key), "OMP_NUM_THREADS": "1"}
-    pythons = {options.engine: str(ROOT / f".venv-{options.engine}" / "bin" / "python")}
+    python = str(ROOT / f".venv-{options.engine}" / "bin" / "python")
+    model, log = str(out / "server_model"), str(out / "server.log")
+    spec = ServerSpec(python, model, log, options.engine, run_key=key)
     found: list[Outcome] = []
-    with ServerGroup(pythons, str(out / "server_model"), out, 1, run_key=key) as servers:
-        servers.wait_healthy(lambda text: print(text, file=sys.stderr, flush=True))
+    with Server(spec) as server:
+        server.wait_healthy()
         print(f"{'bound':16}{'seed':>5}{'final':>9}{'whole run':>11}{'staleness':>11}", flush=True)
         for seed in range(options.seeds):
             for setting in SETTINGS:
-                result = train(setting, seed, servers.urls[0], options, env)
+                result = train(setting, seed, server.url, options, env)
                 found.append(result)
                 columns = f"{result.final:9.3f}{result.overall:11.3f}{result.staleness:11.2f}"
                 print(f"{result.setting:16}{result.seed:5}{columns}", flush=True)

@@ -2,7 +2,7 @@
 """Whether every token is of the weights that it is said to be of: a real server, real commits under
 load, and every completion recomputed.
 
-    python scripts/check_labels.py --engine vllm|sglang [--staleness 2] [--completions 200]
+    python -m scripts.check_labels --engine vllm|sglang [--staleness 2] [--completions 200]
         [--kv keep|recompute] [--json PATH]
 
 A real sync sends a sequence of weights, each other than the one before, to a real server, while the
@@ -33,9 +33,9 @@ from tests.rigs.long_prompts import TASK
 from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.generation import Sampled, Sampling
-from titan_grpo.engines.http import SyncDriver
+from titan_grpo.engines.http import ServerAccess, SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.server import ServerAccess, dialect, make_control
+from titan_grpo.engines.server import dialect, make_control
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec

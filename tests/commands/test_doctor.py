@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import pytest
 
 from tests.rigs.board import Board
+from tests.rigs.sockets import free_port
 from titan_grpo import cli
 from titan_grpo.commands import doctor_checks, doctor_facts
-from titan_grpo.engines.launch import free_port
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from typing import TypeVar
 
 from safetensors.torch import load_file, save_file
 
+from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.generation import Answer, Sampled, Sampling, StreamedCall
-from titan_grpo.engines.http import AsyncDriver, Call, SyncDriver
-from titan_grpo.engines.server import Dialect, ServerAccess
+from titan_grpo.engines.http import AsyncDriver, Call, ServerAccess, ignore
+from titan_grpo.engines.server import Dialect
 from titan_grpo.titan.tiny import EOS
 
 T = TypeVar("T")
@@ -37,6 +38,13 @@ context."""
 
 FEW = 16
 """Tokens of a request behind others: each of them makes as many meanwhile."""
+
+
+ABORT_ALL = {
+    vllm.NAME: Call("POST", "/abort_requests", 10.0, ignore, json={"request_ids": []}),
+    sglang.NAME: Call("POST", "/abort_request", 10.0, ignore, json={"abort_all": True}, admin=True),
+}
+"""Engine -> the call that ends all requests in flight, each with what it has."""
 
 
 def prompt(seed: int, count: int = 24) -> list[int]:
@@ -101,7 +109,7 @@ class Crowd:
         self.running: list[Future[Sampled]] = [*streams, whole]
 
     def _run(self, call: Call[T]) -> T:
-        with SyncDriver(self._access.url, self._access.api_key, self._access.admin_key) as driver:
+        with self._access.driver() as driver:
             return driver.run(call)
 
     def _stream(self, call: StreamedCall, sink: Tokens) -> Sampled:
@@ -147,7 +155,7 @@ class Crowd:
         deadline = time.monotonic() + REQUEST_S
         while wait(self.running, 0).not_done:
             assert time.monotonic() < deadline, "aborted requests did not end"
-            self._run(self._speak.abort_all(10.0))
+            self._run(ABORT_ALL[self._speak.NAME])
             wait(self.running, 1.0)
 
     def _changed_from(self, counts: list[int], timeout_s: float) -> bool:

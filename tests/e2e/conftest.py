@@ -23,9 +23,9 @@ from tests.conformance.engine import EngineUnderTest, remake
 from tests.rigs.trainer_handle import wait_until
 from titan_grpo.commands.processes import GRACE_S, torchrun
 from titan_grpo.engines.generation import Sampling
-from titan_grpo.engines.http import SyncDriver
+from titan_grpo.engines.http import ServerAccess, SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.server import Dialect, ServerAccess, dialect, make_control
+from titan_grpo.engines.server import Dialect, dialect, make_control
 from titan_grpo.observe import schema
 from titan_grpo.observe.terminal import Cause, status_of
 from titan_grpo.patches import sglang_cpu

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from titan_grpo.engines.launch import free_port
+from tests.rigs.sockets import free_port
 from titan_grpo.titan.dump_folder import held
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

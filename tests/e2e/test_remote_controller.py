@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.rigs.sockets import free_port
 from titan_grpo.commands.rollouts import KEY_VARIABLE
-from titan_grpo.engines.launch import free_port
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 

@@ -62,7 +62,7 @@ def test_a_load_that_raises_half_way_is_reported_and_the_next_version_is_whole(
             assert not applied.ok
             assert not applied.intact
             assert "planted in the middle of a load" in applied.error
-            e.run(e.speak.alive())
+            e.require_alive()
             assert trainer.control.paused()
             assert difference(e, trainer.sync(1, 2)) <= MAX_DIFFERENCE
             assert not trainer.control.paused()

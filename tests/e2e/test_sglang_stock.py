@@ -74,7 +74,7 @@ def test_a_run_with_a_run_key_does_not_write_to_a_server_that_can_not_prove_it(s
 
 
 def test_a_group_whose_trainer_is_gone_is_refused_and_the_server_goes_on(stock) -> None:
-    routes = HttpStockRoutes(stock.access.url, stock.access.api_key, stock.access.admin_key)
+    routes = HttpStockRoutes(stock.access)
     store = host_store("127.0.0.1")
     answers: list[HttpRefused] = []
 

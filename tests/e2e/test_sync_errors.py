@@ -7,7 +7,7 @@ import pytest
 
 from tests.rigs.proxy import Act, Proxy
 from tests.rigs.server_handle import ServerProcess
-from titan_grpo.engines.launch import free_port
+from tests.rigs.sockets import free_port
 from titan_grpo.observe.recorder import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -13,9 +13,8 @@ import pytest
 from tests.conformance import commits
 from tests.conformance.commits import difference, sender
 from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, remake
-from titan_grpo.engines.http import Call
+from titan_grpo.engines.http import Call, ServerAccess
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.server import ServerAccess
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.titan.tiny import KINDS
 

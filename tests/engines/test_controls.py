@@ -3,8 +3,8 @@ as paused."""
 
 import pytest
 
-from titan_grpo.engines.http import HttpRefused, SyncDriver
-from titan_grpo.engines.server import ServerAccess, detect, make_control
+from titan_grpo.engines.http import HttpRefused, ServerAccess, SyncDriver
+from titan_grpo.engines.server import detect, make_control
 from titan_grpo.engines.sglang import SglangControl
 from titan_grpo.engines.vllm import VllmControl
 from titan_grpo.errors import ConfigError, ServerRefused, ServerUnfit, ServerUnreachable
@@ -46,7 +46,7 @@ UPDATE = {
 
 @pytest.fixture
 def sglang(board):
-    control = SglangControl(board.url, "api", "admin", 2.0)
+    control = SglangControl(ServerAccess(board.url, 2.0, None, "api", "admin"))
     yield control
     control.close()
 
@@ -139,7 +139,7 @@ def test_a_vllm_that_can_never_take_our_weights_is_unfit_with_the_remedy(
     board, routes, words
 ) -> None:
     board.routes = routes
-    control = VllmControl(board.url, "api", 2.0)
+    control = VllmControl(ServerAccess(board.url, 2.0, None, "api"))
     with pytest.raises(ServerUnfit, match=words):
         control.greet({})
     control.close()
@@ -147,7 +147,7 @@ def test_a_vllm_that_can_never_take_our_weights_is_unfit_with_the_remedy(
 
 def test_a_vllm_whose_plugin_failed_is_asked_again(board) -> None:
     board.routes = {"POST /init_weight_transfer_engine": 500, **backend("titan_grpo")}
-    control = VllmControl(board.url, "api", 2.0)
+    control = VllmControl(ServerAccess(board.url, 2.0, None, "api"))
     with pytest.raises(HttpRefused) as refusal:
         control.greet({})
     assert not isinstance(refusal.value, ServerUnfit)
@@ -165,7 +165,7 @@ def test_dropping_kv_is_believed_only_where_the_engine_says_that_it_did(board, s
 
 @pytest.mark.parametrize("answer", [{"success": False}, {}])
 def test_a_vllm_that_does_not_say_that_it_dropped_kv_is_refused(board, answer) -> None:
-    control = VllmControl(board.url, "", 2.0)
+    control = VllmControl(ServerAccess(board.url, 2.0))
     board.routes = {"POST /reset_prefix_cache": lambda _: (200, {"success": True})}
     control.drop_kv()
     board.routes = {"POST /reset_prefix_cache": lambda _: (200, answer)}
@@ -225,7 +225,7 @@ def test_without_the_plugin_a_server_that_was_thought_ill_and_generates_is_not_p
 
 
 def test_without_the_plugin_a_server_that_gives_no_token_and_answers_is_paused(board) -> None:
-    control = SglangControl(board.url, "", "", 2.0)
+    control = SglangControl(ServerAccess(board.url, 2.0))
     board.routes = SGLANG | {"GET /ready": 503}
     board.silent = {"POST /generate"}
     assert control.paused() is True

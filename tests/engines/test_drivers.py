@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.rigs.board import Board
+from tests.rigs.sockets import free_port
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.http import CA_VARIABLES, AsyncDriver, Call, HttpRefused, SyncDriver
-from titan_grpo.engines.launch import free_port
 from titan_grpo.errors import ConfigError, ServerUnreachable
 
 

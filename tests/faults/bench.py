@@ -4,7 +4,7 @@ look at everything at rest."""
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -279,7 +279,3 @@ class Bench:
                 if instance not in self.known:
                     self.known.append(instance)
         return self.known
-
-
-Perform = Callable[[Bench, Result], None]
-"""Runs one case and writes what it found into the result."""

@@ -20,12 +20,12 @@ from tests.faults.judge import Sample
 from tests.rigs.census import descendants
 from tests.rigs.server_handle import ServerProcess
 from titan_grpo.engines.control import ServerControl
-from titan_grpo.engines.http import SyncDriver
+from titan_grpo.engines.http import ServerAccess, SyncDriver
 from titan_grpo.engines.launch import Server
-from titan_grpo.engines.server import ServerAccess, detect, make_control
+from titan_grpo.engines.server import detect, make_control
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.verify.evidence import Committed
-from titan_grpo.verify.server import Devices, Engine, recorded, server_spec
+from titan_grpo.verify.server import Devices, recorded, server_spec
 
 PORTS = (20000, 30000)
 """Of servers in a network of their own, where every port is free."""
@@ -75,7 +75,7 @@ class Software:
     """What real servers run. ``python``: the interpreter of the engine's environment; ``model``: a
     folder."""
 
-    engine: Engine
+    engine: str
     python: str
     model: Path
     devices: Devices

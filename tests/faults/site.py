@@ -11,7 +11,6 @@ import torch
 from tests.faults.instances import Instance, Launch
 from tests.rigs.content import digests
 from tests.rigs.proxy import Proxy
-from titan_grpo.errors import ServerUnreachable
 
 Say = Callable[[str], None]
 
@@ -116,12 +115,6 @@ class Site:
         for seat in self.seats:
             seat.instance.wait_healthy()
             say(f"{seat.name} is healthy after {time.monotonic() - began:.0f} s")
-
-    def require_alive(self) -> None:
-        """Raise ServerUnreachable if a server has ended without having been told to."""
-        for seat in self.seats:
-            if not seat.instance.alive():
-                raise ServerUnreachable(f"the {seat.name} server has ended by itself: see the logs")
 
     def __enter__(self) -> "Site":
         return self

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from tests.rigs.sockets import free_port
 from tests.rigs.trainer_handle import wait_until
 from titan_grpo.engines.http import Call, HttpRefused, SyncDriver
-from titan_grpo.engines.launch import free_port
 from titan_grpo.errors import PeerError, ServerUnreachable
 from titan_grpo.subprocesses import Guarded
 

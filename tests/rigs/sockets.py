@@ -1,4 +1,4 @@
-"""Cutting the TCP connections between this process and another one of this host, from this end."""
+"""TCP connections between this process and another one of this host, cut; and a free port."""
 
 import os
 import socket
@@ -40,3 +40,10 @@ def _connections(pid: int) -> dict[int, tuple[int, int]]:
 
 def _port(address: str) -> int:
     return int(address.rpartition(":")[2], 16)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

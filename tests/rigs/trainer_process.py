@@ -27,7 +27,8 @@ from tests.rigs.sockets import cut
 from tests.rigs.trainer import SpoiledImages, Trainer
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
-from titan_grpo.engines.server import ServerAccess, make_control
+from titan_grpo.engines.http import ServerAccess
+from titan_grpo.engines.server import make_control
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe import names

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.rigs.sockets import free_port
 from titan_grpo.engines.control import Announced, Group
-from titan_grpo.engines.http import HttpRefused
-from titan_grpo.engines.launch import free_port
-from titan_grpo.engines.server import ServerAccess, make_control
+from titan_grpo.engines.http import HttpRefused, ServerAccess
+from titan_grpo.engines.server import make_control
 from titan_grpo.errors import ProtocolError, ServerRefused, ServerUnreachable, TransferFailed
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient

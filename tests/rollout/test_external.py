@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.rigs.atropos_api import AtroposApi, until
-from titan_grpo.engines.launch import free_port
+from tests.rigs.sockets import free_port
 from titan_grpo.errors import ConfigError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.atropos import Registration

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from titan_grpo.engines.launch import free_port
+from tests.rigs.sockets import free_port
 from titan_grpo.errors import ConfigError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate

@@ -9,11 +9,14 @@ from pathlib import Path
 
 from titan_grpo.commands import places
 from titan_grpo.commands.processes import run_logged, stop_on_sigterm, torchrun
-from titan_grpo.commands.server_group import Engine, ServerGroup
+from titan_grpo.engines.launch import ServerGroup, ServerSpec
 from titan_grpo.errors import ConfigError
 from titan_grpo.runkey import Key, find_run_key, with_run_key
 
-ENGINES: dict[str, tuple[Engine, ...]] = {
+STARTUP_S = 300.0
+"""Seconds that each server may take to start."""
+
+ENGINES: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "sglang": ("sglang",),
     "both": ("vllm", "sglang"),
@@ -97,8 +100,14 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
     name, flavor = FLAVORS[options.model]
     run_key = find_run_key(env) or Key.generate()
     env = {**with_run_key(env, run_key), "OMP_NUM_THREADS": "1"}
-    group = ServerGroup(options.pythons, str(server_model), out, options.servers, run_key=run_key)
-    with group as servers:
+    specs = [
+        ServerSpec(python, str(server_model), f"{out}/{name}{n}.log", name, run_key=run_key)
+        for name, python in options.pythons.items()
+        for n in range(options.servers)
+    ]
+    with ServerGroup(specs) as servers:
+        names = ", ".join(Path(spec.log_path).stem for spec in specs)
+        _print(f"starting {names}, about a minute on two cores; logs in {out}/*.log")
         settings = {
             "--rollout.servers": ",".join(servers.urls),
             "--job.dump_folder": str(out),
@@ -114,7 +123,7 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
         # they take.
         job = jobconfig.parse(["--job.config_file", options.config, *arguments], options.nproc)
         jobconfig.check_files(job, env)
-        servers.wait_healthy(_print)
+        servers.wait_healthy(STARTUP_S * len(specs), _print)
         log = out / "train.log"
         _print(f"training: {options.nproc} ranks, {options.steps} steps; log in {log}")
         run_logged(torchrun(options.nproc, options.config, arguments), log, env, _print)

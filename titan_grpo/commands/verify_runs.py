@@ -22,7 +22,16 @@ from titan_grpo.runkey import Key, find_run_key, with_run_key
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify import tamper
-from titan_grpo.verify.evidence import START, Made, Reference, Run, read_commits, read_made
+from titan_grpo.verify.evidence import (
+    START,
+    TRAINER_EVIDENCE,
+    Made,
+    Reference,
+    Run,
+    read_commits,
+    read_made,
+    version_file,
+)
 from titan_grpo.verify.outcome import Throughput, check_all, outcome, throughput
 from titan_grpo.verify.prober import Prober, ReferenceModel, fixed_prompts
 from titan_grpo.verify.server import STARTUP_S, Devices, choose_devices, recorded, server_spec
@@ -31,7 +40,6 @@ TOLERANCE = 0.05
 """Nats by which the server (bf16 arithmetic) may differ from fp32 on the same weights at any token
 of a prompt."""
 
-TRAINER_EVIDENCE = "trainer.jsonl"
 TAMPER_AT = 2
 """Version from which the trainer tampers with its own weights."""
 
@@ -48,11 +56,6 @@ class Phase:
     name: str
     arguments: tuple[str, ...]
     tamper: str = ""
-
-
-def version_file(evidence: Path, version: int) -> Path:
-    """Weights of a version, as titan/verify_train.py saves them."""
-    return evidence / f"version_{version:06d}.safetensors"
 
 
 def phases(out: Path, tampers: tuple[str, ...]) -> list[Phase]:

@@ -87,14 +87,6 @@ def version_spans(value: Any, path: str) -> tuple[VersionSpan, ...]:
     )
 
 
-def models(timeout_s: float = 10.0) -> Call[list[str]]:
-    """Names of the served models."""
-    path = "/v1/models"
-    return Call(
-        "GET", path, timeout_s, lambda a: [str(m["id"]) for m in want(a, "data", list, path)]
-    )
-
-
 INTERVAL = 32
 """Tokens in one piece, but for the first and the last: what a broken connection costs of each
 request at most. Both engines take it with the request. At this the engines' own cost does not show;

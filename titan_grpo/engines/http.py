@@ -218,6 +218,26 @@ class SyncDriver(_Driver):
         self.close()
 
 
+@dataclass(frozen=True, slots=True)
+class ServerAccess:
+    """How a server is reached. ``admin_key``: empty where the API key does for all; vLLM has no
+    other.
+
+    ``deadline_s``: of each call; ``load_deadline_s``: of the load, where that waits for a transfer
+    too. Both in seconds.
+    """
+
+    url: str
+    deadline_s: float
+    load_deadline_s: float | None = None
+    api_key: str = field(default="", repr=False)
+    admin_key: str = field(default="", repr=False)
+
+    def driver(self) -> SyncDriver:
+        """Connections to it."""
+        return SyncDriver(self.url, self.api_key, self.admin_key)
+
+
 class AsyncDriver(_Driver):
     """Calls to one server from an asyncio loop, many at once (at most ``max_connections`` in
     flight, the others wait)."""

@@ -6,19 +6,18 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.http import Call, SyncDriver, ignore
+from titan_grpo.engines.http import SyncDriver
+from titan_grpo.engines.server import dialect
 from titan_grpo.errors import ServerRefused, ServerUnreachable
+from titan_grpo.observe import terminal
+from titan_grpo.observe.waiting import waiting
 from titan_grpo.runkey import Key, with_run_key
 from titan_grpo.subprocesses import Guarded, without_torchrun
-
-HEALTH = Call("GET", "/health", 2.0, ignore)
-"""Both engines answer it with 200 once they can generate, and ask for no key."""
 
 LOG_TAIL_BYTES = 2000
 POLL_S = 0.25
@@ -37,7 +36,7 @@ class ServerSpec:
     python: str
     model: str
     log_path: str
-    engine: Literal["vllm", "sglang"] = "vllm"
+    engine: str = vllm.NAME
     port: int = 0
     host: str = "127.0.0.1"
     max_model_len: int = 256
@@ -87,14 +86,6 @@ def environment(base: Mapping[str, str], spec: ServerSpec) -> dict[str, str]:
     return with_run_key(out, spec.run_key)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago. If another process takes it first, the server exits and
-    wait_healthy says so."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 class Server:
     """A launched server. A context manager; it also ends when this process does."""
 
@@ -135,19 +126,17 @@ class Server:
         """Process group of the server; 0 if it did not start."""
         return self._guarded.group
 
-    def wait_healthy(
-        self, deadline_s: float = 300.0, cancel: threading.Event | None = None
-    ) -> float:
-        """Wait until /health answers 200; returns the seconds since the start.
+    def wait_healthy(self, deadline_s: float = 300.0) -> float:
+        """Wait until /health answers 200, as both engines do once they can generate, without a key;
+        returns the seconds since the start.
 
-        Raises ServerUnreachable, with the log's end, when the process ended, ``cancel`` was set, or
-        the deadline passed.
+        Raises ServerUnreachable, with the log's end, when the process ended or the deadline passed.
         """
-        cancel = cancel or threading.Event()
+        health = dialect(self.spec.engine).health(2.0)
         with SyncDriver(self.url) as driver:
             while True:
                 with contextlib.suppress(ServerUnreachable, ServerRefused):
-                    driver.run(HEALTH)
+                    driver.run(health)
                     self._forget_start()
                     return time.monotonic() - self._started
                 status = self._guarded.poll()
@@ -155,9 +144,8 @@ class Server:
                     what = f"ended with exit code {status} before it was healthy"
                 elif time.monotonic() > self._started + deadline_s:
                     what = f"was not healthy after {deadline_s:g} s"
-                elif cancel.wait(POLL_S):
-                    what = "was cancelled while it started"
                 else:
+                    threading.Event().wait(POLL_S)
                     continue
                 log = Path(self.spec.log_path)
                 tail = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
@@ -187,6 +175,51 @@ class Server:
             self._keys.unlink(missing_ok=True)
 
     def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class ServerGroup:
+    """Servers of one owner: started together, stopped together. A context manager."""
+
+    def __init__(self, specs: Sequence[ServerSpec]) -> None:
+        self._specs, self._servers = tuple(specs), list[Server]()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Base URLs of those that were started, in order; they answer after ``wait_healthy``."""
+        return tuple(server.url for server in self._servers)
+
+    def start(self) -> None:
+        """Start all of them."""
+        for spec in self._specs:
+            self._servers.append(Server(spec))
+
+    def wait_healthy(
+        self, deadline_s: float, say: Callable[[str], None] = terminal.print_status
+    ) -> None:
+        """Until every server answers; ``say`` gets lines about the wait. Raises ServerUnreachable
+        with the end of the log of one that does not."""
+        for server in self._servers:
+            log = Path(server.spec.log_path)
+            with waiting(f"the launched server {log.stem} (log: {log})", deadline_s, say):
+                started_s = server.wait_healthy(deadline_s)
+            say(f"{server.spec.engine} at {server.url} is healthy after {started_s:.0f} s")
+
+    def stop(self) -> None:
+        """Stop what was started. Idempotent."""
+        while self._servers:
+            self._servers.pop().stop()
+
+    def __enter__(self) -> "ServerGroup":
+        try:
+            self.start()
+        except BaseException:
+            # A server that does not start must not leave the earlier ones running.
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,13 +2,12 @@
 answers at a URL."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.generation import Sampled, Sampling, StreamedCall
-from titan_grpo.engines.http import Call, HttpRefused, SyncDriver
+from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, SyncDriver
 from titan_grpo.errors import ConfigError, ProtocolError, ServerRefused, ServerUnfit
 
 
@@ -24,18 +23,8 @@ class Dialect(Protocol):
     def health(self, timeout_s: float = ...) -> Call[None]:
         """Answered while the server generates; may refuse or hang while it is paused."""
 
-    def alive(self, timeout_s: float = ...) -> Call[None]:
-        """Answered at once while the server's front lives: also paused, loading, or behind a long
-        queue."""
-
     def label(self, timeout_s: float = ...) -> Call[str]:
         """The label of the weights that the server shows."""
-
-    def models(self, timeout_s: float = ...) -> Call[list[str]]:
-        """Names of the served models."""
-
-    def world_size(self, timeout_s: float = ...) -> Call[int]:
-        """Workers that hold a part of the weights."""
 
     def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float
@@ -59,9 +48,6 @@ class Dialect(Protocol):
         With a ``cache_salt`` that no other request has, nothing in the answer comes from the prefix
         cache.
         """
-
-    def abort_all(self, timeout_s: float = ...) -> Call[None]:
-        """End all requests in flight; each of them is answered with what it has."""
 
 
 DIALECTS: dict[str, Dialect] = {sglang.NAME: sglang, vllm.NAME: vllm}
@@ -106,22 +92,6 @@ ASK_S = 10.0
 """Longest deadline of the question which engine answers, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerAccess:
-    """How a server's control plane is reached. ``admin_key``: empty where the API key does for all;
-    vLLM has no other.
-
-    ``deadline_s``: of each call; ``load_deadline_s``: of the load, where that waits for a transfer
-    too. Both in seconds.
-    """
-
-    url: str
-    deadline_s: float
-    load_deadline_s: float | None = None
-    api_key: str = field(default="", repr=False)
-    admin_key: str = field(default="", repr=False)
-
-
 MakeControl = Callable[[str, ServerAccess], ServerControl]
 """(value of ``rollout.engine``, access) -> control plane. Makes no call yet."""
 
@@ -129,14 +99,11 @@ MakeControl = Callable[[str, ServerAccess], ServerControl]
 def make_control(engine: str, access: ServerAccess) -> ServerControl:
     """The control plane for a value of ``rollout.engine``; makes no call yet. ConfigError for any
     other value."""
-    a = access
     match engine:
         case "vllm":
-            return vllm.VllmControl(a.url, a.api_key, a.deadline_s, a.load_deadline_s)
+            return vllm.VllmControl(access)
         case "sglang":
-            return sglang.SglangControl(
-                a.url, a.api_key, a.admin_key, a.deadline_s, a.load_deadline_s
-            )
+            return sglang.SglangControl(access)
         case "auto":
             # Its methods are looked up by name in the interface.
             return cast(ServerControl, DetectingControl(access))
@@ -173,12 +140,11 @@ class DetectingControl:
         return call
 
     def _detect(self) -> None:
-        a = self._access
-        with SyncDriver(a.url, a.api_key, a.admin_key) as driver:
-            engine = detect(driver, min(ASK_S, a.deadline_s))
+        with self._access.driver() as driver:
+            engine = detect(driver, min(ASK_S, self._access.deadline_s))
         if self.engine != engine:
             self.close()
-            self._control = make_control(engine, a)
+            self._control = make_control(engine, self._access)
 
     def close(self) -> None:
         """See ServerControl."""

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from titan_grpo.engines import generation
 from titan_grpo.engines.control import NOT_RECOMPUTED, StockRoutes
 from titan_grpo.engines.generation import (
     INTERVAL,
@@ -24,7 +23,7 @@ from titan_grpo.engines.generation import (
     salt,
     version_spans,
 )
-from titan_grpo.engines.http import Call, HttpRefused, SyncDriver, ignore, want
+from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, ignore, want
 from titan_grpo.errors import ServerRefused, ServerUnfit, ServerUnreachable
 from titan_grpo.patches import sglang_cpu
 
@@ -53,8 +52,6 @@ NO_PLUGIN = (
     f' {LOADER}, or set weight_sync.apply = "streamed"; or the admin key (rollout.admin_key_env)'
     " is not the server's"
 )
-
-models = generation.models
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +178,6 @@ def update_weight_version(new_label: str, timeout_s: float) -> Call[None]:
     """Set the label, of the scheduler first. By SGLang's default this would abort all requests."""
     body = {"new_version": new_label, "abort_all_requests": False}
     return _post("/update_weight_version", timeout_s, body)
-
-
-def abort_all(timeout_s: float = 10.0) -> Call[None]:
-    """Abort all requests in flight; each is answered with 200, what it has, and the finish reason
-    ``abort``."""
-    return _post("/abort_request", timeout_s, {"abort_all": True})
 
 
 def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> Call[Sampled]:
@@ -349,24 +340,14 @@ class SglangControl:
 
     engine = NAME
 
-    def __init__(
-        self,
-        url: str,
-        api_key: str,
-        admin_key: str,
-        deadline_s: float,
-        load_deadline_s: float | None = None,
-    ) -> None:
-        """``deadline_s``: of each call; ``load_deadline_s``: of ``load``, where that waits for a
-        transfer too."""
-        self._driver = SyncDriver(url, api_key, admin_key)
+    def __init__(self, access: ServerAccess) -> None:
+        self._access, self._driver = access, access.driver()
         self._run = self._driver.run
-        self._access = (url, api_key, admin_key)
-        self._deadline_s = deadline_s
-        self._load_deadline_s = load_deadline_s or deadline_s
-        self._query_s = min(QUERY_S, deadline_s)
+        self._deadline_s = access.deadline_s
+        self._load_deadline_s = access.load_deadline_s or access.deadline_s
+        self._query_s = min(QUERY_S, access.deadline_s)
         self._boot: str | None = None
-        self.url = url
+        self.url = access.url
 
     def label(self) -> str:
         return self._run(label(self._query_s))
@@ -374,7 +355,7 @@ class SglangControl:
     def stock(self) -> StockRoutes | None:
         from titan_grpo.engines.sglang_stock import HttpStockRoutes
 
-        return None if self._state() is not None else HttpStockRoutes(*self._access)
+        return None if self._state() is not None else HttpStockRoutes(self._access)
 
     def greet(self, greeting: Mapping[str, Any]) -> None:
         try:

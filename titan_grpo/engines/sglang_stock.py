@@ -5,7 +5,7 @@ from typing import Any
 
 from titan_grpo.engines import sglang
 from titan_grpo.engines.control import Announced, Group
-from titan_grpo.engines.http import Call, SyncDriver, ignore, want
+from titan_grpo.engines.http import Call, ServerAccess, ignore, want
 from titan_grpo.errors import ServerRefused
 
 NOT_RECEIVED = "Failed to receive weights"
@@ -29,8 +29,8 @@ def update(group: str, announced: Announced, timeout_s: float) -> Call[None]:
 class HttpStockRoutes:
     """StockRoutes over HTTP."""
 
-    def __init__(self, url: str, api_key: str, admin_key: str) -> None:
-        self._driver = SyncDriver(url, api_key, admin_key)
+    def __init__(self, access: ServerAccess) -> None:
+        self._driver = access.driver()
 
     def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> Any:
         return self._driver.run(

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from titan_grpo.engines import generation
 from titan_grpo.engines.control import NOT_RECOMPUTED
 from titan_grpo.engines.generation import (
     INTERVAL,
@@ -22,7 +21,7 @@ from titan_grpo.engines.generation import (
     salt,
     version_spans,
 )
-from titan_grpo.engines.http import Call, HttpRefused, SyncDriver, ignore, want
+from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, ignore, want
 from titan_grpo.errors import ServerRefused, ServerUnfit
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ COMPLETIONS = "/v1/completions"
 QUERY_S = 10.0
 """Longest deadline of a question that needs no work of the engine, in seconds."""
 
-models = generation.models
-
 
 def _post(path: str, timeout_s: float, body: Any = None, **params: str) -> Call[None]:
     return Call("POST", path, timeout_s, ignore, params=params, json=body)
@@ -43,9 +40,6 @@ def _post(path: str, timeout_s: float, body: Any = None, **params: str) -> Call[
 def health(timeout_s: float = 5.0) -> Call[None]:
     """200 while the engine lives, paused or not."""
     return Call("GET", "/health", timeout_s, ignore)
-
-
-alive = health
 
 
 def label(timeout_s: float = QUERY_S) -> Call[str]:
@@ -58,12 +52,6 @@ def is_paused(timeout_s: float = QUERY_S) -> Call[bool]:
     """Whether generation is paused."""
     path = "/is_paused"
     return Call("GET", path, timeout_s, lambda a: bool(want(a, "is_paused", bool, path)))
-
-
-def world_size(timeout_s: float = QUERY_S) -> Call[int]:
-    """Workers of the server: tensor x pipeline x data parallel."""
-    path = "/get_world_size"
-    return Call("GET", path, timeout_s, lambda a: int(want(a, "world_size", int, path)))
 
 
 def transfer_backend(timeout_s: float) -> Call[str]:
@@ -126,11 +114,6 @@ def finish_weight_update(new_label: str | None, timeout_s: float) -> Call[None]:
 def update_weight_version(new_label: str, timeout_s: float) -> Call[None]:
     """Set the label outside of an update."""
     return _post("/update_weight_version", timeout_s, {"new_version": new_label})
-
-
-def abort_all(timeout_s: float = 10.0) -> Call[None]:
-    """Abort all requests in flight."""
-    return _post("/abort_requests", timeout_s, {"request_ids": []})
 
 
 def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> Call[Sampled]:
@@ -264,16 +247,12 @@ class VllmControl:
 
     engine = NAME
 
-    def __init__(
-        self, url: str, api_key: str, deadline_s: float, load_deadline_s: float | None = None
-    ) -> None:
-        """``deadline_s``: of each call; ``load_deadline_s``: of ``load``, where that waits for a
-        transfer too."""
-        self._driver = SyncDriver(url, api_key)
+    def __init__(self, access: ServerAccess) -> None:
+        self._driver = access.driver()
         self._run = self._driver.run
-        self._deadline_s = deadline_s
-        self._load_deadline_s = load_deadline_s or deadline_s
-        self.url = url
+        self._deadline_s = access.deadline_s
+        self._load_deadline_s = access.load_deadline_s or access.deadline_s
+        self.url = access.url
 
     def label(self) -> str:
         return self._run(label(min(QUERY_S, self._deadline_s)))

@@ -10,7 +10,7 @@ from itertools import accumulate, count, islice
 from typing import Any, cast
 
 from titan_grpo.engines.control import ServerControl
-from titan_grpo.engines.server import ServerAccess
+from titan_grpo.engines.http import ServerAccess
 from titan_grpo.errors import (
     ConfigError,
     DataError,

@@ -18,7 +18,8 @@ from typing import Any, Protocol, cast, get_type_hints
 import msgspec
 
 from titan_grpo.engines.control import ServerControl, StockRoutes
-from titan_grpo.engines.server import ASK_S, AUTO, ServerAccess, make_control
+from titan_grpo.engines.http import ServerAccess
+from titan_grpo.engines.server import ASK_S, AUTO, make_control
 from titan_grpo.errors import (
     ConfigError,
     PeerError,

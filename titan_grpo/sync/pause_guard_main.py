@@ -25,7 +25,8 @@ from datetime import timedelta
 from typing import Any
 
 from titan_grpo.engines.control import ServerControl
-from titan_grpo.engines.server import AUTO, ServerAccess, make_control
+from titan_grpo.engines.http import ServerAccess
+from titan_grpo.engines.server import AUTO, make_control
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol import pause_guard
 from titan_grpo.protocol.lane_events import LaneEvent, Point

@@ -19,7 +19,9 @@ from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.metrics import Collapse
 from titan_grpo.engines.control import ServerControl
-from titan_grpo.engines.server import ServerAccess, make_control
+from titan_grpo.engines.http import ServerAccess
+from titan_grpo.engines.launch import ServerGroup
+from titan_grpo.engines.server import make_control
 from titan_grpo.errors import ProtocolError, ServerUnfit, ServerUnreachable
 from titan_grpo.observe import names, report, terminal
 from titan_grpo.observe.recorder import Recorder
@@ -33,9 +35,9 @@ from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker, load_dead
 from titan_grpo.titan.data import Sampled, StepWork, varied_groups
 from titan_grpo.titan.hf_files import copy_assets, write_weights
 from titan_grpo.titan.membership import Membership
-from titan_grpo.titan.server_urls import ServersFile
+from titan_grpo.titan.server_urls import ServersFile, known_servers
 from titan_grpo.titan.shown import FirstBatch, sequences, shown
-from titan_grpo.titan.startup import Launcher, Rollouts, start_rollouts, sync_settings
+from titan_grpo.titan.startup import Rollouts, launched, start_rollouts, sync_settings
 from titan_grpo.titan.step_metrics import (
     COUNTED,
     group_values,
@@ -96,9 +98,14 @@ class Controller:
         self._options = batch_options(job_config, cost)
         self._recorder: Recorder | None = None
         run_key = find_run_key(os.environ, job_config.weight_sync.run_key_file)
-        self._launcher = Launcher(
-            job_config.rollout, model_dir, self._run_dir, cpu, job_config.training.seq_len, run_key
+        rollout = job_config.rollout
+        self._keys = (
+            os.environ.get(rollout.api_key_env, ""),
+            os.environ.get(rollout.admin_key_env, ""),
         )
+        specs = launched(job_config, model_dir, cpu, run_key, self._keys)
+        self._run_key = specs[0].run_key if specs else run_key
+        self._servers = ServerGroup(specs)
         self._rollouts: Rollouts | None = None
         self._worker: SyncWorker | None = None
         self._membership: Membership | None = None
@@ -129,13 +136,11 @@ class Controller:
         rollout, sync = self._job.rollout, sync_settings(self._job)
         # Not earlier: a finished job that is started again changes no file.
         self._recorder = Recorder(self._run_dir)
-        known = self._launcher.start(sync.startup_deadline_s, os.environ)
+        self._servers.start()
+        self._servers.wait_healthy(sync.startup_deadline_s)
+        known = known_servers(rollout, os.environ, self._servers.urls)
         rollouts = self._rollouts = start_rollouts(
             self._job, self._model_dir, version, state, os.environ
-        )
-        api_key, admin_key = (
-            os.environ.get(name, "") if name else ""
-            for name in (rollout.api_key_env, rollout.admin_key_env)
         )
         make = make_control
         if rollout.controller != "local" and isinstance(rollouts, RolloutClient):
@@ -143,7 +148,7 @@ class Controller:
 
         def control(url: str) -> ServerControl:
             deadlines = sync.commit_deadline_s, load_deadline_s(sync)
-            return make(rollout.engine, ServerAccess(url, *deadlines, api_key, admin_key))
+            return make(rollout.engine, ServerAccess(url, *deadlines, *self._keys))
 
         # Those of an earlier process of the run were written down by it.
         self._counted = time.monotonic(), rollouts.counters()
@@ -156,8 +161,8 @@ class Controller:
                 make_control=control,
                 listed=known.listed,
                 observer=rollouts,
-                keys=(api_key, admin_key),
-                run_key=self._launcher.run_key,
+                keys=self._keys,
+                run_key=self._run_key,
                 device=device,
                 remote_writers=remote_writers,
                 owner=_owner(self._run_dir),
@@ -373,7 +378,7 @@ class Controller:
                 rollouts.close(max(1.0, deadline - time.monotonic()))
         finally:
             # Also when a record of groups cannot be flushed to a full disk.
-            self._launcher.stop()
+            self._servers.stop()
         if rollouts is not None:
             self._report()
         if self._recorder is not None:

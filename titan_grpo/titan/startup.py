@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from glob import glob
-from pathlib import Path
 from typing import Any
 
 from titan_grpo.config import LAUNCH, Rollout, WeightSync
-from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import ConfigError
-from titan_grpo.observe.waiting import waiting
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.records import ReplayClient
 from titan_grpo.rollout.remote import RemoteTransport
@@ -21,7 +19,6 @@ from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.transport import LocalTransport, WorkerTransport
 from titan_grpo.runkey import Key
 from titan_grpo.sync.worker import load_deadline_s
-from titan_grpo.titan.server_urls import Known, known_servers
 
 Rollouts = RolloutClient | ReplayClient
 
@@ -42,75 +39,36 @@ def registration(job_config: Any, version: int) -> dict[str, Any]:
     }
 
 
-class Launcher:
-    """The servers of one run: started here, or only named in the configuration."""
-
-    def __init__(
-        self,
-        rollout: Rollout,
-        model_dir: str,
-        run_dir: Path,
-        cpu: bool,
-        max_model_len: int,
-        run_key: Key | None = None,
-    ) -> None:
-        """``run_key``: the configured one. Launched servers get a new one if there is none;
-        ``run_key`` says which counts."""
-        self._servers: list[Server] = []
-        self._rollout = rollout
-        self._specs: list[ServerSpec] = []
-        self.run_key = run_key
-        if rollout.servers == [LAUNCH]:
-            self.run_key = run_key or Key.generate()
-            shared = ServerSpec(
-                python=rollout.launch_python,
-                model=model_dir,
-                log_path="",
-                max_model_len=max_model_len,
-                max_num_seqs=rollout.max_concurrent_requests,
-                cpu=cpu,
-                args=tuple(rollout.launch_args),
-                run_key=self.run_key,
-            )
-            self._specs = [
-                replace(
-                    _of_engine(shared, engine, rollout),
-                    log_path=str(run_dir / f"{engine}{index}.log"),
-                )
-                for engine in rollout.launch_engines
-                for index in range(rollout.launch_count)
-            ]
-
-    def start(self, deadline_s: float, environ: Mapping[str, str]) -> Known:
-        """URLs of all servers; those launched here are healthy, and ask for the keys that the
-        configuration names.
-
-        Raises ServerUnreachable with the log's end, ConfigError for a servers file or a host list
-        that cannot be read.
-        """
-        if self._specs:
-            names = (self._rollout.api_key_env, self._rollout.admin_key_env)
-            api_key, admin_key = (environ.get(name, "") if name else "" for name in names)
-            for spec in self._specs:
-                self._servers.append(Server(replace(spec, api_key=api_key, admin_key=admin_key)))
-            for server in self._servers:
-                log = Path(server.spec.log_path)
-                with waiting(f"the launched server {log.stem} (log: {log})", deadline_s):
-                    server.wait_healthy(deadline_s)
-        return known_servers(self._rollout, environ, tuple(server.url for server in self._servers))
-
-    def stop(self) -> None:
-        """Stop what was started. Idempotent."""
-        for server in self._servers:
-            server.stop()
-        self._servers = []
-
-
-def _of_engine(spec: ServerSpec, engine: str, rollout: Rollout) -> ServerSpec:
-    if engine == "sglang":
-        args = tuple(rollout.launch_sglang_args)
-        return replace(spec, engine="sglang", python=rollout.launch_sglang_python, args=args)
-    return spec
+def launched(
+    job_config: Any, model_dir: str, cpu: bool, run_key: Key | None, keys: tuple[str, str]
+) -> tuple[ServerSpec, ...]:
+    """The servers that ``rollout.servers = ["launch"]`` starts on this host, which share a new run
+    key if none is configured; none otherwise. ``keys``: API key and admin key that they ask for."""
+    rollout: Rollout = job_config.rollout
+    if rollout.servers != [LAUNCH]:
+        return ()
+    starts = {
+        "vllm": (rollout.launch_python, rollout.launch_args),
+        "sglang": (rollout.launch_sglang_python, rollout.launch_sglang_args),
+    }
+    key = run_key or Key.generate()
+    return tuple(
+        ServerSpec(
+            python=starts[engine][0],
+            model=model_dir,
+            log_path=f"{job_config.job.dump_folder}/{engine}{index}.log",
+            engine=engine,
+            max_model_len=job_config.training.seq_len,
+            max_num_seqs=rollout.max_concurrent_requests,
+            cpu=cpu,
+            args=tuple(starts[engine][1]),
+            run_key=key,
+            api_key=keys[0],
+            admin_key=keys[1],
+        )
+        for engine in rollout.launch_engines
+        for index in range(rollout.launch_count)
+    )
 
 
 def sync_settings(job_config: Any) -> WeightSync:

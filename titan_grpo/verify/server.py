@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from titan_grpo.engines import vllm
 from titan_grpo.engines.launch import ServerSpec
@@ -19,9 +18,7 @@ GPU_SHARE = "0.3"
 
 MAX_MODEL_LEN = 256
 
-Engine = Literal["vllm", "sglang"]
-
-GPU_ARGUMENTS: dict[Engine, list[str]] = {
+GPU_ARGUMENTS: dict[str, list[str]] = {
     "vllm": ["--gpu-memory-utilization", GPU_SHARE, "--enforce-eager"],
     "sglang": ["--mem-fraction-static", GPU_SHARE],
 }
@@ -69,7 +66,7 @@ def server_spec(
     out: Path,
     devices: Devices,
     run_key: Key | None = None,
-    engine: Engine = "vllm",
+    engine: str = vllm.NAME,
 ) -> ServerSpec:
     """A server whose plugin records every commit to ``recorded(out)``. Writes the recorder's plugin
     into ``out``."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from titan_grpo.engines.server import AUTO, ServerAccess, make_control
+from titan_grpo.engines.http import ServerAccess
+from titan_grpo.engines.server import AUTO, make_control
 from titan_grpo.errors import TransferFailed
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.image import SharedImage
