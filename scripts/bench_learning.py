@@ -2,7 +2,7 @@
 """What do staleness, commits in flight, tails of lengths and the off-policy correction cost and
 gain in learning?
 
-    python scripts/bench_learning.py [--seeds 5] [--steps 30] [--staleness 0 1 4 8] [--jobs 1]
+    python -m scripts.bench_learning [--seeds 5] [--steps 30] [--staleness 0 1 4 8] [--jobs 1]
     [--picture PATH.png] [--json PATH]
 
 Real: the rollouts' client, places, order of starts, sampler and versions per token, and the batch,
