@@ -13,6 +13,10 @@ from titan_grpo.sync.link import MANIFEST_NUMBER
 
 pytestmark = pytest.mark.e2e
 
+over_gloo = pytest.mark.parametrize("site", ["gloo"], indirect=True)
+"""For what the engine's side decides, whichever way the bytes come: each site starts processes that
+import torch."""
+
 
 def test_a_good_transfer_reaches_the_engine_and_is_read_back(site, weights) -> None:
     w = weights(1.0)
@@ -101,6 +105,7 @@ def test_a_sender_with_other_byte_counts_aborts_the_receiver_and_not_the_engine(
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
 
 
+@over_gloo
 def test_an_older_epoch_is_refused_and_the_one_in_force_goes_on(site, weights) -> None:
     w = weights(1.0)
     site.epoch = 4
@@ -111,6 +116,7 @@ def test_an_older_epoch_is_refused_and_the_one_in_force_goes_on(site, weights) -
     assert site.deliver(link, 1, 1, w).ok
 
 
+@over_gloo
 @pytest.mark.parametrize(
     ("run_id", "term"), [("ffffffffffff-00000000", 1), ("000000000001-00000000", 2)]
 )
@@ -127,6 +133,7 @@ def test_a_later_run_or_one_with_a_higher_term_takes_over_and_may_go_back_in_ver
     assert site.deliver(link, 1, 3, w).ok
 
 
+@over_gloo
 def test_unknown_names_are_refused_before_a_weight_is_touched(site, weights) -> None:
     w = weights(1.0, names=("a",))
     report = site.deliver(site.connect(w), 1, 1, w)
@@ -136,6 +143,7 @@ def test_unknown_names_are_refused_before_a_weight_is_touched(site, weights) -> 
     assert site.engine.loads == 0
 
 
+@over_gloo
 def test_a_load_that_breaks_off_is_reported_as_not_intact_until_a_whole_one(site, weights) -> None:
     link = site.connect(weights(1.0))
     site.engine.breaks_at = "b"
@@ -149,6 +157,7 @@ def test_a_load_that_breaks_off_is_reported_as_not_intact_until_a_whole_one(site
     assert report.intact
 
 
+@over_gloo
 def test_a_commit_for_an_epoch_that_was_replaced_is_refused(site, weights) -> None:
     w = weights(1.0)
     old = site.connect(w)
@@ -230,6 +239,7 @@ def test_a_trainer_that_closes_its_store_ends_the_receiver_process(site, weights
     assert os.waitstatus_to_exitcode(status) == 3
 
 
+@over_gloo
 def test_a_probe_is_answered_and_changes_nothing(site, weights) -> None:
     w = weights(1.0)
     link = site.connect(w)
