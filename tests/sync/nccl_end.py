@@ -34,21 +34,18 @@ def main(rank: int, port: int, scenario: str) -> None:
     from titan_grpo.errors import TransferFailed
     from titan_grpo.sync.transports.base import TransportOptions
     from titan_grpo.sync.transports.nccl import NcclTransport
+    from titan_grpo.sync.transports.store import limit_nccl_opening
 
+    deadline_s = 3.0 if scenario == "absent" else 60.0
+    limit_nccl_opening(deadline_s)
     one = torch.ones(1, device="cuda")
     if rank == 0:
-        dist.init_process_group(
-            "nccl",
-            store=dist.HashStore(),
-            rank=0,
-            world_size=1,
-            device_id=torch.device("cuda", 0),
-        )
+        # as torchtitan makes it: without a device_id, which would make it non-blocking
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
         dist.all_reduce(one)
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
-    deadline_s = 3.0 if scenario == "absent" else 60.0
     began, error = time.monotonic(), ""
     try:
         transport = NcclTransport(

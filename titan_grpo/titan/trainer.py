@@ -31,6 +31,7 @@ from torchtitan.train import Trainer
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.errors import StorageError, SyncError, UnhealthyError
 from titan_grpo.observe import names, terminal
+from titan_grpo.sync.transports.store import limit_nccl_opening
 from titan_grpo.titan import compat
 from titan_grpo.titan.data import BatchLoader, Share
 from titan_grpo.titan.dump_folder import held, write_failure
@@ -336,6 +337,8 @@ def run(job_config: Any, build: Callable[[Any], GRPOTrainer] = GRPOTrainer) -> N
     folder = Path(job_config.job.dump_folder)
     with held(folder) if os.environ["RANK"] == "0" else nullcontext():
         init_logger()
+        if job_config.weight_sync.transport == "nccl":
+            limit_nccl_opening(job_config.weight_sync.connect_deadline_s)
         try:
             with ExitStack() as ends:
                 ends.callback(lambda: dist.is_initialized() and dist.destroy_process_group())

@@ -7,10 +7,9 @@ A lane's communicator lives in the trainer's process, and torch gives each proce
 that ends the process when a peer is lost. So these groups are made without one
 (TORCH_NCCL_BLOCKING_WAIT): ``wait`` looks for errors itself, and raises them. NCCL's blocking
 initialisation waits for a missing peer without end, whoever aborts it: it is made non-blocking
-(``ncclConfig_t.blocking = 0``), which torch gives up after TORCH_NCCL_NONBLOCKING_TIMEOUT seconds.
+(``ncclConfig_t.blocking = 0``), which torch gives up by itself (store.limit_nccl_opening).
 """
 
-import math
 import os
 import threading
 from collections.abc import Iterator
@@ -22,14 +21,13 @@ import torch.distributed as dist
 
 from titan_grpo.errors import TransferFailed
 from titan_grpo.sync.transports.base import Transport, TransportOptions
+from titan_grpo.sync.transports.store import limit_nccl_opening
 
 MAX_CTAS = 4
 """Thread blocks that NCCL may use: a lane competes with training for the device, and a network
 needs no more."""
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-
-NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 
 ABORT_S = 5.0
 """Seconds that closing waits for NCCL to have aborted."""
@@ -40,16 +38,13 @@ value."""
 
 
 @contextmanager
-def no_watchdog(open_s: float) -> Iterator[None]:
-    """Within it, a new process group gets no watchdog, and its ``wait`` raises what went wrong. A
-    missing peer is waited for up to ``open_s`` seconds.
+def no_watchdog() -> Iterator[None]:
+    """Within it, a new process group gets no watchdog, and its ``wait`` raises what went wrong.
 
-    The first variable is read by the group's constructor; it is put back for the training groups
-    that may come later. The second is read once per process, at the first non-blocking
-    initialisation: the first lane's deadline is everybody's. Blocking groups never look at it.
+    The variable is read by the group's constructor; it is put back for the training groups that may
+    come later.
     """
     with _environment:
-        os.environ.setdefault(NONBLOCKING_TIMEOUT, str(math.ceil(open_s)))
         before = os.environ.get(BLOCKING_WAIT)
         os.environ[BLOCKING_WAIT] = "1"
         try:
@@ -68,6 +63,7 @@ class NcclTransport(Transport):
     def __init__(self, store: dist.Store, rank: int, size: int, options: TransportOptions) -> None:
         """Connect all ranks; TransferFailed if one is missing past the deadline, or the device has
         no memory left. ``options.device``: "cuda" or "cuda:N"."""
+        limit_nccl_opening(options.timeout_s)  # of a process that has no other NCCL group
         name = options.device if options.device.startswith("cuda") else "cuda"
         self._device = (
             torch.device(name) if ":" in name else torch.device("cuda", torch.cuda.current_device())
@@ -83,7 +79,7 @@ class NcclTransport(Transport):
         nccl.config.min_ctas = 1
         nccl.config.max_ctas = MAX_CTAS
         try:
-            with no_watchdog(options.timeout_s):
+            with no_watchdog():
                 self._group = dist.ProcessGroupNCCL(store, rank, size, nccl)
             with torch.cuda.device(self._device):
                 self._stream = torch.cuda.Stream(self._device)
@@ -156,7 +152,7 @@ class NcclTransport(Transport):
             self._ending.join(ABORT_S)
 
 
-def _abort(group: dist.ProcessGroupNCCL) -> None:
+def _abort(group: "dist.ProcessGroupNCCL") -> None:
     """Thread: end what is under way. The group's destructor runs here too, if nobody else holds
     it."""
     # an operation that was aborted before, or a communicator that never came to be, is an error of

@@ -1,6 +1,8 @@
 """The key-value store of a lane, hosted by the trainer and joined by the receiver; and opening a
 transport by name."""
 
+import math
+import os
 import socket
 from contextlib import contextmanager
 from datetime import timedelta
@@ -106,6 +108,16 @@ def delete_value(store: dist.Store, key: str) -> None:
     parts = int(store.get(key))  # no deadline: the key is there
     for name in (key, *(f"{key}/{number}" for number in range(parts))):
         store.delete_key(name)
+
+
+def limit_nccl_opening(open_s: float) -> None:
+    """Have torch give up a non-blocking NCCL initialisation whose peer does not come, after
+    ``open_s`` seconds in place of 30 minutes.
+
+    Call it before the process's first NCCL group: torch reads the variable once, at the first use
+    of any. What a user has set stays. Blocking groups, as torchtitan's are, never look at it.
+    """
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(open_s)))
 
 
 def nccl_version() -> str:

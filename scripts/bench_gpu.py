@@ -1,0 +1,366 @@
+"""What only a GPU can show; see bench_gpu.sh. Every ratio has its baseline in the same run.
+
+    scripts/bench_gpu.sh --shapes qwen3_0.6b,llama3_8b --json bench_gpu.json
+
+Trainer's half: float32 masters on the GPU, one rank, copied into a pinned image by the real
+Snapshotter. Server's half: the real plugin half and receiver process, and an "engine" that copies
+every tensor to its own on the GPU.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_grpo.layout.cuda_runtime import CudaRuntime
+from titan_grpo.layout.digest import block_digests, fingerprint
+from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.infer import infer_layout
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.layout.plan import copy_ops
+from titan_grpo.protocol.messages import new_run_id
+from titan_grpo.receive.commit import EngineSide, OneWorker
+from titan_grpo.receive.device import WorkerDevice
+from titan_grpo.sync.link import LaneLink, LinkOptions
+from titan_grpo.sync.snapshot import Snapshotter
+
+GIB = 2**30
+CHUNK = 64 << 20
+LONG_S = 300.0
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def decoder(layers: int, hidden: int, heads: int, keys: int, ffn: int) -> Shapes:
+    """The matrices and norms of a decoder; ``heads`` and ``keys``: rows of q, and of k and v."""
+    out: Shapes = {}
+    for i in range(layers):
+        out |= {
+            f"{i}.q": (heads, hidden),
+            f"{i}.k": (keys, hidden),
+            f"{i}.v": (keys, hidden),
+            f"{i}.o": (hidden, heads),
+            f"{i}.gate": (ffn, hidden),
+            f"{i}.up": (ffn, hidden),
+            f"{i}.down": (hidden, ffn),
+            f"{i}.norm1": (hidden,),
+            f"{i}.norm2": (hidden,),
+        }
+    return out | {"norm": (hidden,)}
+
+
+SHAPES: dict[str, Shapes] = {
+    "tiny": decoder(2, 128, 128, 64, 512) | {"embed": (128, 128)},
+    "qwen3_0.6b": decoder(28, 1024, 2048, 1024, 3072) | {"embed": (151936, 1024)},
+    "llama3_8b": decoder(32, 4096, 4096, 1024, 14336)
+    | {"embed": (128256, 4096), "head": (128256, 4096)},
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table. ``least`` and ``most``: what it should be, where there is a rule."""
+
+    shape: str
+    what: str
+    value: float
+    unit: str
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def good(self) -> bool:
+        """Whether it is as it should be."""
+        low = self.least is None or self.value >= self.least
+        return low and (self.most is None or self.value <= self.most)
+
+    def line(self) -> str:
+        """One line of the table."""
+        goal = "" if self.least is None else f">= {self.least:g}"
+        goal += "" if self.most is None else f"<= {self.most:g}"
+        mark = "" if self.good else "  <-- not as it should be"
+        return f"{self.shape:<12} {self.what:<58} {self.value:>9.3f} {self.unit:<6} {goal}{mark}"
+
+
+@contextmanager
+def unpinned() -> Iterator[None]:
+    """Refuse to pin, as a limit on locked memory does."""
+    register = CudaRuntime.register
+    CudaRuntime.register = lambda *_: "pageable on purpose"  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CudaRuntime.register = register  # type: ignore[method-assign]
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def on_device(work: Callable[[], object]) -> float:
+    """Seconds of the device from before ``work`` to after it on the current stream."""
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    work()
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1000
+
+
+class Trainer:
+    """Masters on the GPU, an image, and a Snapshotter."""
+
+    def __init__(self, shapes: Shapes, stack: ExitStack) -> None:
+        layout = infer_layout(lambda s: dict(s), shapes)
+        self.manifest = layout.manifest("bfloat16", 4 << 20)
+        ops = {
+            fqn: copy_ops(layout, self.manifest, fqn, (0,) * len(shape), shape)
+            for fqn, shape in shapes.items()
+        }
+        image = stack.enter_context(SharedImage.create(self.manifest.total_bytes, "bench"))
+        began = time.perf_counter()
+        self._snapshotter = Snapshotter(ops, [image.tensor()], torch.device("cuda", 0), CHUNK)
+        self.pin_s = time.perf_counter() - began
+        stack.callback(self._snapshotter.close)
+        self.masters = {fqn: torch.empty(s, device="cuda").normal_() for fqn, s in shapes.items()}
+
+    def publish(self) -> tuple[float, float, float]:
+        """(Host's seconds, the copy's, the device's at a fence that comes at once) of a version."""
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        copy = self._snapshotter.start(self.masters, 0)
+        copy.fence()
+        blocked_s = time.perf_counter() - began
+        copy_s = copy.wait(LONG_S)
+        torch.cuda.synchronize()
+        return blocked_s, copy_s, copy.fenced_s
+
+    def beside(self, work: Callable[[], object]) -> tuple[float, float]:
+        """(Device seconds of ``work`` while a copy is made, the copy's)."""
+        torch.cuda.synchronize()
+        copy = self._snapshotter.start(self.masters, 0)
+        work_s = on_device(work)
+        return work_s, copy.wait(LONG_S)
+
+
+def raw_rate(nbytes: int, to_host: bool) -> float:
+    """GiB/s of one copy between memory that torch pinned and the device."""
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    ends = (host, device) if to_host else (device, host)
+    times = [on_device(lambda: ends[0].copy_(ends[1], non_blocking=True)) for _ in range(6)]
+    return nbytes / GIB / median(times[1:])
+
+
+def trainer_figures(name: str, versions: int) -> Iterator[Figure]:
+    """The price of a version on the trainer."""
+    with ExitStack() as stack:
+        trainer = Trainer(SHAPES[name], stack)
+        gib = trainer.manifest.total_bytes / GIB
+        raw = raw_rate(min(trainer.manifest.total_bytes, 2 * GIB), to_host=True)
+        trainer.publish()
+        runs = [trainer.publish() for _ in range(versions)]
+        blocked, copied, fenced = (median([run[i] for run in runs]) for i in range(3))
+        yield Figure(name, "image", gib, "GiB")
+        yield Figure(name, "pinning it, once", trainer.pin_s, "s")
+        yield Figure(name, "publish: the main thread's time (blocked)", blocked, "s", most=0.05)
+        yield Figure(name, "publish: the copy's time", copied, "s")
+        rate = gib / copied
+        yield Figure(name, "copy, cast from float32, pinned", rate, "GiB/s")
+        yield Figure(name, "the same / a raw pinned copy", rate / raw, "", least=0.8)
+        yield Figure(name, "fence at once: device's stall / copy", fenced / copied, "", most=1.05)
+        # as long as the copy, so that all of it is under the copy
+        side = 8192
+        a = torch.randn(side, side, device="cuda", dtype=torch.bfloat16)
+        once = on_device(lambda: a @ a)
+        once = on_device(lambda: a @ a)
+        rounds = max(8, int(0.8 * copied / once))
+
+        def backward() -> None:
+            for _ in range(rounds):
+                a @ a
+
+        pairs = [(on_device(backward), trainer.beside(backward)[0]) for _ in range(versions)]
+        slower = median([beside / alone for alone, beside in pairs])
+        yield Figure(name, "matrix products beside the copy / alone", slower, "", most=1.05)
+        b = torch.randn(64 << 20, device="cuda")
+        once = on_device(lambda: b.mul_(1.0))
+        once = on_device(lambda: b.mul_(1.0))
+        streamed = max(8, int(0.8 * copied / once))
+
+        def optimizer() -> None:
+            for _ in range(streamed):
+                b.mul_(1.0)
+
+        pairs = [(on_device(optimizer), trainer.beside(optimizer)[0]) for _ in range(versions)]
+        slower = median([beside / alone for alone, beside in pairs])
+        yield Figure(
+            name, "device memory's bandwidth beside the copy / alone", slower, "", most=1.2
+        )
+        del trainer
+    torch.cuda.empty_cache()
+    with unpinned(), ExitStack() as stack:
+        trainer = Trainer(SHAPES[name], stack)
+        trainer.publish()
+        runs = [trainer.publish() for _ in range(3)]
+        slow = median([run[0] for run in runs])
+        yield Figure(name, "pageable instead: main thread's time", slow, "s")
+        rate = gib / median([run[1] for run in runs])
+        yield Figure(name, "pageable instead: copy", rate, "GiB/s")
+
+
+class GpuModel:
+    """An engine without an engine: its own copy of every tensor, on the GPU."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.tensors = {
+            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device="cuda")
+            for spec in manifest.tensors
+        }
+
+    def refuses(self, manifest: Manifest) -> str:
+        """See Engine."""
+        return ""
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+        """See Engine. Each copy is waited for, as the weight loaders of engines do."""
+        count = 0
+        for name, tensor in tensors:
+            self.tensors[name].copy_(tensor)
+            count += 1
+        return count
+
+
+class Server:
+    """A lane to a receiver beside a GpuModel."""
+
+    def __init__(self, manifest: Manifest, image: SharedImage, stack: ExitStack) -> None:
+        self.image = image
+        self.model = GpuModel(manifest)
+        self._side = EngineSide(self.model, OneWorker(), "")
+        stack.callback(self._side.close)
+        options = LinkOptions("tcp", "127.0.0.1", "xxh3", CHUNK, LONG_S)
+        self._link = LaneLink(new_run_id(time.time()), 1, manifest, options)
+        stack.callback(self._link.close)
+        self._side.hello(self._link.open().to_dict())
+        self._link.wait_joined(60.0)
+        self._link.send_manifest(LONG_S)
+        self._digests = block_digests(image.buffer, manifest, "xxh3")
+        self._fingerprint = fingerprint(manifest.digest, self._digests)
+        self._number = 0
+
+    def deliver(self, beside: Callable[[], float] | None = None) -> tuple[float, float, float]:
+        """(Seconds of the transfer, of the load, what ``beside`` gave during the transfer)."""
+        self._number += 1
+        began, number = time.perf_counter(), self._number
+        args = number, number, self.image, self._digests, self._fingerprint
+        other = 0.0
+        if beside is None:
+            staged = self._link.send(*args)
+        else:
+            answers: list[Any] = []
+            thread = threading.Thread(target=lambda: answers.append(self._link.send(*args)))
+            thread.start()
+            other = beside()
+            thread.join(LONG_S)
+            (staged,) = answers
+        fetch_s = time.perf_counter() - began
+        assert staged.ok, staged.error
+        self._side.commit(self._link.commit(staged).to_dict())
+        applied = self._link.wait_applied(number, LONG_S)
+        assert applied.ok, applied.error
+        return fetch_s, applied.apply_s, other
+
+
+def server_figures(name: str, versions: int) -> Iterator[Figure]:
+    """How long a server stands still, and what a transfer costs what it computes."""
+    manifest = infer_layout(lambda s: dict(s), SHAPES[name]).manifest("bfloat16", 4 << 20)
+    gib = manifest.total_bytes / GIB
+    raw = raw_rate(min(manifest.total_bytes, 2 * GIB), to_host=False)
+    with ExitStack() as stack:
+        image = stack.enter_context(SharedImage.create(manifest.total_bytes, "bench"))
+        image.tensor().view(torch.int64).random_()
+        with ExitStack() as inner:
+            server = Server(manifest, image, inner)
+            first = server.deliver()
+            runs = [server.deliver() for _ in range(versions)]
+            fetch, pause = (median([run[i] for run in runs]) for i in range(2))
+            yield Figure(name, "transfer on one host, checked", gib / fetch, "GiB/s")
+            yield Figure(name, "first load (maps and pins the staged image)", first[1], "s")
+            yield Figure(name, "load onto the GPU: the pause", pause, "s")
+            yield Figure(name, "load / a raw pinned copy", pause / (gib / raw), "", most=1.3)
+            small = torch.randn(16 << 20, device="cuda")
+            graph_s = on_device(lambda: small.mul_(1.0))
+
+            def decode() -> float:
+                """Many short kernels, as in decoding."""
+                count = max(200, int(0.5 * fetch / max(graph_s, 1e-5)))
+                return on_device(lambda: [small.mul_(1.0) for _ in range(count)])
+
+            decode()
+            pairs = [(decode(), server.deliver(decode)[2]) for _ in range(versions)]
+            slower = median([beside / alone for alone, beside in pairs])
+            yield Figure(name, "kernels beside a transfer / alone", slower, "", most=1.05)
+            spec = manifest.tensors[0]
+            view = image.tensor()[spec.offset : spec.offset + spec.nbytes].view(torch.uint8)
+            held = server.model.tensors[spec.name].cpu().view(-1).view(torch.uint8)
+            assert torch.equal(view, held), "the model does not hold what was sent"
+        pin = WorkerDevice.pin
+        WorkerDevice.pin = lambda *_: None  # type: ignore[method-assign]
+        try:
+            with ExitStack() as inner:
+                server = Server(manifest, image, inner)
+                server.deliver()
+                slow = median([server.deliver()[1] for _ in range(3)])
+                yield Figure(name, "pageable instead: load", slow, "s")
+                yield Figure(name, "pageable / pinned load", slow / pause, "", least=1.0)
+        finally:
+            WorkerDevice.pin = pin  # type: ignore[method-assign]
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 1 if a figure is not as it should be, 2 without a GPU."""
+    parser = argparse.ArgumentParser(
+        prog="bench_gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shapes", default="qwen3_0.6b,llama3_8b", help=", ".join(SHAPES))
+    parser.add_argument("--versions", type=int, default=7, help="of which medians are taken")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    options = parser.parse_args(argv)
+    names = options.shapes.split(",")
+    if unknown := set(names) - SHAPES.keys():
+        parser.error(f"--shapes must be of {', '.join(SHAPES)}, got {', '.join(sorted(unknown))}")
+    if not torch.cuda.is_available():
+        print(
+            "bench_gpu: this machine has no GPU that torch can use (torch"
+            f" {torch.__version__}): nothing was measured",
+            file=sys.stderr,
+        )
+        return 2
+    torch.cuda.init()
+    machine = f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}"
+    print(machine)
+    figures: list[Figure] = []
+    for name in names:
+        for part in (trainer_figures, server_figures):
+            for figure in part(name, options.versions):
+                figures.append(figure)
+                print(figure.line(), flush=True)
+            torch.cuda.empty_cache()
+    if options.json:
+        rows = [asdict(figure) | {"good": figure.good} for figure in figures]
+        options.json.write_text(json.dumps({"machine": machine, "figures": rows}, indent=1))
+    return 0 if all(figure.good for figure in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# What only a GPU can show, in one command: the price of a version in a training step, the rate of its copy, and how long a
+# server stands still to load it. No engine and no model files are needed; weights are random.
+#
+#   scripts/bench_gpu.sh [--shapes qwen3_0.6b,llama3_8b] [--versions N] [--json PATH] [--help]
+#
+# PYTHON=...   the interpreter (default: .venv/bin/python); its torch must be a CUDA build
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python="${PYTHON:-.venv/bin/python}"
+if ! command -v "$python" >/dev/null; then
+    printf 'bench_gpu: no interpreter at %s: run scripts/setup.sh --cuda, or name one: PYTHON=...\n' "$python" >&2
+    exit 2
+fi
+PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "$python" scripts/bench_gpu.py "$@"
