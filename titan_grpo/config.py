@@ -24,8 +24,9 @@ class WeightSync:
 
     transport: Literal["auto", "tcp", "gloo", "nccl"] = "auto"
     """Data plane of the lanes. tcp: servers read versions in ranges, out of the trainer's memory if
-    they are on its host, else over TCP; for apply = "staged". gloo, nccl: broadcasts. auto is nccl
-    on CUDA and gloo elsewhere."""
+    they are on its host, else over TCP; for apply = "staged". gloo, nccl: broadcasts; nccl
+    needs one version of NCCL at both ends, and is by choice only. auto is tcp on CUDA (gloo for
+    apply = "streamed") and gloo elsewhere."""
 
     connections: int = 4
     """TCP connections with which a server reads a version (transport = "tcp")."""

@@ -33,7 +33,7 @@ from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane, members
 from titan_grpo.protocol.lane_events import LaneEvent, Observer, no_observer
-from titan_grpo.protocol.messages import Label, new_run_id
+from titan_grpo.protocol.messages import TCP, Label, new_run_id
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
 from titan_grpo.sync.lane import LaneContext, LaneThread
@@ -151,7 +151,10 @@ class SyncOptions:
         """What all connections have in common."""
         transport: str = config.transport
         if transport == "auto":
-            transport = "nccl" if self.device.type == "cuda" else "gloo"
+            # on CUDA nothing of a lane on a GPU: NCCL takes memory and thread blocks of training's,
+            # and both ends must have one version of it
+            ranges = self.device.type == "cuda" and config.apply == "staged"
+            transport = TCP if ranges else "gloo"
         urls = (*self.urls, *self.listed)
         remote = [url for url in urls if not is_loopback(urlsplit(url).hostname or "")]
         return LinkOptions(
