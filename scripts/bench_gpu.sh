@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-.venv/bin/python}"
 if ! command -v "$python" >/dev/null; then
-    printf 'bench_gpu: no interpreter at %s: run scripts/setup.sh --cuda, or name one: PYTHON=...\n' "$python" >&2
+    printf 'bench_gpu: no interpreter at %s: name one with a CUDA build of torch and titan_grpo: PYTHON=...\n' "$python" >&2
     exit 2
 fi
-PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "$python" scripts/bench_gpu.py "$@"
+PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m scripts.bench_gpu "$@"
