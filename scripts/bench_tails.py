@@ -154,13 +154,19 @@ class ServerThread:
 
     def __init__(self, setting: Setting) -> None:
         self._loop = asyncio.new_event_loop()
-        self._url: Future[str] = Future()
+        self._listening: Future[tuple[str, TimedServer]] = Future()
         threading.Thread(target=self._run, args=(setting,), daemon=True).start()
-        self.url = self._url.result(START_S)
+        self.url, self._server = self._listening.result(START_S)
+
+    def state(self, version: int) -> ServerState:
+        """It holds ``version`` from now on."""
+        self._server.version = version
+        return ServerState(self.url, version, True, label(version))
 
     def _run(self, setting: Setting) -> None:
         async def listen() -> None:
-            self._url.set_result(await server_of(setting).listen())
+            server = server_of(setting)
+            self._listening.set_result((await server.listen(), server))
 
         asyncio.set_event_loop(self._loop)
         self._loop.run_until_complete(listen())
@@ -206,12 +212,12 @@ def in_processes(setting: Setting, spec: RolloutSpec) -> Played:
     try:
         client.start(START_S)
         began = time.monotonic()
-        client.set_server(ServerState(server.url, 0, True, label(0)))
+        client.set_server(server.state(0))
         for version in range(setting.steps):
             batch = client.next_batch(version, PER_STEP, START_S)
             played.trained.update(group.prompt.index for group in batch)
             time.sleep(setting.train_s)
-            client.set_server(ServerState(server.url, version + 1, True, label(version + 1)))
+            client.set_server(server.state(version + 1))
             played.version_s.append(time.monotonic() - began)
         played.counters = client.counters()
     finally:
