@@ -1,17 +1,17 @@
 # An agent with a calculator, through the openai client, on the quickstart's model. From the root:
 #
-#   scripts/quickstart.sh --out outputs/agent --steps 30 \
+#   scripts/quickstart.sh --out outputs/agent --steps 24 \
 #     --rollout.agent examples.agent.agent:solve \
 #     --rollout.dataset examples/agent/data.jsonl \
 #     --rollout.tool_parser examples.agent.agent:every_answer_is_a_call \
-#     --rollout.prompts_per_step 4 --rollout.max_completion_tokens 96 --training.seq_len 192
+#     --rollout.prompts_per_step 4 --rollout.max_completion_tokens 128 --training.seq_len 192
 
 import json
 
 from openai import OpenAI
 
 TURNS, MAX_TOKENS = 3, 12
-READABLE = set("0123456789+")
+DIGITS = set("0123456789")
 
 CALCULATOR = {
     "type": "function",
@@ -34,8 +34,8 @@ def calculate(text):
 def solve(base_url, api_key, row):
     """Ask, run the tool that the model calls, and tell it the result, three times.
 
-    The reward is the share of the characters that the calculator could read: what a model that has
-    never seen a text can learn in a minute.
+    The reward is the share of digits in what it asked the calculator: what a model that has never
+    seen a text can learn in 20 steps.
     """
     client = OpenAI(base_url=base_url, api_key=api_key)
     messages = [{"role": "user", "content": row["question"]}]
@@ -51,7 +51,7 @@ def solve(base_url, api_key, row):
             written += asked
             result = {"role": "tool", "tool_call_id": call.id, "content": calculate(asked)}
             messages.append(result)
-    return sum(letter in READABLE for letter in written) / max(len(written), 1)
+    return sum(letter in DIGITS for letter in written) / max(len(written), 1)
 
 
 def every_answer_is_a_call(text):

@@ -47,8 +47,9 @@ def run_of_agents(model, tmp_path, monkeypatch):
     clients = []
 
     def make(**changes):
-        sizes = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 0}
-        spec = RolloutSpec(model, agent="own_agent:solve", **(sizes | changes))
+        usual = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 0}
+        usual["agent"] = "own_agent:solve"
+        spec = RolloutSpec(model, **(usual | changes))
         clients.append(RolloutClient(spec))
         clients[-1].start(60)
         return clients[-1]
@@ -99,3 +100,8 @@ def test_the_agent_and_the_parser_of_the_docs_do_what_they_say(
     exec(parser, names)
     assert names["parse"]("sum: 2 3") == ("", [("sum", {"of": "2 3"})])
     assert names["parse"]("It is 5.") == ("It is 5.", [])
+
+
+def test_agents_elsewhere_find_the_address_in_the_log(run_of_agents, caplog) -> None:
+    run_of_agents(agent="outside")
+    assert re.search(r"agents may talk to http://127\.0\.0\.1:\d+/v1", caplog.text)

@@ -99,8 +99,9 @@ class Worker:
 
         sampler = Sampler(spec, runner)
         if isinstance(task, AgentRows):
-            parser = load_parser(spec.tool_parser)
-            sampler = AgentSampler(spec, runner, Agents(spec, task, runner, codec), parser)
+            parser, agents = load_parser(spec.tool_parser), Agents(spec, task, runner, codec)
+            self._out.put(messages.Event(f"agents may talk to {agents.url}/v1", {}))
+            sampler = AgentSampler(spec, runner, agents, parser)
         return Dispatcher(spec, sampler, runner, self._out.put, self._fail, connect)
 
     def _fail(self, error: BaseException) -> None:
