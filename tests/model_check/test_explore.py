@@ -20,8 +20,6 @@ from titan_grpo.cli import guarded
 from titan_grpo.protocol import lane as lanes
 from titan_grpo.protocol import ledger
 
-SMALL = Bounds(servers=1, versions=2)
-
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["staged", "streamed"])
 def test_one_server_with_a_fault_at_every_step_breaks_no_rule(streamed):

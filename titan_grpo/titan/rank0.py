@@ -35,6 +35,7 @@ from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker, load_dead
 from titan_grpo.titan.data import Sampled, StepWork, varied_groups
 from titan_grpo.titan.hf_files import copy_assets, write_weights
 from titan_grpo.titan.membership import Membership
+from titan_grpo.titan.rules import sync_waits_s
 from titan_grpo.titan.server_urls import ServersFile, known_servers
 from titan_grpo.titan.shown import FirstBatch, sequences, shown
 from titan_grpo.titan.startup import Rollouts, launched, start_rollouts, sync_settings
@@ -303,10 +304,7 @@ class Controller:
 
     def wait_committed(self, version: int) -> None:
         """Synchronous mode: until every server about which anything is known holds ``version``."""
-        sync = self._job.weight_sync
-        timeout_s = sync.lane_deadline_s + sync.commit_deadline_s
-        if not self._job.rollout.in_flight_weight_updates:
-            timeout_s += sync.drain_deadline_s
+        timeout_s = sync_waits_s(self._job)
         if not self.worker.servers.wait_held(version, timeout_s, everyone=True):
             terminal.print_status(
                 f"no server held version {version} after {timeout_s:g} s; going on without"

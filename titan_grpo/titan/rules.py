@@ -61,6 +61,13 @@ def not_finite(config: Any) -> list[str]:
     ]
 
 
+def sync_waits_s(config: Any) -> float:
+    """Longest time of one transfer and its commit by their own deadlines, in seconds."""
+    w = config.weight_sync
+    drain = 0.0 if config.rollout.in_flight_weight_updates else w.drain_deadline_s
+    return float(w.lane_deadline_s + w.commit_deadline_s + drain)
+
+
 def rank0_waits_s(config: Any) -> tuple[float, float]:
     """Longest time that rank 0 leaves the other ranks in a collective, by its own deadlines:
     (around the first step, later), in seconds. Every timeout of a process group derives from it.
@@ -76,9 +83,7 @@ def rank0_waits_s(config: Any) -> tuple[float, float]:
     w = config.weight_sync
     sync = 0.0
     if not config.grpo.async_weight_update:
-        sync = w.connect_deadline_s + w.lane_deadline_s + w.commit_deadline_s
-        if not config.rollout.in_flight_weight_updates:
-            sync += w.drain_deadline_s
+        sync = w.connect_deadline_s + sync_waits_s(config)
     later = max(config.rollout.batch_timeout_s + sync, w.shutdown_deadline_s)
     return later + w.startup_deadline_s, later
 
