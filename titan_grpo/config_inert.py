@@ -153,6 +153,7 @@ def _rollout(r: Rollout) -> Iterator[Row]:
         (
             "launch_engines",
             "launch_count",
+            "launch_gpus",
             "launch_python",
             "launch_sglang_python",
             "launch_args",

@@ -53,6 +53,11 @@ class Rollout(TaskKeys):
     launch_count: int = 1
     """How many servers of each of these engines to start when servers = "launch"."""
 
+    launch_gpus: list[int] = field(default_factory=list)
+    """GPUs of launched servers by their numbers on this host, in order, each server the same number
+    of them, which is its tensor parallelism: [4, 5, 6, 7] and launch_count = 4 is one each. Leave
+    out those of the trainer's ranks. Empty: what rank 0 sees."""
+
     launch_python: str = ""
     """Interpreter of vLLM's own environment, for servers = "launch" (its environment differs from
     the trainer's)."""
@@ -287,6 +292,14 @@ def _servers(r: Rollout) -> Rules:
         not wanted or len(set(wanted)) != len(wanted) or not set(wanted) <= set(known),
         "launch_engines",
         '"vllm", "sglang" or both, each once',
+    )
+    gpus, count = r.launch_gpus, r.launch_count * len(wanted)
+    yield (
+        len(set(gpus)) != len(gpus)
+        or any(gpu < 0 for gpu in gpus)
+        or len(gpus) % max(count, 1) > 0,
+        "launch_gpus",
+        f"numbers of different GPUs, as many for each of the {count} launched servers",
     )
     for engine, key in known.items():
         yield (

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from titan_grpo.config import Rollout, WeightSync
+from titan_grpo.config_rollout import violations
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.runkey import Key
 from titan_grpo.titan.startup import launched, sync_settings
@@ -49,6 +50,25 @@ def test_of_each_engine_as_many_are_started_with_what_is_its_own():
         ("vllm", "v", ("--v",), "out/vllm0.log"),
         ("vllm", "v", ("--v",), "out/vllm1.log"),
     ]
+
+
+def test_each_server_gets_gpus_of_its_own_and_computes_on_all_of_them():
+    made = specs(
+        launch_engines=["vllm", "sglang"], launch_sglang_python="s", launch_gpus=[4, 5, 6, 7]
+    )
+    assert [(spec.env, spec.tensor_parallel) for spec in made] == [
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "6,7"}, 2),
+    ]
+    made = specs(launch_count=2, launch_gpus=[3, 1])
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in made] == ["3", "1"]
+    assert [(spec.env, spec.tensor_parallel) for spec in specs()] == [({}, 1)]
+
+
+def test_gpus_that_cannot_be_shared_out_are_refused():
+    for gpus in ([4, 5, 6], [4, 4], [-1, 4]):
+        rollout = Rollout(servers=["launch"], launch_python="v", launch_count=2, launch_gpus=gpus)
+        assert [line for line in violations(rollout) if "launch_gpus" in line], gpus
 
 
 def test_groups_from_outside_have_commits_take_the_kv_away():

@@ -52,6 +52,14 @@ def launched(
         "sglang": (rollout.launch_sglang_python, rollout.launch_sglang_args),
     }
     key = run_key or Key.generate()
+    gpus = rollout.launch_gpus
+    each = len(gpus) // (rollout.launch_count * len(rollout.launch_engines))
+
+    def devices(number: int) -> dict[str, str]:
+        """Without them a server would compute where rank 0 does: on the trainer's first GPU."""
+        share = gpus[number * each : (number + 1) * each]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, share))} if share else {}
+
     return tuple(
         ServerSpec(
             python=starts[engine][0],
@@ -65,8 +73,10 @@ def launched(
             run_key=key,
             api_key=keys[0],
             admin_key=keys[1],
+            tensor_parallel=max(each, 1),
+            env=devices(kind * rollout.launch_count + index),
         )
-        for engine in rollout.launch_engines
+        for kind, engine in enumerate(rollout.launch_engines)
         for index in range(rollout.launch_count)
     )
 
