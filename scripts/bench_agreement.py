@@ -2,7 +2,7 @@
 """Do servers compute what the trainer's weights say? Every engine, architecture and number of
 tensor-parallel workers.
 
-    python -m scripts.bench_agreement [--engine vllm sglang] [--kind qwen3 ...] [--tp 1 2] [--json
+    python scripts/bench_agreement.py [--engine vllm sglang] [--kind qwen3 ...] [--tp 1 2] [--json
     PATH]
 
 Each row starts a real server with other weights, syncs two versions in the background (staged) and
@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from tests.conformance.commits import difference, sender
 from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, remake

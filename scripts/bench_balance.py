@@ -1,4 +1,4 @@
-"""Time and quality of the balance: python -m scripts.bench_balance [--ranks 64] [--sequences 4096]
+"""Time and quality of the balance: python scripts/bench_balance.py [--ranks 64] [--sequences 4096]
 [--runs 21]. Prints a table.
 
 Quality is the costliest rank's work over the mean, and the coefficient of variation before (groups

@@ -2,7 +2,7 @@
 """Does a server go on generating while weights arrive? The gaps between the tokens of long
 requests, by phase.
 
-    python -m scripts.bench_generation_gap [--engine vllm sglang] [--requests 64] [--kv keep
+    python scripts/bench_generation_gap.py [--engine vllm sglang] [--requests 64] [--kv keep
     recompute] [--json PATH]
 
 Requests of 900 tokens are streamed from a real server, one or more of them at a time. Meanwhile:
@@ -23,6 +23,8 @@ from itertools import product
 from pathlib import Path
 
 import httpx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from tests.conformance.commits import BUCKET_BYTES, NUMBER, STEP_S, sender
 from tests.conformance.crowd import prompt

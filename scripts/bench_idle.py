@@ -2,7 +2,7 @@
 """What the controller costs while it waits: processor time of rank 0 and of the rollout process
 with 256 requests outstanding.
 
-    python -m scripts.bench_idle [--engine vllm|sglang] [--requests 256] [--remote] [--window 20]
+    python scripts/bench_idle.py [--engine vllm|sglang] [--requests 256] [--remote] [--window 20]
     [--json PATH]
 
 A real run: two CPU ranks, their lanes, pause guard, rollout process, one real server. Once all
@@ -29,6 +29,8 @@ from signal import SIGCONT, SIGSTOP
 from urllib.parse import urlsplit
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from tests.rigs.sockets import free_port
 from titan_grpo.commands.processes import GRACE_S, torchrun

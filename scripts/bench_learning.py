@@ -2,7 +2,7 @@
 """What do staleness, commits in flight, tails of lengths and the off-policy correction cost and
 gain in learning?
 
-    python -m scripts.bench_learning [--seeds 5] [--steps 30] [--staleness 0 1 4 8] [--jobs 1]
+    python scripts/bench_learning.py [--seeds 5] [--steps 30] [--staleness 0 1 4 8] [--jobs 1]
     [--picture PATH.png] [--json PATH]
 
 Real: the rollouts' client, places, order of starts, sampler and versions per token, and the batch,
@@ -36,10 +36,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.timed_rollouts import (  # noqa: E402
+from scripts.timed_rollouts import (
     PROMPT_TOKENS,
     Pace,
     TimedServer,
@@ -47,15 +46,15 @@ from scripts.timed_rollouts import (  # noqa: E402
     in_simulated_time,
     play,
 )
-from titan_grpo.algorithm.batch import BatchOptions, plan  # noqa: E402
-from titan_grpo.algorithm.distribution import token_logprobs  # noqa: E402
-from titan_grpo.algorithm.loss import grpo_loss  # noqa: E402
-from titan_grpo.config import GRPO  # noqa: E402
-from titan_grpo.rollout.spec import RolloutSpec  # noqa: E402
-from titan_grpo.rollout.tasks.base import Codec  # noqa: E402
-from titan_grpo.rollout.tasks.functions import codec_of  # noqa: E402
-from titan_grpo.samples import Group, Prompt  # noqa: E402
-from titan_grpo.titan.tiny import write_tiny_model  # noqa: E402
+from titan_grpo.algorithm.batch import BatchOptions, plan
+from titan_grpo.algorithm.distribution import token_logprobs
+from titan_grpo.algorithm.loss import grpo_loss
+from titan_grpo.config import GRPO
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.tasks.base import Codec
+from titan_grpo.rollout.tasks.functions import codec_of
+from titan_grpo.samples import Group, Prompt
+from titan_grpo.titan.tiny import write_tiny_model
 
 KINDS, WORDS = 10, 8
 PER_STEP, GROUP = 10, 4

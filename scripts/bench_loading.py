@@ -1,4 +1,4 @@
-"""What a step's data costs rank 0: python -m scripts.bench_loading [--ranks 64] [--sequences 4096]
+"""What a step's data costs rank 0: python scripts/bench_loading.py [--ranks 64] [--sequences 4096]
 [--runs 5]. Prints a table.
 
 Both modes of grpo.single_rank_load on the same random groups: the plan, the tensors of all ranks or

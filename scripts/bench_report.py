@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How long ``titan-grpo report`` takes for a long run with many servers, and how large its page is.
 
-    python -m scripts.bench_report [--steps 20000] [--servers 64] [--repeat 3] [--run DIR]
+    python scripts/bench_report.py [--steps 20000] [--servers 64] [--repeat 3] [--run DIR]
     [--json PATH]
 
 The run is written by the recorder on a clock that is moved by hand, every server commits every
@@ -20,6 +20,8 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from tests.views.runs import Made, make_run
 

@@ -2,7 +2,7 @@
 """Does bounded staleness cost reward? The quickstart's task, trained with bounds 0 (on-policy), 1,
 2, 4, and 4 uncorrected.
 
-    python -m scripts.bench_staleness [--seeds 3] [--steps 20] [--engine vllm|sglang] [--out DIR]
+    python scripts/bench_staleness.py [--seeds 3] [--steps 20] [--engine vllm|sglang] [--out DIR]
     [--json PATH]
 
 One real server and two CPU ranks for all runs; a run starts from the same weights and publishes

@@ -2,7 +2,7 @@
 """What does it cost to have completions streamed? Tokens per second, and CPU seconds on both sides,
 with and without.
 
-    python -m scripts.bench_streamed [--engine vllm sglang] [--requests 64 256] [--intervals 0 1 8
+    python scripts/bench_streamed.py [--engine vllm sglang] [--requests 64 256] [--intervals 0 1 8
     32] [--tokens 512]
 
 Requests of ``--tokens`` tokens each are sent at once to a real server of a tiny model, by the
@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from tests.conformance.crowd import prompt
 from titan_grpo.engines.generation import Answer, Sampling

@@ -2,7 +2,7 @@
 """Seconds from publish to verified commit on one host, and its goodput as a share of a raw socket
 and of a memcpy.
 
-    python -m scripts.bench_sync [--mib 256] [--transport tcp|gloo] [--rounds 5] [--json PATH]
+    python scripts/bench_sync.py [--mib 256] [--transport tcp|gloo] [--rounds 5] [--json PATH]
 
 Two ranks hold float32 masters sharded by FSDP2. Everything between them and the server is the real
 thing: layout, shared images, snapshot, sealer, lane, receiver process. The server has no engine:
@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from titan_grpo.config import WeightSync

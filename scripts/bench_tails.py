@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What does training see of slow prompts, and what does waiting for them cost?
 
-    python -m scripts.bench_tails [--slow 3 6] [--share 0.1] [--staleness 1 2 4] [--steps 40]
+    python scripts/bench_tails.py [--slow 3 6] [--share 0.1] [--staleness 1 2 4] [--steps 40]
     [--capacity 8] [--no-process] [--json PATH]
 
 The real rollout process over real HTTP, a server whose generation takes a set time (no engine), and
@@ -33,11 +33,9 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-# The rollout process imports the task from here, too.
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.timed_rollouts import (  # noqa: E402
+from scripts.timed_rollouts import (
     Pace,
     Played,
     TimedServer,
@@ -46,13 +44,13 @@ from scripts.timed_rollouts import (  # noqa: E402
     label,
     play,
 )
-from titan_grpo.protocol.messages import ServerState  # noqa: E402
-from titan_grpo.rollout.client import RolloutClient  # noqa: E402
-from titan_grpo.rollout.spec import RolloutSpec  # noqa: E402
-from titan_grpo.rollout.tasks.base import Codec, TaskOptions  # noqa: E402
-from titan_grpo.rollout.tasks.functions import codec_of, task_of  # noqa: E402
-from titan_grpo.samples import Prompt  # noqa: E402
-from titan_grpo.titan.tiny import write_tiny_model  # noqa: E402
+from titan_grpo.protocol.messages import ServerState
+from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.tasks.base import Codec, TaskOptions
+from titan_grpo.rollout.tasks.functions import codec_of, task_of
+from titan_grpo.samples import Prompt
+from titan_grpo.titan.tiny import write_tiny_model
 
 GROUP, PER_STEP = 2, 8
 TOKENS = 8

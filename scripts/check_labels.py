@@ -2,7 +2,7 @@
 """Whether every token is of the weights that it is said to be of: a real server, real commits under
 load, and every completion recomputed.
 
-    python -m scripts.check_labels --engine vllm|sglang [--staleness 2] [--completions 200]
+    python scripts/check_labels.py --engine vllm|sglang [--staleness 2] [--completions 200]
         [--kv keep|recompute] [--json PATH]
 
 A real sync sends a sequence of weights, each other than the one before, to a real server, while the
@@ -27,6 +27,8 @@ from typing import Any
 import msgspec
 import torch
 from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from tests.rigs.labels import Checker, Claim, Models, PrefixCache
 from tests.rigs.long_prompts import TASK

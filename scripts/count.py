@@ -1,6 +1,6 @@
 """Count the project's Python: what the wheel ships, what is outside it, longest files, comments.
 
-python -m scripts.count [--rooms]
+python scripts/count.py [--rooms]
 """
 
 import argparse
