@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from titan_grpo.config import GRPO, JobConfig, Rollout, WeightSync, violations
+from titan_grpo.config import GRPO, Evaluation, JobConfig, Rollout, WeightSync, violations
+from titan_grpo.config_evaluation import inherited
 from titan_grpo.config_grpo import resolve_aliases
 from titan_grpo.config_inert import inert
 from titan_grpo.config_rollout import is_loopback
@@ -300,3 +301,46 @@ def test_the_old_name_of_the_normalisation_decides_where_it_is_set(grpo, normali
 def test_a_name_that_only_begins_like_loopback_is_not() -> None:
     assert is_loopback("127.0.0.9")
     assert not is_loopback("127.0.0.1.example.com")
+
+
+def evaluated(*tables: Evaluation, **grpo) -> list[str]:
+    job = JobConfig(GRPO(**{"async_weight_update": True, **grpo}), ROLLOUT)
+    job.evaluation = list(tables)
+    return violations(job)
+
+
+EVALUATION = Evaluation(name="test", rows=8, every=10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"name": "a b"}, "name must be letters, digits, - and _"),
+        ({"every": 0, "at_start": False, "at_end": False}, "every must be greater than 0"),
+        ({"rows": 0}, "rows must be greater than 0 with a task of a class"),
+        ({"samples": 2, "pass_at": [1, 3]}, "pass_at must be numbers from 1 to samples (2)"),
+        ({"temperature": float("nan")}, "temperature must be 0 or greater, and finite"),
+        ({"timeout_s": float("inf")}, "timeout_s must be greater than 0, and finite"),
+        ({"task_concurrency": 0}, "task_concurrency must be greater than 0"),
+        ({"reward": ["a:b"]}, "dataset must be set with rollout.reward"),
+    ],
+)
+def test_a_mistake_in_an_evaluation_is_one_line_with_its_name(changes, rule) -> None:
+    assert evaluated(EVALUATION) == []
+    (found,) = evaluated(replace(EVALUATION, **changes))
+    assert found.startswith("evaluation '")
+    assert rule in found
+
+
+def test_evaluations_need_names_that_differ_and_training_that_does_not_wait() -> None:
+    assert evaluated(EVALUATION, EVALUATION) == ["evaluation names must differ, got test, test"]
+    (found,) = evaluated(EVALUATION, async_weight_update=False)
+    assert "grpo.async_weight_update must be true with [[evaluation]]" in found
+
+
+def test_an_evaluation_takes_from_rollout_what_it_leaves_out_but_no_part_of_another_task() -> None:
+    rollout = Rollout(reward=["a:b"], dataset="train.jsonl", system_prompt="s", max_turns=3)
+    same = Evaluation(**inherited({"name": "x", "dataset": "test.jsonl"}, rollout))
+    assert (same.reward, same.dataset, same.system_prompt) == (["a:b"], "test.jsonl", "s")
+    other = Evaluation(**inherited({"name": "x", "task": "digits"}, rollout))
+    assert (other.reward, other.dataset, other.system_prompt, other.max_turns) == ([], "", "", 3)

@@ -21,6 +21,7 @@ COMMANDS = {
     "rollouts": "make the rollouts of a run whose trainer is elsewhere",
     "report": "write one HTML page about a run: words, curves, a timeline of every server",
     "watch": "follow a run in the terminal, from any shell that sees its folder",
+    "evaluate": "run the [[evaluation]] tables of a job on a checkpoint, or on a server",
     "export": "write a checkpointed version as HF safetensors",
 }
 """Command -> help. Each is a module of titan_grpo.commands with ``run(argv: list[str], env:

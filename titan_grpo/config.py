@@ -1,21 +1,24 @@
 """Every knob of titan_grpo, validated. torchtitan merges these sections into its own JobConfig.
 
 A job names this module with ``[job] custom_config_module = "titan_grpo.config"``; torchtitan then
-finds ``JobConfig`` here and adds the sections ``[grpo]``, ``[rollout]`` and ``[weight_sync]`` to
-TOML and command line.
+finds ``JobConfig`` here and adds the sections ``[grpo]``, ``[rollout]``, ``[weight_sync]`` and
+``[[evaluation]]`` to TOML and command line.
 
 No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as
 objects.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from titan_grpo import config_grpo, config_rollout
+from titan_grpo.config_evaluation import Evaluation, evaluation_rules
 from titan_grpo.config_grpo import GRPO
 from titan_grpo.config_rollout import LAUNCH, Rollout, Rules, broken
+from titan_grpo.config_task import task_rules
 
-__all__ = ("GRPO", "LAUNCH", "JobConfig", "Rollout", "WeightSync", "violations")
+__all__ = ("GRPO", "LAUNCH", "Evaluation", "JobConfig", "Rollout", "WeightSync", "violations")
 
 
 @dataclass
@@ -121,6 +124,8 @@ class JobConfig:
     grpo: GRPO = field(default_factory=GRPO)
     rollout: Rollout = field(default_factory=Rollout)
     weight_sync: WeightSync = field(default_factory=WeightSync)
+    # torchtitan's merge makes no dataclasses of tables in a list: titan/jobconfig.py does.
+    evaluation: list[dict[str, Any]] = field(default_factory=list)
 
 
 def _weight_sync(w: WeightSync) -> Rules:
@@ -159,4 +164,28 @@ def violations(config: Any) -> list[str]:
         *config_rollout.violations(rollout),
         *broken("weight_sync", config.weight_sync, _weight_sync(config.weight_sync)),
         *broken("rollout", rollout, iter([both])),
+        *_evaluations(config),
     ]
+
+
+def _evaluations(config: Any) -> Iterator[str]:
+    """Broken rules of the [[evaluation]] tables."""
+    tables: list[Evaluation] = config.evaluation
+    for table in tables:
+        rules = (*evaluation_rules(table), *task_rules(table))
+        yield from broken(f"evaluation {table.name!r}", table, iter(rules))
+    if not tables:
+        return
+    names = [table.name for table in tables]
+    if len(set(names)) < len(names):
+        yield f"evaluation names must differ, got {', '.join(names)}"
+    if not config.grpo.async_weight_update:
+        yield (
+            "grpo.async_weight_update must be true with [[evaluation]] (a step would wait for the"
+            " server that is held on its version), got False"
+        )
+    if config.rollout.controller != "local":
+        yield (
+            'rollout.controller must be "local" with [[evaluation]] (evaluations call the servers'
+            f" from rank 0's host), got {config.rollout.controller!r}"
+        )

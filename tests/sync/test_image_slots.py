@@ -128,3 +128,32 @@ def test_a_sealed_set_of_slots_keeps_the_newest_version_and_gives_no_slot() -> N
     slots.unpin("late")
     assert slots.take_reserved() is None
     assert slots.newest().version == 2
+
+
+def test_a_lane_that_is_kept_on_its_version_gets_the_newest_one_when_it_goes_on() -> None:
+    slots = ImageSlots(2)
+    publish(slots, 1)
+    assert slots.pin_newer("kept", None, 0.0).version == 1
+    slots.unpin("kept")
+    slots.keep("kept")
+    for version in (2, 3):
+        publish(slots, version)
+        assert slots.pin_newer("kept", 1, 0.0) is None
+        assert slots.pin_newer("other", version - 1, 0.0).version == version, "others go on"
+        slots.unpin("other")
+    slots.go_on("kept")
+    assert slots.pin_newer("kept", 1, 0.0).version == 3
+
+
+def test_a_lane_that_waits_while_it_is_kept_is_woken_to_go_on() -> None:
+    slots = ImageSlots(2)
+    slots.keep("lane")
+    got: list[Published | None] = []
+    waiting = threading.Thread(target=lambda: got.append(slots.pin_newer("lane", None, WAIT_S)))
+    waiting.start()
+    publish(slots, 1)
+    publish(slots, 2)
+    assert got == []
+    slots.go_on("lane")
+    waiting.join(WAIT_S)
+    assert [p.version for p in got if p] == [2]

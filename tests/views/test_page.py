@@ -9,6 +9,7 @@ from tests.views.runs import Clock, Made, make_run, url_of
 from titan_grpo.commands import report
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.observe.report import write_report
 from titan_grpo.views import page
 from titan_grpo.views.completions import decoder
 from titan_grpo.views.run import read_run
@@ -79,3 +80,30 @@ def test_clocks_of_runs_start_anywhere(tmp_path) -> None:
     a, b = (page.page_data(read_run(tmp_path / name), numbers) for name in "ab")
     assert a["timeline"]["exact"] == b["timeline"]["exact"]
     assert url_of(0).endswith(a["timeline"]["rows"][1]["name"])
+
+
+def test_an_evaluation_has_a_chart_with_its_confidence_interval(tmp_path) -> None:
+    found = {"name": "test", "server": "http://a:1", "prompts": 4, "samples": 1, "passed": {}}
+    found |= {"tokens": {"value": 5.0, "low": 4.0, "high": 6.0}, "refused": 0, "seconds": 1.0}
+    recorder = Recorder(tmp_path)
+    for step in range(1, 12):
+        values = {names.REWARD: 0.5, names.VERSION: step - 1}
+        if step in (2, 6):
+            values |= {"evaluation/test/version": step - 2, "evaluation/test/reward": step / 10}
+            values |= {"evaluation/test/reward_low": 0.0, "evaluation/test/reward_high": 1.0}
+        recorder.step(step, values)
+    recorder.close()
+    chart = page.page_data(read_run(tmp_path), numbers)["charts"][-1]
+    assert chart["title"] == "Evaluation: test"
+    (curve,) = chart["curves"]
+    assert curve["mean"][:6] == [0.2, 0.3, 0.4, 0.5, 0.6, None], "placed at the version's step"
+    assert (curve["low"][0], curve["high"][4], curve["high"][5]) == (0, 1, None)
+
+    recorder = Recorder(tmp_path)
+    for version, reward in ((0, 0.2), (4, 0.6), (11, 0.9)):
+        estimate = {"value": reward, "low": None, "high": None}
+        recorder.evaluated(found | {"version": version, "reward": estimate})
+    write_report(recorder, "run", "async")
+    (curve,) = page.page_data(read_run(tmp_path), numbers)["charts"][-1]["curves"]
+    assert curve["mean"][4] == curve["low"][4] == 0.6
+    assert curve["mean"][-1] > 0.8, "of a finished run the last version's is there too"

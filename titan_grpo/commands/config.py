@@ -51,7 +51,12 @@ def keys(section: type) -> Iterator[Key]:
 def page() -> str:
     """The whole page."""
     out = [HEADER]
-    sections = {"grpo": config.GRPO, "rollout": config.Rollout, "weight_sync": config.WeightSync}
+    sections: dict[str, type] = {
+        "grpo": config.GRPO,
+        "rollout": config.Rollout,
+        "weight_sync": config.WeightSync,
+    }
+    sections["[evaluation]"] = config.Evaluation
     for name, section in sections.items():
         out.append(f"## [{name}]\n\n{inspect.getdoc(section)}\n")
         out.append("| key | type | default | meaning |\n|---|---|---|---|")

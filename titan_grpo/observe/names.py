@@ -91,6 +91,9 @@ DROPPED = "dropped"
 """Prefix of one counter per reason: ``dropped/nan_logprobs`` and so on (see :func:`dropped`)."""
 LENGTHS = "lengths"
 """Prefix of one counter per range of lengths: ``lengths/made/64`` (see :func:`lengths`)."""
+EVALUATION = "evaluation"
+"""Prefix of an evaluation's values: ``evaluation/NAME/reward``, in the line of the step that was
+the next to end."""
 SERVER = "server"
 """Prefix of values of one server: ``server/HOST:PORT/lag`` (see :func:`of_server`)."""
 
@@ -229,6 +232,17 @@ OF_SERVER = {
 """What :func:`of_server` takes, with its meaning."""
 
 
+OF_EVALUATION = {
+    "version": "version that was evaluated",
+    "reward": "mean reward over prompts",
+    "reward_low": "lower end of its 95 % confidence interval",
+    "reward_high": "upper end of its 95 % confidence interval",
+    "tokens": "mean length of a completion, sampled tokens",
+    "refused": "prompts that the server refused, in no other figure",
+    "seconds": "how long the evaluation took",
+}
+
+
 def of_server(url: str, what: str) -> str:
     """Name of one server's value:
     ``of_server("http://a:8000", "lag") == "server/a:8000/lag"``."""
@@ -244,6 +258,9 @@ def meaning(name: str) -> str:
     prefix, _, rest = name.partition("/")
     if prefix == DROPPED:
         return f"groups dropped: {rest}"
+    if prefix == EVALUATION:
+        what = rest.partition("/")[2]
+        return OF_EVALUATION.get(what, what.replace("pass_at_", "pass@").replace("_", ", "))
     if prefix == SERVER:
         return OF_SERVER.get(rest.rpartition("/")[2], "")
     return MEANING.get(name, "")

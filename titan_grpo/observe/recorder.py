@@ -80,6 +80,9 @@ class History:
     resumes: list[int] = field(default_factory=list)
     """First step after each resume."""
 
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """Each with name, version and figures (rollout.scores.Scores), in order."""
+
     def add(self, kind: str, *values: Any) -> None:
         """Apply one entry. Raises KeyError, TypeError or ValueError if it is none."""
         match kind, values:
@@ -97,6 +100,8 @@ class History:
                 self.errors.append(message)
             case "resume", (step,):
                 self.resumes.append(step)
+            case "evaluation", (dict(found),):
+                self.evaluations.append(found)
             case _:
                 raise ValueError(f"no entry of a history: {kind!r} {values!r}")
 
@@ -111,6 +116,7 @@ class History:
         self.membership += later.membership
         self.errors += later.errors
         self.resumes += later.resumes
+        self.evaluations += later.evaluations
 
 
 def read_history(path: Path) -> History:
@@ -284,6 +290,11 @@ class Recorder:
     def committed(self, server: str, version: int) -> None:
         """Record that a server holds ``version``, as it was read back."""
         self._add("commit", server, version)
+
+    def evaluated(self, found: Mapping[str, Any]) -> None:
+        """Record the outcome of an evaluation, as plain values."""
+        self._add("evaluation", dict(found))
+        self.instant("evaluation", message=str(found["name"]), version=found["version"])
 
     def known_server(self, server: str) -> None:
         """Name a server of the run: the summary shows it, also if it never commits."""

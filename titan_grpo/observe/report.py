@@ -121,6 +121,7 @@ def summarize(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
             for name, n in totals.items()
             if name.startswith(prefix)
         },
+        "evaluations": history.evaluations,
         "lengths": {kind: _lengths(totals, kind) for kind in ("made", "trained")},
         "errors": history.errors,
     }
@@ -239,6 +240,12 @@ def final_table(summary: Mapping[str, Any]) -> str:
         rows.append((key.replace("_", " "), figures))
     rows.append(("dropped groups", dropped or "none"))
     rows += [(f"lengths {kind}", _shares(counts)) for kind, counts in s["lengths"].items()]
+    for found in s["evaluations"]:
+        passed = "".join(f", pass@{k} {number(e['value'])}" for k, e in found["passed"].items())
+        what = f"evaluation {found['name']}"
+        rows.append(
+            (what, f"version {found['version']}: reward {number(found['reward']['value'])}{passed}")
+        )
     rows += [("error", text) for text in s["errors"]] or [("errors", "none")]
     return table(rows, f"{s['run']} ({s['mode']})")
 

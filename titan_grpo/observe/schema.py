@@ -49,6 +49,35 @@ class Change(Record):
     version: int
 
 
+class Estimate(Record):
+    """A mean over prompts with its 95 % confidence interval; without one of a single prompt."""
+
+    value: float
+    low: Number
+    high: Number
+
+
+class Evaluated(Record):
+    """One evaluation of one version (docs/evaluation.md)."""
+
+    name: str
+    version: Count
+    server: str
+    prompts: Count
+    samples: Count
+    reward: Estimate
+    passed: dict[str, Estimate]
+    """k -> pass@k."""
+
+    tokens: Estimate
+    """Sampled tokens of a completion."""
+
+    refused: Count
+    """Prompts that the server refused, in no other figure."""
+
+    seconds: float
+
+
 class Summary(Record):
     """A whole run, also one of several processes."""
 
@@ -112,6 +141,7 @@ class Summary(Record):
     greatest number of sampled tokens of a range, which begins above half of it. Where the shares
     differ, training does not see what was sampled."""
 
+    evaluations: list[Evaluated]
     errors: list[str]
 
 

@@ -40,6 +40,8 @@ class ImageSlots:
         self._published: dict[int, Published] = {}
         self._waiting: dict[str, int | None] = {}
         self._stopping: set[str] = set()
+        self._kept: set[str] = set()
+        """Lanes that get no newer version for now."""
         self._reserved: queue.SimpleQueue[int] = queue.SimpleQueue()
         with self._changed:
             self._reserve()
@@ -108,25 +110,49 @@ class ImageSlots:
 
     def pin_newer(self, lane: str, held: int | None, timeout_s: float) -> Published | None:
         """Wait up to ``timeout_s`` for a complete version newer than ``held`` and pin it; None if
-        none came, or on stop."""
+        none came, the lane is kept on its version, or on stop."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            self._waiting[lane] = held
             try:
                 while lane not in self._stopping:
-                    if self._table.revocable(held):
-                        self._revoke()
-                    for action in self._step(image_slots.Pin(lane, held)):
-                        if isinstance(action, image_slots.Read):
-                            return self._published[action.version]
+                    if (found := self._pin(lane, held)) is not None:
+                        return found
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
                         return None
                     self._changed.wait(remaining)
                 return None
             finally:
-                del self._waiting[lane]
+                self._waiting.pop(lane, None)
                 self._reserve()
+
+    def _pin(self, lane: str, held: int | None) -> Published | None:
+        if lane in self._kept:
+            # It wants no slot: the newest version's may be written again.
+            self._waiting.pop(lane, None)
+            self._reserve()
+            return None
+        self._waiting[lane] = held
+        if self._table.revocable(held):
+            self._revoke()
+        for action in self._step(image_slots.Pin(lane, held)):
+            if isinstance(action, image_slots.Read):
+                return self._published[action.version]
+        return None
+
+    def keep(self, lane: str) -> None:
+        """The lane gets no newer version until ``go_on``: its server stays on what it holds. One
+        that it reads already is committed all the same."""
+        with self._changed:
+            self._kept.add(lane)
+            # A lane that waits leaves the queue of those that want a slot.
+            self._changed.notify_all()
+
+    def go_on(self, lane: str) -> None:
+        """The opposite of ``keep``. Idempotent."""
+        with self._changed:
+            self._kept.discard(lane)
+            self._changed.notify_all()
 
     def unpin(self, lane: str) -> None:
         """The lane no longer reads its image."""

@@ -19,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from titan_grpo import config as our_config
 from titan_grpo import config_older
+from titan_grpo.config_evaluation import Evaluation, inherited
 from titan_grpo.config_grpo import resolve_aliases
 from titan_grpo.config_inert import inert
 from titan_grpo.config_task import TEXT
@@ -80,6 +81,7 @@ def read(argv: Sequence[str], world_size: int | None = None) -> Job:
         given |= {f"grpo.{name}" for name in keys}
     # Before a deadline is computed with them.
     _refuse(rules.not_finite(config))
+    config.evaluation = [_evaluation(n, t, config.rollout) for n, t in enumerate(config.evaluation)]
     _derive(config, given)
     broken = (
         our_config.violations(config)
@@ -89,6 +91,16 @@ def read(argv: Sequence[str], world_size: int | None = None) -> Job:
     _refuse(broken)
     resolve_aliases(config.grpo)
     return Job(config, (*notes, *inert(config, given)))
+
+
+def _evaluation(number: int, table: Mapping[str, Any], rollout: Any) -> Evaluation:
+    """The settings of one [[evaluation]] table. Raises ConfigError for a mistake in its keys."""
+    key = f"evaluation[{number}]."
+    _refuse(mismatches(Evaluation, table, key))
+    timeout_s = table.get("timeout_s", Evaluation.timeout_s)
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"{key}timeout_s must be greater than 0, and finite, got {timeout_s!r}")
+    return Evaluation(**inherited(dict(table), rollout))
 
 
 def load_toml(argv: Sequence[str]) -> dict[str, Any]:

@@ -29,10 +29,12 @@ from titan_grpo.observe.shown import ShownStep, choose
 from titan_grpo.observe.waiting import waiting
 from titan_grpo.receive.commit import tensor_views
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
+from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group
 from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker, load_deadline_s
 from titan_grpo.titan.data import Sampled, StepWork, varied_groups
+from titan_grpo.titan.evaluations import Evaluations
 from titan_grpo.titan.hf_files import copy_assets, write_weights
 from titan_grpo.titan.membership import Membership
 from titan_grpo.titan.rules import sync_waits_s
@@ -110,6 +112,7 @@ class Controller:
         self._rollouts: Rollouts | None = None
         self._worker: SyncWorker | None = None
         self._membership: Membership | None = None
+        self._evaluations: Evaluations | None = None
         self._step_values: dict[str, float] = {}
         self._taken: tuple[int, list[Group]] = 0, []
         self._counted: tuple[float, dict[str, int]] = 0.0, {}
@@ -153,15 +156,24 @@ class Controller:
 
         # Those of an earlier process of the run were written down by it.
         self._counted = time.monotonic(), rollouts.counters()
+        evaluations = self._evaluations = Evaluations(
+            self._job.evaluation,
+            RolloutSpec.from_config(rollout, self._model_dir, version),
+            rollouts,
+            self.recorder,
+            # Called by the lanes that the worker starts.
+            keep=lambda url: self.worker.slots.keep(url),
+            go_on=lambda url: self.worker.slots.go_on(url),
+        )
         worker = self._worker = SyncWorker(
             pool,
             sync,
             self.recorder,
             SyncOptions(
-                urls=known.fixed,
+                urls=(*known.fixed, *sorted(evaluations.own)),
                 make_control=control,
                 listed=known.listed,
-                observer=rollouts,
+                observer=evaluations,
                 keys=self._keys,
                 run_key=self._run_key,
                 device=device,
@@ -329,9 +341,11 @@ class Controller:
         self, step: int, metrics: Mapping[str, float], times: Mapping[str, float]
     ) -> dict[str, float]:
         """End of a step: metrics.jsonl, the progress line; returns the values for TensorBoard."""
-        versions = self.worker.servers.versions()
+        versions = self._sampling_versions()
         values = {**self._step_values, **times, **loss_values(metrics)}
         values |= server_values(self._taken[0], versions) | self.recorder.since_last()
+        if self._evaluations is not None:
+            values |= self._evaluations.take_values()
         # A step that was skipped for its numbers has no loss to show.
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         self.recorder.step(step, values)
@@ -339,15 +353,28 @@ class Controller:
         terminal.print_status(line)
         return values
 
+    def _sampling_versions(self) -> dict[str, int | None]:
+        """Versions of the servers that rollouts are sampled on."""
+        versions = self.worker.servers.versions()
+        if self._evaluations is None:
+            return versions
+        return {url: v for url, v in versions.items() if url not in self._evaluations.own}
+
     def finish(self, version: int) -> None:
-        """Flush the newest version to the servers, save it in HF layout, and write the report."""
+        """Flush the newest version to the servers, evaluate it, and save it in HF layout."""
         worker, deadline_s = self.worker, self._job.weight_sync.shutdown_deadline_s
         self._running().skip_drains()
+        if self._evaluations is not None:
+            # A server that evaluates takes no other version until it is done.
+            self._evaluations.stop_schedule()
+            self._evaluations.wait_idle()
         holding = worker.flush(version, deadline_s)
         for url in sorted(set(worker.servers.urls) - set(holding)):
             self.recorder.error(
                 f"{url} did not hold version {version} at the end, after {deadline_s:g} s"
             )
+        if self._evaluations is not None:
+            self._evaluations.last(version)
         published = worker.slots.newest()
         if published is not None:
             # The image already has the names, the layout and the type of HF files.
@@ -363,6 +390,8 @@ class Controller:
         deadline = time.monotonic() + END_S
         if self._membership is not None:
             self._membership.close()
+        if self._evaluations is not None:
+            self._evaluations.close()
         rollouts, self._rollouts = self._rollouts, None
         if rollouts is not None:
             rollouts.skip_drains()

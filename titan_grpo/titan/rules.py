@@ -84,7 +84,8 @@ def rank0_waits_s(config: Any) -> tuple[float, float]:
     sync = 0.0
     if not config.grpo.async_weight_update:
         sync = w.connect_deadline_s + sync_waits_s(config)
-    later = max(config.rollout.batch_timeout_s + sync, w.shutdown_deadline_s)
+    ends = sum(table.timeout_s for table in config.evaluation if table.at_end)
+    later = max(config.rollout.batch_timeout_s + sync, w.shutdown_deadline_s + ends)
     return later + w.startup_deadline_s, later
 
 

@@ -1,7 +1,7 @@
 """One self-contained HTML page about a run: its data as JSON in the template page.html."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,8 @@ def page_data(run: Run, decode: Decode) -> dict[str, Any]:
     shown = {name for chart in CHARTS for name, _ in chart.curves} | {names.REWARD_STD}
     named = {n for row in run.rows for n in row} - shown - {"step", "time_s"}
     # The timeline has the servers: four curves for each of many would be most of the page.
-    others = sorted(n for n in named if not n.startswith(f"{names.SERVER}/"))
+    left_out = (f"{names.SERVER}/", f"{names.EVALUATION}/")
+    others = sorted(n for n in named if not n.startswith(left_out))
     first = [_chart(run, bounds, chart) for chart in CHARTS]
     own = [_chart(run, bounds, Chart(name, "", ((name, name),))) for name in others]
     steps = np.array([row["step"] for row in run.rows], dtype=np.float64)
@@ -99,7 +100,7 @@ def page_data(run: Run, decode: Decode) -> dict[str, Any]:
         "findings": [[finding.level, finding.text] for finding in findings(facts)],
         "waits": list(_waits(facts)),
         "steps": rounded(band(steps, bounds).low, 9),
-        "charts": [chart for chart in first if chart["curves"]],
+        "charts": [c for c in (*first, *_evaluations(run, bounds)) if c["curves"]],
         "others": [chart for chart in own if chart["curves"]],
         "timeline": _timeline(run),
         "completions": completions.table(run.samples, decode),
@@ -133,6 +134,60 @@ def _chart(run: Run, bounds: npt.NDArray[np.int64], chart: Chart) -> dict[str, A
         "stacked": chart.stacked,
         "curves": curves,
     }
+
+
+def _evaluations(run: Run, bounds: npt.NDArray[np.int64]) -> Iterator[dict[str, Any]]:
+    """A chart for each evaluation: its figures with their confidence intervals at the steps that
+    began from the versions, and straight lines between."""
+    places = np.array([row.get(names.VERSION, row["step"] - 1) for row in run.rows], dtype=float)
+    for name, curves in evaluated(run).items():
+        chart = Chart(f"Evaluation: {name}", "", ())
+        shown = []
+        for what, points in curves.items():
+            if not places.size:
+                continue
+            versions = np.array([version for version, _ in points], dtype=float)
+            columns = np.array([values for _, values in points], dtype=float).T
+            inside = (places >= versions[0]) & (places <= max(versions[-1], places[0]))
+            mean, low, high = (
+                rounded(band(np.where(inside, np.interp(places, versions, c), np.nan), bounds).mean)
+                for c in columns
+            )
+            text = "mean over prompts with its 95 % confidence interval; in between a straight line"
+            shown.append({"label": what, "mean": mean, "low": low, "high": high, "meaning": text})
+        yield {"title": chart.title, "unit": chart.unit, "stacked": False, "curves": shown}
+
+
+Points = list[tuple[int, tuple[float, float, float]]]
+"""(version, (value, low, high)), in order; without an interval all three are the value."""
+
+
+def evaluated(run: Run) -> dict[str, dict[str, Points]]:
+    """Evaluation -> figure -> its points: of the summary, which has the last version too, or of a
+    run that goes on, its metrics."""
+    out: dict[str, dict[str, Points]] = {}
+
+    def add(name: str, what: str, version: float, value: float, ends: Sequence[Any]) -> None:
+        low, high = (value if end is None else end for end in ends)
+        points = out.setdefault(name, {}).setdefault(what, [])
+        points.append((int(version), (value, low, high)))
+
+    if run.summary is not None:
+        for found in run.summary.evaluations:
+            figures = {"reward": found.reward}
+            figures |= {f"pass@{k}": each for k, each in found.passed.items()}
+            for what, e in figures.items():
+                add(found.name, what, found.version, e.value, (e.low, e.high))
+        return out
+    for row in run.rows:
+        for key in row:
+            prefix, _, rest = key.partition("/")
+            name, _, what = rest.partition("/")
+            if prefix == names.EVALUATION and (what == "reward" or what[-1:].isdigit()):
+                ends = [row.get(f"{key}_{end}") for end in ("low", "high")]
+                version = row[f"{prefix}/{name}/version"]
+                add(name, what.replace("pass_at_", "pass@"), version, row[key], ends)
+    return out
 
 
 def _tiles(run: Run, facts: Facts) -> Iterator[list[str]]:

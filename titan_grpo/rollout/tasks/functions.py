@@ -99,7 +99,7 @@ class FunctionTask:
         for reward in rewards:
             reward.check(rows)
         self._columns(options, rows)
-        self._options, self._rewards, self._rows = options, rewards, rows
+        self._options, self._rewards, self.rows = options, rewards, rows
         self._tools = _tools(options.tools)
         self._threads = ThreadPoolExecutor(
             options.task_concurrency * max(1, len(rewards)), thread_name_prefix="reward"
@@ -115,8 +115,8 @@ class FunctionTask:
     def prompt(self, index: int, codec: Codec) -> Prompt:
         """Row of a per-epoch shuffle seeded with (seed, epoch): every row once per epoch. The
         payload is the row's number in the dataset."""
-        number, options = self._rows.number(index), self._options
-        row = self._rows[number]
+        number, options = self.rows.number(index), self._options
+        row = self.rows[number]
         try:
             said = self._said(row)
             if options.system_prompt:
@@ -124,7 +124,7 @@ class FunctionTask:
             tools = row.get("tools") or self._tools
             token_ids = codec.chat(said, json.loads(tools) if isinstance(tools, str) else tools)
         except (DataError, ValueError) as error:
-            raise DataError(f"row {number} of {self._rows.name}: {error}") from error
+            raise DataError(f"row {number} of {self.rows.name}: {error}") from error
         return Prompt(index, token_ids, {"row": number})
 
     async def group_reward(
@@ -157,7 +157,7 @@ class FunctionTask:
         self, reward: Reward, number: int, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
     ) -> list[float | None]:
         # Read again for each function: none sees what another one changed.
-        row = self._rows[number]
+        row = self.rows[number]
         said, count = self._said(row), len(texts)
         completions: list[Any] = list(texts)
         if isinstance(said, list):
@@ -175,9 +175,9 @@ class FunctionTask:
             raise
 
     def _note(self, error: Exception, number: int, what: str = "") -> None:
-        row = repr(self._rows[number])
+        row = repr(self.rows[number])
         error.add_note(
-            f"{what}row {number} of {self._rows.name}: {row[:500]}{'...' if row[500:] else ''}"
+            f"{what}row {number} of {self.rows.name}: {row[:500]}{'...' if row[500:] else ''}"
         )
 
     def _said(self, row: dict[str, Any]) -> Any:

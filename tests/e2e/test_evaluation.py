@@ -1,0 +1,95 @@
+"""Evaluations beside a real training run on a real vLLM, and of its weights alone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import API_KEY_VARIABLE, KEYS, Training
+from titan_grpo.commands.processes import torchrun
+from titan_grpo.observe.recorder import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
+
+STEPS, EVERY, ROWS, SAMPLES = 12, 4, 12, 4
+
+TABLE = f"""
+[[evaluation]]
+name = "digits"
+task = "digits"
+every = {EVERY}
+rows = {ROWS}
+samples = {SAMPLES}
+pass_at = [1, {SAMPLES}]
+pass_reward = 0.2
+max_completion_tokens = 8
+"""
+
+
+def job(runs, folder: Path) -> Path:
+    path = folder / "job.toml"
+    path.write_text(runs.recipe.read_text() + TABLE)
+    return path
+
+
+def arguments(runs, site, out: Path) -> list[str]:
+    settings = {
+        "job.dump_folder": out,
+        "model.hf_assets_path": runs.model,
+        "rollout.servers": site.url,
+        "rollout.api_key_env": API_KEY_VARIABLE,
+        "training.steps": STEPS,
+    }
+    return [f"--{key}={value}" for key, value in settings.items()] + ["--grpo.async-weight-update"]
+
+
+def test_a_run_is_evaluated_at_its_start_in_between_and_at_its_end_and_its_weights_alone_as_well(
+    runs, site, tmp_path
+):
+    path, out = job(runs, tmp_path), tmp_path / "out"
+    command = torchrun(1, str(path), arguments(runs, site, out))
+    with Training(command, runs.root) as training:
+        assert training.finish(400) == 0, training.log
+    summary = runs.summary(out)
+    found = summary["evaluations"]
+    versions = [each["version"] for each in found]
+    assert versions[0] == 0
+    assert versions[-1] == STEPS
+    assert len(versions) >= 3, "and one in between"
+    assert versions == sorted(set(versions))
+    for each in found:
+        assert (each["prompts"], each["samples"], each["refused"]) == (ROWS, SAMPLES, 0)
+        assert each["reward"]["low"] <= each["reward"]["value"] <= each["reward"]["high"]
+        assert each["passed"]["1"]["value"] <= each["passed"][str(SAMPLES)]["value"]
+        assert 0 < each["tokens"]["value"] <= 8
+    # The server was held on each of them, and went on with the newest.
+    committed = summary["versions_committed"][site.url]["committed"]
+    assert set(versions) <= set(committed)
+    assert committed[-1] == STEPS
+    assert summary["errors"] == []
+    rows = read_metrics(out / "metrics.jsonl")
+    shown = [row["evaluation/digits/version"] for row in rows if "evaluation/digits/version" in row]
+    assert set(shown) <= set(versions)
+    assert shown[0] == 0
+
+    # The last version is still on the server: the same prompts and seeds.
+    result = tmp_path / "alone.json"
+    alone = [sys.executable, "-m", "titan_grpo.cli", "evaluate", "--server", site.url]
+    alone += ["--out", str(result), f"--job.config_file={path}", *arguments(runs, site, out)]
+    done = subprocess.run(
+        alone,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=runs.root,
+        env=os.environ | KEYS,
+    )
+    assert done.returncode == 0, done.stderr
+    (again,) = json.loads(result.read_text())
+    assert (again["version"], again["server"]) == (STEPS, site.url)
+    assert again["reward"]["value"] == pytest.approx(found[-1]["reward"]["value"], abs=0.1)
+    assert "evaluation digits, version 12: reward" in done.stdout

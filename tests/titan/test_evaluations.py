@@ -1,0 +1,148 @@
+"""When evaluations begin, and what a server that leaves its version costs them: the real process
+against an HTTP server that stands for an engine's faults."""
+
+import threading
+
+import pytest
+
+from tests.rollout.conftest import completion_server, model_dir  # noqa: F401 - fixtures
+from titan_grpo.config_evaluation import Evaluation
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol.messages import ServerState
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.sync.server_set import NoObserver
+from titan_grpo.titan.evaluations import Evaluations
+
+WAIT_S = 60.0
+
+
+class Rollouts(NoObserver):
+    """What the rollouts were told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def set_server(self, state: ServerState) -> None:
+        self.told.append(state.url)
+
+
+class Lanes:
+    """Which servers are kept on their versions."""
+
+    def __init__(self) -> None:
+        self.kept: set[str] = set()
+        self.calls: list[tuple[str, str]] = []
+        self.changed = threading.Condition()
+
+    def keep(self, url: str) -> None:
+        with self.changed:
+            self.kept.add(url)
+            self.calls.append(("keep", url))
+
+    def go_on(self, url: str) -> None:
+        with self.changed:
+            self.kept.discard(url)
+            self.calls.append(("go on", url))
+            self.changed.notify_all()
+
+    def wait_free(self) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: not self.kept, WAIT_S)
+
+
+@pytest.fixture
+def begin(tmp_path, model_dir):  # noqa: F811 - the fixture
+    """A factory of Evaluations of the digits task; (evaluations, lanes, rollouts, recorder)."""
+    made = []
+
+    def start(**keys):
+        keys = {"name": "digits", "task": "digits", "rows": 3, "samples": 2, **keys}
+        recorder, lanes, rollouts = Recorder(tmp_path / "run"), Lanes(), Rollouts()
+        spec = RolloutSpec(model_dir, max_completion_tokens=4)
+        table = Evaluation(**keys)
+        one = Evaluations([table], spec, rollouts, recorder, lanes.keep, lanes.go_on)
+        made.append((one, recorder))
+        return one, lanes, rollouts, recorder
+
+    yield start
+    for one, recorder in made:
+        one.close()
+        recorder.close()
+
+
+def held(server, version: int, accepting: bool = True, committing=None) -> ServerState:
+    return ServerState(server.url, version, accepting, f"run:{version}:f", "vllm", committing)
+
+
+def versions(recorder: Recorder) -> list[int]:
+    return [each["version"] for each in recorder.history().evaluations]
+
+
+def test_a_version_is_evaluated_where_it_is_due_and_its_server_is_kept_meanwhile(
+    begin,
+    completion_server,  # noqa: F811 - the fixture
+) -> None:
+    server = completion_server()
+    one, lanes, rollouts, recorder = begin(every=4)
+    for version in (0, 1, 3, 5, 6):
+        one.set_server(held(server, version))
+        assert lanes.kept == ({server.url} if version in (0, 5) else set())
+        lanes.wait_free()
+    assert versions(recorder) == [0, 5], "4 was skipped: the next one stands for it"
+    values = one.take_values()
+    assert values["evaluation/digits/version"] == 5
+    assert one.take_values() == {}
+    one.last(6)
+    assert versions(recorder) == [0, 5, 6]
+    assert recorder.errors() == []
+    assert rollouts.told == [server.url] * 5
+    assert len(server.bodies) == 3 * 3 * 2
+
+
+def test_servers_of_its_own_get_no_rollouts_and_others_no_evaluation(
+    begin,
+    completion_server,  # noqa: F811 - the fixture
+) -> None:
+    shared, own = completion_server(), completion_server()
+    one, lanes, rollouts, recorder = begin(servers=[own.url])
+    one.set_server(held(shared, 0))
+    assert lanes.kept == set()
+    one.set_server(held(own, 0))
+    assert lanes.kept == {own.url}
+    lanes.wait_free()
+    assert versions(recorder) == [0]
+    assert rollouts.told == [shared.url]
+    assert shared.bodies == []
+
+
+def test_an_evaluation_whose_server_is_lost_has_no_result_and_ends_at_once(
+    begin,
+    completion_server,  # noqa: F811 - the fixture
+) -> None:
+    server = completion_server()
+    server.behaviour = lambda body: server.released.wait(WAIT_S) and server.good(body)
+    one, lanes, _, recorder = begin()
+    one.set_server(held(server, 0))
+    with server._arrived:  # longer than for others: a process starts first
+        assert server._arrived.wait_for(lambda: len(server.bodies) >= 6, WAIT_S)
+    one.set_server(ServerState(server.url, None, False, ""))
+    lanes.wait_free()
+    server.released.set()
+    (error,) = recorder.errors()
+    assert "evaluation digits of version 0 has no result" in error
+    assert "left version 0" in error
+    assert versions(recorder) == []
+
+
+def test_a_mistake_in_the_task_is_said_once_and_training_is_not_concerned(
+    begin,
+    completion_server,  # noqa: F811 - the fixture
+) -> None:
+    server = completion_server()
+    one, lanes, _, recorder = begin(task="no_such_module:Task", every=4)
+    one.set_server(held(server, 0))
+    lanes.wait_free()
+    one.set_server(held(server, 1))
+    assert lanes.kept == set(), "not tried again before it is due"
+    (error,) = recorder.errors()
+    assert "no_such_module" in error

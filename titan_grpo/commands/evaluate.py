@@ -1,0 +1,141 @@
+"""``titan-grpo evaluate``: a job's [[evaluation]] tables on a checkpoint alone, or on a server that
+runs."""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titan_grpo.errors import ConfigError, PeerError
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of the command; the others are a job's."""
+    out = argparse.ArgumentParser(
+        prog="titan-grpo evaluate",
+        description="Run the [[evaluation]] tables of a job on the weights of a Hugging Face"
+        " directory (a server is started for it), or on a server that runs. Prints a line per"
+        " table.",
+        epilog="Every other argument is a job's, at least: --job.config_file X.toml.",
+    )
+    add = out.add_argument
+    where = out.add_mutually_exclusive_group()
+    where.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="Hugging Face directory, such as RUN/hf, or what titan-grpo export wrote (default:"
+        " model.hf_assets_path); the server is started as the job's would be",
+    )
+    where.add_argument("--server", metavar="URL", help="a server that runs")
+    add("--name", action="append", metavar="NAME", help="only this table (may be repeated)")
+    add("--out", type=Path, metavar="FILE", help="write the figures as JSON, a list")
+    return out
+
+
+def run(argv: list[str], env: Mapping[str, str]) -> int:
+    """Evaluate; 0 with results, 1 without one. Mistakes are ConfigErrors."""
+    args, rest = parser().parse_known_args(argv)
+    from titan_grpo.titan import jobconfig
+
+    config = jobconfig.parse(rest)
+    names = args.name or [table.name for table in config.evaluation]
+    tables = [table for table in config.evaluation if table.name in names]
+    if unknown := sorted(set(names) - {table.name for table in tables}) or not tables:
+        known = ", ".join(table.name for table in config.evaluation) or "none"
+        raise ConfigError(f"--name must be an [[evaluation]] table of the job, got {unknown};"
+                          f" there are: {known}")  # fmt: skip
+    # As a module that is started would have it: the job's reward functions are found here.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    import msgspec
+
+    from titan_grpo.rollout import scores
+    from titan_grpo.rollout.evaluation import Job, evaluate
+    from titan_grpo.rollout.spec import RolloutSpec
+
+    key_name = config.rollout.api_key_env
+    key = env.get(key_name, "") if key_name else ""
+    model = str(args.model or config.model.hf_assets_path)
+    spec = replace(RolloutSpec.from_config(config.rollout, model))
+    found = []
+    with _server(args.server, config, model, key) as (url, engine, version, label):
+        for table in tables:
+            job = Job.of(table, spec).on(url, engine, version, label)
+            result = asyncio.run(evaluate(job, key))
+            print(scores.line(result), flush=True)
+            found.append(msgspec.to_builtins(result, str_keys=True))
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+@contextmanager
+def _server(
+    url: str | None, config: Any, model: str, key: str
+) -> Iterator[tuple[str, str, int, str]]:
+    """(URL, engine, version, label) of what runs, or of a server that is started for it. The
+    version is 0 where the server names none of a run's."""
+    from titan_grpo.engines.http import SyncDriver
+    from titan_grpo.engines.server import detect, dialect
+    from titan_grpo.protocol.messages import Label
+
+    if url is None:
+        with tempfile.TemporaryDirectory() as folder, _launched(config, model, key, folder) as own:
+            yield own
+        return
+    with SyncDriver(url, key) as driver:
+        engine = config.rollout.engine
+        engine = detect(driver, 10.0) if engine == "auto" else engine
+        text = driver.run(dialect(engine).label())
+    label = Label.parse(text)
+    if label is None and engine == "sglang":
+        raise PeerError(
+            f"{url} shows the label {text!r}, which no run set: its answers name no version that"
+            " could be checked; start it with --weight-version run:0:0"
+        )
+    yield url, engine, 0 if label is None else label.version, text if label else ""
+
+
+@contextmanager
+def _launched(
+    config: Any, model: str, key: str, folder: str
+) -> Iterator[tuple[str, str, int, str]]:
+    from titan_grpo.engines.launch import Server, ServerSpec
+    from titan_grpo.protocol.messages import Label
+    from titan_grpo.titan import compat
+
+    rollout = config.rollout
+    engine = rollout.launch_engines[0]
+    sglang = engine == "sglang"
+    python = rollout.launch_sglang_python if sglang else rollout.launch_python
+    if not python:
+        raise ConfigError(
+            f"rollout.launch_{'sglang_' if sglang else ''}python must be the interpreter of the"
+            " engine's environment, to start a server; or name one that runs: --server URL"
+        )
+    label = str(Label("evaluate", 0, "0"))
+    args = (*rollout.launch_sglang_args, "--weight-version", label) if sglang else ()
+    spec = ServerSpec(
+        python=python,
+        model=model,
+        log_path=f"{folder}/server.log",
+        engine=engine,
+        max_model_len=config.training.seq_len,
+        max_num_seqs=rollout.max_concurrent_requests,
+        cpu=compat.prepare(),
+        weight_transfer=False,
+        args=args if sglang else tuple(rollout.launch_args),
+        api_key=key,
+    )
+    with Server(spec) as server:
+        print(f"starting {engine} for {model}", file=sys.stderr, flush=True)
+        server.wait_healthy(config.weight_sync.startup_deadline_s)
+        yield server.url, engine, 0, label if sglang else ""

@@ -1,0 +1,266 @@
+"""Evaluations of a training run: when, on which server, and what becomes of them.
+
+A server's lane keeps it on its version while an evaluation runs there (``ImageSlots.keep``) and
+then goes on with the newest one; all other servers, and training, go on meanwhile.
+"""
+
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from titan_grpo.config_evaluation import Evaluation
+from titan_grpo.errors import TitanGrpoError
+from titan_grpo.observe import terminal
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol.messages import ServerState
+from titan_grpo.rollout import scores
+from titan_grpo.rollout.evaluation import Job
+from titan_grpo.rollout.scores import Scores
+from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.subprocesses import helper_environment, start_module, wait_process
+from titan_grpo.sync.server_set import ServerObserver
+
+logger = logging.getLogger(__name__)
+
+MARGIN_S = 30.0
+"""How much longer than its own deadline an evaluation's process may take, in seconds."""
+
+END_S = 5.0
+"""Seconds for the processes to be gone after they were killed."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """An evaluation under way: its process, once it has started."""
+
+    url: str
+    version: int
+    broken: str = ""
+    """Why its outcome does not count."""
+    process: "subprocess.Popen[bytes] | None" = None
+
+
+@dataclass(slots=True)
+class _Table:
+    job: Job
+    settings: Evaluation
+    due: int | None
+    """Version from which it is due; None: none is."""
+    evaluated: int | None = None
+    running: _Running | None = None
+
+
+@dataclass(slots=True)
+class _Kept:
+    """How many evaluations run on each server."""
+
+    count: dict[str, int] = field(default_factory=dict)
+
+    def add(self, url: str) -> None:
+        self.count[url] = self.count.get(url, 0) + 1
+
+    def remove(self, url: str) -> bool:
+        """Whether it was the last one."""
+        self.count[url] -= 1
+        return not self.count[url]
+
+
+class Evaluations:
+    """A ServerObserver between the server set and the rollouts: what it learns of servers goes on
+    to ``rollouts``, but for those that evaluate only. Its calls come from lanes, under the set's
+    lock, and never block."""
+
+    def __init__(
+        self,
+        tables: Sequence[Evaluation],
+        spec: RolloutSpec,
+        rollouts: ServerObserver,
+        recorder: Recorder,
+        keep: Callable[[str], None],
+        go_on: Callable[[str], None],
+    ) -> None:
+        """``keep``, ``go_on``: a server's lane gets no newer version between the two calls."""
+        self._rollouts, self._recorder = rollouts, recorder
+        self._keep, self._go_on = keep, go_on
+        self.own = frozenset(url for table in tables for url in table.servers)
+        first = spec.base_version
+        self._tables = [
+            _Table(
+                Job.of(table, spec),
+                table,
+                first if table.at_start else scores.next_due(table.every, first),
+            )
+            for table in tables
+        ]
+        self._servers: dict[str, ServerState] = {}
+        self._kept = _Kept()
+        self._values: dict[str, float] = {}
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+        self._changed = threading.Condition()
+
+    # What ServerSet calls.
+
+    def set_server(self, state: ServerState) -> None:
+        """See ServerObserver."""
+        if state.url not in self.own:
+            self._rollouts.set_server(state)
+        with self._changed:
+            self._servers[state.url] = state
+            for table in self._tables:
+                run = table.running
+                if run is not None and run.url == state.url and state.version != run.version:
+                    self._break(run, f"{run.url} left version {run.version}")
+            # A lane that has just said so reads no newer image: what it is given next waits.
+            self._begin(state)
+
+    def remove_server(self, url: str) -> None:
+        """See ServerObserver."""
+        if url not in self.own:
+            self._rollouts.remove_server(url)
+        with self._changed:
+            self._servers.pop(url, None)
+            for table in self._tables:
+                if table.running is not None and table.running.url == url:
+                    self._break(table.running, f"{url} left the run")
+
+    def fail(self, error: TitanGrpoError) -> None:
+        """See ServerObserver."""
+        self._rollouts.fail(error)
+
+    # What rank 0's main thread calls.
+
+    def take_values(self) -> dict[str, float]:
+        """Metrics of the evaluations that ended since the last call."""
+        with self._changed:
+            values, self._values = self._values, {}
+        return values
+
+    def last(self, version: int) -> None:
+        """Training has ended, and the servers hold ``version``: evaluate it where at_end says so,
+        and wait for all evaluations until their deadlines."""
+        with self._changed:
+            for table in self._tables:
+                again = table.settings.at_end and table.evaluated != version
+                table.due = version if again else None
+            for state in list(self._servers.values()):
+                self._begin(state)
+        self.wait_idle()
+
+    def wait_idle(self) -> None:
+        """Wait for the evaluations under way until their deadlines; no further one begins."""
+        longest = max((table.settings.timeout_s for table in self._tables), default=0.0)
+        running = [t.running for t in self._tables if t.running is not None]
+        if running:
+            shown = ", ".join(t.settings.name for t in self._tables if t.running is not None)
+            terminal.print_status(f"waiting for the evaluations {shown}, {longest:g} s at most")
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(table.running is None for table in self._tables), longest + MARGIN_S
+            )
+
+    def stop_schedule(self) -> None:
+        """No further evaluation begins before ``last``."""
+        with self._changed:
+            for table in self._tables:
+                table.due = None
+
+    def close(self) -> None:
+        """End what runs. Idempotent; bounded."""
+        with self._changed:
+            self._closing = True
+            for table in self._tables:
+                if table.running is not None:
+                    self._break(table.running, "the run ended")
+            threads = list(self._threads)
+        deadline = time.monotonic() + END_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    # Under the condition.
+
+    def _begin(self, state: ServerState) -> None:
+        """Start what is due on a server that has just reached its version."""
+        if self._closing or state.version is None or not state.accepting:
+            return
+        for table in self._tables:
+            wanted = table.settings.servers
+            here = state.url in wanted if wanted else state.url not in self.own
+            due = table.due is not None and state.version >= table.due
+            if not here or not due or table.running is not None:
+                continue
+            table.running = _Running(state.url, state.version)
+            table.due = scores.next_due(table.settings.every, state.version)
+            self._kept.add(state.url)
+            self._keep(state.url)
+            job = table.job.on(state.url, state.engine, state.version, state.label)
+            thread = threading.Thread(
+                target=self._run, args=(table, table.running, job), name=job.name, daemon=True
+            )
+            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+            thread.start()
+
+    def _break(self, run: _Running, why: str) -> None:
+        run.broken = run.broken or why
+        if run.process is not None:
+            # Its connections to the server close with it, which aborts its requests there.
+            run.process.kill()
+
+    # A thread per evaluation.
+
+    def _run(self, table: _Table, run: _Running, job: Job) -> None:
+        try:
+            outcome = self._outcome(run, job)
+        except (OSError, EOFError) as error:
+            outcome = f"its process failed: {error or type(error).__name__}"
+        failed = run.broken or (outcome if isinstance(outcome, str) else "")
+        # Before the server goes on: who waits for it then finds the result. Not under the
+        # condition, for which lanes would wait while a line is printed.
+        if isinstance(outcome, Scores) and not failed:
+            self._recorder.evaluated(msgspec.to_builtins(outcome, str_keys=True))
+            terminal.print_status(scores.line(outcome))
+        elif not self._closing:
+            text = f"evaluation {job.name} of version {job.version} has no result: {failed}"
+            self._recorder.error(text)
+            terminal.print_status(text)
+        with self._changed:
+            if isinstance(outcome, Scores) and not failed:
+                table.evaluated = outcome.version
+                self._values |= scores.metrics(outcome)
+            if self._kept.remove(run.url):
+                self._go_on(run.url)
+            table.running = None
+            self._changed.notify_all()
+
+    def _outcome(self, run: _Running, job: Job) -> Scores | str:
+        process, socket = start_module(
+            "titan_grpo.rollout.evaluation",
+            env=helper_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},
+        )
+        with self._changed:
+            run.process = process
+            if run.broken:
+                process.kill()
+        connection: Connection[Any, Any] = Connection(socket.detach())
+        try:
+            connection.send(job)
+            if not connection.poll(job.timeout_s + MARGIN_S):
+                return f"it was not over after {job.timeout_s:g} s (timeout_s)"
+            # no deadline: an answer has begun to come, or the process has ended
+            outcome: Scores | str = connection.recv()
+            return outcome
+        finally:
+            connection.close()
+            try:
+                wait_process(process, END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                wait_process(process, END_S)
