@@ -11,6 +11,7 @@ BASE = {
     "errors",
     "samples",
     "config",
+    "config_alerts",
     "config_evaluation",
     "config_grpo",
     "config_inert",
@@ -30,7 +31,15 @@ TOP = RUNTIME | {"titan", "verify", "commands"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "samples": {"errors"},
-    "config": {"errors", "config_evaluation", "config_grpo", "config_rollout", "config_task"},
+    "config": {
+        "errors",
+        "config_alerts",
+        "config_evaluation",
+        "config_grpo",
+        "config_rollout",
+        "config_task",
+    },
+    "config_alerts": set(),
     "config_evaluation": {"config_task"},
     "config_grpo": {"errors", "config_rollout"},
     "config_inert": {"config_grpo", "config_rollout"},
@@ -60,7 +69,8 @@ ALLOWED: dict[str, set[str]] = {
 """Room -> rooms that it may import besides itself. Rooms of one level do not see each other."""
 
 NO_TORCH = ("errors", "samples", "config", "config_grpo", "config_inert", "config_rollout")
-NO_TORCH += ("config_evaluation", "config_older", "config_task", "runkey", "subprocesses")
+NO_TORCH += ("config_alerts", "config_evaluation", "config_older", "config_task", "runkey")
+NO_TORCH += ("subprocesses", "unix_rpc", "protocol", "observe", "views", "engines", "rollout")
 NO_TORCH += ("unix_rpc", "protocol", "observe", "views", "engines", "rollout")
 """Rooms that run without torch: the rollout process, the tools, and everything that must start
 fast."""

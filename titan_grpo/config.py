@@ -1,8 +1,8 @@
 """Every knob of titan_grpo, validated. torchtitan merges these sections into its own JobConfig.
 
 A job names this module with ``[job] custom_config_module = "titan_grpo.config"``; torchtitan then
-finds ``JobConfig`` here and adds the sections ``[grpo]``, ``[rollout]``, ``[weight_sync]`` and
-``[[evaluation]]`` to TOML and command line.
+finds ``JobConfig`` here and adds the sections ``[grpo]``, ``[rollout]``, ``[weight_sync]``,
+``[alerts]`` and ``[[evaluation]]`` to TOML and command line.
 
 No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as
 objects.
@@ -13,12 +13,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from titan_grpo import config_grpo, config_rollout
+from titan_grpo.config_alerts import Alerts
 from titan_grpo.config_evaluation import Evaluation, evaluation_rules
 from titan_grpo.config_grpo import GRPO
 from titan_grpo.config_rollout import LAUNCH, Rollout, Rules, broken
 from titan_grpo.config_task import task_rules
 
-__all__ = ("GRPO", "LAUNCH", "Evaluation", "JobConfig", "Rollout", "WeightSync", "violations")
+__all__ = (
+    "GRPO",
+    "LAUNCH",
+    "Alerts",
+    "Evaluation",
+    "JobConfig",
+    "Rollout",
+    "WeightSync",
+    "violations",
+)
 
 
 @dataclass
@@ -124,6 +134,7 @@ class JobConfig:
     grpo: GRPO = field(default_factory=GRPO)
     rollout: Rollout = field(default_factory=Rollout)
     weight_sync: WeightSync = field(default_factory=WeightSync)
+    alerts: Alerts = field(default_factory=Alerts)
     # torchtitan's merge makes no dataclasses of tables in a list: titan/jobconfig.py does.
     evaluation: list[dict[str, Any]] = field(default_factory=list)
 

@@ -55,6 +55,10 @@ class StorageError(TitanGrpoError):
     """The disk refused a file of the run. Said in one line on the rank that met it."""
 
 
+class AlertStop(TitanGrpoError):
+    """A threshold of alerts.stop was crossed: the run ends with its state saved."""
+
+
 class SyncError(TitanGrpoError):
     """A background weight sync failed: which server, version and block (where there is one), and
     why.

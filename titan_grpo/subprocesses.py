@@ -87,6 +87,23 @@ def start_module(
     return process, ours
 
 
+def run_command(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
+    """Run a user's command to its end, in a process group of its own; empty, or why it failed. Its
+    output goes where ours does."""
+    try:
+        process = subprocess.Popen(
+            list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    except OSError as error:
+        return f"it cannot be started: {error}"
+    try:
+        status = wait_process(process, timeout_s)
+    except subprocess.TimeoutExpired:
+        end(process, KILL_S)
+        return f"it was ended after {timeout_s:g} s"
+    return f"it ended with exit code {status}" if status else ""
+
+
 def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Have the kernel send ``number`` to this process when the *thread* that started it ends.
 

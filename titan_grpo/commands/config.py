@@ -55,6 +55,7 @@ def page() -> str:
         "grpo": config.GRPO,
         "rollout": config.Rollout,
         "weight_sync": config.WeightSync,
+        "alerts": config.Alerts,
     }
     sections["[evaluation]"] = config.Evaluation
     for name, section in sections.items():

@@ -4,6 +4,7 @@ import argparse
 import json
 import threading
 import time
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from titan_grpo.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from titan_grpo.observe.alerts import Watched
     from titan_grpo.views.live import Follower
 
 
@@ -27,6 +29,17 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("run", type=Path, metavar="RUN", help="folder of the run (job.dump_folder)")
     interval = "seconds between two looks (default 1)"
     out.add_argument("--interval", type=float, default=1.0, metavar="S", help=interval)
+    check = out.add_argument_group(
+        "check once, for a scheduler",
+        "exit code 0: nothing to tell; 3: a threshold holds; 4: no step for too long; 1: no step"
+        " yet, or the run ended without a summary; 2: a mistake in the arguments",
+    )
+    check.add_argument("--check", action="store_true", help="look once instead of following")
+    threshold = 'a threshold as in [alerts], such as "ratio/max > 10 for 3" (may be repeated)'
+    check.add_argument("--alert", action="append", default=[], metavar="TEXT", help=threshold)
+    check.add_argument("--config", metavar="TOML", help="take those of this job's [alerts] too")
+    stalled = "no step for so many seconds is worth exit code 4, while the run has no summary"
+    check.add_argument("--stalled", type=float, metavar="S", help=stalled)
     return out
 
 
@@ -36,6 +49,10 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(argv)
     if not 0.05 <= args.interval <= 3600:
         raise ConfigError(f"--interval must be in [0.05, 3600], got {args.interval:g}")
+    if args.check:
+        return _check(args)
+    if args.alert or args.config or args.stalled is not None:
+        raise ConfigError("--alert, --config and --stalled need --check, which was not given")
     # Imported here: --help is answered before numpy is loaded.
     from rich.console import Console
 
@@ -50,6 +67,59 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     except KeyboardInterrupt:
         return 130
     return _end(follower)
+
+
+HOLDS, STALLED = 3, 4
+"""Exit codes of --check."""
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Look at a run's files once, and say in lines and an exit code what there is to tell."""
+    from titan_grpo.observe import alerts
+    from titan_grpo.observe.recorder import read_metrics
+    from titan_grpo.views.live import Follower
+
+    thresholds = [
+        alerts.Watched(alerts.Threshold.parse(text, "--alert")) for text in args.alert
+    ] + list(_of_job(args.config))
+    if not thresholds and args.stalled is None:
+        raise ConfigError("--check needs --alert, --config or --stalled, none was given")
+    if args.stalled is not None and not 0 < args.stalled < float("inf"):
+        raise ConfigError(f"--stalled must be greater than 0, got {args.stalled:g}")
+    path, run = args.run / "metrics.jsonl", Follower(args.run)
+    ended = run.ended()
+    rows = read_metrics(path) if path.is_file() else []
+    if not rows:
+        print(f"{args.run} has no step yet")
+        return 1
+    holding = alerts.over(thresholds, rows)
+    for each in holding:
+        print(f"step {rows[-1]['step']}: {each}")
+    if holding:
+        return HOLDS
+    # The file grows once per step. The clock is that of its file system.
+    silent_s = time.time() - path.stat().st_mtime
+    if args.stalled is not None and not ended and silent_s > args.stalled:
+        print(f"no step after step {rows[-1]['step']} for {silent_s:.0f} s")
+        return STALLED
+    if ended and run.summary() is None:
+        print(f"the run ended after step {rows[-1]['step']} without a summary; its log says why")
+        return 1
+    return 0
+
+
+def _of_job(path: str | None) -> "tuple[Watched, ...]":
+    """The thresholds of a job's [alerts]. Raises ConfigError."""
+    from titan_grpo.config_alerts import Alerts
+    from titan_grpo.observe.alerts import watched
+
+    if path is None:
+        return ()
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("alerts", {})
+        return watched(Alerts(**table))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"--config must be a job's TOML file, got {path!r}: {error}") from error
 
 
 def _on_screen(follower: "Follower", console: "Console", interval_s: float) -> None:

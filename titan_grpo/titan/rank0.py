@@ -6,6 +6,8 @@ import logging
 import math
 import os
 import secrets
+import shlex
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +25,7 @@ from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import ServerGroup
 from titan_grpo.engines.server import make_control
 from titan_grpo.errors import ProtocolError, ServerUnfit, ServerUnreachable
-from titan_grpo.observe import names, report, terminal
+from titan_grpo.observe import alerts, names, report, terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.observe.shown import ShownStep, choose
 from titan_grpo.observe.waiting import waiting
@@ -32,6 +34,7 @@ from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group
+from titan_grpo.subprocesses import run_command, without_torchrun
 from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker, load_deadline_s
 from titan_grpo.titan.data import Sampled, StepWork, varied_groups
 from titan_grpo.titan.evaluations import Evaluations
@@ -118,6 +121,9 @@ class Controller:
         self._counted: tuple[float, dict[str, int]] = 0.0, {}
         """The rollouts' counters as they were when they were last written down, and when that was
         (monotonic clock)."""
+        self._watched = alerts.watched(job_config.alerts)
+        self.stopped_by = ""
+        """The threshold of alerts.stop that was crossed."""
         self._collapse = Collapse(job_config.grpo.reward_collapse_steps)
 
     @property
@@ -349,9 +355,30 @@ class Controller:
         # A step that was skipped for its numbers has no loss to show.
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         self.recorder.step(step, values)
+        self._alert(step, values)
         line = report.progress_line(step, self._job.training.steps, values, versions)
         terminal.print_status(line)
         return values
+
+    def _alert(self, step: int, values: Mapping[str, float]) -> None:
+        """Do what the thresholds that this step crossed ask for."""
+        self._watched, crossed = alerts.step(self._watched, values)
+        for each in crossed:
+            self.warn(f"alert at step {step}: {each}")
+            if each.action == "stop":
+                self.stopped_by = self.stopped_by or f"alerts.stop {each}"
+            elif each.action == "run":
+                # In a thread: training does not wait for it.
+                threading.Thread(
+                    target=self._run_command, args=(step, str(each)), name="alert", daemon=True
+                ).start()
+
+    def _run_command(self, step: int, text: str) -> None:
+        settings = self._job.alerts
+        command = [*shlex.split(settings.command), f"step {step}: {text}"]
+        env = without_torchrun(os.environ)
+        if failure := run_command(command, env, settings.command_timeout_s):
+            self.warn(f"alerts.command {settings.command!r}: {failure}")
 
     def _sampling_versions(self) -> dict[str, int | None]:
         """Versions of the servers that rollouts are sampled on."""

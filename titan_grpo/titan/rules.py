@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
+from titan_grpo.observe import alerts
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -39,7 +41,7 @@ def violations(config: Any, machine: Machine) -> list[str]:
         for broken, key, rule in found
         if broken
     ]
-    return out + _ranks(config, machine)
+    return [*out, *_ranks(config, machine), *alerts.rules(config.alerts)]
 
 
 MAY_BE_INFINITE = {"training.max_norm"}

@@ -29,7 +29,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
 from titan_grpo.algorithm.balance import TokenCost
-from titan_grpo.errors import StorageError, SyncError, UnhealthyError
+from titan_grpo.errors import AlertStop, StorageError, SyncError, UnhealthyError
 from titan_grpo.observe import names, terminal
 from titan_grpo.sync.transports.store import limit_nccl_opening
 from titan_grpo.titan import compat
@@ -232,6 +232,7 @@ class GRPOTrainer(Trainer):
             clock = (begin, fetched, trained)
             self._record(self.controller, metrics, outcome, clock, learning_rate)
         self._judge(outcome)
+        self._obey_alerts()
 
     def _make_version(self, outcome: Outcome, slot: int | None) -> None:
         """After the optimizer steps: the new version, published where it has a slot; none if no
@@ -310,6 +311,24 @@ class GRPOTrainer(Trainer):
                 f" training steps in a row (grpo.max_unhealthy_steps): {why}; version"
                 f" {self.version} is the last"
             )
+
+    def _obey_alerts(self) -> None:
+        """Stop where rank 0 says that a threshold of alerts.stop was crossed. Collective, if there
+        is one."""
+        if not self.job_config.alerts.stop:
+            return
+        said: list[Any] = [self.controller.stopped_by if self.controller is not None else ""]
+        dist.broadcast_object_list(said, src=0, group=self.loader.group)
+        if not said[0]:
+            return
+        if not self.job_config.checkpoint.enable:
+            raise AlertStop(f"step {self.step}: {said[0]}; nothing is saved (checkpoint.enable)")
+        # As torchtitan's last step, at the place where it saves: the step is over on every rank.
+        self.checkpointer.save(self.step, last_step=True)
+        raise AlertStop(
+            f"step {self.step}: {said[0]}; the checkpoint of this step is saved, and the same"
+            " command without that alert goes on from it"
+        )
 
     def _fetch(self) -> Share:
         controller = self.controller

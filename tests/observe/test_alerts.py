@@ -1,0 +1,138 @@
+"""Thresholds on metrics: how they are read, when they are crossed, and the check from outside."""
+
+import os
+
+import pytest
+
+from titan_grpo.commands import watch
+from titan_grpo.config_alerts import Alerts
+from titan_grpo.errors import ConfigError
+from titan_grpo.observe import alerts, names
+from titan_grpo.observe.alerts import Threshold, Watched, rules, step, watched
+from titan_grpo.observe.recorder import Recorder
+
+
+def crossings(text: str, values: list[float | None]) -> list[int]:
+    """At which of the steps a threshold on the KL is given."""
+    state, found = (Watched(Threshold.parse(text, "key")),), []
+    for number, value in enumerate(values):
+        state, crossed = step(state, {} if value is None else {names.KL: value})
+        found += [number] * len(crossed)
+    return found
+
+
+def test_a_threshold_is_given_when_it_is_crossed_and_again_after_it_ceased_to_hold() -> None:
+    assert crossings("loss/kl > 1", [0, 2, 2, 1, 2]) == [1, 4]
+    assert crossings("loss/kl >= 1 for 2", [1, 1, 1, 0, 1, 1]) == [1, 5]
+    assert crossings("loss/kl < 1", [0.5, 1.0, 0.5]) == [0, 2]
+    assert crossings("loss/kl <= 1", [1.0, 1.0]) == [0]
+
+
+def test_steps_without_the_metric_change_nothing() -> None:
+    assert crossings("loss/kl > 1 for 2", [2, None, 2, None, 2]) == [2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loss/kl",
+        "loss/kl > x",
+        "loss/kl > nan",
+        "loss/kl > inf",
+        "loss/kl == 1",
+        "loss/kl > 1 for 0",
+    ],
+)
+def test_a_threshold_that_cannot_be_read_names_its_key_and_the_form(text) -> None:
+    with pytest.raises(ConfigError, match=r"alerts\.warn must be like .* got") as failed:
+        watched(Alerts(warn=[text]))
+    assert repr(text) in str(failed.value)
+
+
+def test_an_unknown_metric_is_refused_and_those_of_servers_and_evaluations_are_known() -> None:
+    with pytest.raises(ConfigError, match=r"alerts\.stop must name a metric .*'reward/meen'"):
+        watched(Alerts(stop=["reward/meen < 1"]))
+    for name in ("server/a:8000/lag", "evaluation/test/reward", "dropped/stale"):
+        watched(Alerts(stop=[f"{name} < 1"]))
+
+
+def test_each_threshold_has_the_action_of_its_key() -> None:
+    found = watched(Alerts(warn=["loss/kl > 1"], run=["loss/kl > 2"], stop=["loss/kl > 3"]))
+    assert [(each.action, each.threshold.bound) for each in found] == [
+        ("warn", 1),
+        ("run", 2),
+        ("stop", 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "rule"),
+    [
+        (Alerts(run=["loss/kl > 1"]), "alerts.command must be set where alerts.run is"),
+        (Alerts(command="mail me"), "alerts.command must be set where alerts.run is"),
+        (Alerts(run=["loss/kl > 1"], command="mail 'me"), "alerts.command must be words"),
+        (Alerts(command_timeout_s=float("nan")), "alerts.command_timeout_s must be greater"),
+    ],
+)
+def test_a_mistake_in_the_section_is_one_line(section, rule) -> None:
+    (found,) = rules(section)
+    assert rule in found
+    assert list(rules(Alerts(run=["loss/kl > 1"], command="mail 'm e'"))) == []
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of three steps whose KL rises, by a process that has ended."""
+    recorder = Recorder(tmp_path)
+    for number in (1, 2, 3):
+        recorder.step(number, {names.KL: float(number), names.REWARD: 0.5})
+    recorder.close()
+    (tmp_path / "summary.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--alert", "loss/kl > 2.5"], 3),
+        (["--alert", "loss/kl > 1.5 for 2"], 3),
+        (["--alert", "loss/kl > 1.5 for 3"], 0),
+        (["--alert", "loss/kl < 2", "--alert", "reward/mean < 0.5"], 0),
+        (["--stalled", "60"], 0),
+    ],
+)
+def test_a_check_from_outside_has_an_exit_code_for_a_scheduler(run, arguments, code) -> None:
+    assert watch.run([str(run), "--check", *arguments], {}) == code
+
+
+def test_a_check_takes_the_thresholds_of_a_job(run, tmp_path, capsys) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('[alerts]\nwarn = ["loss/kl > 10"]\nstop = ["loss/kl >= 3"]\n')
+    assert watch.run([str(run), "--check", "--config", str(job)], {}) == 3
+    assert capsys.readouterr().out == "step 3: loss/kl >= 3 (3)\n"
+
+
+def test_a_run_that_stands_still_is_found_and_one_that_has_ended_does_not(run, capsys) -> None:
+    metrics, summary = run / "metrics.jsonl", run / "summary.json"
+    old = metrics.stat().st_mtime - 1000
+    for path in (metrics, summary):
+        os.utime(path, (old, old))
+    assert watch.run([str(run), "--check", "--stalled", "60"], {}) == 0
+    summary.unlink()
+    assert watch.run([str(run), "--check", "--stalled", "60"], {}) == 4
+    assert "no step after step 3 for 10" in capsys.readouterr().out
+
+
+def test_a_check_needs_something_to_look_for_and_a_step_to_look_at(run, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="--check needs"):
+        watch.run([str(run), "--check"], {})
+    with pytest.raises(ConfigError, match="need --check"):
+        watch.run([str(run), "--alert", "loss/kl > 1"], {})
+    assert watch.run([str(tmp_path / "none"), "--check", "--alert", "loss/kl > 1"], {}) == 1
+
+
+def test_the_thresholds_that_hold_are_those_of_the_last_step() -> None:
+    thresholds = [Watched(Threshold.parse(t, "k")) for t in ("loss/kl > 1", "reward/mean < 1")]
+    rows = [{names.KL: 2.0, names.REWARD: 0.5}, {names.KL: 0.5}]
+    (held,) = alerts.over(thresholds, rows)
+    assert str(held) == "reward/mean < 1 (0.5)"

@@ -1,0 +1,141 @@
+"""Which thresholds a step's metrics cross: ``[alerts]``, and ``titan-grpo watch --check``. Pure."""
+
+import operator
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titan_grpo.config_alerts import Alerts
+from titan_grpo.errors import ConfigError
+from titan_grpo.observe import names
+
+OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+
+_FORM = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*(\S+?)(?:\s+for\s+(\d+))?\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """``metric sign bound`` in ``steps`` steps in a row."""
+
+    metric: str
+    sign: str
+    bound: float
+    steps: int = 1
+
+    def __str__(self) -> str:
+        lasting = f" for {self.steps}" if self.steps > 1 else ""
+        return f"{self.metric} {self.sign} {self.bound:g}{lasting}"
+
+    @classmethod
+    def parse(cls, text: str, key: str) -> "Threshold":
+        """Read one. Raises ConfigError naming ``key``.
+
+        >>> str(Threshold.parse("loss/kl>=0.50 for 3", "alerts.warn"))
+        'loss/kl >= 0.5 for 3'
+        """
+        found = _FORM.fullmatch(text)
+        try:
+            bound = float(found[3]) if found else float("nan")
+        except ValueError:
+            bound = float("nan")
+        if found is None or bound - bound != 0 or found[4] == "0":
+            raise ConfigError(
+                f'{key} must be like "ratio/max > 10" or "reward/mean < 0.1 for 20" (operators'
+                f" {' '.join(OPERATORS)}), got {text!r}"
+            )
+        if not names.meaning(found[1]):
+            raise ConfigError(
+                f"{key} must name a metric of metrics.jsonl (titan_grpo/observe/names.py has them"
+                f" all), got {found[1]!r} in {text!r}"
+            )
+        return cls(found[1], found[2], bound, int(found[4] or 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A threshold, what is done, and for how many steps in a row it has held."""
+
+    threshold: Threshold
+    action: str = "warn"
+    held: int = 0
+    value: float = 0.0
+    """The last one."""
+
+    def after(self, metrics: Mapping[str, Any]) -> "Watched":
+        """With one more step. Nothing changes where it has no such metric, or null."""
+        value = metrics.get(self.threshold.metric)
+        if value is None:
+            return self
+        holds = OPERATORS[self.threshold.sign](value, self.threshold.bound)
+        return replace(self, held=self.held + 1 if holds else 0, value=float(value))
+
+    @property
+    def holds(self) -> bool:
+        """Whether it has held for as many steps as it must."""
+        return self.held >= self.threshold.steps
+
+    def __str__(self) -> str:
+        return f"{self.threshold} ({self.value:.4g})"
+
+
+def watched(alerts: Alerts) -> tuple[Watched, ...]:
+    """All thresholds of the section. Raises ConfigError for the first that cannot be read."""
+    return tuple(
+        Watched(Threshold.parse(text, f"alerts.{action}"), action)
+        for action in ("warn", "run", "stop")
+        for text in getattr(alerts, action)
+    )
+
+
+def step(
+    before: Sequence[Watched], metrics: Mapping[str, Any]
+) -> tuple[tuple[Watched, ...], tuple[Watched, ...]]:
+    """(all after one more step, those that hold now and did not before).
+
+    Example: "loss/kl > 1 for 2" over the values 0, 2, 2, 2, 0, 2, 2 is given at the third and at
+    the seventh.
+    """
+    after = tuple(each.after(metrics) for each in before)
+    crossed = tuple(
+        now for was, now in zip(before, after, strict=True) if now.holds and not was.holds
+    )
+    return after, crossed
+
+
+def over(thresholds: Sequence[Watched], rows: Iterable[Mapping[str, Any]]) -> tuple[Watched, ...]:
+    """Those that hold at the last of a run's steps."""
+    state = tuple(thresholds)
+    for row in rows:
+        state = tuple(each.after(row) for each in state)
+    return tuple(each for each in state if each.holds)
+
+
+def rules(alerts: Alerts) -> Iterator[str]:
+    """Broken rules of the section, each in one line."""
+    try:
+        watched(alerts)
+    except ConfigError as error:
+        yield str(error)
+    try:
+        words = shlex.split(alerts.command)
+    except ValueError as error:
+        yield f"alerts.command must be words as a shell's, got {alerts.command!r}: {error}"
+        return
+    if bool(alerts.run) != bool(words):
+        yield (
+            "alerts.command must be set where alerts.run is, and only there, got"
+            f" {alerts.command!r} and {alerts.run!r}"
+        )
+    if not 0 < alerts.command_timeout_s < float("inf"):
+        yield (
+            "alerts.command_timeout_s must be greater than 0, and finite, got"
+            f" {alerts.command_timeout_s!r}"
+        )
