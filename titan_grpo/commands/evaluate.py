@@ -46,12 +46,14 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     from titan_grpo.titan import jobconfig
 
     config = jobconfig.parse(rest)
-    names = args.name or [table.name for table in config.evaluation]
+    known = [table.name for table in config.evaluation]
+    names = args.name or known
+    if not known or set(names) - set(known):
+        raise ConfigError(
+            "the job must have the [[evaluation]] tables that are asked for, got"
+            f" {', '.join(names) or 'none'}; there are {', '.join(known) or 'none'}"
+        )
     tables = [table for table in config.evaluation if table.name in names]
-    if unknown := sorted(set(names) - {table.name for table in tables}) or not tables:
-        known = ", ".join(table.name for table in config.evaluation) or "none"
-        raise ConfigError(f"--name must be an [[evaluation]] table of the job, got {unknown};"
-                          f" there are: {known}")  # fmt: skip
     # As a module that is started would have it: the job's reward functions are found here.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
