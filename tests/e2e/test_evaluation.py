@@ -54,6 +54,7 @@ def test_a_run_is_evaluated_at_its_start_in_between_and_at_its_end_and_its_weigh
     with Training(command, runs.root) as training:
         assert training.finish(400) == 0, training.log
     summary = runs.summary(out)
+    assert summary["errors"] == []
     found = summary["evaluations"]
     versions = [each["version"] for each in found]
     assert versions[0] == 0
@@ -69,7 +70,6 @@ def test_a_run_is_evaluated_at_its_start_in_between_and_at_its_end_and_its_weigh
     committed = summary["versions_committed"][site.url]["committed"]
     assert set(versions) <= set(committed)
     assert committed[-1] == STEPS
-    assert summary["errors"] == []
     rows = read_metrics(out / "metrics.jsonl")
     shown = [row["evaluation/digits/version"] for row in rows if "evaluation/digits/version" in row]
     assert set(shown) <= set(versions)

@@ -67,11 +67,13 @@ class Rig:
         remote_writers: tuple[int, ...] = (),
         **config: Any,
     ) -> None:
-        """``config``: keys of [weight_sync], ``watch``, ``drain``, ``owner``, ``take_over``,
+        """``config``: keys of [weight_sync], ``watch``, ``drain``, ``observer``, ``owner``,
+        ``take_over``,
         ``run_id``, and ``run_keys``: "trainer" or a server -> its run key."""
         run_keys: dict[str, Key] = config.pop("run_keys", {})
         watch: Observer = config.pop("watch", no_observer)
         drain: Callable[[str], None] | None = config.pop("drain", None)
+        observer = config.pop("observer", None)
         owner: str = config.pop("owner", "")
         take_over: bool = config.pop("take_over", True)
         run_id: str = config.pop("run_id", "")
@@ -95,6 +97,7 @@ class Rig:
                 remote_writers=remote_writers,
                 lane_observer=watch,
                 drain=drain,
+                observer=observer,
                 owner=owner,
                 take_over=take_over,
                 guarded=False,

@@ -3,9 +3,11 @@ against an HTTP server that stands for an engine's faults."""
 
 import threading
 
+import msgspec
 import pytest
 
 from tests.rollout.conftest import completion_server, model_dir  # noqa: F401 - fixtures
+from tests.sync.conftest import rig  # noqa: F401 - a fixture
 from titan_grpo.config_evaluation import Evaluation
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.messages import ServerState
@@ -146,3 +148,51 @@ def test_a_mistake_in_the_task_is_said_once_and_training_is_not_concerned(
     assert lanes.kept == set(), "not tried again before it is due"
     (error,) = recorder.errors()
     assert "no_such_module" in error
+
+
+@pytest.mark.e2e
+def test_real_lanes_keep_a_server_on_the_version_that_is_evaluated_while_the_other_one_goes_on(
+    rig,  # noqa: F811 - the fixture
+    model_dir,  # noqa: F811 - the fixture
+    completion_server,  # noqa: F811 - the fixture
+    tmp_path,
+    monkeypatch,
+) -> None:
+    evaluated, other = completion_server(), completion_server()
+    evaluated.behaviour = lambda body: evaluated.released.wait(WAIT_S) and evaluated.good(body)
+    recorder = Recorder(tmp_path / "evaluations")
+    table = Evaluation(name="digits", task="digits", rows=3, servers=[evaluated.url])
+
+    class Speaking(Evaluations):
+        """The rig's servers are of no engine."""
+
+        def set_server(self, state: ServerState) -> None:
+            super().set_server(msgspec.structs.replace(state, engine="vllm"))
+
+    one = Speaking(
+        [table],
+        RolloutSpec(model_dir, max_completion_tokens=4),
+        Rollouts(),
+        recorder,
+        keep=lambda url: r.slots.keep(url),
+        go_on=lambda url: r.slots.go_on(url),
+    )
+    monkeypatch.setattr("titan_grpo.sync.lane.IDLE_CHECK_S", 0.2)  # it looks meanwhile
+    r = rig(evaluated.url, other.url, observer=one)
+    r.publish(0)
+    with evaluated._arrived:
+        assert evaluated._arrived.wait_for(lambda: len(evaluated.bodies) >= 3, WAIT_S)
+    for version in (1, 2, 3):
+        r.publish(version)
+        assert r.servers[other.url].wait_version(version, WAIT_S)
+    looked = threading.Event()
+    threading.Timer(2.0, looked.set).start()
+    looked.wait(5)
+    assert r.servers[evaluated.url].versions == [0]
+    evaluated.released.set()
+    r.everyone(3)
+    assert r.servers[evaluated.url].versions == [0, 3]
+    assert versions(recorder) == [0]
+    assert recorder.errors() == []
+    one.close()
+    recorder.close()

@@ -1,0 +1,53 @@
+"""Our metrics in W&B, offline: torchtitan's own logger and W&B's own file of the run. In an
+environment that has wandb; scripts/test.sh makes none."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, sys
+from types import SimpleNamespace
+from titan_grpo.titan import compat
+compat.prepare()
+from torchtitan.components.metrics import LoggerContainer, WandBLogger
+from titan_grpo.titan.loggers import make_dispensable
+
+processor = SimpleNamespace(logger=LoggerContainer())
+processor.logger.add_logger(WandBLogger(sys.argv[1], SimpleNamespace(to_dict=dict)))
+said = []
+make_dispensable(processor, said.append)
+for step, metrics in enumerate(json.loads(sys.argv[2]), 1):
+    processor.logger.log(metrics, step)
+processor.logger.close()
+assert not said, said
+"""
+
+STEPS = [
+    {"reward/mean": 0.2578125, "server/127.0.0.1:8000/lag": 1.0, "evaluation/test/pass_at_4": 0.5},
+    {"reward/mean": 0.5, "server/127.0.0.1:8000/lag": 0.0, "sync/bytes": 1048.5},
+]
+
+
+def test_every_metric_of_a_step_is_in_the_file_of_an_offline_run(tmp_path) -> None:
+    pytest.importorskip("wandb", reason="wandb is not in this environment")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), json.dumps(STEPS)],
+        env=os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = Path(tmp_path).rglob("run-*.wandb")
+    # Records of this size lie in the file as they are: names and values as JSON texts.
+    content = path.read_bytes()
+    for metrics in STEPS:
+        for name, value in metrics.items():
+            assert name.encode() in content, name
+            assert json.dumps(value).encode() in content
