@@ -6,7 +6,7 @@ import pytest
 
 from titan_grpo.observe.recorder import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(400)]
 
 
 def test_a_run_that_an_alert_stops_saves_its_state_and_goes_on_from_it(runs, site, tmp_path):

@@ -12,7 +12,7 @@ from tests.e2e.conftest import API_KEY_VARIABLE, KEYS, Training
 from titan_grpo.commands.processes import torchrun
 from titan_grpo.observe.recorder import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(500)]
 
 STEPS, EVERY, ROWS, SAMPLES = 12, 4, 12, 4
 

@@ -87,9 +87,8 @@ def test_a_prompt_that_the_server_refuses_is_counted_and_in_no_figure(
 
 
 def test_a_server_that_fails_for_a_moment_costs_an_attempt_and_one_that_stays_so_the_result(
-    job, completion_server, monkeypatch
+    job, completion_server
 ) -> None:
-    monkeypatch.setattr(evaluation, "RETRY_S", 0.0)
     server, failed = completion_server(), []
 
     def fail_once(body):
