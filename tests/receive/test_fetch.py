@@ -42,7 +42,7 @@ class Site:
         return ticket, partial(TcpReader, RangeSource("127.0.0.1", self.port, ticket), None, SOON_S)
 
     def fetch(self, *sources: Open, threads: int = 3) -> Fetch:
-        made = Fetch(self.image, self.content, sources)
+        made = Fetch(self.image, self.content, sources, 4 * BLOCK)
         made.run(threads, SOON_S, marks(self.manifest.total_bytes, 4 * BLOCK), self.marks.append)
         return made
 
@@ -79,6 +79,16 @@ def test_a_version_arrives_and_every_mark_is_passed_in_order(site, threads) -> N
     assert (fetch.error, fetch.bad_block) == ("", -1)
     assert site.whole()
     assert site.marks == list(marks(site.manifest.total_bytes, 4 * BLOCK))
+
+
+def test_a_bucket_is_whole_ranges_so_its_mark_waits_for_no_byte_after_it(site) -> None:
+    """Before, a range was 4 MiB whatever the bucket: all marks of a smaller image came at once."""
+    _, open_ = site.source(site.good)
+    read = []
+    made = Fetch(site.image, site.content, [lambda: Hooked(open_(), read.append)], BLOCK)
+    made.run(1, SOON_S, marks(site.manifest.total_bytes, BLOCK), site.marks.append)
+    assert read == list(range(0, site.manifest.total_bytes, BLOCK))
+    assert made.error == ""
 
 
 def test_a_source_that_lies_is_replaced_by_the_next_one(site) -> None:

@@ -82,16 +82,22 @@ class Server:
     an HTTP thread, which ends with its connection, must not.
     """
 
-    def __init__(self, model: CopiedModel, record: Path | None = None) -> None:
-        """``record``: a file that gets a line per commit (verify.recording)."""
+    def __init__(
+        self,
+        model: CopiedModel,
+        record: Path | None = None,
+        side: Callable[[], EngineSide] | None = None,
+    ) -> None:
+        """``record``: a file that gets a line per commit (verify.recording). ``side``: another half
+        of ours than the real one."""
         key, workers = find_run_key(os.environ), OneWorker()
 
-        def side() -> EngineSide:
+        def real() -> EngineSide:
             if record is None:
                 return EngineSide(model, workers, "", key)
             return RecordingSide(model, workers, "", record, key)
 
-        self._model, self._server = model, ReceiverServer("this server", make_side=side)
+        self._model, self._server = model, ReceiverServer("this server", make_side=side or real)
         self._control = DirectControl(self._server)
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._updating = False

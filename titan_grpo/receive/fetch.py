@@ -51,6 +51,19 @@ class Content:
         return None
 
 
+def range_bytes(block_bytes: int, bucket_bytes: int) -> int:
+    """Bytes of one range: whole blocks, RANGE_BYTES or less where they allow it, and a bucket is
+    whole ranges: its mark is set as soon as it is there.
+
+    >>> range_bytes(1 << 20, 64 << 20) >> 20, range_bytes(1 << 20, 10 << 20) >> 20
+    (4, 2)
+    """
+    blocks = max(1, RANGE_BYTES // block_bytes)
+    while bucket_bytes // block_bytes % blocks:
+        blocks -= 1
+    return blocks * block_bytes
+
+
 class _RangeLost(TransferFailed):
     """No source gave the range. ``bad_block``: the block that differed at the last one, or -1."""
 
@@ -66,12 +79,14 @@ class Fetch:
     differed, or -1) and ``verify_s`` (seconds of checks, summed over the threads).
     """
 
-    def __init__(self, image: SharedImage, content: Content, sources: Sequence[Open]) -> None:
-        """``sources`` in the order in which they are asked."""
+    def __init__(
+        self, image: SharedImage, content: Content, sources: Sequence[Open], bucket_bytes: int
+    ) -> None:
+        """``sources`` in the order in which they are asked. ``bucket_bytes``: between two marks."""
         self._buffer, self._content, self._sources = image.buffer, content, sources
         manifest = content.manifest
-        blocks = max(1, RANGE_BYTES // manifest.block_bytes)
-        self._step, self._total = blocks * manifest.block_bytes, manifest.total_bytes
+        self._step = range_bytes(manifest.block_bytes, bucket_bytes)
+        self._total = manifest.total_bytes
         self._turn = threading.Condition()
         self._next = 0
         self._count = -(-self._total // self._step)

@@ -345,7 +345,7 @@ class Receiver:
             error = f"the fingerprint must be {order.fingerprint}, got {print_}"
         else:
             content = Content(manifest, expected, hello.digest_algorithm, self._block_key)
-            fetch = Fetch(image, content, self._opens(order.sources))
+            fetch = Fetch(image, content, self._opens(order.sources), hello.bucket_bytes)
             moved = partial(self._moved, store, order.number)
             fetch.run(hello.connections, hello.timeout_s, tuple(self._ahead), moved)
             error, bad, verify_s = fetch.error, fetch.bad_block, fetch.verify_s
