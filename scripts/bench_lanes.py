@@ -32,6 +32,8 @@ from typing import Any
 import psutil
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
+
 from tests.rigs.server_process import CopiedModel, Server
 from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
