@@ -2,7 +2,7 @@
 """Seconds from publish to verified commit on one host, and its goodput as a share of a raw socket
 and of a memcpy.
 
-    python scripts/bench_sync.py [--mib 256] [--transport tcp|gloo] [--rounds 5] [--json PATH]
+    python scripts/bench_sync.py [--mib 256] [--rounds 5] [--json PATH]
 
 Two ranks hold float32 masters sharded by FSDP2. Everything between them and the server is the real
 thing: layout, shared images, snapshot, sealer, lane, receiver process. The server has no engine:
@@ -116,7 +116,7 @@ def parse(argv: list[str]) -> Options:
         help="bytes under one digest, in MiB",
     )
     parser.add_argument("--digest", choices=("xxh3", "blake3"), default=defaults.digest)
-    parser.add_argument("--transport", choices=("auto", "tcp", "gloo"), default=defaults.transport)
+    parser.add_argument("--transport", choices=("auto", "tcp"), default=defaults.transport)
     parser.add_argument(
         "--json", default="", metavar="PATH", help="write every figure of every round there"
     )

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Proves on this machine that a server serves exactly the trainer's weights: two trainer ranks, one real server, three runs.
-# With two or more GPUs it uses NCCL and CUDA, otherwise gloo on the CPU. Exit code 1 names what is violated.
+# With two or more GPUs it uses CUDA, and NCCL for the weights, otherwise the CPU. Exit code 1 names what is violated.
 #
 # With --faults instead: every fault of the matrix, or those named, in real trainers, lanes, receivers and servers.
 #

@@ -35,11 +35,10 @@ __all__ = (
 class WeightSync:
     """How versions travel from the trainer's memory to the servers'."""
 
-    transport: Literal["auto", "tcp", "gloo", "nccl"] = "auto"
+    transport: Literal["auto", "tcp", "nccl"] = "auto"
     """Data plane of the lanes. tcp: servers read versions in ranges, out of the trainer's memory if
-    they are on its host, else over TCP; for apply = "staged". gloo, nccl: broadcasts; nccl
-    needs one version of NCCL at both ends, and is by choice only. auto is tcp on CUDA (gloo for
-    apply = "streamed") and gloo elsewhere."""
+    they are on its host, else over TCP; for apply = "staged". nccl: broadcasts, with one version of
+    NCCL at both ends; by choice only. auto is tcp, and gloo's broadcasts for apply = "streamed"."""
 
     connections: int = 4
     """TCP connections with which a server reads a version (transport = "tcp")."""
@@ -152,7 +151,7 @@ def _weight_sync(w: WeightSync) -> Rules:
     yield (
         w.transport == "tcp" and w.apply == "streamed",
         "transport",
-        'auto, gloo or nccl with weight_sync.apply = "streamed"',
+        'auto or nccl with weight_sync.apply = "streamed"',
     )
     yield w.connections < 1, "connections", "1 or more"
     yield w.min_rate < 1, "min_rate", "1 or more (bytes per second)"

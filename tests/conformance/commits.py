@@ -20,6 +20,7 @@ from tests.conformance.engine import (
     furthest,
 )
 from tests.conformance.reference import Reference, Weights
+from tests.rigs.paced_source import PacedSource
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.generation import Sampling
 from titan_grpo.errors import PeerError, ServerRefused
@@ -70,7 +71,7 @@ class Sender:
         self.e, self.control = e, control
         self.run_id = new_run_id(time.time())
         self.options = LinkOptions(
-            "gloo", "127.0.0.1", "xxh3", BUCKET_BYTES, STEP_S, run_key=e.run_key
+            "tcp", "127.0.0.1", "xxh3", BUCKET_BYTES, STEP_S, run_key=e.run_key
         )
         self.folder = e.folder / self.run_id
         self.joined: Joined | None = None
@@ -187,8 +188,11 @@ def requests_run_over_a_commit_and_none_is_lost(e: EngineUnderTest) -> None:
 def requests_are_answered_between_any_two_buckets_of_a_transfer(e: EngineUnderTest) -> None:
     """The engine does not stand still while weights arrive, however slowly: each bucket waits for
     an answer here."""
+    source = PacedSource(REQUEST_S)
     with sender(e) as trainer:
         trainer.sync(16, 16)
+        paced = {"connections": 1, "progress_s": REQUEST_S, "source": source}
+        trainer.options = replace(trainer.options, **paced)
         weights, _ = trainer.make(17)
         asked: list[int] = []
 
@@ -198,6 +202,7 @@ def requests_are_answered_between_any_two_buckets_of_a_transfer(e: EngineUnderTe
             )
             assert_sound(e, sampled, [trainer.label(16)])
             asked.append(offset)
+            source.go()
 
         with trainer.link(weights) as link:
             staged = link.send(
@@ -208,6 +213,7 @@ def requests_are_answered_between_any_two_buckets_of_a_transfer(e: EngineUnderTe
         assert trainer.control.label() == trainer.label(16), (
             "a version that is staged only is not served"
         )
+    source.close()
 
 
 def a_new_version_reuses_nothing_of_the_prefixes_of_an_older_one(e: EngineUnderTest) -> None:
@@ -384,7 +390,7 @@ def nobody_without_the_run_key_writes_weights(e: EngineUnderTest) -> None:
     assert e.run_key is not None, "start the server with a run key"
     before = e.run(e.speak.label())
     with sender(e) as thief:
-        thief.options = LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET_BYTES, STEP_S)
+        thief.options = LinkOptions("tcp", "127.0.0.1", "xxh3", BUCKET_BYTES, STEP_S)
         weights, _ = thief.make(13)
         refused: Any = None
         try:

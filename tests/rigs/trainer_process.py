@@ -72,7 +72,7 @@ class Settings:
     calm: list[int] = field(default_factory=list)
     bind_host: str = "127.0.0.1"
     apply: str = "staged"
-    transport: str = "gloo"
+    transport: str = "auto"
     device: str = "cpu"
     block_bytes: int = 64 << 10
     bucket_bytes: int = 128 << 10

@@ -3,7 +3,6 @@ and never a mix."""
 
 import threading
 import time
-from functools import partial
 
 import pytest
 
@@ -58,12 +57,6 @@ def test_a_version_reaches_every_server_and_is_read_back(rig):
         assert r.server_set.entry(url).accepting
     assert r.recorder.commits() == {"a": [1], "b": [1]}
     assert r.server_set.take_error() is None
-
-
-@pytest.fixture
-def rig(rig):
-    """Versions are read in ranges."""
-    return partial(rig, transport="tcp")
 
 
 def test_versions_follow_each_other_through_one_epoch(rig):

@@ -30,7 +30,7 @@ from titan_grpo.engines.server import AUTO, make_control
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol import pause_guard
 from titan_grpo.protocol.lane_events import LaneEvent, Point
-from titan_grpo.protocol.messages import RECEIVER_RANK, Hello, Joined, Label, key_prefix
+from titan_grpo.protocol.messages import RECEIVER_RANK, TCP, Hello, Joined, Label, key_prefix
 from titan_grpo.protocol.recovery import Pause, Relabel, Resume, Step, settle
 from titan_grpo.runkey import EpochKeys, Key
 
@@ -95,7 +95,7 @@ def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Jo
         epoch=epoch,
         store_host=access.bind_host,
         store_port=host.port,
-        transport="gloo",
+        transport=TCP,
         rank=RECEIVER_RANK,
         size=RECEIVER_RANK + 1,
         manifest_digest="",

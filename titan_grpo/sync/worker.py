@@ -151,10 +151,11 @@ class SyncOptions:
         """What all connections have in common."""
         transport: str = config.transport
         if transport == "auto":
-            # on CUDA nothing of a lane on a GPU: NCCL takes memory and thread blocks of training's,
-            # and both ends must have one version of it
-            ranges = self.device.type == "cuda" and config.apply == "staged"
-            transport = TCP if ranges else "gloo"
+            # Nothing of a lane is on a GPU: NCCL takes memory and thread blocks of training's, and
+            # both ends must have one version of it. Streamed needs a communicator: the route of a
+            # server without our plugin joins one, and a window takes a bucket only where the lane
+            # has sent it.
+            transport = TCP if config.apply == "staged" else "gloo"
         urls = (*self.urls, *self.listed)
         remote = [url for url in urls if not is_loopback(urlsplit(url).hostname or "")]
         return LinkOptions(

@@ -265,7 +265,7 @@ def _cpu(config: Any, machine: Machine) -> Rules:
     yield (
         config.weight_sync.transport == "nccl",
         "weight_sync.transport",
-        '"auto", "tcp" or "gloo" on CPU',
+        '"auto" or "tcp" on CPU',
     )
     yield (
         config.training.enable_cpu_offload,

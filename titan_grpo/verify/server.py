@@ -35,7 +35,7 @@ class Devices:
     @property
     def transport(self) -> str:
         """The lane's transport."""
-        return "nccl" if self.kind == "cuda" else "gloo"
+        return "nccl" if self.kind == "cuda" else "auto"
 
     def trainer_environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """``env`` for torchrun."""

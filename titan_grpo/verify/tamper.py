@@ -16,7 +16,7 @@ from titan_grpo.errors import TransferFailed
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.messages import new_run_id
+from titan_grpo.protocol.messages import TCP, new_run_id
 from titan_grpo.runkey import Key
 from titan_grpo.sync.link import LaneLink, LinkOptions
 
@@ -42,7 +42,7 @@ def commit_foreign(
     entries = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
     manifest = Manifest.build(entries, BLOCK_BYTES)
     run_id = new_run_id(time.time())
-    options = LinkOptions("gloo", "127.0.0.1", "xxh3", 4 << 20, DEADLINE_S, run_key=run_key)
+    options = LinkOptions(TCP, "127.0.0.1", "xxh3", 4 << 20, DEADLINE_S, run_key=run_key)
     link = LaneLink(run_id, 1, manifest, options)
     control = make_control(AUTO, ServerAccess(url, DEADLINE_S))
     label = control.label()
