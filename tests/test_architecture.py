@@ -11,13 +11,6 @@ BASE = {
     "errors",
     "samples",
     "config",
-    "config_alerts",
-    "config_evaluation",
-    "config_grpo",
-    "config_inert",
-    "config_older",
-    "config_rollout",
-    "config_task",
     "runkey",
     "subprocesses",
     "unix_rpc",
@@ -31,21 +24,7 @@ TOP = RUNTIME | {"titan", "verify", "commands"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "samples": {"errors"},
-    "config": {
-        "errors",
-        "config_alerts",
-        "config_evaluation",
-        "config_grpo",
-        "config_rollout",
-        "config_task",
-    },
-    "config_alerts": set(),
-    "config_evaluation": {"config_task"},
-    "config_grpo": {"errors", "config_rollout"},
-    "config_inert": {"config_grpo", "config_rollout"},
-    "config_older": {"config_grpo", "config_rollout"},
-    "config_rollout": {"config_task", "errors"},
-    "config_task": set(),
+    "config": {"errors"},
     "runkey": {"errors"},
     "subprocesses": BASE - {"subprocesses"},
     "unix_rpc": {"errors"},
@@ -68,10 +47,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 """Room -> rooms that it may import besides itself. Rooms of one level do not see each other."""
 
-NO_TORCH = ("errors", "samples", "config", "config_grpo", "config_inert", "config_rollout")
-NO_TORCH += ("config_alerts", "config_evaluation", "config_older", "config_task", "runkey")
-NO_TORCH += ("subprocesses", "unix_rpc", "protocol", "observe", "views", "engines", "rollout")
-NO_TORCH += ("unix_rpc", "protocol", "observe", "views", "engines", "rollout")
+NO_TORCH = ("errors", "samples", "config", "runkey", "subprocesses", "unix_rpc")
+NO_TORCH += ("protocol", "observe", "views", "engines", "rollout")
 """Rooms that run without torch: the rollout process, the tools, and everything that must start
 fast."""
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from titan_grpo.config import GRPO, Evaluation, JobConfig, Rollout, WeightSync, violations
-from titan_grpo.config_evaluation import inherited
-from titan_grpo.config_grpo import resolve_aliases
-from titan_grpo.config_inert import inert
-from titan_grpo.config_rollout import is_loopback
+from titan_grpo.config.evaluation import inherited
+from titan_grpo.config.grpo import resolve_aliases
+from titan_grpo.config.inert import inert
+from titan_grpo.config.rollout import is_loopback
 
 ROLLOUT = Rollout(
     servers=["http://a:1"], prompts_per_step=4, max_completion_tokens=64, max_staleness=2

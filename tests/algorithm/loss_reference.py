@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_grpo.config_grpo import GRPO
+from titan_grpo.config.grpo import GRPO
 
 
 @dataclass

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_grpo import config_older
 from titan_grpo.commands import doctor, init
-from titan_grpo.config_grpo import GRPO
+from titan_grpo.config import older
+from titan_grpo.config.grpo import GRPO
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan import jobconfig
 from titan_grpo.titan.tiny import write_tiny_model
@@ -121,24 +121,24 @@ def test_an_older_job_keeps_its_meaning(folder) -> None:
 
 
 def test_a_job_that_says_nothing_gets_the_older_defaults() -> None:
-    written = {each.key: each.value for each in config_older.convert({})}
+    written = {each.key: each.value for each in older.convert({})}
     assert written == {
         "grpo.loss_normalization": "sequence",
         "grpo.clip_ratio_lower_bound": 0.25,
         "grpo.clip_ratio_upper_bound": 0.25,
     }
-    written = {each.key: each.value for each in config_older.convert({"rollout_is_threshold": 4.0})}
+    written = {each.key: each.value for each in older.convert({"rollout_is_threshold": 4.0})}
     assert written["grpo.rollout_is_mode"] == "mask"
     assert written["grpo.rollout_is_level"] == "sequence"
 
 
 def test_every_key_here_that_the_table_names_exists() -> None:
-    for of in config_older.OLDER.values():
+    for of in older.OLDER.values():
         if of.key:
-            config_older.default_here(of.key)
-    kept = [name for name in vars(GRPO()) if name in config_older.OLDER]
+            older.default_here(of.key)
+    kept = [name for name in vars(GRPO()) if name in older.OLDER]
     assert all(
-        config_older.OLDER[name].key in (f"grpo.{name}", "grpo.loss_normalization")
+        older.OLDER[name].key in (f"grpo.{name}", "grpo.loss_normalization")
         for name in kept
         if name != "temperature"
     ), "a key of the same name is the same key"
@@ -161,6 +161,4 @@ def test_an_older_key_is_refused_with_what_it_is_here(key, said, folder) -> None
 
 def test_the_page_is_what_the_table_says(root) -> None:
     page = (root / "docs" / "from_the_older_trainer.md").read_text()
-    assert page == config_older.page(), (
-        "run: titan-grpo config --older > docs/from_the_older_trainer.md"
-    )
+    assert page == older.page(), "run: titan-grpo config --older > docs/from_the_older_trainer.md"

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from titan_grpo.commands import watch
-from titan_grpo.config_alerts import Alerts
+from titan_grpo.config.alerts import Alerts
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import alerts, names
 from titan_grpo.observe.alerts import Threshold, Watched, rules, step, watched

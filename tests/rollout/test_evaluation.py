@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from titan_grpo.config_evaluation import Evaluation, inherited
-from titan_grpo.config_rollout import Rollout
+from titan_grpo.config.evaluation import Evaluation, inherited
+from titan_grpo.config.rollout import Rollout
 from titan_grpo.rollout import evaluation
 from titan_grpo.rollout.evaluation import EvaluationFailed, Job, evaluate
 from titan_grpo.rollout.scores import Scores

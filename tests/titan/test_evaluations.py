@@ -8,7 +8,7 @@ import pytest
 
 from tests.rollout.conftest import completion_server, model_dir  # noqa: F401 - fixtures
 from tests.sync.conftest import rig  # noqa: F401 - a fixture
-from titan_grpo.config_evaluation import Evaluation
+from titan_grpo.config.evaluation import Evaluation
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.spec import RolloutSpec

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from titan_grpo.config import Rollout, WeightSync
-from titan_grpo.config_rollout import violations
+from titan_grpo.config.rollout import violations
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.runkey import Key
 from titan_grpo.titan.startup import launched, sync_settings

@@ -14,7 +14,7 @@ from titan_grpo.algorithm.batch import plan
 from titan_grpo.algorithm.distribution import token_logprobs
 from titan_grpo.algorithm.loss import grpo_loss
 from titan_grpo.config import GRPO, JobConfig, Rollout, WeightSync, violations
-from titan_grpo.config_inert import inert
+from titan_grpo.config.inert import inert
 from titan_grpo.errors import ConfigError
 from titan_grpo.samples import Completion, Group, Prompt
 from titan_grpo.titan import compat, named

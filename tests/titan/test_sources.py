@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.config import Rollout
-from titan_grpo.config_rollout import server_url, violations
+from titan_grpo.config.rollout import server_url, violations
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.server_urls import (
     ServersFile,

@@ -12,7 +12,7 @@ In the first optimizer step of a batch the policy before the step and the policy
 differentiated are the same: unless ``old_logprobs`` is given, the proximal log-probabilities are
 the current ones, detached. The ratio then has the VALUE 1 everywhere: only its gradient matters,
 clipping never binds, and all the off-policy correction is in ``is``. With one optimizer step per
-batch the bounds of the ratio therefore do nothing (config_inert.py says so at the start).
+batch the bounds of the ratio therefore do nothing (config/inert.py says so at the start).
 """
 
 import math
@@ -31,7 +31,7 @@ from titan_grpo.algorithm.objective import (
     spans_of,
 )
 from titan_grpo.algorithm.rows import IGNORE_INDEX, MicroBatch
-from titan_grpo.config_grpo import GRPO
+from titan_grpo.config.grpo import GRPO
 from titan_grpo.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from titan_grpo.config_grpo import GRPO
+from titan_grpo.config.grpo import GRPO
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to plus and minus this before the exponential (e^20 = 4.9e8), where they

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 
-from titan_grpo import config, config_older
+from titan_grpo import config
+from titan_grpo.config import older
 from titan_grpo.observe import names
 
 HEADER = """# Configuration
@@ -100,7 +101,5 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     )
     parser.add_argument("--metrics", action="store_true", help="print every metric in place of it")
     asked = parser.parse_args(argv)
-    print(
-        config_older.page() if asked.older else metrics_page() if asked.metrics else page(), end=""
-    )
+    print(older.page() if asked.older else metrics_page() if asked.metrics else page(), end="")
     return 0

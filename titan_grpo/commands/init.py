@@ -8,9 +8,9 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from titan_grpo import config_older
-from titan_grpo.config_rollout import server_url
-from titan_grpo.config_task import TEXT
+from titan_grpo.config import older
+from titan_grpo.config.rollout import server_url
+from titan_grpo.config.task import TEXT
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.chat import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import open_table
@@ -241,7 +241,7 @@ def _head(path: str) -> Iterator[str]:
 
 
 def _sections(table: Mapping[str, Any]) -> Iterator[str]:
-    found = config_older.convert(table.get("grpo", {}))
+    found = older.convert(table.get("grpo", {}))
     for section, keys in table.items():
         if section == "grpo" or not isinstance(keys, dict):
             continue

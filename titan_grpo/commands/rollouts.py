@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Mapping
 
-from titan_grpo.config_rollout import is_loopback
+from titan_grpo.config.rollout import is_loopback
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.service import Service
 

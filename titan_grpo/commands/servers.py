@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_grpo.config_rollout import server_url
+from titan_grpo.config.rollout import server_url
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.membership import ask
 

@@ -110,7 +110,7 @@ def _check(args: argparse.Namespace) -> int:
 
 def _of_job(path: str | None) -> "tuple[Watched, ...]":
     """The thresholds of a job's [alerts]. Raises ConfigError."""
-    from titan_grpo.config_alerts import Alerts
+    from titan_grpo.config.alerts import Alerts
     from titan_grpo.observe.alerts import watched
 
     if path is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_grpo.config_alerts import Alerts
+from titan_grpo.config.alerts import Alerts
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
 

@@ -15,7 +15,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from titan_grpo.config_task import TEXT
+from titan_grpo.config.task import TEXT
 from titan_grpo.errors import ConfigError, DataError
 
 Messages = Sequence[Mapping[str, Any]]

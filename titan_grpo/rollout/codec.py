@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_grpo.config_task import TEXT
+from titan_grpo.config.task import TEXT
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.chat import ChatTemplate
 

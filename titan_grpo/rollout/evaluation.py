@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from titan_grpo.config_evaluation import Evaluation
+from titan_grpo.config.evaluation import Evaluation
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.rollout import scores

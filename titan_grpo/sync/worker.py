@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.config import WeightSync
-from titan_grpo.config_rollout import is_loopback
+from titan_grpo.config.rollout import is_loopback
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.http import address_towards
 from titan_grpo.errors import SyncError, TitanGrpoError

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from titan_grpo.config_evaluation import Evaluation
+from titan_grpo.config.evaluation import Evaluation
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.observe import terminal
 from titan_grpo.observe.recorder import Recorder

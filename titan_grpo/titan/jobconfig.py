@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from titan_grpo import config as our_config
-from titan_grpo import config_older
-from titan_grpo.config_evaluation import Evaluation, inherited
-from titan_grpo.config_grpo import resolve_aliases
-from titan_grpo.config_inert import inert
-from titan_grpo.config_task import TEXT
+from titan_grpo.config import older
+from titan_grpo.config.evaluation import Evaluation, inherited
+from titan_grpo.config.grpo import resolve_aliases
+from titan_grpo.config.inert import inert
+from titan_grpo.config.task import TEXT
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.chat import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import files_of
@@ -375,7 +375,7 @@ def describe(kind: Any) -> str:
 
 def _unknown(key: str, name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
-    hint = config_older.hint(key) or (
+    hint = older.hint(key) or (
         f"did you mean {key.removesuffix(name)}{close[0]}?"
         if close
         else f"known are {', '.join(sorted(known))}"

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from titan_grpo.config_rollout import server_url, two_names
+from titan_grpo.config.rollout import server_url, two_names
 from titan_grpo.errors import (
     ConfigError,
     DataError,

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from titan_grpo.config_grpo import GRPO
+from titan_grpo.config.grpo import GRPO
 from titan_grpo.errors import ConfigError
 
 FOLDER = Path(__file__).with_name("algorithms")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_grpo.config import LAUNCH, Rollout
-from titan_grpo.config_rollout import server_url, two_names
+from titan_grpo.config.rollout import server_url, two_names
 from titan_grpo.errors import ConfigError
 
 MAX_HOSTS = 65_536

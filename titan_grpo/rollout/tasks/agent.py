@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from titan_grpo.config_task import OUTSIDE
+from titan_grpo.config.task import OUTSIDE
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.tasks.base import Codec

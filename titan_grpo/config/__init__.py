@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titan_grpo import config_grpo, config_rollout
-from titan_grpo.config_alerts import Alerts
-from titan_grpo.config_evaluation import Evaluation, evaluation_rules
-from titan_grpo.config_grpo import GRPO
-from titan_grpo.config_rollout import LAUNCH, Rollout, Rules, broken
-from titan_grpo.config_task import task_rules
+from titan_grpo.config.alerts import Alerts
+from titan_grpo.config.evaluation import Evaluation, evaluation_rules
+from titan_grpo.config.grpo import GRPO
+from titan_grpo.config.grpo import violations as grpo_violations
+from titan_grpo.config.rollout import LAUNCH, Rollout, Rules, broken
+from titan_grpo.config.rollout import violations as rollout_violations
+from titan_grpo.config.task import task_rules
 
 __all__ = (
     "GRPO",
@@ -170,8 +171,8 @@ def violations(config: Any) -> list[str]:
         "1 or more with grpo.async_weight_update (0 would wait for every server at every step)",
     )
     return [
-        *config_grpo.violations(grpo, rollout),
-        *config_rollout.violations(rollout),
+        *grpo_violations(grpo, rollout),
+        *rollout_violations(rollout),
         *broken("weight_sync", config.weight_sync, _weight_sync(config.weight_sync)),
         *broken("rollout", rollout, iter([both])),
         *_evaluations(config),

@@ -8,7 +8,7 @@ objects.
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_grpo.config_rollout import Rollout, Rules, broken
+from titan_grpo.config.rollout import Rollout, Rules, broken
 
 
 @dataclass

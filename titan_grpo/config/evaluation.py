@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_grpo.config_task import TaskKeys
+from titan_grpo.config.task import TaskKeys
 
 
 @dataclass

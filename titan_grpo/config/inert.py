@@ -8,8 +8,8 @@ may be one of a series in which another key changes.
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from titan_grpo.config_grpo import AGAINST_ENGINE, GRPO, optimizer_steps
-from titan_grpo.config_rollout import LAUNCH, Rollout
+from titan_grpo.config.grpo import AGAINST_ENGINE, GRPO, optimizer_steps
+from titan_grpo.config.rollout import LAUNCH, Rollout
 
 Row = tuple[bool, tuple[str, ...], str]
 """(whether it is so, keys that do nothing then, why)."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titan_grpo.config_grpo import GRPO
-from titan_grpo.config_rollout import Rollout
+from titan_grpo.config.grpo import GRPO
+from titan_grpo.config.rollout import Rollout
 
 _UNSET: Any = None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
-from titan_grpo.config_task import TaskKeys, task_rules
+from titan_grpo.config.task import TaskKeys, task_rules
 from titan_grpo.errors import ConfigError
 
 LAUNCH = "launch"
