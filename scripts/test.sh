@@ -3,8 +3,8 @@
 # with real servers.
 #
 #   scripts/test.sh [--fast|--long] [arguments for pytest]      e.g. scripts/test.sh -m "not e2e" tests/observe
-#   --fast   formatting, lint, types, and the tests that need neither a server nor torchtitan: about a minute
-#   --long   those tests too that a quarter of an hour has no room for
+#   --fast   formatting, lint, types, and the tests that need neither a server nor torchtitan: a few minutes
+#   --long   those tests too that take longest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

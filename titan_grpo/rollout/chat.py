@@ -1,7 +1,8 @@
 """A model's chat template: the text of a prompt from its messages.
 
 Rendered as Hugging Face's ``apply_chat_template`` with ``add_generation_prompt`` does, without
-transformers: that loads torch, and takes seconds. https://huggingface.co/docs/transformers/chat_templating
+transformers: that loads torch, and takes seconds.
+https://huggingface.co/docs/transformers/chat_templating
 """
 
 import json

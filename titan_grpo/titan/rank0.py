@@ -303,7 +303,7 @@ class Controller:
         terminal.print_status(text)
 
     def warn(self, text: str) -> None:
-        """Something failed that the run can do without: a person is told, summary.json lists it."""
+        """Report a failure that the run can do without: on the terminal and in summary.json."""
         if self._recorder is not None:
             self._recorder.error(text)
         terminal.print_status(text)

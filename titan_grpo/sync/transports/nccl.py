@@ -6,8 +6,9 @@ in the order of one stream, with few CTAs, so that training kernels keep most of
 A lane's communicator lives in the trainer's process, and torch gives each process group a watchdog
 that ends the process when a peer is lost. So these groups are made without one
 (TORCH_NCCL_BLOCKING_WAIT): ``wait`` looks for errors itself, and raises them. NCCL's blocking
-initialisation waits for a missing peer without end, whoever aborts it: it is made non-blocking
-(``ncclConfig_t.blocking = 0``), which torch gives up by itself (store.limit_nccl_opening).
+initialisation waits for a missing peer without end, even when it is aborted: it is made
+non-blocking (``ncclConfig_t.blocking = 0``), which torch gives up by itself
+(store.limit_nccl_opening).
 """
 
 import os
@@ -153,10 +154,10 @@ class NcclTransport(Transport):
 
 
 def _abort(group: "dist.ProcessGroupNCCL") -> None:
-    """Thread: end what is under way. The group's destructor runs here too, if nobody else holds
-    it."""
+    """Thread: end what is under way. The group's destructor runs here too, if this
+    is the last reference."""
     # an operation that was aborted before, or a communicator that never came to be, is an error of
-    # NCCL's, and nobody is left to tell
+    # NCCL's, and its lane has ended
     with suppress(RuntimeError):
         group.abort()
 
