@@ -43,6 +43,12 @@ class TinyShape:
 
 SHAPE = TinyShape()
 
+QWEN3_0_6B = TinyShape(
+    vocab=151936, hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, ffn=3072
+)
+"""The sizes of Qwen3-0.6B (its config.json): 1.1 GiB in bfloat16. Its tokens past the tokenizer's
+128 have no text."""
+
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
@@ -60,8 +66,7 @@ LLAMA3_ROPE: dict[str, Any] = {
 serves another model."""
 
 
-def _common_config() -> dict[str, Any]:
-    s = SHAPE
+def _common_config(s: TinyShape) -> dict[str, Any]:
     return {
         "vocab_size": s.vocab,
         "hidden_size": s.hidden,
@@ -82,10 +87,10 @@ def _common_config() -> dict[str, Any]:
     }
 
 
-def hf_config(kind: Kind, dtype: str = "bfloat16") -> dict[str, Any]:
+def hf_config(kind: Kind, dtype: str = "bfloat16", shape: TinyShape = SHAPE) -> dict[str, Any]:
     """Content of config.json for a kind; ``dtype`` is what an engine serves the model in by
     default."""
-    config = _common_config() | {"torch_dtype": dtype, "tie_word_embeddings": kind == "qwen3"}
+    config = _common_config(shape) | {"torch_dtype": dtype, "tie_word_embeddings": kind == "qwen3"}
     if kind == "llama3":
         family = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": False}
         # Scaled rotary frequencies promise more positions than the original model had.
@@ -103,9 +108,9 @@ def hf_config(kind: Kind, dtype: str = "bfloat16") -> dict[str, Any]:
     return config | {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": SHAPE.experts,
-        "num_experts_per_tok": SHAPE.experts_per_token,
-        "moe_intermediate_size": SHAPE.expert_ffn,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.expert_ffn,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -113,14 +118,13 @@ def hf_config(kind: Kind, dtype: str = "bfloat16") -> dict[str, Any]:
     }
 
 
-def _mlp_shapes(prefix: str, ffn: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{prefix}.gate_proj.weight", (ffn, SHAPE.hidden)
-    yield f"{prefix}.up_proj.weight", (ffn, SHAPE.hidden)
-    yield f"{prefix}.down_proj.weight", (SHAPE.hidden, ffn)
+def _mlp_shapes(prefix: str, hidden: int, ffn: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{prefix}.gate_proj.weight", (ffn, hidden)
+    yield f"{prefix}.up_proj.weight", (ffn, hidden)
+    yield f"{prefix}.down_proj.weight", (hidden, ffn)
 
 
-def _layer_shapes(kind: Kind, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    s = SHAPE
+def _layer_shapes(kind: Kind, prefix: str, s: TinyShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield f"{prefix}.self_attn.q_proj.weight", (s.heads * s.head_dim, s.hidden)
     yield f"{prefix}.self_attn.k_proj.weight", (s.kv_heads * s.head_dim, s.hidden)
     yield f"{prefix}.self_attn.v_proj.weight", (s.kv_heads * s.head_dim, s.hidden)
@@ -131,26 +135,30 @@ def _layer_shapes(kind: Kind, prefix: str) -> Iterator[tuple[str, tuple[int, ...
     if kind == "qwen3_moe":
         yield f"{prefix}.mlp.gate.weight", (s.experts, s.hidden)
         for expert in range(s.experts):
-            yield from _mlp_shapes(f"{prefix}.mlp.experts.{expert}", s.expert_ffn)
+            yield from _mlp_shapes(f"{prefix}.mlp.experts.{expert}", s.hidden, s.expert_ffn)
     else:
-        yield from _mlp_shapes(f"{prefix}.mlp", s.ffn)
+        yield from _mlp_shapes(f"{prefix}.mlp", s.hidden, s.ffn)
     yield f"{prefix}.input_layernorm.weight", (s.hidden,)
     yield f"{prefix}.post_attention_layernorm.weight", (s.hidden,)
 
 
-def hf_shapes(kind: Kind) -> dict[str, tuple[int, ...]]:
+def hf_shapes(kind: Kind, shape: TinyShape = SHAPE) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of model.safetensors. A tied model has no lm_head.weight."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (SHAPE.vocab, SHAPE.hidden)}
-    for layer in range(SHAPE.layers):
-        shapes.update(_layer_shapes(kind, f"model.layers.{layer}"))
-    shapes["model.norm.weight"] = (SHAPE.hidden,)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
+    for layer in range(shape.layers):
+        shapes.update(_layer_shapes(kind, f"model.layers.{layer}", shape))
+    shapes["model.norm.weight"] = (shape.hidden,)
     if kind != "qwen3":
-        shapes["lm_head.weight"] = (SHAPE.vocab, SHAPE.hidden)
+        shapes["lm_head.weight"] = (shape.vocab, shape.hidden)
     return shapes
 
 
 def tiny_weights(
-    kind: Kind, seed: int, std: float = 0.02, dtype: torch.dtype = torch.float32
+    kind: Kind,
+    seed: int,
+    std: float = 0.02,
+    dtype: torch.dtype = torch.float32,
+    shape: TinyShape = SHAPE,
 ) -> dict[str, Tensor]:
     """Random weights by HF name: matrices normal(0, std), norms normal(1, std).
 
@@ -160,8 +168,8 @@ def tiny_weights(
     """
     generator = torch.Generator().manual_seed(seed)
     out = {}
-    for name, shape in hf_shapes(kind).items():
-        value = torch.randn(shape, generator=generator) * std
+    for name, size in hf_shapes(kind, shape).items():
+        value = torch.randn(size, generator=generator) * std
         out[name] = (value + 1.0 if name.endswith("norm.weight") else value).to(dtype)
     return out
 
@@ -199,7 +207,13 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_tiny_model(
-    kind: Kind, path: str | Path, seed: int = 0, *, std: float = 0.02, dtype: str = "bfloat16"
+    kind: Kind,
+    path: str | Path,
+    seed: int = 0,
+    *,
+    std: float = 0.02,
+    dtype: str = "bfloat16",
+    shape: TinyShape = SHAPE,
 ) -> Path:
     """Write config.json, model.safetensors, the tokenizer and generation_config.json; returns the
     directory.
@@ -210,10 +224,10 @@ def write_tiny_model(
 
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = tiny_weights(kind, seed, std, getattr(torch, dtype))
+    weights = tiny_weights(kind, seed, std, getattr(torch, dtype), shape)
     # One file without an index: torchtitan cannot read an index whose file names bear no number.
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / "config.json", hf_config(kind, dtype))
+    _write_json(folder / "config.json", hf_config(kind, dtype, shape))
     _write_json(
         folder / "generation_config.json",
         {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS},
