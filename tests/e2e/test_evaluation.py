@@ -74,6 +74,8 @@ def test_a_run_is_evaluated_at_its_start_in_between_and_at_its_end_and_its_weigh
     shown = [row["evaluation/digits/version"] for row in rows if "evaluation/digits/version" in row]
     assert set(shown) <= set(versions)
     assert shown[0] == 0
+    assert shown[-1] == STEPS, "the last step's line has what came after it"
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
 
     # The last version is still on the server: the same prompts and seeds.
     result = tmp_path / "alone.json"

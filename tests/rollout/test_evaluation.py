@@ -9,6 +9,7 @@ import pytest
 
 from titan_grpo.config.evaluation import Evaluation, inherited
 from titan_grpo.config.rollout import Rollout
+from titan_grpo.errors import PeerError
 from titan_grpo.rollout import evaluation
 from titan_grpo.rollout.evaluation import EvaluationFailed, Job, evaluate
 from titan_grpo.rollout.scores import Scores
@@ -100,7 +101,7 @@ def test_a_server_that_fails_for_a_moment_costs_an_attempt_and_one_that_stays_so
     server.behaviour = fail_once
     assert run(job(server.url)).prompts == ROWS
     server.behaviour = lambda body: (503, {"error": "busy"})
-    with pytest.raises(EvaluationFailed, match=r"prompt \d could not be finished"):
+    with pytest.raises(PeerError, match=r"prompt \d could not be finished"):
         run(job(server.url))
 
 

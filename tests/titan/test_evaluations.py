@@ -4,6 +4,7 @@ against an HTTP server that stands for an engine's faults."""
 import threading
 
 import msgspec
+import psutil
 import pytest
 
 from tests.rollout.conftest import completion_server, model_dir  # noqa: F401 - fixtures
@@ -13,7 +14,7 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.sync.server_set import NoObserver
-from titan_grpo.titan.evaluations import Evaluations
+from titan_grpo.titan.evaluations import TRIES, Evaluations
 
 WAIT_S = 60.0
 
@@ -134,6 +135,44 @@ def test_an_evaluation_whose_server_is_lost_has_no_result_and_ends_at_once(
     assert "evaluation digits of version 0 has no result" in error
     assert "left version 0" in error
     assert versions(recorder) == []
+    # The first server that reaches a version then takes its place.
+    one.set_server(held(completion_server(), 2))
+    lanes.wait_free()
+    assert versions(recorder) == [2]
+
+
+def end_process(server, before: int) -> None:
+    """What the kernel does where memory runs out, once all requests have come."""
+    with server._arrived:
+        assert server._arrived.wait_for(lambda: len(server.bodies) >= before + 6, WAIT_S)
+    (process,) = (
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "titan_grpo.rollout.evaluation" in child.cmdline()
+    )
+    process.kill()
+
+
+@pytest.mark.parametrize("deaths", [1, TRIES])
+def test_an_evaluation_that_dies_is_made_again_on_the_version_that_is_still_held(
+    begin,
+    completion_server,  # noqa: F811 - the fixture
+    deaths,
+) -> None:
+    server = completion_server()
+    server.behaviour = lambda body: server.released.wait(WAIT_S) and server.good(body)
+    one, lanes, _, recorder = begin()
+    one.set_server(held(server, 0))
+    for death in range(deaths):
+        end_process(server, 6 * death)
+    if deaths < TRIES:
+        server.released.set()
+    lanes.wait_free()
+    server.released.set()
+    assert versions(recorder) == ([0] if deaths < TRIES else [])
+    assert len(recorder.errors()) == deaths
+    assert lanes.calls[-1] == ("go on", server.url)
+    assert [call for call, _ in lanes.calls].count("go on") == 1, "kept from the first try on"
 
 
 def test_a_mistake_in_the_task_is_said_once_and_training_is_not_concerned(

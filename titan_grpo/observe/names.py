@@ -93,7 +93,7 @@ LENGTHS = "lengths"
 """Prefix of one counter per range of lengths: ``lengths/made/64`` (see :func:`lengths`)."""
 EVALUATION = "evaluation"
 """Prefix of an evaluation's values: ``evaluation/NAME/reward``, in the line of the step that was
-the next to end."""
+the next to end; the last step's line has what came after it."""
 SERVER = "server"
 """Prefix of values of one server: ``server/HOST:PORT/lag`` (see :func:`of_server`)."""
 

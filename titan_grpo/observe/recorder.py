@@ -1,9 +1,9 @@
 """The recorder: spans, counters and step metrics from any thread; only its own thread writes files.
 
 The trace has the Chrome trace format, which Perfetto (ui.perfetto.dev) opens. Source: "Trace Event
-Format" of the Chromium project. A process is a rank, a track is a thread or a lane. The file is a
-JSON array with one event per line, and the format allows the closing bracket to be missing: the
-trace of a killed run is readable.
+Format" of the Chromium project. A track is a thread or a lane. The file is a JSON array with one
+event per line, and the format allows the closing bracket to be missing: the trace of a killed run
+is readable.
 """
 
 import json
@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,12 +41,6 @@ def read_events(path: Path) -> list[Event]:
             if isinstance(event, dict):
                 events.append(event)
     return events
-
-
-def merge(parts: Iterable[Path], out: Path) -> None:
-    """Join the traces of several ranks of one host, which share the monotonic clock."""
-    events = [json.dumps(event) for part in parts for event in read_events(part)]
-    out.write_text("[\n" + ",\n".join(events) + "\n]\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -202,30 +196,27 @@ def _open_trace(path: Path) -> TextIO:
 
 
 class Recorder:
-    """Collects what a run did. Every method may be called from any thread; none waits for a file.
+    """Collects what a run did, on rank 0. Every method may be called from any thread; none waits
+    for a file.
 
-    Files in ``run_dir``: ``trace.json`` (other ranks: ``trace.rankN.json``, see :func:`merge`), and
-    of rank 0 ``metrics.jsonl`` (one line per step), ``history.jsonl`` (what summary.json needs of
-    earlier processes of the run) and ``samples.jsonl`` (completions to look at). A resumed run
-    appends to all of them. ``track`` names a row of the trace; without it the row is the calling
-    thread's name. Raises ConfigError if ``run_dir`` cannot be written.
+    Files in ``run_dir``: ``trace.json``, ``metrics.jsonl`` (one line per step), ``history.jsonl``
+    (what summary.json needs of earlier processes of the run) and ``samples.jsonl`` (completions to
+    look at). A resumed run appends to all of them. ``track`` names a row of the trace; without it
+    the row is the calling thread's name. Raises ConfigError if ``run_dir`` cannot be written.
     """
 
-    def __init__(
-        self, run_dir: Path | str, rank: int = 0, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.run_dir, self.rank, self._clock = Path(run_dir), rank, clock
-        self.trace_path = self.run_dir / ("trace.json" if rank == 0 else f"trace.rank{rank}.json")
+    def __init__(self, run_dir: Path | str, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.run_dir, self._clock = Path(run_dir), clock
+        self.trace_path = self.run_dir / "trace.json"
         self.metrics_path = self.run_dir / "metrics.jsonl"
         self._history_path = self.run_dir / "history.jsonl"
         self._history = History()
         self._rows: list[dict[str, Any]] = []
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            if rank == 0:
-                self._history_path.open("a").close()
-                self._history = read_history(self._history_path)
-                self._rows = read_metrics(self.metrics_path) if self.metrics_path.exists() else []
+            self._history_path.open("a").close()
+            self._history = read_history(self._history_path)
+            self._rows = read_metrics(self.metrics_path) if self.metrics_path.exists() else []
         except OSError as error:
             raise ConfigError(
                 f"job.dump_folder must be a directory that can be written, {self.run_dir} is not"
@@ -245,9 +236,8 @@ class Recorder:
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_loop, name="recorder", daemon=True)
         self._thread.start()
-        self._put_event({"ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}})
-        if rank == 0:
-            self._queue.put(("history", ["process"]))
+        self._put_event({"ph": "M", "name": "process_name", "args": {"name": "rank 0"}})
+        self._queue.put(("history", ["process"]))
 
     @contextmanager
     def span(self, name: str, track: str | None = None, **args: Any) -> Iterator[None]:
@@ -330,6 +320,15 @@ class Recorder:
             self._own_rows += 1
         self._queue.put(("metrics", row))
 
+    def after_last_step(self, metrics: Mapping[str, float]) -> None:
+        """Add what became known after the last step to its line, which is written once more:
+        read_metrics takes the later one. Nothing without a step of this process."""
+        with self._lock:
+            if not self._own_rows:
+                return
+            row = self._rows[-1] = {**self._rows[-1], **metrics}
+        self._queue.put(("metrics", row))
+
     def sample(self, line: Mapping[str, Any]) -> None:
         """Add a line to samples.jsonl (:class:`titan_grpo.observe.shown.ShownStep`)."""
         self._queue.put(("samples", line))
@@ -399,29 +398,26 @@ class Recorder:
         """Copy the errors."""
         return self.history().errors
 
-    @property
-    def lost_events(self) -> int:
-        """Trace events dropped because the disk did not keep up."""
-        return self._lost_events
-
-    def close(self, deadline_s: float = 10.0) -> bool:
-        """Write what is left and close the files. False if one of them is not whole; the reason is
-        among the errors. Idempotent."""
+    def close(self, deadline_s: float = 10.0) -> list[str]:
+        """Write what is left and close the files. Returns why one of them is not whole, each reason
+        also among the errors. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(deadline_s)
         problems = list(self._problems)
         if self._thread.is_alive():
             problems.append(f"files in {self.run_dir} were not written within {deadline_s:g} s")
+        if self._lost_events:
+            text = "events are not in it: the disk did not keep up"
+            problems.append(f"{self.trace_path}: {self._lost_events} {text}")
         with self._lock:
             self._own.errors += [p for p in problems if p not in self._own.errors]
-        return not problems
+        return problems
 
     def _add(self, kind: str, *values: Any) -> None:
         with self._lock:
             self._own.add(kind, *values)
-        if self.rank == 0:
-            self._queue.put(("history", [kind, *values]))
+        self._queue.put(("history", [kind, *values]))
 
     def _track(self, track: str | None) -> int:
         label = track or threading.current_thread().name
@@ -434,17 +430,18 @@ class Recorder:
         return number
 
     def _put_event(self, event: Event) -> None:
-        if self._queue.qsize() >= PENDING_LIMIT:
-            self._lost_events += 1
+        if self._queue.qsize() < PENDING_LIMIT:
+            self._queue.put(("trace", {**event, "pid": 0}))
         else:
-            self._queue.put(("trace", {**event, "pid": self.rank}))
+            self._lost_events += 1
 
     def _write_loop(self) -> None:
-        outputs = {"trace": _Output(self.trace_path, _open_trace)}
-        if self.rank == 0:
-            outputs["metrics"] = _Output(self.metrics_path, _open_lines)
-            outputs["history"] = _Output(self._history_path, _open_lines)
-            outputs["samples"] = _Output(self.run_dir / "samples.jsonl", _open_lines)
+        outputs = {
+            "trace": _Output(self.trace_path, _open_trace),
+            "metrics": _Output(self.metrics_path, _open_lines),
+            "history": _Output(self._history_path, _open_lines),
+            "samples": _Output(self.run_dir / "samples.jsonl", _open_lines),
+        }
         first = True
         # no deadline: close() of the owner puts None into the queue; the thread is a daemon
         while (item := self._queue.get()) is not None:

@@ -24,7 +24,7 @@ from titan_grpo.rollout.messages import Ticket
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.sampler import GroupDropped, Interrupted, Sampler
-from titan_grpo.rollout.scores import Prompted, Scores
+from titan_grpo.rollout.scores import Failure, Prompted, Scores
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.functions import FunctionTask, codec_of, task_of
@@ -85,8 +85,8 @@ class Job:
 async def evaluate(job: Job, api_key: str, done: Callable[[], None] = lambda: None) -> Scores:
     """Sample and reward every prompt; ``done`` is called after each.
 
-    Raises ConfigError or DataError as the task does, EvaluationFailed where a prompt cannot be
-    finished, or the server left the version.
+    Raises ConfigError or DataError as the task does, PeerError where a prompt cannot be finished or
+    the server left the version, EvaluationFailed past the deadline and without a prompt.
     """
     task = task_of(job.spec)
     spec = job.spec
@@ -159,13 +159,13 @@ class _Run:
             else:
                 if scores.of_version(group, self._job.version):
                     return Prompted.of(group)
-                raise EvaluationFailed(
+                raise PeerError(
                     f"{self._job.url} left version {self._job.version}: prompt {index} has tokens"
                     " of another one"
                 )
             if attempt < ATTEMPTS:
                 await asyncio.sleep(RETRY_S)
-        raise EvaluationFailed(f"prompt {index} could not be finished: {failure}")
+        raise PeerError(f"prompt {index} could not be finished: {failure}")
 
 
 def failure_text(error: BaseException) -> str:
@@ -174,7 +174,7 @@ def failure_text(error: BaseException) -> str:
 
 
 def main() -> int:
-    """Read a job from the descriptor, send back Scores or the text of what failed."""
+    """Read a job from the descriptor, send back Scores or a Failure."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     # Ctrl-C reaches the whole foreground group; the trainer decides when this process ends.
@@ -184,11 +184,11 @@ def main() -> int:
     job: Job = connection.recv()
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     key = os.environ.get(job.spec.api_key_env, "") if job.spec.api_key_env else ""
-    outcome: Scores | str
+    outcome: Scores | Failure
     try:
         outcome = asyncio.run(evaluate(job, key))
     except Exception as error:  # noqa: BLE001 - top of the process: the trainer shows it
-        outcome = failure_text(error)
+        outcome = Failure(failure_text(error), isinstance(error, PeerError))
     connection.send(outcome)
     return 0
 

@@ -43,6 +43,15 @@ class Scores(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an evaluation has no result, for people. ``again``: the server's fault, so that another
+    try may have one."""
+
+    text: str
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Prompted:
     """Rewards and lengths (sampled tokens) of one prompt's completions."""
 

@@ -23,7 +23,7 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import scores
 from titan_grpo.rollout.evaluation import Job
-from titan_grpo.rollout.scores import Scores
+from titan_grpo.rollout.scores import Failure, Scores
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.subprocesses import helper_environment, start_module, wait_process
 from titan_grpo.sync.server_set import ServerObserver
@@ -36,6 +36,9 @@ MARGIN_S = 30.0
 END_S = 5.0
 """Seconds for the processes to be gone after they were killed."""
 
+TRIES = 3
+"""How often in a row an evaluation that is due is begun whose server fails."""
+
 
 @dataclass(slots=True)
 class _Running:
@@ -43,6 +46,8 @@ class _Running:
 
     url: str
     version: int
+    due: int
+    """What was due when it began."""
     broken: str = ""
     """Why its outcome does not count."""
     process: "subprocess.Popen[bytes] | None" = None
@@ -56,6 +61,8 @@ class _Table:
     """Version from which it is due; None: none is."""
     evaluated: int | None = None
     running: _Running | None = None
+    tries: int = 0
+    """Of what is due, so far."""
 
 
 @dataclass(slots=True)
@@ -197,7 +204,8 @@ class Evaluations:
             due = table.due is not None and state.version >= table.due
             if not here or not due or table.running is not None:
                 continue
-            table.running = _Running(state.url, state.version)
+            assert table.due is not None
+            table.running = _Running(state.url, state.version, table.due)
             table.due = scores.next_due(table.settings.every, state.version)
             self._kept.add(state.url)
             self._keep(state.url)
@@ -220,27 +228,43 @@ class Evaluations:
         try:
             outcome = self._outcome(run, job)
         except (OSError, EOFError) as error:
-            outcome = f"its process failed: {error or type(error).__name__}"
-        failed = run.broken or (outcome if isinstance(outcome, str) else "")
+            outcome = Failure(f"its process failed: {error or type(error).__name__}", True)
+        if run.broken:
+            outcome = Failure(run.broken, True)
         # Before the server goes on: who waits for it then finds the result. Not under the
         # condition, for which lanes would wait while a line is printed.
-        if isinstance(outcome, Scores) and not failed:
+        if isinstance(outcome, Scores):
             self._recorder.evaluated(msgspec.to_builtins(outcome, str_keys=True))
             terminal.print_status(scores.line(outcome))
         elif not self._closing:
-            text = f"evaluation {job.name} of version {job.version} has no result: {failed}"
+            text = f"evaluation {job.name} of version {job.version} has no result: {outcome.text}"
             self._recorder.error(text)
             terminal.print_status(text)
         with self._changed:
-            if isinstance(outcome, Scores) and not failed:
-                table.evaluated = outcome.version
+            table.running = None
+            if isinstance(outcome, Scores):
+                table.evaluated, table.tries = outcome.version, 0
                 self._values |= scores.metrics(outcome)
+            else:
+                self._try_again(table, run, outcome)
             if self._kept.remove(run.url):
                 self._go_on(run.url)
-            table.running = None
             self._changed.notify_all()
 
-    def _outcome(self, run: _Running, job: Job) -> Scores | str:
+    def _try_again(self, table: _Table, run: _Running, failure: Failure) -> None:
+        """What was due is due again: on the same server if it still holds the version, else on the
+        first that reaches one."""
+        table.tries += 1
+        if not failure.again or table.tries >= TRIES:
+            table.tries = 0
+            return
+        table.due = run.due
+        state = self._servers.get(run.url)
+        # Its lane is still kept, and so reads nothing newer.
+        if state is not None and state.version == run.version:
+            self._begin(state)
+
+    def _outcome(self, run: _Running, job: Job) -> Scores | Failure:
         process, socket = start_module(
             "titan_grpo.rollout.evaluation",
             env=helper_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},
@@ -253,9 +277,9 @@ class Evaluations:
         try:
             connection.send(job)
             if not connection.poll(job.timeout_s + MARGIN_S):
-                return f"it was not over after {job.timeout_s:g} s (timeout_s)"
+                return Failure(f"it was not over after {job.timeout_s:g} s (timeout_s)", False)
             # no deadline: an answer has begun to come, or the process has ended
-            outcome: Scores | str = connection.recv()
+            outcome: Scores | Failure = connection.recv()
             return outcome
         finally:
             connection.close()

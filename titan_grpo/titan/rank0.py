@@ -387,8 +387,9 @@ class Controller:
             return versions
         return {url: v for url, v in versions.items() if url not in self._evaluations.own}
 
-    def finish(self, version: int) -> None:
-        """Flush the newest version to the servers, evaluate it, and save it in HF layout."""
+    def finish(self, version: int) -> dict[str, float]:
+        """Flush the newest version to the servers, evaluate it, and save it in HF layout. Returns
+        the values that are known since the last step."""
         worker, deadline_s = self.worker, self._job.weight_sync.shutdown_deadline_s
         self._running().skip_drains()
         if self._evaluations is not None:
@@ -400,8 +401,11 @@ class Controller:
             self.recorder.error(
                 f"{url} did not hold version {version} at the end, after {deadline_s:g} s"
             )
+        values = {}
         if self._evaluations is not None:
             self._evaluations.last(version)
+            values = self._evaluations.take_values()
+            self.recorder.after_last_step(values)
         published = worker.slots.newest()
         if published is not None:
             # The image already has the names, the layout and the type of HF files.
@@ -410,6 +414,7 @@ class Controller:
             image = worker.pool.images[published.slot].tensor()
             write_weights(tensor_views(image, worker.manifest), folder)
             copy_assets(Path(self._model_dir), folder, self._job.weight_sync.wire_dtype)
+        return values
 
     def close(self) -> None:
         """End rollouts, lanes and servers within ``END_S``, then write the report. Also after an
@@ -436,7 +441,8 @@ class Controller:
         if rollouts is not None:
             self._report()
         if self._recorder is not None:
-            self._recorder.close()
+            for problem in self._recorder.close():
+                terminal.print_status(problem)
 
     def _report(self) -> None:
         mode = "async" if self._job.grpo.async_weight_update else "sync"

@@ -163,7 +163,7 @@ class GRPOTrainer(Trainer):
             self._publish_now(self.version)
         self.sync.fence()
         if self.controller is not None:
-            self.controller.finish(self.version)
+            self.metrics_processor.logger.log(self.controller.finish(self.version), self.step)
         # The others' images must live until rank 0 has flushed the last version from them.
         dist.barrier(group=self.loader.group)
 
