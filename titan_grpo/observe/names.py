@@ -70,6 +70,7 @@ VERIFY_S = "sync/verify_s"
 DRAIN_S = "sync/drain_s"
 COMMIT_S = "sync/commit_s"
 PAUSE_S = "sync/pause_s"
+LOAD_S = "sync/load_s"
 SYNC_S = "sync/publish_to_commit_s"
 
 # Totals, counted up over the run: a line of metrics.jsonl has them as they were at its step.
@@ -103,7 +104,7 @@ TOTALS += (REQUESTS, OUTAGES, INTERRUPTED, MOVED, SKIPPED_PROMPTS)
 """Totals that every step has, 0 from the start: an absent curve would not say that nothing
 happened."""
 
-WORK = (COPY_S, DIGEST_S, CONNECT_S, SEND_S, VERIFY_S, DRAIN_S, COMMIT_S, PAUSE_S, SYNC_S)
+WORK = (COPY_S, DIGEST_S, CONNECT_S, SEND_S, VERIFY_S, DRAIN_S, COMMIT_S, PAUSE_S, LOAD_S, SYNC_S)
 """Series of which a step has the mean over what ended since the step before; none where nothing
 did."""
 
@@ -193,6 +194,7 @@ MEANING: dict[str, str] = {
     ),
     COMMIT_S: "from pause to resume on one server, as the lane sees it, seconds",
     PAUSE_S: "generation stood still on one server, seconds",
+    LOAD_S: "the engine's own loader at work within that pause, seconds",
     SYNC_S: "publish to verified commit on one server, seconds",
     SYNC_COUNT: "commits on all servers",
     SYNC_BYTES: "bytes sent to all servers",

@@ -394,8 +394,9 @@ class Applied(Message, frozen=True):
 
     ``intact``: the engine holds one whole version: the new one if ``ok``, otherwise the old one.
     Not intact: a load broke off half-way; keep the server paused until a commit succeeds.
-    ``loaded`` counts tensors. A receiver that streamed adds the last three: its work in seconds,
-    and the first block that differed (-1: none did).
+    ``loaded`` counts tensors; ``load_s``: seconds in the engine's own loader, part of ``apply_s``.
+    A receiver that streamed adds ``receive_s`` and ``verify_s``, its work in seconds, and
+    ``bad_block``, the first block that differed (-1: none did).
     """
 
     number: int
@@ -411,3 +412,4 @@ class Applied(Message, frozen=True):
     bad_block: int = -1
     final: bool = False
     """Of a refusal: this engine can never take what this run sends."""
+    load_s: float = 0.0

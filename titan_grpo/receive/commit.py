@@ -149,6 +149,7 @@ class Attempt:
 
     def __init__(self) -> None:
         self.loaded = 0
+        self.load_s = 0.0
         self.final = False
         self.error = ""
         self.touched = False
@@ -268,6 +269,7 @@ class EngineSide:
             apply_s=time.monotonic() - start,
             error=attempt.error,
             final=attempt.final,
+            load_s=attempt.load_s,
             intact=ok if attempt.touched else held is None or held.intact,
         )
         self._report(commit, report)
@@ -335,10 +337,11 @@ class EngineSide:
             tensors = attempt.tensors()
             # a pause may let the last batch run on (SGLang's does): it must not read new weights
             self._device.settle()
-            attempt.touched = True
+            attempt.touched, start = True, time.monotonic()
             try:
                 attempt.loaded = self._engine.load(tensors)
             finally:
+                attempt.load_s = time.monotonic() - start
                 # the image is the receiver's again after this: no copy may still read it
                 self._device.settle()
             if attempt.loaded != (wanted := len(attempt.mapped.manifest.tensors)):

@@ -369,7 +369,9 @@ class LaneThread(threading.Thread):
             return table.Loaded(version, ok=False, intact=False)
         if applied.final:
             self._servers.refused(self.url, applied.error, final=True)
-        if not applied.ok:
+        if applied.ok:
+            self._c.recorder.observe(names.LOAD_S, applied.load_s)
+        else:
             end = (
                 "the engine keeps its version"
                 if applied.intact
