@@ -62,8 +62,8 @@ def test_what_is_known_after_the_last_step_is_in_its_line(tmp_path) -> None:
         recorder.step(step, {names.REWARD: step / 2})
     recorder.after_last_step({"evaluation/test/reward": 0.5})
     recorder.close()
-    rows = read_metrics(recorder.metrics_path)
-    assert [row["step"] for row in rows] == [1, 2]
+    rows = [json.loads(line) for line in recorder.metrics_path.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2], "one line per step"
     assert (rows[1][names.REWARD], rows[1]["evaluation/test/reward"]) == (1.0, 0.5)
     assert recorder.rows() == rows
 

@@ -2,6 +2,7 @@
 against an HTTP server that stands for an engine's faults."""
 
 import threading
+from contextlib import suppress
 
 import msgspec
 import psutil
@@ -141,15 +142,18 @@ def test_an_evaluation_whose_server_is_lost_has_no_result_and_ends_at_once(
     assert versions(recorder) == [2]
 
 
+def is_evaluation(child: psutil.Process) -> bool:
+    # A child that has ended and was not yet waited for has no command line.
+    with suppress(psutil.NoSuchProcess):
+        return "titan_grpo.rollout.evaluation" in child.cmdline()
+    return False
+
+
 def end_process(server, before: int) -> None:
     """What the kernel does where memory runs out, once all requests have come."""
     with server._arrived:
         assert server._arrived.wait_for(lambda: len(server.bodies) >= before + 6, WAIT_S)
-    (process,) = (
-        child
-        for child in psutil.Process().children(recursive=True)
-        if "titan_grpo.rollout.evaluation" in child.cmdline()
-    )
+    (process,) = filter(is_evaluation, psutil.Process().children(recursive=True))
     process.kill()
 
 

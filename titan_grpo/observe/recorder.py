@@ -137,6 +137,7 @@ class _Output:
 
     def __init__(self, path: Path, open_file: Callable[[Path], TextIO]) -> None:
         self._path, self._file = path, None
+        self._last_bytes = 0
         self.problem = ""
         with self._noting_errors():
             self._file = open_file(path)
@@ -152,6 +153,16 @@ class _Output:
         if self._file is not None and not self.problem:
             with self._noting_errors():
                 self._file.write(text)
+                self._last_bytes = len(text.encode())
+
+    def replace_last(self, text: str) -> None:
+        """Put ``text`` in the place of what was written last."""
+        if self._file is not None and not self.problem:
+            with self._noting_errors():
+                self._file.flush()
+                # The file is open for appending: what is written next comes at its new end.
+                self._file.truncate(os.fstat(self._file.fileno()).st_size - self._last_bytes)
+        self.write(text)
 
     def flush(self) -> None:
         if self._file is not None and not self.problem:
@@ -321,13 +332,13 @@ class Recorder:
         self._queue.put(("metrics", row))
 
     def after_last_step(self, metrics: Mapping[str, float]) -> None:
-        """Add what became known after the last step to its line, which is written once more:
-        read_metrics takes the later one. Nothing without a step of this process."""
+        """Add what became known after the last step to its line. Nothing without a step of this
+        process."""
         with self._lock:
             if not self._own_rows:
                 return
             row = self._rows[-1] = {**self._rows[-1], **metrics}
-        self._queue.put(("metrics", row))
+        self._queue.put(("last metrics", row))
 
     def sample(self, line: Mapping[str, Any]) -> None:
         """Add a line to samples.jsonl (:class:`titan_grpo.observe.shown.ShownStep`)."""
@@ -450,9 +461,11 @@ class Recorder:
             if kind == "trace":
                 outputs[kind].write(text if first else ",\n" + text)
                 first = False
-            elif kind in outputs:
+            elif kind == "last metrics":
+                outputs["metrics"].replace_last(text + "\n")
+            else:
                 outputs[kind].write(text + "\n")
-            if kind == "metrics":
+            if kind.endswith("metrics"):
                 # A step is the unit that a reader waits for: a live plot, tail -f.
                 for output in outputs.values():
                     output.flush()
