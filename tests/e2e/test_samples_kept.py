@@ -1,11 +1,16 @@
 """The completions that a real trainer keeps, on a server without an engine: its log-probabilities
-are those of the weights that it had, token by token."""
+are those of the weights that it had, token by token. And what is shown of that run elsewhere."""
 
+from contextlib import suppress
+
+import httpx
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
 from tests.faults.instances import engineless_launcher
+from tests.rigs.sockets import free_port
 from titan_grpo.commands import report
 from titan_grpo.observe import names
 from titan_grpo.views.run import read_run
@@ -20,11 +25,22 @@ def test_kept_completions_have_the_trainers_log_probabilities(runs, make_replay,
     out = tmp_path / "run"
     packed = "--grpo.pack_sequences" if pack else "--grpo.no-pack_sequences"
     arguments = ["--training.steps=4", "--rollout.sample_every=3", packed]
+    address, pages = f"127.0.0.1:{free_port()}", []
+    arguments.append(f"--dashboards.metrics-address={address}")
     try:
         server.wait_healthy(60.0)
-        runs.complete(out, [server.url], *replay.arguments, *arguments, nproc=2)
+        with runs.start(out, [server.url], *replay.arguments, *arguments, nproc=2) as training:
+            while training.process.poll() is None:
+                with suppress(httpx.TransportError):
+                    pages.append(httpx.get(f"http://{address}/metrics", trust_env=False).text)
+                training.run_on(0.05)
+            assert training.finish() == 0, training.log
     finally:
         server.stop()
+    assert "titan_grpo_step " in pages[-1]
+    assert f'titan_grpo_server_lag{{server="{server.url.removeprefix("http://")}"}}' in pages[-1]
+    events = EventAccumulator(str(next(out.rglob("events.out*")).parent)).Reload()
+    assert [each.step for each in events.Tensors("completions/text_summary")] == [1, 3]
     run = read_run(out)
     assert [(kept.step, kept.version) for kept in run.samples] == [(1, 0), (3, 2)]
     first = run.samples[0].completions

@@ -196,6 +196,24 @@ def test_a_transport_carries_versions_groups_drains_and_what_is_in_flight(
     assert {group.version for group in client.next_batch(2, PER_STEP, 20)} == {2}
 
 
+def test_prometheus_reads_what_a_services_session_counted(cluster, completion_server) -> None:
+    def page() -> str:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        url = f"{cluster.url}/metrics"
+        return httpx.get(url, headers=headers, trust_env=False, timeout=10).raise_for_status().text
+
+    cluster.serve()
+    assert "titan_grpo_rollout_requests_total 0.0" in page()
+    server, client = completion_server(), cluster.client()
+    client.start(60)
+    client.set_server(ServerState(server.url, 0, True, "0"))
+    client.next_batch(0, PER_STEP, 20)
+    # The groups' own requests at least: others are on their way.
+    (line,) = [x for x in page().splitlines() if x.startswith("titan_grpo_rollout_requests_total")]
+    assert float(line.split()[1]) >= PER_STEP * GROUP
+    assert 'titan_grpo_server_in_flight{server="' + server.url.removeprefix("http://") in page()
+
+
 def test_a_worker_that_cannot_serve_says_why(start, cluster, tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         start(model_dir=str(tmp_path / "nothing"))

@@ -11,9 +11,16 @@ from titan_grpo.titan import compat
 
 compat.prepare()
 
-from torchtitan.components.metrics import BaseLogger, LoggerContainer  # noqa: E402
+from tensorboard.backend.event_processing.event_accumulator import (  # noqa: E402
+    EventAccumulator,
+)
+from torchtitan.components.metrics import (  # noqa: E402
+    BaseLogger,
+    LoggerContainer,
+    TensorBoardLogger,
+)
 
-from titan_grpo.titan.loggers import Dispensable, make_dispensable  # noqa: E402
+from titan_grpo.titan.loggers import Dispensable, log_table, make_dispensable  # noqa: E402
 
 FULL_DISK = """
 import resource, signal, sys
@@ -108,3 +115,25 @@ def test_what_ends_a_process_passes(error) -> None:
 
     with pytest.raises(error):
         Dispensable(Ending(), print).log({}, 1)
+
+
+COMPLETIONS = [(0.5, "3 to 4", "http://a:1", 0.0125, "2+|3=", "5\n<i>*x*")]
+
+
+def test_completions_are_a_table_of_tensorboards_text_page(tmp_path) -> None:
+    class Processor:
+        logger = LoggerContainer()
+
+    said: list[str] = []
+    Processor.logger.add_logger(TensorBoardLogger(str(tmp_path)))
+    Processor.logger.add_logger(Kept())
+    make_dispensable(Processor, said.append)
+    log_table(Processor, COMPLETIONS, 7)
+    Processor.logger.close()
+    assert said == []
+    events = EventAccumulator(str(tmp_path)).Reload()
+    (event,) = events.Tensors("completions/text_summary")
+    assert event.step == 7
+    text = event.tensor_proto.string_val[0].decode()
+    row = "| 0.5 | 3 to 4 | http://a:1 | 0.0125 | 2+&#124;3= | 5⏎&lt;i&gt;&#42;x&#42; |"
+    assert text.splitlines()[2] == row

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from titan_grpo.titan import compat
 compat.prepare()
 from torchtitan.components.metrics import LoggerContainer, WandBLogger
-from titan_grpo.titan.loggers import make_dispensable
+from titan_grpo.titan.loggers import log_table, make_dispensable
 
 processor = SimpleNamespace(logger=LoggerContainer())
 processor.logger.add_logger(WandBLogger(sys.argv[1], SimpleNamespace(to_dict=dict)))
@@ -23,6 +23,7 @@ said = []
 make_dispensable(processor, said.append)
 for step, metrics in enumerate(json.loads(sys.argv[2]), 1):
     processor.logger.log(metrics, step)
+log_table(processor, [(0.5, "3 to 4", "http://a:1", 0.0125, "2+3=", "five")], 2)
 processor.logger.close()
 assert not said, said
 """
@@ -51,3 +52,7 @@ def test_every_metric_of_a_step_is_in_the_file_of_an_offline_run(tmp_path) -> No
         for name, value in metrics.items():
             assert name.encode() in content, name
             assert json.dumps(value).encode() in content
+    (table,) = Path(tmp_path).rglob("*.table.json")
+    shown = json.loads(table.read_text())
+    assert shown["columns"] == ["reward", "versions", "server", "gap", "prompt", "completion"]
+    assert shown["data"] == [[0.5, "3 to 4", "http://a:1", 0.0125, "2+3=", "five"]]

@@ -57,6 +57,7 @@ def page() -> str:
         "rollout": config.Rollout,
         "weight_sync": config.WeightSync,
         "alerts": config.Alerts,
+        "dashboards": config.Dashboards,
     }
     sections["[evaluation]"] = config.Evaluation
     for name, section in sections.items():
@@ -74,6 +75,24 @@ METRICS = """# Metrics
 Every name in `metrics.jsonl`, in TensorBoard, in the trace and in `summary.json`, with its unit.
 Names with `_s` are seconds; what the main thread lost (`time/`) and work done elsewhere (`sync/`)
 never share a name. A run has those that its configuration computes.
+
+## Where to look at them
+
+* `titan-grpo watch RUN` and `titan-grpo report RUN` read the run's files.
+* TensorBoard and W&B: torchtitan's `metrics.enable_tensorboard` and `metrics.enable_wandb`. Both
+  also get the completions of `rollout.sample_every`, as a table named `completions` (TensorBoard:
+  among the texts).
+* Prometheus: `dashboards.metrics_address = "host:port"`; rank 0 answers `GET /metrics` with the
+  last step's line. A rollout service (`titan-grpo rollouts`) answers at its own address, with its
+  own key, with what its rollouts counted. `reward/mean` is `titan_grpo_reward_mean`,
+  `server/HOST:PORT/lag` is `titan_grpo_server_lag{server="HOST:PORT"}`; totals end in `_total`.
+  `docker/grafana.json` is a dashboard of them, for Grafana's import.
+* OpenTelemetry: with `OTEL_EXPORTER_OTLP_ENDPOINT` set, rank 0 also exports the trace's spans
+  over HTTP. What belongs to one version, or to one step, is one trace.
+
+Prometheus and OpenTelemetry need `pip install 'titan_grpo[dashboards]'`.
+
+## Names
 
 This page is what `titan-grpo config --metrics` prints.
 

@@ -2,7 +2,7 @@
 
 A job names this module with ``[job] custom_config_module = "titan_grpo.config"``; torchtitan then
 finds ``JobConfig`` here and adds the sections ``[grpo]``, ``[rollout]``, ``[weight_sync]``,
-``[alerts]`` and ``[[evaluation]]`` to TOML and command line.
+``[alerts]``, ``[dashboards]`` and ``[[evaluation]]`` to TOML and command line.
 
 No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as
 objects.
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titan_grpo.config.alerts import Alerts
+from titan_grpo.config.alerts import Alerts, Dashboards
 from titan_grpo.config.evaluation import Evaluation, evaluation_rules
 from titan_grpo.config.grpo import GRPO
 from titan_grpo.config.grpo import violations as grpo_violations
-from titan_grpo.config.rollout import LAUNCH, Rollout, Rules, broken
+from titan_grpo.config.rollout import LAUNCH, Rollout, Rules, broken, listens
 from titan_grpo.config.rollout import violations as rollout_violations
 from titan_grpo.config.task import task_rules
 
@@ -24,6 +24,7 @@ __all__ = (
     "GRPO",
     "LAUNCH",
     "Alerts",
+    "Dashboards",
     "Evaluation",
     "JobConfig",
     "Rollout",
@@ -135,6 +136,7 @@ class JobConfig:
     rollout: Rollout = field(default_factory=Rollout)
     weight_sync: WeightSync = field(default_factory=WeightSync)
     alerts: Alerts = field(default_factory=Alerts)
+    dashboards: Dashboards = field(default_factory=Dashboards)
     # torchtitan's merge makes no dataclasses of tables in a list: titan/jobconfig.py does.
     evaluation: list[dict[str, Any]] = field(default_factory=list)
 
@@ -161,8 +163,12 @@ def _weight_sync(w: WeightSync) -> Rules:
     yield w.backoff_max_s < w.backoff_s, "backoff_max_s", "at least weight_sync.backoff_s"
 
 
+def _dashboards(d: Dashboards) -> Rules:
+    yield bool(d.metrics_address) and not listens(d.metrics_address), "metrics_address", "host:port"
+
+
 def violations(config: Any) -> list[str]:
-    """All broken rules of the three sections, each as "key must be rule, got value". Pure; empty if
+    """All broken rules of our sections, each as "key must be rule, got value". Pure; empty if
     none."""
     grpo, rollout = config.grpo, config.rollout
     both = (
@@ -175,6 +181,7 @@ def violations(config: Any) -> list[str]:
         *rollout_violations(rollout),
         *broken("weight_sync", config.weight_sync, _weight_sync(config.weight_sync)),
         *broken("rollout", rollout, iter([both])),
+        *broken("dashboards", config.dashboards, _dashboards(config.dashboards)),
         *_evaluations(config),
     ]
 

@@ -1,4 +1,4 @@
-"""The keys of [alerts].
+"""The keys of [alerts] and [dashboards].
 
 No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as
 objects.
@@ -29,3 +29,13 @@ class Alerts:
 
     command_timeout_s: float = 60.0
     """How long the command may take before it is ended, in seconds."""
+
+
+@dataclass
+class Dashboards:
+    """What others may look at while the run goes on. Needs 'titan_grpo[dashboards]'."""
+
+    metrics_address: str = ""
+    """host:port at which rank 0 answers GET /metrics for Prometheus, without a key; port 0: any
+    that is free (the log says which). Empty: it does not listen. A rollout service answers at its
+    own address, with its own key."""

@@ -340,10 +340,15 @@ def _sources(r: Rollout) -> Rules:
         )
 
 
+def listens(address: str) -> bool:
+    """Whether a text has the form of an address to listen at, "host:port"."""
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdigit() and int(port) < 65536
+
+
 def _listens(r: Rollout, who: str) -> Rules:
     address: str = getattr(r, f"{who}_address")
-    host, _, port = address.rpartition(":")
-    usable = bool(host) and port.isdigit() and int(port) < 65536
+    host, usable = address.rpartition(":")[0], listens(address)
     yield not usable, f"{who}_address", "host:port"
     yield (
         usable and not getattr(r, f"{who}_key_env") and not is_loopback(host),

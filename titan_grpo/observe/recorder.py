@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
+from titan_grpo.observe.traces import Traces
 
 Event = dict[str, Any]
 
@@ -216,8 +217,14 @@ class Recorder:
     the row is the calling thread's name. Raises ConfigError if ``run_dir`` cannot be written.
     """
 
-    def __init__(self, run_dir: Path | str, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.run_dir, self._clock = Path(run_dir), clock
+    def __init__(
+        self,
+        run_dir: Path | str,
+        clock: Callable[[], float] = time.perf_counter,
+        traces: Traces | None = None,
+    ) -> None:
+        """``traces``: gets each span too, and is closed with the recorder."""
+        self.run_dir, self._clock, self._traces = Path(run_dir), clock, traces
         self.trace_path = self.run_dir / "trace.json"
         self.metrics_path = self.run_dir / "metrics.jsonl"
         self._history_path = self.run_dir / "history.jsonl"
@@ -272,6 +279,9 @@ class Recorder:
     ) -> None:
         """Add a bar to the trace and nothing else."""
         # the format wants microseconds
+        if self._traces is not None:
+            label = track or threading.current_thread().name
+            self._queue.put(("span", (name, start_s, stop_s, label, args)))
         times = {"ts": start_s * 1e6, "dur": (stop_s - start_s) * 1e6}
         self._put_event({"ph": "X", "name": name, "tid": self._track(track), **times, "args": args})
 
@@ -374,6 +384,11 @@ class Recorder:
         with self._lock:
             return list(self._rows)
 
+    def last_row(self) -> dict[str, Any]:
+        """Copy the last of them; empty before the first."""
+        with self._lock:
+            return dict(self._rows[-1]) if self._rows else {}
+
     def series(self, name: str) -> list[float]:
         """Copy all values of a series or of a step metric, oldest first."""
         own = self.history().series[name]
@@ -457,6 +472,9 @@ class Recorder:
         # no deadline: close() of the owner puts None into the queue; the thread is a daemon
         while (item := self._queue.get()) is not None:
             kind, body = item
+            if kind == "span" and self._traces is not None:
+                self._traces.span(*body)
+                continue
             text = json.dumps(body, default=str)
             if kind == "trace":
                 outputs[kind].write(text if first else ",\n" + text)
@@ -473,3 +491,5 @@ class Recorder:
         for output in list(outputs.values())[1:]:
             output.close()
         self._problems = [output.problem for output in outputs.values() if output.problem]
+        if self._traces is not None:
+            self._traces.close()

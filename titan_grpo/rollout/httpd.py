@@ -83,11 +83,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to a request: a JSON object, or server-sent events as they are."""
+    """The answer to a request: a JSON object, or bytes of ``kind`` as they are."""
 
     status: int
     body: Mapping[str, Any] | bytes
     retry_after_s: int | None = None
+    kind: str = "text/event-stream"
 
 
 class HttpServer:
@@ -203,10 +204,10 @@ class _Handler(BaseHTTPRequestHandler):
         return plain
 
     def _write(self, reply: Reply, keep: bool) -> None:
-        events = isinstance(reply.body, bytes)
+        kind = reply.kind if isinstance(reply.body, bytes) else "application/json"
         data = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
         self.send_response(reply.status)
-        self.send_header("Content-Type", "text/event-stream" if events else "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         if reply.retry_after_s is not None:
             self.send_header("Retry-After", str(reply.retry_after_s))

@@ -5,12 +5,14 @@ hosts each is one JSON text, and what is read can only become one of these messa
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from titan_grpo.errors import DataError, PeerError
+from titan_grpo.observe import names
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.spec import RolloutSpec
@@ -71,6 +73,34 @@ so neither added up nor kept."""
 def totals(counters: dict[str, int]) -> dict[str, int]:
     """The counters that count up."""
     return {name: n for name, n in counters.items() if not name.startswith(IN_FLIGHT)}
+
+
+COUNTED = {
+    names.REQUESTS: "requests",
+    names.OUTAGES: "outages",
+    names.INTERRUPTED: "interrupted",
+    names.MOVED: "moved",
+    names.SKIPPED_PROMPTS: "skipped",
+}
+"""Total of the run -> the counter's name."""
+
+
+def counted(counters: Mapping[str, int]) -> dict[str, float]:
+    """Counters by the names of metrics.jsonl, as far as they need no step to be computed.
+
+    Example: {"requests": 8, "dropped.stale": 1, "in_flight.http://a:1": 2} gives rollout/requests,
+    dropped/stale, server/a:1/in_flight and rollout/in_flight_requests.
+    """
+    found = {name: float(counters.get(what, 0)) for name, what in COUNTED.items()}
+    in_flight = {k.removeprefix(IN_FLIGHT): n for k, n in counters.items() if IN_FLIGHT in k}
+    found[names.IN_FLIGHT] = float(sum(in_flight.values()))
+    for url, count in in_flight.items():
+        found[names.of_server(url, "in_flight")] = float(count)
+    for name, count in counters.items():
+        kind, _, reason = name.partition(".")
+        if kind == "dropped":
+            found[names.dropped(reason)] = float(count)
+    return found
 
 
 # To the rollout process.

@@ -7,6 +7,7 @@ POST /frames          {session, first, frames} -> {have}
 GET  /frames          ?session=NAME&after=N&wait=SECONDS -> {first, frames}
 POST /close           {session} -> {}
 GET  /status          -> {format, run}
+GET  /metrics         -> what the rollouts of the session counted, for Prometheus
 ==== ================ ======================================================================
 
 ``GET /frames`` is a long poll: it is answered when there is a frame past the first N, or after
@@ -23,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from titan_grpo.errors import ConfigError, DataError, PeerError, TitanGrpoError
+from titan_grpo.observe import prometheus
 from titan_grpo.protocol import frames, lease
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.httpd import RETRY_AFTER_S, HttpServer, Reply, Request
@@ -87,6 +89,8 @@ class Session:
         self._outbox = frames.Outbox(name)
         self._failed = False
         self.closing = False
+        self.counters: dict[str, int] = {}
+        """As its rollout process last said."""
 
     def start(self) -> None:
         """Start the rollout process."""
@@ -131,6 +135,7 @@ class Session:
         if isinstance(message, TitanGrpoError):
             config = isinstance(message, ConfigError)
             message = messages.Failed("config" if config else "bug", str(message))
+        self.counters = getattr(message, "counters", self.counters)
         try:
             text = encode(message)
         except DataError as error:
@@ -190,12 +195,23 @@ class Service:
                 case "GET", "/status":
                     with self._changed:
                         return Reply(200, {"format": FORMAT, "run": self._lease.run})
-            known = "POST /open, POST /frames, GET /frames, POST /close, GET /status"
+                case "GET", "/metrics":
+                    return self._metrics()
+            known = "POST /open, POST /frames, GET /frames, POST /close, GET /status, GET /metrics"
             return Reply(404, {"error": f"there is {known}, got {request.method} {request.path}"})
         except _NoSession as error:
             return Reply(410, {"error": f"there is no session {str(error)[:80]}: open one"})
         except PeerError as error:
             return Reply(400, {"error": str(error)})
+
+    def _metrics(self) -> Reply:
+        with self._changed:
+            counters = self._session.counters if self._session is not None else {}
+        try:
+            page = prometheus.page(messages.counted(counters))
+        except ImportError:
+            return Reply(501, {"error": "pip install 'titan_grpo[dashboards]' on this host"})
+        return Reply(200, page, kind=prometheus.CONTENT_TYPE)
 
     def _open(self, body: Opening) -> Reply:
         if body.format != FORMAT:

@@ -25,12 +25,16 @@ from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import ServerGroup
 from titan_grpo.engines.server import make_control
 from titan_grpo.errors import ProtocolError, ServerUnfit, ServerUnreachable
-from titan_grpo.observe import alerts, names, report, terminal
+from titan_grpo.observe import alerts, names, prometheus, report, terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.observe.shown import ShownStep, choose
+from titan_grpo.observe.traces import from_environment
 from titan_grpo.observe.waiting import waiting
 from titan_grpo.receive.commit import tensor_views
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
+from titan_grpo.rollout.codec import TextCodec
+from titan_grpo.rollout.httpd import HttpServer, Reply, Request
+from titan_grpo.rollout.messages import COUNTED
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group
@@ -42,10 +46,9 @@ from titan_grpo.titan.hf_files import copy_assets, write_weights
 from titan_grpo.titan.membership import Membership
 from titan_grpo.titan.rules import sync_waits_s
 from titan_grpo.titan.server_urls import ServersFile, known_servers
-from titan_grpo.titan.shown import FirstBatch, sequences, shown
+from titan_grpo.titan.shown import FirstBatch, Row, rows, sequences, shown
 from titan_grpo.titan.startup import Rollouts, launched, start_rollouts, sync_settings
 from titan_grpo.titan.step_metrics import (
-    COUNTED,
     group_values,
     loss_values,
     reward_values,
@@ -117,10 +120,14 @@ class Controller:
         self._membership: Membership | None = None
         self._evaluations: Evaluations | None = None
         self._step_values: dict[str, float] = {}
+        self._codec: TextCodec | None = None
         self._taken: tuple[int, list[Group]] = 0, []
         self._counted: tuple[float, dict[str, int]] = 0.0, {}
         """The rollouts' counters as they were when they were last written down, and when that was
         (monotonic clock)."""
+        self._metrics: HttpServer | None = None
+        if job_config.dashboards.metrics_address:
+            prometheus.require("dashboards.metrics_address")
         self._watched = alerts.watched(job_config.alerts)
         self.stopped_by = ""
         """The threshold of alerts.stop that was crossed."""
@@ -145,7 +152,9 @@ class Controller:
         ``state`` is a checkpoint's. ``remote_writers``: other ranks that write parts of images."""
         rollout, sync = self._job.rollout, sync_settings(self._job)
         # Not earlier: a finished job that is started again changes no file.
-        self._recorder = Recorder(self._run_dir)
+        traces = from_environment(os.environ, self._run_dir.name, time.perf_counter())
+        self._recorder = Recorder(self._run_dir, traces=traces)
+        self._listen(self._job.dashboards.metrics_address)
         self._servers.start()
         self._servers.wait_healthy(sync.startup_deadline_s)
         known = known_servers(rollout, os.environ, self._servers.urls)
@@ -200,6 +209,21 @@ class Controller:
             worker.servers, self._run_dir, rollouts.in_flight, ServersFile(path) if path else None
         )
         return worker
+
+    def _listen(self, address: str) -> None:
+        """Answer Prometheus with the last step's line."""
+        if not address:
+            return
+
+        def answer(request: Request) -> Reply:
+            if (request.method, request.path) != ("GET", "/metrics"):
+                return Reply(404, {"error": "there is GET /metrics"})
+            row = self.recorder.last_row()
+            row.pop("time_s", None)
+            return Reply(200, prometheus.page(row), kind=prometheus.CONTENT_TYPE)
+
+        self._metrics = HttpServer(address, "", answer, "dashboards.metrics_address")
+        terminal.print_status(f"metrics for Prometheus at http://{self._metrics.address}/metrics")
 
     def wait_slot(self) -> int | None:
         """A slot for a version that must not be skipped (the first, the last)."""
@@ -333,15 +357,19 @@ class Controller:
         for name, (start, stop) in phases.items():
             self.recorder.add_span(name, start, stop, "main thread", step=step)
 
-    def show(self, step: int, trained: FirstBatch | None) -> None:
-        """Keep some completions of the step for people to look at (rollout.sample_every)."""
+    def show(self, step: int, trained: FirstBatch | None) -> list[Row]:
+        """Keep some completions of the step for people to look at (rollout.sample_every). Returns
+        them as texts."""
         every = self._job.rollout.sample_every
         if trained is None or not every or (step > 1 and step % every):
-            return
+            return []
         version, groups = self._taken
         chosen = choose(shown(groups, sequences(trained)))
         line = ShownStep(step, version, self._model_dir, chosen)
         self.recorder.sample(msgspec.to_builtins(line))
+        if self._codec is None:
+            self._codec = TextCodec(self._model_dir)
+        return rows(chosen, self._codec.decode)
 
     def record(
         self, step: int, metrics: Mapping[str, float], times: Mapping[str, float]
@@ -420,6 +448,8 @@ class Controller:
         """End rollouts, lanes and servers within ``END_S``, then write the report. Also after an
         error; idempotent."""
         deadline = time.monotonic() + END_S
+        if self._metrics is not None:
+            self._metrics.close()
         if self._membership is not None:
             self._membership.close()
         if self._evaluations is not None:

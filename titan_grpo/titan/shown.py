@@ -1,6 +1,6 @@
 """From a micro-batch that rank 0 trained on to the completions that samples.jsonl shows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import NamedTuple
 
@@ -9,6 +9,11 @@ import torch
 from titan_grpo.algorithm.rows import IGNORE_INDEX
 from titan_grpo.observe.shown import Shown
 from titan_grpo.samples import Completion, Group
+
+COLUMNS = ("reward", "versions", "server", "gap", "prompt", "completion")
+"""Of a table of completions."""
+
+Row = tuple[float, str, str, float, str, str]
 
 SequenceKey = tuple[int, ...]
 """Prompt and completion tokens of a sequence."""
@@ -76,3 +81,18 @@ def _shown(prompt: list[int], completion: Completion, own: list[float | None]) -
         [round(logprob, 4) for logprob in completion.logprobs],
         own,
     )
+
+
+def rows(chosen: Sequence[Shown], decode: Callable[[Sequence[int]], str]) -> list[Row]:
+    """Completions as rows of ``COLUMNS``."""
+    return [
+        (
+            each.reward,
+            f"{each.version_first} to {each.version_last}",
+            each.server,
+            each.gap,
+            decode(each.prompt),
+            decode(each.tokens),
+        )
+        for each in chosen
+    ]

@@ -51,16 +51,6 @@ def loss_values(metrics: Mapping[str, float]) -> dict[str, float]:
     return values
 
 
-COUNTED = {
-    names.REQUESTS: "requests",
-    names.OUTAGES: "outages",
-    names.INTERRUPTED: "interrupted",
-    names.MOVED: "moved",
-    names.SKIPPED_PROMPTS: "skipped",
-}
-"""Total of the run -> what the rollouts call it."""
-
-
 def rollout_values(
     before: Mapping[str, int], now: Mapping[str, int], seconds: float
 ) -> dict[str, float]:

@@ -36,7 +36,7 @@ from titan_grpo.titan import compat
 from titan_grpo.titan.data import BatchLoader, Share
 from titan_grpo.titan.dump_folder import held, write_failure
 from titan_grpo.titan.flavors import disable_unexported_buffers, register_tiny_flavors
-from titan_grpo.titan.loggers import make_dispensable
+from titan_grpo.titan.loggers import log_table, make_dispensable
 from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics
 from titan_grpo.titan.packed import PackedAttention
 from titan_grpo.titan.rank0 import Controller
@@ -291,9 +291,10 @@ class GRPOTrainer(Trainer):
         controller.draw(self.step, spans)
         if outcome.unhealthy:
             controller.unhealthy(self.step, outcome.steps - outcome.taken, outcome.unhealthy)
-        controller.show(self.step, outcome.first)
         tensorboard = controller.record(self.step, metrics, times)
         self.metrics_processor.logger.log(tensorboard, self.step)
+        if completions := controller.show(self.step, outcome.first):
+            log_table(self.metrics_processor, completions, self.step)
 
     def _judge(self, outcome: Outcome) -> None:
         """Stop an unhealthy run where the configuration says so. The outcome is the same on every
