@@ -163,7 +163,7 @@ SERVERS: dict[str, tuple[dict, list[tuple[str, str]], str]] = {
     "another backend": (
         {"backend": "nccl", "joined": None},
         [("ok", "server"), ("ok", "server routes"), ("problem", "server plugin")],
-        "--weight-transfer-config",
+        "--middleware titan_grpo.receive.vllm_http.WeightsMiddleware",
     ),
     "no call back": (
         {"joined": None, "errors": {"joined": "the deadline passed"}},

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from titan_grpo.engines import sglang, vllm
 from titan_grpo.protocol.messages import Joined
 
 Status = Literal["ok", "warning", "problem"]
@@ -17,9 +18,6 @@ default."""
 
 CLOCK_SKEW_S = 5.0
 """Difference of clocks that is worth a warning: Date has whole seconds, and a hop takes time."""
-
-OURS = "titan_grpo"
-"""The weight-transfer backend of a server that our plugin is in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +223,7 @@ ENGINES = {
         "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and keep it away from networks"
         " you do not trust",
         "resume",
-        """--weight-transfer-config '{"backend":"titan_grpo"}'""",
+        vllm.START_WITH,
     ),
     "sglang": Software(
         "SGLang",
@@ -235,7 +233,7 @@ ENGINES = {
         "rollout.launch_sglang_python",
         "set rollout.api_key_env to the variable with its API key, if it has one",
         "continue_generation -H 'Content-Type: application/json' -d '{}'",
-        "--custom-weight-loader titan_grpo.receive.sglang_plugin.commit",
+        f"--custom-weight-loader {sglang.LOADER}",
     ),
 }
 
@@ -333,7 +331,7 @@ def server(facts: ServerFacts) -> list[Finding]:
 
 def _plugin(facts: ServerFacts) -> Finding:
     subject, url, joined = "server plugin", facts.url, facts.joined
-    if facts.backend != OURS:
+    if facts.backend != vllm.BACKEND:
         error = facts.errors.get("backend", "unknown")
         remedy = (
             "pip install titan_grpo in the server's environment and start it with"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from titan_grpo.commands.doctor_checks import OURS, ServerFacts
+from titan_grpo.commands.doctor_checks import ServerFacts
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.http import Call, KeyRefused, SyncDriver, address_towards, want
 from titan_grpo.engines.server import detect
@@ -202,7 +202,7 @@ class Questions:
             return facts
         found = self._answer("backend", vllm.transfer_backend(max(60.0, self._s)))
         # Another backend must not get our greeting: an exception in a worker ends a whole vLLM.
-        joined = self._greet(vllm.init_weight_transfer) if found == OURS else None
+        joined = self._greet(vllm.init_weight_transfer) if found == vllm.BACKEND else None
         return replace(facts, backend=found, joined=joined)
 
     def of_sglang(self) -> ServerFacts:
@@ -226,7 +226,7 @@ class Questions:
         if state is None:
             return facts
         joined = self._greet(sglang.hello)
-        return replace(facts, paused=state.paused, backend=OURS, joined=joined)
+        return replace(facts, paused=state.paused, backend=vllm.BACKEND, joined=joined)
 
     def _ask(self, question: str, action: Callable[[], T]) -> T | None:
         try:

@@ -235,10 +235,10 @@ BACKEND = "titan_grpo"
 MIDDLEWARE = "titan_grpo.receive.vllm_http.WeightsMiddleware"
 """Ours around vLLM's HTTP application: salts for requests that name none, and two routes."""
 
-NO_PLUGIN = (
-    f"""start it with --weight-transfer-config '{{"backend":"{BACKEND}"}}', with titan_grpo"""
-    " installed in its environment"
-)
+START_WITH = f"""--weight-transfer-config '{{"backend":"{BACKEND}"}}' --middleware {MIDDLEWARE}"""
+"""What a server that people start needs of us, for a shell."""
+
+NO_PLUGIN = f"start it with {START_WITH}, with titan_grpo installed in its environment"
 CLOSED = "vLLM >= 0.32 started with VLLM_SERVER_DEV_MODE=1 is needed"
 
 
