@@ -66,7 +66,7 @@ class ThreadSide:
     def hello(self, data: dict[str, Any]) -> None:
         """A newer epoch."""
         hello = Hello.from_dict(data)
-        joined = Joined(hello.rank, True, "", "stub", os.getpid(), *self._held, True)
+        joined = Joined(True, "", "stub", os.getpid(), *self._held, True)
         self._serving = Receiver(hello, joined, None)
         threading.Thread(target=self._run, args=(self._serving,), daemon=True).start()
 

@@ -14,7 +14,7 @@ TORCHRUN_ENV = {
     "MASTER_PORT": "29500",
 }
 
-JOINED = Joined(1, True, "", "0.1.0", 4242, "0000000003e8-00000000", 7, "f" * 32, True)
+JOINED = Joined(True, "", "0.1.0", 4242, "0000000003e8-00000000", 7, "f" * 32, True)
 
 
 def facts(**changes) -> ServerFacts:

@@ -19,19 +19,18 @@ from titan_grpo.protocol.messages import (
     Order,
     RangeSource,
     Staged,
-    key_prefix,
     new_run_id,
     reply_address,
 )
 from titan_grpo.runkey import Key
 
 HELLO = Hello(
-    "0000000003e8-aa", 3, "127.0.0.1", 4000, "gloo", 1, 2, "d" * 32, "xxh3", 4096, 16384, 30.0
+    "0000000003e8-aa", 3, "127.0.0.1", 4000, "ab", "gloo", "d" * 32, "xxh3", 4096, 16384, 30.0
 )
 MESSAGES = [
     HELLO,
-    Joined(1, False, "no", "titan_grpo 0", 12, "r", 4, "f", True),
-    Order(2, "receive", 7, "digests/2", "ff"),
+    Joined(False, "no", "titan_grpo 0", 12, "r", 4, "f", True),
+    Order(2, "receive", 7, "ff"),
     Staged(2, 7, True, "ff", 0.5, 0.1, "", -1, {"pid": 1, "fd": 2}),
     Commit("r", 3, 2, 7, "ff", "dd", {"pid": 1}),
     Applied(2, 7, True, "ff", 24, 0.2, "", True),
@@ -78,9 +77,7 @@ def test_true_is_not_a_number_and_a_whole_number_is_a_float():
     ("key", "value", "rule"),
     [
         ("epoch", 0, ">= 1 - at `$.epoch`"),
-        ("store_port", 70000, "<= 65535 - at `$.store_port`"),
-        ("rank", 0, ">= 1 - at `$.rank`"),
-        ("size", 1, "rank < size"),
+        ("port", 70000, "<= 65535 - at `$.port`"),
         ("timeout_s", 0.0, "> 0.0 - at `$.timeout_s`"),
         ("bucket_bytes", 5000, "multiple of block_bytes"),
         ("block_bytes", 0, ">= 1 - at `$.block_bytes`"),
@@ -106,10 +103,6 @@ def test_two_runs_of_the_same_millisecond_differ():
     assert len({new_run_id(1.0) for _ in range(100)}) == 100
 
 
-def test_the_prefix_holds_run_and_epoch():
-    assert key_prefix("r", 3) == "r/3"
-
-
 KEY = Key(bytes(32))
 
 
@@ -120,7 +113,7 @@ def test_a_proof_survives_the_journey_and_a_changed_value_does_not(message):
     for field in msgspec.structs.fields(message):
         value = getattr(message, field.name)
         # values that are valid in another message of the same type
-        valid = {"size": 3, "op": "stream", "apply": "streamed", "rank": 1}
+        valid = {"op": "stream", "apply": "streamed"}
         valid |= {"bucket_bytes": 8192, "block_bytes": 8192}
         valid |= {"sources": (RangeSource("elsewhere", 1, "00"),)}
         changed = valid.get(field.name, f"{value}x" if isinstance(value, str) else 99)
@@ -152,13 +145,11 @@ def test_a_hello_of_another_version_can_be_answered():
     del data["apply"], data["proof"]
     address = reply_address(data)
     assert address is not None
-    assert (address.run_id, address.epoch, address.rank) == (HELLO.run_id, HELLO.epoch, HELLO.rank)
-    assert (address.store_host, address.store_port, address.transport) == ("127.0.0.1", 4000, PROBE)
+    assert (address.run_id, address.epoch, address.transport) == (HELLO.run_id, HELLO.epoch, PROBE)
+    assert (address.host, address.port, address.ticket) == ("127.0.0.1", 4000, "ab")
 
 
-@pytest.mark.parametrize(
-    "data", [None, [], {}, {"rank": "1"}, HELLO.to_dict() | {"store_port": -1}]
-)
+@pytest.mark.parametrize("data", [None, [], {}, {"port": 4000}, HELLO.to_dict() | {"port": -1}])
 def test_what_has_no_address_gets_no_answer(data):
     assert reply_address(data) is None
 

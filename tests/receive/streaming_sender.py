@@ -6,17 +6,13 @@ usage: streaming_sender.py FOLDER BUCKETS   (FOLDER: what ``write_transfer`` lef
 
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from titan_grpo.layout.digest import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.messages import Commit, Hello, Order, Staged, key_prefix
-from titan_grpo.sync.transports.base import TransportOptions
-from titan_grpo.sync.transports.store import host_store, open_transport, put_value
+from titan_grpo.sync.link import LaneLink, LinkOptions
 
 
 def main(folder: Path, buckets: int) -> None:
@@ -29,34 +25,17 @@ def main(folder: Path, buckets: int) -> None:
     image = torch.frombuffer(good, dtype=torch.uint8)
     if options["bad_byte"] >= 0:
         image[options["bad_byte"]] ^= 1
-    host = host_store("127.0.0.1")
-    store = dist.PrefixStore(key_prefix(run_id, epoch), host)
-    layout = (
-        manifest.digest,
-        "xxh3",
-        manifest.block_bytes,
-        bucket,
-        options["timeout_s"],
-        "streamed",
-    )
-    print(Hello(run_id, epoch, "127.0.0.1", host.port, "gloo", 1, 2, *layout).to_json(), flush=True)
-    store.wait(["joined/1"], timedelta(seconds=60))
-    transport = open_transport("gloo", store, 0, 2, TransportOptions(30.0, "127.0.0.1", bucket))
-    put_value(store, "manifest", manifest.to_json().encode())
-    store.set("order/0", Order(0, "manifest", 0, "", "").to_json())
-    store.wait(["staged/0"], timedelta(seconds=60))
-    put_value(store, "digests/1", b"".join(digests))
-    store.set("order/1", Order(1, "stream", options["version"], "digests/1", print_).to_json())
-    store.wait(["staged/1"], timedelta(seconds=60))
-    staged = Staged.from_json(bytes(store.get("staged/1")))
-    print(
-        Commit(
-            run_id, epoch, 1, options["version"], print_, manifest.digest, staged.image
-        ).to_json(),
-        flush=True,
-    )
+    link = LaneLink(
+        run_id, epoch, manifest,
+        LinkOptions("gloo", "127.0.0.1", "xxh3", bucket, options["timeout_s"], apply="streamed"),
+    )  # fmt: skip
+    print(link.open().to_json(), flush=True)
+    link.wait_joined(60.0)
+    assert link.send_manifest(60.0).ok
+    staged = link.offer(1, options["version"], digests, print_)
+    print(link.commit(staged).to_json(), flush=True)
     for start in range(0, buckets * bucket, bucket):
-        transport.broadcast(image[start : start + bucket], 30.0)
+        link._connected().broadcast(image[start : start + bucket], 30.0)
     print("sent", flush=True)
     sys.stdin.read()  # until killed, or until the parent is gone
 

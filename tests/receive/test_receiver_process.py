@@ -6,16 +6,17 @@ import signal
 import time
 
 import pytest
+import torch
 
+from tests.receive.site import DictEngine, Version
 from titan_grpo.errors import PeerError, TransferFailed
-from titan_grpo.protocol.messages import Order, Staged
-from titan_grpo.sync.link import MANIFEST_NUMBER
+from titan_grpo.protocol.messages import Staged
 
 pytestmark = pytest.mark.e2e
 
-over_gloo = pytest.mark.parametrize("site", ["gloo"], indirect=True)
-"""For what the engine's side decides, whichever way the bytes come: each site starts processes that
-import torch."""
+over_tcp = pytest.mark.parametrize("site", ["tcp"], indirect=True)
+"""For what the engine's side decides, whichever way the bytes come: over gloo each receiver imports
+torch."""
 
 
 def test_a_good_transfer_reaches_the_engine_and_is_read_back(site, weights) -> None:
@@ -25,6 +26,30 @@ def test_a_good_transfer_reaches_the_engine_and_is_read_back(site, weights) -> N
     assert report.intact
     assert (report.version, report.fingerprint, report.loaded) == (7, w.fingerprint, 2)
     assert site.engine.value() == 1.0
+
+
+def test_a_version_of_a_hundred_thousand_tensors_reaches_the_engine(make_site) -> None:
+    names = [
+        f"model.language_model.layers.{i // 1000}.mlp.experts.{i % 1000}.down_proj.weight"
+        for i in range(100_000)
+    ]
+    version = Version(dict(zip(names, torch.full((len(names), 4), 3.0), strict=True)))
+    assert len(version.manifest.to_json()) > 8 << 20
+    engine = DictEngine()
+    engine.tensors = {name: torch.zeros(4) for name in names}
+    site = make_site(engine=engine, transport="tcp")
+    try:
+        began = time.monotonic()
+        link = site.connect(version)
+        connected = time.monotonic()
+        report = site.deliver(link, 1, 1, version)
+        print(
+            f"connected {connected - began:.2f} s, delivered {time.monotonic() - connected:.2f} s"
+        )
+        assert report.loaded == len(names)
+        assert engine.value() == 3.0
+    finally:
+        site.close()
 
 
 def test_a_killed_sender_leaves_the_old_version_and_the_next_one_works(
@@ -61,17 +86,6 @@ def test_a_stalled_sender_does_not_delay_its_successor(site, weights, rogue) -> 
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
 
 
-def test_a_store_that_fails_under_an_order_ends_the_epoch_as_the_trainers_fault(
-    site, weights
-) -> None:
-    link = site.greet(weights(1.0), timeout_s=2.0)
-    link.wait_joined(60.0)
-    receiver = site.side.receiver.pid
-    link._post(Order(MANIFEST_NUMBER, "manifest", 0, "", ""))  # and no manifest in the store
-    _, status = os.waitpid(receiver, 0)
-    assert os.waitstatus_to_exitcode(status) == 3  # 4 would be a bug of the receiver's own
-
-
 def test_bytes_that_differ_from_their_digests_are_named_and_never_lent(
     site, weights, rogue
 ) -> None:
@@ -105,7 +119,7 @@ def test_a_sender_with_other_byte_counts_aborts_the_receiver_and_not_the_engine(
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
 
 
-@over_gloo
+@over_tcp
 def test_an_older_epoch_is_refused_and_the_one_in_force_goes_on(site, weights) -> None:
     w = weights(1.0)
     site.epoch = 4
@@ -116,7 +130,7 @@ def test_an_older_epoch_is_refused_and_the_one_in_force_goes_on(site, weights) -
     assert site.deliver(link, 1, 1, w).ok
 
 
-@over_gloo
+@over_tcp
 @pytest.mark.parametrize(
     ("run_id", "term"), [("ffffffffffff-00000000", 1), ("000000000001-00000000", 2)]
 )
@@ -133,7 +147,7 @@ def test_a_later_run_or_one_with_a_higher_term_takes_over_and_may_go_back_in_ver
     assert site.deliver(link, 1, 3, w).ok
 
 
-@over_gloo
+@over_tcp
 def test_unknown_names_are_refused_before_a_weight_is_touched(site, weights) -> None:
     w = weights(1.0, names=("a",))
     report = site.deliver(site.connect(w), 1, 1, w)
@@ -143,7 +157,7 @@ def test_unknown_names_are_refused_before_a_weight_is_touched(site, weights) -> 
     assert site.engine.loads == 0
 
 
-@over_gloo
+@over_tcp
 def test_a_load_that_breaks_off_is_reported_as_not_intact_until_a_whole_one(site, weights) -> None:
     link = site.connect(weights(1.0))
     site.engine.breaks_at = "b"
@@ -157,7 +171,7 @@ def test_a_load_that_breaks_off_is_reported_as_not_intact_until_a_whole_one(site
     assert report.intact
 
 
-@over_gloo
+@over_tcp
 def test_a_commit_for_an_epoch_that_was_replaced_is_refused(site, weights) -> None:
     w = weights(1.0)
     old = site.connect(w)
@@ -187,17 +201,12 @@ def test_a_receiver_killed_between_staging_and_commit_leaves_the_old_version(sit
         link.wait_applied(1, 0.5)
 
 
-def test_a_receiver_gives_signs_of_life_between_transfers_and_the_store_does_not_grow(
-    site, weights
-) -> None:
+def test_a_receiver_gives_signs_of_life_between_transfers(site, weights) -> None:
     link = site.connect(weights(1.0))
-    keys = []
     for version in (1, 2, 3):
         assert site.deliver(link, 2 * version - 1, version, weights(float(version))).ok
         link.ping(2 * version, 10.0)
-        keys.append(link._host.num_keys())
     assert site.engine.value() == 3.0
-    assert len(set(keys)) == 1
 
 
 @pytest.mark.parametrize("end", ["killed", "replaced"])
@@ -232,14 +241,14 @@ def test_bye_ends_the_receiver_process(site, weights) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_a_trainer_that_closes_its_store_ends_the_receiver_process(site, weights) -> None:
+def test_a_trainer_that_closes_its_end_ends_the_receiver_process(site, weights) -> None:
     link = site.connect(weights(1.0))
     link.close()
     _, status = os.waitpid(site.side.receiver.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 3
 
 
-@over_gloo
+@over_tcp
 def test_a_probe_is_answered_and_changes_nothing(site, weights) -> None:
     w = weights(1.0)
     link = site.connect(w)

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-import torch.distributed as dist
 
 from titan_grpo.errors import PeerError, TransferFailed
-from titan_grpo.protocol.messages import Joined, Order, key_prefix
+from titan_grpo.protocol.messages import Joined, Kind, Order
 from titan_grpo.runkey import KEY_VARIABLE, Key
 from titan_grpo.sync.link import LaneLink, LinkOptions
-from titan_grpo.sync.transports.store import join_store
+from titan_grpo.sync.transports.channel import ReceiverChannel
 
 pytestmark = pytest.mark.e2e
 
@@ -162,15 +161,12 @@ def test_blocks_hashed_without_the_key_or_for_another_run_do_not_match(
     deliver(4)
 
 
-def test_an_order_that_somebody_else_put_into_the_store_ends_the_epoch(
-    guarded, trainer, weights
+def test_an_order_that_somebody_else_put_into_the_connection_ends_the_epoch(
+    guarded, trainer
 ) -> None:
     link, _ = trainer
     before = guarded.engine.value()
-    store = dist.PrefixStore(
-        key_prefix(guarded.run_id, guarded.epoch), join_store("127.0.0.1", link._host.port, 10.0)
-    )
-    store.set("order/1", Order(1, "receive", 99, "digests/1", "ff").to_json())
+    link._channel.send(Kind.ORDER, 1, Order(1, "receive", 99, "ff").to_json().encode())
     _, status = os.waitpid(guarded.side.receiver.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 3
     assert guarded.engine.value() == before
@@ -217,12 +213,9 @@ def test_a_server_that_only_claims_to_have_the_key_is_refused(weights) -> None:
         LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, 20.0, run_key=RUN_KEY),
     )
     hello = link.open()
-    store = dist.PrefixStore(
-        key_prefix("run", 1), join_store(hello.store_host, hello.store_port, 10.0)
-    )
-    store.set(
-        "joined/1", Joined(1, True, "", "titan_grpo", 1, "", -1, "", True, keyed=True).to_json()
-    )
+    channel = ReceiverChannel((hello.host, hello.port), hello.ticket, None, 10.0, print)
+    joined = Joined(True, "", "titan_grpo", 1, "", -1, "", True, keyed=True)
+    channel.send(Kind.JOINED, 0, joined.to_json().encode())
     with pytest.raises(PeerError, match="Joined carries no proof of the run key"):
         link.wait_joined(10.0)
     link.close()

@@ -299,7 +299,7 @@ def test_a_slow_commit_whose_calls_all_end_in_time_is_not_fenced() -> None:
 def test_a_refused_epoch_is_its_own_only_if_it_is_in_force() -> None:
     def refused(run: str, epoch: int) -> Joined:
         force = {"run_in_force": run, "epoch_in_force": epoch, "term_in_force": 1}
-        return Joined(1, False, "no", "", 1, "", -1, "", True, **force)
+        return Joined(False, "no", "", 1, "", -1, "", True, **force)
 
     assert superseded(refused("0001-ab", 3), "0001-ab", 3) == ""
     assert superseded(refused("0001-ab", 3), "0001-ab", 1) == "epoch 3 of run 0001-ab"

@@ -1,4 +1,4 @@
-"""Hashes of an image's blocks, and the fingerprint of a whole version. No torch.
+"""Hashes of an image's blocks, and the fingerprint of a whole version.
 
 The content of tensors as digests by name: knows no image, no offsets and no blocks, on purpose.
 
@@ -9,13 +9,16 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-import torch
 import xxhash
 from blake3 import blake3
 
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.manifest import Manifest
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK_HASHES: dict[str, Callable[[memoryview], bytes]] = {
     "xxh3": lambda block: xxhash.xxh3_128_digest(block),
@@ -93,9 +96,11 @@ def first_difference(expected: Sequence[bytes], found: Sequence[bytes]) -> int |
     return None if len(expected) == len(found) else min(len(expected), len(found))
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
+def tensor_digest(tensor: "torch.Tensor") -> str:
     """32 hex characters over dtype, shape and the row-major bytes; the tensor may be on any device,
     and not contiguous."""
+    import torch  # here: a receiver hashes blocks, and has no use for the seconds of this import
+
     dtype = str(tensor.dtype).removeprefix("torch.")
     state = hashlib.blake2b(f"{dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
     flat = tensor.detach().cpu().contiguous().flatten()

@@ -1,51 +1,53 @@
 """The messages between a trainer's lane and a server's receiver, and the label that a server shows.
 
-All keys live under ``PrefixStore(f"{run_id}/{epoch}", ...)`` in a store that the lane hosts::
+They travel as frames (``Kind``, number of the order, body) over one connection per epoch, which the
+receiver opens to the address in the Hello::
 
     receiver                                lane
-    joined/<rank>   <- Joined
-                                            manifest       <- the manifest's JSON, once
-                                            order/0        <- Order(op="manifest")
-    staged/0        <- Staged
-                                            digests/<n>    <- raw block digests, concatenated
-                                            order/<n>      <- Order(op="receive", sources)
+    JOINED          <- Joined
+                                            BLOB           <- the manifest's JSON, once
+                                            ORDER 0        <- Order(op="manifest")
+    STAGED 0        <- Staged
+                                            BLOB           <- raw block digests, concatenated
+                                            ORDER n        <- Order(op="receive", sources)
                  (transport "tcp": the receiver reads ranges from the sources;
                   others: both broadcast the image, bucket by bucket, from image to image)
-    moved/<n>/<bytes>  <- MOVED, once per bucket that has arrived (transport "tcp")
-    staged/<n>      <- Staged
+    MOVED n         <- once per bucket that has arrived, in their order (transport "tcp")
+    STAGED n        <- Staged
                     (the lane commits: POST /update_weights {"update_info": Commit})
-    applied/<n>     <- Applied
-                                            order/<n+1>    <- Order(op="ping"), after the read-back
-                 (not "tcp": the lane broadcasts PING_BYTES: a lost connection fails at once)
-    staged/<n+1>    <- Staged
-                                            order/<n>      <- Order(op="bye"), when the lane ends
-    staged/<n>      <- Staged: the run has left the server
-
-Manifest and digests may be larger than a store's value: they are set in parts (store.put_value).
+    APPLIED n       <- Applied
+                                            ORDER n+1      <- Order(op="ping"), after the read-back
+    STAGED n+1      <- Staged
+                                            ORDER n        <- Order(op="bye"), when the lane ends
+    STAGED n        <- Staged: the run has left the server
+    SIGN            ->  SIGN, by the trainer's process at once: it lives
 
 The answer to the ping proves that the engine has not restarted: its receiver would have died with
 it. n counts all orders.
 
 With ``Hello.apply == "streamed"`` the receiver has a window (a ring of buckets), no whole image::
 
-                                            digests/<n>    <- raw block digests, concatenated
-                                            order/<n>      <- Order(op="stream")
-    staged/<n>      <- Staged, at once: the window is ready, nothing has moved
+                                            BLOB           <- raw block digests, concatenated
+                                            ORDER n        <- Order(op="stream")
+    STAGED n        <- Staged, at once: the window is ready, nothing has moved
                     (POST /update_weights {"update_info": Commit}; meanwhile both broadcast
                      through the window; the engine loads each tensor once its blocks are checked)
-    applied/<n>     <- Applied
-                                            cancel         <- the lane cancels the load
+    APPLIED n       <- Applied
+                                            CANCEL         <- the lane cancels the load
 
-A lost store connection means that the lane is gone: the receiver drops the epoch and the engine
-keeps its version. protocol.fence decides which epoch replaces another.
+The connection's end means that the other end is gone: the receiver drops the epoch and the engine
+keeps its version; the lane opens the next epoch. protocol.fence decides which epoch replaces
+another.
 
-With a run key, every message carries a proof that its writer has the key, and an end that has a key
-refuses messages without one. Digests are keyed, and so is the fingerprint over them. The Hello's
-digest binds the manifest. The unproven rest (a refusal, "cancel") can only make a transfer fail.
+With a run key, both ends prove it when the connection opens; besides, every message carries a proof
+that its writer has the key, and an end that has a key refuses messages without one. Digests are
+keyed, and so is the fingerprint over them. The Hello's digest binds the manifest. The unproven rest
+(a refusal, MOVED, CANCEL, SIGN) can only make a transfer fail.
 """
 
 import secrets
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -85,11 +87,19 @@ class Label:
         return cls(parts[0], int(parts[1]), parts[2])
 
 
-RECEIVER_RANK = 1
-"""Rank of a server's receiver in its lane's communicator; the lane is rank 0."""
+class Kind(IntEnum):
+    """What a frame of the connection is."""
 
-ABORTED = b"!aborted"
-"""Value that an aborted lane sets on the key that one of its own threads waits for."""
+    JOINED = 1
+    BLOB = 2
+    """Bytes that the next order is about."""
+    ORDER = 3
+    MOVED = 4
+    STAGED = 5
+    APPLIED = 6
+    CANCEL = 7
+    SIGN = 8
+
 
 PROBE = "probe"
 """``Hello.transport`` of a doctor: the receiver answers with Joined and opens no epoch."""
@@ -102,20 +112,8 @@ Apply = Literal["staged", "streamed"]
 REPLY_S = 10.0
 """Deadline for answering a trainer of another version, in seconds."""
 
-PING_BYTES = 1
-"""Size of a ping's broadcast."""
-
 TCP = "tcp"
 """``Hello.transport`` of an epoch whose receiver reads the versions from sources, in ranges."""
-
-MOVED = b"moved"
-"""Value of a mark that was reached."""
-
-ENDED = b"!ended"
-"""Value of a mark that was not reached: the transfer has ended, and the answer says why."""
-
-CANCEL_KEY = "cancel"
-"""Key that a lane sets to cancel a streamed transfer."""
 
 
 def new_run_id(unix_s: float) -> str:
@@ -126,17 +124,6 @@ def new_run_id(unix_s: float) -> str:
     '0000000003e8-'
     """
     return f"{int(unix_s * 1000):012x}-{secrets.token_hex(4)}"
-
-
-def key_prefix(run_id: str, epoch: int) -> str:
-    """Prefix of every key of one epoch."""
-    return f"{run_id}/{epoch}"
-
-
-def mark_key(number: int, mark: int) -> str:
-    """Key that a receiver sets once the first ``mark`` bytes of transfer ``number`` are there and
-    checked: the lane sees that the transfer moves."""
-    return f"moved/{number}/{mark}"
 
 
 def marks(total_bytes: int, bucket_bytes: int) -> tuple[int, ...]:
@@ -179,7 +166,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             ) from error
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
+    def from_json(cls, text: str | bytes | bytearray) -> Self:
         """Decode one JSON text; PeerError if it is none."""
         try:
             data = msgspec.json.decode(text)
@@ -226,11 +213,11 @@ class Hello(Message, frozen=True):
 
     run_id: str
     epoch: Positive
-    store_host: str
-    store_port: Annotated[int, Meta(ge=1, le=65535)]
+    host: str
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    ticket: str
+    """Names the lane's channel at that address, hexadecimal."""
     transport: str
-    rank: Positive
-    size: Positive
     manifest_digest: str
     digest_algorithm: str
     block_bytes: Positive
@@ -252,12 +239,12 @@ class Hello(Message, frozen=True):
     """TCP connections, and threads, with which the receiver reads a version."""
     progress_s: Annotated[float, Meta(gt=0)] = 10.0
     """Longest wait for the next byte of a range, in seconds."""
+    store_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port of the store, at ``host``, at which gloo and NCCL meet; 0 for transport "tcp"."""
     nccl: str = ""
     """Version of the trainer's NCCL (transport "nccl"), which must be the server's too."""
 
     def __post_init__(self) -> None:
-        if self.rank >= self.size:
-            raise ValueError(f"rank < size (rank 0 is the lane), got {self.rank} and {self.size}")
         if self.bucket_bytes % self.block_bytes:
             raise ValueError(
                 f"bucket_bytes must be a multiple of block_bytes, got {self.bucket_bytes} and"
@@ -270,10 +257,10 @@ def reply_address(data: Any) -> Hello | None:
 
     It is good for an answer and for nothing else.
     """
-    if not isinstance(data, dict) or not isinstance(data.get("rank"), int):
+    if not isinstance(data, dict):
         return None
-    known = {key: data.get(key) for key in ("run_id", "epoch", "store_host", "store_port", "rank")}
-    rest = {"transport": PROBE, "size": data["rank"] + 1, "manifest_digest": ""}
+    known = {key: data.get(key) for key in ("run_id", "epoch", "host", "port", "ticket")}
+    rest: dict[str, Any] = {"transport": PROBE, "manifest_digest": ""}
     rest |= {"digest_algorithm": "xxh3", "block_bytes": 1, "bucket_bytes": 1, "timeout_s": REPLY_S}
     try:
         return Hello.from_dict(known | rest)
@@ -290,7 +277,6 @@ class Joined(Message, frozen=True):
     believed without a proof: an attacker who can forge one can also cut the connection.
     """
 
-    rank: int
     ok: bool
     error: str
     package: str
@@ -351,7 +337,6 @@ class Order(Message, frozen=True):
     number: Number
     op: Op
     version: int
-    digests_key: str
     fingerprint: str
     sources: tuple[RangeSource, ...] = ()
 

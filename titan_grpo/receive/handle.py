@@ -234,7 +234,7 @@ class ReceiverHandle:
         return int(self._served().ask(message, left + ANSWER_S)["filled"])
 
     def applied(self, commit: Commit, report: Applied) -> None:
-        """Record how a commit ended and report it to the lane; returns when its store has it.
+        """Record how a commit ended and report it to the lane; returns when it is sent.
         PeerError if it cannot be reported."""
         if self._commit is not commit:
             # the lane in force waits for a report of the same number: it must not get this one
@@ -270,7 +270,6 @@ class ReceiverHandle:
         believed = keys is not None or not (hello.proof or self._run_key)
         state = self.state if believed and hello.transport != PROBE else EngineState()
         joined = Joined(
-            rank=hello.rank,
             ok=not problem,
             error=problem,
             package=self._package,

@@ -1,8 +1,9 @@
 """The receiving half of one epoch, free of any engine: joins the lane, fills the image, checks it,
 lends it.
 
-Two threads: ``run`` serves the lane's orders; ``lend``, ``take`` and ``applied`` are called for the
-engine. A third one, of a windowed apply, waits for the lane's cancel.
+Three threads: ``run`` serves the lane's orders, which the channel's thread reads; ``lend``,
+``take`` and ``applied`` are called for the engine. No torch, which takes seconds to import, unless
+the version comes through gloo or NCCL.
 """
 
 import math
@@ -12,11 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 
 from titan_grpo.errors import PeerError, TitanGrpoError, TransferFailed
@@ -31,41 +30,28 @@ from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import fence, staging
 from titan_grpo.protocol.messages import (
-    CANCEL_KEY,
-    ENDED,
-    MOVED,
-    PING_BYTES,
     TCP,
     Applied,
     Commit,
     Hello,
     Joined,
+    Kind,
     Order,
     RangeSource,
     Staged,
-    key_prefix,
-    mark_key,
     marks,
 )
 from titan_grpo.receive.fetch import Content, Fetch, Open
-from titan_grpo.receive.window import Window, window_bytes
 from titan_grpo.runkey import EpochKeys
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
+from titan_grpo.sync.transports.channel import ReceiverChannel
 from titan_grpo.sync.transports.ranges import MemfdReader, TcpReader
-from titan_grpo.sync.transports.store import (
-    get_value,
-    join_store,
-    open_transport,
-    store_errors,
-    transport_problem,
-)
+
+if TYPE_CHECKING:
+    from titan_grpo.receive.window import Window
 
 SIGN_S = 1.0
 """Seconds for the trainer to give a sign when it is asked for one."""
-
-IDLE_S = 60.0
-"""Length of one wait for the next order, in seconds. It is repeated; a lost connection ends it at
-once."""
 
 
 def address_towards(host: str, port: int) -> str:
@@ -102,16 +88,12 @@ class Receiver:
         self._image: SharedImage | None = None
         self._manifest_text: SharedImage | None = None
         self._window: Window | None = None
+        self._transport: Transport | None = None
         self._expected: Sequence[bytes] = ()
-        self._replies: dist.Store | None = None
-        self.signed_s = time.monotonic()
-        """When the trainer gave its last sign (monotonic clock); minus infinity: it left."""
-        self._bye: int | None = None
-        """Number of the order by which it left."""
-        self._presence: TcpReader | None = None
-        """Reads nothing: the lane sees by it at once that this process has ended."""
-        self._ahead: list[int] = []
-        """Marks of the transfer under way that the lane still waits for."""
+        self._channel: ReceiverChannel | None = None
+        self._born_s = time.monotonic()
+        self._bye: Order | None = None
+        """The order by which the trainer left."""
 
     def answer(self) -> None:
         """Only answer the Hello (a probe, a refusal)."""
@@ -121,49 +103,62 @@ class Receiver:
         """Serve the epoch until the lane says bye, which ``confirm_bye`` answers. Raises
         TitanGrpoError with the reason if it ends in another way."""
         hello = self._hello
-        orders, self._replies = self._join(), self._join()
-        problem = transport_problem(hello.transport, hello.nccl)
-        if self.streamed and hello.transport == TCP:
-            problem = "weight_sync.transport tcp is for weight_sync.apply staged, got streamed"
-        if self._key is not None and hello.digest_algorithm != KEYED:
-            problem = (
-                f"with a run key the blocks' digests must be {KEYED}, got"
-                f" {hello.digest_algorithm!r}: others take no key"
-            )
-        if self._joined.ok and problem:
+        channel = self._channel = self._join()
+        if self._joined.ok and (problem := self._problem()):
             self._joined = replace(self._joined, ok=False, error=problem, final=True)
-        self._answer(orders)
+        self._answer(channel)
         if not self._joined.ok:
             raise PeerError(
                 f"refused epoch {hello.epoch} of run {hello.run_id}: {self._joined.error}"
             )
-        transport = None
         if hello.transport != TCP:
-            here = address_towards(hello.store_host, hello.store_port)
-            options = TransportOptions(hello.timeout_s, here, hello.bucket_bytes, self._device)
-            transport = open_transport(hello.transport, orders, hello.rank, hello.size, options)
-        if self.streamed:
-            # a connection of its own: one connection serves one blocking call at a time
-            watched = self._join(), transport
-            threading.Thread(target=self._watch, args=watched, name="watch", daemon=True).start()
+            self._transport = self._open_transport()
         number = 0
-        while self._serve(orders, transport, number):
+        while self._serve(channel, number):
             number += 1
-        self.signed_s = -math.inf
-        self._bye = number
+
+    def _problem(self) -> str:
+        """Why this host cannot serve the epoch; empty if it can."""
+        hello = self._hello
+        if self._key is not None and hello.digest_algorithm != KEYED:
+            return (
+                f"with a run key the blocks' digests must be {KEYED}, got"
+                f" {hello.digest_algorithm!r}: others take no key"
+            )
+        if hello.transport == TCP:
+            only = "weight_sync.transport tcp is for weight_sync.apply staged, got streamed"
+            return only if self.streamed else ""
+        from titan_grpo.sync.transports.store import transport_problem
+
+        return transport_problem(hello.transport, hello.nccl)
+
+    def _open_transport(self) -> Transport:
+        """The communicator of gloo or NCCL."""
+        from titan_grpo.sync.transports.store import join_store, open_transport
+
+        hello = self._hello
+        here = address_towards(hello.host, hello.store_port)
+        options = TransportOptions(hello.timeout_s, here, hello.bucket_bytes, self._device)
+        store = join_store(hello.host, hello.store_port, hello.timeout_s)
+        return open_transport(hello.transport, store, 1, 2, options)
 
     def confirm_bye(self) -> None:
         """Answer the lane's bye, if it said one."""
-        if self._bye is not None and self._replies is not None:
-            self._reply(self._replies, self._bye, _staged(Order(self._bye, "bye", 0, "", "")))
+        if self._bye is not None and self._channel is not None:
+            self._reply(self._channel, _staged(self._bye))
+
+    @property
+    def signed_s(self) -> float:
+        """When the trainer gave its last sign (monotonic clock); minus infinity: it left."""
+        if self._bye is not None:
+            return -math.inf
+        return self._born_s if self._channel is None else self._channel.heard_s
 
     def last_sign_s(self) -> float:
-        """Ask the trainer, whose process hosts the lane's store, and return ``signed_s``."""
-        if self.signed_s == -math.inf:
-            return self.signed_s  # it said bye, though its store may still answer
-        with suppress(TransferFailed), store_errors("asking for the trainer"):
-            self._join(SIGN_S).check(["alive"])
-            self.signed_s = time.monotonic()
+        """Ask the trainer's process for a sign, and return ``signed_s``."""
+        if self._channel is not None:
+            with suppress(TransferFailed):
+                self._channel.ask_sign(SIGN_S)
         return self.signed_s
 
     def lend(self, commit: Commit) -> tuple[ImageAddress, ImageAddress]:
@@ -203,86 +198,76 @@ class Receiver:
         with self._turn:
             self._step(staging.Returned())
             self._turn.notify_all()
-        if self._replies is None:
+        if self._channel is None:
             raise PeerError("the receiver has not joined a lane")
-        with store_errors(f"reporting transfer {report.number}"):
-            self._replies.set(f"applied/{report.number}", report.proven(self._key).to_json())
+        text = report.proven(self._key).to_json()
+        self._channel.send(Kind.APPLIED, report.number, text.encode())
 
-    def _join(self, timeout_s: float | None = None) -> dist.Store:
+    def _join(self) -> ReceiverChannel:
         hello = self._hello
-        store = join_store(hello.store_host, hello.store_port, timeout_s or hello.timeout_s)
-        return dist.PrefixStore(key_prefix(hello.run_id, hello.epoch), store)
+        address = hello.host, hello.port
+        return ReceiverChannel(address, hello.ticket, self._key, hello.timeout_s, self._give_up)
 
-    def _answer(self, store: dist.Store) -> None:
-        with store_errors("answering the trainer's hello"):
-            store.set(f"joined/{self._hello.rank}", self._joined.proven(self._key).to_json())
+    def _answer(self, channel: ReceiverChannel) -> None:
+        channel.send(Kind.JOINED, 0, self._joined.proven(self._key).to_json().encode())
 
-    def _serve(self, store: dist.Store, transport: Transport | None, number: int) -> bool:
+    def _serve(self, channel: ReceiverChannel, number: int) -> bool:
         """One order; False after the last one."""
-        try:
-            text = self._next(store, f"order/{number}")
-        finally:
-            self.signed_s = time.monotonic()  # also without an order: the connection stood
-        order = Order.from_json(text)
+        blob: bytes | bytearray = b""
+        while (frame := channel.take((Kind.BLOB, Kind.ORDER))).kind is Kind.BLOB:
+            blob = frame.body
+        order = Order.from_json(frame.body)
         order.require_proof(self._key)
         if order.number != number:
             raise PeerError(
                 f"order {number} calls itself {order.number}: lane and receiver lost step"
             )
-        self._ahead = []
         try:
             match order.op:
                 case "bye":
+                    self._bye = order
                     return False
                 case "manifest":
-                    staged = self._take_manifest(order, store)
-                case "receive" if transport is not None:
-                    staged = self._receive(order, store, transport)
+                    staged = self._take_manifest(order, blob)
+                case "receive" if self._transport is not None:
+                    staged = self._receive(order, blob, self._transport)
                 case "receive":
-                    staged = self._fetch(order, store)
+                    staged = self._fetch(order, blob, channel)
                 case "stream":
-                    staged = self._offer(order, store)
+                    staged = self._offer(order, blob)
                 case _:
-                    staged = self._ping(order, transport)
+                    # the engine has not restarted: this process would have died with it
+                    staged = _staged(order)
         except TransferFailed:
             raise  # the communicator is of no further use: the epoch ends
         except TitanGrpoError as error:
             staged = _staged(order, error=str(error))
-        if not staged.ok and self._ahead:
-            self._moved(store, number, self._ahead[0], ENDED)
-        self._reply(store, number, staged)
-        if order.op == "stream" and staged.ok and transport is not None:
-            self._fill(transport)
+        self._reply(channel, staged)
+        if order.op == "stream" and staged.ok and self._transport is not None:
+            self._fill(self._transport)
         return True
 
-    def _reply(self, store: dist.Store, number: int, staged: Staged) -> None:
-        with store_errors(f"reporting order {number}"):
-            store.set(f"staged/{number}", staged.proven(self._key).to_json())
+    def _reply(self, channel: ReceiverChannel, staged: Staged) -> None:
+        channel.send(Kind.STAGED, staged.number, staged.proven(self._key).to_json().encode())
 
-    def _next(self, store: dist.Store, key: str) -> bytes:
-        while True:
-            try:
-                store.wait([key], timedelta(seconds=IDLE_S))
-                return bytes(store.get(key))
-            except dist.DistNetworkError as error:
-                raise TransferFailed(
-                    "the trainer's store is gone: the trainer ended or closed this epoch"
-                ) from error
-            except dist.DistStoreError:
-                continue  # no order yet
+    def _give_up(self, why: str) -> None:
+        """On the channel's thread: release the engine as soon as the lane cancels or is gone, also
+        while a broadcast stalls."""
+        if (window := self._window) is not None:
+            window.fail(why)
+        if (transport := self._transport) is not None:
+            transport.abort()
 
-    def _take_manifest(self, order: Order, store: dist.Store) -> Staged:
-        with store_errors("reading the manifest"):
-            text = get_value(store, "manifest")
+    def _take_manifest(self, order: Order, text: bytes | bytearray) -> Staged:
         manifest = Manifest.from_json(text.decode())
         if manifest.digest != self._hello.manifest_digest:
             raise PeerError(
                 f"the manifest must have digest {self._hello.manifest_digest}, got"
                 f" {manifest.digest}"
             )
-        for source in order.sources:
-            self._presence = TcpReader(source, self._key, self._hello.progress_s)
         if self.streamed:
+            from titan_grpo.receive.window import window_bytes
+
             size = window_bytes(manifest.total_bytes, self._hello.bucket_bytes)
             image = SharedImage.create(size, "titan_grpo window")
         else:
@@ -293,11 +278,13 @@ class Receiver:
             self._manifest, self._image, self._manifest_text = manifest, image, shared
         return _staged(order, image=image)
 
-    def _offer(self, order: Order, store: dist.Store) -> Staged:
+    def _offer(self, order: Order, digests: bytes | bytearray) -> Staged:
         """A windowed transfer: everything but the bytes. The fingerprint covers the digests that
         every block must have."""
+        from titan_grpo.receive.window import Window
+
         image, manifest = self._reserve(order, streamed=True)
-        expected = self._digests(order, store, manifest)
+        expected = self._digests(digests, manifest)
         found = fingerprint(manifest.digest, expected)
         if found != order.fingerprint:
             raise PeerError(f"the fingerprint must be {order.fingerprint}, got {found}")
@@ -320,25 +307,11 @@ class Receiver:
         with self._turn:
             self._step(staging.Spent())
 
-    def _watch(self, store: dist.Store, transport: Transport | None) -> None:
-        """Thread: release the engine as soon as the lane cancels, also while a broadcast stalls."""
-        try:
-            self._next(store, CANCEL_KEY)
-            why = "the trainer gave the transfer up"
-        except TransferFailed as error:
-            why = str(error)
-        if (window := self._window) is not None:
-            window.fail(why)
-        if transport is not None:
-            transport.abort()
-
-    def _fetch(self, order: Order, store: dist.Store) -> Staged:
+    def _fetch(self, order: Order, digests: bytes | bytearray, channel: ReceiverChannel) -> Staged:
         """Read the version from its sources. The lane sees each bucket that has arrived."""
         hello, began = self._hello, time.monotonic()
-        if self._manifest is not None:
-            self._ahead = list(marks(self._manifest.total_bytes, hello.bucket_bytes))
         image, manifest = self._reserve(order, streamed=False)
-        expected = self._digests(order, store, manifest)
+        expected = self._digests(digests, manifest)
         print_ = fingerprint(manifest.digest, expected)
         error, bad, verify_s = "", -1, 0.0
         if print_ != order.fingerprint:
@@ -346,8 +319,9 @@ class Receiver:
         else:
             content = Content(manifest, expected, hello.digest_algorithm, self._block_key)
             fetch = Fetch(image, content, self._opens(order.sources), hello.bucket_bytes)
-            moved = partial(self._moved, store, order.number)
-            fetch.run(hello.connections, hello.timeout_s, tuple(self._ahead), moved)
+            ahead = marks(manifest.total_bytes, hello.bucket_bytes)
+            moved = partial(self._moved, channel, order.number)
+            fetch.run(hello.connections, hello.timeout_s, ahead, moved)
             error, bad, verify_s = fetch.error, fetch.bad_block, fetch.verify_s
         with self._turn:
             self._step(staging.Arrived(order.number, order.version, print_, not error))
@@ -358,11 +332,9 @@ class Receiver:
             bad_block=bad,
         )
 
-    def _moved(self, store: dist.Store, number: int, mark: int, value: bytes = MOVED) -> None:
-        """Tell the lane that the transfer moves, or, by another value, that it has ended."""
-        self._ahead.remove(mark)
-        with store_errors(f"reporting progress of transfer {number}"):
-            store.set(mark_key(number, mark), value)  # type: ignore[arg-type]
+    def _moved(self, channel: ReceiverChannel, number: int, _: int) -> None:
+        """Tell the lane that the transfer has reached its next mark."""
+        channel.send(Kind.MOVED, number)
 
     def _opens(self, sources: Sequence[RangeSource]) -> list[Open]:
         """How to open each source; a memfd of this host before any socket."""
@@ -372,12 +344,12 @@ class Receiver:
         wait_s = self._hello.progress_s
         return [*local, *(partial(TcpReader, source, self._key, wait_s) for source in sources)]
 
-    def _receive(self, order: Order, store: dist.Store, transport: Transport) -> Staged:
+    def _receive(self, order: Order, digests: bytes | bytearray, transport: Transport) -> Staged:
         hello = self._hello
         image, manifest = self._reserve(order, streamed=False)
         receive_s = broadcast_image(transport, image.tensor(), hello.bucket_bytes, hello.timeout_s)
         start = time.monotonic()
-        expected = self._digests(order, store, manifest)
+        expected = self._digests(digests, manifest)
         found = block_digests(image.buffer, manifest, hello.digest_algorithm, self._block_key)
         bad = first_difference(expected, found)
         print_ = fingerprint(manifest.digest, found)
@@ -408,16 +380,9 @@ class Receiver:
             self._step(staging.Begin(order.number, order.version))
             return self._image, self._manifest
 
-    def _ping(self, order: Order, transport: Transport | None) -> Staged:
-        """Proof that the engine has not restarted: this process would have died with it."""
-        if transport is not None:
-            transport.broadcast(torch.empty(PING_BYTES, dtype=torch.uint8), self._hello.timeout_s)
-        return _staged(order)
-
-    def _digests(self, order: Order, store: dist.Store, manifest: Manifest) -> list[bytes]:
+    def _digests(self, blob: bytes | bytearray, manifest: Manifest) -> list[bytes]:
         """The digests that the trainer's blocks have."""
-        with store_errors("reading the digests"):
-            raw = get_value(store, order.digests_key)
+        raw = bytes(blob)
         algorithm = self._hello.digest_algorithm
         size = len(digest_block(memoryview(b""), algorithm))
         if len(raw) != size * manifest.num_blocks:

@@ -1,4 +1,4 @@
-"""The trainer's end of one epoch with one server that has our receiver: store, communicator,
+"""The trainer's end of one epoch with one server that has our receiver: channel, communicator,
 transfers."""
 
 import threading
@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.errors import (
@@ -25,42 +24,32 @@ from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import lane
 from titan_grpo.protocol.messages import (
-    ABORTED,
-    CANCEL_KEY,
-    MOVED,
-    PING_BYTES,
-    RECEIVER_RANK,
     TCP,
     Applied,
     Apply,
     Commit,
     Hello,
     Joined,
+    Kind,
     Op,
     Order,
     RangeSource,
     Staged,
-    key_prefix,
-    mark_key,
     marks,
 )
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.load_call import LoadCall
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
+from titan_grpo.sync.transports.channel import Frame, LaneChannel
 from titan_grpo.sync.transports.range_server import RangeServer
-from titan_grpo.sync.transports.store import (
-    delete_value,
-    host_store,
-    join_store,
-    nccl_version,
-    open_transport,
-    put_value,
-    store_errors,
-)
+from titan_grpo.sync.transports.store import host_store, nccl_version, open_transport
 
 Moved = Callable[[int], object]
 """Callback after every bucket with the number of bytes sent; must not block. An error that it
 raises ends the transfer."""
+
+LANE_RANK, RECEIVER_RANK = 0, 1
+"""Ranks in the communicator of gloo or NCCL."""
 
 MANIFEST_NUMBER = 0
 """Number of the order that hands over the manifest; transfers count from 1."""
@@ -143,40 +132,34 @@ class LaneLink:
         self._key = keys.messages if keys is not None else None
         self._lock = threading.Lock()
         self._aborted = False
-        self._waiting = ""
         self._next = MANIFEST_NUMBER
-        self._host: dist.TCPStore | None = None
-        self._store: dist.Store | None = None
-        self._alarm: dist.Store | None = None
-        self._transport: Transport | None = None
         self._source = options.source or RangeServer()
-        self._source_port = 0
-        self._presence = ""
-        """Ticket of the connection that the receiver keeps open (transport "tcp")."""
+        self._channel: LaneChannel | None = None
+        self._store: TCPStore | None = None
+        """At which the ranks of gloo or NCCL meet."""
+        self._transport: Transport | None = None
         self._joined = False
         self._transfer_s = options.transfer_s(manifest.total_bytes)
 
     def open(self) -> Hello:
-        """Host the store; the ``init_info`` for the server. Raises ConfigError if bind_host is not
-        an address of this host."""
+        """Listen; the ``init_info`` for the server. Raises ConfigError if bind_host is not an
+        address of this host."""
         o = self._options
-        self._host = host_store(o.bind_host)
-        prefix = key_prefix(self._run_id, self._epoch)
-        self._store = dist.PrefixStore(prefix, self._host)
-        # a waiting thread locks its connection: abort() needs another one to set a key
-        self._alarm = dist.PrefixStore(
-            prefix, join_store(o.bind_host, self._host.port, o.timeout_s)
-        )
-        if o.transport == TCP:
-            self._source_port = self._source.listen(o.bind_host)
+        channel = self._source.channel(o.bind_host, self._key, self._abort_transport)
+        if o.transport != TCP:
+            self._store = host_store(o.bind_host)
+        with self._lock:
+            self._channel = channel
+            aborted = self._aborted
+        if aborted:
+            channel.abort()
         hello = Hello(
             run_id=self._run_id,
             epoch=self._epoch,
-            store_host=o.bind_host,
-            store_port=self._host.port,
+            host=channel.host,
+            port=channel.port,
+            ticket=channel.ticket.hex(),
             transport=o.transport,
-            rank=RECEIVER_RANK,
-            size=RECEIVER_RANK + 1,
             manifest_digest=self._manifest.digest,
             digest_algorithm=o.algorithm,
             block_bytes=self._manifest.block_bytes,
@@ -191,6 +174,7 @@ class LaneLink:
             live_s=o.live_s,
             connections=o.connections,
             progress_s=o.progress_s,
+            store_port=0 if self._store is None else self._store.port,
             nccl=nccl_version() if o.transport == "nccl" else "",
         )
         return hello.proven(self._key)
@@ -207,9 +191,8 @@ class LaneLink:
         or does not prove this run's key; ServerRefused if it refuses otherwise; TransferFailed if
         no answer comes in time.
         """
-        joined = Joined.from_json(
-            self._await(f"joined/{RECEIVER_RANK}", timeout_s, "waiting for the server's receiver")
-        )
+        frame = self._take(0, (Kind.JOINED,), timeout_s, "waiting for the server's receiver")
+        joined = Joined.from_json(frame.body)
         if joined.final:
             raise ServerUnfit(joined.error)
         if not joined.ok and joined.run_in_force in ("", self._run_id):
@@ -223,16 +206,17 @@ class LaneLink:
                 joined.error, joined.run_in_force, joined.term_in_force, joined.age_in_force_s
             )
         self._joined = True
-        o = self._options
-        if o.transport == TCP:
+        o, store = self._options, self._store
+        if store is None:
             return joined
         options = TransportOptions(
             min(timeout_s, o.timeout_s), o.bind_host, o.bucket_bytes, o.device
         )
-        transport = open_transport(o.transport, self._opened(), 0, RECEIVER_RANK + 1, options)
+        transport = open_transport(o.transport, store, LANE_RANK, RECEIVER_RANK + 1, options)
         with self._lock:
             self._transport = transport
-            aborted = self._aborted
+            # what ended the connection meanwhile found no transport to abort
+            aborted = self._aborted or self._opened().inbox.ended
         if aborted:
             transport.abort()
         return joined
@@ -240,15 +224,7 @@ class LaneLink:
     def send_manifest(self, timeout_s: float) -> Staged:
         """Hand the manifest over and wait until the receiver has memory for an image of that
         size."""
-        self._put("manifest", self._manifest.to_json().encode())
-        sources: tuple[RangeSource, ...] = ()
-        if self._options.transport == TCP:
-            # a broadcast ends with its connection; without one, a receiver that is killed would be
-            # noticed at the next deadline only
-            self._presence = self._source.watch(self.abort, self._key)
-            host = self._options.bind_host
-            sources = (RangeSource(host, self._source_port, self._presence),)
-        self._post(Order(MANIFEST_NUMBER, "manifest", 0, "", "", sources))
+        self._post(Order(MANIFEST_NUMBER, "manifest", 0, ""), self._manifest.to_json().encode())
         return self._staged(MANIFEST_NUMBER, timeout_s)
 
     def send(
@@ -273,8 +249,7 @@ class LaneLink:
         if self._options.transport == TCP:
             with self._served(bytes_, shared.address if shared else None) as place:
                 self._announce("receive", number, version, digests, fingerprint, (place,))
-                self._wait_moved(number, moved)
-                return self._staged(number, self._options.progress_s)
+                return self._moving(number, moved)
         self._announce("receive", number, version, digests, fingerprint)
         self._broadcast(bytes_, moved)
         left = max(0.0, start + self._transfer_s - time.monotonic())
@@ -287,25 +262,25 @@ class LaneLink:
         ticket = self._source.grant(view, memfd.fd if memfd else None, self._key)
         place = memfd.to_json() if memfd else {}
         try:
-            yield RangeSource(self._options.bind_host, self._source_port, ticket, place)
+            channel = self._opened()
+            yield RangeSource(channel.host, channel.port, ticket, place)
         finally:
             self._source.revoke(ticket)
 
-    def _wait_moved(self, number: int, moved: Moved | None) -> None:
-        """Wait for each mark of the transfer. TransferFailed if the next one is late: the receiver
-        or the network stands still."""
+    def _moving(self, number: int, moved: Moved | None) -> Staged:
+        """The receiver's answer, which comes early where it gives the transfer up. TransferFailed
+        if the next mark is late: the receiver or the network stands still."""
         o, deadline = self._options, time.monotonic() + self._transfer_s
         within_s = o.progress_s + o.bucket_bytes / o.min_rate
         for mark in marks(self._manifest.total_bytes, o.bucket_bytes):
-            key, left = mark_key(number, mark), max(0.0, deadline - time.monotonic())
+            wait_s = min(within_s, max(0.0, deadline - time.monotonic()))
             what = f"waiting for the receiver to have byte {mark} of transfer {number}"
-            reached = self._await(key, min(within_s, left), what) == MOVED
-            with store_errors(f"forgetting a mark of order {number}"):
-                self._opened().delete_key(key)
-            if not reached:
-                return
+            frame = self._take(number, (Kind.MOVED, Kind.STAGED), wait_s, what)
+            if frame.kind is Kind.STAGED:
+                return self._proven(frame)
             if moved is not None:
                 moved(mark)
+        return self._staged(number, o.progress_s)
 
     def offer(
         self, number: int, version: int, digests: Sequence[bytes], fingerprint: str
@@ -356,12 +331,12 @@ class LaneLink:
         """End a windowed transfer at once and release the engine. Unlike after ``abort``, the
         engine's report can still be awaited. Any thread; idempotent."""
         with self._lock:
-            transport, alarm = self._transport, self._alarm
+            transport, channel = self._transport, self._channel
         if transport is not None:
             transport.abort()
-        if alarm is not None:
-            with suppress(TransferFailed), store_errors(f"giving epoch {self._epoch} up"):
-                alarm.set(CANCEL_KEY, b"1")  # type: ignore[arg-type]
+        if channel is not None:
+            with suppress(TransferFailed):
+                channel.send(Kind.CANCEL, 0)
 
     def commit(self, staged: Staged) -> Commit:
         """The ``update_info`` for a staged or offered transfer."""
@@ -382,11 +357,8 @@ class LaneLink:
 
         The plugin delivers it before /update_weights answers, so a short wait is enough.
         """
-        applied = Applied.from_json(
-            self._await(
-                f"applied/{number}", timeout_s, f"waiting for the engine to apply transfer {number}"
-            )
-        )
+        what = f"waiting for the engine to apply transfer {number}"
+        applied = Applied.from_json(self._take(number, (Kind.APPLIED,), timeout_s, what).body)
         applied.require_proof(self._key)
         return applied
 
@@ -396,10 +368,7 @@ class LaneLink:
         TransferFailed if it does not answer in time, at once if the connection is lost. Call it
         between two transfers.
         """
-        self._forget(number - 1)
-        self._post(Order(number, "ping", 0, "", ""))
-        if self._options.transport != TCP:
-            self._connected().broadcast(torch.zeros(PING_BYTES, dtype=torch.uint8), timeout_s)
+        self._post(Order(number, "ping", 0, ""))
         answer = self._staged(number, timeout_s)
         if not answer.ok:
             raise TransferFailed(
@@ -408,11 +377,10 @@ class LaneLink:
 
     def bye(self, timeout_s: float) -> None:
         """Tell the receiver, if it has joined, that this run leaves the server. Waits for its
-        answer: the store ends with ``close``."""
+        answer: the connection ends with ``close``."""
         if self._joined:
-            self._unwatch()  # the receiver ends after its answer, which must not count as lost
             number = self._next
-            self._post(Order(number, "bye", 0, "", ""))
+            self._post(Order(number, "bye", 0, ""))
             self._staged(number, timeout_s)
 
     def abort(self) -> None:
@@ -420,29 +388,30 @@ class LaneLink:
         idempotent."""
         with self._lock:
             self._aborted = True
-            waiting, transport, alarm = self._waiting, self._transport, self._alarm
-        if transport is not None:
-            transport.abort()
-        if waiting and alarm is not None:
-            with store_errors(f"aborting epoch {self._epoch}"):
-                alarm.set(waiting, ABORTED)  # type: ignore[arg-type]
+            channel = self._channel
+        self._abort_transport()
+        if channel is not None:
+            channel.abort()
 
     def close(self) -> None:
-        """Close communicator and store; the receiver then loses its connection and ends.
+        """Close communicator and channel; the receiver then loses its connection and ends.
         Idempotent."""
-        self._unwatch()
         with self._lock:
             transport, self._transport = self._transport, None
-            self._store = self._alarm = self._host = None
+            channel, self._channel = self._channel, None
+            self._store = None
+        if channel is not None:
+            channel.close()
         if transport is not None:
             transport.close()
         if self._options.source is None:
             self._source.close()
 
-    def _unwatch(self) -> None:
-        ticket, self._presence = self._presence, ""
-        if ticket:
-            self._source.revoke(ticket)
+    def _abort_transport(self) -> None:
+        with self._lock:
+            transport = self._transport
+        if transport is not None:
+            transport.abort()
 
     def _check_size(self, image: torch.Tensor) -> None:
         if image.numel() != self._manifest.total_bytes:
@@ -463,80 +432,38 @@ class LaneLink:
         fingerprint: str,
         sources: tuple[RangeSource, ...] = (),
     ) -> None:
-        self._forget(number - 1)
-        key = f"digests/{number}"
-        self._put(key, b"".join(digests))
-        self._post(Order(number, op, version, key, fingerprint, sources))
+        self._post(Order(number, op, version, fingerprint, sources), b"".join(digests))
 
-    def _forget(self, number: int) -> None:
-        """Delete the keys of an order that is over: an epoch, and its store, may last as long as
-        the run."""
-        store = self._opened()
-        with store_errors(f"forgetting order {number}"):
-            for key in ("order", "staged", "applied"):
-                store.delete_key(f"{key}/{number}")
-            delete_value(store, f"digests/{number}")
-
-    def _post(self, order: Order) -> None:
+    def _post(self, order: Order, blob: bytes = b"") -> None:
+        """Send an order, and before it the bytes that it is about."""
         if order.number != self._next:
             raise ProtocolError(
                 f"orders count up by one within an epoch: the next is {self._next}, got"
                 f" {order.number}"
             )
-        self._set(f"order/{order.number}", order.proven(self._key).to_json())
+        channel = self._opened()
+        if blob:
+            channel.send(Kind.BLOB, order.number, blob)
+        channel.send(Kind.ORDER, order.number, order.proven(self._key).to_json().encode())
         self._next += 1
 
     def _staged(self, number: int, timeout_s: float) -> Staged:
-        staged = Staged.from_json(
-            self._await(
-                f"staged/{number}",
-                timeout_s,
-                f"waiting for the receiver's answer to order {number}",
-            )
-        )
+        what = f"waiting for the receiver's answer to order {number}"
+        return self._proven(self._take(number, (Kind.STAGED,), timeout_s, what))
+
+    def _proven(self, frame: Frame) -> Staged:
+        staged = Staged.from_json(frame.body)
         staged.require_proof(self._key)
         return staged
 
-    def _await(self, key: str, timeout_s: float, what: str) -> bytes:
-        """Block until ``key`` is there, the deadline passes or the link is aborted; its value."""
-        store = self._opened()
-        with self._lock:  # an abort either finds the key to set here, or is seen here
-            self._check_aborted()
-            self._waiting = key
-        try:
-            with store_errors(f"{what} (epoch {self._epoch}, {timeout_s:.1f} s)"):
-                store.wait([key], timedelta(seconds=timeout_s))
-                value = store.get(key)
-        finally:
-            with self._lock:
-                self._waiting = ""
-        if value == ABORTED:
-            raise TransferFailed(f"{what}: the link was aborted")
-        return bytes(value)
+    def _take(self, number: int, kinds: tuple[Kind, ...], timeout_s: float, what: str) -> Frame:
+        """Block until such a frame is there, the deadline passes, or the link ends."""
+        return self._opened().take(number, kinds, timeout_s, f"{what} (epoch {self._epoch})")
 
-    def _put(self, key: str, value: bytes) -> None:
-        """Set a value that may be large."""
-        store = self._opened()
-        with self._lock:
-            self._check_aborted()
-        with store_errors(f"setting {key} (epoch {self._epoch})"):
-            put_value(store, key, value)
-
-    def _set(self, key: str, value: str | bytes) -> None:
-        store = self._opened()
-        with self._lock:
-            self._check_aborted()
-        with store_errors(f"setting {key} (epoch {self._epoch})"):
-            store.set(key, value)  # type: ignore[arg-type]
-
-    def _check_aborted(self) -> None:
-        if self._aborted:
-            raise TransferFailed(f"epoch {self._epoch} was aborted")
-
-    def _opened(self) -> dist.Store:
-        if self._store is None:
+    def _opened(self) -> LaneChannel:
+        if self._channel is None:
             raise TransferFailed(f"the link of epoch {self._epoch} is not open")
-        return self._store
+        return self._channel
 
     def _connected(self) -> Transport:
         if self._transport is None:

@@ -21,18 +21,19 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.server import AUTO, make_control
 from titan_grpo.errors import PeerError, TitanGrpoError
+from titan_grpo.layout.digest import KEYED
 from titan_grpo.protocol import pause_guard
 from titan_grpo.protocol.lane_events import LaneEvent, Point
-from titan_grpo.protocol.messages import RECEIVER_RANK, TCP, Hello, Joined, Label, key_prefix
+from titan_grpo.protocol.messages import TCP, Hello, Joined, Kind, Label
 from titan_grpo.protocol.recovery import Pause, Relabel, Resume, Step, settle
 from titan_grpo.runkey import EpochKeys, Key
+from titan_grpo.sync.transports.range_server import RangeServer
 
 log = logging.getLogger("titan_grpo.sync.pause_guard_main")
 
@@ -78,26 +79,19 @@ def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Jo
 
     The engine serves one call at a time, so a load under way has ended when this returns.
     """
-    # torch is imported when a server needs help, not in every run
-    import torch.distributed as dist
-
-    from titan_grpo.layout.digest import KEYED
-    from titan_grpo.sync.transports.store import host_store, store_errors
-
     key = None
     if access.run_key:
         run_key = Key.parse(access.run_key, "the pause guard's run key")
         key = EpochKeys.of(run_key, run_id, epoch).messages
-    host = host_store(access.bind_host)
-    store = dist.PrefixStore(key_prefix(run_id, epoch), host)
+    server = RangeServer()
+    channel = server.channel(access.bind_host, key)
     hello = Hello(
         run_id=run_id,
         epoch=epoch,
-        store_host=access.bind_host,
-        store_port=host.port,
+        host=channel.host,
+        port=channel.port,
+        ticket=channel.ticket.hex(),
         transport=TCP,
-        rank=RECEIVER_RANK,
-        size=RECEIVER_RANK + 1,
         manifest_digest="",
         digest_algorithm=KEYED,
         block_bytes=1,
@@ -105,14 +99,14 @@ def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Jo
         timeout_s=access.join_s,
         age_s=time.monotonic() - access.started_s,
     )
-    control.greet(hello.proven(key).to_dict())
-    answer = f"joined/{RECEIVER_RANK}"
-    with store_errors(f"waiting for the receiver of {control.url}"):
-        store.wait([answer], timedelta(seconds=access.join_s))
-        joined = Joined.from_json(bytes(store.get(answer)))
+    try:
+        control.greet(hello.proven(key).to_dict())
+        what = f"waiting for the receiver of {control.url}"
+        joined = Joined.from_json(channel.take(0, (Kind.JOINED,), access.join_s, what).body)
+    finally:
+        server.close()  # the receiver loses its lane and ends
     if joined.ok:
         joined.require_proof(key)
-    # the store closes with this frame: the receiver loses its lane and ends
     return joined
 
 

@@ -1,12 +1,8 @@
 """Asks a server what its receiver would answer, without opening an epoch."""
 
-from datetime import timedelta
-
-import torch.distributed as dist
-
-from titan_grpo.protocol.messages import PROBE, RECEIVER_RANK, Hello, Joined, key_prefix
+from titan_grpo.protocol.messages import PROBE, Hello, Joined, Kind
 from titan_grpo.runkey import EpochKeys, Key
-from titan_grpo.sync.transports.store import host_store, store_errors
+from titan_grpo.sync.transports.range_server import RangeServer
 
 
 class Probe:
@@ -14,24 +10,23 @@ class Probe:
     check."""
 
     def __init__(self, bind_host: str, timeout_s: float, run_key: Key | None = None) -> None:
-        """Host the store for the answer. ``hello``: the ``init_info`` to send.
+        """Listen for the answer. ``hello``: the ``init_info`` to send.
 
         With a run key, Joined.ok tells whether the server has the same; without, Joined.keyed
         whether it has any.
         """
         self._timeout_s = timeout_s
-        self._host = host_store(bind_host)
         run_id = "probe"
-        self._store = dist.PrefixStore(key_prefix(run_id, 1), self._host)
         self._key = EpochKeys.of(run_key, run_id, 1).messages if run_key is not None else None
+        self._server = RangeServer()
+        self._channel = channel = self._server.channel(bind_host, self._key)
         hello = Hello(
             run_id=run_id,
             epoch=1,
-            store_host=bind_host,
-            store_port=self._host.port,
+            host=channel.host,
+            port=channel.port,
+            ticket=channel.ticket.hex(),
             transport=PROBE,
-            rank=RECEIVER_RANK,
-            size=RECEIVER_RANK + 1,
             manifest_digest="",
             digest_algorithm="xxh3",
             block_bytes=1,
@@ -43,10 +38,12 @@ class Probe:
     def wait(self) -> Joined:
         """The plugin's answer. TransferFailed if none comes: no plugin, or no route from the server
         to this host. PeerError if it is no refusal and does not prove the run key."""
-        key = f"joined/{RECEIVER_RANK}"
-        with store_errors("waiting for the server's titan_grpo plugin"):
-            self._store.wait([key], timedelta(seconds=self._timeout_s))
-            joined = Joined.from_json(bytes(self._store.get(key)))
+        what = "waiting for the server's titan_grpo plugin"
+        try:
+            frame = self._channel.take(0, (Kind.JOINED,), self._timeout_s, what)
+        finally:
+            self._server.close()
+        joined = Joined.from_json(frame.body)
         if joined.ok:
             joined.require_proof(self._key)
         return joined

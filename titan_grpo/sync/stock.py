@@ -93,7 +93,7 @@ class StockLink:
             )
         self._workers = self._routes.workers(timeout_s)
         self._intact = control.label() != UNUSABLE
-        return Joined(1, True, "", "stock", 0, "", -1, "", self._intact)
+        return Joined(True, "", "stock", 0, "", -1, "", self._intact)
 
     def send_manifest(self, timeout_s: float) -> Staged:
         """Compare the names: SGLang ignores unknown ones and answers with success."""

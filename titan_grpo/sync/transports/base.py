@@ -5,10 +5,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from titan_grpo.errors import TransferFailed
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Transport(ABC):
     any other."""
 
     @abstractmethod
-    def broadcast(self, view: torch.Tensor, timeout_s: float) -> None:
+    def broadcast(self, view: "torch.Tensor", timeout_s: float) -> None:
         """Send (rank 0) or fill (others) ``view``: uint8, 1-D, contiguous, on the host; as long on
         every rank.
 
@@ -47,7 +49,7 @@ class Transport(ABC):
 
 def broadcast_image(
     transport: Transport,
-    image: torch.Tensor,
+    image: "torch.Tensor",
     bucket_bytes: int,
     timeout_s: float,
     moved: Callable[[int], object] | None = None,

@@ -1,7 +1,8 @@
-"""The source of a trainer process: one thread serves ranges of all images to all receivers.
+"""The trainer's port for receivers: one thread serves ranges of all images to all of them, and
+carries the messages of all lanes (channel.py).
 
-It sleeps while nothing is fetched. An idle lane costs no thread, and one connection, whose end says
-that the lane's receiver is gone.
+It sleeps while nothing comes or goes. An idle lane costs no thread, and one connection, whose end
+says that the lane's receiver is gone.
 """
 
 import hmac
@@ -18,10 +19,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from titan_grpo.errors import ConfigError
+from titan_grpo.protocol.messages import Kind
 from titan_grpo.runkey import Key
+from titan_grpo.sync.transports.channel import (
+    HEADER,
+    Frame,
+    LaneChannel,
+    header,
+    keep_alive,
+    read_header,
+)
 from titan_grpo.sync.transports.ranges import (
     GREETING,
     NONCE_BYTES,
+    PROOF_BYTES,
     RANGE,
     TICKET_BYTES,
     proof,
@@ -29,6 +40,11 @@ from titan_grpo.sync.transports.ranges import (
 
 GREET_S = 10.0
 """Seconds for a reader to prove itself; then its connection is closed."""
+
+ANSWER_BYTES = 1 << 20
+"""Longest body of a receiver's message."""
+
+READ_BYTES = 64 << 10
 
 SEND_BYTES = 8 << 20
 """Most bytes handed to the kernel in one call, so that one connection does not delay the others."""
@@ -46,8 +62,6 @@ class _Grant:
     view: memoryview
     fd: int
     key: Key | None
-    lost: Callable[[], object] | None = None
-    """Called once a reader's connection ends, unless the ticket was revoked before."""
 
     def send(self, sock: socket.socket, offset: int, nbytes: int) -> int:
         """Hand some bytes to the kernel without blocking; how many."""
@@ -65,21 +79,32 @@ class _Peer:
     nonce: bytes
     born: float
     ticket: bytes = b""
+    proven: bool = False
     inbox: bytearray = field(default_factory=bytearray)
-    out: bytes = b""
+    out: memoryview = field(default_factory=lambda: memoryview(b""))
     offset: int = 0
     left: int = 0
+    channel: LaneChannel | None = None
+    """Whose messages it carries; None: it reads ranges."""
 
 
 class RangeServer:
-    """Serves images by ticket, on every interface that ``listen`` was asked for."""
+    """Serves images, and carries channels, by ticket, on every interface that ``listen`` was asked
+    for."""
 
     def __init__(self) -> None:
         """Opens nothing until the first ``listen``."""
         self._lock = threading.Lock()
         self._grants: dict[bytes, _Grant] = {}
+        self._channels: dict[bytes, LaneChannel] = {}
+        self._unsent: set[bytes] = set()
+        """Tickets of channels that have something new to send."""
+        self._revoked: set[bytes] = set()
+        """Tickets whose connections are still to be closed."""
         self._listeners: dict[str, socket.socket] = {}
-        self._peers: set[_Peer] = set()
+        self._unproven: set[_Peer] = set()
+        self._peers: dict[bytes, set[_Peer]] = {}
+        """The others, by ticket."""
         self._resting: dict[socket.socket, float] = {}
         self._selector: selectors.BaseSelector | None = None
         self._thread: threading.Thread | None = None
@@ -104,13 +129,31 @@ class RangeServer:
             self._grants[ticket] = _Grant(view, os.dup(fd) if fd is not None else -1, key)
         return ticket.hex()
 
-    def watch(self, lost: Callable[[], object], key: Key | None) -> str:
-        """A ticket without bytes, whose reader only stays connected: ``lost`` is called, on the
-        source's thread, when that connection ends before ``revoke``. It must not block."""
-        ticket = secrets.token_bytes(TICKET_BYTES)
+    def channel(
+        self, host: str, key: Key | None, lost: Callable[[], object] = lambda: None
+    ) -> LaneChannel:
+        """A channel at this host's address ``host`` for the one receiver that proves ``key``;
+        others can only refuse. ``lost``: see LaneChannel. ConfigError if the address cannot be
+        bound."""
+        address = host, self.listen(host)
+        made = LaneChannel(self, address, secrets.token_bytes(TICKET_BYTES), key, lost)
         with self._lock:
-            self._grants[ticket] = _Grant(memoryview(b""), -1, key, lost)
-        return ticket.hex()
+            self._channels[made.ticket] = made
+        return made
+
+    def post(self, channel: LaneChannel, *parts: memoryview) -> None:
+        """Send ``parts`` over a channel, after what is on its way. Never waits."""
+        with self._lock:
+            channel.out.extend(part for part in parts if part)
+            self._unsent.add(channel.ticket)
+            self._wake()
+
+    def hang_up(self, channel: LaneChannel) -> None:
+        """Close a channel's connection. Idempotent."""
+        with self._lock:
+            self._channels.pop(channel.ticket, None)
+            self._revoked.add(channel.ticket)
+            self._wake()
 
     def revoke(self, ticket: str) -> None:
         """Serve the ticket's image no more: its connections are closed. Idempotent."""
@@ -118,6 +161,7 @@ class RangeServer:
             grant = self._grants.pop(bytes.fromhex(ticket), None)
             if grant is not None and grant.fd >= 0:
                 os.close(grant.fd)
+            self._revoked.add(bytes.fromhex(ticket))
             self._wake()
 
     def close(self) -> None:
@@ -131,7 +175,11 @@ class RangeServer:
                 if grant.fd >= 0:
                     os.close(grant.fd)
             self._grants.clear()
+            channels = list(self._channels.values())
+            self._channels.clear()
             self._wake()
+        for channel in channels:
+            channel.abort()
         if thread is not None:
             thread.join(GREET_S)
 
@@ -175,10 +223,9 @@ class RangeServer:
 
     def _run(self, selector: selectors.BaseSelector) -> None:
         while not self._closing:
-            # timeout None: every reader has proven itself; what it sends, a new connection, a new
-            # listener, revoke() or close() wakes
-            unproven = any(not peer.ticket for peer in self._peers)
-            timeout_s = REST_S if unproven or self._resting else None
+            # timeout None: every peer has proven itself; what it sends, a new connection, a new
+            # listener, post(), revoke(), hang_up() or close() wakes
+            timeout_s = REST_S if self._unproven or self._resting else None
             # no deadline: see the line above; the thread is a daemon
             for entry, _ in selector.select(timeout_s):
                 sock = entry.fileobj
@@ -189,7 +236,7 @@ class RangeServer:
                 else:
                     self._serve(selector, entry.data)
             self._tidy(selector)
-        for peer in list(self._peers):
+        for peer in self._all():
             self._drop(selector, peer)
         for listener in self._listeners.values():
             listener.close()
@@ -205,15 +252,21 @@ class RangeServer:
             while self._wake_read.recv(4096):
                 pass
 
+    def _all(self) -> list[_Peer]:
+        return [*self._unproven, *(peer for peers in self._peers.values() for peer in peers)]
+
     def _tidy(self, selector: selectors.BaseSelector) -> None:
-        """Drop readers without a valid ticket; listen again after a rest."""
+        """Send what is new, drop who proves nothing or has no valid ticket, listen again after a
+        rest."""
         now = time.monotonic()
-        for peer in list(self._peers):
-            late = not peer.ticket and now - peer.born > GREET_S
-            with self._lock:
-                revoked = bool(peer.ticket) and peer.ticket not in self._grants
-            if late or revoked:
-                self._drop(selector, peer)
+        with self._lock:
+            unsent, self._unsent = self._unsent, set()
+            revoked, self._revoked = self._revoked, set()
+        for peer in [peer for ticket in unsent for peer in self._peers.get(ticket, ())]:
+            self._serve(selector, peer)
+        gone = [peer for ticket in revoked for peer in self._peers.get(ticket, ())]
+        for peer in [*gone, *(p for p in self._unproven if now - p.born > GREET_S)]:
+            self._drop(selector, peer)
         for listener, until in list(self._resting.items()):
             if now >= until:
                 del self._resting[listener]
@@ -231,15 +284,16 @@ class RangeServer:
             self._resting[listener] = time.monotonic() + REST_S
             return
         # the trainer needs descriptors too; a reader takes its ranges over fewer connections then
-        if len(self._peers) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+        if len(self._all()) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
             sock.close()
             return
         sock.setblocking(False)
         with suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(sock)
         nonce = secrets.token_bytes(NONCE_BYTES)
-        peer = _Peer(sock, nonce, time.monotonic(), out=nonce)
-        self._peers.add(peer)
+        peer = _Peer(sock, nonce, time.monotonic(), out=memoryview(nonce))
+        self._unproven.add(peer)
         selector.register(sock, selectors.EVENT_READ, peer)
         self._serve(selector, peer)
 
@@ -247,29 +301,31 @@ class RangeServer:
         """Whatever the connection can do now without blocking."""
         try:
             alive = self._write(peer) and self._read(peer) and self._write(peer)
-        except BlockingIOError:
-            alive = True
-        except OSError:  # a reader that went away
+        except OSError:  # a receiver that went away
             alive = False
         if not alive:
             self._drop(selector, peer)
             return
-        busy = bool(peer.out or peer.left)
-        selector.modify(peer.sock, selectors.EVENT_WRITE if busy else selectors.EVENT_READ, peer)
+        events = selectors.EVENT_WRITE if peer.out or peer.left else 0
+        if peer.channel is not None or not events:
+            events |= selectors.EVENT_READ
+        selector.modify(peer.sock, events, peer)
 
     def _read(self, peer: _Peer) -> bool:
         """Take what has come; whether the connection lives."""
-        if peer.out or peer.left:
+        if peer.channel is None and (peer.out or peer.left):
             return True
-        want = RANGE.size if peer.ticket else GREETING.size
+        want = READ_BYTES if peer.channel else RANGE.size if peer.ticket else GREETING.size
         try:
             # no deadline: the socket does not block
-            chunk = peer.sock.recv(want - len(peer.inbox))
+            chunk = peer.sock.recv(want if peer.channel else want - len(peer.inbox))
         except BlockingIOError:
             return True
         if not chunk:
             return False
         peer.inbox += chunk
+        if peer.channel is not None:
+            return self._frames(peer, peer.channel)
         if len(peer.inbox) < want:
             return True
         message = bytes(peer.inbox)
@@ -279,15 +335,50 @@ class RangeServer:
     def _greeted(self, peer: _Peer, message: bytes) -> bool:
         theirs, ticket, claimed = GREETING.unpack(message)
         with self._lock:
-            grant = self._grants.get(ticket)
-        if grant is None:
+            channel, grant = self._channels.get(ticket), self._grants.get(ticket)
+        holder = channel or grant
+        if holder is None:
             return False
-        wanted = proof(grant.key, "reader", peer.nonce, theirs, ticket)
-        if not hmac.compare_digest(claimed, wanted):
+        wanted = proof(holder.key, "reader", peer.nonce, theirs, ticket)
+        peer.proven = hmac.compare_digest(claimed, wanted)
+        if channel is not None and peer.proven:
+            if channel.joined:
+                return False
+            channel.joined = True
+        elif channel is None and not peer.proven:
             log.warning("a reader of weights did not prove the run key: refused")
             return False
-        peer.ticket = ticket
-        peer.out = proof(grant.key, "source", peer.nonce, theirs, ticket)
+        peer.ticket, peer.channel = ticket, channel
+        if peer.proven:
+            self._unproven.discard(peer)
+            self._peers.setdefault(ticket, set()).add(peer)
+            ours = proof(holder.key, "source", peer.nonce, theirs, ticket)
+        else:
+            ours = bytes(PROOF_BYTES)
+        peer.out = memoryview(ours)
+        return True
+
+    def _frames(self, peer: _Peer, channel: LaneChannel) -> bool:
+        """Hand over the whole messages that have come; whether the connection lives."""
+        while len(peer.inbox) >= HEADER.size:
+            read = read_header(peer.inbox[: HEADER.size])
+            if read is None or read[2] > ANSWER_BYTES:
+                log.warning("a receiver sent what is no message: its connection is closed")
+                return False
+            kind, number, nbytes = read
+            if len(peer.inbox) < HEADER.size + nbytes:
+                return True
+            body = bytes(peer.inbox[HEADER.size : HEADER.size + nbytes])
+            del peer.inbox[: HEADER.size + nbytes]
+            if not peer.proven:
+                # without the key it may say one thing: why it does not join
+                if kind is Kind.JOINED:
+                    channel.inbox.put(Frame(kind, number, body))
+                return False
+            if kind is Kind.SIGN:
+                self.post(channel, memoryview(header(Frame(kind, number, b""))))
+            else:
+                channel.inbox.put(Frame(kind, number, body))
         return True
 
     def _range(self, peer: _Peer, message: bytes) -> bool:
@@ -297,9 +388,13 @@ class RangeServer:
         return grant is not None and peer.offset + peer.left <= grant.view.nbytes
 
     def _write(self, peer: _Peer) -> bool:
-        """Send what the socket takes; whether the connection lives. BlockingIOError if it takes no
-        more."""
-        while peer.out:
+        """Send what the socket takes; whether the connection lives."""
+        with suppress(BlockingIOError):  # it takes no more for now
+            return self._write_all(peer)
+        return True
+
+    def _write_all(self, peer: _Peer) -> bool:
+        while self._next_out(peer):
             peer.out = peer.out[peer.sock.send(peer.out) :]
         while peer.left:
             # under the lock: after revoke() returns, no byte of the image is read any more
@@ -314,11 +409,25 @@ class RangeServer:
             peer.left -= sent
         return True
 
+    def _next_out(self, peer: _Peer) -> bool:
+        """Whether ``peer.out`` has bytes to send."""
+        if not peer.out and peer.channel is not None and peer.proven:
+            with self._lock:
+                if peer.channel.out:
+                    peer.out = peer.channel.out.popleft()
+        return bool(peer.out)
+
     def _drop(self, selector: selectors.BaseSelector, peer: _Peer) -> None:
         selector.unregister(peer.sock)
         peer.sock.close()
-        self._peers.discard(peer)
-        with self._lock:
-            grant = self._grants.get(peer.ticket)
-        if grant is not None and grant.lost is not None:
-            grant.lost()
+        self._unproven.discard(peer)
+        if peers := self._peers.get(peer.ticket):
+            peers.discard(peer)
+            if not peers:
+                del self._peers[peer.ticket]
+        if peer.channel is not None and peer.proven:
+            with self._lock:
+                lost = self._channels.pop(peer.ticket, None) is not None
+            peer.channel.inbox.end("the connection was lost")
+            if lost:
+                peer.channel.lost()

@@ -95,65 +95,71 @@ class TcpReader:
     def __init__(self, source: RangeSource, key: Key | None, timeout_s: float) -> None:
         """Connect and exchange proofs. ``timeout_s``: the longest wait for the next byte, in
         seconds. TransferFailed if the source does not answer, or lacks the key."""
-        self._name = f"{source.host}:{source.port}"
-        try:
-            self._socket = socket.create_connection((source.host, source.port), timeout_s)
-        except OSError as error:
-            raise TransferFailed(
-                f"the source at {self._name} cannot be reached: {error}"
-            ) from error
-        try:
-            self._socket.settimeout(timeout_s)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._greet(bytes.fromhex(source.ticket), key)
-        except TransferFailed:
-            self._socket.close()
-            raise
-
-    def _greet(self, ticket: bytes, key: Key | None) -> None:
-        theirs, ours = bytearray(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
-        self._fill(memoryview(theirs))
-        mine = proof(key, "reader", bytes(theirs), ours, ticket)
-        self._send(GREETING.pack(ours, ticket, mine))
-        answer = bytearray(PROOF_BYTES)
-        self._fill(memoryview(answer))
-        wanted = proof(key, "source", bytes(theirs), ours, ticket)
-        if not hmac.compare_digest(bytes(answer), wanted):
-            raise TransferFailed(
-                f"the source at {self._name} does not prove the run key: it is not this run's"
-                " trainer"
-            )
+        self._name = f"source at {source.host}:{source.port}"
+        self._socket = connect((source.host, source.port), source.ticket, key, timeout_s, "source")
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """See RangeReader."""
-        self._send(RANGE.pack(offset, view.nbytes))
-        self._fill(view)
-
-    def _send(self, data: bytes) -> None:
-        try:
-            self._socket.sendall(data)
-        except OSError as error:
-            raise TransferFailed(f"the source at {self._name} was lost: {error}") from error
-
-    def _fill(self, view: memoryview) -> None:
-        done = 0
-        while done < view.nbytes:
-            try:
-                # no deadline: settimeout in the constructor bounds the wait for each byte
-                got = self._socket.recv_into(view[done:])
-            except TimeoutError as error:
-                raise TransferFailed(
-                    f"the source at {self._name} sent no byte within {self._socket.gettimeout()} s"
-                ) from error
-            except OSError as error:
-                raise TransferFailed(f"the source at {self._name} was lost: {error}") from error
-            if got == 0:
-                raise TransferFailed(
-                    f"the source at {self._name} closed the connection: the version is no longer"
-                    " served there, or it refused this reader"
-                )
-            done += got
+        _send(self._socket, RANGE.pack(offset, view.nbytes), self._name)
+        _fill(self._socket, view, self._name)
 
     def close(self) -> None:
         """See RangeReader."""
         self._socket.close()
+
+
+def connect(
+    address: tuple[str, int], ticket: str, key: Key | None, timeout_s: float, what: str
+) -> socket.socket:
+    """A connection on which both ends have proven the key; ``timeout_s`` stays the longest wait for
+    the next byte. TransferFailed names ``what`` does not answer, or lacks the key."""
+    name = f"{what} at {address[0]}:{address[1]}"
+    try:
+        sock = socket.create_connection(address, timeout_s)
+    except OSError as error:
+        raise TransferFailed(f"the {name} cannot be reached: {error}") from error
+    try:
+        sock.settimeout(timeout_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _greet(sock, bytes.fromhex(ticket), key, name)
+    except TransferFailed:
+        sock.close()
+        raise
+    return sock
+
+
+def _greet(sock: socket.socket, ticket: bytes, key: Key | None, name: str) -> None:
+    theirs, ours = bytearray(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+    _fill(sock, memoryview(theirs), name)
+    mine = proof(key, "reader", bytes(theirs), ours, ticket)
+    _send(sock, GREETING.pack(ours, ticket, mine), name)
+    answer = bytearray(PROOF_BYTES)
+    _fill(sock, memoryview(answer), name)
+    wanted = proof(key, "source", bytes(theirs), ours, ticket)
+    if not hmac.compare_digest(bytes(answer), wanted):
+        raise TransferFailed(f"the {name} does not prove the run key: it is not this run's trainer")
+
+
+def _send(sock: socket.socket, data: bytes, name: str) -> None:
+    try:
+        sock.sendall(data)
+    except OSError as error:
+        raise TransferFailed(f"the {name} was lost: {error}") from error
+
+
+def _fill(sock: socket.socket, view: memoryview, name: str) -> None:
+    done = 0
+    while done < view.nbytes:
+        try:
+            # no deadline: settimeout in connect() bounds the wait for each byte
+            got = sock.recv_into(view[done:])
+        except TimeoutError as error:
+            raise TransferFailed(f"the {name} sent no byte within {sock.gettimeout()} s") from error
+        except OSError as error:
+            raise TransferFailed(f"the {name} was lost: {error}") from error
+        if got == 0:
+            raise TransferFailed(
+                f"the {name} closed the connection: the version is no longer served there, or it"
+                " refused this reader"
+            )
+        done += got

@@ -1,5 +1,6 @@
-"""The key-value store of a lane, hosted by the trainer and joined by the receiver; and opening a
-transport by name."""
+"""The key-value store at which the ranks of a communicator meet; and opening a transport by name.
+
+A lane hosts one for gloo and NCCL only, and the trainer one for the notices of its ranks."""
 
 import math
 import os
@@ -17,9 +18,6 @@ from titan_grpo.sync.transports.base import Transport, TransportOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-PART_BYTES = 4 << 20
-"""Longest value that is set at once."""
 
 CONNECT_S = 30.0
 """Deadline of a store's own handshake, in seconds."""
@@ -76,7 +74,7 @@ def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     One connection serves one blocking call at a time: a thread that must set while another one
     waits needs its own.
     """
-    with store_errors(f"joining the trainer's store at {host}:{port}"):
+    with store_errors(f"joining the store at {host}:{port}"):
         return dist.TCPStore(
             host,
             port,
@@ -84,30 +82,6 @@ def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
         )
-
-
-def put_value(store: dist.Store, key: str, value: bytes) -> None:
-    """Set a value of any size, in parts: TCPStore resets the connection at 8 MiB."""
-    parts = range(0, max(1, len(value)), PART_BYTES)
-    for number, start in enumerate(parts):
-        store.set(f"{key}/{number}", value[start : start + PART_BYTES])  # type: ignore[arg-type]
-    store.set(key, str(len(parts)))  # last: a reader that finds it finds the parts
-
-
-def get_value(store: dist.Store, key: str) -> bytes:
-    """What put_value set; waits for it up to the store's own deadline."""
-    # no deadline: the store's own; both calls
-    parts = int(store.get(key))
-    return b"".join(bytes(store.get(f"{key}/{number}")) for number in range(parts))
-
-
-def delete_value(store: dist.Store, key: str) -> None:
-    """Delete what put_value set, if it is there."""
-    if not store.check([key]):
-        return
-    parts = int(store.get(key))  # no deadline: the key is there
-    for name in (key, *(f"{key}/{number}" for number in range(parts))):
-        store.delete_key(name)
 
 
 def limit_nccl_opening(open_s: float) -> None:

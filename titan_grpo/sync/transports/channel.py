@@ -1,0 +1,253 @@
+"""The messages of one epoch, over one TCP connection: frames of any size, both ways, in order.
+
+The receiver connects to the trainer's source (range_server.py) and greets it as a reader of ranges
+does (ranges.py). Then each end sends frames: kind u8, number u64, nbytes u64, and so many bytes.
+The end of the connection says that the other end is gone.
+"""
+
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from titan_grpo.errors import TransferFailed
+from titan_grpo.protocol.messages import Kind
+from titan_grpo.runkey import Key
+from titan_grpo.sync.transports.ranges import connect
+
+if TYPE_CHECKING:
+    from titan_grpo.sync.transports.range_server import RangeServer
+
+HEADER = struct.Struct("!BQQ")
+"""Kind, number, length of the body."""
+
+MOST_BYTES = 1 << 30
+"""Longest body that a receiver takes: a manifest, or a version's digests."""
+
+SEND_S = 10.0
+"""Longest time in which the trainer takes no byte of an answer, in seconds."""
+
+ALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+"""After 60 s without a sign of the other host the kernel ends a connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message. ``number``: of the order that it belongs to."""
+
+    kind: Kind
+    number: int
+    body: bytes | bytearray
+
+
+def header(frame: Frame) -> bytes:
+    """What goes before the body."""
+    return HEADER.pack(frame.kind, frame.number, len(frame.body))
+
+
+def read_header(data: bytes | bytearray) -> tuple[Kind, int, int] | None:
+    """Kind, number and length; None for a kind that there is not."""
+    kind, number, nbytes = HEADER.unpack(data)
+    return (Kind(kind), number, nbytes) if kind in Kind._value2member_map_ else None
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the kernel notice a host that vanished."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class Inbox:
+    """Frames that have come, until the connection ends. One thread puts, any takes."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Condition()
+        self._frames: deque[Frame] = deque()
+        self._end = ""
+        self._aborted = False
+        self._heard = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether no further frame comes."""
+        return bool(self._end)
+
+    def put(self, frame: Frame) -> None:
+        """A frame has come."""
+        with self._turn:
+            self._heard += 1
+            if frame.kind is not Kind.SIGN:
+                self._frames.append(frame)
+            self._turn.notify_all()
+
+    def end(self, why: str, aborted: bool = False) -> None:
+        """No further frame comes; those that are there can be taken, unless ``aborted``. The first
+        reason counts."""
+        with self._turn:
+            self._end = self._end or why
+            self._aborted |= aborted
+            self._turn.notify_all()
+
+    def take(self, number: int | None, kinds: tuple[Kind, ...], timeout_s: float | None) -> Frame:
+        """The next frame of these kinds, about this number if one is given; frames before it are
+        dropped: nobody waits for them any more. TransferFailed past the deadline, or at the end."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._turn:
+            while True:
+                while self._frames and not self._aborted:
+                    frame = self._frames.popleft()
+                    if frame.kind in kinds and number in (None, frame.number):
+                        return frame
+                if self._end:
+                    raise TransferFailed(self._end)
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise TransferFailed(f"the deadline of {timeout_s:.1f} s passed")
+                # no deadline: only where timeout_s is None, until the connection ends
+                self._turn.wait(left)
+
+    def heard(self, ask: Callable[[], None], timeout_s: float) -> bool:
+        """Call ``ask`` and wait for any frame; whether one came in time."""
+        with self._turn:
+            before = self._heard
+        ask()
+        with self._turn:
+            self._turn.wait_for(lambda: self._heard > before or self.ended, timeout_s)
+            return self._heard > before
+
+
+class LaneChannel:
+    """The trainer's end. The source's thread owns the socket: ``send`` never waits."""
+
+    def __init__(
+        self,
+        source: "RangeServer",
+        address: tuple[str, int],
+        ticket: bytes,
+        key: Key | None,
+        lost: Callable[[], object],
+    ) -> None:
+        """Made by RangeServer.channel. ``lost`` is called on the source's thread when the
+        receiver's connection ends before ``close``; it must not block."""
+        self.host, self.port = address
+        self.ticket, self.key, self.lost = ticket, key, lost
+        self.inbox = Inbox()
+        self.out: deque[memoryview] = deque()
+        """What is still to be sent; under the source's lock."""
+        self.joined = False
+        """Whether a receiver that proved the key has connected: there is one per channel."""
+        self._source = source
+
+    def send(self, kind: Kind, number: int, body: bytes = b"") -> None:
+        """Hand a frame to the source's thread. TransferFailed if the connection has ended."""
+        if self.inbox.ended:
+            self.inbox.take(None, (), 0.0)
+        frame = Frame(kind, number, body)
+        self._source.post(self, memoryview(header(frame)), memoryview(body))
+
+    def take(self, number: int, kinds: tuple[Kind, ...], timeout_s: float, what: str) -> Frame:
+        """See Inbox.take; ``what`` is what the caller waits for, for the error."""
+        try:
+            return self.inbox.take(number, kinds, timeout_s)
+        except TransferFailed as error:
+            raise TransferFailed(f"{what}: {error}") from error
+
+    def abort(self) -> None:
+        """Make the blocked call and every later one raise TransferFailed. Any thread."""
+        self.inbox.end("the link was aborted", aborted=True)
+
+    def close(self) -> None:
+        """Close the connection, at once; the receiver then ends. Idempotent."""
+        self.inbox.end("the link was closed", aborted=True)
+        self._source.hang_up(self)
+
+
+class ReceiverChannel:
+    """The receiver's end: a thread reads; any thread sends."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        ticket: str,
+        key: Key | None,
+        timeout_s: float,
+        gave_up: Callable[[str], object],
+    ) -> None:
+        """Connect within ``timeout_s`` seconds; TransferFailed if the trainer is not there, or
+        lacks the key. ``gave_up`` is called with the reason, on the reading thread, when the lane
+        cancels a transfer and when the connection ends."""
+        self._name = f"{address[0]}:{address[1]}"
+        self._socket = connect(address, ticket, key, timeout_s, "trainer")
+        self._socket.settimeout(None)
+        # of the kernel: the timeout of a Python socket would hold for the reading thread too
+        self._socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0)
+        )
+        keep_alive(self._socket)
+        self._gave_up = gave_up
+        self._sending = threading.Lock()
+        self._inbox = Inbox()
+        self.heard_s = time.monotonic()
+        """When the last frame came, or the connection ended (monotonic clock)."""
+        threading.Thread(target=self._read, name="channel", daemon=True).start()
+
+    def send(self, kind: Kind, number: int, body: bytes = b"") -> None:
+        """Send a frame; TransferFailed if the trainer is gone, or takes no byte for SEND_S
+        seconds."""
+        frame = Frame(kind, number, body)
+        try:
+            with self._sending:
+                self._socket.sendall(header(frame) + body)
+        except OSError as error:
+            raise TransferFailed(f"the trainer at {self._name} was lost: {error}") from error
+
+    def take(self, kinds: tuple[Kind, ...]) -> Frame:
+        """The next frame. It waits until the connection ends: TransferFailed then."""
+        return self._inbox.take(None, kinds, None)
+
+    def ask_sign(self, timeout_s: float) -> None:
+        """Ask the trainer's process for a sign, which sets ``heard_s``; wait for it."""
+        self._inbox.heard(lambda: self.send(Kind.SIGN, 0), timeout_s)
+
+    def _read(self) -> None:
+        """Thread: whatever comes, until the connection ends."""
+        why = f"the trainer at {self._name} ended, or closed this epoch"
+        try:
+            while (frame := self._frame()) is not None:
+                self.heard_s = time.monotonic()
+                self._inbox.put(frame)
+                if frame.kind is Kind.CANCEL:
+                    self._gave_up("the trainer gave the transfer up")
+        except (OSError, TransferFailed) as error:
+            why = f"{why}: {error}"
+        self.heard_s = time.monotonic()  # the connection stood until now
+        self._inbox.end(why)
+        self._gave_up(why)
+
+    def _frame(self) -> Frame | None:
+        """The next frame; None at the end."""
+        head = bytearray(HEADER.size)
+        if not self._fill(head):
+            return None
+        read = read_header(head)
+        if read is None or read[2] > MOST_BYTES:
+            raise TransferFailed(f"it sent what is no frame ({head.hex()})")
+        kind, number, nbytes = read
+        body = bytearray(nbytes)
+        return Frame(kind, number, body) if self._fill(body) else None
+
+    def _fill(self, data: bytearray) -> bool:
+        view, done = memoryview(data), 0
+        while done < len(data):
+            # no deadline: an idle trainer sends nothing; keep_alive ends a connection to a host
+            # that vanished
+            got = self._socket.recv_into(view[done:])
+            if got == 0:
+                return False
+            done += got
+        return True
