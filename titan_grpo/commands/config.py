@@ -56,6 +56,7 @@ def page() -> str:
         "grpo": config.GRPO,
         "rollout": config.Rollout,
         "weight_sync": config.WeightSync,
+        "lora": config.Lora,
         "alerts": config.Alerts,
         "dashboards": config.Dashboards,
     }

@@ -19,6 +19,8 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, metavar="DIR", help="new directory to write")
     where = "folder with step-N (default: where the job puts it)"
     add("--checkpoint", type=Path, metavar="DIR", help=where)
+    adapter = "of a job with [lora]: the adapter alone, as PEFT writes it (default: merged weights)"
+    add("--adapter", action="store_true", help=adapter)
     dtypes = ("bfloat16", "float16", "float32")
     add("--dtype", choices=dtypes, help="type (default: weight_sync.wire_dtype)")
     return out
@@ -35,9 +37,8 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
     folder = args.checkpoint or Path(config.job.dump_folder) / config.checkpoint.folder
     dtype = args.dtype or config.weight_sync.wire_dtype
-    written = export.export_version(
-        config, export.checkpoint_of(folder, args.version), args.out, dtype
-    )
+    write = export.export_adapter if args.adapter else export.export_version
+    written = write(config, export.checkpoint_of(folder, args.version), args.out, dtype)
     size = f"{written.tensors} tensors, {written.nbytes} bytes in {written.shards} file(s), {dtype}"
     print(f"version {args.version}: {size} -> {args.out}")
     return 0

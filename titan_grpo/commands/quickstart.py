@@ -16,6 +16,9 @@ from titan_grpo.runkey import Key, find_run_key, with_run_key
 STARTUP_S = 300.0
 """Seconds that each server may take to start."""
 
+TINY_STD, LORA_STD = 0.02, 0.1
+"""Standard deviation of the tiny model's weights; with --lora."""
+
 ENGINES: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "sglang": ("sglang",),
@@ -38,6 +41,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     out = "outputs/quickstart"
     add("--out", default=out, help=f"directory of the run (default {out})")
     add("--model", default="qwen3", choices=["qwen3", "qwen3_untied", "qwen3_moe", "llama3"])
+    add("--lora", type=int, metavar="RANK", help="train adapters of this rank in place of weights")
     for engine, title in places.TITLES.items():
         python = places.engine_python(engine)
         add(f"--{engine}-python", default=python, help=f"interpreter of {title}'s environment")
@@ -94,9 +98,12 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
 
     out: Path = options.out
     model, server_model = out / "model", out / "server_model"
-    write_tiny_model(options.model, model, seed=1)
+    # Adapters learn what the frozen weights around them can express: with the embedding of a model
+    # that trains whole, no token gets more than a tenth of the probability.
+    std = TINY_STD if options.lora is None else LORA_STD
+    write_tiny_model(options.model, model, seed=1, std=std)
     # Other weights than the trainer's: what the servers serve later can only be the trainer's.
-    write_tiny_model(options.model, server_model, seed=2)
+    write_tiny_model(options.model, server_model, seed=2, std=std)
     name, flavor = FLAVORS[options.model]
     run_key = find_run_key(env) or Key.generate()
     env = {**with_run_key(env, run_key), "OMP_NUM_THREADS": "1"}
@@ -117,6 +124,8 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
             "--training.steps": str(options.steps),
         }
         arguments = [text for pair in settings.items() for text in pair]
+        if options.lora is not None:
+            arguments += ["--lora.rank", str(options.lora), "--optimizer.lr", "1e-2"]
         mode = "no-async" if options.sync else "async"
         arguments += [f"--grpo.{mode}-weight-update", *options.rest]
         # While the servers start: a mistake in the arguments is not reported after the minute that

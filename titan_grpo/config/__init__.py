@@ -2,7 +2,7 @@
 
 A job names this module with ``[job] custom_config_module = "titan_grpo.config"``; torchtitan then
 finds ``JobConfig`` here and adds the sections ``[grpo]``, ``[rollout]``, ``[weight_sync]``,
-``[alerts]``, ``[dashboards]`` and ``[[evaluation]]`` to TOML and command line.
+``[lora]``, ``[alerts]``, ``[dashboards]`` and ``[[evaluation]]`` to TOML and command line.
 
 No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as
 objects.
@@ -16,6 +16,7 @@ from titan_grpo.config.alerts import Alerts, Dashboards
 from titan_grpo.config.evaluation import Evaluation, evaluation_rules
 from titan_grpo.config.grpo import GRPO
 from titan_grpo.config.grpo import violations as grpo_violations
+from titan_grpo.config.lora import Lora, lora_rules
 from titan_grpo.config.rollout import LAUNCH, Rollout, Rules, broken, listens
 from titan_grpo.config.rollout import violations as rollout_violations
 from titan_grpo.config.task import task_rules
@@ -27,6 +28,7 @@ __all__ = (
     "Dashboards",
     "Evaluation",
     "JobConfig",
+    "Lora",
     "Rollout",
     "WeightSync",
     "violations",
@@ -135,6 +137,7 @@ class JobConfig:
     grpo: GRPO = field(default_factory=GRPO)
     rollout: Rollout = field(default_factory=Rollout)
     weight_sync: WeightSync = field(default_factory=WeightSync)
+    lora: Lora = field(default_factory=Lora)
     alerts: Alerts = field(default_factory=Alerts)
     dashboards: Dashboards = field(default_factory=Dashboards)
     # torchtitan's merge makes no dataclasses of tables in a list: titan/jobconfig.py does.
@@ -181,6 +184,7 @@ def violations(config: Any) -> list[str]:
         *rollout_violations(rollout),
         *broken("weight_sync", config.weight_sync, _weight_sync(config.weight_sync)),
         *broken("rollout", rollout, iter([both])),
+        *broken("lora", config.lora, lora_rules(config.lora)),
         *broken("dashboards", config.dashboards, _dashboards(config.dashboards)),
         *_evaluations(config),
     ]

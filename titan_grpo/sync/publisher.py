@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.errors import PeerError, SyncError
+from titan_grpo.sync.merged import MergedRows
 from titan_grpo.sync.snapshot import Copy, Snapshotter
 from titan_grpo.sync.transports.store import join_store, store_errors
 
@@ -47,8 +48,10 @@ class Publisher:
         self._copy: Copy | None = None
         self._fenced: Copy | None = None
 
-    def publish(self, version: int, slot: int, shards: Mapping[str, torch.Tensor]) -> None:
-        """Start the copy of this rank's ``shards`` (parameter name -> local tensor) into ``slot``.
+    def publish(
+        self, version: int, slot: int, shards: Mapping[str, torch.Tensor | MergedRows]
+    ) -> None:
+        """Start the copy of this rank's ``shards`` by parameter name into ``slot``.
 
         Returns when the copy is enqueued on a CUDA device, or done on the CPU: that is the whole
         price of a version.

@@ -24,6 +24,7 @@ from titan_grpo.errors import ProtocolError, SyncError
 from titan_grpo.layout.cuda_runtime import Block, CudaRuntime
 from titan_grpo.layout.infer import matrix_shape
 from titan_grpo.layout.plan import CopyOp, written_extents
+from titan_grpo.sync.merged import MergedRows
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +76,13 @@ class CudaCopy(Copy):
         self,
         started: torch.cuda.Event,
         ended: torch.cuda.Event,
-        shards: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor | MergedRows],
         device: torch.device,
     ) -> None:
         """Both events are recorded on the side stream of ``device``; ``shards`` are kept alive
         until the copy is done."""
         self._started, self._ended, self._device = started, ended, device
-        self._shards: Sequence[torch.Tensor] | None = shards
+        self._shards: Sequence[torch.Tensor | MergedRows] | None = shards
         self._fence: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def fence(self) -> None:
@@ -151,7 +152,7 @@ class _Task:
         return cls(op.rows if isinstance(op.rows, slice) else op.rows.to(device), dest)
 
     def pieces(
-        self, source: torch.Tensor, chunk_bytes: int
+        self, source: torch.Tensor | MergedRows, chunk_bytes: int
     ) -> list[tuple[torch.Tensor, slice | torch.Tensor]]:
         """(destination, source rows) of parts whose temporary, of either dtype, fits into
         ``chunk_bytes``.
@@ -178,7 +179,9 @@ def _part(rows: slice | torch.Tensor, first: int, last: int) -> slice | torch.Te
     return rows[first:last]
 
 
-def _as_matrix(shard: torch.Tensor) -> torch.Tensor:
+def _as_matrix(shard: torch.Tensor | MergedRows) -> torch.Tensor | MergedRows:
+    if isinstance(shard, MergedRows):
+        return shard
     return shard.detach().reshape(matrix_shape(shard.shape))
 
 
@@ -225,9 +228,9 @@ class Snapshotter:
             parts = [image[start:stop] for image in images for start, stop in written]
             self._cuda = _CudaSide(parts, device, max(chunk_bytes, widest * WIDEST_ITEM))
 
-    def start(self, shards: Mapping[str, torch.Tensor], slot: int) -> Copy:
-        """Copy the local ``shards`` (plain tensors by parameter name; others than the plan's are
-        ignored) into ``slot``.
+    def start(self, shards: Mapping[str, torch.Tensor | MergedRows], slot: int) -> Copy:
+        """Copy the local ``shards`` (plain tensors, or merged rows, by parameter name; others than
+        the plan's are ignored) into ``slot``.
 
         The caller keeps them unchanged until ``fence``. Raises ProtocolError if a planned shard is
         missing or has another shape than at planning time.
@@ -285,7 +288,7 @@ class _CudaSide:
         return refusal is None
 
     def start(
-        self, plan: Mapping[str, Sequence[_Task]], shards: Mapping[str, torch.Tensor]
+        self, plan: Mapping[str, Sequence[_Task]], shards: Mapping[str, torch.Tensor | MergedRows]
     ) -> CudaCopy:
         started = torch.cuda.Event(enable_timing=True)
         # blocking: a thread that waits for it sleeps, where CUDA would spin on a core
@@ -303,9 +306,9 @@ class _CudaSide:
                 ended.record(self._stream)
         return CudaCopy(started, ended, [shards[fqn] for fqn in plan], self._device)
 
-    def _copy(self, fqn: str, task: _Task, source: torch.Tensor) -> None:
+    def _copy(self, fqn: str, task: _Task, source: torch.Tensor | MergedRows) -> None:
         plain = isinstance(task.rows, slice) and source.dtype == task.dest.dtype
-        if plain and source.stride(1) == 1:
+        if plain and isinstance(source, torch.Tensor) and source.stride(1) == 1:
             self._send(_checked(fqn, source[task.rows], task.dest), task.dest)
             return
         for dest, rows in task.pieces(source, self._staging.numel()):

@@ -6,8 +6,10 @@ type: what is exported is what the servers held at that version.
 """
 
 import copy
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.layout.infer import Layout, infer_layout
+from titan_grpo.layout.infer import Layout, infer_layout, strip_prefixes
+from titan_grpo.sync.merged import MergedRows
+from titan_grpo.titan import lora
 from titan_grpo.titan.hf_files import Written, copy_assets, write_weights
 from titan_grpo.titan.weight_sync import ToHF, exported_tensors
 
@@ -52,7 +56,8 @@ def checkpoint_of(folder: Path, version: int) -> Path:
 
 
 def skeleton(config: Any) -> tuple[torch.nn.Module, ToHF]:
-    """The model of a parsed configuration without memory, and its adapter's to_hf."""
+    """The model of a parsed configuration without memory, with its LoRA adapters, and its state
+    dict adapter's to_hf."""
     from torchtitan.protocols.train_spec import get_train_spec
 
     from titan_grpo.titan.flavors import disable_unexported_buffers, register_tiny_flavors
@@ -66,6 +71,8 @@ def skeleton(config: Any) -> tuple[torch.nn.Module, ToHF]:
     disable_unexported_buffers(args, adapter)
     with torch.device("meta"):
         model: torch.nn.Module = spec.model_cls(args)
+    if config.lora.rank:
+        lora.put_on(model, adapter.to_hf, config.lora)
     return model, adapter.to_hf
 
 
@@ -93,17 +100,34 @@ def check_same_model(
             )
 
 
+def _load(
+    checkpoint: Path, stored: Mapping[str, TensorStorageMetadata], *names: str
+) -> dict[str, torch.Tensor]:
+    state = {n: torch.empty(tuple(stored[n].size), dtype=stored[n].properties.dtype) for n in names}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    return state
+
+
 def hf_tensors(
-    checkpoint: Path, layout: Layout, to_hf: ToHF, dtype: torch.dtype, keep: set[str]
+    checkpoint: Path,
+    layout: Layout,
+    to_hf: ToHF,
+    dtype: torch.dtype,
+    keep: set[str],
+    scales: Mapping[str, float],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors by HF name, parameters in ``dtype``, those in ``keep`` as they were stored; one
-    parameter in memory at a time."""
+    parameter in memory at a time. ``scales``: those of the adapters to add, by the layer's name."""
     stored = stored_shapes(checkpoint)
     for fqn, parts in layout.by_fqn.items():
         if not parts:
             continue  # tied to another one
-        state = {fqn: torch.empty(tuple(stored[fqn].size), dtype=stored[fqn].properties.dtype)}
-        dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+        state = _load(checkpoint, stored, fqn)
+        layer = fqn.removesuffix(".weight")
+        if layer in scales:
+            low = _load(checkpoint, stored, layer + lora.A, layer + lora.B)
+            rows = MergedRows(state[fqn], low[layer + lora.B], low[layer + lora.A], scales[layer])
+            state[fqn] = rows[:]
         yielded = 0
         for name, tensor in to_hf(state).items():
             yielded += tensor.numel()
@@ -120,43 +144,99 @@ def hf_tensors(
             )
 
 
-def export_version(config: Any, checkpoint: Path, out: Path, dtype: str) -> Written:
-    """Write a version as a Hugging Face directory; ``checkpoint`` is its DCP folder. ``out``
-    appears whole or not at all.
+def _read_model(
+    config: Any, checkpoint: Path
+) -> tuple[torch.nn.Module, ToHF, Layout, dict[str, tuple[int, ...]]]:
+    """(model without memory, its to_hf, layout of the base model, full shapes of what it exports).
 
-    ``config`` comes from ``titan.jobconfig.parse``; of it only [model] and what shapes the model
-    are used.
-
-    Raises: ConfigError: ``out`` is in use, the checkpoint is of another model, or the base model's
-        files are missing. DataError: weights that are not finite.
+    Raises ConfigError if the checkpoint is of another model, or has adapters where the job has
+    none.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(
-            f"--out must be a new or an empty directory, got {str(out)!r}: its files would be mixed"
-            " with others"
-        )
     model, to_hf = skeleton(config)
     weights = exported_tensors(model, to_hf)
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in weights}
     tied = {"output.weight"} if getattr(model, "enable_weight_tying", False) else set()
     layout = infer_layout(to_hf, shapes, tied)
-    check_same_model(
-        {fqn: s for fqn, s in shapes.items() if layout.by_fqn[fqn]},
-        stored_shapes(checkpoint),
-        checkpoint,
-    )
-    keep = set(shapes) - {fqn for fqn, _ in model.named_parameters()}
+    stored = stored_shapes(checkpoint)
+    needed = {fqn: s for fqn, s in shapes.items() if layout.by_fqn[fqn]}
+    check_same_model(needed | adapter_shapes(model), stored, checkpoint)
+    extra = sorted(set(filter(lora.is_adapter, stored)) - set(adapter_shapes(model)))
+    if extra:
+        raise ConfigError(
+            f"{checkpoint} must have the adapters that the job's [lora] asks for, it also has"
+            f" {extra[0]}: what is exported would lack it; name the job's own --job.config_file"
+        )
+    return model, to_hf, layout, shapes
+
+
+def adapter_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Full shape of each parameter of an adapter, in the model's order."""
+    named = ((strip_prefixes(name), p) for name, p in model.named_parameters())
+    return {name: tuple(p.shape) for name, p in named if lora.is_adapter(name)}
+
+
+@contextmanager
+def _whole_or_not_at_all(out: Path) -> Iterator[Path]:
+    """A directory to write in, which becomes ``out`` at the end. Raises ConfigError if that is in
+    use."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(
+            f"--out must be a new or an empty directory, got {str(out)!r}: its files would be mixed"
+            " with others"
+        )
     draft = out.with_name(out.name + ".partial")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     try:
-        copy_assets(Path(config.model.hf_assets_path), draft, dtype)
-        written = write_weights(
-            hf_tensors(checkpoint, layout, to_hf, getattr(torch, dtype), keep), draft
-        )
+        yield draft
         if out.exists():
             out.rmdir()
         draft.rename(out)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return written
+
+
+def export_version(config: Any, checkpoint: Path, out: Path, dtype: str) -> Written:
+    """Write a version as a Hugging Face directory, its adapters merged; ``checkpoint`` is its DCP
+    folder. ``out`` appears whole or not at all.
+
+    ``config`` comes from ``titan.jobconfig.parse``; of it only [model], [lora] and what shapes the
+    model are used.
+
+    Raises: ConfigError: ``out`` is in use, the checkpoint is of another model, or the base model's
+        files are missing. DataError: weights that are not finite.
+    """
+    with _whole_or_not_at_all(out) as draft:
+        model, to_hf, layout, shapes = _read_model(config, checkpoint)
+        keep = set(shapes) - {fqn for fqn, _ in model.named_parameters()}
+        scales = {name: layer.scale for name, layer in lora.adapted(model)}
+        copy_assets(Path(config.model.hf_assets_path), draft, dtype)
+        return write_weights(
+            hf_tensors(checkpoint, layout, to_hf, getattr(torch, dtype), keep, scales), draft
+        )
+
+
+def export_adapter(config: Any, checkpoint: Path, out: Path, dtype: str) -> Written:
+    """Write the adapters of a version as PEFT does: adapter_model.safetensors and
+    adapter_config.json. Errors as of ``export_version``, and ConfigError for a job without
+    [lora]."""
+    if not config.lora.rank:
+        raise ConfigError("--adapter needs a job with [lora], this one trains every weight")
+    with _whole_or_not_at_all(out) as draft:
+        model, _, base, _ = _read_model(config, checkpoint)
+        layout = lora.adapter_layout(base, adapter_shapes(model))
+        stored = stored_shapes(checkpoint)
+        tensors = {}
+        for each in layout.tensors:
+            value = _load(checkpoint, stored, each.fqn)[each.fqn][each.row_ids()]
+            if not torch.isfinite(value).all():
+                raise DataError(
+                    f"{checkpoint}: {each.name} holds NaN or infinity, so a server would emit"
+                    " noise; export an earlier version"
+                )
+            tensors[each.name] = value.to(getattr(torch, dtype))
+        written = write_weights(tensors.items(), draft)
+        (draft / "model.safetensors").rename(draft / "adapter_model.safetensors")
+        settings = lora.peft_config(config.lora, str(config.model.hf_assets_path))
+        (draft / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        return written

@@ -83,6 +83,8 @@ def read(argv: Sequence[str], world_size: int | None = None) -> Job:
     _refuse(rules.not_finite(config))
     config.evaluation = [_evaluation(n, t, config.rollout) for n, t in enumerate(config.evaluation)]
     _derive(config, given)
+    if not config.lora.rank and any(key.startswith("lora.") for key in given):
+        _refuse([f"lora.rank must be 1 or greater with a section [lora], got {config.lora.rank}"])
     broken = (
         our_config.violations(config)
         + rules.violations(config, machine)
@@ -248,7 +250,21 @@ def _model_violations(config: Any) -> list[str]:
             f" {flavor!r}{hint}"
         ]
     found = rules.attention_violation(flavor, spec.model_args[flavor])
+    if not found and config.lora.rank > 0:
+        found = _lora_violation(config)
     return [found] if found else []
+
+
+def _lora_violation(config: Any) -> str:
+    """Why the model of this job cannot have the adapters of [lora], or ""."""
+    # torchtitan's models are imported by it
+    from titan_grpo.titan.export import skeleton
+
+    try:
+        skeleton(config)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:

@@ -32,6 +32,7 @@ def violations(config: Any, machine: Machine) -> list[str]:
         *_parallelism(config),
         *_training(config),
         *_checkpoint(config, machine),
+        *_lora(config),
         *_unsupported(config),
         *_cpu(config, machine),
         *_cuda(config, machine),
@@ -222,6 +223,29 @@ def _checkpoint(config: Any, machine: Machine) -> Rules:
         machine.on_cpu and c.async_mode == "async_with_pinned_mem",
         "checkpoint.async_mode",
         '"async" or "disabled" on CPU (nothing can be pinned)',
+    )
+
+
+def _lora(config: Any) -> Rules:
+    if not config.lora.rank:
+        return
+    c, moving = config.checkpoint, config.grpo.ref_model_ema
+    yield (
+        c.last_save_in_hf,
+        "checkpoint.last_save_in_hf",
+        "false with [lora] (torchtitan would write the base model; titan-grpo export writes the"
+        " adapter, or the merged weights)",
+    )
+    yield (
+        bool(c.initial_load_path) and not c.initial_load_in_hf,
+        "checkpoint.initial_load_path",
+        "Hugging Face files with [lora] (checkpoint.initial_load_in_hf; a torchtitan checkpoint of"
+        " a base model has no adapters: titan-grpo export makes such files of it)",
+    )
+    yield (
+        config.grpo.kl_beta > 0 and 0 < moving < 1,
+        "grpo.ref_model_ema",
+        "0 or 1 with [lora] (the reference has every weight, the policy trains adapters)",
     )
 
 

@@ -32,7 +32,7 @@ from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.errors import AlertStop, StorageError, SyncError, UnhealthyError
 from titan_grpo.observe import names, terminal
 from titan_grpo.sync.transports.store import limit_nccl_opening
-from titan_grpo.titan import compat
+from titan_grpo.titan import compat, lora
 from titan_grpo.titan.data import BatchLoader, Share
 from titan_grpo.titan.dump_folder import held, write_failure
 from titan_grpo.titan.flavors import disable_unexported_buffers, register_tiny_flavors
@@ -69,6 +69,8 @@ def _register(job_config: Any) -> Any:
         "build_tokenizer_fn": None,
         "build_validator_fn": None,
     }
+    if job_config.lora.rank:
+        ours |= lora.train_adapters_only(spec, job_config)
     job_config.model.name = f"grpo_{job_config.model.name}"
     register_train_spec(job_config.model.name, type(spec)(**{**vars(spec), **ours}))
     return spec
@@ -95,6 +97,8 @@ class GRPOTrainer(Trainer):
         self.version = 0
         super().__init__(job_config)
         compat.after_parallelize(self.model_parts)
+        if job_config.lora.rank:
+            lora.start_values(self.model_parts[0], job_config.debug.seed or 0)
         make_dispensable(self.metrics_processor, self._logger_failed)
         self._grpo = job_config.grpo
         self._started = False

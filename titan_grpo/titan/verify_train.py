@@ -31,6 +31,7 @@ from titan_grpo.verify.evidence import TRAINER_EVIDENCE, version_file
 compat.prepare()
 
 from titan_grpo.titan.jobconfig import parse  # noqa: E402 - the patches come first
+from titan_grpo.titan.lora import adapted  # noqa: E402
 from titan_grpo.titan.trainer import GRPOTrainer, run  # noqa: E402
 from titan_grpo.titan.weight_sync import exported_tensors  # noqa: E402
 
@@ -112,9 +113,19 @@ class VerifyTrainer(GRPOTrainer):
             named = exported_tensors(self.model_parts[0], self._adapter.to_hf)
             parameters = {id(p) for p in self.model_parts[0].parameters()}
             wire = getattr(torch, self.job_config.weight_sync.wire_dtype)
+            layers = dict(adapted(self.model_parts[0]))
             full: dict[str, torch.Tensor] = {}
             for fqn, tensor in named:
                 whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                layer = layers.get(fqn.removesuffix(".weight"))
+                if layer is not None:
+                    # B A of the whole matrices, added in float64
+                    pair = (layer.lora_b, layer.lora_a)
+                    up, down = (
+                        p.full_tensor().double() if isinstance(p, DTensor) else p.double()
+                        for p in pair
+                    )
+                    whole = whole.double() + layer.scale * (up @ down)
                 cast = id(tensor) in parameters and whole.is_floating_point()
                 full[fqn] = (whole.to(wire) if cast else whole).cpu()
             if self.controller is None:

@@ -22,6 +22,7 @@ from titan_grpo.observe.waiting import waiting
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, local_shards
 from titan_grpo.sync.snapshot import Snapshotter
 from titan_grpo.sync.worker import LOOPBACK, ImagePool
+from titan_grpo.titan.lora import is_adapter, merged_shards
 
 ToHF = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -54,14 +55,17 @@ def named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def exported_tensors(model: torch.nn.Module, to_hf: ToHF) -> list[tuple[str, torch.Tensor]]:
-    """``named_tensors`` without the buffers that the adapter does not export.
+    """``named_tensors`` without LoRA adapters, and without the buffers that the state dict adapter
+    does not export.
 
     Those are tables that the engine computes itself; titan.flavors.disable_unexported_buffers has
     switched off the one that training would change (an MoE's load balancing bias).
     """
     parameters = {strip_prefixes(name) for name, _ in model.named_parameters()}
     return [
-        (fqn, t) for fqn, t in named_tensors(model) if fqn in parameters or _exported(to_hf, fqn, t)
+        (fqn, t)
+        for fqn, t in named_tensors(model)
+        if not is_adapter(fqn) and (fqn in parameters or _exported(to_hf, fqn, t))
     ]
 
 
@@ -127,7 +131,8 @@ class Meeting:
 
 
 class TrainerSync:
-    """One rank's side of the weight sync. Built collectively; later calls involve no collective."""
+    """One rank's side of the weight sync. Built collectively; later calls involve no collective,
+    but with LoRA the gathering of A in ``publish``."""
 
     def __init__(
         self,
@@ -191,11 +196,12 @@ class TrainerSync:
         self._publisher = Publisher(snapshotter, announce)
 
     def publish(self, version: int, slot: int) -> None:
-        """Start the copy of this rank's shards into ``slot``. Nothing on a rank that writes no
-        part."""
+        """Start the copy of this rank's shards, adapters merged, into ``slot``. A rank that writes
+        no part only helps to gather the adapters."""
+        merged = merged_shards(self._model, set(self.plan.ops))
         if self._publisher is not None:
             shards = local_shards(named_tensors(self._model), set(self.plan.ops))
-            self._publisher.publish(version, slot, shards)
+            self._publisher.publish(version, slot, {**shards, **merged})
 
     def fence(self) -> None:
         """Before the optimizer changes the weights."""
