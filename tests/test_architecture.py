@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "protocol": BASE,
     "observe": BASE,
     "views": BASE | {"observe"},
+    "plan": BASE | {"protocol"},
     "layout": TABLES,
     "algorithm": TABLES,
     "engines": TABLES | {"patches"},
@@ -41,14 +42,14 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": MOVERS,
     "titan": RUNTIME | {"verify"},
     "verify": RUNTIME,
-    "commands": RUNTIME | {"titan", "verify", "views"},
+    "commands": RUNTIME | {"titan", "verify", "views", "plan"},
     "train": RUNTIME | {"titan"},
     "cli": TOP,
 }
 """Room -> rooms that it may import besides itself. Rooms of one level do not see each other."""
 
 NO_TORCH = ("errors", "samples", "config", "runkey", "subprocesses", "unix_rpc")
-NO_TORCH += ("protocol", "observe", "views", "engines", "rollout")
+NO_TORCH += ("protocol", "observe", "views", "plan", "engines", "rollout")
 """Rooms that run without torch: the rollout process, the tools, and everything that must start
 fast."""
 

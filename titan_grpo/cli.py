@@ -16,6 +16,7 @@ COMMANDS = {
     "init": "write the TOML file of a job, or convert one of the older trainer",
     "verify": "prove that a real server serves exactly the trainer's weights",
     "doctor": "check versions, memory, ports, environment and servers before a run",
+    "plan": "say what a cluster's sizes and links make of a run: memory, time, lag, limits",
     "config": "print every configuration key with its meaning",
     "servers": "show, add and remove the servers of a running trainer",
     "rollouts": "make the rollouts of a run whose trainer is elsewhere",

@@ -143,9 +143,10 @@ def step(a: Admission, event: Event) -> tuple[Admission, tuple[Generate, ...]]:
 
 
 def _without(prompts: tuple[int, ...], gone: tuple[int, ...]) -> tuple[int, ...]:
-    if not set(gone) <= set(prompts):
+    leaving = set(gone)
+    if not leaving <= set(prompts):
         raise ProtocolError(f"prompts {gone} must have places, got {prompts}")
-    return tuple(prompt for prompt in prompts if prompt not in gone)
+    return tuple(prompt for prompt in prompts if prompt not in leaving)
 
 
 def urgency(used_at: int, expected_s: float, step_s: float) -> float:

@@ -155,3 +155,28 @@ def flavor_of(settings: Mapping[str, Any]) -> tuple[str, str]:
         f"no model of torchtitan has the sizes of config.json (model_type {kind!r}, {shown}): name"
         f" it (--flavor NAME/FLAVOR); sizes of {', '.join(MODELS)} are compared"
     )
+
+
+def parameters_of(name: str, flavor: str) -> int:
+    """Number of parameters of torchtitan's model ``name/flavor``, tied ones once. Makes no memory
+    for them.
+
+    Raises ConfigError where there is none.
+    """
+    from titan_grpo.titan.compat import prepare
+
+    prepare()
+    import torch
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    register_tiny_flavors()
+    try:
+        spec = get_train_spec(name)
+    except ValueError as error:
+        raise ConfigError(f"torchtitan has no model {name!r}") from error
+    if flavor not in spec.model_args:
+        known = ", ".join(spec.model_args)
+        raise ConfigError(f"torchtitan's {name} has no flavor {flavor!r}; there are {known}")
+    with torch.device("meta"):
+        model = spec.model_cls(spec.model_args[flavor])
+    return sum(p.numel() for p in model.parameters())

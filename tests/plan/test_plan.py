@@ -1,0 +1,180 @@
+"""The planner: production's tables over a simulated clock, and the command."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from titan_grpo.cli import command
+from titan_grpo.config import WeightSync
+from titan_grpo.errors import ConfigError
+from titan_grpo.plan import report
+from titan_grpo.plan.network import water_level
+from titan_grpo.plan.setup import Setup
+from titan_grpo.plan.simulation import Simulation, quantile
+
+ONE_GB = 500_000_000
+"""Parameters of a version of 1 GB in bfloat16."""
+
+SMALL = Setup(
+    parameters=ONE_GB,
+    servers=4,
+    trainer_link_gbit=8.0,
+    server_link_gbit=8.0,
+    step_s=10.0,
+    hours=0.1,
+)
+"""A trainer's link of 1 GB/s for 4 servers: 4 s a version."""
+
+
+def test_servers_behind_one_link_get_a_version_in_their_number_times_its_bytes() -> None:
+    result = Simulation(SMALL).run()
+    assert max(result.send_s) == pytest.approx(4.0, rel=0.01)
+    assert result.stall_s == 0.0
+    assert report.limit(SMALL, result)[0] == "the trainer hosts' links"
+
+
+def test_a_servers_own_link_bounds_its_transfer_and_no_other() -> None:
+    setup = replace(SMALL, servers_per_host=4, server_link_gbit=2.0, trainer_link_gbit=800.0)
+    result = Simulation(setup).run()
+    assert quantile(result.send_s, 0.5) == pytest.approx(16.0, rel=0.01)
+    assert report.limit(setup, result)[0] == "the server hosts' links"
+
+
+def test_servers_on_the_trainers_host_use_no_link() -> None:
+    setup = replace(SMALL, same_host=True, trainer_link_gbit=0.001, server_link_gbit=0.001)
+    result = Simulation(setup).run()
+    assert quantile(result.send_s, 0.95) < 1.0
+    assert report.figures(setup, result)["network"]["source_bytes_per_s"] is None
+
+
+def test_slow_servers_keep_the_trainer_and_the_others_waiting_for_nothing() -> None:
+    quick = replace(SMALL, servers=40, trainer_link_gbit=800.0, source_gb_s=100.0, groups=20)
+    slow = Simulation(replace(quick, slow=0.1, slow_factor=0.02)).run()
+    assert slow.stall_s == 0.0
+    assert quantile(slow.lags, 0.5) == 0
+    assert max(slow.lags) >= 1  # 50 s a version, in steps of 10 s
+
+
+def test_a_server_that_stands_still_loses_its_transfer_by_the_progress_deadline() -> None:
+    still = replace(SMALL, slow=0.25, slow_factor=0.0, groups=2)
+    result = Simulation(still).run()
+    assert result.failed_transfers > 0
+    assert result.stall_s == 0.0
+
+
+def test_dead_servers_come_back_with_the_newest_version_and_their_groups_are_made_again() -> None:
+    dying = replace(
+        SMALL, servers=64, trainer_link_gbit=800.0, source_gb_s=100.0, dying=0.2, restart_s=20.0
+    )
+    result = Simulation(dying).run()
+    assert result.deaths > 20
+    assert result.remade > 0
+    assert quantile(result.lags, 0.95) <= 1
+    assert result.steps > 20
+
+
+@pytest.mark.long
+def test_of_1024_servers_slow_and_dying_ones_cost_an_hour_of_training_nothing() -> None:
+    setup = Setup(
+        parameters=596_049_920, trainer_hosts=32, servers=1024, slow=0.05, dying=0.01,
+        max_staleness=2,
+    )  # fmt: skip
+    result = Simulation(setup).run()
+    assert result.deaths > 500
+    assert result.stall_s == 0.0
+    assert quantile(result.lags, 0.5) <= 1
+
+
+def test_a_version_that_takes_longer_than_a_step_stalls_the_trainer_by_its_staleness_rule() -> None:
+    late = replace(SMALL, servers=20)  # 20 s a version, in steps of 10 s
+    result = Simulation(late).run()
+    assert result.stall_for_versions_s > 0.2 * result.simulated_s
+    assert max(result.staleness) <= late.max_staleness
+
+
+def test_readers_of_both_slots_cost_versions_and_a_third_slot_brings_them_back() -> None:
+    """Slow servers read one slot and quick ones the other, for longer than a step."""
+    wide = replace(SMALL, trainer_link_gbit=800.0, source_gb_s=100.0, step_s=0.8, hours=0.02)
+    two = replace(wide, servers=8, slow=0.5, slow_factor=0.1, max_staleness=100, groups=1)
+    three = replace(two, sync=WeightSync(slots=3))
+    assert Simulation(two).run().skipped > Simulation(three).run().skipped
+
+
+def test_transfers_past_their_deadline_never_start_the_run() -> None:
+    sync = WeightSync(lane_deadline_s=1.0, min_rate=1_000_000_000)
+    setup = replace(SMALL, servers=20, sync=sync)
+    result = Simulation(setup).run()
+    assert result.steps == 0
+    assert "do not end within 2 s" in report.text(setup, report.figures(setup, result), [], result)
+
+
+def test_the_level_of_a_shared_link_uses_it_up_and_passes_no_bound() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        bounds = rng.exponential(size=rng.integers(1, 30))
+        total = float(rng.uniform(0.1, 1.5)) * bounds.sum()
+        weights = rng.uniform(0.5, 2.0, size=bounds.size)
+        level = water_level(bounds, weights, total)
+        assert np.minimum(bounds, weights * level).sum() == pytest.approx(min(total, bounds.sum()))
+
+
+def test_a_seed_makes_the_same_run_again_and_another_seed_another() -> None:
+    dying = replace(SMALL, servers=16, dying=0.5)
+    once, again, other = (Simulation(replace(dying, seed=n)).run() for n in (1, 1, 2))
+    assert once == again
+    assert once.commit_s != other.commit_s
+
+
+def test_proposed_settings_make_the_run_better() -> None:
+    setup = replace(SMALL, servers=20)
+    before = Simulation(setup).run()
+    changes, after = report.advice(setup, before)
+    assert 1 <= len(changes) <= 3
+    assert report.score(after) < report.score(before)
+
+
+def test_a_run_that_is_well_gets_no_advice() -> None:
+    assert report.advice(SMALL, Simulation(SMALL).run())[0] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("servers", 0), ("slow", 1.5), ("step_s", float("nan")), ("slow", -0.1)]
+)
+def test_sizes_that_make_no_sense_are_refused_by_name(field, value) -> None:
+    with pytest.raises(ConfigError, match=field):
+        replace(SMALL, **{field: value})
+
+
+def test_the_command_reads_a_file_of_options_and_writes_every_figure(tmp_path, capsys) -> None:
+    sizes, out = tmp_path / "sizes.toml", tmp_path / "plan.json"
+    sizes.write_text('model = "5e8"\nservers = 3\nhours = 0.1\nstep_s = 5\n')
+    assert command(["plan", str(sizes), "--servers", "2", "--json", str(out)]) == 0
+    record = json.loads(out.read_text())
+    assert record["setup"]["servers"] == 2
+    assert record["memory"]["image_bytes"] == 1_000_000_000
+    assert record["run"]["stall_s"] == 0.0
+    assert "2 servers on 2 hosts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("server = 3\n", "unknown key 'server'"),
+        ("servers = 3.5\n", "servers must be of type int"),
+        ("servers =\n", "is not TOML"),
+    ],
+)
+def test_a_bad_sizes_file_is_one_line_and_exit_code_2(tmp_path, capsys, content, said) -> None:
+    sizes = tmp_path / "sizes.toml"
+    sizes.write_text(content)
+    assert command(["plan", str(sizes)]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_model_is_a_number_or_torchtitans_name(capsys) -> None:
+    assert command(["plan", "--model", "eight billion"]) == 2
+    assert "--model must be NAME/FLAVOR" in capsys.readouterr().err

@@ -1,0 +1,153 @@
+"""``titan-grpo plan``: what a cluster's size and links make of a run, before it is rented."""
+
+import argparse
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from titan_grpo.errors import ConfigError
+from titan_grpo.plan import report
+from titan_grpo.plan.setup import Setup
+from titan_grpo.plan.simulation import Simulation
+
+OPTIONS = {f.name: f for f in fields(Setup) if f.name not in ("sync", "parameters")}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of the command."""
+    out = argparse.ArgumentParser(
+        prog="titan-grpo plan",
+        description="Run the sync's own tables (lanes, image slots, ledger, admission, backoff)"
+        " against a simulated clock and network, and print memory, time per version, lag,"
+        " staleness, which link is the limit, and up to three settings to change.",
+        epilog="Later beats earlier, an option beats a file. Exit code 2: bad input. The default"
+        " rates are assumptions: set those of your machines.",
+    )
+    out.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE",
+        help="a job's TOML (its [weight_sync], [rollout] and [model]), or a TOML with these"
+        " options as keys (servers = 64, model = \"qwen3/8B\"), or both",
+    )  # fmt: skip
+    out.add_argument(
+        "--model", metavar="M",
+        help="torchtitan's NAME/FLAVOR, a config.json or its folder, or a number of parameters"
+        " such as 8.2e9 (default: as many as Qwen3 8B)",
+    )  # fmt: skip
+    out.add_argument("--json", type=Path, metavar="P", help="write every figure there")
+    for name, option in OPTIONS.items():
+        text = option.metadata["help"].replace("%", "%%")
+        if "default" not in text:
+            text += f" (default: {option.default})"
+        flag = "--" + name.replace("_", "-")
+        if option.type is bool:
+            out.add_argument(flag, action="store_true", default=None, help=text)
+        else:
+            out.add_argument(flag, type=option.type, metavar="N", help=text)
+    return out
+
+
+def run(argv: list[str], env: Mapping[str, str]) -> int:
+    """Print the plan; 0. A mistake in the input is a ConfigError. ``env`` is not used."""
+    args = parser().parse_args(argv)
+    given: dict[str, Any] = {}
+    for path in args.files:
+        given |= of_file(path)
+    model = given.pop("model", None) if args.model is None else args.model
+    if model is not None:
+        given["parameters"] = parameters(str(model))
+    given |= {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    setup = Setup(**given)
+    result = Simulation(setup).run()
+    found = report.figures(setup, result)
+    changes, then = report.advice(setup, result)
+    print(report.text(setup, found, changes, then))
+    if args.json is not None:
+        record = {
+            "setup": asdict(setup),
+            **found,
+            "changes": [str(change) for change in changes],
+        }
+        try:
+            args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {args.json} cannot be written: {error.strerror}") from error
+    return 0
+
+
+def of_file(path: Path) -> dict[str, Any]:
+    """What a file says of a plan: a job's has tables, one of options has none."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"FILE {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"FILE {path} is not TOML: {error}") from error
+    if any(isinstance(value, dict | list) for value in table.values()):
+        return of_job(path)
+    for name, value in table.items():
+        if name == "model":
+            continue
+        if name not in OPTIONS:
+            known = ", ".join(["model", *OPTIONS])
+            raise ConfigError(f"FILE {path}: unknown key {name!r}; there are {known}")
+        kind = OPTIONS[name].type
+        assert isinstance(kind, type)
+        if type(value) is not kind and (kind, type(value)) != (float, int):
+            raise ConfigError(f"FILE {path}: {name} must be of type {kind.__name__}, got {value!r}")
+    return table
+
+
+def of_job(path: Path) -> dict[str, Any]:
+    """What a job's TOML says of a plan."""
+    # Imported here: torchtitan takes seconds.
+    from titan_grpo.titan.flavors import parameters_of
+    from titan_grpo.titan.jobconfig import parse
+
+    config = parse(["--job.config_file", str(path)])
+    rollout = config.rollout
+    if not config.grpo.async_weight_update:
+        raise ConfigError(
+            "grpo.async_weight_update must be true for a plan (without it each step waits for every"
+            f" server), got false in {path}"
+        )
+    out: dict[str, Any] = {
+        "sync": config.weight_sync,
+        "groups": rollout.prompts_per_step,
+        "max_staleness": rollout.max_staleness,
+        "in_flight": max(1, rollout.max_concurrent_requests // rollout.group_size),
+        "parameters": parameters_of(config.model.name, config.model.flavor),
+    }
+    if rollout.servers:
+        out["servers"] = len(rollout.servers)
+    return out
+
+
+def parameters(model: str) -> int:
+    """Parameters of a model: a number, torchtitan's NAME/FLAVOR, or a config.json."""
+    try:
+        return int(float(model))
+    except (ValueError, OverflowError):
+        pass
+    from titan_grpo.titan.flavors import flavor_of, parameters_of
+
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--model {path} is no config.json: {error}") from error
+        if not isinstance(settings, dict):
+            raise ConfigError(f"--model {path} is no config.json: it has no table")
+        return parameters_of(*flavor_of(settings))
+    name, slash, flavor = model.partition("/")
+    if not slash:
+        raise ConfigError(
+            "--model must be NAME/FLAVOR of torchtitan, a config.json or a number of parameters,"
+            f" got {model!r}"
+        )
+    return parameters_of(name, flavor)

@@ -1,0 +1,119 @@
+"""Transfers as a fluid: they share a server host's link evenly, and what the trainer hosts send by
+max-min with a random weight, with a server's readers as a further bound."""
+
+import random
+
+import numpy as np
+
+from titan_grpo.plan.setup import Setup
+
+SHARES = (0.7, 0.9, 1.1, 1.3)
+"""Weights of transfers behind one link, drawn for each: TCP does not share it evenly (8 servers:
+5.9 to 8.2 s for the same bytes at once, bench_plan.py), and a slot is pinned until the last."""
+
+DONE_BYTES = 1.0
+"""A transfer with less left is over."""
+
+Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+class Network:
+    """All transfers of a simulation, at most one per server. Times are simulated seconds."""
+
+    def __init__(self, setup: Setup, slow: set[int], rng: random.Random) -> None:
+        """``slow``: servers that have ``slow_factor`` of the rate."""
+        self._s, self._random = setup, rng
+        numbers = range(setup.servers)
+        self._left = np.zeros(setup.servers)
+        self._active = np.zeros(setup.servers, dtype=bool)
+        self._rate = np.zeros(setup.servers)
+        self._weight = np.ones(setup.servers)
+        self._hosts = np.array([n // setup.servers_per_host for n in numbers])
+        self._factor = np.array([setup.slow_factor if n in slow else 1.0 for n in numbers])
+        limits = setup.source_limits
+        self._source_rate = min(limits.values(), default=float("inf"))
+        self._source = min(limits, key=lambda name: limits[name]) if limits else ""
+        self._bounds: dict[str, int] = {}
+        self._moved_at, self._ends_at, self._dirty = 0.0, float("inf"), False
+        self.busy_s: dict[str, float] = {}
+        """Limit -> seconds of transfers that it bounded."""
+
+    def begin(self, n: int) -> None:
+        """A version goes to server ``n``."""
+        self._left[n], self._active[n], self._dirty = self._s.image_bytes, True, True
+        self._weight[n] = self._random.choice(SHARES)
+
+    def stop(self, n: int) -> None:
+        """It does no longer."""
+        self._active[n], self._dirty = False, True
+
+    def next_end(self, now: float) -> float:
+        """When the next transfer ends, if none begins or stops; inf without any."""
+        if self._dirty:
+            self._share(now)
+        return self._ends_at
+
+    def take_arrived(self, now: float) -> list[int]:
+        """Servers whose transfer has ended by now."""
+        self._move(now)
+        self._dirty = True
+        done = self._active & (self._left <= np.maximum(DONE_BYTES, self._rate * 1e-6))
+        self._active &= ~done
+        return [int(n) for n in np.flatnonzero(done)]
+
+    def _share(self, now: float) -> None:
+        """Rates of all transfers from now on, and what bounds them."""
+        self._move(now)
+        self._dirty = False
+        active = np.flatnonzero(self._active)
+        self._rate[:] = 0.0
+        self._ends_at = float("inf")
+        self._bounds = {}
+        if not active.size:
+            return
+        hosts = self._hosts[active]
+        link = self._s.link_rate / np.bincount(hosts)[hosts]
+        slow = self._factor[active]
+        bound = np.minimum(link, self._s.reader_rate) * slow
+        share = self._weight[active]
+        share = share * water_level(bound, share, self._source_rate)
+        rate = np.minimum(bound, share)
+        self._rate[active] = rate
+        others = bound <= share
+        by_slow = int(np.count_nonzero(others & (slow < 1)))
+        by_link = int(np.count_nonzero(others & (slow == 1) & (link < self._s.reader_rate)))
+        by_others = int(np.count_nonzero(others))
+        self._bounds = {
+            self._source: active.size - by_others,
+            "a slow server": by_slow,
+            "the server hosts' links": by_link,
+            "a server's readers (weight_sync.connections)": by_others - by_slow - by_link,
+        }
+        moving = rate > 0
+        if moving.any():
+            left = self._left[active][moving] / rate[moving]
+            self._ends_at = now + max(0.0, float(left.min()))
+
+    def _move(self, now: float) -> None:
+        seconds = now - self._moved_at
+        self._moved_at = now
+        if seconds > 0:
+            self._left -= self._rate * seconds
+            for name, count in self._bounds.items():
+                if count:
+                    self.busy_s[name] = self.busy_s.get(name, 0.0) + count * seconds
+
+
+def water_level(bounds: Vector, weights: Vector, total: float) -> float:
+    """The level L at which the sum of min(bound, weight * L) is ``total``; inf if the bounds are
+    less.
+
+    >>> water_level(np.array([1.0, 5.0, 5.0]), np.array([1.0, 1.0, 2.0]), 7.0)
+    2.0
+    """
+    order = np.argsort(bounds / weights)
+    bounds, weights = bounds[order], weights[order]
+    before = np.concatenate(([0.0], np.cumsum(bounds)[:-1]))
+    levels = (total - before) / np.cumsum(weights[::-1])[::-1]
+    reached = np.flatnonzero(levels * weights <= bounds)
+    return float(levels[reached[0]]) if reached.size else float("inf")

@@ -1,0 +1,335 @@
+"""What a plan says: figures of one simulated run as JSON-able values and as text, and which
+settings to change.
+
+A change is proposed because a simulation with it is better, never by a rule of thumb. Those
+simulations have LEAST_SERVERS servers or fewer, with as much less of the trainer hosts' links: the
+ratio is what counts.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titan_grpo.plan.setup import GB, Setup
+from titan_grpo.plan.simulation import Result, Simulation, quantile
+
+LEAST_SERVERS = 64
+"""Servers of a simulation that only compares settings."""
+
+TRIAL_STEPS = 14
+"""Training steps of one, without waits."""
+
+WORTH = 0.03
+"""What a change must improve the score by."""
+
+CHANGES = 3
+
+STALL_SHARE = 0.001
+"""A stall of less is none."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting, what it was and would be."""
+
+    setting: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.old} -> {self.new}"
+
+
+def score(result: Result) -> float:
+    """How bad a run was: 0 without stall and lag."""
+    if not result.steps:
+        return 100.0
+    share = result.stall_s / result.simulated_s
+    lag = statistics.fmean(result.lags) if result.lags else 10.0
+    return 10 * share + min(10.0, lag) + 0.1 * statistics.fmean(result.staleness or [0])
+
+
+def smaller(setup: Setup) -> Setup:
+    """A setup with fewer servers, and as much less of what they share."""
+    servers = min(setup.servers, LEAST_SERVERS)
+    share = servers / setup.servers
+    return replace(
+        setup,
+        servers=servers,
+        trainer_link_gbit=setup.trainer_link_gbit * share,
+        source_gb_s=setup.source_gb_s * share,
+        groups=max(1, round(setup.groups_per_step * share)),
+        in_flight=setup.groups_at_once,
+        hours=min(setup.hours, TRIAL_STEPS * setup.step_s / 3600 + setup.connect_s / 3600),
+    )
+
+
+def fed_hosts(setup: Setup) -> int:
+    """Trainer hosts that send a version to every server in half a step."""
+    one = min(setup.source_limits.values(), default=math.inf) / setup.trainer_hosts
+    return math.ceil(2 * setup.servers * setup.image_bytes / (setup.step_s * one))
+
+
+def candidates(setup: Setup) -> Iterator[tuple[Change, Setup]]:
+    """Single settings that could be changed, cheap ones first."""
+    sync = setup.sync
+
+    def of_sync(name: str, value: Any) -> tuple[Change, Setup]:
+        change = Change(f"weight_sync.{name}", f"{getattr(sync, name)}", f"{value}")
+        return change, replace(setup, sync=replace(sync, **{name: value}))
+
+    def of_setup(name: str, value: Any, shown: str = "") -> tuple[Change, Setup]:
+        change = Change(shown or name, f"{getattr(setup, name):g}", f"{value:g}")
+        return change, replace(setup, **{name: value})
+
+    yield of_setup("max_staleness", setup.max_staleness + 1, "rollout.max_staleness")
+    if sync.wire_dtype == "float32":
+        yield of_sync("wire_dtype", "bfloat16")
+    yield of_sync("connections", 2 * sync.connections)
+    if setup.connect_s > sync.connect_deadline_s:
+        yield of_sync("connect_deadline_s", float(math.ceil(1.5 * setup.connect_s)))
+    yield of_sync("lane_deadline_s", 4 * sync.lane_deadline_s)
+    yield of_sync("slots", sync.slots + 1)
+    requests = replace(setup, in_flight=2 * setup.groups_at_once)
+    yield (
+        Change(
+            "groups of one server at once (rollout.max_concurrent_requests)",
+            f"{setup.groups_at_once}",
+            f"{requests.groups_at_once}",
+        ),
+        requests,
+    )
+    for times in (2, 4):
+        longer = replace(
+            setup, groups=times * setup.groups_per_step, step_s=times * setup.step_s,
+            group_s=setup.mean_group_s, in_flight=setup.groups_at_once,
+        )  # fmt: skip
+        change = Change(
+            "rollout.prompts_per_step (and the step's time with it)",
+            f"{setup.groups_per_step} ({setup.step_s:g} s)",
+            f"{longer.groups} ({longer.step_s:g} s)",
+        )
+        yield change, longer
+    if setup.source_limits:
+        for hosts in sorted({2 * setup.trainer_hosts, fed_hosts(setup)}):
+            if hosts > setup.trainer_hosts:
+                yield of_setup("trainer_hosts", hosts)
+        link, source = setup.source_limits.values()
+        name = "trainer_link_gbit" if link < source else "source_gb_s"
+        yield of_setup(name, 2 * getattr(setup, name))
+        yield of_setup("server_link_gbit", 2 * setup.server_link_gbit)
+    if setup.servers_per_host > 1 and not setup.same_host:
+        yield of_setup("servers_per_host", setup.servers_per_host // 2)
+    yield of_setup("server_gpus", 2 * setup.server_gpus)
+
+
+def advice(setup: Setup, whole: Result) -> tuple[list[Change], Result]:
+    """Up to CHANGES settings, each the one that helps most beside those before it, and the run
+    with all of them (at the size of a trial). Empty where no single one helps.
+
+    ``whole``: the run without changes. Deaths stall it the more the more servers there are, which
+    a small trial does not show: then work made further ahead is tried at full size.
+    """
+    changes: list[Change] = []
+    present = setup
+    result = Simulation(smaller(present)).run()
+    while len(changes) < CHANGES:
+        best = score(result) * (1 - WORTH) - 0.01
+        found: tuple[Change, Setup, Result] | None = None
+        for change, changed in candidates(present):
+            if any(change.setting == before.setting for before in changes):
+                continue
+            tried = Simulation(smaller(changed)).run()
+            if score(tried) < best:
+                best, found = score(tried) * (1 - WORTH), (change, changed, tried)
+        if found is None:
+            break
+        changes.append(found[0])
+        _, present, result = found
+    if not changes and whole.steps and whole.stall_s > STALL_SHARE * whole.simulated_s:
+        change, changed = next(candidates(setup))
+        result = Simulation(changed).run()
+        if result.stall_s < whole.stall_s / 2:
+            changes.append(change)
+    return changes, result
+
+
+def limit(setup: Setup, result: Result) -> tuple[str, float]:
+    """What bounded the transfers, and in which share of their time."""
+    total = sum(result.busy_s.values())
+    if not total:
+        return "none: nothing was sent", 0.0
+    name = max(result.busy_s, key=lambda key: result.busy_s[key])
+    return name, result.busy_s[name] / total
+
+
+def figures(setup: Setup, result: Result) -> dict[str, Any]:
+    """Everything that the text says, as JSON-able values; None where nothing was measured."""
+    source = min(setup.source_limits.values(), default=math.inf)
+    rest = setup.copy_s + setup.digest_s
+    name, share = limit(setup, result)
+
+    def spread(values: list[float]) -> dict[str, float] | None:
+        if not values:
+            return None
+        return {
+            "median": quantile(values, 0.5),
+            "p95": quantile(values, 0.95),
+            "most": max(values),
+        }
+
+    lags = [float(lag) for lag in result.lags]
+    return {
+        "memory": {
+            "image_bytes": setup.image_bytes,
+            "trainer_host_bytes": setup.trainer_bytes,
+            "server_host_bytes": setup.server_bytes,
+            "trainer_gpu_state_bytes": setup.state_bytes,
+            "trainer_gpu_fits": setup.state_bytes < setup.trainer_gpu_gb * GB,
+        },
+        "seconds": {
+            "connect": setup.connect_s,
+            "copy": setup.copy_s,
+            "digest": setup.digest_s,
+            "fetch": spread(result.send_s),
+            "pause": setup.load_s + 3 * setup.call_s,
+            "publish_to_commit": spread(result.commit_s),
+            "transfer_deadline": setup.transfer_deadline_s,
+            "rank0_processor_per_version": setup.rank0_s,
+        },
+        "network": {
+            "limit": name,
+            "limit_share": share,
+            "source_bytes_per_s": None if math.isinf(source) else source,
+            "servers_fed_in_a_step": (
+                None
+                if math.isinf(source)
+                else int(source * max(0.0, setup.step_s - rest) / setup.image_bytes)
+            ),
+            "trainer_hosts_for_half_a_step": None if math.isinf(source) else fed_hosts(setup),
+        },
+        "run": {
+            "simulated_s": result.simulated_s,
+            "start_s": result.start_s,
+            "steps": result.steps,
+            "versions_published": result.published,
+            "versions_skipped": result.skipped,
+            "stall_s": result.stall_s,
+            "stall_share": result.stall_s / result.simulated_s if result.simulated_s else None,
+            "stall_for_versions_s": result.stall_for_versions_s,
+            "stall_for_copy_s": result.stall_for_copy_s,
+            "lag": spread(lags),
+            "staleness": spread([float(value) for value in result.staleness]),
+            "servers_without_a_version": (result.without / result.steps if result.steps else None),
+            "deaths": result.deaths,
+            "groups_made_again": result.remade,
+            "failed_transfers": result.failed_transfers,
+        },
+    }
+
+
+def text(setup: Setup, found: Mapping[str, Any], changes: list[Change], then: Result) -> str:
+    """The plan for a terminal."""
+    memory, seconds, run = found["memory"], found["seconds"], found["run"]
+    hosts = math.ceil(setup.servers / setup.servers_per_host)
+    where = "on the trainer's host" if setup.same_host else f"on {_many(hosts, 'host')}"
+    lines = [
+        f"{setup.parameters / 1e9:.3g} billion parameters, {_gb(setup.image_bytes)} a version;"
+        f" {_many(setup.trainer_hosts, 'trainer host')} x {setup.trainer_gpus} GPUs,"
+        f" {_many(setup.servers, 'server')} {where}; {setup.slow:.0%} slow,"
+        f" {setup.dying:.0%} die in a minute",
+        "",
+        f"memory    trainer host {_gb(memory['trainer_host_bytes'])} ({setup.sync.slots} slots);"
+        f" server host {_gb(memory['server_host_bytes'])}; trainer GPU"
+        f" {_gb(memory['trainer_gpu_state_bytes'])} of {setup.trainer_gpu_gb:g} GB for weights,"
+        " gradients and AdamW, before activations"
+        + ("" if memory["trainer_gpu_fits"] else ": IT DOES NOT FIT"),
+        f"version   copy {seconds['copy']:.2f} s, digests {seconds['digest']:.2f} s, fetch"
+        f" {_spread(seconds['fetch'], 's')}, generation stands still {seconds['pause']:.2f} s",
+        f"          publish to commit {_spread(seconds['publish_to_commit'], 's')}; a server's"
+        f" connection {seconds['connect']:.1f} s",
+        *_network(setup, found),
+        f"rank 0    {seconds['rank0_processor_per_version']:.2f} s of its process for the calls of"
+        f" a version, in each step of {setup.step_s:g} s",
+    ]
+    if not run["steps"]:
+        lines.append(f"run       NO STEP in {setup.hours:g} h: {_why_none(setup, found)}")
+    else:
+        lines += [
+            f"run       {run['simulated_s']:.0f} s after a start of {run['start_s']:.0f} s:"
+            f" {run['steps']} steps, {run['versions_published']} versions published,"
+            f" {run['versions_skipped']} skipped; {run['deaths']} deaths,"
+            f" {run['groups_made_again']} groups made again, {run['failed_transfers']} transfers"
+            " failed",
+            f"stall     {run['stall_s']:.1f} s ({run['stall_share']:.1%}) the trainer waited:"
+            f" {run['stall_for_versions_s']:.1f} s for versions on servers,"
+            f" {run['stall_for_copy_s']:.1f} s for its copy, the rest for groups in the making",
+            f"lag       {_spread(run['lag'])} versions at a step's end;"
+            f" {run['servers_without_a_version']:.1f} servers hold none",
+            f"staleness {_spread(run['staleness'])} versions of the groups that were used",
+        ]
+    lines.append("")
+    if not changes:
+        lines.append("change    nothing: no single setting makes it better by much")
+    else:
+        lines += [
+            f"{'change' if n == 1 else '':9} {n}. {change}" for n, change in enumerate(changes, 1)
+        ]
+        after = (
+            f"stall {then.stall_s / then.simulated_s:.1%}, median lag {quantile(then.lags, 0.5):g}"
+            if then.steps
+            else "still no step"
+        )
+        lines.append(f"          with {'it' if len(changes) == 1 else 'them'}, simulated: {after}")
+    return "\n".join(lines)
+
+
+def _network(setup: Setup, found: Mapping[str, Any]) -> Iterator[str]:
+    network = found["network"]
+    share = network["limit_share"]
+    yield f"network   limit: {network['limit']}, in {share:.0%} of the transfers' time"
+    if network["source_bytes_per_s"] is None:
+        return
+    fed, rate = network["servers_fed_in_a_step"], network["source_bytes_per_s"]
+    yield (
+        f"          the trainer sends {_gb(rate)}/s: {_many(fed, 'server')}"
+        f" get every version within a step of {setup.step_s:g} s"
+    )
+    if fed < setup.servers:
+        need = network["trainer_hosts_for_half_a_step"]
+        yield (
+            f"          NOT ENOUGH for {setup.servers}: {_many(need, 'trainer host')} would send a"
+            " version to all of them in half a step; servers do not serve each other"
+        )
+
+
+def _why_none(setup: Setup, found: Mapping[str, Any]) -> str:
+    if setup.connect_s > setup.sync.connect_deadline_s:
+        return (
+            f"the memory of a receiver takes {setup.connect_s:.0f} s, longer than"
+            f" weight_sync.connect_deadline_s = {setup.sync.connect_deadline_s:g}"
+        )
+    if found["run"]["failed_transfers"]:
+        return (
+            f"transfers do not end within {setup.transfer_deadline_s:.0f} s"
+            " (weight_sync.lane_deadline_s, and the version at weight_sync.min_rate)"
+        )
+    return "the first version did not reach the servers in that time"
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / GB:.3g} GB"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _spread(values: Mapping[str, float] | None, unit: str = "") -> str:
+    if values is None:
+        return "unknown"
+    unit = unit and f" {unit}"
+    median, late, most = (f"{values[key]:.3g}{unit}" for key in ("median", "p95", "most"))
+    return f"{median} (95 %: {late}, most {most})"

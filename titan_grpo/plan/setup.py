@@ -1,0 +1,208 @@
+"""What a plan is made of: hosts, links, sizes and rates, and the arithmetic that needs no clock.
+
+Rates are bytes per second inside, GB/s (1e9 bytes) and Gbit/s in the options. Where the defaults
+come from is in the options' help and in docs/cluster.md.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from titan_grpo.config import WeightSync
+from titan_grpo.errors import ConfigError
+from titan_grpo.protocol import lane
+
+GB = 1e9
+GBIT = 1e9 / 8
+STATE_BYTES = 16
+"""Bytes per parameter on the trainer's GPUs: float32 weights, gradients and AdamW's two moments."""
+
+MEMORY_S = 0.65 / (1 << 30)
+"""Seconds per byte to make a staging image: allocation and first touch, measured on 2 cores."""
+
+HASH_RATE = {"xxh3": 28 * 2.0**30, "blake3": 7 * 2.0**30}
+"""Bytes per second that one core hashes."""
+
+HASH_THREADS = 4
+"""Threads of the trainer's hash (layout.digest)."""
+
+WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One plan's input. Every field but ``sync`` and ``parameters`` (``model`` there) is an option
+    of the command and a key of its files."""
+
+    parameters: int = 8_190_735_360
+    trainer_hosts: int = _option(
+        1, "trainer hosts; each is taken to serve an equal part of the image"
+    )
+    trainer_gpus: int = _option(8, "GPUs of a trainer host")
+    trainer_gpu_gb: float = _option(80.0, "memory of one of them, GB")
+    trainer_link_gbit: float = _option(100.0, "link of a trainer host, Gbit/s")
+    source_gb_s: float = _option(
+        2.5, "what the one thread of a trainer host's range source sends, GB/s"
+    )
+    servers: int = _option(8, "servers")
+    servers_per_host: int = _option(1, "servers of one host, which share its link")
+    server_gpus: int = _option(1, "GPUs of a server (tensor parallel)")
+    server_link_gbit: float = _option(100.0, "link of a server's host, Gbit/s")
+    same_host: bool = _option(
+        False, "the servers are on the trainer's host: they read its memory, without a socket"
+    )
+    memory_gb_s: float = _option(5.0, "rate of that for one of weight_sync.connections, GB/s")
+    stream_gb_s: float = _option(2.5, "rate of one TCP connection, GB/s")
+    copy_gb_s: float = _option(
+        10.0, "copy of a rank's shard into the image, by each trainer GPU, GB/s"
+    )
+    load_gb_s: float = _option(5.0, "an engine's load of a staged version, by each GPU, GB/s")
+    call_s: float = _option(0.02, "one call to a server, seconds")
+    call_cpu_s: float = _option(
+        0.0009, "processor time of rank 0's process for one call, seconds (measured)"
+    )
+    step_s: float = _option(30.0, "a training step on groups that are there, seconds")
+    groups: int = _option(0, "groups of a step (rollout.prompts_per_step; default: one per server)")
+    group_s: float = _option(
+        0.0, "a server's time for a group, seconds; each takes 0.5 to 1.5 of it (default: step / 3)"
+    )
+    in_flight: int = _option(
+        0, "groups that a server makes at once (default: twice what the step needs)"
+    )
+    max_staleness: int = _option(1, "rollout.max_staleness")
+    slow: float = _option(0.0, "share of the servers that are slow, 0 to 1")
+    slow_factor: float = _option(
+        0.1, "a slow server's share of the link rate; 0: it stands still in every transfer"
+    )
+    dying: float = _option(0.0, "share of the servers that die in a minute, 0 to 1")
+    restart_s: float = _option(120.0, "a dead server is back after so long, seconds")
+    hours: float = _option(1.0, "simulated time")
+    seed: int = _option(0, "of the order in which servers die and of the groups' times")
+    sync: WeightSync = field(default_factory=WeightSync)
+
+    def __post_init__(self) -> None:
+        if broken := next(self._violations(), ""):
+            raise ConfigError(broken)
+
+    def _violations(self) -> Iterator[str]:
+        may_be_zero = {"groups", "group_s", "in_flight", "max_staleness", "slow", "slow_factor"}
+        may_be_zero |= {"dying", "call_s", "call_cpu_s", "seed"}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            least = 0 if f.name in may_be_zero else 1 if isinstance(f.default, int) else None
+            if not (value > 0 if least is None else value >= least) or value > 1e18:
+                rule = "greater than 0" if least is None else f"{least} or more"
+                yield f"{f.name} must be {rule}, and finite, got {value}"
+        for name in ("slow", "slow_factor", "dying"):
+            if getattr(self, name) > 1:
+                yield f"{name} is a share and must be 0 to 1, got {getattr(self, name)}"
+        if self.sync.apply != "staged":
+            yield (
+                'weight_sync.apply must be "staged": a plan is of images that servers fetch, got'
+                f" {self.sync.apply!r}"
+            )
+
+    # Sizes.
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of a version."""
+        return self.parameters * WIRE_BYTES[self.sync.wire_dtype]
+
+    @property
+    def trainer_bytes(self) -> float:
+        """Host memory of one trainer host for its part of all slots."""
+        return self.sync.slots * self.image_bytes / self.trainer_hosts
+
+    @property
+    def server_bytes(self) -> int:
+        """Host memory of one server host: a staging image for each of its servers."""
+        return min(self.servers, self.servers_per_host) * self.image_bytes
+
+    @property
+    def state_bytes(self) -> float:
+        """Memory of one trainer GPU for weights, gradients and optimizer."""
+        return self.parameters * STATE_BYTES / (self.trainer_hosts * self.trainer_gpus)
+
+    # Rates.
+
+    @property
+    def source_limits(self) -> dict[str, float]:
+        """What bounds all trainer hosts together, bytes per second. Empty on the same host."""
+        if self.same_host:
+            return {}
+        return {
+            "the trainer hosts' links": self.trainer_hosts * self.trainer_link_gbit * GBIT,
+            "the trainer hosts' range sources (one thread each)": (
+                self.trainer_hosts * self.source_gb_s * GB
+            ),
+        }
+
+    @property
+    def reader_rate(self) -> float:
+        """What one server's threads read and check, bytes per second."""
+        one = (self.memory_gb_s if self.same_host else self.stream_gb_s) * GB
+        return self.sync.connections / (1 / one + 1 / HASH_RATE[self.sync.digest])
+
+    @property
+    def link_rate(self) -> float:
+        """Of a server's host."""
+        return float("inf") if self.same_host else self.server_link_gbit * GBIT
+
+    # Times, in seconds.
+
+    @property
+    def copy_s(self) -> float:
+        """The copy of a version into the image."""
+        return self.image_bytes / (self.trainer_hosts * self.trainer_gpus * self.copy_gb_s * GB)
+
+    @property
+    def digest_s(self) -> float:
+        """The trainer's hash of its part."""
+        rate = HASH_THREADS * HASH_RATE[self.sync.digest]
+        return self.image_bytes / self.trainer_hosts / rate
+
+    @property
+    def connect_s(self) -> float:
+        """A lane's connection, with the receiver's memory."""
+        return 3 * self.call_s + self.image_bytes * MEMORY_S
+
+    @property
+    def load_s(self) -> float:
+        """The load of a version, in the pause."""
+        return self.call_s + self.image_bytes / (self.server_gpus * self.load_gb_s * GB)
+
+    @property
+    def transfer_deadline_s(self) -> float:
+        """As sync.link has it."""
+        return self.sync.lane_deadline_s + self.image_bytes / self.sync.min_rate
+
+    @property
+    def rank0_s(self) -> float:
+        """Processor time of rank 0's process for the commits of a version on all servers."""
+        return self.servers * self.call_cpu_s * len(lane.COMMITTING) * 1.4
+
+    # Generation.
+
+    @cached_property
+    def groups_per_step(self) -> int:
+        """See ``groups``."""
+        return self.groups or self.servers
+
+    @cached_property
+    def mean_group_s(self) -> float:
+        """See ``group_s``."""
+        return self.group_s or self.step_s / 3
+
+    @cached_property
+    def groups_at_once(self) -> int:
+        """See ``in_flight``."""
+        busy = self.groups_per_step * self.mean_group_s / self.step_s / self.servers
+        return self.in_flight or max(1, round(2 * busy + 0.499))

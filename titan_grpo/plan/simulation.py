@@ -1,0 +1,464 @@
+"""A run in simulated time: the tables of protocol/, stepped as sync/ and rollout/ step them, over a
+simulated clock and network.
+
+The tables are production's own (lane, image_slots, ledger, admission, recovery); what is simulated
+is what they wait for. Nothing of a transfer takes time but its bytes. A server that dies loses its
+groups, its weights and its lane's epoch, and is noticed at once, as by the watch on its connection.
+"""
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from titan_grpo.errors import ProtocolError
+from titan_grpo.plan.network import Network
+from titan_grpo.plan.setup import Setup
+from titan_grpo.protocol import admission, image_slots, lane, ledger, recovery
+from titan_grpo.protocol.admission import Admission
+from titan_grpo.protocol.image_slots import SlotTable
+
+RANKS = frozenset({0})
+"""One writer: all ranks of a simulated trainer copy in the same time."""
+
+
+@dataclass
+class Result:
+    """What happened after the first step, when servers and trainer had started. Times are seconds,
+    lags and staleness versions."""
+
+    steps: int = 0
+    published: int = 0
+    skipped: int = 0
+    start_s: float = 0.0
+    """Until the first step began."""
+    stall_s: float = 0.0
+    """What the trainer waited for groups, and for its copy."""
+    stall_for_versions_s: float = 0.0
+    """That part in which groups waited for a server that holds a newer version."""
+    stall_for_copy_s: float = 0.0
+    simulated_s: float = 0.0
+    lags: list[int] = field(default_factory=list)
+    """Of each server that holds a version, at each step's end (servers/lag_mean's values)."""
+    without: int = 0
+    """Servers that held none at a step's end, summed over the steps."""
+    staleness: list[int] = field(default_factory=list)
+    """Of each group that was used: the trainer's version minus that of its server at its start."""
+    send_s: list[float] = field(default_factory=list)
+    """Of each transfer that arrived."""
+    commit_s: list[float] = field(default_factory=list)
+    """From publish to the read-back, of each version on each server."""
+    failed_transfers: int = 0
+    deaths: int = 0
+    remade: int = 0
+    """Groups that a death cost."""
+    busy_s: dict[str, float] = field(default_factory=dict)
+    """Limit -> seconds of transfers that it bounded."""
+
+
+@dataclass(slots=True)
+class _Server:
+    number: int
+    slow: bool
+    lane: lane.Lane
+    health: recovery.Health
+    entry: ledger.Entry = field(default_factory=ledger.Entry)
+    alive: bool = True
+    engine: int | None = None
+    work: int = 0
+    """Number of the lane's present work: what an earlier one scheduled is void."""
+    sent_at: float = 0.0
+    paused_at: float | None = None
+    paused_s: float = 0.0
+    groups: dict[int, float] = field(default_factory=dict)
+    """Group -> ``paused_s`` when its end was scheduled."""
+    ended: list[int] = field(default_factory=list)
+    """Groups whose end fell into a pause."""
+
+
+class Simulation:
+    """One run. Made for one ``run``."""
+
+    def __init__(self, setup: Setup) -> None:
+        s = self._s = setup
+        self._random = random.Random(s.seed)
+        self._now = 0.0
+        self._heap: list[tuple[float, int, str, int, int, lane.Event | None]] = []
+        self._count = 0
+        self._todo: deque[tuple[_Server, lane.Event]] = deque()
+        backoff = recovery.Backoff(s.sync.backoff_s, s.sync.backoff_max_s)
+        num_slow = round(s.slow * s.servers)
+        slow = set(self._random.sample(range(s.servers), num_slow))
+        self._servers = [
+            _Server(n, n in slow, lane.Lane(), recovery.Health(backoff)) for n in range(s.servers)
+        ]
+        # Images.
+        self._slots = SlotTable.of(s.sync.slots)
+        self._reserved: int | None = None
+        self._slot_of_trainer: int | None = None
+        self._waiting: dict[int, int | None] = {}
+        self._published: dict[int, float] = {}
+        self._read: set[tuple[int, int]] = set()
+        self._network = Network(s, slow, self._random)
+        # Groups.
+        self._admission = Admission(0, s.groups_per_step, s.max_staleness)
+        self._next = 0
+        self._again: list[int] = []
+        self._made_by: dict[int, int] = {}
+        self._unstarted: dict[int, int] = {}
+        self._unmade: dict[int, int] = {}
+        self._spare: set[int] = set()
+        # Trainer.
+        self._version = 0
+        self._idle_since: float | None = 0.0
+        self._blocked = False
+        self._started_last = 0.0
+        self._first_step: float | None = None
+        self.result = Result()
+
+    def run(self) -> Result:
+        """Simulate; deterministic for one setup."""
+        s = self._s
+        end = s.hours * 3600
+        self._reserve()
+        self._publish(0)
+        for server in self._servers:
+            self._todo.append((server, lane.Started()))
+            self._schedule_death(server)
+        self._drain()
+        while True:
+            at = self._heap[0][0] if self._heap else float("inf")
+            arrives = self._network.next_end(self._now)
+            now = min(at, arrives)
+            if now > end:
+                break
+            self._now = now
+            if arrives <= at:
+                self._arrive()
+            else:
+                _, _, kind, number, work, event = heapq.heappop(self._heap)
+                self._happen(kind, number, work, event)
+            self._drain()
+        result = self.result
+        result.busy_s = self._network.busy_s
+        if self._first_step is not None:
+            result.simulated_s = end - self._first_step
+            if self._idle_since is not None:
+                self._stalled(end)
+        else:
+            result.start_s = end
+        return result
+
+    # Clock.
+
+    def _after(
+        self, seconds: float, kind: str, number: int, work: int = 0, event: lane.Event | None = None
+    ) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (self._now + seconds, self._count, kind, number, work, event))
+
+    def _happen(self, kind: str, number: int, work: int, event: lane.Event | None) -> None:
+        match kind:
+            case "work":
+                server = self._servers[number]
+                if work == server.work and event is not None:
+                    self._came_back(server, event)
+            case "group":
+                self._group_ends(self._servers[work], number)
+            case "copied":
+                self._step_slots(image_slots.Copied(number, 0))
+                self._after(self._s.digest_s, "hashed", number)
+            case "hashed":
+                self._step_slots(image_slots.Complete(number))
+                self._reserve()
+                for waiting in list(self._waiting):
+                    self._pin(self._servers[waiting])
+            case "step":
+                self._step_ends()
+            case "death":
+                self._die(self._servers[number])
+            case "restart":
+                self._servers[number].alive = True
+
+    # Lanes.
+
+    def _drain(self) -> None:
+        """What follows at once, in order."""
+        while self._todo:
+            server, event = self._todo.popleft()
+            server.work += 1
+            server.lane, actions = lane.step(server.lane, event)
+            for action in actions[:-1]:
+                match action:
+                    case lane.Release():
+                        self._step_slots(image_slots.Unpin(str(server.number)))
+                        self._reserve()
+                    case lane.Note(note):
+                        server.entry, _ = ledger.step(server.entry, note)
+                        self._fill(server)
+            self._perform(server, actions[-1])
+
+    def _perform(self, server: _Server, work: lane.Action) -> None:
+        s = self._s
+        match work:
+            case lane.Connect():
+                # None where it was restarted since: its engine has weights of its own.
+                up = lane.Connected(server.engine, intact=True)
+                if server.alive:
+                    late = s.connect_s > s.sync.connect_deadline_s
+                    seconds = min(s.connect_s, s.sync.connect_deadline_s)
+                    self._work(server, seconds, lane.Failed() if late else up)
+                else:
+                    self._work(server, s.call_s, lane.Failed())
+            case lane.AwaitNewer():
+                self._waiting[server.number] = server.entry.held
+                self._pin(server)
+            case lane.Send():
+                n = server.number
+                server.sent_at = self._now
+                self._network.begin(n)
+                still = server.slow and s.slow_factor == 0
+                deadline_s = s.sync.progress_deadline_s if still else s.transfer_deadline_s
+                self._work(server, deadline_s, lane.Failed())
+            case lane.Pause():
+                server.paused_at = self._now
+                self._work(server, s.call_s, lane.Paused())
+            case lane.Load(version):
+                self._work(server, s.load_s, lane.Loaded(version, ok=True, intact=True))
+            case lane.SetLabel():
+                server.engine = server.lane.version
+                self._work(server, s.call_s, lane.Labelled())
+            case lane.Resume():
+                self._work(server, s.call_s, lane.Resumed())
+            case lane.ReadLabel():
+                self._resumed(server)
+                self._work(server, s.call_s, lane.ReadBack(server.engine))
+            case lane.Rest():
+                self._resumed(server)
+                server.health, _ = recovery.step(server.health, recovery.Silent(self._now))
+                self._work(server, server.health.until - self._now, lane.Rested())
+            case _:
+                raise ProtocolError(f"no plan performs {work!r}")
+
+    def _work(self, server: _Server, seconds: float, event: lane.Event) -> None:
+        self._after(seconds, "work", server.number, server.work, event)
+
+    def _came_back(self, server: _Server, event: lane.Event) -> None:
+        """The lane's work is over."""
+        match event:
+            case lane.Failed() if server.lane.phase is lane.Phase.SENDING:
+                self._stop_transfer(server)
+            case lane.Rested():
+                now = max(self._now, server.health.until)
+                server.health, _ = recovery.step(server.health, recovery.Rested(now))
+            case lane.ReadBack(version) if version is not None:
+                server.health, _ = recovery.step(server.health, recovery.Answered())
+                if self._first_step is not None:
+                    self.result.commit_s.append(self._now - self._published[version])
+        self._todo.append((server, event))
+
+    def _stop_transfer(self, server: _Server) -> None:
+        self._network.stop(server.number)
+        self.result.failed_transfers += 1
+
+    # Images, as sync.slots steps them.
+
+    def _step_slots(self, event: image_slots.Event) -> tuple[image_slots.Action, ...]:
+        self._slots, actions = image_slots.step(self._slots, event)
+        return actions
+
+    def _reserve(self) -> None:
+        if self._reserved is not None:
+            return  # the table has one reservation at a time
+        newest = self._slots.newest
+        wanted = newest is not None and any(
+            held is None or held < newest for held in self._waiting.values()
+        )
+        for action in self._step_slots(image_slots.Reserve(wanted)):
+            if isinstance(action, image_slots.Promise):
+                self._reserved = action.slot
+
+    def _pin(self, server: _Server) -> None:
+        n = server.number
+        held = self._waiting[n]
+        if self._slots.revocable(held) and self._reserved is not None:
+            self._step_slots(image_slots.Revoke(self._reserved))
+            self._reserved = None
+        for action in self._step_slots(image_slots.Pin(str(n), held)):
+            if isinstance(action, image_slots.Read):
+                del self._waiting[n]
+                self._todo.append((server, lane.Newer(action.version)))
+        self._reserve()
+
+    def _publish(self, version: int) -> None:
+        slot, self._reserved = self._reserved, None
+        if slot is None:
+            self.result.skipped += self._first_step is not None
+            return
+        self.result.published += self._first_step is not None
+        self._step_slots(image_slots.Write(slot, version, RANKS))
+        self._published[version] = self._now
+        self._reserve()
+        self._after(self._s.copy_s, "copied", version)
+
+    def _arrive(self) -> None:
+        for n in self._network.take_arrived(self._now):
+            server = self._servers[n]
+            if self._first_step is not None:
+                self.result.send_s.append(self._now - server.sent_at)
+            version = server.lane.version
+            assert version is not None
+            self._todo.append((server, lane.Staged(version)))
+
+    # Deaths.
+
+    def _schedule_death(self, server: _Server) -> None:
+        if self._s.dying > 0:
+            self._after(self._random.expovariate(self._s.dying / 60), "death", server.number)
+
+    def _die(self, server: _Server) -> None:
+        self._schedule_death(server)
+        if not server.alive:
+            return
+        server.alive, server.engine = False, None
+        self.result.deaths += 1
+        self._after(self._s.restart_s, "restart", server.number)
+        lost = [*server.groups, *server.ended]
+        server.groups.clear()
+        server.ended.clear()
+        server.paused_at = None
+        self._waiting.pop(server.number, None)
+        if server.lane.phase is lane.Phase.SENDING:
+            self._stop_transfer(server)
+        if server.lane.phase is not lane.Phase.BACKOFF:
+            self._todo.append((server, lane.Failed()))
+            self._drain()
+        self.result.remade += len(lost)
+        for group in lost:
+            heapq.heappush(self._again, group)
+            self._unstarted[group // self._s.groups_per_step] += 1
+        for n in sorted(self._spare):
+            if not self._again:
+                break
+            self._fill(self._servers[n])
+
+    # Groups.
+
+    def _fill(self, server: _Server) -> None:
+        """Give a server groups until it is full or none may start on its version."""
+        n, room = server.number, self._s.groups_at_once
+        while len(server.groups) + len(server.ended) < room and server.entry.accepting:
+            version = server.entry.held
+            assert version is not None
+            if self._again and self._admission.may_start(self._again[0], version):
+                group = heapq.heappop(self._again)
+            elif self._admission.may_start(self._next, version):
+                group = self._next
+                self._next += 1
+                self._step_admission(admission.Admit(group, version))
+                step = group // self._s.groups_per_step
+                self._unstarted.setdefault(step, self._s.groups_per_step)
+                self._unmade.setdefault(step, self._s.groups_per_step)
+            else:
+                break
+            self._step_admission(admission.Start(group, version))
+            self._made_by[group] = version
+            step = group // self._s.groups_per_step
+            self._unstarted[step] -= 1
+            if step == self._version and not self._unstarted[step]:
+                self._started_last = self._now
+            server.groups[group] = server.paused_s
+            seconds = self._s.mean_group_s * self._random.uniform(0.5, 1.5)
+            self._after(seconds, "group", group, n)
+        if server.entry.accepting and len(server.groups) + len(server.ended) < room:
+            self._spare.add(n)
+        else:
+            self._spare.discard(n)
+
+    def _step_admission(self, event: admission.Event) -> None:
+        self._admission, _ = admission.step(self._admission, event)
+
+    def _group_ends(self, server: _Server, group: int) -> None:
+        paused = server.groups.get(group)
+        if paused is None:
+            return  # its server died; it is made elsewhere, or here anew
+        if server.paused_at is not None:
+            del server.groups[group]
+            server.ended.append(group)
+            return
+        if server.paused_s > paused:  # generation stood still meanwhile
+            server.groups[group] = server.paused_s
+            self._after(server.paused_s - paused, "group", group, server.number)
+            return
+        del server.groups[group]
+        self._made(group)
+        self._fill(server)
+
+    def _resumed(self, server: _Server) -> None:
+        if server.paused_at is None:
+            return
+        stood = self._now - server.paused_at
+        server.paused_s += stood
+        server.paused_at = None
+        for group in server.ended:
+            # What was left of it when the pause began is at most the pause: taken as half.
+            server.groups[group] = server.paused_s
+            self._after(stood / 2, "group", group, server.number)
+        server.ended.clear()
+
+    def _made(self, group: int) -> None:
+        step = group // self._s.groups_per_step
+        self._unmade[step] -= 1
+        if step == self._version and not self._unmade[step] and self._idle_since is not None:
+            self._begin_step()
+
+    # Trainer.
+
+    def _begin_step(self) -> None:
+        """Every group of the step is there."""
+        s, result, version = self._s, self.result, self._version
+        if self._first_step is None:
+            self._first_step = result.start_s = self._now
+            self._network.busy_s.clear()
+            result.deaths = result.remade = result.failed_transfers = 0
+        else:
+            self._stalled(self._now)
+        self._idle_since = None
+        groups = range(version * s.groups_per_step, (version + 1) * s.groups_per_step)
+        result.staleness += (version - self._made_by.pop(group) for group in groups)
+        self._step_admission(admission.Used(tuple(groups)))
+        # The next optimizer step waits for the copy of the last version.
+        late = max(0.0, s.copy_s - s.step_s)
+        result.stall_s += late
+        result.stall_for_copy_s += late
+        self._after(s.step_s + late, "step", version)
+
+    def _stalled(self, now: float) -> None:
+        assert self._idle_since is not None
+        self.result.stall_s += now - self._idle_since
+        if self._blocked:
+            started = now if self._unstarted.get(self._version, 1) else self._started_last
+            waited = max(0.0, min(now, started) - self._idle_since)
+            self.result.stall_for_versions_s += waited
+
+    def _step_ends(self) -> None:
+        result = self.result
+        result.steps += 1
+        held = [server.entry.held for server in self._servers]
+        result.lags += (max(0, self._version - own) for own in held if own is not None)
+        result.without += held.count(None)
+        step, self._version = self._version, self._version + 1
+        del self._unmade[step], self._unstarted[step]
+        self._publish(self._version)
+        self._idle_since = self._now
+        # Spare servers beside groups that are not started: only the versions hold them back.
+        self._blocked = bool(self._spare)
+        if not self._unmade.get(self._version, 1):
+            self._begin_step()
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The nearest value below a share of them; nan without any."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
