@@ -3,6 +3,7 @@ import pytest
 
 from titan_grpo.commands import doctor_checks
 from titan_grpo.commands.doctor_checks import RANGES, ServerFacts, server
+from titan_grpo.config import WeightSync
 from titan_grpo.protocol.messages import Joined
 
 TORCHRUN_ENV = {
@@ -142,6 +143,70 @@ def test_memory_counts_every_slot_and_says_whether_fewer_would_fit(
     assert bool(remedy) == (found.status == "problem")
 
 
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "startup_s", "status"),
+    [(16 * GIB, 600.0, "ok"), (16 * GIB, 500.0, "warning"), (160 * GIB, 600.0, "warning")],
+)
+def test_the_start_waits_as_long_as_a_first_version_may_take(nbytes, startup_s, status) -> None:
+    sync = WeightSync(min_rate=50 << 20, startup_deadline_s=startup_s)
+    finding = doctor_checks.first_version(nbytes, sync)
+    assert finding is not None
+    assert finding.status == status
+    if status == "warning":
+        # 60 to join, 120 + 16 GiB / 50 MiB/s = 327.68 to transfer, 60 to commit
+        assert ("568" in finding.remedy) == (nbytes == 16 * GIB)
+    assert doctor_checks.first_version(None, sync) is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "servers", "requests", "status"),
+    [(1024, 2, 256, "ok"), (1024, 4, 256, "warning"), (-1, 256, 256, "ok"), (1024, 40, 1, "ok")],
+)
+def test_open_files_are_compared_with_servers_and_their_requests(
+    limit, servers, requests, status
+) -> None:
+    assert doctor_checks.descriptors(limit, servers, requests).status == status
+
+
+def test_locked_memory_matters_to_a_card_that_reads_memory_itself() -> None:
+    assert doctor_checks.locked_memory(8 << 20, False).status == "ok"
+    assert doctor_checks.locked_memory(-1, True).status == "ok"
+    assert doctor_checks.locked_memory(8 << 20, True).status == "warning"
+
+
+FREE, USED = doctor_checks.Gpu(80 * GIB, 80 * GIB), doctor_checks.Gpu(10 * GIB, 80 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("found", "launched", "statuses", "words"),
+    [
+        ([], [], ["ok"], "torch sees none"),
+        ([], [0], ["problem"], "torch sees none"),
+        ([FREE, FREE], [1], ["ok", "ok"], "80.0 GiB free"),
+        ([FREE, FREE], [1, 2], ["problem", "ok", "ok"], "[2], this host has 0 to 1"),
+        ([FREE, FREE], [0, 1], ["problem", "ok", "ok"], "torchrun's first rank"),
+        ([USED, FREE], [1], ["warning", "ok"], "10.0 GiB of 80.0 GiB free"),
+        ([FREE, USED], [1], ["ok", "problem"], "the model has 16.0 GiB"),
+    ],
+)
+def test_gpus_of_ranks_and_of_launched_servers_are_told_apart(
+    found, launched, statuses, words
+) -> None:
+    findings = doctor_checks.gpus(found, launched, 16 * GIB)
+    assert [finding.status for finding in findings] == statuses
+    assert words in " ".join(finding.text for finding in findings)
+
+
+def test_two_versions_of_nccl_are_a_problem_that_names_both() -> None:
+    assert doctor_checks.nccl("2.28.9", "2.28.9", "p").status == "ok"
+    finding = doctor_checks.nccl("2.28.9", "2.27.5", "p")
+    assert finding.status == "problem"
+    assert "2.28.9 here and 2.27.5 for p" in finding.text
+
+
 SGLANG = {"engine": "sglang", "version": "0.5.23"}
 SERVERS: dict[str, tuple[dict, list[tuple[str, str]], str]] = {
     "good": ({}, [("ok", "server"), ("ok", "server routes"), ("ok", "server plugin")], ""),
@@ -230,6 +295,12 @@ def test_every_finding_that_is_not_good_says_what_to_do() -> None:
         doctor_checks.shared_memory(1, 8),
         doctor_checks.memory(1, 1, 2),
         doctor_checks.bind("10.9.9.9", "no such address"),
+        doctor_checks.first_version(1 << 40, WeightSync()) or doctor_checks.ok("", ""),
+        doctor_checks.descriptors(1, 1, 1),
+        doctor_checks.locked_memory(1, True),
+        *doctor_checks.gpus([], [1], None),
+        *doctor_checks.gpus([USED], [0, 7], 1 << 40),
+        doctor_checks.nccl("", "2.28.9", "p"),
         *doctor_checks.engine("p", None, "gone"),
         *doctor_checks.engine("p", {"vllm": "", "vllm_plugin": "no"}, ""),
         *doctor_checks.engine("p", {"sglang": "", "sglang_plugin": "no"}, "", "sglang"),

@@ -1,6 +1,7 @@
 """``titan-grpo doctor``: look at this machine and its servers before a run, and say what to do."""
 
 import argparse
+import resource
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,7 @@ from titan_grpo.commands import doctor_checks as checks
 from titan_grpo.commands import doctor_facts as facts
 from titan_grpo.commands import doctor_tokenizer
 from titan_grpo.commands.doctor_checks import Finding
-from titan_grpo.config import LAUNCH
+from titan_grpo.config import LAUNCH, WeightSync
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.image import available_memory
 from titan_grpo.rollout.messages import FORMAT
@@ -28,13 +29,13 @@ class Wanted:
     servers: list[str] = field(default_factory=list)
     api_key_env: str = ""
     admin_key_env: str = ""
-    bind_host: str = ""
     pythons: dict[str, str] = field(default_factory=dict)
     """Engine -> interpreter that launched servers of it use."""
     model: str = ""
-    slots: int = 2
-    wire_bytes: int = 2
-    run_key_file: str = ""
+    sync: WeightSync = field(default_factory=WeightSync)
+    launch_gpus: list[int] = field(default_factory=list)
+    requests: int = 0
+    """In flight on one server at most."""
     controller: str = ""
     """URL of the rollout service, if there is to be one."""
     controller_key_env: str = ""
@@ -92,9 +93,8 @@ def wanted(
         out.pythons = {engine: pythons[engine] for engine in rollout.launch_engines} | out.pythons
     out.api_key_env = out.api_key_env or rollout.api_key_env
     out.admin_key_env = out.admin_key_env or rollout.admin_key_env
-    out.bind_host, out.slots = sync.bind_host, sync.slots
-    out.wire_bytes = WIRE_BYTES[sync.wire_dtype]
-    out.model, out.run_key_file = config.model.hf_assets_path, sync.run_key_file
+    out.model, out.sync = config.model.hf_assets_path, sync
+    out.requests, out.launch_gpus = rollout.max_concurrent_requests, rollout.launch_gpus
     out.controller = "" if rollout.controller == "local" else rollout.controller
     out.controller_key_env = rollout.controller_key_env
     if rollout.source == "task" and not rollout.replay_path and not out.controller:
@@ -109,23 +109,25 @@ def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
         yield checks.package(name, facts.installed(name), allowed)
     yield checks.torchrun(env)
     elements = facts.model_elements(Path(want.model)) if want.model else None
-    size = None if elements is None else elements * want.wire_bytes
-    yield checks.memory(available_memory(), size, want.slots)
-    yield checks.shared_memory(facts.shm_size(), accelerators())
+    size = None if elements is None else elements * WIRE_BYTES[want.sync.wire_dtype]
+    yield checks.memory(available_memory(), size, want.sync.slots)
+    gpus = facts.gpus()
+    yield from checks.gpus(gpus, want.launch_gpus, size)
+    yield checks.shared_memory(facts.shm_size(), len(gpus))
+    if (deadlines := checks.first_version(size, want.sync)) is not None:
+        yield deadlines
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield checks.descriptors(open_files, len(want.servers), want.requests)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    yield checks.locked_memory(locked, facts.infiniband())
     towards = {facts.address_towards_server(url) for url in want.servers} or {"127.0.0.1"}
-    for host in [want.bind_host] if want.bind_host else sorted(towards):
+    for host in [want.sync.bind_host] if want.sync.bind_host else sorted(towards):
         yield checks.bind(host, facts.listen_error(host))
     for engine, python in want.pythons.items():
-        yield from checks.engine(python, *facts.engine_answer(python), engine)
-
-
-def accelerators() -> int:
-    """GPUs that torch sees; 0 without torch (which has a finding of its own)."""
-    if facts.installed("torch") is None:
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
+        answer, error = facts.engine_answer(python)
+        yield from checks.engine(python, answer, error, engine)
+        if answer is not None and want.sync.transport == "nccl":
+            yield checks.nccl(facts.nccl(), answer["nccl"], python)
 
 
 def _key(env: Mapping[str, str], setting: str, name: str) -> str:
@@ -143,10 +145,10 @@ def findings(
     want, configuration = wanted(args, rest, env)
     access = facts.Access(
         args.timeout,
-        want.bind_host,
+        want.sync.bind_host,
         _key(env, "api_key_env", want.api_key_env),
         _key(env, "admin_key_env", want.admin_key_env),
-        find_run_key(env, want.run_key_file),
+        find_run_key(env, want.sync.run_key_file),
     )
     if configuration:
         yield configuration

@@ -1,9 +1,10 @@
 """The doctor's judgements. Pure: facts in, findings out. What is not good has a remedy."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from titan_grpo.config import WeightSync
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.protocol.messages import Joined
 
@@ -181,6 +182,122 @@ def memory(available: int, model_bytes: int | None, slots: int) -> Finding:
     if 2 * model_bytes <= available:
         return problem("memory", text, "use fewer weight_sync.slots (2 are the least)")
     return problem("memory", text, "use a host or container with more memory")
+
+
+def first_version(nbytes: int | None, sync: WeightSync) -> Finding | None:
+    """Check that the start waits as long as a first version may take: joining, its bytes at
+    weight_sync.min_rate, and the calls of a commit. None: the size is not known."""
+    if nbytes is None:
+        return None
+    transfer_s = sync.lane_deadline_s + nbytes / sync.min_rate
+    needed_s = sync.connect_deadline_s + transfer_s + sync.commit_deadline_s
+    text = f"a version of {mib(nbytes)} may take {transfer_s:.0f} s at weight_sync.min_rate"
+    if sync.startup_deadline_s < needed_s:
+        return warning(
+            "deadlines",
+            f"{text}, with joining and commit {needed_s:.0f} s: over startup_deadline_s ="
+            f" {sync.startup_deadline_s:.0f}, so a slow but legal first version ends the run",
+            f"set weight_sync.startup_deadline_s to {needed_s:.0f} or more, or min_rate higher",
+        )
+    return ok("deadlines", f"{text}; the start waits {sync.startup_deadline_s:.0f} s for the first")
+
+
+DESCRIPTORS = 256
+"""Open files of rank 0 beside its servers': torch, data, logs, checkpoints."""
+
+PER_SERVER = 16
+
+
+def descriptors(limit: int, servers: int, requests: int) -> Finding:
+    """Check ``ulimit -n`` (-1: none): each server has descriptors of its own on rank 0, and the
+    rollout process a connection for each of its ``requests``."""
+    needed = DESCRIPTORS + servers * max(PER_SERVER, requests)
+    if 0 <= limit < needed:
+        return warning(
+            "ulimit -n",
+            f"{limit} open files; {servers} servers with {requests} requests each may need"
+            f" {needed}",
+            f"ulimit -n {needed} in the shell that starts torchrun, or a lower"
+            " rollout.max_concurrent_requests",
+        )
+    return ok("ulimit -n", "no limit" if limit < 0 else str(limit))
+
+
+def locked_memory(limit: int, infiniband: bool) -> Finding:
+    """Check ``ulimit -l`` (bytes, -1: none): a network card that reads memory itself locks what it
+    reads. CUDA's pinned memory does not count."""
+    shown = "no limit" if limit < 0 else mib(limit)
+    if infiniband and limit >= 0:
+        return warning(
+            "ulimit -l",
+            f"{shown}, and there is an InfiniBand card: NCCL and RDMA register memory with it",
+            "ulimit -l unlimited, or the container's --ulimit memlock=-1",
+        )
+    return ok("ulimit -l", shown)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as torch sees it; bytes."""
+
+    free: int
+    total: int
+
+
+def gpus(found: Sequence[Gpu], launched: Sequence[int], nbytes: int | None) -> list[Finding]:
+    """Check the GPUs of this host: those that launched servers are given, and those that torchrun
+    gives its ranks, which count up from 0. ``nbytes``: of a version; what is used already is of
+    another process."""
+    if not found:
+        text = "torch sees none: the trainer and launched servers run on the CPU"
+        if launched:
+            return [problem("gpus", text, "leave out rollout.launch_gpus")]
+        return [ok("gpus", text)]
+    out = []
+    if missing := [number for number in launched if number >= len(found)]:
+        out.append(
+            problem(
+                "gpus",
+                f"rollout.launch_gpus names {missing}, this host has 0 to {len(found) - 1}",
+                "name GPUs of this host (CUDA_VISIBLE_DEVICES hides the others)",
+            )
+        )
+    if 0 in launched:
+        out.append(
+            problem(
+                "gpus",
+                "rollout.launch_gpus has GPU 0, on which torchrun's first rank trains",
+                "give servers the last ones: of 8 GPUs --nproc_per_node 4 and [4, 5, 6, 7]",
+            )
+        )
+    for number, gpu in enumerate(found):
+        text = f"GPU {number}: {mib(gpu.free)} of {mib(gpu.total)} free"
+        if nbytes is not None and gpu.free < nbytes and number in launched:
+            remedy = "end what runs there, or give a server several GPUs (launch_count)"
+            out.append(problem("gpus", f"{text}, the model has {mib(nbytes)}", remedy))
+        elif gpu.free < gpu.total * FREE_SHARE:
+            remedy = "nvidia-smi shows whose it is; a rank or a server there may run out of memory"
+            out.append(warning("gpus", text, remedy))
+        else:
+            out.append(ok("gpus", text))
+    return out
+
+
+FREE_SHARE = 0.9
+"""Of a GPU's memory; with less, another process is at work on it."""
+
+
+def nccl(ours: str, theirs: str, python_path: str) -> Finding:
+    """Check NCCL for weight_sync.transport = "nccl": the versions of the packages here and in a
+    launched server's environment."""
+    if ours != theirs:
+        return problem(
+            "nccl",
+            f"{ours or 'none'} here and {theirs or 'none'} for {python_path}: NCCL refuses to"
+            " connect two versions",
+            'install one version of torch in both, or set weight_sync.transport = "auto"',
+        )
+    return ok("nccl", f"{ours or 'none'} here and for launched servers")
 
 
 def bind(host: str, error: str) -> Finding:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from titan_grpo.commands.doctor_checks import ServerFacts
+from titan_grpo.commands.doctor_checks import Gpu, ServerFacts
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.http import Call, KeyRefused, SyncDriver, address_towards, want
 from titan_grpo.engines.server import detect
@@ -41,9 +41,14 @@ for engine, packages, group in (
         except m.PackageNotFoundError: pass
     found = any(e.name == "titan_grpo" for e in m.entry_points(group=group))
     names[engine + "_plugin"] = "yes" if found else "no"
+names["nccl"] = ""
+for package in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+    try: names["nccl"] = m.version(package)
+    except m.PackageNotFoundError: pass
 print(json.dumps(names))
 """
-"""Asked of another interpreter: its engines, and whether each would find our receiver there."""
+"""Asked of another interpreter: its engines, whether each would find our receiver there, and its
+NCCL."""
 
 
 def installed(package: str) -> str | None:
@@ -52,6 +57,26 @@ def installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def nccl() -> str:
+    """Version of the NCCL that torch has in this environment; empty without one."""
+    return installed("nvidia-nccl-cu12") or installed("nvidia-nccl-cu13") or ""
+
+
+def gpus() -> list[Gpu]:
+    """GPUs that torch sees; none without torch, which has a finding of its own."""
+    if installed("torch") is None:
+        return []
+    import torch
+
+    return [Gpu(*torch.cuda.mem_get_info(i)) for i in range(torch.cuda.device_count())]
+
+
+def infiniband() -> bool:
+    """Whether this host has an RDMA card."""
+    folder = Path("/sys/class/infiniband")
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def engine_answer(python: str) -> tuple[dict[str, str] | None, str]:
