@@ -21,14 +21,14 @@ class NotAllowed(TitanGrpoError):
 
 
 class Namespace:
-    """One namespace, reached at ``inner`` from here; ``outer`` is our address towards it. A context
-    manager."""
+    """One namespace, reached at ``inner`` from here; ``outer`` is our address towards it.
+    ``number`` tells those of one process apart. A context manager."""
 
-    def __init__(self) -> None:
-        number = os.getpid() % 250
-        self.name = f"titan-grpo-{os.getpid()}"
-        self._ours, self._theirs = f"tg{os.getpid()}", f"tgp{os.getpid()}"
-        self.outer, self.inner = f"{NET.format(net=number)}.1", f"{NET.format(net=number)}.2"
+    def __init__(self, number: int = 0) -> None:
+        net, mark = NET.format(net=(os.getpid() + number) % 250), f"{os.getpid()}x{number}"
+        self.name = f"titan-grpo-{mark}"
+        self._ours, self._theirs = f"tg{mark}", f"tgp{mark}"
+        self.outer, self.inner = f"{net}.1", f"{net}.2"
 
     @property
     def inside(self) -> str:
@@ -42,6 +42,23 @@ class Namespace:
         self._shape(
             "tbf", "rate", f"{bits}bit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms"
         )
+
+    def limit_all_but(self, port: int, bytes_per_s: float) -> None:
+        """As limit, except for what comes from or goes to a server's ``port`` in there
+        (hierarchical token buckets). NotAllowed if the kernel cannot."""
+        self.free()
+        bits = max(8, round(bytes_per_s * 8))
+        sides = (((), self._ours, "dport"), (("netns", "exec", self.name), self._theirs, "sport"))
+        for where, device, end in sides:
+            of_class = f"class add dev {device} parent 1: classid"
+            for line in (
+                f"qdisc add dev {device} root handle 1: htb default 10",
+                f"{of_class} 1:10 htb rate {bits}bit burst {BURST_BYTES} cburst {BURST_BYTES}",
+                f"{of_class} 1:20 htb rate 10gbit",
+                f"filter add dev {device} parent 1: protocol ip prio 1 u32"
+                f" match ip {end} {port} 0xffff flowid 1:20",
+            ):
+                _run(_tc(where, line.split()))
 
     def delay(self, milliseconds: float) -> None:
         """Every packet takes so much longer each way (netem). NotAllowed if the kernel cannot."""
@@ -65,6 +82,8 @@ class Namespace:
             ):
                 _run(["ip", "-n", self.name, *arguments])
             _run(["ip", "-n", self.name, "link", "set", "lo", "up"])
+            # All of our addresses are reached through this pair, and so within its limit.
+            _run(["ip", "-n", self.name, "route", "add", "default", "via", self.outer])
         except NotAllowed:
             self.__exit__(None, None, None)
             raise

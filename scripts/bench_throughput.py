@@ -1,0 +1,329 @@
+#!/usr/bin/env python
+"""What is asynchrony worth where a version takes a tenth, or most, of a step to reach the servers?
+
+    python scripts/bench_throughput.py [--shares 10 40 70] [--steps 20] [--picture PATH.png]
+    [--json PATH]        (needs root)
+
+Real: torchtitan's trainer under torchrun on one core, vLLM on the other, weight sync over TCP. Each
+server has a network, a pid namespace and a limited link of its own, so that it reads no memory of
+the trainer; only its HTTP port is outside the limit. First the steps are timed without a limit: one
+run on-policy, where a step is training plus rollouts, and one in which the trainer waits for every
+commit (sync). The link is then as fast as makes a sync the wanted share of a synchronous step.
+Every share is run in three ways: sync, async with versions committed while requests run (in
+flight), and async with servers that finish their requests first (drained). One share also runs
+beside a second server whose link is ``SLOWER`` times as slow.
+
+``ideal``: the seconds of the longest of training, rollouts and sync, each measured where nothing
+ran beside it. All ways allow the same staleness. An async run is faster than the ideal where it
+leaves out versions.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
+
+from tests.faults.netns import Namespace, NotAllowed
+from titan_grpo.commands.processes import run_logged, stop_on_sigterm, torchrun
+from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.errors import TitanGrpoError
+from titan_grpo.observe import names
+from titan_grpo.observe.recorder import read_metrics
+from titan_grpo.titan.flavors import FLAVORS
+from titan_grpo.titan.tiny import write_tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+STARTUP_S = 300.0
+STALENESS = 2
+SLOWER = 5.0
+SLOW_SHARE = 40
+WARM_STEPS = 4
+"""Steps at the start that are not counted: compilers, connections, full queues."""
+
+MODES = {
+    "sync": ("--grpo.no-async-weight-update",),
+    "async, in flight": ("--grpo.async-weight-update",),
+    "async, drained": (
+        "--grpo.async-weight-update",
+        "--rollout.no-in-flight-weight-updates",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run."""
+
+    shares: list[int]
+    steps: int
+    prompts: int
+    tokens: int
+    epochs: int
+    picture: str
+    json: str
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One run. Seconds are medians over its steps; ``train_s`` is the main thread's work in a step,
+    ``sync_s`` from a publish to its commit on the first server."""
+
+    name: str
+    share: int
+    slow_server: bool
+    steps_per_s: float
+    step_s: float
+    train_s: float
+    rollout_wait_s: float
+    blocked_s: float
+    sync_s: float
+    tokens_per_s: float
+    versions: int
+
+
+def parse(argv: list[str]) -> Options:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shares", nargs="+", type=int, default=[10, 40, 70], help="per cent of a sync step"
+    )
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=8, help="of a step, 8 completions each")
+    parser.add_argument("--tokens", type=int, default=96, help="a completion's most")
+    parser.add_argument("--epochs", type=int, default=2, help="passes of the trainer over a batch")
+    parser.add_argument("--picture", default="", metavar="PATH.png")
+    parser.add_argument("--json", default="", metavar="PATH")
+    options = Options(**vars(parser.parse_args(argv)))
+    if options.steps <= WARM_STEPS:
+        parser.error(f"--steps must be over {WARM_STEPS}, which are not counted")
+    if not all(0 < share < 100 for share in options.shares):
+        parser.error("--shares are per cent of a step, over 0 and under 100")
+    if os.geteuid() != 0:
+        parser.error("networks with limited links need root")
+    return options
+
+
+@dataclass(frozen=True)
+class Host:
+    """A server and the link to it."""
+
+    server: Server
+    space: Namespace
+
+    def limit(self, bytes_per_s: float) -> None:
+        """``bytes_per_s`` of weights; all requests."""
+        self.space.limit_all_but(self.server.spec.port, bytes_per_s)
+
+
+@contextmanager
+def host(number: int, model: Path, folder: Path) -> Iterator[Host]:
+    """A vLLM that shares no network and no processes with us, on the second core."""
+    with Namespace(number) as space, ExitStack() as stack:
+        python = folder / f"python{number}"
+        # With its own /proc it cannot open the trainer's memory: versions go over the link.
+        python.write_text(
+            f"#!/bin/sh\nexec {space.inside} unshare --pid --fork --kill-child --mount-proc"
+            f' taskset -c {last_core()} {ROOT / ".venv-vllm" / "bin" / "python"} "$@"\n'
+        )
+        python.chmod(0o755)
+        spec = ServerSpec(
+            str(python),
+            str(model),
+            str(folder / f"server{number}.log"),
+            port=8100 + number,
+            host=space.inner,
+            max_num_seqs=128,
+            env={"NO_PROXY": "*"},
+        )
+        server = stack.enter_context(Server(spec))
+        server.wait_healthy(STARTUP_S)
+        yield Host(server, space)
+
+
+def last_core() -> int:
+    return max(os.sched_getaffinity(0))
+
+
+def run(
+    options: Options, folder: Path, hosts: Sequence[Host], name: str, arguments: Sequence[str]
+) -> list[dict[str, Any]]:
+    """One training run; its lines of metrics.jsonl that count."""
+    out = folder / name.replace(" ", "_").replace(",", "")
+    model, flavor = FLAVORS["qwen3"]
+    settings: dict[str, object] = {
+        "--rollout.servers": ",".join(h.server.url for h in hosts),
+        "--weight_sync.bind-host": hosts[0].space.outer,
+        "--weight_sync.transport": "tcp",
+        "--job.dump_folder": out,
+        "--training.steps": options.steps,
+        "--training.local_batch_size": options.prompts * 8,
+        "--training.seq_len": 64 + options.tokens,
+        "--model.name": model,
+        "--model.flavor": flavor,
+        "--model.hf_assets_path": folder / "model",
+        "--rollout.prompts_per_step": options.prompts,
+        "--rollout.max_completion_tokens": options.tokens,
+        "--rollout.max_staleness": STALENESS,
+        "--grpo.num_epochs": options.epochs,
+        # The weights change as little as they can: lengths stay as they are.
+        "--optimizer.lr": 1e-9,
+    }
+    given = [str(text) for pair in settings.items() for text in pair] + list(arguments)
+    config = str(ROOT / "train_configs" / "quickstart_cpu.toml")
+    command = ["taskset", "-c", str(min(os.sched_getaffinity(0))), *torchrun(1, config, given)]
+    log = folder / f"{out.name}.log"
+    run_logged(command, log, {**os.environ, "OMP_NUM_THREADS": "1"}, None)
+    return read_metrics(out / "metrics.jsonl")[WARM_STEPS:]
+
+
+def seen(name: str, share: int, slow: bool, rows: Sequence[dict[str, Any]]) -> Seen:
+    """What a run's lines say."""
+
+    def median(key: str) -> float:
+        return statistics.median(row[key] for row in rows if row.get(key) is not None)
+
+    seconds = rows[-1]["time_s"] - rows[0]["time_s"]
+    return Seen(
+        name=name,
+        share=share,
+        slow_server=slow,
+        steps_per_s=(len(rows) - 1) / seconds,
+        step_s=seconds / (len(rows) - 1),
+        train_s=median(names.TRAIN_S),
+        rollout_wait_s=median(names.ROLLOUT_WAIT_S),
+        blocked_s=median(names.BLOCKED_S),
+        sync_s=median(names.SYNC_S),
+        tokens_per_s=median(names.GENERATED),
+        versions=rows[-1][names.SYNC_COUNT] - rows[0][names.SYNC_COUNT],
+    )
+
+
+HEAD = (
+    f"{'sync share':>10} {'servers':>14} {'way':18} {'steps/s':>8} {'of sync':>8} {'of ideal':>8}"
+    f" {'tokens/s':>9} {'blocked s':>9} {'waits s':>8} {'sync s':>7} {'versions':>8}"
+)
+
+
+def line(s: Seen, base: Seen, ideal_s: float) -> str:
+    servers = "one, one slow" if s.slow_server else "one"
+    return (
+        f"{s.share:>9}% {servers:>14} {s.name:18} {s.steps_per_s:8.3f}"
+        f" {s.steps_per_s / base.steps_per_s:8.2f} {ideal_s * s.steps_per_s:8.2f}"
+        f" {s.tokens_per_s:9.0f} {s.blocked_s:9.3f} {s.rollout_wait_s:8.3f} {s.sync_s:7.3f}"
+        f" {s.versions:8}"
+    )
+
+
+def draw(path: Path, found: Sequence[Seen], ideal: dict[int, float]) -> None:
+    """Steps per second by way and share."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    groups = [(share, False) for share in ideal] + [(SLOW_SHARE, True)] * any(
+        s.slow_server for s in found
+    )
+    for number, name in enumerate(MODES):
+        values = [
+            next(
+                (s.steps_per_s for s in found if (s.share, s.slow_server, s.name) == (*g, name)), 0
+            )
+            for g in groups
+        ]
+        bars = axes.bar([i + 0.27 * (number - 1) for i in range(len(groups))], values, 0.26)
+        bars.set_label(name)
+    for i, (share, _) in enumerate(groups):
+        axes.hlines(1 / ideal[share], i - 0.42, i + 0.42, colors="black", linestyles="dashed")
+    axes.set_xticks(
+        range(len(groups)), [f"{share} %" + ", and a slow server" * slow for share, slow in groups]
+    )
+    axes.set_xlabel(
+        "sync's share of a synchronous step (dashed: 1 / longest of train, rollout, sync)"
+    )
+    axes.set_ylabel("steps per second")
+    axes.legend()
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def measure(options: Options, folder: Path) -> dict[str, Any]:
+    """All runs, one after the other."""
+    model = write_tiny_model("qwen3", folder / "model", 1, std=0.05, dtype="bfloat16")
+    image_bytes = (model / "model.safetensors").stat().st_size
+    with ExitStack() as stack:
+        one = stack.enter_context(host(0, model, folder))
+        print(f"one server is up at {one.server.url}; an image has {image_bytes:,} bytes")
+        on_policy = (*MODES["sync"], "--rollout.max_staleness", "0")
+        alone = seen("on-policy", 0, False, run(options, folder, [one], "on-policy", on_policy))
+        free = seen("sync", 0, False, run(options, folder, [one], "free", MODES["sync"]))
+        train_s, rollout_s = alone.train_s, alone.rollout_wait_s
+        unsynced_s = free.step_s - free.sync_s
+        print(
+            f"a step: training {train_s:.2f} s, rollouts {rollout_s:.2f} s; synchronous without a"
+        )
+        print(f"limit {free.step_s:.2f} s, of it sync {free.sync_s:.2f} s\n\n{HEAD}", flush=True)
+        found, ideal = [alone, free], {}
+
+        def compare(share: int, hosts: Sequence[Host]) -> None:
+            base = None
+            for name, arguments in MODES.items():
+                label = f"{name} {share} {len(hosts)}"
+                result = seen(
+                    name, share, len(hosts) > 1, run(options, folder, hosts, label, arguments)
+                )
+                base = base or result
+                if len(hosts) == 1 and result is base:
+                    ideal[share] = max(train_s, rollout_s, base.sync_s)
+                found.append(result)
+                print(line(result, base, ideal[share]), flush=True)
+
+        def rate(share: int) -> float:
+            return image_bytes / (unsynced_s * share / (100 - share))
+
+        for share in options.shares:
+            one.limit(rate(share))
+            compare(share, [one])
+        if SLOW_SHARE in options.shares:
+            other = stack.enter_context(host(1, model, folder))
+            one.limit(rate(SLOW_SHARE))
+            other.limit(rate(SLOW_SHARE) / SLOWER)
+            compare(SLOW_SHARE, [one, other])
+    if options.picture:
+        draw(Path(options.picture), found, ideal)
+    return {
+        "image_bytes": image_bytes,
+        "train_s": train_s,
+        "rollout_s": rollout_s,
+        "ideal_s": ideal,
+        "staleness": STALENESS,
+        "runs": [asdict(s) for s in found],
+    }
+
+
+def main() -> int:
+    """Run all, print a table."""
+    options = parse(sys.argv[1:])
+    stop_on_sigterm()
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            found = measure(options, Path(name))
+        except (NotAllowed, TitanGrpoError) as error:
+            print(f"bench_throughput: {error}", file=sys.stderr)
+            return 2
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
