@@ -89,7 +89,7 @@ def test_a_receiver_that_never_calls_back_is_reported_by_the_deadline() -> None:
         found = doctor_facts.server_facts(url, doctor_facts.Access(3))
     assert "POST /init_weight_transfer_engine" in seen
     assert found.joined is None
-    assert "the deadline passed" in found.errors["joined"]
+    assert "the deadline of 3.0 s passed" in found.errors["joined"]
 
 
 SGLANG = {
