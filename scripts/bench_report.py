@@ -28,6 +28,8 @@ from tests.views.runs import Made, make_run
 ROOT = Path(__file__).resolve().parent.parent
 PACE_STEPS = 50
 DEADLINE_S = 300.0
+LINE_BYTES = 1 << 16
+"""More than a line of metrics.jsonl with 64 servers has."""
 
 
 def written(folder: Path, step: int) -> None:
@@ -38,7 +40,7 @@ def written(folder: Path, step: int) -> None:
     metrics = folder / "metrics.jsonl"
     while time.monotonic() < deadline:
         with metrics.open("rb") as file:
-            file.seek(max(0, metrics.stat().st_size - 4096))
+            file.seek(max(0, metrics.stat().st_size - LINE_BYTES))
             if mark in file.read():
                 return
         threading.Event().wait(0.01)

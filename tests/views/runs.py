@@ -9,6 +9,8 @@ import msgspec
 from titan_grpo.observe import names, report
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.observe.shown import Shown, ShownStep
+from titan_grpo.rollout.messages import IN_FLIGHT
+from titan_grpo.titan.step_metrics import rollout_values, server_values
 
 STEP_S = 1.0
 """A step of a made run; a transfer takes a third of it."""
@@ -91,6 +93,7 @@ def _step(recorder: Recorder, made: Made, step: int, clock: Clock, draw: random.
     recorder.step(
         step,
         {
+            **_others(made, step, draw),
             names.REWARD: 0.1 + 0.7 * progress + draw.gauss(0, 0.03),
             names.REWARD_STD: 0.2,
             names.STALENESS: draw.random(),
@@ -117,6 +120,22 @@ def _step(recorder: Recorder, made: Made, step: int, clock: Clock, draw: random.
             **({names.ON_POLICY_GAP: 0.002} if step % 3 == 0 else {}),
         },
     )
+
+
+def _others(made: Made, step: int, draw: random.Random) -> dict[str, float]:
+    """What a run with everything turned on has besides: a value of every name, those of each
+    server, and an evaluation at every hundredth step."""
+    recorders = {*names.TOTALS, *names.WORK, names.ON_POLICY_GAP}
+    values = {name: draw.random() for name in names.MEANING if name not in recorders}
+    servers = [url_of(server) for server in range(made.servers)]
+    counters = {f"{IN_FLIGHT}{url}": draw.randrange(100) for url in servers}
+    counters |= {f"tokens.{url}": draw.randrange(1000) for url in servers} | {"tokens": 1000}
+    values |= rollout_values({}, counters, STEP_S)
+    values |= server_values(step - 1, {url: max(0, step - draw.randrange(1, 4)) for url in servers})
+    if step % 100 == 0:
+        what = {name: draw.random() for name in (*names.OF_EVALUATION, "pass_at_4")}
+        values |= {f"{names.EVALUATION}/test/{n}": v for n, v in (what | {"version": step}).items()}
+    return values
 
 
 def _shown(step: int, draw: random.Random) -> ShownStep:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
+
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
 from titan_grpo.observe.traces import Traces
@@ -51,13 +53,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     folder) takes the place of all from it on.
     """
     rows: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines():
-        with suppress(json.JSONDecodeError, KeyError, TypeError):
-            row = json.loads(line)
-            step = int(row["step"])
-            while rows and rows[-1]["step"] >= step:
-                rows.pop()
-            rows.append(row)
+    decode = msgspec.json.Decoder().decode
+    # With 64 servers 20,000 lines are 220 MB.
+    with path.open("rb") as lines:
+        for line in lines:
+            with suppress(msgspec.DecodeError, KeyError, TypeError):
+                row = decode(line)
+                step = int(row["step"])
+                while rows and rows[-1]["step"] >= step:
+                    rows.pop()
+                rows.append(row)
     return rows
 
 

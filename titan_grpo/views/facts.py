@@ -45,9 +45,7 @@ def _step(row: dict[str, Any]) -> Step:
 
 
 def _means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if value is not None:
-                values.setdefault(name, []).append(value)
-    return {name: float(np.mean(each)) for name, each in values.items()}
+    """Of what concerns the whole run: a server's values are most of a line, and in no finding."""
+    shared = [n for n in set[str]().union(*rows) if not n.startswith(f"{names.SERVER}/")]
+    values = {n: [v for row in rows if (v := row.get(n)) is not None] for n in shared}
+    return {name: float(np.mean(each)) for name, each in values.items() if each}

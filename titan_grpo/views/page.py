@@ -86,7 +86,7 @@ def page_data(run: Run, decode: Decode) -> dict[str, Any]:
     facts = facts_of(run)
     bounds = edges(len(run.rows), BUCKETS)
     shown = {name for chart in CHARTS for name, _ in chart.curves} | {names.REWARD_STD}
-    named = {n for row in run.rows for n in row} - shown - {"step", "time_s"}
+    named = set[str]().union(*run.rows) - shown - {"step", "time_s"}
     # The timeline has the servers: four curves for each of many would be most of the page.
     left_out = (f"{names.SERVER}/", f"{names.EVALUATION}/")
     others = sorted(n for n in named if not n.startswith(left_out))
