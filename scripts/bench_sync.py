@@ -1,18 +1,23 @@
 #!/usr/bin/env python
-"""Seconds from publish to verified commit on one host, and its goodput as a share of a raw socket
-and of a memcpy.
+"""Seconds from publish to verified commit, and its goodput as a share of a raw socket and of a
+memcpy.
 
-    python scripts/bench_sync.py [--mib 256] [--rounds 5] [--json PATH]
+    python scripts/bench_sync.py [--mib 256] [--hosts same|two] [--rounds 5] [--json PATH]
 
 Two ranks hold float32 masters sharded by FSDP2. Everything between them and the server is the real
 thing: layout, shared images, snapshot, sealer, lane, receiver process. The server has no engine:
 its commit lends the image, attaches it and visits every tensor. In each round, one after the other:
 a memcpy by one thread, the same bytes through one TCP socket from rank 0 to rank 1, and one
-version. Before the figures count, one version is compared byte for byte.
+version. Before the figures count, one version is compared with the trainer's.
+
+With ``--hosts two`` (needs root) the server is a process behind HTTP with a network and a pid
+namespace of its own: it reads no memory of the trainer, so versions come over TCP, as the raw
+socket's bytes do. fetch_s over socket_s is what that is for: such a server copies every tensor and
+hashes all of them at each call, so commit_s and total_s are its own.
 """
 
 import argparse
-import hashlib
+import contextlib
 import json
 import os
 import platform
@@ -21,8 +26,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,17 +39,28 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from tests.faults.netns import Namespace, NotAllowed
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
+from tests.rigs.server_handle import ServerProcess, served
 from titan_grpo.config import WeightSync
-from titan_grpo.layout.image import SharedImage
+from titan_grpo.engines.http import ServerAccess, SyncDriver
+from titan_grpo.engines.server import make_control
+from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.receive.commit import tensor_views
 from titan_grpo.sync.worker import SyncOptions, SyncWorker
 from titan_grpo.titan.weight_sync import TrainerSync
 
 RANKS = 2
+MEMCPY_BYTES = 256 << 20
+"""Of the buffer that memcpy reads again and again: far over any cache."""
+
 COLUMNS = 4096
 WAIT_S = 120.0
+ROLE = "TITAN_GRPO_BENCH"
+"""Variable with a rank's Role in JSON."""
+
 WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 REFERENCES = {
     "torchstore_put_and_get_s": 0.24,
@@ -68,7 +84,8 @@ MEANING = {
     "rest_s": "total less copy, digest, fetch and commit: hand-overs between threads and ranks",
     "memcpy_s": "as many bytes, one thread, memory that is mapped already",
     "socket_s": (
-        "as many bytes, rank 0 to rank 1, one TCP stream over loopback, the same bucket size"
+        "as many bytes, rank 0 to rank 1 (on the server's host), one TCP stream, the same bucket"
+        " size"
     ),
 }
 
@@ -85,6 +102,7 @@ class Options:
     block_mib: int
     digest: str
     transport: str
+    hosts: str
     json: str
 
 
@@ -118,9 +136,26 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument("--digest", choices=("xxh3", "blake3"), default=defaults.digest)
     parser.add_argument("--transport", choices=("auto", "tcp"), default=defaults.transport)
     parser.add_argument(
+        "--hosts", choices=("same", "two"), default="same", help="two: namespaces, needs root"
+    )
+    parser.add_argument(
         "--json", default="", metavar="PATH", help="write every figure of every round there"
     )
-    return Options(**vars(parser.parse_args(argv)))
+    options = Options(**vars(parser.parse_args(argv)))
+    if options.hosts == "two" and os.geteuid() != 0:
+        parser.error("--hosts two makes namespaces, which needs root")
+    return options
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a rank's process is told. ``url``: of the server in the namespace that process ``maker``
+    made; empty: the server is on this host."""
+
+    rank: int
+    folder: str
+    url: str = ""
+    maker: int = 0
 
 
 class Weights(torch.nn.Module):
@@ -149,13 +184,14 @@ class Weights(torch.nn.Module):
 
 
 class RawSocket:
-    """One TCP stream over loopback between two ranks: rank 0 sends, rank 1 receives and answers
-    with one byte."""
+    """One TCP stream between two ranks: rank 0 sends, rank 1 receives and answers with one byte.
+    With a ``space`` rank 1's end is in there. Both use a buffer of one bucket again and again."""
 
-    def __init__(self, rank: int, nbytes: int, bucket_bytes: int) -> None:
-        self._rank, self._bucket_bytes = rank, bucket_bytes
-        self._image = SharedImage.create(nbytes, "bench raw socket")
-        listener = socket.create_server(("127.0.0.1", 0)) if rank == 0 else None
+    def __init__(self, rank: int, nbytes: int, bucket_bytes: int, space: Namespace | None) -> None:
+        self._rank, self._nbytes = rank, nbytes
+        self._bucket = memoryview(bytearray(min(nbytes, bucket_bytes)))
+        address = space.outer if space else "127.0.0.1"
+        listener = socket.create_server((address, 0)) if rank == 0 else None
         port: list[Any] = [listener.getsockname()[1] if listener else None]
         dist.broadcast_object_list(port, src=0)
         if listener:
@@ -163,17 +199,17 @@ class RawSocket:
             self._peer = listener.accept()[0]
             listener.close()
         else:
-            self._peer = socket.create_connection(("127.0.0.1", port[0]), WAIT_S)
+            with space.entered() if space else contextlib.nullcontext():
+                self._peer = socket.create_connection((address, port[0]), WAIT_S)
         self._peer.settimeout(WAIT_S)
         self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def run(self) -> float:
         """Seconds until the receiver has everything (rank 0); the other rank's return value means
         nothing."""
-        view, step = self._image.buffer, self._bucket_bytes
         start = time.perf_counter()
-        for offset in range(0, len(view), step):
-            bucket = view[offset : offset + step]
+        for offset in range(0, self._nbytes, len(self._bucket)):
+            bucket = self._bucket[: self._nbytes - offset]
             if self._rank == 0:
                 self._peer.sendall(bucket)
             else:
@@ -194,44 +230,70 @@ class RawSocket:
 
     def close(self) -> None:
         self._peer.close()
-        self._image.close()
 
 
-class Comparison:
-    """Collects what the server sees of one version, tensor by tensor, and compares it with the
-    trainer's image."""
+class SameHost:
+    """The server in rank 0's process, with a receiver process of its own."""
+
+    def __init__(self, server: ReceiverServer, visitor: "Visitor") -> None:
+        self.url, self._visitor = server.url, visitor
+        self.control = DirectControl(server)
+
+    def digest(self) -> str:
+        """Of the content of the first version, as the server's commit visited it."""
+        return content_digest(self._visitor.seen)
+
+
+class OtherHost:
+    """The server at the other end of a link."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.control = make_control("vllm", ServerAccess(url, WAIT_S))
+
+    def digest(self) -> str:
+        """Of the content that the server holds."""
+        with SyncDriver(self.url) as driver:
+            return str(driver.run(served(timeout_s=WAIT_S))["digest"])
+
+
+class Visitor:
+    """Hashes the tensors of the first version that a server loads."""
 
     def __init__(self) -> None:
-        self.wanted = threading.Event()
+        self.wanted = True
         self.seen: dict[str, str] = {}
 
     def __call__(self, name: str, tensor: torch.Tensor) -> None:
-        if self.wanted.is_set():
-            self.seen[name] = hashlib.blake2b(
-                memoryview(tensor.view(torch.uint8).view(-1).numpy())
-            ).hexdigest()
-
-    def check(self, sync: TrainerSync, slot: int) -> None:
-        """Raise SystemExit unless the server saw the bytes that the trainer published."""
-        assert sync.pool is not None
-        buffer = sync.pool.images[slot].buffer
-        tensors = sync.plan.manifest.tensors
-        held = {
-            t.name: hashlib.blake2b(buffer[t.offset : t.offset + t.nbytes]).hexdigest()
-            for t in tensors
-        }
-        if held != self.seen:
-            wrong = [name for name in held if held[name] != self.seen.get(name)]
-            raise SystemExit(
-                f"the server must hold the trainer's bytes, {len(wrong)} of {len(held)} tensors"
-                f" differ: {wrong[:3]}"
-            )
+        if self.wanted:
+            self.seen[name] = tensor_digest(tensor)
 
 
-def memcpy(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Seconds of one copy; torch uses one thread here (set in ``rank_main``)."""
+@contextlib.contextmanager
+def opened(url: str, visitor: Visitor) -> Iterator[SameHost | OtherHost]:
+    """The server; on the other host if it has a URL."""
+    if url:
+        yield OtherHost(url)
+    else:
+        with ReceiverServer("http://127.0.0.1/bench", visitor) as server:
+            yield SameHost(server, visitor)
+
+
+def compare(server: SameHost | OtherHost, sync: TrainerSync, slot: int) -> None:
+    """Raise SystemExit unless the server got the bytes that the trainer published."""
+    assert sync.pool is not None
+    tensors = tensor_views(sync.pool.images[slot].tensor(), sync.plan.manifest)
+    held = content_digest({name: tensor_digest(tensor) for name, tensor in tensors})
+    if (found := server.digest()) != held:
+        raise SystemExit(f"the server must hold content {held}, the trainer's; it holds {found}")
+
+
+def memcpy(source: torch.Tensor, target: torch.Tensor, nbytes: int) -> float:
+    """Seconds of copying so many bytes; torch uses one thread here (set in ``rank_main``)."""
     start = time.perf_counter()
-    target.copy_(source)
+    for offset in range(0, nbytes, source.nbytes):
+        part = slice(0, nbytes - offset)
+        target[part].copy_(source[part])
     return time.perf_counter() - start
 
 
@@ -272,8 +334,11 @@ def one_version(
     return figures, box[0]
 
 
-def rounds(options: Options, rank: int, folder: str) -> list[dict[str, float]]:
-    """All measured rounds; empty on rank 1."""
+def rounds(
+    options: Options, rank: int, folder: str, url: str, space: Namespace | None
+) -> list[dict[str, float]]:
+    """All measured rounds; empty on rank 1. ``url``: of the server in ``space``; empty: on this
+    host."""
     mesh = init_device_mesh("cpu", (RANKS,))
     model = Weights(options)
     fully_shard(model, mesh=mesh)
@@ -283,14 +348,15 @@ def rounds(options: Options, rank: int, folder: str) -> list[dict[str, float]]:
         bucket_bytes=options.bucket_mib << 20,
         digest=options.digest,  # type: ignore[arg-type]
         transport=options.transport,  # type: ignore[arg-type]
+        bind_host=space.outer if space else "",
     )
     sync = TrainerSync(model, dict, config, torch.device("cpu"), dist.group.WORLD)
     nbytes = sync.plan.manifest.total_bytes
-    comparison = Comparison()
+    visitor = Visitor()
     recorder = Recorder(folder) if rank == 0 else None
-    raw = RawSocket(rank, nbytes, config.bucket_bytes)
+    raw = RawSocket(rank, nbytes, config.bucket_bytes, space)
     out = []
-    with ReceiverServer("http://127.0.0.1/bench", comparison) as server:
+    with opened(url, visitor) as server:
         worker = None
         if recorder is not None:
             assert sync.pool is not None
@@ -301,25 +367,23 @@ def rounds(options: Options, rank: int, folder: str) -> list[dict[str, float]]:
                 recorder,
                 SyncOptions(
                     urls=[server.url],
-                    make_control=lambda _: DirectControl(server),
+                    make_control=lambda _: server.control,
                     remote_writers=others,
                 ),
             )
             worker.start()
         sync.start(worker.publish if worker is not None else None)
-        source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+        size = min(nbytes, MEMCPY_BYTES)
+        source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
         for version in range(options.rounds + 2):
             model.change()
-            if version == 0:
-                comparison.wanted.set()
-            else:
-                comparison.wanted.clear()
-            figures = {"memcpy_s": memcpy(source, target) if rank == 0 else 0.0}
+            figures = {"memcpy_s": memcpy(source, target, nbytes) if rank == 0 else 0.0}
             dist.barrier()
             figures["socket_s"] = raw.run()
             more, slot = one_version(sync, worker, recorder, version)
             if rank == 0 and version == 0:
-                comparison.check(sync, slot)
+                compare(server, sync, slot)
+                visitor.wanted = False
             out.append(figures | more)
         if worker is not None:
             worker.close()
@@ -332,13 +396,15 @@ def rounds(options: Options, rank: int, folder: str) -> list[dict[str, float]]:
     )  # the compared version, and one warm-up with both slots used
 
 
-def rank_main(options: Options, rank: int, folder: str) -> None:
+def rank_main(options: Options, role: Role) -> None:
     """One rank: measure, and on rank 0 write rounds.json."""
+    rank, folder = role.rank, role.folder
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
     )
-    measured = rounds(options, rank, folder)
+    space = Namespace(of=role.maker) if role.url else None
+    measured = rounds(options, rank, folder, role.url, space)
     dist.destroy_process_group()
     if rank == 0:
         Path(folder, "rounds.json").write_text(json.dumps(measured))
@@ -379,8 +445,8 @@ def table(record: dict[str, Any]) -> str:
     o = record["options"]
     lines = [
         (
-            f"{o['mib']} MiB ({o['wire_dtype']}) from {RANKS} ranks to one server; median of"
-            f" {o['rounds']} rounds"
+            f"{o['mib']} MiB ({o['wire_dtype']}) from {RANKS} ranks to one server, {o['hosts']}"
+            f" host{'s' * (o['hosts'] == 'two')}; median of {o['rounds']} rounds"
         ),
         "",
     ]
@@ -407,29 +473,41 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def run_ranks(argv: list[str], folder: str, url: str) -> int:
+    """Start the ranks and wait; 0 if all went well."""
+    roles = [Role(rank, folder, url, os.getpid()) for rank in range(RANKS)]
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, *argv],
+            env=os.environ | quiet | {ROLE: json.dumps(asdict(role))},
+        )
+        for role in roles
+    ]
+    try:
+        codes = [rank.wait(WAIT_S * 5) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(codes):
+        print(f"ranks ended with {codes}", file=sys.stderr)
+    return int(any(codes))
+
+
 def main(argv: list[str]) -> int:
-    """Start the ranks, wait, report."""
+    """Start the server's host and the ranks, wait, report."""
     options = parse(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, *argv]
-        ranks = [
-            subprocess.Popen(
-                command,
-                env=os.environ
-                | {
-                    "TITAN_GRPO_BENCH": f"{rank}:{folder}",
-                    "TORCH_CPP_LOG_LEVEL": "ERROR",
-                },
-            )
-            for rank in range(RANKS)
-        ]
-        try:
-            codes = [rank.wait(WAIT_S * 5) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            print(f"ranks ended with {codes}", file=sys.stderr)
+    with contextlib.ExitStack() as stack:
+        folder, url = stack.enter_context(tempfile.TemporaryDirectory()), ""
+        if options.hosts == "two":
+            try:
+                space = stack.enter_context(Namespace())
+            except NotAllowed as error:
+                print(f"bench_sync: {error}", file=sys.stderr)
+                return 2
+            server = ServerProcess(host=space.inner, inside=space.host)
+            url = stack.enter_context(server).url
+        if run_ranks(argv, folder, url):
             return 1
         record = result(options, json.loads(Path(folder, "rounds.json").read_text()))
     if options.json:
@@ -439,8 +517,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    role = os.environ.get("TITAN_GRPO_BENCH", "")
-    if role:
-        rank_main(parse(sys.argv[1:]), int(role.partition(":")[0]), role.partition(":")[2])
+    told = os.environ.get(ROLE, "")
+    if told:
+        rank_main(parse(sys.argv[1:]), Role(**json.loads(told)))
     else:
         raise SystemExit(main(sys.argv[1:]))

@@ -132,7 +132,7 @@ def host(number: int, model: Path, folder: Path) -> Iterator[Host]:
         python = folder / f"python{number}"
         # With its own /proc it cannot open the trainer's memory: versions go over the link.
         python.write_text(
-            f"#!/bin/sh\nexec {space.inside} unshare --pid --fork --kill-child --mount-proc"
+            f"#!/bin/sh\nexec {' '.join(space.host)}"
             f' taskset -c {last_core()} {ROOT / ".venv-vllm" / "bin" / "python"} "$@"\n'
         )
         python.chmod(0o755)

@@ -1,9 +1,11 @@
 """A network of its own for one server: a namespace and a pair of virtual interfaces that ``tc`` can
 slow down. Needs root."""
 
+import ctypes
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from titan_grpo.errors import TitanGrpoError
 
@@ -11,6 +13,9 @@ COMMAND_S = 10.0
 NET = "10.213.{net}"
 """Addresses of the pair; the third byte comes from our pid, so that two matrices on one host seldom
 meet."""
+
+CLONE_NEWNET = 0x40000000
+"""Of setns(2)."""
 
 BURST_BYTES = 16 << 10
 QUEUE_MS = 200
@@ -22,10 +27,12 @@ class NotAllowed(TitanGrpoError):
 
 class Namespace:
     """One namespace, reached at ``inner`` from here; ``outer`` is our address towards it.
-    ``number`` tells those of one process apart. A context manager."""
+    ``number`` tells those of one process apart; ``of`` is the process that made it, where that is
+    another one. A context manager."""
 
-    def __init__(self, number: int = 0) -> None:
-        net, mark = NET.format(net=(os.getpid() + number) % 250), f"{os.getpid()}x{number}"
+    def __init__(self, number: int = 0, of: int = 0) -> None:
+        pid = of or os.getpid()
+        net, mark = NET.format(net=(pid + number) % 250), f"{pid}x{number}"
         self.name = f"titan-grpo-{mark}"
         self._ours, self._theirs = f"tg{mark}", f"tgp{mark}"
         self.outer, self.inner = f"{net}.1", f"{net}.2"
@@ -34,6 +41,25 @@ class Namespace:
     def inside(self) -> str:
         """The command that runs its arguments in there."""
         return f"ip netns exec {self.name}"
+
+    @property
+    def host(self) -> tuple[str, ...]:
+        """The command that runs its arguments in there with processes of their own, which end with
+        it: as on another host, they read no memory of ours."""
+        own = ("unshare", "--pid", "--mount-proc", "--fork", "--kill-child")
+        return (*self.inside.split(), *own)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Sockets that this thread makes meanwhile are in there."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open("/proc/thread-self/ns/net") as ours, open(f"/run/netns/{self.name}") as theirs:
+            if libc.setns(theirs.fileno(), CLONE_NEWNET):
+                raise NotAllowed(f"setns into {self.name}: {os.strerror(ctypes.get_errno())}")
+            try:
+                yield
+            finally:
+                libc.setns(ours.fileno(), CLONE_NEWNET)
 
     def limit(self, bytes_per_s: float) -> None:
         """Both directions carry so much and no more (token bucket). NotAllowed if the kernel can

@@ -44,16 +44,17 @@ class ServerProcess:
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
+        inside: Sequence[str] = (),
     ) -> None:
         """Start it; returns when it listens. ``port`` 0 takes a free one, and keeps it over
         restarts.
 
         ``args``: more of its arguments; ``env``: more of its environment; ``log_path``: where its
-        stderr and its receivers' is appended to, None: where ours goes. Raises ServerUnreachable if
-        it does not start.
+        stderr and its receivers' is appended to, None: where ours goes; ``inside``: the command
+        that runs its arguments on another host. Raises ServerUnreachable if it does not start.
         """
         self._host, self._port, self._args, self._env = host, port, tuple(args), dict(env or {})
-        self._log_path = log_path
+        self._log_path, self._inside = log_path, tuple(inside)
         self._began = time.monotonic()
         self.pid = 0
         """Process id of the server, which is also its process group; 0 while it is down."""
@@ -104,7 +105,7 @@ class ServerProcess:
     def start(self) -> None:
         """Start it again after ``kill`` or ``stop``, on the same port: other weights, another
         label, no memory."""
-        command = [sys.executable, "-m", "tests.rigs.server_process"]
+        command = [*self._inside, sys.executable, "-m", "tests.rigs.server_process"]
         command += ["--host", self._host, "--port", str(self._port), *self._args]
         with ExitStack() as stack:
             log = None if self._log_path is None else stack.enter_context(self._log_path.open("ab"))
