@@ -218,7 +218,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--servers", type=int, default=256)
     parser.add_argument("--mib", type=int, default=1, help="bytes of a version, in MiB")
     parser.add_argument("--versions", type=int, default=20, help="published, one a second")
-    parser.add_argument("--window", type=float, default=10.0, help="seconds in which all is idle")
+    parser.add_argument("--window", type=float, default=60.0, help="seconds in which all is idle")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--json", default="", metavar="PATH", help="write the figures there")
     return parser.parse_args(argv)

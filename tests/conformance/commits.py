@@ -188,7 +188,7 @@ def requests_run_over_a_commit_and_none_is_lost(e: EngineUnderTest) -> None:
 def requests_are_answered_between_any_two_buckets_of_a_transfer(e: EngineUnderTest) -> None:
     """The engine does not stand still while weights arrive, however slowly: each bucket waits for
     an answer here."""
-    source = PacedSource(REQUEST_S)
+    source = PacedSource()
     with sender(e) as trainer:
         trainer.sync(16, 16)
         paced = {"connections": 1, "progress_s": REQUEST_S, "source": source}

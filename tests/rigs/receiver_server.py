@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -72,7 +73,9 @@ class ReceiverServer:
             lambda: EngineSide(BareEngine(inspect), OneWorker(), "", run_key)
         )
         self._changed = threading.Condition()
-        self._calls = threading.Lock()  # an engine answers one call at a time
+        # An engine answers one call at a time, on a thread that lives as long as it does: the
+        # receivers are killed when the thread that started them ends.
+        self._calls = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._up = True
         self._label = OWN_LABEL
         self._paused = False
@@ -145,13 +148,13 @@ class ReceiverServer:
         ``come_back``."""
         with self._changed:
             self._up = False
-        with self._calls:
-            self._side.close()
+        # no deadline: the engine ends its receiver within deadlines of its own
+        self._calls.submit(self._side.close).result()
 
     def come_back(self) -> None:
         """A restarted server: healthy, with weights and a label of its own, and no memory of any
         epoch."""
-        with self._calls, self._changed:
+        with self._changed:
             self._side = self._new_side()
             self._up, self._paused, self._label = True, False, OWN_LABEL
 
@@ -168,9 +171,12 @@ class ReceiverServer:
     # What DirectControl calls.
 
     def _call(self, work: Callable[[EngineSide], object]) -> None:
-        with self._calls:
+        def call() -> None:
             self._check_up()
             work(self._side)
+
+        # no deadline: the engine's own; what it loads in a test may be held there
+        self._calls.submit(call).result()
 
     def _check_up(self) -> None:
         with self._changed:

@@ -70,7 +70,7 @@ class Rig:
     ) -> None:
         """``config``: keys of [weight_sync], ``watch``, ``drain``, ``observer``, ``owner``,
         ``take_over``,
-        ``run_id``, and ``run_keys``: "trainer" or a server -> its run key."""
+        ``run_id``, ``look_s``, and ``run_keys``: "trainer" or a server -> its run key."""
         run_keys: dict[str, Key] = config.pop("run_keys", {})
         watch: Observer = config.pop("watch", no_observer)
         drain: Callable[[str], None] | None = config.pop("drain", None)
@@ -78,6 +78,7 @@ class Rig:
         owner: str = config.pop("owner", "")
         take_over: bool = config.pop("take_over", True)
         run_id: str = config.pop("run_id", "")
+        look_s: float = config.pop("look_s", 1.0)
         self.loaded = {url: Weights() for url in urls}
         self.servers = {
             url: ReceiverServer(url, self.loaded[url], run_keys.get(url)) for url in urls
@@ -101,6 +102,7 @@ class Rig:
                 observer=observer,
                 owner=owner,
                 take_over=take_over,
+                look_s=look_s,
                 guarded=False,
             ),
         )
@@ -144,9 +146,12 @@ class Rig:
 
     def complete(self, version: int) -> None:
         """Wait until ``version`` can be pinned."""
-        published = self.slots.pin_newer("test", version - 1, WAIT_S)
-        assert published is not None
-        self.slots.unpin("test")
+        complete = threading.Event()
+        if self.slots.pin_newer("test", version - 1, complete.set) is None:
+            assert complete.wait(WAIT_S)
+            self.slots.leave("test")
+        else:
+            self.slots.unpin("test")
 
     def close(self) -> None:
         self.worker.close()

@@ -1,11 +1,15 @@
 """Image slots between one publisher and lanes that progress at their own pace."""
 
-import threading
-
 from titan_grpo.protocol.messages import Label
 from titan_grpo.sync.slots import ImageSlots, Published
 
-WAIT_S = 30.0
+
+def ask(slots: ImageSlots, lane: str, held: int | None) -> Published | None:
+    """Pin what is newer, or leave."""
+    found = slots.pin_newer(lane, held, lambda: None)
+    if found is None:
+        slots.leave(lane)
+    return found
 
 
 def publish(slots: ImageSlots, version: int) -> int:
@@ -24,29 +28,51 @@ def test_the_first_slot_is_reserved_from_the_start_and_only_once() -> None:
     assert slots.take_reserved() is None
 
 
-def test_a_lane_that_waits_is_woken_by_a_new_version() -> None:
-    slots = ImageSlots(2)
-    got: list[Published | None] = []
-    waiting = threading.Thread(target=lambda: got.append(slots.pin_newer("lane", None, WAIT_S)))
-    waiting.start()
+def test_an_idle_lane_is_woken_by_a_new_version() -> None:
+    slots, woken = ImageSlots(2), []
+    assert slots.pin_newer("lane", None, lambda: woken.append(1)) is None
+    assert woken == []
     publish(slots, 1)
-    waiting.join(WAIT_S)
-    assert [p.version for p in got if p] == [1]
+    assert woken == [1]
+    assert ask(slots, "lane", None).version == 1
+
+
+def test_a_lane_that_reads_or_has_left_is_not_woken() -> None:
+    slots, woken = ImageSlots(3), []
+    publish(slots, 1)
+    slots.pin_newer("reads", None, lambda: woken.append("reads"))
+    slots.pin_newer("left", 1, lambda: woken.append("left"))
+    slots.leave("left")
+    publish(slots, 2)
+    assert woken == []
+
+
+def test_a_version_that_an_idle_lane_wants_is_not_written_over_until_it_leaves() -> None:
+    slots = ImageSlots(2)
+    publish(slots, 1)
+    ask(slots, "busy", None)
+    slots.pin_newer("idle", None, lambda: None)
+    slots.unpin("idle")
+    slots.pin_newer("idle", 1, lambda: None)
+    publish(slots, 2)
+    assert slots.take_reserved() is None
+    slots.leave("idle")
+    assert slots.take_reserved() == 1
 
 
 def test_a_lane_gets_the_newest_version_and_skips_what_came_between() -> None:
     slots = ImageSlots(2)
     for version in (1, 2, 3):
         publish(slots, version)
-    assert slots.pin_newer("lane", None, 0.0).version == 3
+    assert ask(slots, "lane", None).version == 3
     slots.unpin("lane")
-    assert slots.pin_newer("lane", 3, 0.0) is None
+    assert ask(slots, "lane", 3) is None
 
 
 def test_no_slot_is_given_while_each_one_is_read_and_an_unpin_gives_it() -> None:
     slots = ImageSlots(2)
     publish(slots, 1)
-    assert slots.pin_newer("slow", None, 0.0).version == 1
+    assert ask(slots, "slow", None).version == 1
     slot = slots.take_reserved()
     slots.writing(2, slot, frozenset({0}))  # from here on slot 0 is pinned and slot 1 is written
     assert slots.take_reserved() is None
@@ -57,42 +83,42 @@ def test_no_slot_is_given_while_each_one_is_read_and_an_unpin_gives_it() -> None
 def test_a_version_that_no_lane_waits_for_gives_way_to_the_next_one() -> None:
     slots = ImageSlots(2)
     publish(slots, 1)
-    slots.pin_newer("busy", None, 0.0)
+    ask(slots, "busy", None)
     assert publish(slots, 2) == publish(slots, 3) == 1
 
 
 def test_a_late_lane_gets_the_newest_version_though_its_slot_was_promised_to_the_next() -> None:
     slots = ImageSlots(2)
     publish(slots, 1)
-    slots.pin_newer("stuck", None, 0.0)
+    ask(slots, "stuck", None)
     publish(slots, 2)  # no lane waits for it, and the other slot is pinned: its slot is reserved
     assert slots.newest().version == 1
     slots.unpin("stuck")
-    assert slots.pin_newer("stuck", 1, 0.0).version == 2
+    assert ask(slots, "stuck", 1).version == 2
     assert slots.take_reserved() == 0
 
 
 def test_a_reservation_that_the_trainer_has_taken_is_not_revoked() -> None:
     slots = ImageSlots(2)
     publish(slots, 1)
-    slots.pin_newer("stuck", None, 0.0)
+    ask(slots, "stuck", None)
     publish(slots, 2)
     assert slots.take_reserved() == 1
     slots.unpin("stuck")
-    assert slots.pin_newer("stuck", 1, 0.0) is None
+    assert ask(slots, "stuck", 1) is None
     slots.writing(3, 1, frozenset({0}))
 
 
 def test_a_slot_that_was_put_back_is_the_next_one_again_or_a_late_lanes() -> None:
     slots = ImageSlots(2)
     publish(slots, 1)
-    slots.pin_newer("stuck", None, 0.0)
+    ask(slots, "stuck", None)
     publish(slots, 2)
     slots.put_back(slots.take_reserved())
     assert slots.take_reserved() == 1
     slots.put_back(1)
     slots.unpin("stuck")
-    assert slots.pin_newer("stuck", 1, 0.0).version == 2
+    assert ask(slots, "stuck", 1).version == 2
     assert slots.take_reserved() == 0
 
 
@@ -107,16 +133,15 @@ def test_a_discarded_version_is_never_seen_and_its_slot_comes_back() -> None:
     assert slots.take_reserved() == slot
 
 
-def test_a_stopped_lane_is_woken_and_pins_nothing_any_more() -> None:
+def test_a_stopped_lane_pins_nothing_any_more_and_wants_no_slot() -> None:
     slots = ImageSlots(2)
-    got: list[Published | None] = []
-    waiting = threading.Thread(target=lambda: got.append(slots.pin_newer("lane", None, WAIT_S)))
-    waiting.start()
-    slots.stop("lane")
-    waiting.join(WAIT_S)
     publish(slots, 1)
-    assert got == [None]
-    assert slots.pin_newer("lane", None, 0.0) is None
+    ask(slots, "busy", None)
+    slots.pin_newer("lane", 1, lambda: None)
+    slots.stop("lane")
+    publish(slots, 2)
+    assert slots.take_reserved() == 1
+    assert ask(slots, "lane", None) is None
 
 
 def test_a_sealed_set_of_slots_keeps_the_newest_version_and_gives_no_slot() -> None:
@@ -124,7 +149,7 @@ def test_a_sealed_set_of_slots_keeps_the_newest_version_and_gives_no_slot() -> N
     publish(slots, 1)
     publish(slots, 2)
     slots.seal()
-    assert slots.pin_newer("late", None, 0.0).version == 2
+    assert ask(slots, "late", None).version == 2
     slots.unpin("late")
     assert slots.take_reserved() is None
     assert slots.newest().version == 2
@@ -133,27 +158,25 @@ def test_a_sealed_set_of_slots_keeps_the_newest_version_and_gives_no_slot() -> N
 def test_a_lane_that_is_kept_on_its_version_gets_the_newest_one_when_it_goes_on() -> None:
     slots = ImageSlots(2)
     publish(slots, 1)
-    assert slots.pin_newer("kept", None, 0.0).version == 1
+    assert ask(slots, "kept", None).version == 1
     slots.unpin("kept")
     slots.keep("kept")
     for version in (2, 3):
         publish(slots, version)
-        assert slots.pin_newer("kept", 1, 0.0) is None
-        assert slots.pin_newer("other", version - 1, 0.0).version == version, "others go on"
+        assert ask(slots, "kept", 1) is None
+        assert ask(slots, "other", version - 1).version == version, "others go on"
         slots.unpin("other")
     slots.go_on("kept")
-    assert slots.pin_newer("kept", 1, 0.0).version == 3
+    assert ask(slots, "kept", 1).version == 3
 
 
-def test_a_lane_that_waits_while_it_is_kept_is_woken_to_go_on() -> None:
-    slots = ImageSlots(2)
+def test_a_lane_that_is_idle_while_it_is_kept_is_woken_to_go_on() -> None:
+    slots, woken = ImageSlots(2), []
     slots.keep("lane")
-    got: list[Published | None] = []
-    waiting = threading.Thread(target=lambda: got.append(slots.pin_newer("lane", None, WAIT_S)))
-    waiting.start()
     publish(slots, 1)
+    assert slots.pin_newer("lane", None, lambda: woken.append(1)) is None
     publish(slots, 2)
-    assert got == []
+    woken.clear()
     slots.go_on("lane")
-    waiting.join(WAIT_S)
-    assert [p.version for p in got if p] == [2]
+    assert woken == [1]
+    assert ask(slots, "lane", None).version == 2

@@ -165,6 +165,20 @@ def test_an_idle_lane_notices_a_server_that_was_restarted_and_one_that_somebody_
     assert r.servers["paused"].versions == [1], "its weights were right: it only had to go on"
 
 
+def test_idle_lanes_have_no_threads_and_notice_at_once_that_a_receiver_ended(rig):
+    strike = Strike(Point.GREET, lambda: None)
+    r = rig("a", "b", look_s=3600.0, watch=strike)
+    r.publish(1)
+    r.everyone(1)
+    for thread in threading.enumerate():
+        if thread.name.startswith("lane "):
+            thread.join(WAIT_S)
+            assert not thread.is_alive(), thread.name
+    r.servers["a"].kill_receiver()
+    assert strike.wait(Point.GREET, 3)
+    r.everyone(1)
+
+
 def test_bytes_that_changed_after_their_digest_are_counted_retried_and_never_loaded(rig):
     r = rig("a", started=False)
     r.servers["a"].go_away()

@@ -78,8 +78,8 @@ class StockRoutes(Protocol):
 
 
 class ServerControl(Protocol):
-    """Control plane of one server, used by one lane thread. Every method raises PeerError by its
-    own deadline.
+    """Control plane of one server, used by one thread at a time. Every method raises PeerError by
+    its own deadline.
 
     A commit is ``pause, load, finish, resume`` and then ``label`` as the read-back; with
     ``weight_sync.kv_after_update = "recompute"`` it has ``drop_kv`` after ``pause``.

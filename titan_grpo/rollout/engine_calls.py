@@ -294,7 +294,7 @@ def _encode(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 class RemoteControl:
     """A ServerControl whose calls are made by the rollout service, with the service's keys. Used by
-    one lane thread."""
+    one thread at a time."""
 
     def __init__(self, caller: Caller, engine: str, access: ServerAccess) -> None:
         """``engine``: a value of rollout.engine. The keys of ``access`` stay here."""

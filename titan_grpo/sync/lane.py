@@ -1,9 +1,9 @@
-"""One server's lane: a thread that drives the pure table of protocol/lane.py and performs what it
-asks for.
+"""One server's lane: drives the pure table of protocol/lane.py and performs what it asks for.
 
-Takes images from the slots. Waits for its own server only, always with a deadline; a new image or a
-stop wakes it. An error of the server closes the epoch and never leaves this thread except as
-a latched record.
+Takes images from the slots. While it works it has a thread (lane_threads.py), which waits for its
+own server only, always with a deadline. While it is idle it has none: a new image, the end of its
+receiver, a stop, or its next look at the server wakes it. An error of the server closes the epoch
+and never leaves the thread except as a latched record.
 """
 
 import logging
@@ -35,6 +35,7 @@ from titan_grpo.protocol import ledger, recovery
 from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point, no_observer
 from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Staged
 from titan_grpo.protocol.recovery import settle
+from titan_grpo.sync.lane_threads import LaneThreads
 from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
 from titan_grpo.sync.pause_guard_main import perform
 from titan_grpo.sync.server_set import ServerSet
@@ -43,9 +44,13 @@ from titan_grpo.sync.stock import StockLink
 
 logger = logging.getLogger(__name__)
 
-IDLE_CHECK_S = 10.0
-"""How often an idle lane reads its server's label back: a restarted server looks healthy and holds
-other weights."""
+LOOK_S = 60.0
+"""How often an idle lane looks at its server's label and pause, which a late call of a replaced
+trainer may have changed. That a server was restarted, or taken, the end of its receiver says."""
+
+SOON_S = 10.0
+"""The same for a server without our receiver, as a restarted one looks healthy and holds other
+weights, and for one that is half loaded, which another client must not resume."""
 
 
 def wire_epoch(epoch: int) -> int:
@@ -66,10 +71,12 @@ class LaneContext:
     config: WeightSync
     link: LinkOptions
     slots: ImageSlots
+    threads: LaneThreads
     recorder: Recorder
     bind_host: Callable[[str], str]
     """Server URL -> address of this host that its lane's sockets bind to."""
     observer: Observer = no_observer
+    look_s: float = LOOK_S
     drain: Callable[[str], None] | None = None
     """Wait, with a deadline, until a server that takes no new requests has none left; None: they
     run over a commit."""
@@ -81,7 +88,14 @@ def fresh_label(run_id: str, text: str | None) -> Label | None:
     return label if label is not None and label.run_id == run_id else None
 
 
-class LaneThread(threading.Thread):
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """The work goes on when something wakes the lane, or at ``until_s`` (monotonic clock)."""
+
+    until_s: float
+
+
+class ServerLane:
     """Keeps one server on the newest version."""
 
     def __init__(
@@ -89,13 +103,14 @@ class LaneThread(threading.Thread):
     ) -> None:
         """``epoch``: that of the last lane to the same server in this run; this one's are
         higher."""
-        super().__init__(name=f"lane {control.url}", daemon=True)
         self.url = control.url
         self._c = context
         self._servers = servers
         self._control = control
         self._turn = threading.Lock()
-        self._stopping = threading.Event()
+        self._stopping, self._ended = threading.Event(), threading.Event()
+        self._idle: table.Action | None = None  # the work it goes on with; None: not started
+        self._seen_s = 0.0  # when the server was as the ledger has it (monotonic clock)
         self._link: LaneLink | StockLink | None = None
         self._published: Published | None = None
         self._staged: Staged | None = None
@@ -110,7 +125,7 @@ class LaneThread(threading.Thread):
         self._published_s = self._paused_s = 0.0
 
     def __repr__(self) -> str:
-        return f"<LaneThread {self.url} {self._state!r}>"
+        return f"<ServerLane {self.url} {self._state!r}>"
 
     @property
     def epoch(self) -> int:
@@ -121,6 +136,21 @@ class LaneThread(threading.Thread):
     def engine(self) -> str:
         """Name of the server's engine, empty while unknown."""
         return self._control.engine
+
+    def start(self) -> None:
+        """Begin; does not wait for the server."""
+        self._wake()
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return not self._ended.is_set()
+
+    def join(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for the end."""
+        self._ended.wait(timeout)
+
+    def _wake(self) -> None:
+        self._c.threads.wake(self)
 
     def stop(self) -> None:
         """End the lane now. Any thread; does not wait.
@@ -135,6 +165,7 @@ class LaneThread(threading.Thread):
         self._c.slots.stop(self.url)
         if not ends_soon:
             self.abort()
+        self._wake()
 
     def abort(self) -> None:
         """Abort whatever the lane waits for, a commit too. Any thread."""
@@ -146,28 +177,38 @@ class LaneThread(threading.Thread):
                     link.cancel()
                 else:
                     link.abort()
+        self._wake()
 
-    def run(self) -> None:
-        """The lane's loop: table, actions, event, table."""
-        event: table.Event = table.Started()
+    def work(self) -> float | None:
+        """The lane's loop: table, actions, event, table, until it is idle. When it goes on at the
+        latest (monotonic clock); None: it has ended."""
+        if not self.is_alive():
+            return None
         try:
-            while True:
+            event = table.Started() if self._idle is None else self._perform(self._idle)
+            while not isinstance(event, _Idle):
                 with self._turn:
                     if self._stopping.is_set() and self._state.stoppable:
                         event = table.Stopped()
                     self._state, actions = table.step(self._state, event)
                 for action in actions[:-1]:
                     self._tell(action)
-                if isinstance(actions[-1], table.Leave):
+                work = self._idle = actions[-1]
+                if isinstance(work, table.Leave):
                     break
-                event = self._perform(actions[-1])
+                event = self._perform(work)
+            else:
+                return event.until_s
         except Exception as error:  # top of a thread: the server would stay on its version
             logger.exception("lane %s ended", self.url)
             self._servers.apply(self.url, ledger.Forgotten())
             cause = f"the lane ended with {error!r}; this server gets no more versions"
             self._servers.latch(SyncError(cause, url=self.url))
-        finally:
+        try:
             self._leave()
+        finally:
+            self._ended.set()
+        return None
 
     def _tell(self, action: table.Action) -> None:
         match action:
@@ -178,7 +219,7 @@ class LaneThread(threading.Thread):
             case table.Note(event):
                 self._servers.apply(self.url, event)
 
-    def _perform(self, work: table.Action) -> table.Event:
+    def _perform(self, work: table.Action) -> table.Event | _Idle:
         try:
             match work:
                 case table.Connect(epoch, term):
@@ -253,6 +294,7 @@ class LaneThread(threading.Thread):
         if not accepted.ok:
             raise TransferFailed(f"the server's receiver refused the manifest: {accepted.error}")
         self._pass(Point.CONNECTED)
+        self._seen_s = time.monotonic()
         return event
 
     def _make_link(self, epoch: int, term: int) -> LaneLink | StockLink:
@@ -262,7 +304,7 @@ class LaneThread(threading.Thread):
         options = replace(c.link, bind_host=c.bind_host(self.url), url=self.url)
         if stock is not None:
             return StockLink(c.run_id, epoch, c.manifest, options, stock)
-        return LaneLink(c.run_id, epoch, c.manifest, options, term=term)
+        return LaneLink(c.run_id, epoch, c.manifest, options, term, self._wake)
 
     def _settle(self, joined: Joined) -> table.Event:
         """A lane, a receiver or a trainer that died may have left the server paused, or over
@@ -279,16 +321,27 @@ class LaneThread(threading.Thread):
         self._held = held
         return table.Connected(held.version, joined.intact)
 
-    def _await_newer(self) -> table.Event:
-        while not self._stopping.is_set():
-            entry = self._servers.entry(self.url)
-            self._published = self._c.slots.pin_newer(self.url, entry.held, IDLE_CHECK_S)
-            if self._published is not None:
-                self._label, self._published_s = self._published.label, self._published.published_s
-                return table.Newer(self._published.version)
-            if not self._stopping.is_set():
+    def _await_newer(self) -> table.Event | _Idle:
+        if self._stopping.is_set():
+            return table.Failed()
+        entry = self._servers.entry(self.url)
+        self._published = self._c.slots.pin_newer(self.url, entry.held, self._wake)
+        if self._published is not None:
+            self._label, self._published_s = self._published.label, self._published.published_s
+            return table.Newer(self._published.version)
+        link, every_s = self._open_link(), self._c.look_s
+        if isinstance(link, StockLink) or entry.standing is ledger.Standing.QUARANTINED:
+            every_s = min(SOON_S, every_s)
+        try:
+            if isinstance(link, LaneLink):
+                link.check()
+            if time.monotonic() >= self._seen_s + every_s:
                 self._look(entry)
-        return table.Failed()
+                self._seen_s = time.monotonic()
+        except TitanGrpoError:
+            self._c.slots.leave(self.url)
+            raise
+        return _Idle(self._seen_s + every_s)
 
     def _look(self, entry: ledger.Entry) -> None:
         """Raise ServerRefused if an idle server is not as the ledger has it: the next connection
@@ -296,8 +349,7 @@ class LaneThread(threading.Thread):
         if entry.standing is ledger.Standing.QUARANTINED and not self._control.paused():
             raise ServerRefused("it is half loaded, and another client resumed it")
         if isinstance(self._link, LaneLink):
-            # Its receiver ends when another run takes the server.
-            self._ping()
+            self._ping()  # a host that vanished closes no connection
         if entry.held is None:
             return
         label = fresh_label(self._c.run_id, self._control.label())
@@ -437,7 +489,7 @@ class LaneThread(threading.Thread):
         # a server that was restarted since its load takes the label if a stray call has opened an
         # update on it
         self._ping()
-        self._held = self._label
+        self._held, self._seen_s = self._label, time.monotonic()
         self._health, _ = recovery.step(self._health, recovery.Answered())
         self._pass(Point.HELD)
         recorder.record_span(
@@ -452,13 +504,14 @@ class LaneThread(threading.Thread):
         self._number += 1
         self._open_link().ping(self._number, answer_s(self._c.config.commit_deadline_s))
 
-    def _rest(self) -> table.Event:
-        self._close_link()
-        self._health, _ = recovery.step(self._health, recovery.Silent(time.monotonic()))
-        while not self._stopping.wait(max(0.0, self._health.until - time.monotonic())):
-            if self._health.askable(now := time.monotonic()):
-                self._health, _ = recovery.step(self._health, recovery.Rested(now))
-                break
+    def _rest(self) -> table.Event | _Idle:
+        if self._health.phase is not recovery.Phase.AWAY:  # else it rests already
+            self._close_link()
+            self._health, _ = recovery.step(self._health, recovery.Silent(time.monotonic()))
+        if not self._stopping.is_set():
+            if not self._health.askable(now := time.monotonic()):
+                return _Idle(self._health.until)
+            self._health, _ = recovery.step(self._health, recovery.Rested(now))
         return table.Rested()
 
     def _leave(self) -> None:

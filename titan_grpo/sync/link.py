@@ -122,12 +122,19 @@ class LaneLink:
     """
 
     def __init__(
-        self, run_id: str, epoch: int, manifest: Manifest, options: LinkOptions, term: int = 1
+        self,
+        run_id: str,
+        epoch: int,
+        manifest: Manifest,
+        options: LinkOptions,
+        term: int = 1,
+        lost: Callable[[], object] = lambda: None,
     ) -> None:
         """Opens nothing. ``epoch`` must be higher than that of every earlier link to the server.
-        ``term`` orders the runs (protocol.fence)."""
+        ``term`` orders the runs (protocol.fence). ``lost`` is called, on a thread that it must not
+        block, when the receiver ends."""
         self._run_id, self._epoch, self._manifest, self._options = run_id, epoch, manifest, options
-        self._term = term
+        self._term, self._lost = term, lost
         keys = options.keys(run_id, epoch)
         self._key = keys.messages if keys is not None else None
         self._lock = threading.Lock()
@@ -145,7 +152,7 @@ class LaneLink:
         """Listen; the ``init_info`` for the server. Raises ConfigError if bind_host is not an
         address of this host."""
         o = self._options
-        channel = self._source.channel(o.bind_host, self._key, self._abort_transport)
+        channel = self._source.channel(o.bind_host, self._key, self._ended)
         if o.transport != TCP:
             self._store = host_store(o.bind_host)
         with self._lock:
@@ -216,7 +223,7 @@ class LaneLink:
         with self._lock:
             self._transport = transport
             # what ended the connection meanwhile found no transport to abort
-            aborted = self._aborted or self._opened().inbox.ended
+            aborted = self._aborted or bool(self._opened().inbox.ended)
         if aborted:
             transport.abort()
         return joined
@@ -406,6 +413,14 @@ class LaneLink:
             transport.close()
         if self._options.source is None:
             self._source.close()
+
+    def check(self) -> None:
+        """TransferFailed if the link has ended: its receiver is gone, or it was aborted."""
+        self._opened().check()
+
+    def _ended(self) -> None:
+        self._abort_transport()
+        self._lost()
 
     def _abort_transport(self) -> None:
         with self._lock:

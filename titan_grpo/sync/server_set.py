@@ -60,7 +60,7 @@ class NoObserver:
 
 
 class Lane(Protocol):
-    """What keeps one server on the newest version: a thread."""
+    """What keeps one server on the newest version."""
 
     @property
     def epoch(self) -> int:

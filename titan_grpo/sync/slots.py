@@ -1,13 +1,12 @@
-"""Where finished version images stand, and who reads which: the slot table behind one condition
-variable.
+"""Where finished version images stand, and who reads which: the slot table behind one lock.
 
-Lanes and the sealer use the condition. The trainer's main thread never does: it takes its next slot
+Lanes and the sealer use the lock. The trainer's main thread never does: it takes its next slot
 from a queue, so no lock that a lane holds is ever on the training path.
 """
 
 import queue
 import threading
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_grpo.protocol import image_slots
@@ -36,14 +35,17 @@ class ImageSlots:
 
     def __init__(self, num_slots: int) -> None:
         self._table = SlotTable.of(num_slots)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._published: dict[int, Published] = {}
+        self._idle: dict[str, Callable[[], object]] = {}
+        """Who wakes each lane that found nothing to pin."""
         self._waiting: dict[str, int | None] = {}
+        """What the lanes hold that want a newer version."""
         self._stopping: set[str] = set()
         self._kept: set[str] = set()
         """Lanes that get no newer version for now."""
         self._reserved: queue.SimpleQueue[int] = queue.SimpleQueue()
-        with self._changed:
+        with self._lock:
             self._reserve()
 
     def __repr__(self) -> str:
@@ -75,62 +77,68 @@ class ImageSlots:
     def writing(self, version: int, slot: int, ranks: frozenset[int]) -> None:
         """``ranks`` copy their parts of ``version`` into ``slot``; the next slot is reserved at
         once."""
-        with self._changed:
+        with self._lock:
             self._step(image_slots.Write(slot, version, ranks))
             self._published = {v: p for v, p in self._published.items() if p.slot != slot}
             self._reserve()
 
     def copied(self, version: int, rank: int) -> bool:
         """The part of ``rank`` is in the image; whether that was the last one."""
-        with self._changed:
+        with self._lock:
             return bool(self._step(image_slots.Copied(version, rank)))
 
     def complete(self, published: Published) -> None:
         """All bytes and digests of a version are there: lanes may pin it."""
-        with self._changed:
+        with self._lock:
             self._step(image_slots.Complete(published.version))
             self._published[published.version] = published
             self._reserve()
-            self._changed.notify_all()
+            self._wake(*self._idle)
 
     def discard(self, version: int) -> None:
         """The copy of ``version`` failed; no lane will see it."""
-        with self._changed:
+        with self._lock:
             self._step(image_slots.Discard(version))
             self._reserve()
 
     def seal(self) -> None:
         """No more versions follow; the newest image stays for the lanes that still need it."""
-        with self._changed:
+        with self._lock:
             self._revoke()
             self._step(image_slots.Seal())
-            self._changed.notify_all()
+            self._wake(*self._idle)
 
     # Lanes.
 
-    def pin_newer(self, lane: str, held: int | None, timeout_s: float) -> Published | None:
-        """Wait up to ``timeout_s`` for a complete version newer than ``held`` and pin it; None if
-        none came, the lane is kept on its version, or on stop."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            try:
-                while lane not in self._stopping:
-                    if (found := self._pin(lane, held)) is not None:
-                        return found
-                    remaining = deadline - time.monotonic()
-                    if remaining <= 0:
-                        return None
-                    self._changed.wait(remaining)
-                return None
-            finally:
-                self._waiting.pop(lane, None)
-                self._reserve()
+    def pin_newer(
+        self, lane: str, held: int | None, wake: Callable[[], object]
+    ) -> Published | None:
+        """Pin a complete version newer than ``held``. None if there is none, the lane is kept on
+        its version, or it stops.
+
+        After None the lane is idle until it pins or leaves: ``wake`` is called, under the lock,
+        when it should ask again, and a version that it wants is not written over.
+        """
+        with self._lock:
+            found = None if lane in self._stopping else self._pin(lane, held)
+            if found is None:
+                self._idle[lane] = wake
+            else:
+                self._leave(lane)
+            return found
+
+    def leave(self, lane: str) -> None:
+        """The lane asks for no version for now. Idempotent."""
+        with self._lock:
+            self._leave(lane)
+
+    def _leave(self, lane: str) -> None:
+        self._idle.pop(lane, None)
+        self._waiting.pop(lane, None)
+        self._reserve()
 
     def _pin(self, lane: str, held: int | None) -> Published | None:
         if lane in self._kept:
-            # It wants no slot: the newest version's may be written again.
-            self._waiting.pop(lane, None)
-            self._reserve()
             return None
         self._waiting[lane] = held
         if self._table.revocable(held):
@@ -143,41 +151,48 @@ class ImageSlots:
     def keep(self, lane: str) -> None:
         """The lane gets no newer version until ``go_on``: its server stays on what it holds. One
         that it reads already is committed all the same."""
-        with self._changed:
+        with self._lock:
             self._kept.add(lane)
-            # A lane that waits leaves the queue of those that want a slot.
-            self._changed.notify_all()
+            # It wants no slot: the newest version's may be written again.
+            self._waiting.pop(lane, None)
+            self._reserve()
 
     def go_on(self, lane: str) -> None:
         """The opposite of ``keep``. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._kept.discard(lane)
-            self._changed.notify_all()
+            self._wake(lane)
 
     def unpin(self, lane: str) -> None:
         """The lane no longer reads its image."""
-        with self._changed:
+        with self._lock:
             self._step(image_slots.Unpin(lane))
             self._reserve()
 
     def stop(self, lane: str) -> None:
-        """Wake the lane out of ``pin_newer``, now and in future."""
-        with self._changed:
+        """The lane pins nothing any more."""
+        with self._lock:
             self._stopping.add(lane)
-            self._changed.notify_all()
+            self._leave(lane)
 
     def forget(self, lane: str) -> None:
         """The lane has ended; one of the same name may come later."""
-        with self._changed:
+        with self._lock:
             self._stopping.discard(lane)
+            self._leave(lane)
 
     def newest(self) -> Published | None:
         """The newest complete version."""
-        with self._changed:
+        with self._lock:
             version = self._table.newest
             return None if version is None else self._published[version]
 
-    # Under the condition.
+    # Under the lock.
+
+    def _wake(self, *lanes: str) -> None:
+        for lane in lanes:
+            if lane in self._idle:
+                self._idle[lane]()
 
     def _reserve(self) -> None:
         newest = self._table.newest

@@ -36,7 +36,8 @@ from titan_grpo.protocol.lane_events import LaneEvent, Observer, no_observer
 from titan_grpo.protocol.messages import TCP, Label, new_run_id
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
-from titan_grpo.sync.lane import LaneContext, LaneThread
+from titan_grpo.sync.lane import LOOK_S, LaneContext, ServerLane
+from titan_grpo.sync.lane_threads import LaneThreads
 from titan_grpo.sync.link import LinkOptions
 from titan_grpo.sync.pause_guard import PauseGuard, transfer_in_load_s
 from titan_grpo.sync.publisher import Publisher, copied_key
@@ -140,6 +141,8 @@ class SyncOptions:
     """See Hello, like ``owner``."""
     drain: Callable[[str], None] | None = None
     """See LaneContext."""
+    look_s: float = LOOK_S
+    """See LaneContext."""
     lane_observer: Observer = no_observer
     guarded: bool = True
     """Whether a pause guard's process watches the lanes."""
@@ -194,7 +197,7 @@ class SyncWorker:
         self.guard = (
             PauseGuard(config, link, log, options.guard_deadlines) if options.guarded else None
         )
-        self.slots = ImageSlots(config.slots)
+        self.slots, self._threads = ImageSlots(config.slots), LaneThreads()
         tensors = pool.tensors()
         self._context = LaneContext(
             run_id=pool.run_id,
@@ -204,8 +207,10 @@ class SyncWorker:
             config=config,
             link=link,
             slots=self.slots,
+            threads=self._threads,
             recorder=recorder,
             observer=self._pass,
+            look_s=options.look_s,
             drain=options.drain,
             bind_host=lambda url: resolve_bind_host(config.bind_host, url),
         )
@@ -223,14 +228,14 @@ class SyncWorker:
         self._closed = False
 
     def start(self) -> None:
-        """Start the sealer and one lane per server."""
+        """Start the sealer and the lanes, one per server."""
         self._sealer.start()
         self.servers.start()
 
-    def _open_lane(self, servers: ServerSet, url: str, epoch: int) -> LaneThread:
+    def _open_lane(self, servers: ServerSet, url: str, epoch: int) -> ServerLane:
         if self.guard is not None:
             self.guard.know(url, *self._o.keys)
-        return LaneThread(self._context, servers, self._o.make_control(url), epoch)
+        return ServerLane(self._context, servers, self._o.make_control(url), epoch)
 
     def _pass(self, passing: LaneEvent) -> None:
         if self.guard is not None:
@@ -285,6 +290,7 @@ class SyncWorker:
         self.servers.close(deadline)
         if self._sealer.is_alive():
             self._sealer.join(max(0.0, deadline - time.monotonic()))
+        self._threads.close()
         self._source.close()
         if self.guard is not None:
             self.guard.close()

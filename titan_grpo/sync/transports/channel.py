@@ -73,9 +73,9 @@ class Inbox:
         self._heard = 0
 
     @property
-    def ended(self) -> bool:
-        """Whether no further frame comes."""
-        return bool(self._end)
+    def ended(self) -> str:
+        """Why no further frame comes; empty while some may."""
+        return self._end
 
     def put(self, frame: Frame) -> None:
         """A frame has come."""
@@ -117,7 +117,7 @@ class Inbox:
             before = self._heard
         ask()
         with self._turn:
-            self._turn.wait_for(lambda: self._heard > before or self.ended, timeout_s)
+            self._turn.wait_for(lambda: self._heard > before or bool(self._end), timeout_s)
             return self._heard > before
 
 
@@ -145,10 +145,14 @@ class LaneChannel:
 
     def send(self, kind: Kind, number: int, body: bytes = b"") -> None:
         """Hand a frame to the source's thread. TransferFailed if the connection has ended."""
-        if self.inbox.ended:
-            self.inbox.take(None, (), 0.0)
+        self.check()
         frame = Frame(kind, number, body)
         self._source.post(self, memoryview(header(frame)), memoryview(body))
+
+    def check(self) -> None:
+        """TransferFailed if the connection has ended."""
+        if why := self.inbox.ended:
+            raise TransferFailed(why)
 
     def take(self, number: int, kinds: tuple[Kind, ...], timeout_s: float, what: str) -> Frame:
         """See Inbox.take; ``what`` is what the caller waits for, for the error."""
