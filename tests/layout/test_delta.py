@@ -1,0 +1,109 @@
+"""Patches between images: lossless, small, and harmless where they are not patches."""
+
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_grpo.errors import PeerError
+from titan_grpo.layout import delta
+
+
+def image(seed: int, words: int) -> np.ndarray:
+    """Random bytes."""
+    return np.random.default_rng(seed).integers(0, 1 << 16, words, np.uint16).view(np.uint8)
+
+
+def changed(base: np.ndarray, seed: int, share: float, most: int) -> np.ndarray:
+    """A copy in which a share of the words has changed by up to ``most``, with wrap-around."""
+    rng = np.random.default_rng(seed)
+    new = base.copy()
+    words = new.view(np.uint16)
+    places = np.flatnonzero(rng.random(words.size) < share)
+    words[places] += rng.integers(-most, most + 1, places.size).astype(np.uint16)
+    return new
+
+
+def patched(base: np.ndarray, patch: bytes) -> np.ndarray:
+    """What a patch makes of an image."""
+    out = base.copy()
+    delta.apply(patch, out)
+    return out
+
+
+@given(
+    seed=st.integers(0, 1 << 30),
+    words=st.integers(0, 3 * delta.CHUNK // 2 + 5),
+    share=st.sampled_from([0.0, 1e-5, 3e-4, 0.01, 0.2, 1.0]),
+    most=st.sampled_from([1, 2, 40_000]),
+)
+def test_a_patch_makes_exactly_the_new_image(seed, words, share, most) -> None:
+    base = image(seed, words)
+    new = changed(base, seed + 1, share, most)
+    patch = delta.encode(base, new, 1 << 30)
+    assert patch is not None
+    assert np.array_equal(patched(base, patch), new)
+    # Whole chunks where that is smaller.
+    assert len(patch) <= new.size + 8 * (new.size // delta.CHUNK + 1)
+
+
+@given(places=st.sets(st.integers(0, delta.CHUNK - 1)), up=st.booleans())
+def test_words_at_any_distance_are_found_again(places, up) -> None:
+    base = np.zeros(2 * delta.CHUNK, dtype=np.uint8)  # two chunks, CHUNK words
+    new = base.copy()
+    new.view(np.uint16)[sorted(places)] = 1 if up else 0xFFFF
+    patch = delta.encode(base, new, 1 << 30)
+    assert patch is not None
+    assert np.array_equal(patched(base, patch), new)
+
+
+@pytest.mark.parametrize(
+    "gap", [0, 1, 62, 63, 64, 125, 126, 63 * 64, 63 * 64 + 1, 63 * 65, 200_000]
+)
+def test_a_gap_at_the_codes_borders_is_exact(gap) -> None:
+    base = np.zeros(delta.CHUNK, dtype=np.uint8)
+    new = base.copy()
+    new.view(np.uint16)[[0, gap + 1]] = 1, 7
+    patch = delta.encode(base, new, 1 << 30)
+    assert patch is not None
+    assert np.array_equal(patched(base, patch), new)
+
+
+def test_changes_by_one_unit_are_a_byte_each() -> None:
+    base = image(0, 1 << 20)
+    patch = delta.encode(base, changed(base, 1, 0.02, 1), 1 << 30)
+    assert patch is not None
+    assert len(patch) < 0.02 * base.size  # 1.3 % of the words, two bytes each, have changed
+
+
+def test_a_patch_over_its_limit_is_none() -> None:
+    base = image(0, 1 << 20)
+    new = changed(base, 1, 0.1, 1)
+    patch = delta.encode(base, new, base.size)
+    assert patch is not None
+    assert delta.encode(base, new, len(patch)) == patch
+    assert delta.encode(base, new, len(patch) - 1) is None
+
+
+@given(data=st.binary(max_size=200), words=st.integers(1, 300))
+def test_bytes_that_are_no_patch_are_the_peers_mistake_or_change_the_image_only(
+    data, words
+) -> None:
+    """Never an index outside, nor any other error: patches may come from other servers."""
+    memory = np.zeros(2 * words + 32, dtype=np.uint8)
+    with suppress(PeerError):
+        delta.apply(data, memory[16:-16])
+    assert not memory[:16].any()
+    assert not memory[-16:].any()
+
+
+@given(cut=st.integers(0, 10_000), seed=st.integers(0, 100))
+def test_a_patch_that_is_cut_short_or_too_long_is_refused(cut, seed) -> None:
+    base = image(seed, 40_000)
+    patch = delta.encode(base, changed(base, seed + 1, 0.05, 3), 1 << 30)
+    assert patch is not None
+    for wrong in (patch[: min(cut, len(patch) - 1)], patch + bytes(cut + 1)):
+        with pytest.raises(PeerError):
+            delta.apply(wrong, base.copy())

@@ -1,0 +1,135 @@
+"""Lossless patches between two images of the same layout.
+
+An optimizer step at lr 1e-6 changes 1 to 4 % of a bfloat16 image's elements, most of them by one
+unit in the last place, and every block. So a patch lists changed words of 2 bytes (bfloat16's size;
+a float32 is two words), one byte each where the change is by one and the gap short. That the
+result is right is for the digests of its blocks to say.
+
+::
+
+    patch = chunk...          one for each CHUNK bytes of the image, the last one shorter
+    chunk = codes (u32), values (u32), then  codes bytes, 0 or 1 byte of padding, 2 bytes per value
+          | WHOLE (u32), 0 (u32), then  the chunk's bytes of the new image
+    code  = n << 2 | kind     +1: n words stay, the next one is 1 more; -1: 1 less;
+                              VALUE: it is the next value; SKIP: (n + 1) * 63 words stay
+
+Little-endian. A step is up to 63 words, so a change is one byte, after a gap of up to 4,031 two.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_grpo.errors import PeerError
+
+CHUNK = 1 << 20
+"""Bytes of an image that one chunk covers: what fits into a core's cache."""
+
+_SPAN = 63
+_UP, _DOWN, _VALUE, _SKIP = range(4)
+_WHOLE = 0xFFFFFFFF
+_CODE = np.arange(256, dtype=np.int64)
+_WORDS_OF = np.where(_CODE & 3 == _SKIP, ((_CODE >> 2) + 1) * _SPAN, (_CODE >> 2) + 1)
+_CHANGE_OF = np.array([1, -1, 0, 0], dtype=np.int16).view(np.uint16)[_CODE & 3]
+
+Words = npt.NDArray[np.uint16]
+Bytes = npt.NDArray[np.uint8]
+
+
+def encode(base: Bytes, new: Bytes, limit: int) -> bytes | None:
+    """The patch that makes ``new`` of ``base`` (equal, even numbers of bytes), or None where it
+    would be more than ``limit`` bytes."""
+    if base.size != new.size or new.size % 2:
+        raise ValueError(f"images must have one even size, got {base.size} and {new.size} bytes")
+    old_words, new_words = base.view(np.uint16), new.view(np.uint16)
+    parts: list[bytes] = []
+    room = limit
+    for start in range(0, new_words.size, CHUNK // 2):
+        chunk = slice(start, start + CHUNK // 2)
+        part = _encode(old_words[chunk], new_words[chunk])
+        room -= len(part)
+        if room < 0:
+            return None
+        parts.append(part)
+    return b"".join(parts)
+
+
+def apply(patch: bytes | memoryview, image: Bytes) -> None:
+    """Make the new image of the base, in place.
+
+    Raises PeerError where the patch is none of an image of this size; ``image`` is then neither.
+    """
+    data = np.frombuffer(patch, dtype=np.uint8)
+    words = image.view(np.uint16)
+    at = 0
+    for start in range(0, words.size, CHUNK // 2):
+        at = _apply(data, at, words[start : start + CHUNK // 2])
+    if at != data.size:
+        raise PeerError(f"a patch must end with its image, got {data.size - at} bytes more")
+
+
+def _encode(old: Words, new: Words) -> bytes:
+    # Through bits and bytes: half the time of flatnonzero(old != new) where few have changed.
+    bits = np.packbits(old != new, bitorder="little")
+    some = np.flatnonzero(bits != 0)
+    places = np.flatnonzero(np.unpackbits(bits[some], bitorder="little").view(np.bool_))
+    places = (some[places >> 3] << 3) + (places & 7)
+    if not places.size:
+        return bytes(8)
+    values = new[places]
+    change = values - old[places]
+    up, down = (change == 1).view(np.uint8), (change == 0xFFFF).view(np.uint8)
+    kinds = _VALUE - (_VALUE - _UP) * up - (_VALUE - _DOWN) * down
+    values = values[np.flatnonzero(kinds == _VALUE)]
+    gaps = np.empty(places.size, dtype=np.int32)
+    gaps[0] = places[0]
+    np.subtract(places[1:], places[:-1], out=gaps[1:], casting="same_kind")
+    gaps[1:] -= 1
+    far = np.flatnonzero(gaps >= _SPAN)
+    skips = gaps[far] // _SPAN
+    gaps[far] -= skips * _SPAN
+    own = gaps.astype(np.uint8) << 2 | kinds
+    # A skip code says up to 64 spans; longer gaps have several, of 64 all but the last.
+    counts = (skips + 63) >> 6
+    widths = np.ones(own.size, dtype=np.int32)
+    widths[far] += counts
+    ends = np.cumsum(widths) - 1
+    codes = np.full(int(ends[-1]) + 1, 63 << 2 | _SKIP, dtype=np.uint8)
+    codes[ends] = own
+    codes[ends[far] - 1] = ((skips - 1) & 63).astype(np.uint8) << 2 | _SKIP
+    nbytes = codes.size + codes.size % 2 + values.nbytes
+    if nbytes >= new.nbytes:
+        return b"".join((np.array([_WHOLE, 0], dtype="<u4").tobytes(), new.tobytes()))
+    head = np.array([codes.size, values.size], dtype="<u4").tobytes()
+    return b"".join((head, codes.tobytes(), bytes(codes.size % 2), values.tobytes()))
+
+
+def _apply(data: Bytes, at: int, words: Words) -> int:
+    """Patch one chunk by the part that begins at ``at``; where the next one begins."""
+
+    def take(nbytes: int) -> Bytes:
+        nonlocal at
+        if nbytes > data.size - at:
+            raise PeerError(f"a patch must have {at + nbytes} bytes or more, got {data.size}")
+        at += nbytes
+        return data[at - nbytes : at]
+
+    num_codes, num_values = map(int, take(8).view("<u4"))
+    if num_codes == _WHOLE:
+        words[:] = take(words.nbytes).view(np.uint16)
+        return at
+    codes = take(num_codes + num_codes % 2)[:num_codes]
+    values = take(2 * num_values).view(np.uint16)
+    if not num_codes:
+        return at
+    places = np.cumsum(_WORDS_OF[codes]) - 1
+    kinds = codes & 3
+    own = np.flatnonzero(kinds != _SKIP)
+    exact = np.flatnonzero(kinds == _VALUE)
+    if places[-1] >= words.size or exact.size != num_values:
+        raise PeerError(
+            f"a patch must change words below {words.size} with as many values as it has codes for"
+            f" them ({exact.size}), got word {places[-1]} and {num_values} values"
+        )
+    words[places[own]] += _CHANGE_OF[codes[own]]
+    words[places[exact]] = values
+    return at
