@@ -1,11 +1,12 @@
 """vLLM's interface as data: what is asked, what is read, what is refused."""
 
+import json
 import math
 
 import pytest
 
 from titan_grpo.engines import vllm
-from titan_grpo.engines.generation import Sampled, Sampling, salt
+from titan_grpo.engines.generation import Answer, Sampled, Sampling, salt
 from titan_grpo.engines.http import public_url
 from titan_grpo.errors import ServerRefused
 
@@ -49,6 +50,18 @@ def test_an_answer_may_tell_which_version_made_which_token() -> None:
     sampled = vllm.parse_sampled({"choices": [ANSWER["choices"][0] | {"weight_versions": spans}]})
     assert sampled.versions == (("r:7:f", 0, 1), ("r:8:f", 1, 2))
     assert vllm.generate([1], Sampling(4), 1.0).json["return_weight_versions"] is True
+
+
+def test_all_tokens_of_an_answer_are_of_the_adapter_that_it_names() -> None:
+    assert vllm.parse_sampled({"model": "r:7:f", **ANSWER}).versions == (("r:7:f", 0, 2),)
+    assert vllm.parse_sampled({"model": "/models/base", **ANSWER}).versions == ()
+    streamed = Answer(vllm.stream([1], Sampling(4), 1.0))
+    for end in ("", "length"):
+        choice = ANSWER["choices"][0] | {"finish_reason": end}
+        event = json.dumps({"model": "r:7:f", "choices": [choice]})
+        streamed.take(f"data: {event}\n\n".encode())
+    assert streamed.sampled(4, "length").versions == (("r:7:f", 0, 4),)
+    assert streamed.sampled(3, "abort").versions == (("r:7:f", 0, 3),)
 
 
 def test_null_and_floored_log_probabilities_become_nan_and_minus_infinity() -> None:

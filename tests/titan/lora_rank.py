@@ -7,6 +7,7 @@ sum of the whole matrices in float64.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,32 @@ LORA = Lora(rank=5, alpha=12.0)
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def adapters_alone(model: torch.nn.Module, adapter: Any, rank: int) -> list[str]:
+    """Names of an image of the adapters that do not have the bytes of the whole matrices, on rank
+    0."""
+    plan = plan_writes(model, adapter.to_hf, "bfloat16", 4096, adapters_only=True)
+    image = share_image(plan.manifest.total_bytes, rank)
+    shards = lora.adapter_shards(model)
+    Snapshotter(plan.ops, [image.tensor()], torch.device("cpu"), 1 << 10).start(shards, 0).wait(9.0)
+    full = {name: whole(p) for name, p in named_tensors(model) if lora.is_adapter(name)}
+    dist.barrier()
+    held, wrong = image.tensor(), []
+    for spec, of in zip(plan.manifest.tensors, plan.layout.tensors, strict=True):
+        tensor = full[of.fqn]
+        if of.fqn.endswith(lora.B):
+            layer = of.fqn.removesuffix(lora.B)
+            # rows move as the weight's do: its first column says where each of them comes from
+            rows = torch.arange(len(tensor))[:, None].expand(-1, full[layer + lora.A].shape[1])
+            (moved,) = adapter.to_hf({f"{layer}.weight": rows.contiguous()}).values()
+            tensor = 12.0 / 5 * tensor[moved[:, 0]]
+        expected = tensor.bfloat16().contiguous().view(torch.uint8).flatten()
+        if not torch.equal(held[spec.offset : spec.offset + spec.nbytes], expected):
+            wrong.append(spec.name)
+    dist.barrier()
+    image.close()
+    return wrong
 
 
 def main(rank: int, world: int, kind: str, folder: Path) -> None:
@@ -76,6 +103,9 @@ def main(rank: int, world: int, kind: str, folder: Path) -> None:
             print(f"{shard.__name__}: {len(merged)} merged, wrong {wrong}, drawn {drawn:.6f}")
         dist.barrier()
         image.close()
+        alone = adapters_alone(model, adapter, rank)
+        if rank == 0:
+            print(f"{shard.__name__}: adapters alone, wrong {alone}")
     dist.destroy_process_group()
 
 

@@ -79,6 +79,18 @@ def test_the_experts_of_a_mixture_have_no_linear_layers() -> None:
             "checkpoint.initial_load_path must be Hugging Face files with [lora]",
         ),
         (
+            ["--lora.rank=4", "--lora.sync=adapter", "--rollout.engine=sglang"],
+            'lora.sync must be "merged" with SGLang servers',
+        ),
+        (
+            ["--lora.rank=4", "--lora.sync=adapter", "--weight_sync.apply=streamed"],
+            'weight_sync.apply must be "staged" with lora.sync',
+        ),
+        (
+            ["--lora.rank=4", "--lora.sync=adapter", "--lora.targets=lm_head"],
+            "lora.targets must be of q_proj,",
+        ),
+        (
             ["--lora.rank=4", "--grpo.kl_beta=0.1", "--grpo.ref_model_ema=0.5"],
             "grpo.ref_model_ema must be 0 or 1 with [lora]",
         ),
@@ -97,8 +109,10 @@ def test_a_job_without_the_section_has_no_adapters() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["llama3", pytest.param("qwen3", marks=pytest.mark.long)])
-def test_sharded_ranks_make_the_bytes_of_the_merged_model(kind: str, tmp_path: Path) -> None:
+def test_sharded_ranks_make_the_bytes_of_the_merged_model_and_of_the_adapters(
+    kind: str, tmp_path: Path
+) -> None:
     outputs = run_ranks(Path(__file__).with_name("lora_rank.py"), 4, "4", kind, str(tmp_path))
-    assert outputs[0].count("wrong []") == 2, outputs[0]
+    assert outputs[0].count("wrong []") == 4, outputs[0]
     drawn = [line.rpartition("drawn ")[2] for line in outputs[0].splitlines() if "drawn" in line]
     assert len(set(drawn)) == 1, "the start does not depend on how many ranks there are"

@@ -42,6 +42,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add("--out", default=out, help=f"directory of the run (default {out})")
     add("--model", default="qwen3", choices=["qwen3", "qwen3_untied", "qwen3_moe", "llama3"])
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank in place of weights")
+    sent = "what servers get of --lora: merged weights (default), or the adapters"
+    add("--lora-sync", choices=["merged", "adapter"], help=sent)
     for engine, title in places.TITLES.items():
         python = places.engine_python(engine)
         add(f"--{engine}-python", default=python, help=f"interpreter of {title}'s environment")
@@ -53,6 +55,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} must be 1 or more, got {getattr(options, name)}")
     options.pythons = {e: getattr(options, f"{e}_python") for e in ENGINES[options.engine]}
+    if options.lora_sync and options.lora is None:
+        raise ConfigError("--lora-sync must come with --lora RANK")
+    if options.lora_sync == "adapter" and options.engine != "vllm":
+        raise ConfigError("--lora-sync adapter needs --engine vllm (SGLang takes merged weights)")
     for engine, path in options.pythons.items():
         places.require_python(engine, path)
     folder = options.out = Path(options.out)
@@ -79,9 +85,11 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     summary = json.loads((options.out / "summary.json").read_text())
     reward = f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"
     print(f"done in {time.monotonic() - began:.0f} s: reward {reward}")
+    adapters = options.lora_sync == "adapter"
+    trained = "adapter/ (the trained adapter)" if adapters else "hf/ (trained weights)"
     print(
         f"in {options.out}: summary.json metrics.jsonl reward.png trace.json (open in"
-        " ui.perfetto.dev) tb/ hf/ (trained weights)"
+        f" ui.perfetto.dev) tb/ {trained}"
     )
     return 0
 
@@ -102,13 +110,24 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
     # that trains whole, no token gets more than a tenth of the probability.
     std = TINY_STD if options.lora is None else LORA_STD
     write_tiny_model(options.model, model, seed=1, std=std)
-    # Other weights than the trainer's: what the servers serve later can only be the trainer's.
-    write_tiny_model(options.model, server_model, seed=2, std=std)
+    adapters = options.lora_sync == "adapter"
+    if adapters:
+        server_model = model  # an adapter is one of this base
+    else:
+        # Other weights than the trainer's: what the servers serve later can only be the trainer's.
+        write_tiny_model(options.model, server_model, seed=2, std=std)
     name, flavor = FLAVORS[options.model]
     run_key = find_run_key(env) or Key.generate()
     env = {**with_run_key(env, run_key), "OMP_NUM_THREADS": "1"}
     specs = [
-        ServerSpec(python, str(server_model), f"{out}/{name}{n}.log", name, run_key=run_key)
+        ServerSpec(
+            python,
+            str(server_model),
+            f"{out}/{name}{n}.log",
+            name,
+            run_key=run_key,
+            lora_rank=options.lora if adapters else 0,
+        )
         for name, python in options.pythons.items()
         for n in range(options.servers)
     ]
@@ -126,6 +145,7 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
         arguments = [text for pair in settings.items() for text in pair]
         if options.lora is not None:
             arguments += ["--lora.rank", str(options.lora), "--optimizer.lr", "1e-2"]
+            arguments += ["--lora.sync", options.lora_sync or "merged"]
         mode = "no-async" if options.sync else "async"
         arguments += [f"--grpo.{mode}-weight-update", *options.rest]
         # While the servers start: a mistake in the arguments is not reported after the minute that

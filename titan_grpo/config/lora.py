@@ -5,6 +5,7 @@ objects.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from titan_grpo.config.rollout import Rules
 
@@ -27,9 +28,24 @@ class Lora:
     """Linear layers that get an adapter, by the last part of their names in a Hugging Face
     checkpoint, in every block that has them."""
 
+    sync: Literal["merged", "adapter"] = "merged"
+    """What a version is. merged: the whole weights, with the adapters added. adapter: the adapters
+    alone; the servers have the base model, and load each version by their own LoRA (vLLM, started
+    with --enable-lora)."""
+
 
 def lora_rules(lora: Lora) -> Rules:
     """(broken, key, rule) for each rule of the section; a job without it breaks none. Pure."""
     yield lora.rank < 0, "rank", "1 or greater"
     yield lora.alpha <= 0, "alpha", "greater than 0"
     yield not lora.targets, "targets", "one or more layers"
+    yield (
+        lora.sync == "adapter" and not set(lora.targets) <= set(LINEAR),
+        "targets",
+        f'of {", ".join(LINEAR)} with lora.sync = "adapter" (servers have adapters of these)',
+    )
+
+
+def sends_adapters(lora: Lora) -> bool:
+    """Whether a version is the adapters alone."""
+    return lora.rank > 0 and lora.sync == "adapter"

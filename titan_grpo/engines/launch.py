@@ -30,7 +30,8 @@ class ServerSpec:
     ``python``: interpreter of the engine's environment. ``weight_transfer``: start with our plugin.
     ``cpu_threads``: 0 leaves threads to the engine (a GPU machine, or a host of its own). With a
     ``run_key`` it takes weights only from a trainer that has the same. ``api_key``: required of
-    every call; ``admin_key`` (SGLang): of calls that pause it or send weights.
+    every call; ``admin_key`` (SGLang): of calls that pause it or send weights. ``lora_rank``
+    (vLLM): take adapters of that rank as versions; 0: whole weights.
     """
 
     python: str
@@ -43,6 +44,7 @@ class ServerSpec:
     dtype: str = "bfloat16"
     max_num_seqs: int = 64
     tensor_parallel: int = 1
+    lora_rank: int = 0
     weight_transfer: bool = True
     cpu: bool = True
     cpu_threads: int = 1

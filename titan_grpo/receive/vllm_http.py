@@ -1,6 +1,7 @@
-"""vLLM's HTTP side, as a middleware (``--middleware``): requests without a salt, and the two routes
-that vLLM lacks and environments ask for. ASGI only; imports nothing of vLLM. For servers with one
-HTTP process: of several (``--api-server-count``) only one would learn of an update.
+"""vLLM's HTTP side, as a middleware (``--middleware``): requests without a salt, versions that are
+adapters, and two routes that vLLM lacks and environments ask for. ASGI only; imports nothing of
+vLLM. For servers with one HTTP process: of several (``--api-server-count``) only one would learn of
+an update.
 
 * A request that names no ``cache_salt`` is given one that changes with every update of the weights.
   A pause that keeps running requests keeps the prefix cache too, and without a salt a request would
@@ -8,12 +9,21 @@ HTTP process: of several (``--api-server-count``) only one would learn of an upd
 * ``POST /generate``: a prompt as text or as token ids, answered with lists of
   ``{token id: log-probability}``, as vLLM's former demo server had it and Atropos's server class
   asks for it.
+* Where versions are adapters (``lora.sync = "adapter"``), a request is of the newest version's when
+  it arrives (see vllm_lora.py), whatever model it names.
 * ``GET /health_generate``: 200 once a token was generated, as SGLang has it.
 """
 
+import asyncio
+import atexit
 import json
+import shutil
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
+
+from titan_grpo.protocol.messages import Label
+from titan_grpo.receive import vllm_lora
 
 Message = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -24,9 +34,9 @@ COMPLETIONS = "/v1/completions"
 SALTED = frozenset({COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"})
 """Routes whose requests may name a ``cache_salt``."""
 
-UPDATES = frozenset({"/update_weights", "/finish_weight_update", "/reset_prefix_cache"})
-"""Routes after which the prefixes of before are those of other weights. One too many costs a
-prefix, one too few a wrong token."""
+UPDATES = frozenset({"/update_weights", "/reset_prefix_cache"})
+"""Routes after which, as after the end of an update, the prefixes of before are those of other
+weights. One too many costs a prefix, one too few a wrong token."""
 
 
 class WeightsMiddleware:
@@ -35,6 +45,9 @@ class WeightsMiddleware:
     def __init__(self, app: App) -> None:
         self._app = app
         self._updates = 0
+        self._adapters = vllm_lora.Adapters()
+        self._folders: dict[str, Path] = {}
+        atexit.register(shutil.rmtree, vllm_lora.folder(), ignore_errors=True)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """One request. Bodies that are no JSON object are passed on as they are, for vLLM to
@@ -44,8 +57,8 @@ class WeightsMiddleware:
             await self._app(scope, receive, send)
         elif path == ("GET", "/health_generate"):
             await _body(receive)
-            asked = self._completion(scope, receive, {"prompt": [0], "max_tokens": 1})
-            await self._app(*asked, _Mapped(send, lambda _: {}))
+            asked = json.dumps({"prompt": [0], "max_tokens": 1}).encode()
+            await self._ask(_completions(scope), receive, _Mapped(send, lambda _: {}), asked)
         elif path == ("POST", "/generate"):
             body = await _body(receive)
             try:
@@ -53,42 +66,117 @@ class WeightsMiddleware:
             except (AttributeError, TypeError, ValueError):
                 await self._app(scope, _replay(body, receive), send)
                 return
-            asked = self._completion(scope, receive, sent)
-            await self._app(*asked, _Mapped(send, generate_answer))
+            asked = json.dumps(sent).encode()
+            await self._ask(_completions(scope), receive, _Mapped(send, generate_answer), asked)
         elif path[0] == "POST" and path[1] in SALTED:
-            body = salted(await _body(receive), self._salt)
-            await self._app(_with_length(scope, body), _replay(body, receive), send)
+            await self._ask(scope, receive, send, await _body(receive))
+        elif path == ("POST", "/finish_weight_update"):
+            self._updates += 1
+            body = await _body(receive)
+            if refusal := await self._load_adapter(scope, body):
+                await _answer(send, 500, {"error": refusal})
+            else:
+                await self._app(scope, _replay(body, receive), send)
         else:
             if path[0] == "POST" and path[1] in UPDATES:
                 self._updates += 1
             await self._app(scope, receive, send)
 
-    @property
-    def _salt(self) -> str:
-        return f"weights{self._updates}"
+    async def _ask(self, scope: dict[str, Any], receive: Receive, send: Send, body: bytes) -> None:
+        """Pass a request for tokens on, with a salt and the adapter of the newest version."""
+        adapter = self._adapters.began()
+        try:
+            body = completed(body, f"weights{self._updates}", adapter)
+            await self._app(_with_length(scope, body), _replay(body, receive), send)
+        finally:
+            self._adapters.ended(adapter)
+            await self._unload_unused(scope)
 
-    def _completion(
-        self, scope: dict[str, Any], receive: Receive, body: dict[str, Any]
-    ) -> tuple[dict[str, Any], Receive]:
-        """The same request as one to ``COMPLETIONS``, so that its rules and keys hold."""
-        data = salted(json.dumps(body).encode(), self._salt)
-        moved = {**scope, "method": "POST", "path": COMPLETIONS, "raw_path": COMPLETIONS.encode()}
-        return _with_length(moved, data), _replay(data, receive)
+    async def _load_adapter(self, scope: dict[str, Any], body: bytes) -> str:
+        """Have vLLM load the adapter that a commit has just written, under the label that the
+        update ends with; why it did not."""
+        staged = vllm_lora.folder() / vllm_lora.STAGED
+        try:
+            name = json.loads(body or b"{}").get("weight_version")
+        except (AttributeError, ValueError):
+            return ""
+        if Label.parse(name) is None or not staged.is_dir():
+            return ""
+        if name not in self._folders:  # the same label is the same bytes
+            place = staged.with_name(f"version-{self._updates}")
+            staged.rename(place)
+            asked = {"lora_name": name, "lora_path": str(place)}
+            status, said = await self._route(scope, "/v1/load_lora_adapter", asked)
+            if status != 200:
+                shutil.rmtree(place, ignore_errors=True)
+                return f"vLLM did not load the adapter of this version (status {status}): {said}"
+            self._folders[name] = place
+        shutil.rmtree(staged, ignore_errors=True)
+        self._adapters.loaded(name)
+        await self._unload_unused(scope)
+        return ""
+
+    async def _unload_unused(self, scope: dict[str, Any]) -> None:
+        for name in self._adapters.take_unused():
+            place = self._folders.pop(name)
+            await self._route(scope, "/v1/unload_lora_adapter", {"lora_name": name})
+            shutil.rmtree(place, ignore_errors=True)
+
+    async def _route(
+        self, scope: dict[str, Any], path: str, body: dict[str, Any]
+    ) -> tuple[int, str]:
+        """Status and text of one of vLLM's own routes, called with the headers of ``scope``, so
+        that its keys hold."""
+        data, status, said = json.dumps(body).encode(), 0, b""
+        sent = [{"type": "http.request", "body": data, "more_body": False}]
+
+        async def receive() -> Message:
+            # no deadline: nobody leaves
+            return sent.pop() if sent else await asyncio.get_running_loop().create_future()
+
+        async def send(message: Message) -> None:
+            nonlocal status, said
+            status = message.get("status", status)
+            said += message.get("body", b"")
+
+        called = {**scope, "method": "POST", "path": path, "raw_path": path.encode()}
+        await self._app(_with_length(called, data), receive, send)
+        return status, said.decode(errors="replace")[:500]
 
 
-def salted(body: bytes, salt: str) -> bytes:
-    """A request's body with ``salt``, unless it names one.
+def _completions(scope: dict[str, Any]) -> dict[str, Any]:
+    """The same request as one to ``COMPLETIONS``, so that its rules and keys hold."""
+    return {**scope, "method": "POST", "path": COMPLETIONS, "raw_path": COMPLETIONS.encode()}
 
-    >>> salted(b'{"prompt": "a"}', "weights3")
+
+async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
+    data = json.dumps(body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})
+
+
+def completed(body: bytes, salt: str, adapter: str) -> bytes:
+    """A request's body with ``salt``, unless it names one, and with the adapter of the newest
+    version as its model, if there is one. Its tokens are all of that adapter, whatever label the
+    weights have when the answer is made.
+
+    >>> completed(b'{"prompt": "a"}', "weights3", "")
     b'{"prompt": "a", "cache_salt": "weights3"}'
+    >>> completed(b'{"model": "base", "cache_salt": "x"}', "weights3", "run:4:ab")
+    b'{"model": "run:4:ab", "cache_salt": "x", "return_weight_versions": false}'
     """
     try:
         request = json.loads(body)
     except ValueError:
         return body
-    if not isinstance(request, dict) or request.get("cache_salt"):
+    if not isinstance(request, dict):
         return body
-    return json.dumps(request | {"cache_salt": salt}).encode()
+    if not request.get("cache_salt"):
+        request["cache_salt"] = salt
+    if adapter:
+        request |= {"model": adapter, "return_weight_versions": False}
+    return json.dumps(request).encode()
 
 
 def completion_body(request: dict[str, Any]) -> dict[str, Any]:

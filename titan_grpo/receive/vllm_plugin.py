@@ -22,6 +22,8 @@ from vllm.model_executor.model_loader.reload import (
 
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
+from titan_grpo.layout.peft import has_adapters
+from titan_grpo.receive import vllm_lora
 from titan_grpo.receive.checkpoint import CheckpointNames
 from titan_grpo.receive.commit import (
     Counted,
@@ -44,6 +46,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, __name__, TitanWeightTransferEngine.__name__
         )
+    vllm_lora.choose_folder()
     log_to_stderr()
 
 
@@ -95,16 +98,33 @@ class VllmModel:
     def __init__(self, owner: "TitanWeightTransferEngine", repair: bool) -> None:
         config = owner.model_config
         self._owner, self._repair = owner, repair
+        self._adapters, self._writes = False, get_world_group().rank_in_group == 0
         tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
         self._names = CheckpointNames(config.model, config.revision, tied)
 
     def refuses(self, manifest: Manifest) -> str:
         """See Engine. Without a checkpoint, names are checked after the load only."""
+        lora = self._owner.vllm_config.lora_config
+        self._adapters = has_adapters(manifest)
+        if self._adapters:
+            return vllm_lora.problem(manifest, lora, self._names.shapes)
+        if lora is not None:
+            return (
+                "whole weights are not loaded under vLLM's adapters: start the server without"
+                ' --enable-lora, or send adapters (lora.sync = "adapter")'
+            )
         return self._names.problem(manifest)
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
         """See Engine. Layer by layer: never a raw load_weights, which corrupts quantised
-        experts."""
+        experts. An adapter is written for the HTTP process, which has vLLM load it."""
+        if self._adapters:
+            counted = Counted(tensors)
+            if self._writes:
+                vllm_lora.write_staged(counted)
+            else:
+                all(True for _ in counted)
+            return counted.count
         model, config = self._owner.model, self._owner.model_config
         counted = Counted(tensors)
         # before the reload begins: it gives a tied head a parameter of its own until its end

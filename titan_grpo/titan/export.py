@@ -6,7 +6,6 @@ type: what is exported is what the servers held at that version.
 """
 
 import copy
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,10 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.layout.infer import Layout, infer_layout, strip_prefixes
+from titan_grpo.layout.infer import Layout, infer_layout
+from titan_grpo.layout.peft import adapter_config
 from titan_grpo.sync.merged import MergedRows
 from titan_grpo.titan import lora
-from titan_grpo.titan.hf_files import Written, copy_assets, write_weights
+from titan_grpo.titan.hf_files import Written, copy_assets, write_adapter, write_weights
 from titan_grpo.titan.weight_sync import ToHF, exported_tensors
 
 PREFIX = "step-"
@@ -159,20 +159,14 @@ def _read_model(
     layout = infer_layout(to_hf, shapes, tied)
     stored = stored_shapes(checkpoint)
     needed = {fqn: s for fqn, s in shapes.items() if layout.by_fqn[fqn]}
-    check_same_model(needed | adapter_shapes(model), stored, checkpoint)
-    extra = sorted(set(filter(lora.is_adapter, stored)) - set(adapter_shapes(model)))
+    check_same_model(needed | lora.adapter_shapes(model), stored, checkpoint)
+    extra = sorted(set(filter(lora.is_adapter, stored)) - set(lora.adapter_shapes(model)))
     if extra:
         raise ConfigError(
             f"{checkpoint} must have the adapters that the job's [lora] asks for, it also has"
             f" {extra[0]}: what is exported would lack it; name the job's own --job.config_file"
         )
     return model, to_hf, layout, shapes
-
-
-def adapter_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Full shape of each parameter of an adapter, in the model's order."""
-    named = ((strip_prefixes(name), p) for name, p in model.named_parameters())
-    return {name: tuple(p.shape) for name, p in named if lora.is_adapter(name)}
 
 
 @contextmanager
@@ -224,7 +218,7 @@ def export_adapter(config: Any, checkpoint: Path, out: Path, dtype: str) -> Writ
         raise ConfigError("--adapter needs a job with [lora], this one trains every weight")
     with _whole_or_not_at_all(out) as draft:
         model, _, base, _ = _read_model(config, checkpoint)
-        layout = lora.adapter_layout(base, adapter_shapes(model))
+        layout = lora.adapter_layout(base, lora.adapter_shapes(model))
         stored = stored_shapes(checkpoint)
         tensors = {}
         for each in layout.tensors:
@@ -235,8 +229,10 @@ def export_adapter(config: Any, checkpoint: Path, out: Path, dtype: str) -> Writ
                     " noise; export an earlier version"
                 )
             tensors[each.name] = value.to(getattr(torch, dtype))
-        written = write_weights(tensors.items(), draft)
-        (draft / "model.safetensors").rename(draft / "adapter_model.safetensors")
-        settings = lora.peft_config(config.lora, str(config.model.hf_assets_path))
-        (draft / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        return written
+        settings = adapter_config(
+            config.lora.rank,
+            config.lora.alpha,
+            config.lora.targets,
+            str(config.model.hf_assets_path),
+        )
+        return write_adapter(tensors.items(), draft, settings)

@@ -3,9 +3,10 @@ them."""
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -81,6 +82,17 @@ def write_weights(
         }
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return Written(len(where), total, shards)
+
+
+def write_adapter(
+    tensors: Iterable[tuple[str, torch.Tensor]], out: Path, settings: Mapping[str, Any]
+) -> Written:
+    """Write an adapter's tensors and ``settings`` as PEFT does; ``out`` is made."""
+    out.mkdir(parents=True, exist_ok=True)
+    written = write_weights(tensors, out)
+    (out / "model.safetensors").rename(out / "adapter_model.safetensors")
+    (out / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    return written
 
 
 def copy_assets(source: Path, out: Path, dtype: str) -> list[str]:

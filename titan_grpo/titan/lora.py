@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_grpo.config.lora import Lora
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.infer import HFTensor, Layout, Shape, ToHF, strip_prefixes
+from titan_grpo.layout.peft import tensor_name
 from titan_grpo.layout.plan import chunk_of
 from titan_grpo.sync.merged import MergedRows
 
@@ -25,9 +26,6 @@ A, B = ".lora_a", ".lora_b"
 
 CONVERTER = "titan_grpo_lora"
 """Name under which torchtitan finds ``Converter``."""
-
-PEFT = "base_model.model."
-"""What PEFT puts before a layer's name in the base model's checkpoint."""
 
 
 class LoraLinear(nn.Linear):
@@ -182,6 +180,23 @@ def merged_shards(model: nn.Module, wanted: Collection[str]) -> dict[str, Merged
     return found
 
 
+def adapter_shards(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's part of each adapter's parameter by its name, B times the adapter's scale: with
+    that in it, an engine needs to know no alpha."""
+    found = {}
+    with torch.no_grad():
+        for name, layer in adapted(model):
+            found[name + A] = _local(layer.lora_a).detach()
+            found[name + B] = layer.scale * _local(layer.lora_b).detach()
+    return found
+
+
+def adapter_shapes(model: nn.Module) -> dict[str, Shape]:
+    """Full shape of each parameter of an adapter, in the model's order."""
+    named = ((strip_prefixes(name), p) for name, p in model.named_parameters())
+    return {name: tuple(p.shape) for name, p in named if is_adapter(name)}
+
+
 def _same_rows(layer: LoraLinear) -> bool:
     """Whether this rank's part of B is that of the weight's rows; the same on every rank."""
     if not isinstance(layer.weight, DTensor):
@@ -209,27 +224,7 @@ def adapter_layout(base: Layout, shapes: Mapping[str, Shape]) -> Layout:
     for fqn, shape in shapes.items():
         end = A if fqn.endswith(A) else B
         (weight,) = base.by_fqn[f"{fqn.removesuffix(end)}.weight"]
-        name = f"{PEFT}{weight.name.removesuffix('.weight')}.lora_{end[-1].upper()}.weight"
+        name = tensor_name(weight.name.removesuffix(".weight"), end[-1].upper())
         rows = range(shape[0]) if end == A else weight.rows
         tensors.append(HFTensor(name, tuple(shape), fqn, rows))
     return Layout(shapes, tuple(tensors))
-
-
-def peft_config(lora: Lora, base_model: str) -> dict[str, Any]:
-    """Content of adapter_config.json."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": sorted(lora.targets),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "modules_to_save": None,
-        "init_lora_weights": True,
-        "use_rslora": False,
-        "use_dora": False,
-    }

@@ -9,7 +9,7 @@ import secrets
 import shlex
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import ServerGroup
 from titan_grpo.engines.server import make_control
 from titan_grpo.errors import ProtocolError, ServerUnfit, ServerUnreachable
+from titan_grpo.layout.peft import adapter_config, has_adapters
 from titan_grpo.observe import alerts, names, prometheus, report, terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.observe.shown import ShownStep, choose
@@ -42,7 +43,7 @@ from titan_grpo.subprocesses import run_command, without_torchrun
 from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker, load_deadline_s
 from titan_grpo.titan.data import Sampled, StepWork, varied_groups
 from titan_grpo.titan.evaluations import Evaluations
-from titan_grpo.titan.hf_files import copy_assets, write_weights
+from titan_grpo.titan.hf_files import copy_assets, write_adapter, write_weights
 from titan_grpo.titan.membership import Membership
 from titan_grpo.titan.rules import sync_waits_s
 from titan_grpo.titan.server_urls import ServersFile, known_servers
@@ -437,12 +438,22 @@ class Controller:
         published = worker.slots.newest()
         if published is not None:
             # The image already has the names, the layout and the type of HF files.
-            folder = self._run_dir / "hf"
-            folder.mkdir(parents=True, exist_ok=True)
             image = worker.pool.images[published.slot].tensor()
-            write_weights(tensor_views(image, worker.manifest), folder)
-            copy_assets(Path(self._model_dir), folder, self._job.weight_sync.wire_dtype)
+            self._save(tensor_views(image, worker.manifest), has_adapters(worker.manifest))
         return values
+
+    def _save(self, tensors: Iterable[tuple[str, torch.Tensor]], adapters: bool) -> None:
+        """Write the last version into the run's folder, as Hugging Face files or as PEFT's."""
+        if adapters:
+            lora = self._job.lora
+            # B has its scale in it: alpha is the rank.
+            settings = adapter_config(lora.rank, lora.rank, lora.targets, self._model_dir)
+            write_adapter(tensors, self._run_dir / "adapter", settings)
+            return
+        folder = self._run_dir / "hf"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_weights(tensors, folder)
+        copy_assets(Path(self._model_dir), folder, self._job.weight_sync.wire_dtype)
 
     def close(self) -> None:
         """End rollouts, lanes and servers within ``END_S``, then write the report. Also after an

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
+from titan_grpo.config import LAUNCH
+from titan_grpo.config.lora import sends_adapters
 from titan_grpo.observe import alerts
 
 
@@ -229,7 +231,7 @@ def _checkpoint(config: Any, machine: Machine) -> Rules:
 def _lora(config: Any) -> Rules:
     if not config.lora.rank:
         return
-    c, moving = config.checkpoint, config.grpo.ref_model_ema
+    c, r, moving = config.checkpoint, config.rollout, config.grpo.ref_model_ema
     yield (
         c.last_save_in_hf,
         "checkpoint.last_save_in_hf",
@@ -246,6 +248,17 @@ def _lora(config: Any) -> Rules:
         config.grpo.kl_beta > 0 and 0 < moving < 1,
         "grpo.ref_model_ema",
         "0 or 1 with [lora] (the reference has every weight, the policy trains adapters)",
+    )
+    sglang = r.engine == "sglang" or (r.servers == [LAUNCH] and "sglang" in r.launch_engines)
+    yield (
+        sglang and sends_adapters(config.lora),
+        "lora.sync",
+        '"merged" with SGLang servers (only vLLM takes adapters as versions)',
+    )
+    yield (
+        config.weight_sync.apply != "staged" and sends_adapters(config.lora),
+        "weight_sync.apply",
+        '"staged" with lora.sync = "adapter" (a server has the memory for an adapter)',
     )
 
 

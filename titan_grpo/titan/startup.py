@@ -10,6 +10,7 @@ from glob import glob
 from typing import Any
 
 from titan_grpo.config import LAUNCH, Rollout, WeightSync
+from titan_grpo.config.lora import sends_adapters
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.client import RolloutClient
@@ -74,6 +75,7 @@ def launched(
             api_key=keys[0],
             admin_key=keys[1],
             tensor_parallel=max(each, 1),
+            lora_rank=job_config.lora.rank if sends_adapters(job_config.lora) else 0,
             env=devices(kind * rollout.launch_count + index),
         )
         for kind, engine in enumerate(rollout.launch_engines)

@@ -29,6 +29,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
 from titan_grpo.algorithm.balance import TokenCost
+from titan_grpo.config.lora import sends_adapters
 from titan_grpo.errors import AlertStop, StorageError, SyncError, UnhealthyError
 from titan_grpo.observe import names, terminal
 from titan_grpo.sync.transports.store import limit_nccl_opening
@@ -119,6 +120,7 @@ class GRPOTrainer(Trainer):
             job_config.weight_sync,
             self.device,
             self.loader.group,
+            sends_adapters(job_config.lora),
         )
         self.reference = build_reference(self, job_config) if self._grpo.kl_beta > 0 else None
         packed = PackedAttention()

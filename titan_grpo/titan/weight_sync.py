@@ -22,7 +22,13 @@ from titan_grpo.observe.waiting import waiting
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, local_shards
 from titan_grpo.sync.snapshot import Snapshotter
 from titan_grpo.sync.worker import LOOPBACK, ImagePool
-from titan_grpo.titan.lora import is_adapter, merged_shards
+from titan_grpo.titan.lora import (
+    adapter_layout,
+    adapter_shapes,
+    adapter_shards,
+    is_adapter,
+    merged_shards,
+)
 
 ToHF = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -86,10 +92,14 @@ def host_identity() -> str:
 
 
 def plan_writes(
-    model: torch.nn.Module, to_hf: ToHF, wire_dtype: str, block_bytes: int
+    model: torch.nn.Module,
+    to_hf: ToHF,
+    wire_dtype: str,
+    block_bytes: int,
+    adapters_only: bool = False,
 ) -> WritePlan:
     """Learn the layout and divide the work among the ranks of rank 0's host. Collective over all
-    ranks, once.
+    ranks, once. ``adapters_only``: versions are LoRA adapters, and not weights.
 
     Raises ConfigError on every rank if that host does not hold a whole copy of the weights.
     """
@@ -99,9 +109,12 @@ def plan_writes(
     layout = infer_layout(to_hf, shapes, tied)
     parameters = {strip_prefixes(name) for name, _ in model.named_parameters()}
     keep = {fqn: str(t.dtype).removeprefix("torch.") for fqn, t in weights if fqn not in parameters}
+    if adapters_only:
+        layout, keep = adapter_layout(layout, adapter_shapes(model)), {}
+        weights = [pair for pair in named_tensors(model) if is_adapter(pair[0])]
     manifest = layout.manifest(wire_dtype, block_bytes, keep)
     chunks = {fqn: chunk_of(tensor) for fqn, tensor in weights if layout.by_fqn[fqn]}
-    wanted = {fqn: shapes[fqn] for fqn in chunks}
+    wanted = {fqn: layout.shapes[fqn] for fqn in chunks}
     mine = (host_identity(), manifest.digest, chunks)
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
@@ -141,9 +154,13 @@ class TrainerSync:
         config: WeightSync,
         device: torch.device,
         group: dist.ProcessGroup,
+        adapters_only: bool = False,
     ) -> None:
         self._model, self._config, self._device = model, config, device
-        self.plan: WritePlan = plan_writes(model, to_hf, config.wire_dtype, config.block_bytes)
+        self._adapters_only = adapters_only
+        self.plan: WritePlan = plan_writes(
+            model, to_hf, config.wire_dtype, config.block_bytes, adapters_only
+        )
         self.pool: ImagePool | None = None
         """On rank 0 only, which serves the images from it."""
         self._images: tuple[SharedImage, ...] = ()
@@ -196,8 +213,12 @@ class TrainerSync:
         self._publisher = Publisher(snapshotter, announce)
 
     def publish(self, version: int, slot: int) -> None:
-        """Start the copy of this rank's shards, adapters merged, into ``slot``. A rank that writes
-        no part only helps to gather the adapters."""
+        """Start the copy of this rank's shards, adapters merged, or of its part of the adapters,
+        into ``slot``. A rank that writes no part only helps to gather the adapters."""
+        if self._adapters_only:
+            if self._publisher is not None:
+                self._publisher.publish(version, slot, adapter_shards(self._model))
+            return
         merged = merged_shards(self._model, set(self.plan.ops))
         if self._publisher is not None:
             shards = local_shards(named_tensors(self._model), set(self.plan.ops))

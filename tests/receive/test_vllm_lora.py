@@ -1,0 +1,149 @@
+"""Versions that are adapters: which servers are refused, and which adapter a request gets while the
+middleware has vLLM load and unload them."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.receive.test_vllm_http import Inner, ask
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.layout.peft import has_adapters, tensor_name
+from titan_grpo.receive import vllm_lora
+from titan_grpo.receive.vllm_http import WeightsMiddleware
+
+LAYER = "model.layers.0.self_attn.q_proj"
+BASE = {f"{LAYER}.weight": (6, 4), "model.norm.weight": (4,)}
+FIRST, SECOND = "run:1:aa", "run:2:bb"
+
+
+def manifest(rows: int = 6, layer: str = LAYER) -> Manifest:
+    shapes = {"A": (3, 4), "B": (rows, 3)}
+    return Manifest.build(
+        [(tensor_name(layer, end), "bfloat16", shape) for end, shape in shapes.items()], 4096
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(vllm_lora.VARIABLE, str(tmp_path / "adapters"))
+    return tmp_path / "adapters"
+
+
+def write(value: float = 1.0) -> None:
+    """What a commit does."""
+    sizes = {"A": (3, 4), "B": (6, 3)}
+    image = torch.full((30,), value)
+    parts = dict(zip(sizes, image.split([12, 18]), strict=True))
+    vllm_lora.write_staged((tensor_name(LAYER, k), parts[k].view(v)) for k, v in sizes.items())
+
+
+def finish(app: WeightsMiddleware, label: str) -> tuple[int, Any]:
+    return ask(app, "POST", "/finish_weight_update", {"weight_version": label})
+
+
+def model_of(app: WeightsMiddleware, inner: Inner) -> str:
+    """The model that vLLM is asked for."""
+    ask(app, "POST", "/v1/completions", {"prompt": [5], "model": "base"})
+    body = next(body for path, body in reversed(inner.came) if path == "/v1/completions")
+    return str(body["model"])
+
+
+def test_a_manifest_says_whether_it_is_of_adapters() -> None:
+    assert has_adapters(manifest())
+    assert not has_adapters(Manifest.build([("model.norm.weight", "bfloat16", (4,))], 4096))
+
+
+@pytest.mark.parametrize(
+    ("sent", "lora", "routes", "message"),
+    [
+        (manifest(), SimpleNamespace(max_lora_rank=8), "1", ""),
+        (manifest(), None, "1", "start it with --enable-lora --max-lora-rank 8"),
+        (manifest(), SimpleNamespace(max_lora_rank=1), "1", "start it with --max-lora-rank 8"),
+        (manifest(), SimpleNamespace(max_lora_rank=8), "", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        (manifest(rows=5), SimpleNamespace(max_lora_rank=8), "1", "serve the base model"),
+        (manifest(layer="other.q_proj"), SimpleNamespace(max_lora_rank=8), "1", "other.q_proj"),
+    ],
+    ids=["fits", "no lora", "low rank", "no routes", "other shape", "other name"],
+)
+def test_a_server_that_cannot_take_the_adapters_says_what_to_start(
+    sent, lora, routes, message, monkeypatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", routes)
+    problem = vllm_lora.problem(sent, lora, BASE)
+    assert message in problem
+    assert bool(problem) == bool(message)
+
+
+def test_a_committed_adapter_is_written_as_peft_does(folder: Path) -> None:
+    write(2.0)
+    written = load_file(folder / vllm_lora.STAGED / "adapter_model.safetensors")
+    assert {name: tuple(t.shape) for name, t in written.items()} == {
+        f"base_model.model.{LAYER}.lora_A.weight": (3, 4),
+        f"base_model.model.{LAYER}.lora_B.weight": (6, 3),
+    }
+    settings = json.loads((folder / vllm_lora.STAGED / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["target_modules"]) == (3, 3, ["q_proj"])
+
+
+def test_a_request_gets_the_adapter_of_the_newest_label_and_older_ones_are_unloaded(
+    folder: Path,
+) -> None:
+    inner = Inner({})
+    app = WeightsMiddleware(inner)
+    assert model_of(app, inner) == "base"
+    for label in (FIRST, SECOND):
+        write()
+        assert finish(app, label)[0] == 200
+        assert model_of(app, inner) == label
+    loads = [(path, body) for path, body in inner.came if "lora" in path]
+    assert [(path, body["lora_name"]) for path, body in loads] == [
+        ("/v1/load_lora_adapter", FIRST),
+        ("/v1/load_lora_adapter", SECOND),
+        ("/v1/unload_lora_adapter", FIRST),
+    ]
+    assert [str(path) for path in folder.iterdir()] == [loads[1][1]["lora_path"]]
+
+
+def test_an_adapter_stays_until_its_last_request_is_answered() -> None:
+    adapters = vllm_lora.Adapters()
+    adapters.loaded(FIRST)
+    assert (adapters.began(), adapters.began()) == (FIRST, FIRST)
+    adapters.loaded(SECOND)
+    adapters.ended(FIRST)
+    assert adapters.take_unused() == []
+    adapters.ended(FIRST)
+    assert (adapters.take_unused(), adapters.take_unused()) == ([FIRST], [])
+    assert adapters.began() == SECOND
+
+
+def test_the_same_label_again_is_not_loaded_twice(folder: Path) -> None:
+    inner = Inner({})
+    app = WeightsMiddleware(inner)
+    for _ in range(2):
+        write()
+        assert finish(app, FIRST)[0] == 200
+    assert sum("load_lora" in path for path, _ in inner.came) == 1
+    assert model_of(app, inner) == FIRST
+    assert not (folder / vllm_lora.STAGED).exists()
+
+
+def test_a_load_that_vllm_refuses_ends_the_update_with_its_reason(folder: Path) -> None:
+    inner = Inner({"error": "rank too high"}, 400)
+    write()
+    status, answer = finish(WeightsMiddleware(inner), FIRST)
+    assert status == 500
+    assert "rank too high" in answer["error"]
+    assert [path for path, _ in inner.came] == ["/v1/load_lora_adapter"], "no label is set"
+
+
+@pytest.mark.parametrize("label", [None, "unusable", "default"])
+def test_an_update_that_ends_without_a_version_loads_nothing(folder: Path, label) -> None:
+    inner = Inner({})
+    write()
+    assert finish(WeightsMiddleware(inner), label)[0] == 200
+    assert [path for path, _ in inner.came] == ["/finish_weight_update"]
