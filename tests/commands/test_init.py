@@ -120,6 +120,19 @@ def test_an_older_job_keeps_its_meaning(folder) -> None:
     assert "sglang_tp: has no value here" in (folder / "new.toml").read_text()
 
 
+def test_an_older_jobs_adapters_are_ours_and_what_has_no_counterpart_is_named(folder) -> None:
+    peft = "[peft]\nenable_peft = true\nuse_lora = true\nlora_rank = 8\nlora_alpha = 32\n"
+    (folder / "old.toml").write_text(OLDER_JOB + peft + "lora_dropout = 0.1\n")
+    assert init.run(["--from", "old.toml", "--out", "new.toml"], os.environ) == 0
+    text = (folder / "new.toml").read_text()
+    assert tomllib.loads(text)["lora"] == {"rank": 8, "alpha": 32.0}
+    assert "adapters have no dropout here\n# lora_dropout: has no value here" in text
+    assert "peft" not in tomllib.loads(text)
+    config = jobconfig.parse(["--job.config_file", "new.toml"])
+    assert (config.lora.rank, config.lora.alpha) == (8, 32.0)
+    assert older.convert_peft({"enable_peft": False, "lora_rank": 8}) == []
+
+
 def test_a_job_that_says_nothing_gets_the_older_defaults() -> None:
     written = {each.key: each.value for each in older.convert({})}
     assert written == {

@@ -241,9 +241,9 @@ def _head(path: str) -> Iterator[str]:
 
 
 def _sections(table: Mapping[str, Any]) -> Iterator[str]:
-    found = older.convert(table.get("grpo", {}))
+    found = older.convert(table.get("grpo", {})) + older.convert_peft(table.get("peft", {}))
     for section, keys in table.items():
-        if section == "grpo" or not isinstance(keys, dict):
+        if section in ("grpo", "peft") or not isinstance(keys, dict):
             continue
         yield f"\n[{section}]"
         for name, value in keys.items():
@@ -251,7 +251,8 @@ def _sections(table: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name} = {toml(value)}"
         if section == "job":
             yield 'custom_config_module = "titan_grpo.config"'
-    for section in ("grpo", "rollout"):
+    adapted = any(each.key.startswith("lora.") for each in found)
+    for section in ("lora", "grpo", "rollout") if adapted else ("grpo", "rollout"):
         yield f"\n[{section}]"
         for each in found:
             of, _, name = each.key.partition(".")

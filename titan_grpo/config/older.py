@@ -1,4 +1,5 @@
-"""The keys of the older GRPO trainer on torchtitan (its ``[grpo]`` section) and what they are here.
+"""The keys of the older GRPO trainer on torchtitan (its sections ``[grpo]`` and ``[peft]``) and
+what they are here.
 
 One table for the hint at an unknown key, for ``titan-grpo init --from``, and for the page
 docs/from_the_older_trainer.md. Source: NousResearch/torchtitan, torchtitan/grpo.
@@ -85,6 +86,18 @@ OLDER: dict[str, Older] = {
 }
 """Name in ``[grpo]`` there -> what it is."""
 
+PEFT = {"lora_rank": "lora.rank", "lora_alpha": "lora.alpha"}
+"""Name in ``[peft]`` there -> our key. The layers there are those of our default."""
+
+NO_PEFT = {
+    "lora_dropout": "adapters have no dropout here",
+    "lora_train_norm": "norms are frozen beside adapters",
+    "train_embeddings": "the embedding is frozen beside adapters",
+    "train_output_layer": "the head is frozen beside adapters",
+    "layers_to_train": "every block has adapters; lora.targets names layers in a block",
+}
+"""Name in ``[peft]`` there that has no counterpart -> why. Unset, 0 and false mean the same."""
+
 DEPENDENT = (
     "rollout_is_level",
     "rollout_is_mode",
@@ -128,6 +141,9 @@ def hint(key: str) -> str:
     >>> hint("grpo.sglang_urls")
     "it is rollout.servers here (with http://, and vLLM servers too)"
     """
+    if key.partition(".")[0] == "peft":
+        named = ", ".join(f"{name} is {ours}" for name, ours in PEFT.items())
+        return f"adapters are [lora] here ({named}; `titan-grpo init --from` converts a job)"
     of = OLDER.get(key.rpartition(".")[2])
     if of is None:
         return ""
@@ -174,6 +190,30 @@ def convert(older: Mapping[str, Any]) -> list[Converted]:
     return out
 
 
+def convert_peft(older: Mapping[str, Any]) -> list[Converted]:
+    """Our keys for a ``[peft]`` table of the older trainer; none where it has adapters off. Pure.
+
+    >>> convert_peft({"enable_peft": True, "lora_rank": 8, "lora_alpha": 16})[0]
+    Converted(key='lora.rank', value=8, note='')
+    """
+    if not (older.get("enable_peft") and older.get("use_lora", True)):
+        return []
+    out = [
+        Converted(ours, float(older[name]) if name == "lora_alpha" else older[name])
+        for name, ours in PEFT.items()
+        if name in older
+    ]
+    missing = [
+        Converted(ours, None, f"{name} was the older trainer's default: write its value")
+        for name, ours in PEFT.items()
+        if name not in older
+    ]
+    lost = [
+        Converted(f"lora.{name}", None, why) for name, why in NO_PEFT.items() if older.get(name)
+    ]
+    return out + missing + lost
+
+
 HEADER = """# From the older trainer
 
 The GRPO trainer of NousResearch/torchtitan has one section, `[grpo]`; here `[rollout]` and
@@ -193,6 +233,10 @@ ones that differ. An older key in a TOML file is refused with the same hint.
 """
 
 FOOTER = """
+Of its section `[peft]`, `lora_rank` and `lora_alpha` are `lora.rank` and `lora.alpha` here
+([lora.md](lora.md)), on the same layers; dropout, trained norms, embeddings or head, and a choice
+of blocks have no counterpart.
+
 Not a key, and different all the same:
 
 * Each token's log-probability of the engine is compared with the trainer's of the same token.
