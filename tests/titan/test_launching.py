@@ -4,20 +4,29 @@ configured one."""
 from types import SimpleNamespace
 from typing import Any
 
-from titan_grpo.config import Rollout, WeightSync
+from titan_grpo.config import Lora, Rollout, WeightSync
 from titan_grpo.config.rollout import violations
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.runkey import Key
 from titan_grpo.titan.startup import launched, sync_settings
 
 
-def specs(run_key: Key | None = None, **rollout: Any) -> tuple[ServerSpec, ...]:
+def specs(
+    run_key: Key | None = None, lora: Lora | None = None, **rollout: Any
+) -> tuple[ServerSpec, ...]:
     job = SimpleNamespace(
+        lora=lora or Lora(),
         rollout=Rollout(**{"servers": ["launch"], "launch_python": "v"} | rollout),
         job=SimpleNamespace(dump_folder="out"),
         training=SimpleNamespace(seq_len=64),
     )
     return launched(job, "m", True, run_key, ("a", ""))
+
+
+def test_launched_servers_take_adapters_where_these_are_the_versions():
+    (spec,) = specs(lora=Lora(rank=8, sync="adapter"))
+    assert spec.lora_rank == 8
+    assert [specs(lora=lora)[0].lora_rank for lora in (Lora(), Lora(rank=8))] == [0, 0]
 
 
 def test_launched_servers_share_a_new_key():
