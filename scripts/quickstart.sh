@@ -2,7 +2,8 @@
 # The main job on a machine without a GPU: sets up what its engines need, starts real vLLM or SGLang servers, trains a
 # tiny model with GRPO.
 #
-#   scripts/quickstart.sh [--engine vllm|sglang|both] [--servers N] [--steps N] [--sync|--async] [--out DIR] [--help]
+#   scripts/quickstart.sh [--engine vllm|sglang|both] [--servers N] [--steps N] [--sync|--async] [--out DIR]
+#                         [--lora RANK [--lora-sync merged|adapter]] [--help]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 engine=vllm previous=""
