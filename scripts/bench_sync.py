@@ -350,7 +350,7 @@ def rounds(
         transport=options.transport,  # type: ignore[arg-type]
         bind_host=space.outer if space else "",
     )
-    sync = TrainerSync(model, dict, config, torch.device("cpu"), dist.group.WORLD)
+    sync = TrainerSync(model, dict, config, torch.device("cpu"))
     nbytes = sync.plan.manifest.total_bytes
     visitor = Visitor()
     recorder = Recorder(folder) if rank == 0 else None
@@ -360,7 +360,6 @@ def rounds(
         worker = None
         if recorder is not None:
             assert sync.pool is not None
-            others = [rank for rank in sync.plan.writers if rank != 0]
             worker = SyncWorker(
                 sync.pool,
                 config,
@@ -368,7 +367,7 @@ def rounds(
                 SyncOptions(
                     urls=[server.url],
                     make_control=lambda _: server.control,
-                    remote_writers=others,
+                    remote_writers=sync.plan.others,
                 ),
             )
             worker.start()

@@ -105,6 +105,12 @@ class EpochKeys:
         of another run."""
         return cls(run_key.derive("messages", run_id, str(epoch)), run_key.derive("blocks", run_id))
 
+    @property
+    def ranges(self) -> Key:
+        """Of the connections that read versions, the same in every epoch of the run: the trainer's
+        other hosts know no epochs."""
+        return self.blocks.derive("ranges")
+
     def to_hex(self) -> dict[str, str]:
         """For the socket pair between an engine and its receiver process."""
         return {"messages": self.messages.hex(), "blocks": self.blocks.hex()}

@@ -251,7 +251,7 @@ def a_byte_that_changed_on_its_way_quarantines_the_server_until_a_newer_version(
         (first, _), (second, path) = run.make(51), run.make(52)
         run.start(first.manifest)
         last = first.manifest.num_blocks - 1
-        run.images.spoil(run.url, first.manifest.block(last)[0])
+        run.images.spoil(run.url, first.manifest.block(last)[0][0])
         run.publish(1, first)
         run.until(Standing.QUARANTINED)
         with e.control() as control:

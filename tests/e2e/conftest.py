@@ -233,8 +233,10 @@ class Runs:
         *arguments: str,
         nproc: int = 1,
         inside: tuple[str, ...] = (),
+        node: tuple[str, ...] = ("--standalone",),
     ) -> Training:
-        """``inside``: a command line that runs torchrun as its arguments (in a namespace, say)."""
+        """``inside``: a command line that runs torchrun as its arguments (in a namespace, say).
+        ``node``: torchrun's arguments for one of several hosts."""
         settings = {
             "job.dump_folder": out,
             "model.hf_assets_path": self.model,
@@ -244,7 +246,10 @@ class Runs:
             "weight_sync.backoff_max_s": 1.0,
         }
         options = [f"--{key}={value}" for key, value in settings.items()]
-        return Training([*inside, *torchrun(nproc, RECIPE, [*options, *arguments])], self.root)
+        command = torchrun(nproc, RECIPE, [*options, *arguments])
+        standalone = command.index("--standalone")
+        command[standalone : standalone + 1] = node
+        return Training([*inside, *command], self.root)
 
     def complete(
         self,

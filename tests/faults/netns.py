@@ -1,7 +1,8 @@
 """A network of its own for one server: a namespace and a pair of virtual interfaces that ``tc`` can
-slow down. Needs root."""
+slow down; and several hosts on one machine. Needs root."""
 
 import ctypes
+import json
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -64,10 +65,7 @@ class Namespace:
     def limit(self, bytes_per_s: float) -> None:
         """Both directions carry so much and no more (token bucket). NotAllowed if the kernel can
         not."""
-        bits = max(8, round(bytes_per_s * 8))
-        self._shape(
-            "tbf", "rate", f"{bits}bit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms"
-        )
+        self._shape(*_bucket(bytes_per_s))
 
     def limit_all_but(self, port: int, bytes_per_s: float) -> None:
         """As limit, except for what comes from or goes to a server's ``port`` in there
@@ -122,6 +120,93 @@ class Namespace:
     def _shape(self, *discipline: str) -> None:
         for where, device in ((), self._ours), (("netns", "exec", self.name), self._theirs):
             _run(_tc(where, ["qdisc", "replace", "dev", device, "root", *discipline]))
+
+
+class Host:
+    """A host of its own: network, names and processes. Its one interface is ``eth0``."""
+
+    def __init__(self, name: str, device: str, address: str) -> None:
+        self.name, self.address, self._device = name, address, device
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """The command that runs its arguments in there, as the host's process 1: all of the host's
+        processes end with it. Every host has the same host name, as containers may."""
+        own = ("unshare", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child")
+        named = ("sh", "-c", 'hostname trainer && exec "$@"', "sh")
+        gloo = ("env", "GLOO_SOCKET_IFNAME=eth0")
+        return ("ip", "netns", "exec", self.name, *own, *named, *gloo)
+
+    def limit(self, bytes_per_s: float) -> None:
+        """Its link carries so much each way and no more. NotAllowed if the kernel cannot."""
+        for where, device in (("netns", "exec", self.name), "eth0"), ((), self._device):
+            _run(_tc(where, ["qdisc", "replace", "dev", device, "root", *_bucket(bytes_per_s)]))
+
+    def cut(self) -> None:
+        """Its link carries nothing until ``join``."""
+        _run(["ip", "link", "set", self._device, "down"])
+
+    def join(self) -> None:
+        """The opposite of ``cut``."""
+        _run(["ip", "link", "set", self._device, "up"])
+
+    def moved(self) -> tuple[int, int]:
+        """Bytes that it has sent and received, headers included."""
+        said = subprocess.run(
+            ["ip", "-j", "-s", "link", "show", "dev", self._device],
+            capture_output=True,
+            timeout=COMMAND_S,
+            check=True,
+        )
+        stats = json.loads(said.stdout)[0]["stats64"]
+        return int(stats["rx"]["bytes"]), int(stats["tx"]["bytes"])
+
+
+class Hosts:
+    """So many hosts on one switch, and this one at ``address``. A context manager; needs root."""
+
+    def __init__(self, count: int) -> None:
+        pid, net = os.getpid(), NET.format(net=os.getpid() % 250)
+        self._bridge = f"tgb{pid}"
+        self.address = f"{net}.254"
+        self.hosts = [
+            Host(f"titan-grpo-{pid}-{i}", f"tg{pid}h{i}", f"{net}.{i + 1}") for i in range(count)
+        ]
+
+    def __enter__(self) -> "Hosts":
+        try:
+            _run(["ip", "link", "add", self._bridge, "type", "bridge"])
+            _run(["ip", "addr", "add", f"{self.address}/24", "dev", self._bridge])
+            _run(["ip", "link", "set", self._bridge, "up"])
+            for host in self.hosts:
+                self._add(host)
+        except NotAllowed:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for host in self.hosts:
+            _try(["ip", "link", "del", host._device])
+            _try(["ip", "netns", "del", host.name])
+        _try(["ip", "link", "del", self._bridge])
+
+    def _add(self, host: Host) -> None:
+        pair = ["ip", "link", "add", host._device, "type", "veth"]
+        _run(["ip", "netns", "add", host.name])
+        _run([*pair, "peer", "name", "eth0", "netns", host.name])
+        _run(["ip", "link", "set", host._device, "master", self._bridge, "up"])
+        for arguments in (
+            ["addr", "add", f"{host.address}/24", "dev", "eth0"],
+            ["link", "set", "eth0", "up"],
+            ["link", "set", "lo", "up"],
+        ):
+            _run(["ip", "-n", host.name, *arguments])
+
+
+def _bucket(bytes_per_s: float) -> list[str]:
+    bits = max(8, round(bytes_per_s * 8))
+    return f"tbf rate {bits}bit burst {BURST_BYTES} latency {QUEUE_MS}ms".split()
 
 
 def _tc(where: Sequence[str], arguments: Sequence[str]) -> list[str]:

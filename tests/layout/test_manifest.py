@@ -21,7 +21,10 @@ def test_tensors_lie_one_after_the_other_at_aligned_offsets() -> None:
         ("c", 512, 8),
     ]
     assert manifest.total_bytes == 768
-    assert [manifest.block(i) for i in range(manifest.num_blocks)] == [(0, 512), (512, 768)]
+    assert [manifest.block(i) for i in range(manifest.num_blocks)] == [
+        [(0, 512)],
+        [(512, 768)],
+    ]
     assert manifest.spec("b").shape == (2,)
 
 
@@ -89,13 +92,18 @@ def broken(**changes: object) -> str:
         "[]",
         "{}",
         broken(extra=1),
-        broken(format=2),
+        broken(format=1),
         broken(tensors=[]),
         broken(tensors=[["a", "bfloat16", [3, 5], 64]]),
         broken(tensors=[["a", "bfloat16", [3, 5]]]),
         broken(tensors=[["a", "bfloat16", 3, 0]]),
         broken(tensors=None),
         broken(block_bytes="x"),
+        broken(parts=[]),
+        broken(parts=[[[0, 256]]]),
+        broken(parts=[[[0, 512]], [[256, 768]]]),
+        broken(parts=[[[256, 768], [0, 256]]]),
+        broken(parts=[[["a", 768]]]),
     ],
 )
 def test_a_manifest_from_the_network_is_checked(text: str) -> None:
@@ -118,7 +126,7 @@ def test_extents_never_overlap_and_blocks_tile_the_image(
     starts = [t.offset for t in manifest.tensors[1:]] + [manifest.total_bytes]
     assert all(end <= start < end + ALIGNMENT for end, start in zip(ends, starts, strict=True))
     assert all(start % ALIGNMENT == 0 for start in starts)
-    blocks = [manifest.block(i) for i in range(manifest.num_blocks)]
+    blocks = [manifest.block(i)[0] for i in range(manifest.num_blocks)]
     assert blocks[0][0] == 0
     assert blocks[-1][1] == manifest.total_bytes
     assert all(a[1] == b[0] for a, b in itertools.pairwise(blocks))

@@ -116,9 +116,9 @@ def test_a_replica_is_written_by_the_lowest_rank() -> None:
     assert assign_writers(ranks, {"w": (4, 8), "n": (8,)}) == [{"w", "n"}, {"w"}, set(), set()]
 
 
-def test_weights_spread_over_several_hosts_are_refused_with_the_remedy() -> None:
+def test_weights_of_which_no_rank_holds_a_part_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"of w \(4, 8\), they hold 16 of 32: .*data_parallel_replicate_degree"
+        ConfigError, match=r"of w \(4, 8\), they hold 16 of 32: its placement cannot be synced"
     ):
         assign_writers([{"w": ((0, 0), (2, 8))}], {"w": (4, 8)})
     with pytest.raises(ConfigError, match="they hold 0 of 32"):

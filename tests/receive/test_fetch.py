@@ -42,7 +42,7 @@ class Site:
         return ticket, partial(TcpReader, RangeSource("127.0.0.1", self.port, ticket), None, SOON_S)
 
     def fetch(self, *sources: Open, threads: int = 3) -> Fetch:
-        made = Fetch(self.image, self.content, sources, 4 * BLOCK)
+        made = Fetch(self.image, self.content, {0: sources}, 4 * BLOCK)
         made.run(threads, SOON_S, marks(self.manifest.total_bytes, 4 * BLOCK), self.marks.append)
         return made
 
@@ -65,9 +65,9 @@ class Hooked:
     def __init__(self, reader: RangeReader, before: Callable[[int], None]) -> None:
         self._reader, self._before = reader, before
 
-    def read_into(self, offset: int, view: memoryview) -> None:
+    def read_into(self, offset: int, *views: memoryview) -> None:
         self._before(offset)
-        self._reader.read_into(offset, view)
+        self._reader.read_into(offset, *views)
 
     def close(self) -> None:
         self._reader.close()
@@ -85,7 +85,8 @@ def test_a_bucket_is_whole_ranges_so_its_mark_waits_for_no_byte_after_it(site) -
     """Before, a range was 4 MiB whatever the bucket: all marks of a smaller image came at once."""
     _, open_ = site.source(site.good)
     read = []
-    made = Fetch(site.image, site.content, [lambda: Hooked(open_(), read.append)], BLOCK)
+    sources = {0: [lambda: Hooked(open_(), read.append)]}
+    made = Fetch(site.image, site.content, sources, BLOCK)
     made.run(1, SOON_S, marks(site.manifest.total_bytes, BLOCK), site.marks.append)
     assert read == list(range(0, site.manifest.total_bytes, BLOCK))
     assert made.error == ""

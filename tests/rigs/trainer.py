@@ -14,9 +14,10 @@ from titan_grpo.layout.infer import matrix_shape
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.sync.part import ImagePool, Images
 from titan_grpo.sync.publisher import Publisher
 from titan_grpo.sync.snapshot import FinishedCopy
-from titan_grpo.sync.worker import ImagePool, Images, SyncOptions, SyncWorker
+from titan_grpo.sync.worker import SyncOptions, SyncWorker
 
 
 class Trainer:

@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.rigs.host_process import HostProcess, host_ops, host_shards
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from titan_grpo.config import WeightSync
 from titan_grpo.layout.infer import infer_layout
-from titan_grpo.layout.plan import copy_ops
+from titan_grpo.layout.manifest import ALIGNMENT
+from titan_grpo.layout.parts import parts_of
+from titan_grpo.layout.plan import written_extents
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane_events import Observer, no_observer
 from titan_grpo.runkey import Key
-from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker
+from titan_grpo.sync.part import ImagePool
+from titan_grpo.sync.worker import SyncOptions, SyncWorker
 
 SHAPES = {"up": (2048, 1024), "down": (1024, 2048)}
 """4 MiB each in bfloat16: more than the sockets' buffers, so that a frozen receiver stops a
@@ -69,8 +73,11 @@ class Rig:
         **config: Any,
     ) -> None:
         """``config``: keys of [weight_sync], ``watch``, ``drain``, ``observer``, ``owner``,
-        ``take_over``,
-        ``run_id``, ``look_s``, and ``run_keys``: "trainer" or a server -> its run key."""
+        ``take_over``, ``run_id``, ``look_s``, and ``run_keys``: "trainer" or a server -> its key.
+
+        ``hosts``: over so many the rows of both matrices are cut; this process is the first, the
+        others are in ``hosts``, at 127.0.0.2 and so on."""
+        self._hosts = hosts = int(config.pop("hosts", 1))
         run_keys: dict[str, Key] = config.pop("run_keys", {})
         watch: Observer = config.pop("watch", no_observer)
         drain: Callable[[str], None] | None = config.pop("drain", None)
@@ -87,6 +94,9 @@ class Rig:
         self.recorder = Recorder(folder)
         layout = infer_layout(dict, SHAPES)
         manifest = layout.manifest("bfloat16", self.config.block_bytes)
+        ops = [host_ops(SHAPES, manifest, host, hosts) for host in range(hosts)]
+        written = [written_extents(op for each in host.values() for op in each) for host in ops]
+        manifest = manifest.with_parts(parts_of(written, manifest.total_bytes, ALIGNMENT))
         self.pool = ImagePool.create(manifest, self.config.slots, run_id)
         self.worker = SyncWorker(
             self.pool,
@@ -97,6 +107,7 @@ class Rig:
                 make_control=self._control,
                 run_key=run_keys.get("trainer"),
                 remote_writers=remote_writers,
+                leaders=range(1, hosts),
                 lane_observer=watch,
                 drain=drain,
                 observer=observer,
@@ -107,10 +118,25 @@ class Rig:
             ),
         )
         self.server_set, self.slots = self.worker.servers, self.worker.slots
-        self.publisher = self.worker.publisher(
+        self.publisher = self.worker.publisher(ops[0])
+        self.hosts = [self._host(part, hosts) for part in range(1, hosts)]
+
+    def _host(self, part: int, hosts: int) -> HostProcess:
+        link = self.worker._link
+        keys = link.keys(self.pool.run_id, 0)
+        return HostProcess(
             {
-                fqn: copy_ops(layout, manifest, fqn, (0,) * len(shape), shape)
-                for fqn, shape in SHAPES.items()
+                "shapes": SHAPES,
+                "manifest": self.pool.manifest.to_json(),
+                "part": part,
+                "hosts": hosts,
+                "slots": self.config.slots,
+                "store_port": self.pool.store.port,
+                "address": f"127.0.0.{part + 1}",
+                "algorithm": link.algorithm,
+                "key": keys.blocks.hex() if keys is not None else "",
+                "timeout_s": self.config.lane_deadline_s,
+                "bucket_bytes": self.config.bucket_bytes,
             }
         )
 
@@ -127,10 +153,15 @@ class Rig:
         """Publish as the trainer does; the slot."""
         slot = self.slots.wait_reserved(WAIT_S)
         assert slot is not None, f"no slot became free for version {version}: {self.slots!r}"
-        shards = {fqn: torch.full(shape, float(version)) for fqn, shape in SHAPES.items()}
-        self.publisher.publish(version, slot, shards)
-        self.publisher.fence()
+        self.publish_into(version, slot)
         return slot
+
+    def publish_into(self, version: int, slot: int) -> None:
+        """What the trainer's hosts do at a step boundary; none of it waits for anybody."""
+        for host in self.hosts:
+            host.publish(version, slot)
+        self.publisher.publish(version, slot, host_shards(SHAPES, self._hosts, version))
+        self.publisher.fence()
 
     def until(self, fact: Callable[[], bool]) -> None:
         """Wait until a change of a server makes ``fact`` true."""
@@ -157,6 +188,8 @@ class Rig:
         self.worker.close()
         for server in self.servers.values():
             server.close()
+        for host in self.hosts:
+            host.kill()
         self.publisher.close()
         self.recorder.close()
         self.pool.close()

@@ -34,11 +34,12 @@ each other."""
 HASH_THREADS = min(4, os.cpu_count() or 1)
 
 
-def digest_block(block: memoryview, algorithm: str, key: bytes | None = None) -> bytes:
-    """Hash of one block of bytes, keyed with 32 bytes if ``key`` is given.
+def digest_block(pieces: Sequence[memoryview], algorithm: str, key: bytes | None = None) -> bytes:
+    """Hash of one block, the bytes of its pieces in order, keyed with 32 bytes if ``key`` is given.
 
     Raises ConfigError for an unknown algorithm, or a key with one that takes none.
     """
+    block = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
     if key is not None:
         if algorithm != KEYED:
             raise ConfigError(
@@ -55,10 +56,14 @@ def digest_block(block: memoryview, algorithm: str, key: bytes | None = None) ->
 
 
 def block_digests(
-    buffer: memoryview, manifest: Manifest, algorithm: str, key: bytes | None = None
+    buffer: memoryview,
+    manifest: Manifest,
+    algorithm: str,
+    key: bytes | None = None,
+    part: int | None = None,
 ) -> tuple[bytes, ...]:
-    """Hash of every block of an image, in order. ``buffer`` is the image, uint8,
-    ``manifest.total_bytes`` long; ``key`` as in digest_block.
+    """Hash of every block of an image, or of one part, in order. ``buffer`` is the image, uint8,
+    ``manifest.total_bytes`` long; ``key`` as in digest_block. No other byte of it is read.
 
     On ``HASH_THREADS`` threads, which release the GIL: a hash is limited by the memory's bandwidth,
     which few cores use up.
@@ -67,11 +72,13 @@ def block_digests(
         raise ValueError(
             f"the buffer must have the manifest's {manifest.total_bytes} bytes, got {buffer.nbytes}"
         )
-    blocks = [manifest.block(index) for index in range(manifest.num_blocks)]
+
+    def digest(index: int) -> bytes:
+        return digest_block([buffer[a:b] for a, b in manifest.block(index)], algorithm, key)
+
+    numbers = range(manifest.num_blocks) if part is None else manifest.blocks(part)
     with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash") as pool:
-        return tuple(
-            pool.map(lambda span: digest_block(buffer[slice(*span)], algorithm, key), blocks)
-        )
+        return tuple(pool.map(digest, numbers))
 
 
 def fingerprint(manifest_digest: str, digests: Iterable[bytes]) -> str:

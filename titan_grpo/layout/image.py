@@ -8,12 +8,14 @@ so that a killed run leaks nothing."""
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_grpo.errors import ConfigError, ProtocolError, SyncError
+from titan_grpo.layout.parts import Extent, whole_pages
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +156,9 @@ class SharedImage:
     """One image: mapped, shared, of fixed size. Made by ``create`` in one process, opened by
     ``attach`` in others."""
 
-    def __init__(self, fd: int, address: ImageAddress, owner: bool) -> None:
+    def __init__(
+        self, fd: int, address: ImageAddress, owner: bool, extents: Sequence[Extent]
+    ) -> None:
         """Map an open memfd; use ``create`` or ``attach`` instead. Takes the descriptor over."""
         self.address = address
         self._map: mmap.mmap | None = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED)
@@ -162,7 +166,9 @@ class SharedImage:
         # long as the later ones; for reading, which is enough (the pages exist, so no write fault
         # follows) and half as long as MAP_POPULATE
         with suppress(OSError):  # a kernel before 5.14, which faults page by page
-            self._map.madvise(MADV_POPULATE_READ)
+            # of the extents only: elsewhere it would make pages that nobody writes
+            for start, stop in whole_pages(extents, mmap.PAGESIZE):
+                self._map.madvise(MADV_POPULATE_READ, start, min(stop, address.nbytes) - start)
         self._fd: int | None = fd if owner else None
         if not owner:
             os.close(
@@ -170,32 +176,41 @@ class SharedImage:
             )  # the mapping keeps the memory; only the owner's descriptor is opened by others
 
     @classmethod
-    def create(cls, nbytes: int, label: str) -> "SharedImage":
-        """Allocate a zeroed image. ``label`` is what /proc shows. Raises ConfigError if the memory
-        is not there.
+    def create(
+        cls, nbytes: int, label: str, extents: Sequence[Extent] | None = None
+    ) -> "SharedImage":
+        """Allocate a zeroed image, or of its ``nbytes`` only these ``extents``: the rest has no
+        memory. ``label`` is what /proc shows. Raises ConfigError if the memory is not there.
 
         The pages are reserved at once: without that a full machine shows as a SIGBUS in the middle
         of a step.
         """
         if nbytes < 1:
             raise ValueError(f"an image must have 1 byte or more, got {nbytes}")
-        require_memory(nbytes, f"the weight image {label}")
+        extents = ((0, nbytes),) if extents is None else extents
+        pages = whole_pages(extents, mmap.PAGESIZE)
+        require_memory(sum(stop - start for start, stop in pages), f"the weight image {label}")
         fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(fd, 0, nbytes)
+            os.ftruncate(fd, nbytes)
+            for start, stop in pages:
+                os.posix_fallocate(fd, start, min(stop, nbytes) - start)
             # no process that attaches can shrink the file under the others' mappings
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            return cls(fd, ImageAddress(os.getpid(), fd, nbytes, os.fstat(fd).st_ino), owner=True)
+            address = ImageAddress(os.getpid(), fd, nbytes, os.fstat(fd).st_ino)
+            return cls(fd, address, True, extents)
         except OSError:
             os.close(fd)
             raise
 
     @classmethod
-    def attach(cls, address: ImageAddress) -> "SharedImage":
-        """Map another process's image. Raises SyncError if that process or that image is gone, or
-        may not be read."""
+    def attach(
+        cls, address: ImageAddress, extents: Sequence[Extent] | None = None
+    ) -> "SharedImage":
+        """Map another process's image, which was created with these ``extents``. Raises SyncError
+        if that process or that image is gone, or may not be read."""
         fd = open_memfd(address, os.O_RDWR)
-        return cls(fd, address, owner=False)
+        return cls(fd, address, False, ((0, address.nbytes),) if extents is None else extents)
 
     @property
     def _open_map(self) -> mmap.mmap:

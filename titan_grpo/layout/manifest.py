@@ -10,14 +10,17 @@ that it knows. Pure."""
 import hashlib
 import json
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Any
 
 from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.layout.parts import Extent, Part, parts_of
 
 ALIGNMENT = 256
 """Bytes to which every tensor's offset and the total are rounded: enough for any device's vector
@@ -40,7 +43,7 @@ ITEM_BYTES = {
 """Bytes per element of the dtypes an image can hold; names are torch's without the "torch." in
 front."""
 
-FORMAT = 1
+FORMAT = 2
 """Number of this JSON layout; a receiver with another one refuses the manifest."""
 
 
@@ -68,13 +71,17 @@ class TensorSpec:
 class Manifest:
     """Ordered tensors of an image, and the size of the blocks that are hashed and sent.
 
+    Blocks are cut within the parts (layout.parts), part after part: a host hashes and serves its
+    own. ``build`` makes one part, the whole image.
+
     Worked example: ``build([("a", "bfloat16", (3, 5)), ("b", "float32", (2,))], 4096)`` puts ``a``
     (30 bytes) at 0 and ``b`` (8 bytes) at 256; ``total_bytes`` is 512 and there is one block,
-    ``block(0) == (0, 512)``.
+    ``block(0) == [(0, 512)]``.
     """
 
     tensors: tuple[TensorSpec, ...]
     block_bytes: int
+    parts: tuple[Part, ...]
 
     @classmethod
     def build(
@@ -100,7 +107,11 @@ class Manifest:
                 "a manifest needs at least one tensor, got none: nothing would be synced; check the"
                 " model's adapter"
             )
-        return cls(tuple(specs), block_bytes)
+        return cls(tuple(specs), block_bytes, (Part(((0, offset),)),))
+
+    def with_parts(self, parts: Sequence[Part]) -> "Manifest":
+        """The same tensors, cut among these hosts."""
+        return replace(self, parts=tuple(parts))
 
     @cached_property
     def total_bytes(self) -> int:
@@ -108,23 +119,35 @@ class Manifest:
         last = self.tensors[-1]
         return last.offset + align(last.nbytes)
 
+    @cached_property
+    def _first_blocks(self) -> list[int]:
+        """Number of the first block of each part, and the number of all blocks."""
+        counts = (-(-part.nbytes // self.block_bytes) for part in self.parts)
+        return list(accumulate(counts, initial=0))
+
     @property
     def num_blocks(self) -> int:
-        """How many blocks cover the image; the last one may be shorter."""
-        return -(-self.total_bytes // self.block_bytes)
+        """How many blocks cover the image; the last one of a part may be shorter."""
+        return self._first_blocks[-1]
 
-    def block(self, index: int) -> tuple[int, int]:
-        """Byte range ``[start, stop)`` of block ``index``; IndexError outside ``0 <= index <
+    def blocks(self, part: int) -> range:
+        """Numbers of the blocks of that part."""
+        return range(self._first_blocks[part], self._first_blocks[part + 1])
+
+    def block(self, index: int) -> list[Extent]:
+        """Where block ``index`` is in the image; IndexError outside ``0 <= index <
         num_blocks``."""
         if not 0 <= index < self.num_blocks:
             raise IndexError(f"block must be in [0, {self.num_blocks}), got {index}")
-        start = index * self.block_bytes
-        return start, min(start + self.block_bytes, self.total_bytes)
+        number = bisect_right(self._first_blocks, index) - 1
+        part = self.parts[number]
+        start = (index - self._first_blocks[number]) * self.block_bytes
+        return list(part.pieces(start, min(start + self.block_bytes, part.nbytes)))
 
     @cached_property
     def digest(self) -> str:
         """32 hex characters over the canonical JSON: equal digests mean the same names, dtypes,
-        shapes and offsets."""
+        shapes, offsets and parts."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
     @cached_property
@@ -138,7 +161,12 @@ class Manifest:
     def to_json(self) -> str:
         """Canonical JSON: the same manifest gives the same characters on every machine."""
         tensors = [[s.name, s.dtype, list(s.shape), s.offset] for s in self.tensors]
-        record = {"format": FORMAT, "block_bytes": self.block_bytes, "tensors": tensors}
+        record = {
+            "format": FORMAT,
+            "block_bytes": self.block_bytes,
+            "tensors": tensors,
+            "parts": [part.extents for part in self.parts],
+        }
         return json.dumps(record, sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -153,9 +181,12 @@ class Manifest:
                 for name, dtype, shape, _ in record["tensors"]
             ]
             manifest = cls.build(entries, int(record["block_bytes"]))
+            parts = [tuple((int(a), int(b)) for a, b in part) for part in record["parts"]]
+            cut = manifest.with_parts(parts_of(parts, manifest.total_bytes, padding=1))
         except (TypeError, ValueError, ConfigError) as error:
             raise DataError(
-                f"a manifest must list [name, dtype, shape, offset] rows: {error}; refused"
+                f"a manifest must list [name, dtype, shape, offset] rows, and parts: {error};"
+                " refused"
             ) from error
         for spec, offset in zip(manifest.tensors, offsets, strict=True):
             if spec.offset != offset:
@@ -163,7 +194,9 @@ class Manifest:
                     f"manifest offset of {spec.name} must be {spec.offset}, got {offset}: bytes"
                     " would land in other rows"
                 )
-        return manifest
+        if [part.extents for part in cut.parts] != parts:
+            raise DataError("the parts of a manifest must be extents in order; refused")
+        return cut
 
 
 def _check_entry(name: str, dtype: str, shape: tuple[int, ...], seen: set[str]) -> None:
@@ -183,9 +216,9 @@ def _parse(text: str) -> dict[str, Any]:
         record = json.loads(text)
     except ValueError as error:
         raise DataError(f"a manifest must be JSON: {error}; refused") from error
-    if not isinstance(record, dict) or set(record) != {"format", "block_bytes", "tensors"}:
+    if not isinstance(record, dict) or set(record) != {"format", "block_bytes", "tensors", "parts"}:
         raise DataError(
-            "a manifest must have exactly the keys format, block_bytes and tensors; refused"
+            "a manifest must have exactly the keys format, block_bytes, tensors and parts; refused"
         )
     if record["format"] != FORMAT:
         raise DataError(

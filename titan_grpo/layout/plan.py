@@ -10,9 +10,13 @@ import torch
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.infer import Layout, Shape, matrix_shape, progression
 from titan_grpo.layout.manifest import ITEM_BYTES, Manifest
+from titan_grpo.layout.parts import Extent, joined, whole_pages
 
 PAGE = 4096
 """Bytes of a page of memory."""
+
+MOST_EXTENTS = 1 << 20
+"""Of one host: each is a number in the manifest, and a system call when it is sent."""
 
 Chunk = tuple[Shape, Shape]
 """Offsets and sizes of a box within a parameter's full shape."""
@@ -36,25 +40,77 @@ class CopyOp:
     dtype: str
 
 
-def written_extents(ops: Iterable[CopyOp], page: int = PAGE) -> list[tuple[int, int]]:
-    """[start, stop) in bytes of an image that ``ops`` write to, rounded out to pages and merged
-    where they meet: pages can be pinned once only.
+def written_pages(ops: Iterable[CopyOp], page: int = PAGE) -> tuple[Extent, ...]:
+    """The pages of an image between the first and the last byte of each of ``ops``, joined where
+    they meet: pages can be pinned once only.
 
     An op of 2 rows of 8 bytes, 64 bytes apart, at byte 4090 ends at 4162: with pages of 4096 bytes
     it is (0, 8192).
     """
     ends = []
     for op in ops:
-        width = op.num_cols * getattr(torch, op.dtype).itemsize
-        stop = op.dest_offset + (op.num_rows - 1) * op.dest_row_stride + width
+        stop = op.dest_offset + (op.num_rows - 1) * op.dest_row_stride + _width(op)
         if op.num_rows and op.num_cols:
-            ends.append((op.dest_offset // page * page, -(-stop // page) * page))
-    out: list[tuple[int, int]] = []
-    for start, stop in sorted(ends):
-        if out and start <= out[-1][1]:
-            out[-1] = out[-1][0], max(out[-1][1], stop)
+            ends.append((op.dest_offset, stop))
+    return whole_pages(ends, page)
+
+
+def written_extents(ops: Iterable[CopyOp]) -> tuple[Extent, ...]:
+    """The bytes of an image that ``ops`` write to, joined where they meet.
+
+    An op of 2 rows of 8 bytes, 64 bytes apart, at byte 4090 gives (4090, 4098) and (4154, 4162).
+    Raises ConfigError for more than MOST_EXTENTS.
+    """
+    ends: list[Extent] = []
+    for op in ops:
+        width = _width(op)
+        if width == op.dest_row_stride:
+            ends.append((op.dest_offset, op.dest_offset + op.num_rows * width))
         else:
-            out.append((start, stop))
+            starts = (op.dest_offset + row * op.dest_row_stride for row in range(op.num_rows))
+            ends += [(start, start + width) for start in starts]
+        if len(ends) > MOST_EXTENTS:
+            raise ConfigError(
+                f"the shards of one host must be at most {MOST_EXTENTS} pieces of memory, they are"
+                f" more (at {op.fqn}): parameters are cut by columns over several hosts; keep the"
+                " ranks of one tensor parallel group on one host"
+            )
+    return joined(ends)
+
+
+def _width(op: CopyOp) -> int:
+    """Bytes of one row of ``op``."""
+    item: int = getattr(torch, op.dtype).itemsize
+    return op.num_cols * item
+
+
+def merged(boxes: Iterable[Chunk]) -> list[Chunk]:
+    """Disjoint boxes as fewer ones, where two make up a box: what the ranks of a host hold
+    together.
+
+    Two halves of the columns of rows 4 to 8: ``merged([((4, 0), (4, 2)), ((4, 2), (4, 2))]) ==
+    [((4, 0), (4, 4))]``.
+    """
+    out, before = list(boxes), -1
+    while len(out) != before:
+        before = len(out)
+        for dim in range(len(out[0][0]) if out else 0):
+            out = _merged_along(dim, out)
+    return out
+
+
+def _merged_along(dim: int, boxes: list[Chunk]) -> list[Chunk]:
+    def others(box: Chunk) -> tuple[Shape, ...]:
+        return tuple(tuple(n for d, n in enumerate(side) if d != dim) for side in box)
+
+    out: list[Chunk] = []
+    for box in sorted(boxes, key=lambda box: (others(box), box[0][dim])):
+        if out and others(out[-1]) == others(box):
+            (offsets, sizes), (start, size) = out[-1], (box[0][dim], box[1][dim])
+            if offsets[dim] + sizes[dim] == start:
+                out[-1] = offsets, (*sizes[:dim], sizes[dim] + size, *sizes[dim + 1 :])
+                continue
+        out.append(box)
     return out
 
 
@@ -153,10 +209,8 @@ def _check_coverage(fqn: str, shape: Sequence[int], boxes: list[Chunk]) -> None:
     held, wanted = sum(prod(sizes) for _, sizes in boxes), prod(shape)
     if held < wanted:
         raise ConfigError(
-            f"the ranks of this host must hold every element of {fqn} {tuple(shape)}, they hold"
-            f" {held} of {wanted}: weights are sharded over several hosts; set"
-            " parallelism.data_parallel_replicate_degree to the number of hosts, so that each host"
-            " holds a whole copy"
+            f"the ranks must hold every element of {fqn} {tuple(shape)}, they hold {held} of"
+            f" {wanted}: its placement cannot be synced"
         )
     overlap = _first_overlap(boxes)
     if overlap is not None or held > wanted:

@@ -315,8 +315,8 @@ class ServerState(
 
 
 class RangeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a version can be read: by TCP from ``host`` and ``port``, and by a process of the same
-    host and user from a memfd.
+    """Where a part of a version (layout.parts) can be read: by TCP from ``host`` and ``port``, and
+    by a process of the same host and user from a memfd.
 
     ``ticket``: hexadecimal, names the image at the source. ``memfd``: a layout.image.ImageAddress,
     empty if the image is in none.
@@ -326,6 +326,7 @@ class RangeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int
     ticket: str
     memfd: dict[str, int] = {}
+    part: Number = 0
 
 
 class Order(Message, frozen=True):

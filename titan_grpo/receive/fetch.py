@@ -1,13 +1,15 @@
 """Fetch a whole version in ranges, in parallel, from the sources that have it; each block is
 checked on arrival.
 
+Each trainer host has a part of the version (layout.parts), and the parts are read at the same time.
 A range that is lost, or that holds a block with another digest, is read again, from the next source
 first. No source is trusted: what passes is what the trainer hashed.
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_grpo.errors import TransferFailed
@@ -27,7 +29,7 @@ Open = Callable[[], RangeReader]
 """Opens a reader of one source; TransferFailed if the source cannot be reached."""
 
 Moved = Callable[[int], object]
-"""Called with the number of bytes that are there and checked from the image's start."""
+"""Called with the number of bytes that are there and checked, wherever in the image they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +42,33 @@ class Content:
     algorithm: str
     key: bytes | None
 
-    def first_bad(self, image: memoryview, start: int, stop: int) -> int | None:
-        """The first block in ``[start, stop)`` of ``image`` that differs; None if none does. Both
-        ends lie on the borders of blocks."""
-        size = self.manifest.block_bytes
-        for index in range(start // size, -(-stop // size)):
-            low, high = self.manifest.block(index)
-            if digest_block(image[low:high], self.algorithm, self.key) != self.digests[index]:
+    def first_bad(self, image: memoryview, blocks: range) -> int | None:
+        """The first of these blocks of ``image`` that differs; None if none does."""
+        for index in blocks:
+            pieces = [image[a:b] for a, b in self.manifest.block(index)]
+            if digest_block(pieces, self.algorithm, self.key) != self.digests[index]:
                 return index
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Whole blocks of one part. ``start`` and ``stop`` count bytes of the part's stream."""
+
+    part: int
+    start: int
+    stop: int
+    blocks: range
+
+
+def _ranges(manifest: Manifest, part: int, nbytes: int) -> deque[_Range]:
+    """A part in ranges of ``nbytes``, which are whole blocks."""
+    blocks, end = manifest.blocks(part), manifest.parts[part].nbytes
+    each = nbytes // manifest.block_bytes
+    return deque(
+        _Range(part, i * nbytes, min((i + 1) * nbytes, end), blocks[i * each : (i + 1) * each])
+        for i in range(-(-end // nbytes))
+    )
 
 
 def range_bytes(block_bytes: int, bucket_bytes: int) -> int:
@@ -80,37 +100,42 @@ class Fetch:
     """
 
     def __init__(
-        self, image: SharedImage, content: Content, sources: Sequence[Open], bucket_bytes: int
+        self,
+        image: SharedImage,
+        content: Content,
+        sources: Mapping[int, Sequence[Open]],
+        bucket_bytes: int,
     ) -> None:
-        """``sources`` in the order in which they are asked. ``bucket_bytes``: between two marks."""
+        """``sources`` of each part, in the order in which they are asked. ``bucket_bytes``: between
+        two marks."""
         self._buffer, self._content, self._sources = image.buffer, content, sources
         manifest = content.manifest
-        self._step = range_bytes(manifest.block_bytes, bucket_bytes)
+        step = range_bytes(manifest.block_bytes, bucket_bytes)
         self._total = manifest.total_bytes
         self._turn = threading.Condition()
-        self._next = 0
-        self._count = -(-self._total // self._step)
-        self._arrived = [False] * self._count
-        self._prefix = 0
-        self._unusable: dict[int, str] = {}
+        self._left = [_ranges(manifest, part, step) for part in range(len(manifest.parts))]
+        self._reading = [0] * len(self._left)
+        """Threads per part that read a range of it."""
+        self._count = sum(map(len, self._left))
+        self._arrived = 0
+        self._unusable: dict[tuple[int, int], str] = {}
         self._running = 0
         self._deadline = 0.0
-        self._returned: list[int] = []
         self.error = ""
         self.bad_block = -1
         self.verify_s = 0.0
 
     def run(self, threads: int, timeout_s: float, marks: Sequence[int], moved: Moved) -> None:
-        """Fetch on ``threads`` threads within ``timeout_s`` seconds. ``moved`` is called, on this
-        thread, when the prefix has reached each of ``marks`` (bytes, ascending). What went wrong
-        is in ``error``.
+        """Fetch within ``timeout_s`` seconds, on ``threads`` threads or one for each part, if that
+        is more. ``moved`` is called, on this thread, when as many bytes as each of ``marks``
+        (ascending) have arrived. What went wrong is in ``error``.
 
         TransferFailed if a thread did not end: the image is still written to.
         """
         deadline = self._deadline = time.monotonic() + timeout_s
         workers = [
             threading.Thread(target=self._work, name=f"fetch {i}", daemon=True)
-            for i in range(min(threads, self._count))
+            for i in range(min(max(threads, len(self._left)), self._count))
         ]
         self._running = len(workers)
         for worker in workers:
@@ -118,12 +143,12 @@ class Fetch:
         for mark in marks:
             with self._turn:
                 self._turn.wait_for(
-                    lambda mark=mark: self._bytes() >= mark or self.error or not self._running,  # type: ignore[misc]
+                    lambda mark=mark: self._arrived >= mark or self.error or not self._running,  # type: ignore[misc]
                     max(0.0, deadline - time.monotonic()),
                 )
-                if self._bytes() < mark:
+                if self._arrived < mark:
                     self.error = self.error or (
-                        f"{self._bytes()} of {self._total} bytes came within {timeout_s:.1f} s"
+                        f"{self._arrived} of {self._total} bytes came within {timeout_s:.1f} s"
                     )
                     break
             moved(mark)
@@ -132,18 +157,15 @@ class Fetch:
             if worker.is_alive():
                 raise TransferFailed("a range is still being read past the transfer's deadline")
 
-    def _bytes(self) -> int:
-        return min(self._prefix * self._step, self._total)
-
     def _work(self) -> None:
         """Thread: one range after the other."""
-        readers: dict[int, RangeReader] = {}
+        readers: dict[tuple[int, int], RangeReader] = {}
         try:
-            while (index := self._take()) is not None:
+            while (range_ := self._take()) is not None:
                 try:
-                    self._range(index, readers)
+                    self._range(range_, readers)
                 except _RangeLost as lost:
-                    self._lost(index, lost)
+                    self._lost(range_, lost)
                     break
         except Exception as error:  # noqa: BLE001 - top of a thread: the transfer would wait for it
             self._fail(f"fetching broke off: {type(error).__name__}: {error}", -1)
@@ -151,83 +173,83 @@ class Fetch:
             for reader in readers.values():
                 reader.close()
 
-    def _take(self) -> int | None:
-        """The next range; None: this thread is done. It stays until every range is there, for one
-        that another thread gives back."""
+    def _take(self) -> _Range | None:
+        """The next range, of the part that the fewest threads read: no host's link is idle while
+        it has something to send. None: this thread is done. It stays until every range is there,
+        for one that another thread gives back."""
         with self._turn:
             self._turn.wait_for(
-                lambda: self.error or self._returned or self._next < self._count or self._whole(),
+                lambda: self.error or any(self._left) or self._arrived == self._total,
                 max(0.0, self._deadline - time.monotonic()),
             )
-            if not self.error and self._returned:
-                return self._returned.pop()
-            if not self.error and self._next < self._count:
-                self._next += 1
-                return self._next - 1
+            parts = [part for part, ranges in enumerate(self._left) if ranges]
+            if not self.error and parts:
+                part = min(parts, key=lambda p: (self._reading[p], -len(self._left[p])))
+                self._reading[part] += 1
+                return self._left[part].popleft()
             self._running -= 1
             self._turn.notify_all()
             return None
 
-    def _whole(self) -> bool:
-        return self._prefix == self._count
-
-    def _lost(self, index: int, lost: _RangeLost) -> None:
+    def _lost(self, range_: _Range, lost: _RangeLost) -> None:
         """This thread ends. Another one reads its range: a source that serves many readers may
         accept only some of their connections."""
         with self._turn:
+            self._reading[range_.part] -= 1
             if lost.bad_block < 0 and self._running > 1 and not self.error:
-                self._returned.append(index)
+                self._left[range_.part].append(range_)
                 self._running -= 1
                 self._turn.notify_all()
                 return
         self._fail(str(lost), lost.bad_block)
 
-    def _range(self, index: int, readers: dict[int, RangeReader]) -> None:
+    def _range(self, range_: _Range, readers: dict[tuple[int, int], RangeReader]) -> None:
         """Read and check one range; _RangeLost if no source has it."""
-        start, stop = index * self._step, min((index + 1) * self._step, self._total)
-        view, reason, bad = self._buffer[start:stop], "", -1
-        for source in list(range(len(self._sources))) * ATTEMPTS:
+        part, manifest = range_.part, self._content.manifest
+        pieces = manifest.parts[part].pieces(range_.start, range_.stop)
+        views = [self._buffer[low:high] for low, high in pieces]
+        reason, bad = "", -1
+        for number in list(range(len(self._sources.get(part, ())))) * ATTEMPTS:
+            source = part, number
             if source in self._unusable:
                 reason = reason or self._unusable[source]
                 continue
             try:
                 if source not in readers:
                     readers[source] = self._open(source)
-                readers[source].read_into(start, view)
+                readers[source].read_into(range_.start, *views)
             except TransferFailed as error:
                 if (reader := readers.pop(source, None)) is not None:
                     reader.close()
                 reason = str(error)
                 continue
             began = time.monotonic()
-            wrong = self._content.first_bad(self._buffer, start, stop)
+            wrong = self._content.first_bad(self._buffer, range_.blocks)
             with self._turn:
                 self.verify_s += time.monotonic() - began
             if wrong is None:
-                self._done(index)
+                self._done(range_)
                 return
             bad = wrong
-            reason = (
-                f"block {bad} of {self._content.manifest.num_blocks} differs from what the trainer"
-                " hashed"
-            )
+            reason = f"block {bad} of {manifest.num_blocks} differs from what the trainer hashed"
         raise _RangeLost(reason or "the trainer named no source", bad)
 
-    def _open(self, source: int) -> RangeReader:
+    def _open(self, source: tuple[int, int]) -> RangeReader:
+        part, number = source
         try:
-            return self._sources[source]()
+            return self._sources[part][number]()
         except TransferFailed as error:
             # not asked again in this transfer: each try may take a connection's deadline
             with self._turn:
-                if len(self._unusable) + 1 < len(self._sources):
+                unusable = sum(of == part for of, _ in self._unusable)
+                if unusable + 1 < len(self._sources[part]):
                     self._unusable[source] = str(error)
             raise
 
-    def _done(self, index: int) -> None:
+    def _done(self, range_: _Range) -> None:
         with self._turn:
-            self._arrived[index] = True
-            while self._prefix < self._count and self._arrived[self._prefix]:
-                self._prefix += 1
+            self._reading[range_.part] -= 1
+            self._arrived += range_.stop - range_.start
             self._turn.notify_all()
 
     def _fail(self, error: str, bad_block: int) -> None:

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -80,6 +80,7 @@ class Receiver:
         self._hello, self._joined = hello, replace(joined, pid=os.getpid())
         self._key = keys.messages if keys is not None else None
         self._block_key = keys.blocks.raw if keys is not None else None
+        self._range_key = keys.ranges if keys is not None else None
         self._turn = threading.Condition()
         self.streamed = hello.apply == "streamed"
         self.timeout_s = hello.timeout_s
@@ -318,7 +319,7 @@ class Receiver:
             error = f"the fingerprint must be {order.fingerprint}, got {print_}"
         else:
             content = Content(manifest, expected, hello.digest_algorithm, self._block_key)
-            fetch = Fetch(image, content, self._opens(order.sources), hello.bucket_bytes)
+            fetch = Fetch(image, content, self._opens(order.sources, manifest), hello.bucket_bytes)
             ahead = marks(manifest.total_bytes, hello.bucket_bytes)
             moved = partial(self._moved, channel, order.number)
             fetch.run(hello.connections, hello.timeout_s, ahead, moved)
@@ -336,13 +337,17 @@ class Receiver:
         """Tell the lane that the transfer has reached its next mark."""
         channel.send(Kind.MOVED, number)
 
-    def _opens(self, sources: Sequence[RangeSource]) -> list[Open]:
-        """How to open each source; a memfd of this host before any socket."""
-        local: list[Callable[[], MemfdReader]] = [
-            partial(MemfdReader, source.memfd) for source in sources if source.memfd
-        ]
-        wait_s = self._hello.progress_s
-        return [*local, *(partial(TcpReader, source, self._key, wait_s) for source in sources)]
+    def _opens(self, sources: Sequence[RangeSource], manifest: Manifest) -> dict[int, list[Open]]:
+        """How to open the sources of each part; a memfd of this host before any socket."""
+        out: dict[int, list[Open]] = {}
+        for source in sources:
+            opens = out.setdefault(source.part, [])
+            if source.memfd and source.part < len(manifest.parts):
+                opens.append(partial(MemfdReader, source.memfd, manifest.parts[source.part]))
+        for source in sources:
+            opens = out.setdefault(source.part, [])
+            opens.append(partial(TcpReader, source, self._range_key, self._hello.progress_s))
+        return out
 
     def _receive(self, order: Order, digests: bytes | bytearray, transport: Transport) -> Staged:
         hello = self._hello
@@ -384,7 +389,7 @@ class Receiver:
         """The digests that the trainer's blocks have."""
         raw = bytes(blob)
         algorithm = self._hello.digest_algorithm
-        size = len(digest_block(memoryview(b""), algorithm))
+        size = len(digest_block((), algorithm))
         if len(raw) != size * manifest.num_blocks:
             raise PeerError(
                 f"{manifest.num_blocks} {algorithm} digests must be {size * manifest.num_blocks}"

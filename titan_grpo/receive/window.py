@@ -122,8 +122,10 @@ class Window:
         manifest, buffer = self._manifest, self._ring.buffer
         shift = start - start % buffer.nbytes
         for index in range(start // manifest.block_bytes, -(-stop // manifest.block_bytes)):
-            low, high = manifest.block(index)
-            if digest_block(buffer[low - shift : high - shift], algorithm, key) != expected[index]:
+            # streamed versions have one part, whose blocks are in one piece
+            ((low, high),) = manifest.block(index)
+            block = buffer[low - shift : high - shift]
+            if digest_block([block], algorithm, key) != expected[index]:
                 self.bad_block = index
                 raise TransferFailed(
                     f"block {index} of {manifest.num_blocks} differs from what the trainer"

@@ -37,6 +37,7 @@ from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Stage
 from titan_grpo.protocol.recovery import settle
 from titan_grpo.sync.lane_threads import LaneThreads
 from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
+from titan_grpo.sync.part import Parts
 from titan_grpo.sync.pause_guard_main import perform
 from titan_grpo.sync.server_set import ServerSet
 from titan_grpo.sync.slots import ImageSlots, Published
@@ -374,7 +375,7 @@ class ServerLane:
         else:
             image = self._c.images[published.slot]
             with recorder.span(names.SEND_S, self.url, version=version):
-                place = self._c.shared[published.slot] or image
+                place = Parts(self._c.shared[published.slot] or image, published.elsewhere)
                 staged = link.send(self._number, version, place, digests, fingerprint, self._moved)
             recorder.observe(names.VERIFY_S, staged.verify_s)
             recorder.count(names.SYNC_BYTES, image.numel())

@@ -39,6 +39,7 @@ from titan_grpo.protocol.messages import (
 )
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.load_call import LoadCall
+from titan_grpo.sync.part import Parts
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
 from titan_grpo.sync.transports.channel import Frame, LaneChannel
 from titan_grpo.sync.transports.range_server import RangeServer
@@ -137,6 +138,7 @@ class LaneLink:
         self._term, self._lost = term, lost
         keys = options.keys(run_id, epoch)
         self._key = keys.messages if keys is not None else None
+        self._range_key = keys.ranges if keys is not None else None
         self._lock = threading.Lock()
         self._aborted = False
         self._next = MANIFEST_NUMBER
@@ -238,7 +240,7 @@ class LaneLink:
         self,
         number: int,
         version: int,
-        image: torch.Tensor | SharedImage,
+        image: torch.Tensor | SharedImage | Parts,
         digests: Sequence[bytes],
         fingerprint: str,
         moved: Moved | None = None,
@@ -250,12 +252,14 @@ class LaneLink:
         is returned: the epoch goes on, and the image may be sent again under the next number.
         """
         start = time.monotonic()
+        image, elsewhere = image if isinstance(image, Parts) else Parts(image, ())
         shared = image if isinstance(image, SharedImage) else None
         bytes_ = image.tensor() if isinstance(image, SharedImage) else image
         self._check_size(bytes_)
         if self._options.transport == TCP:
             with self._served(bytes_, shared.address if shared else None) as place:
-                self._announce("receive", number, version, digests, fingerprint, (place,))
+                sources = place, *elsewhere
+                self._announce("receive", number, version, digests, fingerprint, sources)
                 return self._moving(number, moved)
         self._announce("receive", number, version, digests, fingerprint)
         self._broadcast(bytes_, moved)
@@ -266,7 +270,8 @@ class LaneLink:
     def _served(self, image: torch.Tensor, memfd: ImageAddress | None) -> Iterator[RangeSource]:
         """Let the receiver read the image within it."""
         view = memoryview(image.numpy())  # type: ignore[arg-type]
-        ticket = self._source.grant(view, memfd.fd if memfd else None, self._key)
+        fd, part = memfd.fd if memfd else None, self._manifest.parts[0]
+        ticket = self._source.grant(view, fd, self._range_key, part)
         place = memfd.to_json() if memfd else {}
         try:
             channel = self._opened()

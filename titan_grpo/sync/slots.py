@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from titan_grpo.protocol import image_slots
 from titan_grpo.protocol.image_slots import SlotTable
-from titan_grpo.protocol.messages import Label
+from titan_grpo.protocol.messages import Label, RangeSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class Published:
     digests: tuple[bytes, ...]
     published_s: float
     """When the trainer published it, on the recorder's clock."""
+    elsewhere: tuple[RangeSource, ...] = ()
+    """Where the parts of the trainer's other hosts are served."""
 
     @property
     def version(self) -> int:

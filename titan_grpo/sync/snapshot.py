@@ -23,7 +23,7 @@ import torch
 from titan_grpo.errors import ProtocolError, SyncError
 from titan_grpo.layout.cuda_runtime import Block, CudaRuntime
 from titan_grpo.layout.infer import matrix_shape
-from titan_grpo.layout.plan import CopyOp, written_extents
+from titan_grpo.layout.plan import CopyOp, written_pages
 from titan_grpo.sync.merged import MergedRows
 
 logger = logging.getLogger(__name__)
@@ -224,8 +224,8 @@ class Snapshotter:
         self._cuda: _CudaSide | None = None
         if device.type == "cuda":
             widest = max((op.num_cols for group in ops.values() for op in group), default=0)
-            written = written_extents(op for group in planned.values() for op in group)
-            parts = [image[start:stop] for image in images for start, stop in written]
+            pages = written_pages(op for group in planned.values() for op in group)
+            parts = [image[start:stop] for image in images for start, stop in pages]
             self._cuda = _CudaSide(parts, device, max(chunk_bytes, widest * WIDEST_ITEM))
 
     def start(self, shards: Mapping[str, torch.Tensor | MergedRows], slot: int) -> Copy:

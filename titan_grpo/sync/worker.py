@@ -18,46 +18,41 @@ from datetime import timedelta
 from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
 
 from titan_grpo.config import WeightSync
 from titan_grpo.config.rollout import is_loopback
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.http import address_towards
 from titan_grpo.errors import SyncError, TitanGrpoError
-from titan_grpo.layout.digest import block_digests, fingerprint
-from titan_grpo.layout.image import SharedImage
-from titan_grpo.layout.manifest import Manifest
+from titan_grpo.layout.digest import fingerprint
 from titan_grpo.layout.plan import CopyOp
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane, members
 from titan_grpo.protocol.lane_events import LaneEvent, Observer, no_observer
-from titan_grpo.protocol.messages import TCP, Label, new_run_id
+from titan_grpo.protocol.messages import TCP, Label, RangeSource
+from titan_grpo.protocol.parts import Hashed, hashed_key
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
 from titan_grpo.sync.lane import LOOK_S, LaneContext, ServerLane
 from titan_grpo.sync.lane_threads import LaneThreads
 from titan_grpo.sync.link import LinkOptions
+from titan_grpo.sync.part import LOOPBACK, Hashing, ImagePool, Images, wait_copied
 from titan_grpo.sync.pause_guard import PauseGuard, transfer_in_load_s
-from titan_grpo.sync.publisher import Publisher, copied_key
+from titan_grpo.sync.publisher import Publisher
 from titan_grpo.sync.server_set import JOIN_S, ServerObserver, ServerSet
 from titan_grpo.sync.slots import ImageSlots, Published
 from titan_grpo.sync.snapshot import Copy, Snapshotter
 from titan_grpo.sync.transports.range_server import RangeServer
-from titan_grpo.sync.transports.store import host_store, store_errors
+from titan_grpo.sync.transports.store import store_errors
 
 logger = logging.getLogger(__name__)
 
 LEAST_S = 1.0
 """Seconds that the lanes get at least to end, if a flush used up its deadline."""
 
-LOOPBACK = "127.0.0.1"
-
 ANYWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737): the way to it is the default route."""
-
-Images = tuple[torch.Tensor, ...]
 
 
 def resolve_bind_host(configured: str, url: str) -> str:
@@ -85,34 +80,6 @@ def load_deadline_s(config: WeightSync) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class ImagePool:
-    """One run's version images and what their writers share. Rank 0 creates it."""
-
-    run_id: str
-    manifest: Manifest
-    images: tuple[SharedImage, ...]
-    store: dist.TCPStore
-    """Carries the other ranks' notices that their bytes are there."""
-
-    @classmethod
-    def create(cls, manifest: Manifest, slots: int, run_id: str = "") -> "ImagePool":
-        """Of a new run, unless it has a ``run_id`` already."""
-        images = tuple(
-            SharedImage.create(manifest.total_bytes, f"titan_grpo slot {i}") for i in range(slots)
-        )
-        return cls(run_id or new_run_id(time.time()), manifest, images, host_store(LOOPBACK))
-
-    def tensors(self) -> Images:
-        """The images as bytes: uint8[total_bytes] each."""
-        return tuple(image.tensor() for image in self.images)
-
-    def close(self) -> None:
-        """Free the images. Idempotent."""
-        for image in self.images:
-            image.close()
-
-
-@dataclass(frozen=True, slots=True)
 class _Job:
     version: int
     slot: int
@@ -135,7 +102,9 @@ class SyncOptions:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Of the trainer."""
     remote_writers: Sequence[int] = ()
-    """Other ranks that write a part of each image."""
+    """Other ranks of rank 0's host that write to each image."""
+    leaders: Sequence[int] = ()
+    """The leaders' ranks of the trainer's other hosts, by part from 1 on."""
     owner: str = ""
     take_over: bool = True
     """See Hello, like ``owner``."""
@@ -192,7 +161,10 @@ class SyncWorker:
         self._config, self._recorder, self._o = config, recorder, options
         self._source = RangeServer()
         link = self._link = replace(options.link(config), source=self._source)
-        self._block_key = link.block_key(pool.run_id)
+        keys = link.keys(pool.run_id, 0)
+        self.hashing = Hashing(link.algorithm, keys.blocks if keys is not None else None)
+        self._given_up: set[str] = set()
+        """Keys of hosts' parts that came too late, or may still come."""
         log = recorder.run_dir / "pause_guard.log"
         self.guard = (
             PauseGuard(config, link, log, options.guard_deadlines) if options.guarded else None
@@ -256,10 +228,7 @@ class SyncWorker:
 
     def fingerprint(self, image: memoryview) -> str:
         """The fingerprint of a version with these bytes, under this run's key."""
-        return fingerprint(self.manifest.digest, self._digests(image))
-
-    def _digests(self, image: memoryview) -> tuple[bytes, ...]:
-        return block_digests(image, self.manifest, self._link.algorithm, self._block_key)
+        return fingerprint(self.manifest.digest, self.hashing.digests(image, self.manifest))
 
     def flush(self, version: int, timeout_s: float) -> list[str]:
         """Accept no more versions and wait until the servers that answer hold ``version``; those
@@ -299,7 +268,8 @@ class SyncWorker:
         try:
             # no deadline: close() of its owner puts None into the queue; the thread is a daemon
             while (job := self._jobs.get()) is not None:
-                writers = set(self._o.remote_writers) | ({0} if job.copy is not None else set())
+                writers = {*self._o.remote_writers, *self._o.leaders}
+                writers |= {0} if job.copy is not None else set()
                 self.slots.writing(job.version, job.slot, frozenset(writers))
                 try:
                     self._seal(job)
@@ -319,13 +289,59 @@ class SyncWorker:
         if job.copy is not None:
             self._recorder.observe(names.COPY_S, job.copy.wait(timeout_s))
             self.slots.copied(job.version, 0)
-        for rank in self._o.remote_writers:
-            key = copied_key(job.version, rank)
-            with store_errors(f"waiting for the part of rank {rank} of version {job.version}"):
-                self.pool.store.wait([key], timedelta(seconds=timeout_s))
-                self.pool.store.delete_key(key)
-            self.slots.copied(job.version, rank)
+        wait_copied(
+            self.pool,
+            job.version,
+            self._o.remote_writers,
+            timeout_s,
+            lambda rank: self.slots.copied(job.version, rank),
+        )
         with self._recorder.span(names.DIGEST_S, "sealer", version=job.version):
-            digests = self._digests(self.pool.images[job.slot].buffer)
+            image = self.pool.images[job.slot].buffer
+            digests = self.hashing.digests(image, self.manifest, self.pool.part)
+        others = self._others(job.version)
+        digests += tuple(digest for _, theirs in others for digest in theirs)
         label = Label(self.run_id, job.version, fingerprint(self.manifest.digest, digests))
-        self.slots.complete(Published(label, job.slot, digests, job.published_s))
+        elsewhere = tuple(source for source, _ in others)
+        self.slots.complete(Published(label, job.slot, digests, job.published_s, elsewhere))
+
+    def _others(self, version: int) -> list[tuple[RangeSource, list[bytes]]]:
+        """Source and digests of each other host's part, once all are hashed. TransferFailed if one
+        is not within the deadline: the hosts copy and hash at the same time as this one."""
+        store, config = self.pool.store, self._config
+        for key in list(self._given_up):
+            if store.check([key]):
+                store.delete_key(key)
+                self._given_up.discard(key)
+        keys = [hashed_key(version, part) for part in range(1, len(self._o.leaders) + 1)]
+        self._given_up.update(keys)
+        deadline = time.monotonic() + config.lane_deadline_s
+        out = []
+        for part, (rank, key) in enumerate(zip(self._o.leaders, keys, strict=True), 1):
+            left_s = max(0.0, deadline - time.monotonic())
+            left_s += self.manifest.parts[part].nbytes / config.min_rate
+            with store_errors(
+                f"waiting for part {part} of version {version} from rank {rank}, the leader of"
+                f" another host, {left_s:.0f} s"
+            ):
+                store.wait([key], timedelta(seconds=left_s))
+                hashed = Hashed.from_json(store.get(key))
+                store.delete_key(key)
+            self._given_up.discard(key)
+            hashed.require_proof(self.hashing.key)
+            if hashed.error or (hashed.version, hashed.part) != (version, part):
+                raise SyncError(f"part {part} of rank {rank}'s host failed: {hashed.error}")
+            out.append((hashed.source, self._split(hashed)))
+            self.slots.copied(version, rank)
+        return out
+
+    def _split(self, hashed: Hashed) -> list[bytes]:
+        """A part's digests, one by one. SyncError if they are not as many as its blocks."""
+        raw, size = bytes.fromhex(hashed.digests), self.hashing.digest_bytes
+        count = len(self.manifest.blocks(hashed.part))
+        if len(raw) != size * count:
+            raise SyncError(
+                f"part {hashed.part} must have {count} digests of {size} bytes, got {len(raw)}"
+                " bytes"
+            )
+        return [raw[i : i + size] for i in range(0, len(raw), size)]

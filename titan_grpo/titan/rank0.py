@@ -40,7 +40,8 @@ from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group
 from titan_grpo.subprocesses import run_command, without_torchrun
-from titan_grpo.sync.worker import ImagePool, SyncOptions, SyncWorker, load_deadline_s
+from titan_grpo.sync.part import ImagePool
+from titan_grpo.sync.worker import SyncOptions, SyncWorker, load_deadline_s
 from titan_grpo.titan.data import Sampled, StepWork, varied_groups
 from titan_grpo.titan.evaluations import Evaluations
 from titan_grpo.titan.hf_files import copy_assets, write_adapter, write_weights
@@ -56,6 +57,8 @@ from titan_grpo.titan.step_metrics import (
     rollout_values,
     server_values,
 )
+from titan_grpo.titan.weight_sync import WritePlan
+from titan_grpo.titan.whole_image import with_whole_image
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +117,7 @@ class Controller:
             os.environ.get(rollout.admin_key_env, ""),
         )
         specs = launched(job_config, model_dir, cpu, run_key, self._keys)
-        self._run_key = specs[0].run_key if specs else run_key
+        self.run_key = specs[0].run_key if specs else run_key
         self._servers = ServerGroup(specs)
         self._rollouts: Rollouts | None = None
         self._worker: SyncWorker | None = None
@@ -147,10 +150,10 @@ class Controller:
         state: str,
         pool: ImagePool,
         device: torch.device,
-        remote_writers: Sequence[int],
+        plan: WritePlan,
     ) -> SyncWorker:
         """Start servers, rollouts and weight sync for training that continues from ``version``;
-        ``state`` is a checkpoint's. ``remote_writers``: other ranks that write parts of images."""
+        ``state`` is a checkpoint's."""
         rollout, sync = self._job.rollout, sync_settings(self._job)
         # Not earlier: a finished job that is started again changes no file.
         traces = from_environment(os.environ, self._run_dir.name, time.perf_counter())
@@ -191,9 +194,10 @@ class Controller:
                 listed=known.listed,
                 observer=evaluations,
                 keys=self._keys,
-                run_key=self._run_key,
+                run_key=self.run_key,
                 device=device,
-                remote_writers=remote_writers,
+                remote_writers=plan.others,
+                leaders=plan.leaders[1:],
                 owner=_owner(self._run_dir),
                 take_over=rollout.take_over,
                 drain=(
@@ -438,8 +442,10 @@ class Controller:
         published = worker.slots.newest()
         if published is not None:
             # The image already has the names, the layout and the type of HF files.
-            image = worker.pool.images[published.slot].tensor()
-            self._save(tensor_views(image, worker.manifest), has_adapters(worker.manifest))
+            manifest, adapters = worker.manifest, has_adapters(worker.manifest)
+            use = lambda image: self._save(tensor_views(image, manifest), adapters)  # noqa: E731
+            if missing := with_whole_image(worker, published, self._job.weight_sync, use):
+                self.recorder.error(f"version {version} is not saved: {missing}")
         return values
 
     def _save(self, tensors: Iterable[tuple[str, torch.Tensor]], adapters: bool) -> None:

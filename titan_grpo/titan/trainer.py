@@ -37,6 +37,7 @@ from titan_grpo.titan import compat, lora
 from titan_grpo.titan.data import BatchLoader, Share
 from titan_grpo.titan.dump_folder import held, write_failure
 from titan_grpo.titan.flavors import disable_unexported_buffers, register_tiny_flavors
+from titan_grpo.titan.hosts import Here
 from titan_grpo.titan.loggers import log_table, make_dispensable
 from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics
 from titan_grpo.titan.packed import PackedAttention
@@ -119,8 +120,12 @@ class GRPOTrainer(Trainer):
             adapter.to_hf,
             job_config.weight_sync,
             self.device,
-            self.loader.group,
             sends_adapters(job_config.lora),
+            Here(
+                group=self.loader.group,
+                urls=job_config.rollout.servers,
+                run_key=self.controller.run_key if self.controller is not None else None,
+            ),
         )
         self.reference = build_reference(self, job_config) if self._grpo.kl_beta > 0 else None
         packed = PackedAttention()
@@ -180,9 +185,8 @@ class GRPOTrainer(Trainer):
         controller = self.controller
         if controller is not None:
             assert self.sync.pool is not None
-            remote = [rank for rank in self.sync.plan.writers if rank != 0]
             worker = controller.start(
-                self.version, self.loader.state, self.sync.pool, self.device, remote
+                self.version, self.loader.state, self.sync.pool, self.device, self.sync.plan
             )
             self.sync.start(worker.publish)
         else:

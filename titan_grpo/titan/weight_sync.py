@@ -2,11 +2,9 @@
 
 import logging
 import os
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,14 +12,26 @@ import torch.distributed as dist
 
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError
+from titan_grpo.layout.digest import KEYED
 from titan_grpo.layout.image import ImageAddress, SharedImage, require_memory
 from titan_grpo.layout.infer import Layout, infer_layout, strip_prefixes
-from titan_grpo.layout.manifest import Manifest
-from titan_grpo.layout.plan import CopyOp, assign_writers, chunk_of, copy_ops
+from titan_grpo.layout.manifest import ALIGNMENT, Manifest
+from titan_grpo.layout.parts import Extent, parts_of
+from titan_grpo.layout.plan import (
+    Chunk,
+    CopyOp,
+    assign_writers,
+    chunk_of,
+    copy_ops,
+    merged,
+    written_extents,
+)
 from titan_grpo.observe.waiting import waiting
+from titan_grpo.runkey import EpochKeys, Key
+from titan_grpo.sync.part import LOOPBACK, Hashing, HostPart, ImagePool
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, local_shards
 from titan_grpo.sync.snapshot import Snapshotter
-from titan_grpo.sync.worker import LOOPBACK, ImagePool
+from titan_grpo.titan.hosts import Here, host_address, leaders
 from titan_grpo.titan.lora import (
     adapter_layout,
     adapter_shapes,
@@ -31,21 +41,33 @@ from titan_grpo.titan.lora import (
 )
 
 ToHF = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What each rank of the sending host copies. The same on every rank except ``ops``."""
+    """What each rank copies. The same on every rank except ``ops`` and ``part``."""
 
     manifest: Manifest
+    """With one part for each of ``hosts``."""
     layout: Layout
     ops: dict[str, list[CopyOp]]
     """This rank's copies by parameter name; empty on ranks that write nothing."""
-    writers: tuple[int, ...]
-    """Global ranks that write a part of each image."""
+    hosts: tuple[tuple[int, ...], ...]
+    """The global ranks that write, by host: rank 0's first, then those that write anything."""
+    part: int
+    """Index of this rank's host in ``hosts``; -1 if nothing is written there."""
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The rank of each of ``hosts`` that has its images: rank 0 on its own."""
+        return (0, *(ranks[0] for ranks in self.hosts[1:]))
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The ranks of this rank's host that write, without the leader."""
+        return tuple(rank for rank in self.hosts[self.part] if rank != self.leaders[self.part])
 
 
 def named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -83,25 +105,19 @@ def _exported(to_hf: ToHF, fqn: str, buffer: torch.Tensor) -> bool:
         return False
 
 
-def host_identity() -> str:
-    """What ranks of one host share and ranks of two hosts do not, also in containers with one host
-    name."""
-    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
-    namespace = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
-    return f"{socket.gethostname()}/{boot}/{namespace}"
-
-
 def plan_writes(
     model: torch.nn.Module,
     to_hf: ToHF,
     wire_dtype: str,
     block_bytes: int,
     adapters_only: bool = False,
+    here: Here | None = None,
 ) -> WritePlan:
-    """Learn the layout and divide the work among the ranks of rank 0's host. Collective over all
-    ranks, once. ``adapters_only``: versions are LoRA adapters, and not weights.
+    """Learn the layout and divide the work among the ranks, and the image among their hosts.
+    Collective over all ranks, once. ``adapters_only``: versions are LoRA adapters, and not weights.
 
-    Raises ConfigError on every rank if that host does not hold a whole copy of the weights.
+    Of several ranks that hold the same shard (replicas) the lowest writes it. Raises ConfigError on
+    every rank if they do not hold the weights alike.
     """
     weights = exported_tensors(model, to_hf)
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in weights}
@@ -114,33 +130,88 @@ def plan_writes(
         weights = [pair for pair in named_tensors(model) if is_adapter(pair[0])]
     manifest = layout.manifest(wire_dtype, block_bytes, keep)
     chunks = {fqn: chunk_of(tensor) for fqn, tensor in weights if layout.by_fqn[fqn]}
-    wanted = {fqn: layout.shapes[fqn] for fqn in chunks}
-    mine = (host_identity(), manifest.digest, chunks)
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    if len({digest for _, digest, _ in gathered}) != 1:
+    dist.all_gather_object(gathered, (manifest.digest, chunks))
+    if len({digest for digest, _ in gathered}) != 1:
         raise ConfigError(
             "every rank must lay the weights out alike, the manifests differ: do all ranks run the"
             " same model?"
         )
-    host = gathered[0][0]
-    local = [chunks if where == host else {} for where, _, chunks in gathered]
-    assigned = assign_writers(local, wanted)
+    held = [chunks for _, chunks in gathered]
+    assigned = assign_writers(held, {fqn: layout.shapes[fqn] for fqn in chunks})
+    leader_of = leaders(here or Here())
+    writing: dict[int, list[int]] = {0: []}
+    for rank, fqns in enumerate(assigned):
+        if fqns:
+            writing.setdefault(leader_of[rank], []).append(rank)
     rank = dist.get_rank()
-    ops = {
-        fqn: copy_ops(layout, manifest, fqn, *chunks[fqn])
-        for fqn in chunks
-        if fqn in assigned[rank]
-    }
-    return WritePlan(manifest, layout, ops, tuple(r for r, fqns in enumerate(assigned) if fqns))
+    part = list(writing).index(leader_of[rank]) if leader_of[rank] in writing else -1
+    plan = WritePlan(
+        manifest,
+        layout,
+        {f: copy_ops(layout, manifest, f, *chunks[f]) for f in chunks if f in assigned[rank]},
+        tuple(tuple(ranks) for ranks in writing.values()),
+        part,
+    )
+    if len(plan.hosts) == 1:
+        return plan
+    # All ranks of a host know what it writes: one of them says it.
+    extents: Sequence[Extent] = ()
+    if part >= 0 and rank == plan.leaders[part]:
+        extents = _host_extents(layout, manifest, plan.hosts[part], held, assigned)
+    written: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(written, extents)
+    hosts = [written[leader] for leader in plan.leaders]
+    return replace(
+        plan, manifest=manifest.with_parts(parts_of(hosts, manifest.total_bytes, ALIGNMENT))
+    )
+
+
+def _host_extents(
+    layout: Layout,
+    manifest: Manifest,
+    ranks: Sequence[int],
+    held: Sequence[Mapping[str, Chunk]],
+    assigned: Sequence[Collection[str]],
+) -> tuple[Extent, ...]:
+    """The bytes of an image that these ranks write: of their boxes together, which have far fewer
+    rows to name than each alone."""
+    boxes: dict[str, list[Chunk]] = {}
+    for rank in ranks:
+        for fqn in assigned[rank]:
+            boxes.setdefault(fqn, []).append(held[rank][fqn])
+    return written_extents(
+        op
+        for fqn, of in boxes.items()
+        for box in merged(of)
+        for op in copy_ops(layout, manifest, fqn, *box)
+    )
+
+
+def _require_ranges(config: WeightSync, hosts: int) -> None:
+    """ConfigError for a way of sending that has one sender."""
+    for key, value in ("apply", "streamed"), ("transport", "nccl"):
+        if getattr(config, key) == value:
+            raise ConfigError(
+                f'weight_sync.{key} must not be "{value}" where the weights are sharded over'
+                f" {hosts} hosts: it broadcasts whole images from rank 0's host; leave"
+                f" weight_sync.{key} out"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What rank 0 sends the other ranks once."""
+    """What a host's leader tells all ranks once."""
 
     images: tuple[ImageAddress, ...]
-    store_port: int
+    store: tuple[str, int]
+    """Host and port."""
+    run_id: str = ""
+    """On rank 0, like ``key``."""
+    key: str = ""
+    """EpochKeys.blocks as digits; empty without a run key."""
+    error: str = ""
+    """Why this host cannot take part."""
 
 
 class TrainerSync:
@@ -153,55 +224,85 @@ class TrainerSync:
         to_hf: ToHF,
         config: WeightSync,
         device: torch.device,
-        group: dist.ProcessGroup,
         adapters_only: bool = False,
+        here: Here | None = None,
     ) -> None:
         self._model, self._config, self._device = model, config, device
+        here = here or Here()
         self._adapters_only = adapters_only
-        self.plan: WritePlan = plan_writes(
-            model, to_hf, config.wire_dtype, config.block_bytes, adapters_only
-        )
+        wire, block = config.wire_dtype, config.block_bytes
+        self.plan: WritePlan = plan_writes(model, to_hf, wire, block, adapters_only, here)
+        if len(self.plan.hosts) > 1:
+            _require_ranges(config, len(self.plan.hosts))
         self.pool: ImagePool | None = None
-        """On rank 0 only, which serves the images from it."""
+        """On the leader of each host. Rank 0 serves the images from it."""
         self._images: tuple[SharedImage, ...] = ()
-        self._meeting = self._meet(group)
+        self._address = here.address or host_address(
+            config.bind_host, here.urls, os.environ.get("MASTER_ADDR", "")
+        )
+        self._meetings = self._meet(here.group, here.run_key)
         self._publisher: Publisher | None = None
-        self._announcer: Announcer | None = None
+        self._announcer: Announcer | HostPart | None = None
 
-    def _meet(self, group: dist.ProcessGroup) -> Meeting:
-        rank = dist.get_rank()
-        sent: list[Any] = [None]
-        if rank == 0:
-            nbytes, slots = self.plan.manifest.total_bytes, self._config.slots
-            require_memory(
-                nbytes * slots, f"weight_sync.slots = {slots} version images of {nbytes:,} bytes"
+    def _meet(self, group: dist.ProcessGroup | None, run_key: Key | None) -> dict[int, Meeting]:
+        """By leader."""
+        rank, plan = dist.get_rank(), self.plan
+        mine: Meeting | None = None
+        if rank in plan.leaders:
+            try:
+                mine = self._open_pool(run_key)
+            except ConfigError as error:
+                mine = Meeting((), ("", 0), error=str(error))
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine, group=group)
+        meetings: dict[int, Meeting] = {leader: gathered[leader] for leader in plan.leaders}
+        for leader, meeting in meetings.items():
+            if meeting.error:
+                self.close()
+                raise ConfigError(f"rank {leader}: {meeting.error}")
+        if self.pool is None and plan.ops:
+            extents = plan.manifest.parts[plan.part].extents
+            self._images = tuple(
+                SharedImage.attach(address, extents)
+                for address in meetings[plan.leaders[plan.part]].images
             )
-            logger.info(
-                "weight sync: %d slots x %s bytes = %.3f GiB of host memory; device memory: one"
-                " copy buffer per rank and one bucket per NCCL lane of %s bytes each",
-                slots,
-                f"{nbytes:,}",
-                slots * nbytes / 2**30,
-                f"{self._config.bucket_bytes:,}",
-            )
-            pool = self.pool = ImagePool.create(self.plan.manifest, slots)
-            self._images = pool.images
-            sent = [Meeting(tuple(image.address for image in pool.images), pool.store.port)]
-        dist.broadcast_object_list(sent, src=0, group=group)
-        meeting: Meeting = sent[0]
-        if rank != 0 and self.plan.ops:
-            self._images = tuple(SharedImage.attach(address) for address in meeting.images)
-        return meeting
+        return meetings
+
+    def _open_pool(self, run_key: Key | None) -> Meeting:
+        manifest, part, slots = self.plan.manifest, self.plan.part, self._config.slots
+        nbytes = manifest.parts[part].nbytes
+        require_memory(
+            nbytes * slots, f"weight_sync.slots = {slots} version images of {nbytes:,} bytes"
+        )
+        logger.info(
+            "weight sync: %d slots x %s bytes%s = %.3f GiB of host memory; device memory: one copy"
+            " buffer per rank and one bucket per NCCL lane of %s bytes each",
+            slots,
+            f"{nbytes:,}",
+            f" (part {part} of {len(manifest.parts)})" if len(manifest.parts) > 1 else "",
+            slots * nbytes / 2**30,
+            f"{self._config.bucket_bytes:,}",
+        )
+        # the leaders of other hosts join rank 0's store, ranks of this host their leader's
+        shared = len(self.plan.hosts) > 1 and part == 0
+        host = self._address if shared else LOOPBACK
+        pool = self.pool = ImagePool.create(manifest, slots, part=part, store_host=host)
+        self._images = pool.images
+        keys = EpochKeys.of(run_key, pool.run_id, 0) if run_key is not None else None
+        return Meeting(
+            tuple(image.address for image in pool.images),
+            (host, pool.store.port),
+            pool.run_id,
+            keys.blocks.hex() if keys is not None else "",
+        )
 
     def start(self, announce: Announce | None = None) -> None:
         """Open this rank's publisher. Not collective. ``announce``: rank 0's SyncWorker.publish;
-        None: announce to rank 0."""
+        None: announce to this host's leader, or, from there, to rank 0."""
         if announce is None:
             if not self.plan.ops:
                 return
-            announce = self._announcer = Announcer(
-                dist.get_rank(), LOOPBACK, self._meeting.store_port, self._config.connect_deadline_s
-            )
+            announce = self._announcer = self._announce()
         tensors = [image.tensor() for image in self._images]
         # Pinning takes seconds per 10 GiB; one rank says it.
         size = sum(tensor.nbytes for tensor in tensors) / 2**30
@@ -211,6 +312,18 @@ class TrainerSync:
                 self.plan.ops, tensors, self._device, self._config.bucket_bytes
             )
         self._publisher = Publisher(snapshotter, announce)
+
+    def _announce(self) -> Announcer | HostPart:
+        plan, meetings, timeout_s = self.plan, self._meetings, self._config.connect_deadline_s
+        if self.pool is None:
+            store = meetings[plan.leaders[plan.part]].store
+            return Announcer(dist.get_rank(), *store, timeout_s)
+        config, rank0 = self._config, meetings[0]
+        key = Key.parse(rank0.key, "the run's key for blocks") if rank0.key else None
+        hashing = Hashing(KEYED if key is not None else config.digest, key)
+        return HostPart(
+            self.pool, plan.others, hashing, self._address, rank0.store, config.lane_deadline_s
+        )
 
     def publish(self, version: int, slot: int) -> None:
         """Start the copy of this rank's shards, adapters merged, or of its part of the adapters,

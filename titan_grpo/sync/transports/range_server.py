@@ -17,8 +17,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 
 from titan_grpo.errors import ConfigError
+from titan_grpo.layout.parts import Part
 from titan_grpo.protocol.messages import Kind
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.channel import (
@@ -49,6 +51,12 @@ READ_BYTES = 64 << 10
 SEND_BYTES = 8 << 20
 """Most bytes handed to the kernel in one call, so that one connection does not delay the others."""
 
+LONG_BYTES = 256 << 10
+"""A piece of an image that is worth a call of its own."""
+
+PIECES = 512
+"""Most pieces in one call; the kernel takes 1024."""
+
 REST_S = 1.0
 """Back-off after accept() fails (EMFILE), in seconds."""
 
@@ -62,13 +70,17 @@ class _Grant:
     view: memoryview
     fd: int
     key: Key | None
+    part: Part
 
     def send(self, sock: socket.socket, offset: int, nbytes: int) -> int:
         """Hand some bytes to the kernel without blocking; how many."""
-        count = min(nbytes, SEND_BYTES)
-        if self.fd >= 0:
-            return os.sendfile(sock.fileno(), self.fd, offset, count)
-        return sock.send(self.view[offset : offset + count])
+        stop = offset + min(nbytes, SEND_BYTES)
+        pieces = list(islice(self.part.pieces(offset, stop), PIECES))
+        low, high = pieces[0]
+        if self.fd >= 0 and (len(pieces) == 1 or high - low >= LONG_BYTES):
+            return os.sendfile(sock.fileno(), self.fd, low, high - low)
+        # one call for short pieces: each by itself would be a packet of its own
+        return sock.sendmsg([self.view[a:b] for a, b in pieces])
 
 
 @dataclass(slots=True, eq=False)
@@ -120,13 +132,16 @@ class RangeServer:
                 self._wake()
             return int(self._listeners[host].getsockname()[1])
 
-    def grant(self, view: memoryview, fd: int | None, key: Key | None) -> str:
-        """Serve an image (uint8) to readers that prove ``key``: its ticket. ``fd``: of the memfd
-        that ``view`` maps, if any; it may be closed after this call."""
+    def grant(
+        self, view: memoryview, fd: int | None, key: Key | None, part: Part | None = None
+    ) -> str:
+        """Serve an image (uint8), or this part of it, to readers that prove ``key``: its ticket.
+        ``fd``: of the memfd that ``view`` maps, if any; it may be closed after this call."""
         ticket = secrets.token_bytes(TICKET_BYTES)
+        part = part or Part(((0, view.nbytes),))
         with self._lock:
             # a descriptor of our own: a closed one's number may be another file's by then
-            self._grants[ticket] = _Grant(view, os.dup(fd) if fd is not None else -1, key)
+            self._grants[ticket] = _Grant(view, os.dup(fd) if fd is not None else -1, key, part)
         return ticket.hex()
 
     def channel(
@@ -385,7 +400,7 @@ class RangeServer:
         peer.offset, peer.left = RANGE.unpack(message)
         with self._lock:
             grant = self._grants.get(peer.ticket)
-        return grant is not None and peer.offset + peer.left <= grant.view.nbytes
+        return grant is not None and peer.offset + peer.left <= grant.part.nbytes
 
     def _write(self, peer: _Peer) -> bool:
         """Send what the socket takes; whether the connection lives."""

@@ -1,18 +1,20 @@
 """Byte ranges of a version image: served by the process that holds it, read by receivers.
 
 A source corrupts nothing: the reader checks each block against the trainer's digests. It serves an
-image for as long as the image's ticket is valid. Wire format of one connection, fixed sizes::
+image for as long as the image's ticket is valid. Of an image that several hosts have, a source
+serves its host's part (layout.parts): offsets are those of the part's stream. Wire format of one
+connection, fixed sizes::
 
     reader                                      source
                                                 nonce[32]
     nonce[32] ticket[16] proof[32]
                                                 proof[32]     (wrong ticket or proof: it closes)
     offset u64, nbytes u64
-                                                nbytes bytes of the image
+                                                nbytes bytes of the part
     ... further ranges
 
-Both proofs are HMACs over both nonces and the ticket under the key of the epoch's messages; zeros
-without a run key. A process of the same user on the same host reads the memfd itself (MemfdReader).
+Both proofs are HMACs over both nonces and the ticket under EpochKeys.ranges; zeros without a run
+key. A process of the same user on the same host reads the memfd itself (MemfdReader).
 """
 
 import hmac
@@ -24,6 +26,7 @@ from typing import Protocol
 
 from titan_grpo.errors import SyncError, TransferFailed
 from titan_grpo.layout.image import ImageAddress, open_memfd
+from titan_grpo.layout.parts import Part
 from titan_grpo.protocol.messages import RangeSource
 from titan_grpo.runkey import Key
 
@@ -47,11 +50,11 @@ def proof(key: Key | None, who: str, ours: bytes, theirs: bytes, ticket: bytes) 
 
 
 class RangeReader(Protocol):
-    """Reads ranges of one image from one source. Used by one thread."""
+    """Reads ranges of one part of an image from one source. Used by one thread."""
 
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` (uint8) with the image's bytes from ``offset``. TransferFailed if the
-        source is gone, or no byte came within its deadline."""
+    def read_into(self, offset: int, *views: memoryview) -> None:
+        """Fill ``views`` (uint8), one after the other, with the part's bytes from ``offset``.
+        TransferFailed if the source is gone, or no byte came within its deadline."""
         ...
 
     def close(self) -> None:
@@ -62,16 +65,27 @@ class RangeReader(Protocol):
 class MemfdReader:
     """Reads another process's memfd on this host: one copy by the kernel, no socket, no mapping."""
 
-    def __init__(self, memfd: dict[str, int]) -> None:
-        """TransferFailed if that process is not on this host, of another user, or gone."""
-        self._fd = -1
+    def __init__(self, memfd: dict[str, int], part: Part | None = None) -> None:
+        """``part``: which one the memfd has pages of; None: the whole image. TransferFailed if that
+        process is not on this host, of another user, or gone."""
+        self._fd, self._part = -1, part
         try:
             self._fd = open_memfd(ImageAddress.from_json(memfd), os.O_RDONLY)
         except (SyncError, TypeError) as error:
             raise TransferFailed(str(error)) from error
 
-    def read_into(self, offset: int, view: memoryview) -> None:
+    def read_into(self, offset: int, *views: memoryview) -> None:
         """See RangeReader."""
+        for view in views:
+            stop = offset + view.nbytes
+            pieces = [(offset, stop)] if self._part is None else self._part.pieces(offset, stop)
+            done = 0
+            for low, high in pieces:
+                self._read(low, view[done : done + high - low])
+                done += high - low
+            offset = stop
+
+    def _read(self, offset: int, view: memoryview) -> None:
         done = 0
         while done < view.nbytes:
             try:
@@ -98,10 +112,12 @@ class TcpReader:
         self._name = f"source at {source.host}:{source.port}"
         self._socket = connect((source.host, source.port), source.ticket, key, timeout_s, "source")
 
-    def read_into(self, offset: int, view: memoryview) -> None:
+    def read_into(self, offset: int, *views: memoryview) -> None:
         """See RangeReader."""
-        _send(self._socket, RANGE.pack(offset, view.nbytes), self._name)
-        _fill(self._socket, view, self._name)
+        nbytes = sum(view.nbytes for view in views)
+        _send(self._socket, RANGE.pack(offset, nbytes), self._name)
+        for view in views:
+            _fill(self._socket, view, self._name)
 
     def close(self) -> None:
         """See RangeReader."""

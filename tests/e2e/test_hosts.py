@@ -1,0 +1,58 @@
+"""A trainer on two hosts, which are namespaces of this machine: weights sharded over both reach
+servers on a third. Needs root."""
+
+import os
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from tests.faults.instances import Record, engineless_launcher, recorded
+from tests.faults.netns import Hosts, NotAllowed
+from titan_grpo.layout.digest import tensor_digest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
+
+PORT = 29_511
+STEPS = 3
+
+
+@pytest.fixture
+def hosts(nothing_outlives_the_tests):
+    if os.geteuid() != 0:
+        pytest.skip("namespaces of hosts need root")
+    try:
+        with Hosts(2) as made:
+            yield made
+    except NotAllowed as error:
+        pytest.skip(str(error))
+
+
+def test_servers_hold_every_version_of_a_run_on_two_hosts(runs, make_replay, hosts, tmp_path):
+    replay = make_replay(tmp_path / "replay.jsonl", 4, 4, 16).write(STEPS)
+    launch = engineless_launcher(runs.model, hosts.address)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    out = tmp_path / "run"
+    with ExitStack() as stack:
+        servers = [launch(folder) for folder in folders]
+        for server in servers:
+            stack.callback(server.stop)
+            server.wait_healthy(60.0)
+        urls = [server.url for server in servers]
+        arguments = [*replay.arguments, f"--training.steps={STEPS}"]
+        nodes = []
+        for number, host in enumerate(hosts.hosts):
+            node = "--nnodes=2", f"--node_rank={number}", f"--master_port={PORT}"
+            node += (f"--master_addr={hosts.hosts[0].address}",)
+            start = runs.start(out, urls, *arguments, nproc=2, inside=host.inside, node=node)
+            nodes.append(stack.enter_context(start))
+        assert [node.finish(400.0) for node in nodes] == [0, 0], nodes[0].log + nodes[1].log
+    held = [{c.version: c.tensors for c in Record(recorded(f)).commits()} for f in folders]
+    assert set(held[0]) == set(held[1]) == set(range(STEPS + 1))
+    assert held[0] == held[1]
+    exported = runs.weights(out / "hf")
+    last = held[0][STEPS]
+    on_the_wire = {name: tensor_digest(t.to(torch.bfloat16)) for name, t in exported.items()}
+    assert on_the_wire == {name: last[name] for name in exported}
+    sent = [host.moved()[0] for host in hosts.hosts]
+    print("bytes that left each host:", sent)

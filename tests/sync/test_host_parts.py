@@ -1,0 +1,98 @@
+"""Weights cut over two trainer hosts, the second of which is a process at another address: each
+serves its part, and a server gets the whole of one version, or none of it."""
+
+import time
+
+import pytest
+import torch
+
+from titan_grpo.protocol.ledger import Standing
+from titan_grpo.runkey import Key
+from titan_grpo.titan.whole_image import whole_image
+
+pytestmark = pytest.mark.e2e
+
+COPY_S = 1.0
+"""The longest that publishing a version takes: the copy of some MiB."""
+
+
+def published(run, version: int) -> None:
+    """Publish as the trainer does, which must wait for nobody."""
+    slot = run.slots.wait_reserved(60.0)
+    assert slot is not None
+    began = time.monotonic()
+    run.publish_into(version, slot)
+    assert time.monotonic() - began < COPY_S
+
+
+def next_error(run) -> str:
+    """The first error that is latched from now on."""
+    errors = []
+
+    def failed() -> bool:
+        error = run.server_set.take_error()
+        errors.extend([str(error)] if error is not None else [])
+        return bool(errors)
+
+    run.until(failed)
+    return errors[0]
+
+
+def test_servers_hold_versions_of_which_each_host_has_hashed_and_served_its_rows(rig):
+    key = Key.generate()
+    run = rig("a", "b", hosts=2, run_keys={"trainer": key, "a": key, "b": key})
+    for version in (1, 2, 3):
+        run.publish(version)
+        run.everyone(version)
+        assert [run.loaded[url].value() for url in "ab"] == [version, version]
+    assert run.hosts[0].bytes_held == run.pool.manifest.total_bytes // 2
+    with whole_image(run.worker, run.slots.newest(), run.config) as image:
+        assert set(image.view(torch.bfloat16).tolist()) == {3.0}
+
+
+def test_a_host_that_stands_still_costs_the_version_that_it_does_not_hash_and_no_other(rig):
+    run = rig("a", hosts=2, lane_deadline_s=3.0, min_rate=64 << 20)
+    run.publish(1)
+    run.everyone(1)
+    run.hosts[0].freeze()
+    published(run, 2)
+    error = next_error(run)
+    assert "waiting for part 1 of version 2 from rank 1" in error, error
+    assert run.server_set.entry("a").standing is Standing.HOLDS
+    assert run.loaded["a"].value() == 1.0
+    run.hosts[0].thaw()
+    published(run, 3)
+    run.everyone(3)
+    assert run.loaded["a"].value() == 3.0
+
+
+def test_a_host_that_stops_in_the_middle_of_serving_costs_its_readers_that_version(rig):
+    run = rig("a", hosts=2, progress_deadline_s=2.0)
+    run.publish(1)
+    run.everyone(1)
+    run.slots.keep("a")
+    run.publish(2)
+    run.complete(2)
+    run.hosts[0].freeze()
+    run.slots.go_on("a")
+    assert "version 2: send failed" in next_error(run)
+    assert run.loaded["a"].value() == 1.0
+    assert not run.servers["a"].paused
+    run.hosts[0].thaw()
+    published(run, 3)
+    run.everyone(3)
+    assert run.loaded["a"].value() == 3.0
+
+
+def test_a_host_that_dies_leaves_servers_on_the_version_that_they_hold(rig):
+    run = rig("a", hosts=2, progress_deadline_s=2.0)
+    run.publish(1)
+    run.everyone(1)
+    run.slots.keep("a")
+    run.publish(2)
+    run.complete(2)
+    run.hosts[0].kill()
+    run.slots.go_on("a")
+    assert "source at 127.0.0.2" in next_error(run)
+    assert run.loaded["a"].value() == 1.0
+    assert not run.servers["a"].paused

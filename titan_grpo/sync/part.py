@@ -1,0 +1,229 @@
+"""One trainer host's part of every version: its ranks have copied, its blocks are hashed, its
+ranges are served.
+
+Rank 0's host does it in its sealer (sync.worker). Every other host has a HostPart, in the process
+of its leader, its lowest rank that writes::
+
+    ranks of the host --copied--> leader: hash, serve --hashed--> rank 0: complete, lanes
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from titan_grpo.errors import PeerError, SyncError, TitanGrpoError
+from titan_grpo.layout.digest import block_digests, digest_block
+from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.messages import RangeSource, new_run_id
+from titan_grpo.protocol.parts import Hashed, hashed_key
+from titan_grpo.runkey import Key
+from titan_grpo.sync.publisher import copied_key
+from titan_grpo.sync.snapshot import Copy
+from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.transports.store import host_store, join_store, store_errors
+
+LOOPBACK = "127.0.0.1"
+
+Images = tuple[torch.Tensor, ...]
+
+
+class Parts(NamedTuple):
+    """An image that several trainer hosts have: this one has part 0, ``elsewhere`` the others."""
+
+    image: torch.Tensor | SharedImage
+    elsewhere: tuple[RangeSource, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePool:
+    """One host's part of a run's version images, and what their writers share. Its leader, rank 0
+    on rank 0's host, creates it."""
+
+    run_id: str
+    manifest: Manifest
+    part: int
+    images: tuple[SharedImage, ...]
+    """Of the whole image's size; they have memory for this part only."""
+    store: dist.TCPStore
+    """Carries the other ranks' notices that their bytes are there."""
+
+    @classmethod
+    def create(
+        cls,
+        manifest: Manifest,
+        slots: int,
+        run_id: str = "",
+        part: int = 0,
+        store_host: str = LOOPBACK,
+    ) -> "ImagePool":
+        """Of a new run, unless it has a ``run_id`` already. ``store_host``: the address of this
+        host where other hosts' leaders reach the store."""
+        extents = manifest.parts[part].extents
+        images = tuple(
+            SharedImage.create(manifest.total_bytes, f"titan_grpo slot {i}", extents)
+            for i in range(slots)
+        )
+        run_id = run_id or new_run_id(time.time())
+        return cls(run_id, manifest, part, images, host_store(store_host))
+
+    def tensors(self) -> Images:
+        """The images as bytes: uint8[total_bytes] each."""
+        return tuple(image.tensor() for image in self.images)
+
+    def close(self) -> None:
+        """Free the images. Idempotent."""
+        for image in self.images:
+            image.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Hashing:
+    """How a run's blocks are hashed, and who may read them. ``key``: EpochKeys.blocks."""
+
+    algorithm: str
+    key: Key | None = None
+
+    @property
+    def digest_bytes(self) -> int:
+        """Length of one digest."""
+        return len(digest_block((), self.algorithm))
+
+    def digests(
+        self, image: memoryview, manifest: Manifest, part: int | None = None
+    ) -> tuple[bytes, ...]:
+        """Of an image's blocks (uint8), or of those of one part, in order."""
+        return block_digests(image, manifest, self.algorithm, self.block_key, part)
+
+    @property
+    def block_key(self) -> bytes | None:
+        """As layout.digest takes it."""
+        return self.key.raw if self.key is not None else None
+
+    @property
+    def range_key(self) -> Key | None:
+        """EpochKeys.ranges."""
+        return self.key.derive("ranges") if self.key is not None else None
+
+
+def wait_copied(
+    pool: ImagePool,
+    version: int,
+    ranks: Sequence[int],
+    timeout_s: float,
+    copied: Callable[[int], object],
+) -> None:
+    """Wait until each of the other ``ranks`` of this host has announced its copy, and tell
+    ``copied``. TransferFailed if one does not within ``timeout_s`` seconds."""
+    for rank in ranks:
+        key = copied_key(version, rank)
+        with store_errors(f"waiting for the part of rank {rank} of version {version}"):
+            pool.store.wait([key], timedelta(seconds=timeout_s))
+            pool.store.delete_key(key)
+        copied(rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    version: int
+    slot: int
+    copy: Copy
+
+
+class HostPart:
+    """The leader's side on a host that is not rank 0's: one thread, and the range server's.
+
+    A version's ticket ends when its slot is written again. Rank 0 decides when that is: its slot
+    table knows every lane that reads.
+    """
+
+    def __init__(
+        self,
+        pool: ImagePool,
+        others: Sequence[int],
+        hashing: Hashing,
+        address: str,
+        rank0: tuple[str, int],
+        timeout_s: float,
+    ) -> None:
+        """``others``: the host's other ranks that write. ``address``: of this host, where servers
+        read. ``rank0``: host and port of rank 0's store. ``timeout_s``: of a copy."""
+        self._pool, self._others, self._hashing = pool, others, hashing
+        self._timeout_s = timeout_s
+        self._store = join_store(*rank0, timeout_s)
+        self._server = RangeServer()
+        self._host, self._port = address, self._server.listen(address)
+        self._tickets: dict[int, str] = {}
+        self._newest: dict[int, int] = {}
+        """The version that each slot gets, or has."""
+        self._error: SyncError | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="host part", daemon=True)
+        self._thread.start()
+
+    def __call__(self, version: int, slot: int, copy: Copy) -> None:
+        """This rank copies its share of ``version`` into ``slot``. Never waits."""
+        self._newest[slot] = version
+        self._jobs.put(_Job(version, slot, copy))
+
+    def take_error(self) -> SyncError | None:
+        """The first error since the last call."""
+        error, self._error = self._error, None
+        return error
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread and serve no more."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        self._server.close()
+
+    def _run(self) -> None:
+        # no deadline: close() puts None into the queue; the thread is a daemon
+        while (job := self._jobs.get()) is not None:
+            try:
+                message = self._sealed(job)
+            # RuntimeError: from CUDA's copy or a store that closes
+            except (TitanGrpoError, RuntimeError) as error:
+                self._failed(job, error)
+                source = RangeSource(self._host, self._port, "", part=self._pool.part)
+                message = Hashed(job.version, self._pool.part, source, "", error=str(error))
+            try:
+                with store_errors(f"announcing version {job.version}"):
+                    text = message.proven(self._hashing.key).to_json()
+                    self._store.set(hashed_key(job.version, self._pool.part), text)
+            # It must not end the thread: rank 0 would wait for every later version.
+            except (PeerError, RuntimeError) as error:
+                self._failed(job, error)
+
+    def _failed(self, job: _Job, error: Exception) -> None:
+        said = f"part {self._pool.part} of version {job.version}: {error}"
+        self._error = self._error or SyncError(said)
+
+    def _sealed(self, job: _Job) -> Hashed:
+        pool, slot = self._pool, job.slot
+        if ticket := self._tickets.pop(slot, ""):
+            self._server.revoke(ticket)
+        job.copy.wait(self._timeout_s)
+        wait_copied(pool, job.version, self._others, self._timeout_s, lambda rank: None)
+        image = pool.images[slot]
+        digests = self._hashing.digests(image.buffer, pool.manifest, pool.part)
+        if self._newest[slot] != job.version:
+            # rank 0 has given this version up
+            raise SyncError("its slot was given to a newer version before it was hashed")
+        self._tickets[slot] = self._server.grant(
+            image.buffer,
+            image.address.fd,
+            self._hashing.range_key,
+            pool.manifest.parts[pool.part],
+        )
+        source = RangeSource(
+            self._host, self._port, self._tickets[slot], image.address.to_json(), pool.part
+        )
+        return Hashed(job.version, pool.part, source, b"".join(digests).hex())
