@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.model_check.bugs import BUGS, Bug
+from tests.model_check.hosts import HOST_BUGS, explore_hosts
 from tests.model_check.rollouts import explore_rollouts
 from tests.model_check.search import Bounds, Explorer, Result
 from titan_grpo.cli import guarded
@@ -70,23 +71,25 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     )
     found = Explorer(bounds, progress=_progress).run()
     rollouts = explore_rollouts(bounds.servers, bounds.versions)
-    for name, result in (("weights", found), ("rollouts", rollouts)):
+    hosts = explore_hosts(bounds.versions)
+    explored = {"weights": found, "rollouts": rollouts, "hosts": hosts}
+    for name, result in explored.items():
         _show(name, result)
-    caught = [] if options.no_bugs else [_catch(bug, bounds) for bug in BUGS]
+    caught = [] if options.no_bugs else [*(_catch(bug, bounds) for bug in BUGS), *_catch_hosts()]
     missed = [bug["name"] for bug in caught if not bug["caught"]]
     if options.json is not None:
         report = {
             "bounds": asdict(bounds),
-            "weights": asdict(found),
-            "rollouts": asdict(rollouts),
+            **{name: asdict(result) for name, result in explored.items()},
             "bugs": caught,
         }
         options.json.write_text(json.dumps(report, indent=1) + "\n")
-    violations = sum(bool(r.violation) for r in (found, rollouts))
-    states, steps = found.states + rollouts.states, found.steps + rollouts.steps
+    results = explored.values()
+    violations = sum(bool(r.violation) for r in results)
+    states, steps = sum(r.states for r in results), sum(r.steps for r in results)
     print(
         f"explored {'all' if found.complete else 'NOT all'} {states:,} states ({steps:,} steps) in "
-        f"{found.seconds + rollouts.seconds:.1f} s: {violations} violations; "
+        f"{sum(r.seconds for r in results):.1f} s: {violations} violations; "
         f"seeded bugs caught: {len(caught) - len(missed)} of {len(caught)}"
     )
     return 1 if violations or missed or not found.complete else 0
@@ -116,12 +119,24 @@ def _catch(bug: Bug, bounds: Bounds) -> dict[str, Any]:
             bounds, servers=1, versions=bug.versions, faults=bug.faults, streamed=False
         )
         result = Explorer(bounds, bug.tables).run()
+    return _caught(bug.name, bug.breaks, result)
+
+
+def _catch_hosts() -> list[dict[str, Any]]:
+    """Three versions are enough for each of them."""
+    return [
+        _caught(name, breaks, explore_hosts(3, rules))
+        for name, (breaks, rules) in HOST_BUGS.items()
+    ]
+
+
+def _caught(name: str, breaks: str, result: Result) -> dict[str, Any]:
     caught = bool(result.violation)
     how = f"{result.violation} (after {len(result.trace)} steps)" if caught else "NOT CAUGHT"
-    print(f"seeded bug: {bug.name} ({bug.breaks}): {how}", flush=True)
+    print(f"seeded bug: {name} ({breaks}): {how}", flush=True)
     return {
-        "name": bug.name,
-        "breaks": bug.breaks,
+        "name": name,
+        "breaks": breaks,
         "caught": caught,
         "how": result.violation,
         "trace": result.trace,

@@ -27,3 +27,11 @@ class Hashed(Message, frozen=True):
     source: RangeSource
     digests: str
     error: str = ""
+
+
+def problem(hashed: Hashed, version: int, part: int) -> str:
+    """Why this is not the part that a version waits for; empty if it is. Digests of another version
+    would make one that no receiver can hold."""
+    if (hashed.version, hashed.part) != (version, part):
+        return f"it is part {hashed.part} of version {hashed.version}"
+    return hashed.error

@@ -31,7 +31,7 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane, members
 from titan_grpo.protocol.lane_events import LaneEvent, Observer, no_observer
 from titan_grpo.protocol.messages import TCP, Label, RangeSource
-from titan_grpo.protocol.parts import Hashed, hashed_key
+from titan_grpo.protocol.parts import Hashed, hashed_key, problem
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
 from titan_grpo.sync.lane import LOOK_S, LaneContext, ServerLane
@@ -329,8 +329,8 @@ class SyncWorker:
                 store.delete_key(key)
             self._given_up.discard(key)
             hashed.require_proof(self.hashing.key)
-            if hashed.error or (hashed.version, hashed.part) != (version, part):
-                raise SyncError(f"part {part} of rank {rank}'s host failed: {hashed.error}")
+            if why := problem(hashed, version, part):
+                raise SyncError(f"part {part} of rank {rank}'s host failed: {why}")
             out.append((hashed.source, self._split(hashed)))
             self.slots.copied(version, rank)
         return out
