@@ -1,5 +1,5 @@
-"""Agents of the openai client on a real vLLM: the tokens and log-probabilities of a conversation,
-and a model that learns from them."""
+"""Agents of the openai client on a real vLLM and a real SGLang: the tokens and log-probabilities of
+a conversation, and a model that learns from them."""
 
 import json
 import os
@@ -43,9 +43,13 @@ def talk(base_url, api_key, row):
 """
 
 
+@pytest.mark.parametrize(
+    "shared", ["site", pytest.param("sglang_site", marks=pytest.mark.long)], ids=["vllm", "sglang"]
+)
 def test_a_conversation_is_of_the_engines_own_tokens_and_log_probabilities(
-    site, tmp_path, monkeypatch
+    shared, request, tmp_path, monkeypatch
 ) -> None:
+    site = request.getfixturevalue(shared)
     (tmp_path / "talking.py").write_text(AGENT)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv(KEY_VARIABLE, site.access.api_key)
@@ -95,7 +99,7 @@ def test_the_example_learns_to_ask_its_calculator_for_numbers(root, tmp_path) ->
     arguments[arguments.index("--out") + 1] = str(out)
     done = subprocess.run(
         [sys.executable, "-m", "titan_grpo.cli", "quickstart", *arguments]
-        + ["--rollout.record_path", str(record), "--rollout.max_staleness", "0"],
+        + ["--sync", "--rollout.record_path", str(record), "--rollout.max_staleness", "0"],
         cwd=root,
         env=dict(os.environ),
         capture_output=True,
