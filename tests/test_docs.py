@@ -102,6 +102,13 @@ def test_the_slurm_script_is_one_and_names_what_there_is(root, tmp_path) -> None
     assert text.count("#SBATCH hetjob") == 1
 
 
+def test_the_evaluation_example_is_a_job_with_the_quickstarts_recipe(root, tmp_path) -> None:
+    parts = ("train_configs/quickstart_cpu.toml", "examples/evaluation/digits.toml")
+    (tmp_path / "job.toml").write_text("".join((root / part).read_text() for part in parts))
+    (table,) = jobconfig.parse([f"--job.config_file={tmp_path / 'job.toml'}"]).evaluation
+    assert (table.name, table.every, table.pass_at) == ("digits", 4, [1, 4])
+
+
 def test_every_example_begins_with_its_command(root) -> None:
     """In its first comment: what a person copies."""
     starts = ("scripts/", "titan-grpo ", "torchrun ", "python ", "sbatch ", "kubectl ", "curl ")

@@ -14,24 +14,14 @@ from titan_grpo.observe.recorder import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(500)]
 
-STEPS, EVERY, ROWS, SAMPLES = 12, 4, 12, 4
-
-TABLE = f"""
-[[evaluation]]
-name = "digits"
-task = "digits"
-every = {EVERY}
-rows = {ROWS}
-samples = {SAMPLES}
-pass_at = [1, {SAMPLES}]
-pass_reward = 0.2
-max_completion_tokens = 8
-"""
+STEPS, ROWS, SAMPLES = 12, 12, 4
+"""Of the run; of the example's table."""
 
 
 def job(runs, folder: Path) -> Path:
-    path = folder / "job.toml"
-    path.write_text(runs.recipe.read_text() + TABLE)
+    """The example's, put together as its first comment says."""
+    path, example = folder / "job.toml", runs.root / "examples" / "evaluation" / "digits.toml"
+    path.write_text(runs.recipe.read_text() + example.read_text())
     return path
 
 
