@@ -2,7 +2,7 @@
 """What servers cost the trainer's processes: threads, descriptors and wakes of one that is idle,
 and what a version a second to all of them does to a ticker on rank 0's main thread.
 
-    python -m scripts.bench_lanes [--servers 256] [--mib 1] [--versions 20] [--window 10]
+    python -m scripts.bench_lanes [--servers 256] [--mib 1] [--versions 20] [--window 60]
     [--json PATH]
 
 The servers are stubs in one process of their own, each with a port, an HTTP server with vLLM's
