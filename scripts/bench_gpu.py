@@ -13,7 +13,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -220,6 +220,8 @@ def trainer_figures(name: str, versions: int) -> Iterator[Figure]:
 
 class GpuModel:
     """An engine without an engine: its own copy of every tensor, on the GPU."""
+
+    config: Mapping[str, Any] = {}
 
     def __init__(self, manifest: Manifest) -> None:
         self.tensors = {

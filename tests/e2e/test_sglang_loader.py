@@ -15,6 +15,7 @@ from titan_grpo.receive.commit import EngineSide
 
 
 class Breaking:
+    config = {}
     def __init__(self, engine):
         self.engine, self.broken = engine, False
 

@@ -1,6 +1,6 @@
 """An engine that is a dict of tensors, a real receiver process beside it, and real lanes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ class Weights(Version):
 
 class DictEngine:
     """The smallest engine there is: named tensors that are copied into."""
+
+    config: Mapping[str, Any] = {}
 
     def __init__(self) -> None:
         self.tensors = {

@@ -3,7 +3,7 @@ engine, or leave the other workers in an exchange."""
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ pytestmark = pytest.mark.e2e
 
 class CheckedEngine:
     """An engine that compares names with a real checkpoint folder and loads nothing."""
+
+    config: Mapping[str, Any] = {}
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.loads = folder, 0

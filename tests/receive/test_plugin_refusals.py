@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from titan_grpo.patches import sglang_cpu
-from titan_grpo.titan.tiny import write_tiny_model
+from titan_grpo.protocol.model_config import difference, essential
+from titan_grpo.titan.tiny import KINDS, write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -18,11 +19,12 @@ VLLM = """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
 from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.model_config import essential
 from titan_grpo.receive import vllm_lora
 from titan_grpo.receive.vllm_plugin import problem_of
 
-def configured(**options):
-    args = EngineArgs(model=sys.argv[1], max_model_len=64, enforce_eager=True, **options)
+def configured(model=sys.argv[1], **options):
+    args = EngineArgs(model=model, max_model_len=64, enforce_eager=True, **options)
     return args.create_engine_config()
 
 def adapters(**options):
@@ -31,20 +33,35 @@ def adapters(**options):
     sent = Manifest.build(tensors, 4096)
     return vllm_lora.problem(sent, configured(**options).lora_config, {})
 
-def problem(eplb=False, **options):
+def problem(parallel=None, quantization=None, **options):
     config = configured(**options)
-    config.parallel_config.enable_eplb = eplb  # set late: a machine without a GPU refuses it
+    # set late: a machine without a GPU refuses them
+    for name, value in (parallel or {}).items():
+        setattr(config.parallel_config, name, value)
+    config.model_config.quantization = quantization
     return problem_of(config)
+
+def fields(model, **options):
+    return essential(configured(model, **options).model_config.hf_text_config.to_dict())
 
 tokens = {"num_speculative_tokens": 2}
 print(json.dumps({
     "plain": problem(),
     "ngram": problem(speculative_config={"method": "ngram", **tokens}),
     "draft": problem(speculative_config={"method": "draft_model", "model": sys.argv[1], **tokens}),
-    "eplb": problem(eplb=True),
+    "eplb": problem({"enable_eplb": True}),
+    "pipeline": problem({"pipeline_parallel_size": 2}),
+    "hosts": problem({"nnodes": 2}),
+    "online": problem(quantization="fp8_per_tensor"),
+    "awq": problem(quantization="awq"),
     "adapters": adapters(enable_lora=True, max_lora_rank=16),
     "adapters, low rank": adapters(enable_lora=True, max_lora_rank=8),
     "adapters, no lora": adapters(),
+    "fields": {model: fields(model) for model in sys.argv[1:]},
+    "theta": fields(
+        sys.argv[1],
+        hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+    ),
 }))
 """
 
@@ -54,8 +71,10 @@ import torch
 from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors, schemes
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.model_config import essential
 from titan_grpo.receive.sglang_plugin import LOADER, SglangModel, compatibility, model_problem
 
 def problem(**options):
@@ -69,6 +88,11 @@ def quantised(method, scheme=None):
 
 name = "base_model.model.m.q_proj.lora_A.weight"
 adapters = Manifest.build([(name, "bfloat16", (16, 4))], 4096)
+
+def fields(model):
+    config = ModelConfig.from_server_args(ServerArgs(model))
+    return essential(config.hf_text_config.to_dict())
+
 moe = compressed_tensors.CompressedTensorsFusedMoEMethod
 print(json.dumps({
     "plain": problem(),
@@ -77,6 +101,8 @@ print(json.dumps({
     "placed": problem(init_expert_location="placement.json"),
     "draft": problem(speculative_algorithm="EAGLE"),
     "adapters": SglangModel.__new__(SglangModel).refuses(adapters),
+    "hosts": problem(nnodes=2, dist_init_addr="127.0.0.1:1"),
+    "fields": {model: fields(model) for model in sys.argv[1:]},
     "unquantised": quantised(UnquantizedLinearMethod),
     "restores": quantised(moe, schemes.CompressedTensorsWNA16MoE),
     "packs": quantised(Fp8LinearMethod),
@@ -86,26 +112,37 @@ print(json.dumps({
 
 
 def answers(python: str, code: str, folder: Path, **env: str) -> dict[str, Any]:
-    model = write_tiny_model("qwen3", folder / "model", seed=1)
+    """What the code prints for models of all kinds. Their configurations, as the engine has them,
+    must be those of their files: a difference would be refused."""
+    models = [str(write_tiny_model(kind, folder / kind, seed=1)) for kind in KINDS]
     done = subprocess.run(
-        [python, "-c", code, str(model)],
+        [python, "-c", code, *models],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **env},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    for model, fields in found.pop("fields").items():
+        own = essential(json.loads((Path(model) / "config.json").read_text()))
+        assert difference(own, fields) == "", model
+        assert {"model_type", "rms_norm_eps", "rope.rope_theta", "rope.rope_type"} <= fields.keys()
+    return found
 
 
 def test_vllm_refuses_load_balanced_experts_and_draft_weights_and_nothing_else(
     vllm_python: str, tmp_path: Path
 ) -> None:
     found = answers(vllm_python, VLLM, tmp_path, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+    assert found.pop("theta")["rope.rope_theta"] == 7.0
     fine = [name for name, problem in found.items() if not problem]
-    assert fine == ["plain", "ngram", "adapters"]
+    assert fine == ["plain", "ngram", "online", "adapters"]
     assert "start it with --max-lora-rank 16" in found["adapters, low rank"]
     assert "start it with --enable-lora --max-lora-rank 16" in found["adapters, no lora"]
+    assert "awq cannot be made anew from whole weights" in found["awq"]
+    assert "tensor parallelism on one host" in found["pipeline"]
+    assert "tensor parallelism on one host" in found["hosts"]
     assert "--enable-eplb" in found["eplb"]
     assert "draft_model would keep its old draft weights" in found["draft"]
 
@@ -118,6 +155,7 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
     fine = [name for name, problem in found.items() if not problem]
     assert fine == ["plain", "unquantised", "restores"]
     assert 'send merged weights (lora.sync = "merged")' in found["adapters"]
+    assert "tensor parallelism on one host" in found["hosts"]
     for name in ("eplb", "redundant", "placed"):
         assert "--enable-eplb" in found[name]
     assert "layer (Fp8LinearMethod) is quantised by a method that cannot restore" in found["packs"]

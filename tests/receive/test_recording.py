@@ -1,6 +1,7 @@
 """The recorder notes what the loader took, as it was once the loader had taken it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -11,6 +12,8 @@ from titan_grpo.verify.recording import PLUGIN, RecordedEngine, install
 
 class Loader:
     """An engine whose load changes the second tensor under its own hands."""
+
+    config: Mapping[str, Any] = {}
 
     def refuses(self, manifest: Manifest) -> str:
         return "no" if manifest.num_blocks else ""

@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,8 @@ class Random(Version):
 class LayerEngine:
     """Keeps what it is given until the load ends, as engines keep the tensors of an unfinished
     layer."""
+
+    config: Mapping[str, Any] = {}
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

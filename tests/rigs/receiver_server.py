@@ -35,6 +35,8 @@ class BareEngine:
     """receive.engine's Engine that accepts any names and keeps nothing: a load is an attached image
     and a count."""
 
+    config: Mapping[str, Any] = {}
+
     def __init__(self, inspect: Inspect | None) -> None:
         self._inspect = inspect
 

@@ -40,6 +40,8 @@ Route = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 class CopiedModel:
     """receive.engine's Engine: its own copy of every tensor, in memory that stays where it is."""
 
+    config: Mapping[str, Any] = {}
+
     def __init__(self, shapes: Shapes | None = None) -> None:
         """``shapes``: the model that is served, HF name -> shape; None takes any."""
         self._shapes = shapes

@@ -1,6 +1,7 @@
 """From arguments and TOML to one checked configuration: what is derived, and what is refused in one
 line."""
 
+import json
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from titan_grpo.config import Rollout
 from titan_grpo.errors import ConfigError, UpstreamError
 from titan_grpo.titan import compat, jobconfig, tiny
+from titan_grpo.titan.flavors import FLAVORS
 
 MINIMAL = """
 [model]
@@ -261,6 +263,35 @@ def test_files_that_the_run_needs_are_named_when_missing(parse, tmp_path) -> Non
         jobconfig.check_files(good)
     with pytest.raises(ConfigError, match=r"model\.hf_assets_path must be a directory"):
         jobconfig.check_files(parse(hf, f"--model.hf_assets_path={tmp_path}/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "words"),
+    [
+        ("qwen3", {}, ""),
+        ("qwen3_untied", {}, ""),
+        ("qwen3_moe", {}, ""),
+        ("llama3", {}, ""),
+        ("qwen3", {"rope_theta": 1e4}, "rope.rope_theta 10000.0 (the trainer: 1000000"),
+        ("qwen3", {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 (the trainer: 1e-06)"),
+        ("llama3", {"rope_scaling": None}, "rope.rope_type 'default' (the trainer: 'llama3')"),
+    ],
+)
+def test_a_flavor_that_computes_another_model_than_config_json_is_refused(
+    parse, tmp_path, kind, changed, words
+) -> None:
+    model = tiny.write_tiny_model(kind, tmp_path / "model")
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    name, flavor = FLAVORS[kind]
+    keys = (f"--model.name={name}", f"--model.flavor={flavor}", f"--model.hf_assets_path={model}")
+    config = parse("", *keys)
+    if not words:
+        jobconfig.check_files(config)
+        return
+    with pytest.raises(ConfigError) as caught:
+        jobconfig.check_files(config)
+    assert words in str(caught.value)
 
 
 def test_what_prompts_are_made_of_is_looked_for_before_servers_start(parse, tmp_path) -> None:

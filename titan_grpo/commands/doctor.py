@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from titan_grpo.commands import doctor_checks as checks
 from titan_grpo.commands import doctor_facts as facts
@@ -15,6 +16,7 @@ from titan_grpo.commands.doctor_checks import Finding
 from titan_grpo.config import LAUNCH, WeightSync
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.image import available_memory
+from titan_grpo.protocol.model_config import essential
 from titan_grpo.rollout.messages import FORMAT
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.runkey import find_run_key
@@ -32,6 +34,8 @@ class Wanted:
     pythons: dict[str, str] = field(default_factory=dict)
     """Engine -> interpreter that launched servers of it use."""
     model: str = ""
+    model_fields: Mapping[str, Any] = field(default_factory=dict)
+    """protocol.model_config.essential of it."""
     sync: WeightSync = field(default_factory=WeightSync)
     launch_gpus: list[int] = field(default_factory=list)
     requests: int = 0
@@ -76,10 +80,12 @@ def wanted(
     if not rest:
         return out, None
     from titan_grpo.titan import jobconfig
+    from titan_grpo.titan.hf_files import read_config
     from titan_grpo.titan.server_urls import known_servers
 
     try:
         config = jobconfig.parse(rest)
+        out.model_fields = essential(read_config(config.model.hf_assets_path))
         rollout, sync = config.rollout, config.weight_sync
         launched = rollout.servers == [LAUNCH]
         if not launched or rollout.servers_file or rollout.servers_slurm:
@@ -149,6 +155,7 @@ def findings(
         _key(env, "api_key_env", want.api_key_env),
         _key(env, "admin_key_env", want.admin_key_env),
         find_run_key(env, want.sync.run_key_file),
+        want.model_fields,
     )
     if configuration:
         yield configuration

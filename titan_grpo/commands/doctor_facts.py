@@ -180,6 +180,8 @@ class Access:
     api_key: str = field(default="", repr=False)
     admin_key: str = field(default="", repr=False)
     run_key: Key | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """See Hello."""
 
 
 def server_facts(url: str, access: Access) -> ServerFacts:
@@ -271,7 +273,7 @@ class Questions:
 
         def call_back() -> Joined:
             host = self._access.bind_host or address_towards_server(self._url)
-            probe = Probe(host, self._s, self._access.run_key)
+            probe = Probe(host, self._s, self._access.run_key, self._access.model)
             self._driver.run(greeting(probe.hello.to_dict(), self._s))
             # no deadline: the probe was made with the deadline
             return probe.wait()

@@ -243,6 +243,8 @@ class Hello(Message, frozen=True):
     """Port of the store, at ``host``, at which gloo and NCCL meet; 0 for transport "tcp"."""
     nccl: str = ""
     """Version of the trainer's NCCL (transport "nccl"), which must be the server's too."""
+    model: dict[str, Any] = {}
+    """protocol.model_config.essential of the trainer's model; empty is not compared."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes % self.block_bytes:

@@ -15,6 +15,7 @@ from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied, Commit, Hello, reply_address
+from titan_grpo.protocol.model_config import difference, essential
 from titan_grpo.receive.device import WorkerDevice
 from titan_grpo.receive.handle import ReceiverHandle
 from titan_grpo.receive.window import Tensors, WindowReader
@@ -80,7 +81,10 @@ def workers_of(coordinator: Any) -> Workers:
 
 
 class Engine(Protocol):
-    """The part that differs between engines: names and loading."""
+    """The part that differs between engines: names and loading. ``config``: of its model, as
+    config.json has it; empty where there is none."""
+
+    config: Mapping[str, Any]
 
     def refuses(self, manifest: Manifest) -> str:
         """Why these tensors are not the ones this model is made of; empty if they are. Touches no
@@ -241,7 +245,11 @@ class EngineSide:
             if (address := reply_address(data)) is not None:
                 receiver.answer(address, f"{error} (this server runs {package_version()})")
             return str(error)
-        return receiver.hello(hello, self._problem)
+        found = difference(hello.model, essential(self._engine.config))
+        other = (
+            f"this server computes another model: {found}; start it with the trainer's config.json"
+        )
+        return receiver.hello(hello, self._problem or (other if found else ""))
 
     def commit(self, data: dict[str, Any]) -> Applied | None:
         """Body of POST /update_weights: load the version if all of it is right; how that ended.

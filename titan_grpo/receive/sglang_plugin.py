@@ -18,7 +18,7 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -164,8 +164,11 @@ def compatibility(args: Any) -> str:
     """Why commits cannot work in a server with these ServerArgs; empty if they can."""
     if args.dp_size > 1:
         return "data-parallel replicas behind one URL are not synced: start one server per replica"
-    if args.pp_size > 1:
-        return "pipeline-parallel stages are not synced: use tensor parallelism"
+    if args.pp_size > 1 or args.nnodes > 1:
+        return (
+            "pipeline-parallel stages and an engine over several hosts are not synced: use tensor"
+            " parallelism on one host"
+        )
     if args.enable_eplb or args.ep_num_redundant_experts or args.init_expert_location != "trivial":
         return (
             "a reload writes experts into the slots that they have without load balancing: start"
@@ -214,6 +217,7 @@ class SglangModel:
     def __init__(self, scheduler: Any) -> None:
         self._runner = scheduler.tp_worker.model_runner
         config = scheduler.model_config
+        self.config: Mapping[str, Any] = config.hf_text_config.to_dict()
         tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
         self._names = CheckpointNames(config.model_path, config.revision, tied)
 

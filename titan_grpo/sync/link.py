@@ -3,9 +3,10 @@ transfers."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed import TCPStore
@@ -92,6 +93,8 @@ class LinkOptions:
     connections: int = 4
     min_rate: int = 50 << 20
     progress_s: float = 10.0
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """See Hello."""
     source: RangeServer | None = None
     """Shared by the lanes of a process; a link without one has its own."""
 
@@ -185,6 +188,7 @@ class LaneLink:
             progress_s=o.progress_s,
             store_port=0 if self._store is None else self._store.port,
             nccl=nccl_version() if o.transport == "nccl" else "",
+            model=dict(o.model),
         )
         return hello.proven(self._key)
 

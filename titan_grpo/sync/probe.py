@@ -1,5 +1,8 @@
 """Asks a server what its receiver would answer, without opening an epoch."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from titan_grpo.protocol.messages import PROBE, Hello, Joined, Kind
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.transports.range_server import RangeServer
@@ -9,8 +12,14 @@ class Probe:
     """Reads a server's Joined answer without opening an epoch, for the doctor and the start-up
     check."""
 
-    def __init__(self, bind_host: str, timeout_s: float, run_key: Key | None = None) -> None:
-        """Listen for the answer. ``hello``: the ``init_info`` to send.
+    def __init__(
+        self,
+        bind_host: str,
+        timeout_s: float,
+        run_key: Key | None = None,
+        model: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Listen for the answer. ``hello``: the ``init_info`` to send; ``model`` as of Hello.
 
         With a run key, Joined.ok tells whether the server has the same; without, Joined.keyed
         whether it has any.
@@ -32,6 +41,7 @@ class Probe:
             block_bytes=1,
             bucket_bytes=1,
             timeout_s=timeout_s,
+            model=dict(model or {}),
         )
         self.hello = hello.proven(self._key)
 

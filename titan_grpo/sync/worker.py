@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -105,9 +106,10 @@ class SyncOptions:
     """Other ranks of rank 0's host that write to each image."""
     leaders: Sequence[int] = ()
     """The leaders' ranks of the trainer's other hosts, by part from 1 on."""
+    model: Mapping[str, Any] = field(default_factory=dict)
     owner: str = ""
     take_over: bool = True
-    """See Hello, like ``owner``."""
+    """See Hello, like ``model`` and ``owner``."""
     drain: Callable[[str], None] | None = None
     """See LaneContext."""
     look_s: float = LOOK_S
@@ -140,6 +142,7 @@ class SyncOptions:
             device=str(self.device) if transport == "nccl" else "cpu",
             apply=config.apply,
             run_key=self.run_key,
+            model=self.model,
             owner=self.owner,
             take_over=self.take_over,
             live_s=config.commit_deadline_s,

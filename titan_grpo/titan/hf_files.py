@@ -95,6 +95,17 @@ def write_adapter(
     return written
 
 
+def read_config(folder: str) -> dict[str, Any]:
+    """Content of a model directory's config.json; empty without one. ConfigError if it cannot be
+    read."""
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} must be JSON: {error}") from error
+    return dict(config)
+
+
 def copy_assets(source: Path, out: Path, dtype: str) -> list[str]:
     """Copy configuration and tokenizer, with ``dtype`` as the type in config.json; names of what
     was copied.

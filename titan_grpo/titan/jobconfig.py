@@ -24,6 +24,7 @@ from titan_grpo.config.grpo import resolve_aliases
 from titan_grpo.config.inert import inert
 from titan_grpo.config.task import TEXT
 from titan_grpo.errors import ConfigError
+from titan_grpo.protocol.model_config import essential
 from titan_grpo.rollout.chat import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import files_of
 from titan_grpo.runkey import find_run_key
@@ -277,6 +278,10 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
     Raises:
         ConfigError: the first that is missing, with the key that names it.
     """
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from titan_grpo.titan.hf_files import read_config
+
     folder = Path(config.model.hf_assets_path)
     if not folder.is_dir():
         raise ConfigError(
@@ -286,6 +291,10 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
     for name in ("tokenizer.json", "config.json"):
         if not (folder / name).is_file():
             raise ConfigError(f"model.hf_assets_path must contain {name}, got {str(folder)!r}")
+    flavor = config.model.flavor
+    args = get_train_spec(config.model.name).model_args[flavor]
+    if found := rules.model_violation(flavor, args, essential(read_config(str(folder)))):
+        raise ConfigError(found)
     weights = config.checkpoint.initial_load_path or str(folder)
     if config.checkpoint.initial_load_in_hf and not any(Path(weights).glob("*.safetensors")):
         raise ConfigError(

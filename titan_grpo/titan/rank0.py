@@ -31,6 +31,7 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.observe.shown import ShownStep, choose
 from titan_grpo.observe.traces import from_environment
 from titan_grpo.observe.waiting import waiting
+from titan_grpo.protocol.model_config import essential
 from titan_grpo.receive.commit import tensor_views
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.codec import TextCodec
@@ -44,7 +45,7 @@ from titan_grpo.sync.part import ImagePool
 from titan_grpo.sync.worker import SyncOptions, SyncWorker, load_deadline_s
 from titan_grpo.titan.data import Sampled, StepWork, varied_groups
 from titan_grpo.titan.evaluations import Evaluations
-from titan_grpo.titan.hf_files import copy_assets, write_adapter, write_weights
+from titan_grpo.titan.hf_files import copy_assets, read_config, write_adapter, write_weights
 from titan_grpo.titan.membership import Membership
 from titan_grpo.titan.rules import sync_waits_s
 from titan_grpo.titan.server_urls import ServersFile, known_servers
@@ -196,6 +197,7 @@ class Controller:
                 keys=self._keys,
                 run_key=self.run_key,
                 device=device,
+                model=essential(read_config(self._model_dir)),
                 remote_writers=plan.others,
                 leaders=plan.leaders[1:],
                 owner=_owner(self._run_dir),

@@ -2,7 +2,7 @@
 Pure."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from titan_grpo.config import LAUNCH
 from titan_grpo.config.lora import sends_adapters
 from titan_grpo.observe import alerts
+from titan_grpo.protocol.model_config import difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,30 @@ def attention_violation(flavor: str, model_args: Any) -> str:
             f" {flavor!r} with attn_mask_type {mask!r}"
         )
     return f"model.flavor must be one with sdpa attention, got {flavor!r} with {kind}"
+
+
+TORCHTITANS = {
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope.rope_theta",
+}
+"""Attribute of torchtitan's model arguments -> the field of protocol.model_config.essential."""
+
+
+def model_violation(flavor: str, model_args: Any, fields: Mapping[str, Any]) -> str:
+    """Why a flavor is not the model of a config.json with these ``fields``, or "". Shapes are not
+    compared: loading does."""
+    ours = {theirs: getattr(model_args, name, None) for name, theirs in TORCHTITANS.items()}
+    if getattr(model_args, "rope_scaling_args", None) is not None:
+        ours["rope.rope_type"] = "llama3"  # torchtitan's llama3 always scales
+    given = {name: value for name, value in ours.items() if value is not None}
+    found = difference(given, fields)
+    return found and (
+        f"model.flavor must be the model of model.hf_assets_path, {flavor!r} is another one:"
+        f" servers would sample from another policy than is trained; config.json has {found}"
+    )
 
 
 def _parallelism(config: Any) -> Rules:

@@ -28,7 +28,7 @@ class RecordedEngine:
     """An Engine that digests what passes through ``load``."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self.config = engine, engine.config
         self.seen: dict[str, str] = {}
 
     def refuses(self, manifest: Manifest) -> str:
