@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_grpo.errors import ConfigError
-from titan_grpo.plan import report
 from titan_grpo.plan.setup import Setup
-from titan_grpo.plan.simulation import Simulation
 
 OPTIONS = {f.name: f for f in fields(Setup) if f.name not in ("sync", "parameters")}
 
@@ -60,6 +58,10 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         given["parameters"] = parameters(str(model))
     given |= {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     setup = Setup(**given)
+    # Imported here: --help is answered before numpy is loaded.
+    from titan_grpo.plan import report
+    from titan_grpo.plan.simulation import Simulation
+
     result = Simulation(setup).run()
     found = report.figures(setup, result)
     changes, then = report.advice(setup, result)
