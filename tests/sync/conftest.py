@@ -97,7 +97,9 @@ class Rig:
         ops = [host_ops(SHAPES, manifest, host, hosts) for host in range(hosts)]
         written = [written_extents(op for each in host.values() for op in each) for host in ops]
         manifest = manifest.with_parts(parts_of(written, manifest.total_bytes, ALIGNMENT))
-        self.pool = ImagePool.create(manifest, self.config.slots, run_id)
+        self.pool = ImagePool.create(
+            manifest, self.config.slots, run_id, hashed_host="127.0.0.1" if hosts > 1 else ""
+        )
         self.worker = SyncWorker(
             self.pool,
             self.config,
@@ -131,7 +133,7 @@ class Rig:
                 "part": part,
                 "hosts": hosts,
                 "slots": self.config.slots,
-                "store_port": self.pool.store.port,
+                "store_port": self.pool.hashed.port,
                 "address": f"127.0.0.{part + 1}",
                 "algorithm": link.algorithm,
                 "key": keys.blocks.hex() if keys is not None else "",

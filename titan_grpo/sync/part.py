@@ -53,7 +53,10 @@ class ImagePool:
     images: tuple[SharedImage, ...]
     """Of the whole image's size; they have memory for this part only."""
     store: dist.TCPStore
-    """Carries the other ranks' notices that their bytes are there."""
+    """Carries the notices of this host's other ranks that their bytes are there: on loopback, since
+    nothing proves them."""
+    hashed: dist.TCPStore | None = None
+    """On rank 0 of several hosts: carries what the others' leaders say, which a run key proves."""
 
     @classmethod
     def create(
@@ -62,17 +65,18 @@ class ImagePool:
         slots: int,
         run_id: str = "",
         part: int = 0,
-        store_host: str = LOOPBACK,
+        hashed_host: str = "",
     ) -> "ImagePool":
-        """Of a new run, unless it has a ``run_id`` already. ``store_host``: the address of this
-        host where other hosts' leaders reach the store."""
+        """Of a new run, unless it has a ``run_id`` already. ``hashed_host``: the address of rank
+        0's host where other hosts' leaders reach it; empty: there are none."""
         extents = manifest.parts[part].extents
         images = tuple(
             SharedImage.create(manifest.total_bytes, f"titan_grpo slot {i}", extents)
             for i in range(slots)
         )
         run_id = run_id or new_run_id(time.time())
-        return cls(run_id, manifest, part, images, host_store(store_host))
+        hashed = host_store(hashed_host) if hashed_host else None
+        return cls(run_id, manifest, part, images, host_store(LOOPBACK), hashed)
 
     def tensors(self) -> Images:
         """The images as bytes: uint8[total_bytes] each."""
@@ -154,7 +158,7 @@ class HostPart:
         timeout_s: float,
     ) -> None:
         """``others``: the host's other ranks that write. ``address``: of this host, where servers
-        read. ``rank0``: host and port of rank 0's store. ``timeout_s``: of a copy."""
+        read. ``rank0``: host and port of its ImagePool's ``hashed``. ``timeout_s``: of a copy."""
         self._pool, self._others, self._hashing = pool, others, hashing
         self._timeout_s = timeout_s
         self._store = join_store(*rank0, timeout_s)

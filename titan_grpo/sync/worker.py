@@ -311,7 +311,9 @@ class SyncWorker:
     def _others(self, version: int) -> list[tuple[RangeSource, list[bytes]]]:
         """Source and digests of each other host's part, once all are hashed. TransferFailed if one
         is not within the deadline: the hosts copy and hash at the same time as this one."""
-        store, config = self.pool.store, self._config
+        store, config = self.pool.hashed, self._config
+        if store is None:
+            return []
         for key in list(self._given_up):
             if store.check([key]):
                 store.delete_key(key)

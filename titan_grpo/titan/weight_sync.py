@@ -204,8 +204,10 @@ class Meeting:
     """What a host's leader tells all ranks once."""
 
     images: tuple[ImageAddress, ...]
-    store: tuple[str, int]
-    """Host and port."""
+    store_port: int = 0
+    """On loopback, for the ranks of this host."""
+    hashed: tuple[str, int] = ("", 0)
+    """Host and port for the other leaders, on rank 0."""
     run_id: str = ""
     """On rank 0, like ``key``."""
     key: str = ""
@@ -252,7 +254,7 @@ class TrainerSync:
             try:
                 mine = self._open_pool(run_key)
             except ConfigError as error:
-                mine = Meeting((), ("", 0), error=str(error))
+                mine = Meeting((), error=str(error))
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine, group=group)
         meetings: dict[int, Meeting] = {leader: gathered[leader] for leader in plan.leaders}
@@ -283,15 +285,15 @@ class TrainerSync:
             slots * nbytes / 2**30,
             f"{self._config.bucket_bytes:,}",
         )
-        # the leaders of other hosts join rank 0's store, ranks of this host their leader's
-        shared = len(self.plan.hosts) > 1 and part == 0
-        host = self._address if shared else LOOPBACK
-        pool = self.pool = ImagePool.create(manifest, slots, part=part, store_host=host)
+        several = len(self.plan.hosts) > 1 and part == 0
+        host = self._address if several else ""
+        pool = self.pool = ImagePool.create(manifest, slots, part=part, hashed_host=host)
         self._images = pool.images
         keys = EpochKeys.of(run_key, pool.run_id, 0) if run_key is not None else None
         return Meeting(
             tuple(image.address for image in pool.images),
-            (host, pool.store.port),
+            pool.store.port,
+            (host, pool.hashed.port if pool.hashed is not None else 0),
             pool.run_id,
             keys.blocks.hex() if keys is not None else "",
         )
@@ -316,13 +318,13 @@ class TrainerSync:
     def _announce(self) -> Announcer | HostPart:
         plan, meetings, timeout_s = self.plan, self._meetings, self._config.connect_deadline_s
         if self.pool is None:
-            store = meetings[plan.leaders[plan.part]].store
-            return Announcer(dist.get_rank(), *store, timeout_s)
+            port = meetings[plan.leaders[plan.part]].store_port
+            return Announcer(dist.get_rank(), LOOPBACK, port, timeout_s)
         config, rank0 = self._config, meetings[0]
         key = Key.parse(rank0.key, "the run's key for blocks") if rank0.key else None
         hashing = Hashing(KEYED if key is not None else config.digest, key)
         return HostPart(
-            self.pool, plan.others, hashing, self._address, rank0.store, config.lane_deadline_s
+            self.pool, plan.others, hashing, self._address, rank0.hashed, config.lane_deadline_s
         )
 
     def publish(self, version: int, slot: int) -> None:
