@@ -3,7 +3,7 @@
 link.
 
     python scripts/bench_plan.py [--servers 8] [--mib 8] [--rate-mbit 200] [--step 4]
-    [--versions 12] [--json PATH]
+    [--versions 12] [--delta off|on|auto] [--json PATH]
 
 Needs root: it runs in a network namespace of its own, whose loopback tc limits (tbf), so every byte
 that the servers fetch leaves the trainer over one link of that rate. Trainer, lanes, source, and
@@ -54,6 +54,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     out.add_argument("--rate-mbit", type=float, default=200.0, help="of the trainer's link")
     out.add_argument("--step", type=float, default=4.0, help="between two versions, in seconds")
     out.add_argument("--versions", type=int, default=12, help="that count")
+    out.add_argument(
+        "--delta", choices=("auto", "on", "off"), default="off",
+        help="weight_sync.delta of the real run, which the planner does not know",
+    )  # fmt: skip
     out.add_argument("--json", default="", metavar="PATH", help="write every figure there")
     return out.parse_args(argv)
 
@@ -69,11 +73,12 @@ def limit_link(rate_mbit: float) -> None:
         subprocess.run(command, check=True, timeout=30)
 
 
-def sync_config() -> WeightSync:
+def sync_config(delta: str = "off") -> WeightSync:
     """Of both runs."""
     return WeightSync(
-        block_bytes=1 << 20, bucket_bytes=1 << 20, bind_host="127.0.0.1", connect_deadline_s=300.0
-    )
+        block_bytes=1 << 20, bucket_bytes=1 << 20, bind_host="127.0.0.1", connect_deadline_s=300.0,
+        delta=delta,
+    )  # fmt: skip
 
 
 def measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     rows = (options.mib << 20) // (2 * COLUMNS)
     manifest = Manifest.build([("w", "bfloat16", (rows, COLUMNS))], 1 << 20)
-    weights = {"w": torch.randn(rows, COLUMNS)}
+    weights = {"w": torch.randn(rows, COLUMNS) * 0.02}
     lags: list[int] = []
     published = 0
     with ExitStack() as stack:
@@ -95,7 +100,9 @@ def measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
             # Not by their memory: the servers shall fetch over the link.
             tamper=lambda images: images,
         )
-        trainer = stack.enter_context(Trainer(manifest, sync_config(), Path(folder), sync))
+        trainer = stack.enter_context(
+            Trainer(manifest, sync_config(options.delta), Path(folder), sync)
+        )
         trainer.start()
         trainer.publish(0, weights, WAIT_S)
         held = trainer.servers.versions
@@ -104,6 +111,7 @@ def measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         before = {key: len(trainer.recorder.series(key)) for key in (names.SEND_S, names.SYNC_S)}
         due = time.monotonic()
         for version in range(1, options.versions + 1):
+            weights["w"] -= 1e-6 * torch.randn(rows, COLUMNS).sign()  # AdamW's longest step
             published += trainer.publish(version, weights)
             due += options.step
             time.sleep(max(0.0, due - time.monotonic()))

@@ -17,6 +17,7 @@ from titan_grpo.protocol.messages import (
     Hello,
     Joined,
     Order,
+    Patch,
     RangeSource,
     Staged,
     new_run_id,
@@ -116,6 +117,7 @@ def test_a_proof_survives_the_journey_and_a_changed_value_does_not(message):
         valid = {"op": "stream", "apply": "streamed"}
         valid |= {"bucket_bytes": 8192, "block_bytes": 8192}
         valid |= {"sources": (RangeSource("elsewhere", 1, "00"),)}
+        valid |= {"patches": (Patch(6, 7, 1, RangeSource("elsewhere", 1, "00")),)}
         changed = valid.get(field.name, f"{value}x" if isinstance(value, str) else 99)
         if field.name == "proof" or changed == value or isinstance(value, bool | dict):
             continue

@@ -55,6 +55,12 @@ class WeightSync:
     """A transfer by tcp that moves no bytes for so long is given up, in seconds (beside a bucket's
     time at min_rate): a server that stands still keeps no image from the others."""
 
+    delta: Literal["auto", "on", "off"] = "off"
+    """Patches of changed elements in place of whole versions, for servers that hold an earlier one
+    (staged by tcp, one trainer host). auto: where the slowest server's whole version takes four
+    times as long as making a patch, which is about 1 s for a GiB. What a patch does not make
+    exactly is read from the version."""
+
     wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Floating-point type of the image; masters are cast once, on the trainer."""
 

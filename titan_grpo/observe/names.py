@@ -76,6 +76,7 @@ SYNC_S = "sync/publish_to_commit_s"
 # Totals, counted up over the run: a line of metrics.jsonl has them as they were at its step.
 SYNC_COUNT = "sync/count"
 SYNC_BYTES = "sync/bytes"
+SPARED_BYTES = "sync/spared_bytes"
 SYNC_FAILURES = "sync/failures"
 SKIPPED_VERSIONS = "sync/skipped_versions"
 DIGEST_MISMATCHES = "sync/digest_mismatches"
@@ -98,7 +99,7 @@ the next to end; the last step's line has what came after it."""
 SERVER = "server"
 """Prefix of values of one server: ``server/HOST:PORT/lag`` (see :func:`of_server`)."""
 
-TOTALS: tuple[str, ...] = (SYNC_COUNT, SYNC_BYTES, SYNC_FAILURES, SKIPPED_VERSIONS)
+TOTALS: tuple[str, ...] = (SYNC_COUNT, SYNC_BYTES, SPARED_BYTES, SYNC_FAILURES, SKIPPED_VERSIONS)
 TOTALS += (DIGEST_MISMATCHES, QUARANTINES, UNHEALTHY_STEPS, SERVERS_JOINED, SERVERS_LEFT)
 TOTALS += (REQUESTS, OUTAGES, INTERRUPTED, MOVED, SKIPPED_PROMPTS)
 """Totals that every step has, 0 from the start: an absent curve would not say that nothing
@@ -198,6 +199,7 @@ MEANING: dict[str, str] = {
     SYNC_S: "publish to verified commit on one server, seconds",
     SYNC_COUNT: "commits on all servers",
     SYNC_BYTES: "bytes sent to all servers",
+    SPARED_BYTES: "bytes that servers did not read, since patches made them (weight_sync.delta)",
     SYNC_FAILURES: "transfers or commits that failed",
     SKIPPED_VERSIONS: "versions that were not published because no slot was free",
     DIGEST_MISMATCHES: "received blocks whose digest was wrong",

@@ -31,6 +31,7 @@ _COUNTS = {
     "skipped_versions": names.SKIPPED_VERSIONS,
     "digest_mismatches": names.DIGEST_MISMATCHES,
     "sync_bytes": names.SYNC_BYTES,
+    "spared_bytes": names.SPARED_BYTES,
     "sync_failures": names.SYNC_FAILURES,
     "quarantines": names.QUARANTINES,
     "skipped_optimizer_steps": names.UNHEALTHY_STEPS,
@@ -222,6 +223,7 @@ def final_table(summary: Mapping[str, Any]) -> str:
         ("digest mismatches", str(s["digest_mismatches"])),
         ("sync failures", f"{s['sync_failures']}, {s['quarantines']} quarantines"),
         ("sent", f"{s['sync_bytes'] / 2**20:.1f} MiB to all servers"),
+        *(("spared by patches", f"{n / 2**20:.1f} MiB") for n in [s["spared_bytes"]] if n),
         ("generated", f"{number(s['generated_tokens_per_s'])} tokens per second"),
     ]
     if skipped := s["skipped_optimizer_steps"]:

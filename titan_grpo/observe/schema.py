@@ -102,6 +102,9 @@ class Summary(Record):
     sync_bytes: Count
     """To all servers."""
 
+    spared_bytes: Count
+    """That they did not read, since patches made them."""
+
     sync_failures: Count
     """Transfers and commits."""
 

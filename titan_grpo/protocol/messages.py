@@ -331,10 +331,21 @@ class RangeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     part: Number = 0
 
 
+class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where to read the ``nbytes`` (layout.delta) that make ``version`` of the image of
+    ``base``."""
+
+    base: Number
+    version: Number
+    nbytes: Number
+    source: RangeSource
+
+
 class Order(Message, frozen=True):
     """The lane's next request. ``version`` and ``fingerprint`` belong to "receive" and "stream".
 
     ``sources``: from where a "receive" reads the version; none: the lane broadcasts it.
+    ``patches``: from the version that is staged to the new one, in order, or none.
     """
 
     number: Number
@@ -342,6 +353,7 @@ class Order(Message, frozen=True):
     version: int
     fingerprint: str
     sources: tuple[RangeSource, ...] = ()
+    patches: tuple[Patch, ...] = ()
 
 
 class Staged(Message, frozen=True):
@@ -351,7 +363,7 @@ class Staged(Message, frozen=True):
     after "receive": every block digest and the fingerprint match. Otherwise ``error`` says why and
     ``bad_block`` is the first block that differs (-1: not about blocks). ``image`` is the address
     of the staged bytes on the server's host, empty without any. ``verify_s``: seconds of checks
-    after the last byte.
+    after the last byte. ``read_bytes``: read from sources, patches and blocks.
     """
 
     number: int
@@ -363,6 +375,7 @@ class Staged(Message, frozen=True):
     error: str
     bad_block: int
     image: dict[str, int]
+    read_bytes: Number = 0
 
 
 class Commit(Message, frozen=True):

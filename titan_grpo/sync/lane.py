@@ -373,12 +373,12 @@ class ServerLane:
         if self._streamed or isinstance(link, StockLink):
             staged = link.offer(self._number, version, digests, fingerprint)
         else:
-            image = self._c.images[published.slot]
+            image = self._c.shared[published.slot] or self._c.images[published.slot]
             with recorder.span(names.SEND_S, self.url, version=version):
-                place = Parts(self._c.shared[published.slot] or image, published.elsewhere)
+                place = Parts(image, published.elsewhere, published.patches)
                 staged = link.send(self._number, version, place, digests, fingerprint, self._moved)
             recorder.observe(names.VERIFY_S, staged.verify_s)
-            recorder.count(names.SYNC_BYTES, image.numel())
+            recorder.count(names.SYNC_BYTES, staged.read_bytes)
         if not staged.ok:
             if staged.bad_block >= 0:
                 recorder.count(names.DIGEST_MISMATCHES)

@@ -34,6 +34,7 @@ from titan_grpo.protocol.messages import (
     Kind,
     Op,
     Order,
+    Patch,
     RangeSource,
     Staged,
     marks,
@@ -41,6 +42,7 @@ from titan_grpo.protocol.messages import (
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.load_call import LoadCall
 from titan_grpo.sync.part import Parts
+from titan_grpo.sync.patches import Made, Patches
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
 from titan_grpo.sync.transports.channel import Frame, LaneChannel
 from titan_grpo.sync.transports.range_server import RangeServer
@@ -97,6 +99,8 @@ class LinkOptions:
     """See Hello."""
     source: RangeServer | None = None
     """Shared by the lanes of a process; a link without one has its own."""
+    patches: Patches | None = None
+    """Hears of what was sent."""
 
     def transfer_s(self, nbytes: int) -> float:
         """Deadline of a transfer of ``nbytes``, in seconds."""
@@ -151,6 +155,8 @@ class LaneLink:
         """At which the ranks of gloo or NCCL meet."""
         self._transport: Transport | None = None
         self._joined = False
+        self._base: int | None = None
+        """The version that the receiver has staged."""
         self._transfer_s = options.transfer_s(manifest.total_bytes)
 
     def open(self) -> Hello:
@@ -250,21 +256,33 @@ class LaneLink:
         moved: Moved | None = None,
     ) -> Staged:
         """Send a whole image (uint8[total_bytes], host) and wait for its verification. ``number``
-        counts from 1. A receiver on this host reads a SharedImage in place.
+        counts from 1. A receiver on this host reads a SharedImage in place. Those of its
+        patches are offered that lead from what the receiver has staged to ``version``.
 
         Raises TransferFailed when bytes are lost or late. A Staged that is not ok (digests differ)
         is returned: the epoch goes on, and the image may be sent again under the next number.
         """
         start = time.monotonic()
-        image, elsewhere = image if isinstance(image, Parts) else Parts(image, ())
+        image, elsewhere, patches = image if isinstance(image, Parts) else Parts(image)
         shared = image if isinstance(image, SharedImage) else None
         bytes_ = image.tensor() if isinstance(image, SharedImage) else image
         self._check_size(bytes_)
         if self._options.transport == TCP:
-            with self._served(bytes_, shared.address if shared else None) as place:
-                sources = place, *elsewhere
-                self._announce("receive", number, version, digests, fingerprint, sources)
-                return self._moving(number, moved)
+            bases = [made.base for made in patches]
+            staged, self._base = self._base, None
+            patches = patches[bases.index(staged) :] if staged in bases else ()
+            with (
+                self._served(bytes_, shared.address if shared else None) as place,
+                self._patches_served(patches) as offered,
+            ):
+                order = Order(number, "receive", version, fingerprint, (place, *elsewhere), offered)
+                self._post(order, b"".join(digests))
+                answer = self._moving(number, moved, sum(len(made.data) for made in patches))
+            if answer.ok:
+                self._base = version
+                if (made_here := self._options.patches) is not None:
+                    made_here.sent(self._options.url, answer.read_bytes, answer.receive_s)
+            return answer
         self._announce("receive", number, version, digests, fingerprint)
         self._broadcast(bytes_, moved)
         left = max(0.0, start + self._transfer_s - time.monotonic())
@@ -283,11 +301,27 @@ class LaneLink:
         finally:
             self._source.revoke(ticket)
 
-    def _moving(self, number: int, moved: Moved | None) -> Staged:
+    @contextmanager
+    def _patches_served(self, patches: Sequence[Made]) -> Iterator[tuple[Patch, ...]]:
+        """Let the receiver read the patches within it."""
+        channel, offered = self._opened(), []
+        try:
+            for made in patches:
+                ticket = self._source.grant(memoryview(made.data), None, self._range_key)
+                source = RangeSource(channel.host, channel.port, ticket)
+                offered.append(Patch(made.base, made.version, len(made.data), source))
+            yield tuple(offered)
+        finally:
+            for patch in offered:
+                self._source.revoke(patch.source.ticket)
+
+    def _moving(self, number: int, moved: Moved | None, patch_bytes: int) -> Staged:
         """The receiver's answer, which comes early where it gives the transfer up. TransferFailed
         if the next mark is late: the receiver or the network stands still."""
         o, deadline = self._options, time.monotonic() + self._transfer_s
         within_s = o.progress_s + o.bucket_bytes / o.min_rate
+        if patch_bytes:  # they come, and the image changes, before the first mark
+            within_s += (patch_bytes + self._manifest.total_bytes) / o.min_rate
         for mark in marks(self._manifest.total_bytes, o.bucket_bytes):
             wait_s = min(within_s, max(0.0, deadline - time.monotonic()))
             what = f"waiting for the receiver to have byte {mark} of transfer {number}"
@@ -454,9 +488,8 @@ class LaneLink:
         version: int,
         digests: Sequence[bytes],
         fingerprint: str,
-        sources: tuple[RangeSource, ...] = (),
     ) -> None:
-        self._post(Order(number, op, version, fingerprint, sources), b"".join(digests))
+        self._post(Order(number, op, version, fingerprint), b"".join(digests))
 
     def _post(self, order: Order, blob: bytes = b"") -> None:
         """Send an order, and before it the bytes that it is about."""

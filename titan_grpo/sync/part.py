@@ -25,6 +25,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import RangeSource, new_run_id
 from titan_grpo.protocol.parts import Hashed, hashed_key
 from titan_grpo.runkey import Key
+from titan_grpo.sync.patches import Made
 from titan_grpo.sync.publisher import copied_key
 from titan_grpo.sync.snapshot import Copy
 from titan_grpo.sync.transports.range_server import RangeServer
@@ -36,10 +37,12 @@ Images = tuple[torch.Tensor, ...]
 
 
 class Parts(NamedTuple):
-    """An image that several trainer hosts have: this one has part 0, ``elsewhere`` the others."""
+    """An image that several trainer hosts have: this one has part 0, ``elsewhere`` the others.
+    ``patches`` lead to it, oldest first."""
 
     image: torch.Tensor | SharedImage
-    elsewhere: tuple[RangeSource, ...]
+    elsewhere: tuple[RangeSource, ...] = ()
+    patches: tuple[Made, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from titan_grpo.protocol import image_slots
 from titan_grpo.protocol.image_slots import SlotTable
 from titan_grpo.protocol.messages import Label, RangeSource
+from titan_grpo.sync.patches import Made
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class Published:
     """When the trainer published it, on the recorder's clock."""
     elsewhere: tuple[RangeSource, ...] = ()
     """Where the parts of the trainer's other hosts are served."""
+    patches: tuple[Made, ...] = ()
+    """Up to this version, oldest first."""
 
     @property
     def version(self) -> int:

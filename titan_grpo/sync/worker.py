@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,6 +40,7 @@ from titan_grpo.sync.lane import LOOK_S, LaneContext, ServerLane
 from titan_grpo.sync.lane_threads import LaneThreads
 from titan_grpo.sync.link import LinkOptions
 from titan_grpo.sync.part import LOOPBACK, Hashing, ImagePool, Images, wait_copied
+from titan_grpo.sync.patches import Made, Patches
 from titan_grpo.sync.pause_guard import PauseGuard, transfer_in_load_s
 from titan_grpo.sync.publisher import Publisher
 from titan_grpo.sync.server_set import JOIN_S, ServerObserver, ServerSet
@@ -163,7 +165,11 @@ class SyncWorker:
         self.pool, self.run_id, self.manifest = pool, pool.run_id, pool.manifest
         self._config, self._recorder, self._o = config, recorder, options
         self._source = RangeServer()
-        link = self._link = replace(options.link(config), source=self._source)
+        spared = partial(recorder.count, names.SPARED_BYTES)
+        self._patches = Patches(config, pool.manifest.total_bytes, spared)
+        link = self._link = replace(
+            options.link(config), source=self._source, patches=self._patches
+        )
         keys = link.keys(pool.run_id, 0)
         self.hashing = Hashing(link.algorithm, keys.blocks if keys is not None else None)
         self._given_up: set[str] = set()
@@ -199,6 +205,8 @@ class SyncWorker:
         )
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._sealer = threading.Thread(target=self._seal_loop, name="sealer", daemon=True)
+        self._sealed: tuple[int, int | None] = 0, None
+        """The last version that was complete, and its slot, which may be written anew by now."""
         self._left_s = JOIN_S
         self._closed = False
 
@@ -306,7 +314,17 @@ class SyncWorker:
         digests += tuple(digest for _, theirs in others for digest in theirs)
         label = Label(self.run_id, job.version, fingerprint(self.manifest.digest, digests))
         elsewhere = tuple(source for source, _ in others)
-        self.slots.complete(Published(label, job.slot, digests, job.published_s, elsewhere))
+        patches = () if elsewhere else self._patch(job)
+        self.slots.complete(
+            Published(label, job.slot, digests, job.published_s, elsewhere, patches)
+        )
+
+    def _patch(self, job: _Job) -> tuple[Made, ...]:
+        images = self.pool.images
+        (base, slot), self._sealed = self._sealed, (job.version, job.slot)
+        if slot in (None, job.slot) or self._link.transport != TCP:
+            return ()
+        return self._patches.make(base, images[slot].buffer, job.version, images[job.slot].buffer)
 
     def _others(self, version: int) -> list[tuple[RangeSource, list[bytes]]]:
         """Source and digests of each other host's part, once all are hashed. TransferFailed if one
