@@ -91,7 +91,7 @@ class Site:
         self.side = EngineSide(self.engine, OneWorker(), "", run_key)
         self.run_id = new_run_id(1_700_000_000.0)
         self.epoch = 0
-        self.transport = options.get("transport", "gloo")
+        self.transport = options.get("transport", "tcp")
         self.links: list[LaneLink] = []
         self.joined: Joined | None = None
         self._options = {"timeout_s": 20.0, "run_key": run_key} | options
@@ -107,7 +107,7 @@ class Site:
         """A lane of the next epoch, not opened."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
         options = {
-            "transport": "gloo",
+            "transport": "tcp",
             "bind_host": "127.0.0.1",
             "digest_algorithm": "xxh3",
             "bucket_bytes": BUCKET,

@@ -105,7 +105,9 @@ class WindowedSite(Site):
     """One engine with its plugin half, and the lanes and stray senders that a test opens to it."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(engine=LayerEngine(), timeout_s=DEADLINE_S, apply="streamed")
+        super().__init__(
+            engine=LayerEngine(), transport="gloo", timeout_s=DEADLINE_S, apply="streamed"
+        )
         self._folder = folder
         self._senders: list[subprocess.Popen[str]] = []
 
