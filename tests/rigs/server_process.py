@@ -6,6 +6,9 @@ It speaks the RL routes of vLLM that ``engines.vllm`` uses, over real HTTP, so t
 the real receiver process. The "model" is a copy of the tensors in this process's own memory,
 replaced one by one during a load, so a half load can be seen: ``GET /served`` hashes what is there.
 
+With ``--token-seconds`` it also answers completions, of one and the same token, after the time that
+they take.
+
 It decides nothing about real engines. That an engine computes with the tensors that it was handed,
 keeps its requests over a pause or survives a failed load is shown by the tests with real servers,
 and only by those."""
@@ -23,6 +26,7 @@ from typing import Any
 import torch
 
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
+from titan_grpo.engines.vllm import COMPLETIONS
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.layout.manifest import Manifest
@@ -31,6 +35,9 @@ from titan_grpo.receive.commit import EngineSide, OneWorker
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
 from titan_grpo.runkey import find_run_key
 from titan_grpo.verify.recording import RecordingSide
+
+TOKEN = 21
+"""What its completions are made of."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 Route = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -89,9 +96,10 @@ class Server:
         model: CopiedModel,
         record: Path | None = None,
         side: Callable[[], EngineSide] | None = None,
+        token_s: float = 0.0,
     ) -> None:
         """``record``: a file that gets a line per commit (verify.recording). ``side``: another half
-        of ours than the real one."""
+        of ours than the real one. ``token_s``: seconds of a token; 0: there are no completions."""
         key, workers = find_run_key(os.environ), OneWorker()
 
         def real() -> EngineSide:
@@ -99,6 +107,7 @@ class Server:
                 return EngineSide(model, workers, "", key)
             return RecordingSide(model, workers, "", record, key)
 
+        self._token_s = token_s
         self._model, self._server = model, ReceiverServer("this server", make_side=side or real)
         self._control = DirectControl(self._server)
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -127,6 +136,8 @@ class Server:
         """Any thread."""
         if request.path == "/health":
             return Reply(200, {})
+        if request.path == COMPLETIONS and self._token_s:
+            return self._completion(json.loads(request.body)["max_tokens"])
         route = self._routes.get((request.method, request.path))
         if route is None:
             return Reply(404, {"error": f"no route {request.method} {request.path}"})
@@ -139,6 +150,14 @@ class Server:
             )
         except (Refused, TitanGrpoError) as error:
             return Reply(500, {"error": str(error)})
+
+    def _completion(self, tokens: int) -> Reply:
+        """All at once, after its time. Requests run beside each other."""
+        threading.Event().wait(tokens * self._token_s)
+        logprobs = {"token_logprobs": [-1.0] * tokens}
+        choice = {"index": 0, "text": "", "finish_reason": "length", "logprobs": logprobs}
+        body = json.dumps({"choices": [choice | {"token_ids": [TOKEN] * tokens}]})
+        return Reply(200, f"data: {body}\n\ndata: [DONE]\n\n".encode())
 
     def _served(self, query: Mapping[str, Any]) -> Mapping[str, Any]:
         client = self._server.receiver
@@ -199,12 +218,16 @@ def main(argv: list[str]) -> None:
         metavar="PATH",
         help="append a line per commit to this file; empty: none",
     )
+    parser.add_argument(
+        "--token-seconds", type=float, default=0.0, help="of a completion; 0: it answers none"
+    )
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     shapes = None
     if options.shapes:
         shapes = {name: tuple(shape) for name, shape in json.loads(options.shapes).items()}
-    server = Server(CopiedModel(shapes), Path(options.record) if options.record else None)
+    record = Path(options.record) if options.record else None
+    server = Server(CopiedModel(shapes), record, token_s=options.token_seconds)
     http = HttpServer(f"{options.host}:{options.port}", "", server.answer, "--host and --port")
     print(json.dumps({"port": int(http.address.rpartition(":")[2])}), flush=True)
     threading.Event().wait()  # no deadline: a signal ends the process

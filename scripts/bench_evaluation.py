@@ -1,0 +1,174 @@
+#!/usr/bin/env python
+"""What an evaluation on a server of its own costs a training step.
+
+    python scripts/bench_evaluation.py [--steps 280] [--every 40] [--seconds 5] [--json PATH]
+
+A real run: one CPU rank with the recipe's tiny model, recorded rollouts, a lane to a server of the
+rollouts and one to a server of evaluations. These have no engine: real receivers take the versions,
+and a completion takes a set time. Every ``--every`` versions an evaluation of about ``--seconds``
+begins, so that steps with and without one take turns in the same run, which neither a busy machine
+nor a warm one favours. A step counts as one with an evaluation if any part of it is beside one, its
+process's start included.
+
+Printed: median step with and without, what of it the trainer waited (for rollouts and weight sync),
+and the difference of the medians in percent of a step, with the range that holds 95 of 100 of it
+when stretches of steps are drawn again (bootstrap over the stretches between two evaluations).
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
+
+from tests.e2e.conftest import RECIPE, Replay
+from tests.rigs.server_handle import ServerProcess
+from titan_grpo.commands.processes import torchrun
+from titan_grpo.observe import names
+from titan_grpo.observe.recorder import read_metrics
+from titan_grpo.titan.tiny import write_tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_PERCENT = 2.0
+SAMPLES, AT_ONCE, TOKENS, TOKEN_S = 4, 16, 10, 0.05
+NICE = 10
+"""Of the servers, which have hosts of their own elsewhere."""
+
+WARM_STEPS = 10
+DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: its seconds, those in which the trainer waited, and whether an evaluation ran."""
+
+    seconds: float
+    waited: float
+    beside: bool
+
+
+def job(options: argparse.Namespace, out: Path, server: str) -> Path:
+    """The recipe with an evaluation on ``server``."""
+    rows = max(1, round(options.seconds * AT_ONCE / (SAMPLES * TOKENS * TOKEN_S)))
+    table = f"""
+[[evaluation]]
+name = "digits"
+task = "digits"
+servers = ["{server}"]
+every = {options.every}
+at_end = false
+rows = {rows}
+samples = {SAMPLES}
+concurrent_requests = {AT_ONCE}
+max_completion_tokens = {TOKENS}
+"""
+    path = out / "job.toml"
+    path.write_text((ROOT / RECIPE).read_text() + table)
+    return path
+
+
+def train(options: argparse.Namespace, out: Path) -> None:
+    """One run to its end."""
+    model = write_tiny_model("qwen3", out / "model", seed=1)
+    replay = Replay(out / "replay.jsonl", 8, 8, 48).write(options.steps)
+    with ExitStack() as stack:
+        args = ("--token-seconds", str(TOKEN_S))
+        rollouts, own = (stack.enter_context(ServerProcess(args=args)) for _ in range(2))
+        for server in (rollouts, own):
+            psutil.Process(server.pid).nice(NICE)
+        settings = {
+            "job.dump_folder": out / "run",
+            "model.hf_assets_path": model,
+            "rollout.servers": rollouts.url,
+            "training.steps": options.steps,
+        }
+        arguments = [f"--{key}={value}" for key, value in settings.items()] + replay.arguments
+        command = torchrun(1, str(job(options, out, own.url)), arguments)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=options.timeout
+        )
+    if done.returncode:
+        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+
+
+def steps_of(run: Path) -> list[list[Step]]:
+    """Steps, in stretches that begin where an evaluation does. The step after that in which a
+    result came is without one."""
+    rows = read_metrics(run / "metrics.jsonl")
+    summary = json.loads((run / "summary.json").read_text())
+    began = {each["version"] for each in summary["evaluations"]}
+    if summary["errors"] or len(began) < 3:
+        raise SystemExit(f"too few evaluations ({len(began)}), or errors: {summary['errors']}")
+    out: list[list[Step]] = [[]]
+    key, beside = f"{names.EVALUATION}/digits/version", False
+    for row in rows:
+        # A server holds version n at some time in step n + 1, or a later one.
+        if row["step"] in began:
+            beside = True
+            out.append([])
+        waited = row[names.ROLLOUT_WAIT_S] + row[names.BLOCKED_S]
+        if row["step"] > WARM_STEPS:
+            out[-1].append(Step(row[names.STEP_S], waited, beside))
+        if key in row:
+            beside = False
+    return [stretch for stretch in out if len({each.beside for each in stretch}) == 2]
+
+
+def difference(stretches: Sequence[Sequence[Step]], what: str) -> float:
+    """Median with an evaluation minus median without, in percent of the median step without."""
+
+    def median(beside: bool, of: str) -> float:
+        return statistics.median(
+            getattr(each, of) for stretch in stretches for each in stretch if each.beside == beside
+        )
+
+    return 100.0 * (median(True, what) - median(False, what)) / median(False, "seconds")
+
+
+def main() -> int:
+    """Train, print; 1 if the trainer's waiting differs by more than the limit."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=280)
+    parser.add_argument("--every", type=int, default=40, help="versions between two evaluations")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of an evaluation")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds of the whole run")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        train(options, Path(scratch))
+        stretches = steps_of(Path(scratch) / "run")
+    figures: dict[str, float] = {"stretches": len(stretches)}
+    flat = [each for stretch in stretches for each in stretch]
+    for beside, name in ((True, "with"), (False, "without")):
+        chosen = [each for each in flat if each.beside == beside]
+        figures[f"steps_{name}"] = len(chosen)
+        figures[f"step_{name}_s"] = statistics.median(each.seconds for each in chosen)
+        figures[f"waited_{name}_s"] = statistics.median(each.waited for each in chosen)
+    draw = random.Random(0)
+    for what in ("seconds", "waited"):
+        figures[f"{what}_percent"] = difference(stretches, what)
+        again = sorted(
+            difference(draw.choices(stretches, k=len(stretches)), what) for _ in range(DRAWS)
+        )
+        figures[f"{what}_percent_low"], figures[f"{what}_percent_high"] = again[25], again[-26]
+    for name, value in figures.items():
+        print(f"{name:<22} {value:.4f}")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return int(figures["waited_percent"] > LIMIT_PERCENT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
