@@ -28,7 +28,31 @@ def hosts(nothing_outlives_the_tests):
         pytest.skip(str(error))
 
 
-def test_servers_hold_every_version_of_a_run_on_two_hosts(runs, make_replay, hosts, tmp_path):
+def meeting(rendezvous: str, first: str, own: str, number: int) -> tuple[str, ...]:
+    """torchrun's arguments for one of the two hosts. Their names are alike and lead nowhere, so
+    each says its address."""
+    if rendezvous == "static":
+        return (
+            "--nnodes=2",
+            f"--node_rank={number}",
+            f"--master_addr={first}",
+            f"--master_port={PORT}",
+        )
+    where = f"--rdzv_endpoint={first}:{PORT}"
+    return (
+        "--nnodes=2",
+        "--rdzv_backend=c10d",
+        "--rdzv_id=7",
+        where,
+        f"--local_addr={own}",
+        f"--rdzv_conf=is_host={int(number == 0)}",
+    )
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_servers_hold_every_version_of_a_run_on_two_hosts(
+    runs, make_replay, hosts, tmp_path, rendezvous
+):
     replay = make_replay(tmp_path / "replay.jsonl", 4, 4, 16).write(STEPS)
     launch = engineless_launcher(runs.model, hosts.address)
     folders = [tmp_path / "a", tmp_path / "b"]
@@ -42,8 +66,7 @@ def test_servers_hold_every_version_of_a_run_on_two_hosts(runs, make_replay, hos
         arguments = [*replay.arguments, f"--training.steps={STEPS}"]
         nodes = []
         for number, host in enumerate(hosts.hosts):
-            node = "--nnodes=2", f"--node_rank={number}", f"--master_port={PORT}"
-            node += (f"--master_addr={hosts.hosts[0].address}",)
+            node = meeting(rendezvous, hosts.hosts[0].address, host.address, number)
             start = runs.start(out, urls, *arguments, nproc=2, inside=host.inside, node=node)
             nodes.append(stack.enter_context(start))
         assert [node.finish(400.0) for node in nodes] == [0, 0], nodes[0].log + nodes[1].log

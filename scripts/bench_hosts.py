@@ -1,0 +1,262 @@
+#!/usr/bin/env python
+"""Seconds of a version from several trainer hosts to servers on hosts of their own, and each link's
+bytes.
+
+    python scripts/bench_hosts.py --trainer-hosts 2 --ranks 2 --receivers 4 --rate 20mbit
+
+Hosts are namespaces of network, names and processes on one switch, each with a limited link: needs
+root. ``torchrun --nnodes`` starts ``--ranks`` on each trainer host; masters are float32 and sharded
+by FSDP2 over all of them. A receiver is a server without an engine: HTTP routes, plugin half and
+receiver process are the real ones. After every version each server's tensors are compared with
+the weights that the ranks should hold.
+
+``seconds`` is publish to verified commit on all servers, ``fetch_s`` what the slowest lane needed
+for the bytes. Compare with a run with ``--trainer-hosts 1``.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
+
+from tests.faults.netns import Host, Hosts, NotAllowed
+from tests.rigs.server_handle import served
+from titan_grpo.config import WeightSync
+from titan_grpo.engines.http import ServerAccess, SyncDriver
+from titan_grpo.engines.server import make_control
+from titan_grpo.layout.digest import content_digest, tensor_digest
+from titan_grpo.observe import names
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.sync.worker import SyncOptions, SyncWorker
+from titan_grpo.titan.hosts import Here
+from titan_grpo.titan.weight_sync import TrainerSync
+
+ROOT = Path(__file__).resolve().parents[1]
+ROLE = "TITAN_GRPO_BENCH_RANK"
+"""Environment variable of a rank: its options as JSON."""
+
+COLUMNS = 1024
+LAYERS = 8
+PORT = 29_517
+SERVER_PORT = 8000
+WAIT_S = 500.0
+CALL_S = 60.0
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def rate(text: str) -> float:
+    """Bytes per second: ``rate("20mbit") == 2.5e6``."""
+    found = re.fullmatch(r"([0-9.]+)(kbit|mbit|gbit)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"must be like 20mbit, got {text!r}")
+    return float(found[1]) * UNITS[found[2]] / 8
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trainer-hosts", type=int, default=2, help="hosts that train")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks on each of them")
+    parser.add_argument("--receivers", type=int, default=4, help="hosts with a server each")
+    parser.add_argument("--rate", type=rate, default="20mbit", help="of each link, each way")
+    parser.add_argument("--mib", type=int, default=8, help="bytes of one version, in MiB")
+    parser.add_argument("--versions", type=int, default=3, help="measured ones, after the first")
+    parser.add_argument("--json", default="", metavar="PATH", help="write every figure there")
+    return parser.parse_args(argv)
+
+
+class Weights(torch.nn.Module):
+    """Matrices that make up so many MiB in bfloat16; masters are float32, the same everywhere."""
+
+    def __init__(self, mib: int) -> None:
+        super().__init__()
+        rows = (mib << 20) // (LAYERS * COLUMNS * 2)
+        generator = torch.Generator().manual_seed(7)
+        self.layers = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.randn(rows, COLUMNS, generator=generator))
+            for _ in range(LAYERS)
+        )
+
+    def change(self) -> None:
+        """Other values, element by element: the same in a shard and in the whole."""
+        with torch.no_grad():
+            for p in self.layers:
+                (p.to_local() if hasattr(p, "to_local") else p).mul_(1.01)
+
+    def digest(self) -> str:
+        """What a server that has loaded them says."""
+        named = self.named_parameters()
+        return content_digest({n: tensor_digest(p.to(torch.bfloat16)) for n, p in named})
+
+
+def rank_main(options: dict[str, Any]) -> None:
+    """One rank. Rank 0 prints a line of JSON for each version, when all servers hold it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, urls = dist.get_rank(), options["urls"]
+    whole, model = Weights(options["mib"]), Weights(options["mib"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    config = WeightSync(block_bytes=256 << 10, bucket_bytes=1 << 20)
+    cpu = torch.device("cpu")
+    sync = TrainerSync(model, dict, config, cpu, here=Here(urls=urls))
+    worker = recorder = None
+    if rank == 0:
+        assert sync.pool is not None
+        recorder = Recorder(options["folder"])
+        made = SyncOptions(
+            urls=urls,
+            make_control=lambda url: make_control("vllm", ServerAccess(url, CALL_S)),
+            remote_writers=sync.plan.others,
+            leaders=sync.plan.leaders[1:],
+        )
+        worker = SyncWorker(sync.pool, config, recorder, made)
+        worker.start()
+    sync.start(worker.publish if worker is not None else None)
+    for version in range(options["versions"] + 1):
+        model.change()
+        whole.change()
+        box: list[Any] = [worker.slots.wait_reserved(WAIT_S) if worker is not None else None]
+        dist.broadcast_object_list(box, src=0)
+        began = time.perf_counter()
+        sync.publish(version, box[0])
+        if worker is not None and recorder is not None:
+            holding = worker.servers.wait_held(version, WAIT_S, everyone=True)
+            seconds = time.perf_counter() - began
+            if len(holding) != len(urls):
+                raise SystemExit(
+                    f"version {version} is at {holding}: {worker.servers.take_error()}"
+                )
+            figures = {
+                "seconds": seconds,
+                "fetch_s": max(recorder.series(names.SEND_S)[-len(urls) :]),
+                "digests_equal": [held(url) for url in urls] == [whole.digest()] * len(urls),
+            }
+            print(json.dumps(figures), flush=True)
+        sync.fence()
+        dist.barrier()
+    if worker is not None and recorder is not None:
+        worker.close()
+        recorder.close()
+    dist.barrier()
+    sync.close()
+    dist.destroy_process_group()
+
+
+def held(url: str) -> str:
+    """Digest of what the server's memory holds."""
+    with SyncDriver(url) as driver:
+        return str(driver.run(served(timeout_s=CALL_S))["digest"])
+
+
+def started(stack: ExitStack, host: Host, command: Sequence[str], **env: str) -> Any:
+    """A Python process on that host, which ends with ``stack``."""
+    process = subprocess.Popen(
+        [*host.inside, sys.executable, *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    stack.callback(process.wait)  # no deadline: after a kill
+    stack.callback(process.kill)
+    return process
+
+
+def versions(trainers: Sequence[Host], options: argparse.Namespace, role: str) -> Iterator[Any]:
+    """What rank 0 says of each version, as it says it."""
+    with ExitStack() as stack:
+        nodes = []
+        for number, host in enumerate(trainers):
+            node = f"--nnodes={len(trainers)} --node_rank={number} --master_port={PORT}"
+            node += f" --nproc_per_node={options.ranks} --master_addr={trainers[0].address}"
+            command = ["-m", "torch.distributed.run", *node.split(), str(Path(__file__).resolve())]
+            nodes.append(started(stack, host, command, **{ROLE: role}))
+        for line in nodes[0].stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+        if any(node.wait(WAIT_S) for node in nodes):
+            raise SystemExit("a trainer host failed: see above")
+
+
+def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict[str, Any]:
+    """All figures."""
+    count = options.trainer_hosts
+    hosts = stack.enter_context(Hosts(count + options.receivers)).hosts
+    for host in hosts:
+        host.limit(options.rate)
+    urls = []
+    for host in hosts[count:]:
+        args = ["-m", "tests.rigs.server_process", "--host", host.address]
+        server = started(stack, host, [*args, "--port", str(SERVER_PORT)])
+        server.stdout.readline()  # no deadline: it listens, or has ended
+        urls.append(f"http://{host.address}:{SERVER_PORT}")
+    role = {"urls": urls, "mib": options.mib, "versions": options.versions, "folder": folder}
+    rows, links = [], []
+    before = [host.moved() for host in hosts]
+    for row in versions(hosts[:count], options, json.dumps(role)):
+        now = [host.moved() for host in hosts]
+        rows.append(row)
+        links.append([(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, now, strict=True)])
+        before = now
+    kept = range(1, len(rows))  # the first version finds lanes that are still connecting
+    image = options.mib << 20
+    return {
+        "trainer_hosts": count,
+        "ranks": options.ranks,
+        "receivers": options.receivers,
+        "bytes_per_s": options.rate,
+        "image_bytes": image,
+        "seconds": statistics.median(rows[i]["seconds"] for i in kept),
+        "fetch_s": statistics.median(rows[i]["fetch_s"] for i in kept),
+        "sent_by_trainer_hosts": [
+            statistics.median(links[i][host][0] / image for i in kept) for host in range(count)
+        ],
+        "received_by_servers": [
+            statistics.median(links[i][host][1] / image for i in kept)
+            for host in range(count, len(hosts))
+        ],
+        "digests_equal": all(row["digests_equal"] for row in rows),
+        "versions": [row | {"links": link} for row, link in zip(rows, links, strict=True)],
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 2 without the rights, 1 if a server held other bytes."""
+    options = parse(argv)
+    if os.geteuid() != 0:
+        print("bench_hosts: hosts are namespaces, which need root: run it as root", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        try:
+            figures = measured(options, stack, folder)
+        except NotAllowed as error:
+            print(f"bench_hosts: no namespaces with limited links here: {error}", file=sys.stderr)
+            return 2
+    print(json.dumps({key: value for key, value in figures.items() if key != "versions"}, indent=1))
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
+    return 0 if figures["digests_equal"] else 1
+
+
+if __name__ == "__main__":
+    if ROLE in os.environ:
+        rank_main(json.loads(os.environ[ROLE]))
+    else:
+        sys.exit(main(sys.argv[1:]))
