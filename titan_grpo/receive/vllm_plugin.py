@@ -41,6 +41,10 @@ BACKEND = "titan_grpo"
 
 def register() -> None:
     """Entry point; every vLLM process calls it, some more than once."""
+    # vLLM's attention on CPUs uses AMX, which a process has to ask the kernel for. oneDNN asks when
+    # it multiplies large matrices: without this a first request of few tokens is a SIGILL.
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
     # the factory refuses a second registration of a name
     with contextlib.suppress(ValueError):
         WeightTransferEngineFactory.register_engine(
