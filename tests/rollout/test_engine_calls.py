@@ -232,7 +232,8 @@ def test_an_outcome_that_is_late_is_dropped_and_what_waited_too_long_is_not_call
     server = engine()
     server.held = "GET /weight_info"
     assert control(client, server).engine == ""
-    for method, within_s in (("paused", 0.3), ("pause", 0.1)):
+    # The last one only lets time pass at the other end, which may have got the pause late.
+    for method, within_s in (("paused", 0.3), ("pause", 0.1), ("paused", 2.0)):
         with pytest.raises(
             ServerUnreachable,
             match=f"no outcome of {method} came from the rollouts within {within_s:g} s",
@@ -241,7 +242,7 @@ def test_an_outcome_that_is_late_is_dropped_and_what_waited_too_long_is_not_call
     server.released.set()
     control(client, server).resume()
     assert "POST /pause" not in server.paths
-    assert client.counters()["late_engine_answers"] == 2
+    assert client.counters()["late_engine_answers"] == 3
 
 
 def test_no_call_is_made_after_the_end(client, engine) -> None:
