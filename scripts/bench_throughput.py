@@ -14,8 +14,8 @@ flight), and async with servers that finish their requests first (drained). One 
 beside a second server whose link is ``SLOWER`` times as slow.
 
 ``ideal``: the seconds of the longest of training, rollouts and sync, each measured where nothing
-ran beside it. All ways allow the same staleness. An async run is faster than the ideal where it
-leaves out versions.
+ran beside it. A rollout may be two versions old, in the drained way one. An async run is faster
+than the ideal where it leaves out versions.
 """
 
 import argparse
@@ -55,6 +55,8 @@ MODES = {
     "async, drained": (
         "--grpo.async-weight-update",
         "--rollout.no-in-flight-weight-updates",
+        "--rollout.max_staleness",
+        "1",  # no request outlives a commit, so more is refused
     ),
 }
 
