@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from titan_grpo.patches import torchtitan_slow_imports
+
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
@@ -39,10 +41,12 @@ def test_without_triton_torchtitan_can_not_be_imported() -> None:
 
 
 PATCHED = """
-import importlib.util, json, torch
+import importlib.util, json, sys, torch
 from titan_grpo.titan import compat
+compiler = torch.compile
 assert compat.prepare() and compat.prepare()
 import torchtitan.models.qwen3
+slow = sorted({"datasets", "torch._inductor.compile_fx"} & set(sys.modules))
 from torchtitan.components.metrics import build_device_memory_monitor
 from torchtitan.distributed import utils
 from torchtitan.models.moe.kernels import generate_permute_indices as group
@@ -54,6 +58,9 @@ print(json.dumps({
     "grouped": all(torch.equal(a, b) for a, b in zip(ours, reference)),
     "device": [device_type, utils.device_module.current_device()],
     "ooms": build_device_memory_monitor().get_peak_stats().num_ooms,
+    "slow": slow,
+    "compiler": torch.compile is compiler,
+    "text": sorted(__import__("torchtitan.hf_datasets.text_datasets", fromlist=["*"]).DATASETS),
 }))
 """
 
@@ -80,6 +87,31 @@ def test_with_the_device_patch_torchtitan_sees_a_cpu_with_an_index_and_a_memory_
 ) -> None:
     assert patched["device"] == ["cpu", 0]
     assert patched["ooms"] == 0
+
+
+def test_torchtitan_is_imported_without_the_compiler_and_the_text_data_sets_which_come_at_first_use(
+    patched,
+) -> None:
+    assert patched["slow"] == []
+    assert patched["compiler"]
+    assert "c4" in patched["text"]
+
+
+def test_a_compilation_that_was_put_off_is_done_once_or_is_part_of_a_larger_one() -> None:
+    regions: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        regions.append(len(inputs))
+        return graph.forward
+
+    call = torchtitan_slow_imports._compile_at_first_call(torch.sin, backend=backend)
+    x = torch.ones(3)
+    assert torch.equal(call(x), x.sin())
+    assert torch.equal(call(x), x.sin())
+    assert regions == [1]
+    whole = torch.compile(lambda y: call(y) + 1, backend=backend, fullgraph=True)
+    assert torch.equal(whole(x), x.sin() + 1)
+    assert regions == [1, 1]
 
 
 def test_without_the_device_patch_torchtitan_looks_for_cuda_and_the_patch_comes_too_late() -> None:

@@ -68,12 +68,14 @@ def prepare() -> bool:
     from titan_grpo.patches import (
         torchtitan_cpu_device,
         torchtitan_moe_histc,
+        torchtitan_slow_imports,
         torchtitan_tied_embeddings,
         torchtitan_triton,
     )
 
     torchtitan_triton.apply()
-    on_cpu = torchtitan_cpu_device.apply()
+    with torchtitan_slow_imports.deferred():
+        on_cpu = torchtitan_cpu_device.apply()
     torchtitan_moe_histc.apply()
     torchtitan_tied_embeddings.apply()
     return on_cpu
