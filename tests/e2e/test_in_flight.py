@@ -184,6 +184,7 @@ def test_a_server_that_finishes_its_requests_first_has_completions_of_one_versio
         assert set(bounds_of_all(client)) == {(BEFORE, BEFORE)}
 
 
+@pytest.mark.long
 def test_a_run_that_finishes_requests_before_each_commit_and_computes_kv_anew(runs, site, tmp_path):
     """The whole path: lanes ask the rollouts to drain, the engine is asked to drop its KV, and
     training goes on."""

@@ -102,7 +102,7 @@ def test_a_run_outlives_the_service_that_makes_its_rollouts(runs, site, service,
         f"--rollout.record_path={record}",
         f"--training.steps={STEPS}",
     ]
-    with runs.start(out, [site.url], *arguments, nproc=2) as training:
+    with runs.start(out, [site.url], *arguments) as training:
         training.wait_step(2)
         service.kill()
         service.start()

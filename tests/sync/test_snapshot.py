@@ -113,7 +113,12 @@ def exported(tensors: Mapping[str, torch.Tensor], manifest: Manifest, wire: torc
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("kind", "world"),
-    [pytest.param("llama3", 2, marks=pytest.mark.long), ("qwen3_moe", 2), ("llama3", 4)],
+    # Four ranks of llama3 make these bytes and those of adapters in tests/titan/test_lora.py.
+    [
+        pytest.param("llama3", 2, marks=pytest.mark.long),
+        ("qwen3_moe", 2),
+        pytest.param("llama3", 4, marks=pytest.mark.long),
+    ],
 )
 def test_real_dtensors_on_gloo_ranks_make_the_bytes_of_the_hf_export(
     kind: str, world: int, tmp_path: Path
