@@ -167,12 +167,13 @@ setup_sglang() {
     PYTHONPATH="$root/patches/sglang_cpu" imports "$1" "torchvision, transformers, sgl_kernel, sglang.srt.server_args"
 }
 
-# The API server alone: the environments that it comes with would need torch, datasets and much else.
+# The API server, and what its class for vLLM servers imports: the environments that it comes with would need torch, datasets
+# and much else.
 setup_atropos() {
     say "$(basename "$1"): $atropos"
     pip "$1" install --no-deps "$atropos"
-    pip "$1" install fastapi uvicorn
-    imports "$1" atroposlib.api
+    pip "$1" install fastapi uvicorn aiohttp openai pydantic-cli tenacity transformers
+    imports "$1" "atroposlib.api, atroposlib.envs.server_handling.vllm_server"
 }
 
 setup() { # name of the function, directory

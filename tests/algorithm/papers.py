@@ -123,6 +123,31 @@ def topr(now: Array, at: Array, old: Array, s: Sample, a: float) -> Array:
     return (1.0 if a >= 0 else min(np.exp(np.sum(at - s.engine)), 1.0)) * a * now
 
 
+def unbounded(now: Array, at: Array, old: Array, s: Sample, a: float) -> Array:
+    return np.exp(now - s.engine) * a
+
+
+def m2po_masking(samples: list[Sample], advantages: list[float], at: Array) -> list[Array]:
+    """Algorithm 1 of M2PO, as it stands there: for each sample, which tokens stay."""
+    masks = [np.ones(s.n, bool) for s in samples]
+    moved = [logprobs(at, s) - s.engine for s in samples]
+    region = {
+        (k, t): moved[k][t] ** 2
+        for k, a in enumerate(advantages)
+        for t in range(samples[k].n)
+        if (a > 0 and moved[k][t] > 0) or (a < 0 and moved[k][t] < 0)
+    }
+    while region and np.mean(list(region.values())) > 0.04:
+        k, t = max(region, key=region.__getitem__)
+        masks[k][t] = False
+        del region[k, t]
+    return masks
+
+
+def no_masking(samples: list[Sample], advantages: list[float], at: Array) -> list[Array]:
+    return [np.ones(s.n, bool) for s in samples]
+
+
 def no_kl(now: Array, at: Array, s: Sample) -> Array:
     return np.zeros(s.n)
 
@@ -158,6 +183,7 @@ class Paper:
     kl: Callable[..., Array] = no_kl
     steps: int = 4
     """Optimizer steps of a batch."""
+    masking: Callable[..., list[Array]] = no_masking
 
 
 PAPERS = {
@@ -171,6 +197,7 @@ PAPERS = {
     "sapo": Paper(grpo_advantages, sapo, by_sequence),
     "gmpo": Paper(grpo_advantages, gmpo, by_sequence),
     "topr": Paper(centred, topr, by_constant),
+    "m2po": Paper(grpo_advantages, unbounded, by_token, masking=m2po_masking),
 }
 
 
@@ -181,11 +208,13 @@ def losses(paper: Paper, groups: list[Group], table: Array, at: Array) -> float:
     for step in range(paper.steps):
         mine = list(zip(groups, advantages, strict=True))[step :: paper.steps]
         samples = [s for group, _ in mine for s in group]
+        kept = iter(paper.masking(samples, [a for _, each in mine for a in each], at))
         for group, of_group in mine:
             for s, a in zip(group, of_group, strict=True):
                 now, here = logprobs(table, s), logprobs(at, s)
                 old = here if step == 0 else s.old
-                terms = paper.kl(now, here, s) - paper.objective(now, here, old, s, a)
+                policy = next(kept) * paper.objective(now, here, old, s, a)
+                terms = paper.kl(now, here, s) - policy
                 total += paper.weight(samples, s) * terms.sum()
     return total
 

@@ -21,8 +21,10 @@ from titan_grpo.algorithm.objective import (
     clipped_objective,
     gmpo_objective,
     interpolated,
+    least_left_out,
     policy_ratio,
     rollout_weights,
+    second_moments,
     spans_of,
 )
 from titan_grpo.config import GRPO
@@ -442,6 +444,28 @@ def test_the_docstring_example_of_gmpo() -> None:
     objective.sum().backward()
     assert log_ratio.grad is not None
     assert log_ratio.grad[0, 0] == 0
+
+
+def test_the_docstring_example_of_m2po_and_nothing_to_leave_out() -> None:
+    moments = torch.tensor([0.9, 0, 0.01, 0.5, 0.02], dtype=torch.float64)
+    assert least_left_out(moments, 0.04) == 0.5
+    assert least_left_out(moments, 0.5) == math.inf
+    assert least_left_out(torch.zeros(3), 0.04) == math.inf
+    moved = second_moments(
+        torch.tensor([-1.0, -1.0, -3.0, -3.0]),
+        torch.full((4,), -2.0),
+        torch.tensor([1.0, -1.0, 1.0, -2.0]),
+    )
+    assert moved.tolist() == [1, 0, 0, 1], "only where the step would go on"
+
+
+def test_tokens_outside_the_second_moment_are_in_no_policy_term_and_count_as_cut() -> None:
+    outside = torch.tensor([[True, False, False], [False, True, False]])
+    batch = micro_batch() | {"outside_m2": outside}
+    gradient = gradient_of(torch.full((2, 3), -1.0), batch, GRPO())
+    assert torch.equal(gradient != 0, ~outside & MASK)
+    _, metrics = grpo_loss(torch.full((2, 3), -1.0), batch, GRPO())
+    assert metrics["importance_capped_tokens_sum"] == (outside & MASK).sum()
 
 
 def test_only_tokens_of_high_entropy_are_in_the_policy_term() -> None:

@@ -44,6 +44,7 @@ def every_term(text):
         "grpo.num_microbatches": 2,
         "grpo.num_epochs": 2,
         "grpo.top_entropy_share": 0.5,
+        "grpo.m2_threshold": 0.04,
         "grpo.clip_ratio_dual": 3.0,
         "grpo.policy_ratio_type": "sequence",
         "grpo.kl_beta": 0.1,

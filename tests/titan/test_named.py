@@ -2,6 +2,7 @@
 which cannot act are named."""
 
 from dataclasses import fields, replace
+from itertools import accumulate
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,8 @@ from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import plan
 from titan_grpo.algorithm.distribution import token_logprobs
 from titan_grpo.algorithm.loss import grpo_loss
+from titan_grpo.algorithm.objective import least_left_out, second_moments
+from titan_grpo.algorithm.rows import IGNORE_INDEX
 from titan_grpo.config import GRPO, JobConfig, Rollout, WeightSync, violations
 from titan_grpo.config.inert import inert
 from titan_grpo.errors import ConfigError
@@ -66,6 +69,20 @@ def algorithm(name: str) -> GRPO:
     return grpo
 
 
+def leave_out(grpo: GRPO, ranks: list[list[dict]], steps: tuple[int, ...]) -> None:
+    """What each optimizer step does before it, at POLICY."""
+    for last, count in zip(accumulate(steps), steps, strict=True):
+        mine = [each for rank in ranks for each in rank[last - count : last]]
+        moments = []
+        for each in mine:
+            now = token_logprobs(torch.tensor(POLICY)[each["inputs"]], each["labels"], 1.0, 7)
+            moved = second_moments(now, each["rollout_logprobs"], each["advantages"])
+            moments.append(moved.masked_fill(each["labels"] == IGNORE_INDEX, 0))
+        least = least_left_out(torch.cat([m.flatten() for m in moments]), grpo.m2_threshold)
+        for each, moment in zip(mine, moments, strict=True):
+            each["outside_m2"] = moment >= least
+
+
 def trained(grpo: GRPO) -> tuple[float, np.ndarray]:
     """Losses of all optimizer steps at POLICY, and their gradient, on two ranks."""
     job = SimpleNamespace(
@@ -75,7 +92,12 @@ def trained(grpo: GRPO) -> tuple[float, np.ndarray]:
     weights = torch.tensor(POLICY, requires_grad=True)
     old, reference = torch.tensor(OLD), torch.tensor(REFERENCE)
     total = torch.zeros((), dtype=torch.float64)
-    for rank in batch.micro_batches():
+    ranks = batch.micro_batches()
+    if grpo.m2_threshold:
+        leave_out(grpo, ranks, batch.steps)
+    recomputed = grpo.proximal_logprobs == "recompute"
+    later = range(batch.steps[0], sum(batch.steps)) if recomputed else ()
+    for rank in ranks:
         for number, each in enumerate(rank):
             inputs, arguments = each["inputs"], (each["labels"], 1.0, 7)
             loss, _ = grpo_loss(
@@ -83,7 +105,7 @@ def trained(grpo: GRPO) -> tuple[float, np.ndarray]:
                 each,
                 grpo,
                 token_logprobs(reference[inputs], *arguments) if grpo.kl_beta else None,
-                None if number < batch.steps[0] else token_logprobs(old[inputs], *arguments),
+                token_logprobs(old[inputs], *arguments) if number in later else None,
             )
             total = total + loss
     total.backward()

@@ -61,7 +61,7 @@ def grpo_loss(
         batch: one of ``build``'s on the same device: ``labels``, ``weights``, ``rollout_logprobs``
             [R, L]; ``advantages`` and, where they are needed, ``staleness`` (versions) and
             ``on_policy`` (bool), [R, L] or [R]; ``sequence``, without which each row is one;
-            ``high_entropy`` (bool [R, L]), without which every token is in the policy term.
+            ``high_entropy``, ``outside_m2`` (bool [R, L]), without which the policy term has all.
         ref_logprobs: [R, L] of the reference model; needed when ``grpo.kl_beta`` > 0.
         old_logprobs: [R, L] of the policy before the batch's first optimizer step.
 
@@ -98,6 +98,8 @@ def grpo_loss(
         observed["kl"] = kl_term(logprobs, ref_logprobs, rollout, grpo.kl_estimator_type)
     old = _proximal(logprobs, batch, grpo) if old_logprobs is None else old_logprobs
     policy = policy_objective(logprobs, old, rollout, advantages, spans, grpo)
+    if (outside := batch.get("outside_m2")) is not None:
+        policy = policy.without(outside & kept)
 
     terms = {"policy": -policy.importance.weight * policy.objective}
     if (high_entropy := batch.get("high_entropy")) is not None:

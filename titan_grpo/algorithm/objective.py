@@ -230,6 +230,29 @@ def topr_weights(
     return Weights(tapered, (tapered != raw) & spans.mask, torch.zeros_like(spans.mask))
 
 
+def second_moments(
+    logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor
+) -> torch.Tensor:
+    """(log p - log q)^2, p the policy and q the engine that sampled, at tokens that moved on in the
+    direction of their advantage: p > q and A > 0, or p < q and A < 0. Those are what a trust region
+    bounds; 0 at the others."""
+    moved = logprobs.detach() - rollout_logprobs
+    return moved.square().masked_fill(moved * advantages <= 0, 0)
+
+
+def least_left_out(moments: torch.Tensor, threshold: float) -> float:
+    """M2PO's masking (arXiv 2510.01161, algorithm 1): the greatest of ``second_moments`` are left
+    out, one by one, until the mean of the rest that are not 0 is at most ``threshold``. The least
+    one that is left out; infinity where none is.
+
+    Example: 0, 0.01, 0.02, 0.5, 0.9 and 0.04 -> 0.5, since 0.015 and not 0.177 is below it.
+    """
+    bounded = moments[moments > 0].double().sort().values
+    means = bounded.cumsum(0) / torch.arange(1, len(bounded) + 1, device=bounded.device)
+    kept = int((means <= threshold).sum())
+    return float(bounded[kept]) if kept < len(bounded) else math.inf
+
+
 class Policy(NamedTuple):
     """The policy term of every token."""
 
@@ -238,6 +261,13 @@ class Policy(NamedTuple):
     importance: Weights
     ratio: torch.Tensor
     """Of policy to proximal policy, with gradient."""
+
+    def without(self, tokens: torch.Tensor) -> "Policy":
+        """The same with the weight 0 at these tokens, which count as cut."""
+        weight, cut, vetoed = self.importance
+        return self._replace(
+            importance=Weights(weight.masked_fill(tokens, 0), cut | tokens, vetoed)
+        )
 
 
 def policy_objective(

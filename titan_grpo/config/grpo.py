@@ -15,16 +15,18 @@ from titan_grpo.config.rollout import Rollout, Rules, broken
 class GRPO:
     """The algorithm; docs/algorithm.md has every key's formula. Sources: GRPO (arXiv 2402.03300),
     DAPO (2503.14476), GSPO (2507.18071), Dr.GRPO (2503.20783), CISPO (2506.13585), decoupled PPO
-    (2110.00641), RLOO (2402.14740), SAPO (2511.20347), GMPO (2507.20673), TOPR (2503.14286)."""
+    (2110.00641), RLOO (2402.14740), SAPO (2511.20347), GMPO (2507.20673), TOPR (2503.14286),
+    M2PO (2510.01161)."""
 
     async_weight_update: bool = False
     """Sync weights in the background while training goes on; false waits for every healthy server
     after each step."""
 
     algorithm: str = ""
-    """A named algorithm (grpo, dapo, dr_grpo, gspo, cispo, rloo, reinforce_pp, sapo, gmpo, topr) or
-    a TOML file of your own with a table [grpo]. It sets every key of this section that matters to
-    it; a key that the job sets itself wins. The start prints what it set. Empty: none."""
+    """A named algorithm (grpo, dapo, dr_grpo, gspo, cispo, rloo, reinforce_pp, sapo, gmpo, topr,
+    m2po) or a TOML file of your own with a table [grpo]. It sets every key of this section that
+    matters to it; a key that the job sets itself wins. The start prints what it set. Empty:
+    none."""
 
     policy_loss: Literal["clip", "cispo", "gmpo", "sapo", "topr"] = "clip"
     """clip: PPO's clipped objective. gmpo: one geometric mean of bounded ratios per sequence. sapo:
@@ -146,6 +148,11 @@ class GRPO:
     top_entropy_share: float = 1.0
     """The policy term is made of this share of the tokens of an optimizer step: those at which the
     policy before the batch has the greatest entropy. 1: all. Less costs one more forward pass."""
+
+    m2_threshold: float = 0.0
+    """Leave tokens out of the policy term until, of those that moved on in the direction of their
+    advantage since they were sampled, the mean square of log policy - log engine is at most this:
+    the greatest ones first, in each optimizer step (M2PO). 0: off. Costs one more forward pass."""
 
     onpolicy_logp_threshold: float = 0.0
     """Tokens to which the policy gives a probability below this are left out of every term of the
@@ -285,7 +292,7 @@ def _bounds(g: GRPO) -> Rules:
         "clip_ratio_dual",
         "0 (off) or greater than 1 + grpo.clip_ratio_upper_bound (it would clip before that does)",
     )
-    for name in ("kl_beta", "pos_scaler", "neg_scaler", "logit_loss_weight"):
+    for name in ("kl_beta", "pos_scaler", "neg_scaler", "logit_loss_weight", "m2_threshold"):
         yield getattr(g, name) < 0, name, "0 or greater"
     for name in ("entropy_loss_weight", "overlong_penalty", "length_penalty"):
         yield getattr(g, name) < 0, name, "0 or greater"

@@ -27,6 +27,7 @@ from titan_grpo.algorithm.metrics import (
     summarize,
     unpack,
 )
+from titan_grpo.algorithm.objective import least_left_out, second_moments
 from titan_grpo.algorithm.rows import IGNORE_INDEX
 from titan_grpo.titan.packed import PackedAttention
 from titan_grpo.titan.shown import FirstBatch
@@ -150,7 +151,6 @@ class Stepper:
                     inputs["old_logprobs"] = self._before(inputs, labels, token_logprobs)
         if g.top_entropy_share == 1:
             return
-        mesh = t.parallel_dims.get_optional_mesh("batch")
         for minibatch in minibatches:
             for inputs, labels in minibatch:
                 inputs["entropy"] = self._before(inputs, labels, _entropy)
@@ -158,13 +158,33 @@ class Stepper:
                 inputs["entropy"][labels.to(t.device) != IGNORE_INDEX]
                 for inputs, labels in minibatch
             ]
-            gathered: list[Any] = [torch.cat(here).cpu()]
-            if mesh is not None:
-                gathered = [None] * mesh.size()
-                dist.all_gather_object(gathered, torch.cat(here).cpu(), group=mesh.get_group())
-            least = least_of_share(torch.cat(gathered), g.top_entropy_share)
+            least = least_of_share(self._of_all_ranks(here), g.top_entropy_share)
             for inputs, _ in minibatch:
                 inputs["high_entropy"] = inputs.pop("entropy") >= least
+
+    def _bound_second_moment(self, minibatch: Sequence[Loaded]) -> None:
+        """Say which tokens M2PO leaves out, by the policy as it is now. Collective."""
+        device = self._t.device
+        moments = []
+        for inputs, labels in minibatch:
+            now = self._before(inputs, labels, token_logprobs)
+            engine, advantages = (inputs[x].to(device) for x in ("rollout_logprobs", "advantages"))
+            ignored = labels.to(device) == IGNORE_INDEX
+            moments.append(second_moments(now, engine, advantages).masked_fill(ignored, 0))
+        everywhere = self._of_all_ranks([moment.flatten() for moment in moments])
+        least = least_left_out(everywhere, self._grpo.m2_threshold)
+        for (inputs, _), moment in zip(minibatch, moments, strict=True):
+            inputs["outside_m2"] = moment >= least
+
+    def _of_all_ranks(self, here: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Values [n] of this data-parallel rank and of the others, on the CPU. Collective."""
+        own = torch.cat(list(here)).cpu()
+        mesh = self._t.parallel_dims.get_optional_mesh("batch")
+        if mesh is None:
+            return own
+        gathered: list[Any] = [None] * mesh.size()
+        dist.all_gather_object(gathered, own, group=mesh.get_group())
+        return torch.cat(gathered)
 
     def _optimizer_step(
         self,
@@ -176,6 +196,8 @@ class Stepper:
     ) -> tuple[float, tuple[str, ...]]:
         """(gradient norm, why the step was not taken)."""
         t = self._t
+        if self._grpo.m2_threshold:
+            self._bound_second_moment(minibatch)
         t.optimizers.zero_grad()
         loss = torch.zeros((), device=t.device)
         made: list[Metrics] = []

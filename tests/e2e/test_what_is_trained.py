@@ -1,0 +1,76 @@
+"""Which groups a real run trains on: slow ones as often as others, and of those without spread the
+rewards only."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.rigs.uneven_tasks import FLAT, SLOW, is_flat, is_slow
+from titan_grpo.observe import names
+from titan_grpo.observe.recorder import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.long]
+
+PROMPTS, GROUP = 8, 8
+"""The defaults of rollout.prompts_per_step and group_size."""
+
+
+def recorded(path: Path) -> list[list[dict]]:
+    """The groups of each step."""
+    return [json.loads(line)["groups"] for line in path.read_text().splitlines()]
+
+
+def test_prompts_whose_reward_takes_seconds_are_trained_on_as_often_as_they_are_offered(
+    runs, site, tmp_path
+):
+    steps, record = 20, tmp_path / "record.jsonl"
+    summary = runs.complete(
+        tmp_path,
+        [site.url],
+        f"--rollout.task={SLOW}",
+        "--rollout.max_concurrent_requests=64",  # the default, unlike the recipe's
+        f"--rollout.record_path={record}",
+        f"--training.steps={steps}",
+    )
+    trained = Counter(group["prompt"]["index"] for step in recorded(record) for group in step)
+    slow = sum(count for index, count in trained.items() if is_slow(index))
+    print(f"{slow} of {trained.total()} groups are slow ones; {summary['dropped']}")
+    assert trained == Counter(range(steps * PROMPTS)), "each prompt once, in its place"
+    assert slow == steps * PROMPTS // 10
+    last = list(read_metrics(tmp_path / "metrics.jsonl"))[-1]
+    assert last.get(names.SKIPPED_PROMPTS, 0) == 0
+    assert last[names.STALENESS_MAX] <= 1, "the default bound"
+
+
+def test_dynamic_sampling_shows_both_mean_rewards_and_its_record_trains_the_same_weights_again(
+    runs, site, tmp_path
+):
+    steps, record = 3, tmp_path / "record.jsonl"
+    arguments = [
+        f"--rollout.task={FLAT}",
+        "--grpo.dynamic_sampling",
+        f"--training.steps={steps}",
+    ]
+    sampled, again = tmp_path / "sampled", tmp_path / "again"
+    runs.complete(sampled, [site.url], *arguments, f"--rollout.record_path={record}")
+    rows, kept = list(read_metrics(sampled / "metrics.jsonl")), recorded(record)
+    no_spread = 0.0  # a total of the run
+    for row, groups in zip(rows, kept, strict=True):
+        rewards = [c["reward"] for group in groups for c in group["completions"]]
+        assert len(groups) == PROMPTS
+        assert not any(is_flat(group["prompt"]["index"]) for group in groups)
+        assert row[names.REWARD_KEPT] == pytest.approx(sum(rewards) / len(rewards))
+        left_out = (row[names.dropped("no_spread")] - no_spread) * GROUP
+        no_spread = row[names.dropped("no_spread")]
+        assert left_out > 0
+        # All that was left out has the reward 0.
+        assert row[names.REWARD] == pytest.approx(sum(rewards) / (len(rewards) + left_out))
+    runs.complete(again, [site.url], *arguments, f"--rollout.replay_path={record}")
+    for row, before in zip(read_metrics(again / "metrics.jsonl"), rows, strict=True):
+        assert row[names.REWARD] == row[names.REWARD_KEPT] == before[names.REWARD_KEPT]
+        assert row[names.LOSS] == before[names.LOSS]
+    expected, replayed = runs.weights(sampled / "hf"), runs.weights(again / "hf")
+    assert all(torch.equal(expected[name], replayed[name]) for name in expected)
