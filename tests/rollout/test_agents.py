@@ -207,6 +207,55 @@ def test_calls_of_tools_reach_the_agent_and_go_on_without_being_written_again(
     assert tail == f"{text}<eos>\ntool: 2\nassistant:"
 
 
+def test_an_agent_library_that_writes_the_json_of_a_call_in_its_own_way_goes_on(
+    group_of, codec
+) -> None:
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async def agent(base_url, api_key, row):
+        provider = OpenAIProvider(base_url=base_url, api_key=api_key)
+        asking = pydantic_ai.Agent(OpenAIChatModel("any", provider=provider))
+
+        @asking.tool_plain
+        def add(a: int) -> int:
+            return a + 1
+
+        assert (await asking.run("hello")).output == "three"
+        return 1.0
+
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    asked = []
+    group = group_of(agent, [says(codec, text, text, "three", log=asked)])
+    assert [completion.episode for completion in group.completions] == [-1]
+    for before, after in pairwise(asked):
+        assert codec.spell(after[len(before) :]) == f"{text}<eos>\ntool: 2\nassistant:"
+
+
+def test_an_empty_answer_that_an_agent_library_leaves_out_begins_a_second_completion(
+    group_of, codec
+) -> None:
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async def agent(base_url, api_key, row):
+        provider = OpenAIProvider(base_url=base_url, api_key=api_key)
+        asking = pydantic_ai.Agent(OpenAIChatModel("any", provider=provider))
+        assert (await asking.run("hello")).output == "two"
+        return 1.0
+
+    asked = []
+    group = group_of(agent, [says(codec, "", "two", log=asked)])
+    assert [completion.episode for completion in group.completions] == [0, 0]
+    assert [completion.num_sampled for completion in group.completions] == [1, 4]
+    texts = [codec.spell(prompt) for prompt in asked]
+    assert texts[0] == "<bos>user: hello\nassistant:"
+    # It asks again, in words of its own, and does not repeat the answer.
+    assert texts[1].startswith("<bos>user: hello\nsystem: ")
+
+
 def test_log_probabilities_and_a_limit_are_those_of_the_tokens(group_of, codec) -> None:
     seen = []
 

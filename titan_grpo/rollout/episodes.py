@@ -32,9 +32,10 @@ MARK = "TheAnswerStandsHere"
 class Trajectory:
     """Tokens in a row: a prompt, then what was sampled and what was added to it.
 
-    ``messages``: those of its last call and the answer to it. ``rendered``: the text of that call's
-    prompt. ``part``: its place among the group's parts; -1 before it has one. ``told``: how many
-    tokens of that part its agent knows of. ``tail``: the end of these, as text.
+    ``messages``: those of its last call and the answer to it, as the template gets them: clients
+    write the JSON of a tool call's arguments in their own way. ``rendered``: the text of that
+    call's prompt. ``part``: its place among the group's parts; -1 before it has one. ``told``: how
+    many tokens of that part its agent knows of. ``tail``: the end of these, as text.
     """
 
     prompt: tuple[int, ...]
@@ -116,7 +117,7 @@ class Episode:
         for trajectory in sorted(self.trajectories, key=lambda t: -len(t.messages)):
             count = len(trajectory.messages)
             same = trajectory.tools == request.tools and not trajectory.busy
-            if same and trajectory.messages == request.messages[:count] and trajectory.told:
+            if same and trajectory.messages == tuple(messages[:count]) and trajectory.told:
 
                 def render(messages: Sequence[Message], tools: Any = request.tools) -> str:
                     return codec.render(messages, tools, ask=False)
@@ -129,7 +130,7 @@ class Episode:
     def answered(self, call: Call, told: int, tail: str, answer: ChatAnswer) -> None:
         """Answer a call; ``told``: tokens of its trajectory's part, whose end reads ``tail``."""
         trajectory = call.trajectory
-        trajectory.messages = (*call.request.messages, answer.message)
+        trajectory.messages = tuple(map(for_template, (*call.request.messages, answer.message)))
         trajectory.rendered, trajectory.told, trajectory.tail = call.rendered, told, tail
         trajectory.finish_reason = "length" if answer.finish_reason == "length" else "stop"
         trajectory.busy = False
