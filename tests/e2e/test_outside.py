@@ -1,106 +1,88 @@
-"""A run fed by an environment through a real Atropos API: the environment samples on the run's own
-vLLM server."""
+"""Runs fed by the examples of environments: they sample on the run's own vLLM server, and bring
+their groups through a real Atropos API, or push them."""
 
-import threading
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 
-from tests.rigs.atropos_api import AtroposApi, until
-from titan_grpo.engines.generation import Sampling, salt
-from titan_grpo.engines.http import SyncDriver
-from titan_grpo.errors import PeerError
+from tests.e2e.conftest import API_KEY
+from tests.rigs.atropos_api import AtroposApi
+from tests.rigs.sockets import free_port
+from titan_grpo.engines.server import make_control
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
-from titan_grpo.protocol.messages import Label
+from titan_grpo.subprocesses import end
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-MASKED, SENTINEL = -100, 1.0
 GROUP, PROMPTS, TOKENS, STEPS = 4, 4, 12, 5
-AHEAD = 8
-"""Groups that the environment lets wait in the API."""
+END_S = 10.0
 
 
-class Environment:
-    """Samples groups and scores the share of digits: it knows the engine, not the trainer."""
-
-    def __init__(self, api: AtroposApi, site) -> None:
-        self._api, self._site, self._before = api, site, site.driver.run(site.speak.label())
-        self._ended = threading.Event()
-        self.error: PeerError | None = None
-
-    def _work(self) -> None:
-        with closing(SyncDriver(self._site.url, self._site.access.api_key)) as driver:
-            try:
-                until(
-                    lambda: driver.run(self._site.speak.label()) != self._before,
-                    "the run has published its first version",
-                )
-                number = self._api.environment(GROUP)
-                while not self._ended.is_set():
-                    if self._api.ask("GET", "/status")["queue_size"] >= AHEAD:
-                        self._ended.wait(0.05)
-                    else:
-                        self._api.post(self._group(driver, number))
-            except PeerError as error:
-                self.error = error
-
-    def _group(self, driver: SyncDriver, number: int) -> dict:
-        label = driver.run(self._site.speak.label())
-        prompt = [1, 40, 41, 42]
-        sampling = Sampling(max_tokens=TOKENS, cache_salt=salt(label))
-        samples = [
-            driver.run(self._site.speak.generate(prompt, sampling, 30.0)) for _ in range(GROUP)
-        ]
-        return {
-            "tokens": [[*prompt, *s.token_ids] for s in samples],
-            "masks": [[MASKED] * len(prompt) + list(s.token_ids) for s in samples],
-            # Ids 21 to 30 are the digits of the tiny vocabulary.
-            "scores": [sum(21 <= i <= 30 for i in s.token_ids) / len(s.token_ids) for s in samples],
-            "inference_logprobs": [[SENTINEL] * len(prompt) + list(s.logprobs) for s in samples],
-            "group_overrides": {"policy_version": Label.parse(label).version},
-            "env_id": number,
-        }
-
-    @contextmanager
-    def at_work(self) -> Iterator["Environment"]:
-        thread = threading.Thread(target=self._work, daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self._ended.set()
-            thread.join(30)
+@contextmanager
+def environment(
+    root: Path, name: str, server: str, where: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The example ``name``, until it is ended."""
+    script = root / "examples" / "outside" / f"{name}.py"
+    process = subprocess.Popen(
+        [sys.executable, str(script), server, where],
+        env=os.environ | {"VLLM_API_KEY": API_KEY},
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        end(process, END_S)
 
 
-def test_a_run_trains_on_what_an_environment_sampled_and_the_log_probabilities_fit_their_tokens(
-    runs, site, atropos_python, tmp_path
-):
-    settings = {
-        "rollout.source": "atropos",
-        "rollout.prompts_per_step": PROMPTS,
-        "rollout.group_size": GROUP,
-        "rollout.max_completion_tokens": TOKENS,
-        "rollout.max_staleness": 3,
-        "training.steps": STEPS,
+def trained(runs, site, out: Path, example: str, where: str, **source: str) -> list[dict]:
+    """The steps of a run that an example feeds, which brings its groups to ``where``; ``source``:
+    what [rollout] says of it."""
+    settings = source | {
+        "prompts_per_step": PROMPTS,
+        "group_size": GROUP,
+        "max_completion_tokens": TOKENS,
+        "max_staleness": 3,
     }
-    with AtroposApi(atropos_python) as api:
-        arguments = [
-            f"--{key}={value}"
-            for key, value in {**settings, "rollout.atropos_url": api.url}.items()
-        ]
-        environment = Environment(api, site)
-        with runs.start(tmp_path, [site.url], *arguments) as training, environment.at_work():
-            assert training.finish() == 0, training.log
-    assert environment.error is None
-    summary = runs.summary(tmp_path)
-    assert summary["versions_committed"][site.url]["last"] == STEPS
-    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    arguments = [f"--rollout.{key}={value}" for key, value in settings.items()]
+    arguments.append(f"--training.steps={STEPS}")
+    with closing(make_control("vllm", site.access)) as control:
+        # As a server that was just started: not the version of an earlier test's run.
+        control.relabel("default")
+    with (
+        runs.start(out, [site.url], *arguments) as training,
+        environment(runs.root, example, site.url, where),
+    ):
+        assert training.finish() == 0, training.log
+    assert runs.summary(out)["versions_committed"][site.url]["last"] == STEPS
+    return read_metrics(out / "metrics.jsonl")
+
+
+def check(metrics: list[dict]) -> None:
+    """What every step has, and the first: it is on-policy, and moved by one token the gap would be
+    that of two different tokens."""
     assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
-    # The first step is on-policy. Moved by one token, the gap would be that of two different
-    # tokens.
     assert metrics[0][names.STALENESS_MAX] == 0
     assert metrics[0][names.LOGPROB_GAP] < 0.02
     assert max(row[names.STALENESS_MAX] for row in metrics) <= 3
+
+
+def test_a_run_trains_on_what_an_environment_posts_to_an_atropos_api(
+    runs, site, atropos_python, tmp_path
+):
+    with AtroposApi(atropos_python) as api:
+        source = {"source": "atropos", "atropos_url": api.url}
+        check(trained(runs, site, tmp_path, "atropos", api.url, **source))
+
+
+@pytest.mark.long
+def test_a_run_trains_on_what_an_environment_pushes(runs, site, tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    source = {"source": "push", "push_address": address}
+    check(trained(runs, site, tmp_path, "pushing", f"http://{address}", **source))

@@ -207,7 +207,9 @@ def test_pushed_groups_are_trained_on_and_held_back_by_the_bound(push) -> None:
     until(lambda: http.get("/status").json()["waiting"] == 0, "the stale one is let go")
     assert client.counters()["dropped.stale"] == 1
     assert http.post("/groups", json=pushed(3, "g")).status_code == 409
-    client.set_server(ServerState("http://s", 5, True, "label", "vllm"))
+    assert http.get("/status").json()["run"] == ""
+    client.set_server(ServerState("http://s", 5, True, "018f-ab:5:9c5e", "vllm"))
     assert http.post("/groups", json=pushed(5, "h", "i")).status_code == 202
+    assert http.get("/status").json()["run"] == "018f-ab"
     assert [g.version for g in client.next_batch(5, 2, 20)] == [5, 5]
     assert client.state()["cursor"]["above"] == []

@@ -209,6 +209,7 @@ def test_groups_are_taken_until_enough_wait(client) -> None:
     full = client.post("/groups", json=body(id="c"))
     assert (full.status_code, full.headers["Retry-After"]) == (429, "1")
     assert client.get("/status").json() == {
+        "run": "",
         "trainer_version": 3,
         "oldest_usable_version": 2,
         "waiting": 2,

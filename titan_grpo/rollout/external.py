@@ -15,7 +15,7 @@ from typing import Any
 
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import ConfigError, DataError, PeerError, ServerRefused
-from titan_grpo.protocol.messages import ServerState
+from titan_grpo.protocol.messages import Label, ServerState
 from titan_grpo.rollout import atropos, messages
 from titan_grpo.rollout.httpd import Reply
 from titan_grpo.rollout.messages import Ticket
@@ -260,6 +260,9 @@ class PushSource(External):
     def on(self, message: messages.ToWorker) -> None:
         """As the base; and pass the versions to the queue."""
         super().on(message)
+        if isinstance(message, ServerState) and message.version is not None:
+            label = Label.parse(message.label)
+            self._queue.run = label.run_id if label else self._queue.run
         self._queue.trainer_version = self._trainer_version
         self._queue.newest_version = max(
             [self._trainer_version, *self._versions.values(), self._queue.newest_version]

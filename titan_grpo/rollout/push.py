@@ -171,6 +171,8 @@ class PushQueue:
     trainer_version: int
     newest_version: int
     """The newest one that the trainer made or a server holds."""
+    run: str = ""
+    """The run's name in the labels of its servers; empty before one of them holds a version."""
     closing: bool = False
     _ids: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
@@ -206,6 +208,7 @@ class PushQueue:
     def status(self, waiting: int) -> dict[str, Any]:
         """What an environment wants to know before it makes groups."""
         return {
+            "run": self.run,
             "trainer_version": self.trainer_version,
             "oldest_usable_version": max(self.trainer_version - self.max_staleness, 0),
             "waiting": waiting,

@@ -1,0 +1,51 @@
+# An environment that samples on a server of the run, rewards digits, and pushes its groups:
+#
+#   python examples/outside/pushing.py http://127.0.0.1:8000 http://127.0.0.1:8300
+#
+# beside the run, at a vLLM server of the quickstart's model (README.md says how to start one)
+# that shows no version of an earlier run:
+#
+#   torchrun -m titan_grpo.train --job.config_file train_configs/quickstart_cpu.toml \
+#     --rollout.servers http://127.0.0.1:8000 --rollout.group_size 4 \
+#     --rollout.source push --rollout.push_address 127.0.0.1:8300
+
+import sys
+import time
+
+from sampling import PROMPT, ask, sample, version_of
+
+GROUP = 4
+
+
+def group(server):
+    """One group of the version that the server holds now; later tokens may be of a newer one."""
+    version = version_of(server)
+    completions = [sample(server) for _ in range(GROUP)]
+    keys = ("tokens", "logprobs", "reward")
+    return {
+        "policy_version": version,
+        "prompt_tokens": PROMPT,
+        "completions": [dict(zip(keys, each, strict=True)) for each in completions],
+    }
+
+
+def main(server, run):
+    """Push until the run ends."""
+    while version_of(server) is None:
+        time.sleep(0.5)
+    while True:
+        made, status = group(server), 429
+        while status == 429:  # enough waits for the trainer
+            try:
+                status, answer = ask(f"{run}/groups", {"groups": [made]})
+            except OSError:
+                return
+            time.sleep(0.2 * (status == 429))
+        if status == 503:
+            return
+        if status not in (202, 409):  # 409: too old by now, so another one
+            sys.exit(f"{run} refused a group: {answer}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
