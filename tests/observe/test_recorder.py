@@ -9,6 +9,7 @@ import pytest
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder, read_events, read_metrics
+from titan_grpo.observe.report import summarize
 
 SERVER = "http://127.0.0.1:8000"
 
@@ -65,7 +66,25 @@ def test_what_is_known_after_the_last_step_is_in_its_line(tmp_path) -> None:
     rows = [json.loads(line) for line in recorder.metrics_path.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2], "one line per step"
     assert (rows[1][names.REWARD], rows[1]["evaluation/test/reward"]) == (1.0, 0.5)
-    assert recorder.rows() == rows
+    assert recorder.last_row() == rows[1]
+
+
+def test_of_each_step_only_what_the_summary_needs_stays_in_memory(tmp_path) -> None:
+    def described(recorder) -> tuple[object, list[dict[str, object]]]:
+        return summarize(recorder, "run", "async"), recorder.rows()
+
+    recorder = Recorder(tmp_path)
+    servers = {f"server/host{n}:8000/lag": 0.0 for n in range(64)}
+    for step in (1, 2):
+        recorder.step(step, servers | dict.fromkeys(names.SUMMARISED, step / 2))
+    recorder.close()
+    summary, rows = described(recorder)
+    assert [set(row) for row in rows] == [{"step", "time_s", *names.SUMMARISED}] * 2
+    assert described(Recorder(tmp_path)) == (summary, rows), "as a resumed run reads it"
+    figures = summary["staleness"], summary["logprob_gap"], summary["logprob_gap_on_policy"]
+    assert [figure["max"] for figure in figures] == [1.0] * 3
+    assert summary["generated_tokens_per_s"] == summary["step_s"]["median"] == 0.75
+    assert summary["blocked_s"]["median"] == 0.75
 
 
 def test_each_step_is_one_line_of_valid_json_even_with_nan(tmp_path) -> None:
@@ -128,7 +147,7 @@ def test_the_history_of_a_run_spans_its_processes_also_after_a_kill(tmp_path) ->
     history = recorder.history()
     assert history.commits == {SERVER: [1, 2, 3]}
     assert history.totals[names.SYNC_COUNT] == 3
-    assert history.series[names.SEND_S] == [0.5] * 3
+    assert list(history.series[names.SEND_S]) == [0.5] * 3
     assert history.errors == ["error 1", "error 2", "error 3"]
     assert history.resumes == [2, 3]
     # A run that starts at step 1 in the same directory is another one.

@@ -109,6 +109,12 @@ WORK = (COPY_S, DIGEST_S, CONNECT_S, SEND_S, VERIFY_S, DRAIN_S, COMMIT_S, PAUSE_
 """Series of which a step has the mean over what ended since the step before; none where nothing
 did."""
 
+SUMMARISED = frozenset(
+    (REWARD, GENERATED, BLOCKED_S, STEP_S, STALENESS, STALENESS_MAX, LOGPROB_GAP, LOGPROB_GAP_MAX)
+) | {ON_POLICY_GAP, ON_POLICY_GAP_MAX}
+"""Values of a step that summary.json needs of all steps: a line has hundreds with many servers, and
+rank 0 keeps no others."""
+
 MEANING: dict[str, str] = {
     REWARD: (
         "mean reward of the completions that a step took, with those that dynamic sampling left out"

@@ -12,8 +12,9 @@ import os
 import queue
 import threading
 import time
+from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,8 +47,9 @@ def read_events(path: Path) -> list[Event]:
     return events
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl: one line per step in rising order.
+def read_metrics(path: Path, only: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """Read metrics.jsonl: one line per step in rising order, with step, time_s and the values in
+    ``only`` (None: all).
 
     A torn line is left out. A step that comes again (after a resume, or in a new run in the same
     folder) takes the place of all from it on.
@@ -62,15 +64,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 step = int(row["step"])
                 while rows and rows[-1]["step"] >= step:
                     rows.pop()
-                rows.append(row)
+                rows.append(row if only is None else _kept(row, only))
     return rows
+
+
+def _kept(row: Mapping[str, Any], only: Collection[str]) -> dict[str, Any]:
+    return {name: row[name] for name in ("step", "time_s", *only) if name in row}
 
 
 @dataclass
 class History:
     """What happened in a run besides its step metrics. history.jsonl has one line per ``add``."""
 
-    series: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    series: dict[str, "array[float]"] = field(
+        default_factory=lambda: defaultdict(lambda: array("d"))
+    )
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     commits: dict[str, list[int]] = field(default_factory=dict)
     membership: list[tuple[str, str, int]] = field(default_factory=list)
@@ -239,14 +247,15 @@ class Recorder:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._history_path.open("a").close()
             self._history = read_history(self._history_path)
-            self._rows = read_metrics(self.metrics_path) if self.metrics_path.exists() else []
+            if self.metrics_path.exists():
+                self._rows = read_metrics(self.metrics_path, names.SUMMARISED)
         except OSError as error:
             raise ConfigError(
                 f"job.dump_folder must be a directory that can be written, {self.run_dir} is not"
                 f" ({error.strerror}): name another one"
             ) from error
         self._own = History()
-        self._own_rows = 0
+        self._last: dict[str, Any] = {}
         self._taken: dict[str, int] = {}
         """Values of each series that ``since_last`` gave already."""
         self._lock = threading.Lock()
@@ -339,20 +348,21 @@ class Recorder:
         # JSON has no NaN and no infinity: they become null
         values = {n: float(v) if math.isfinite(v) else None for n, v in metrics.items()}
         row = {"step": step, "time_s": self._clock(), **values}
-        if not self._own_rows:
+        if not self._last:
             self._begin(step)
         with self._lock:
-            self._rows.append(row)
-            self._own_rows += 1
+            self._rows.append(_kept(row, names.SUMMARISED))
+            self._last = row
         self._queue.put(("metrics", row))
 
     def after_last_step(self, metrics: Mapping[str, float]) -> None:
         """Add what became known after the last step to its line. Nothing without a step of this
         process."""
         with self._lock:
-            if not self._own_rows:
+            if not self._last:
                 return
-            row = self._rows[-1] = {**self._rows[-1], **metrics}
+            row = self._last = {**self._last, **metrics}
+            self._rows[-1] = _kept(row, names.SUMMARISED)
         self._queue.put(("last metrics", row))
 
     def sample(self, line: Mapping[str, Any]) -> None:
@@ -385,18 +395,20 @@ class Recorder:
         return out
 
     def rows(self) -> list[dict[str, Any]]:
-        """Copy the run's lines of metrics.jsonl, earlier processes included."""
+        """Copy of each step of the run what summary.json needs (names.SUMMARISED), earlier
+        processes included."""
         with self._lock:
             return list(self._rows)
 
     def last_row(self) -> dict[str, Any]:
-        """Copy the last of them; empty before the first."""
+        """Copy the last line of metrics.jsonl; empty before this process's first."""
         with self._lock:
-            return dict(self._rows[-1]) if self._rows else {}
+            return dict(self._last)
 
     def series(self, name: str) -> list[float]:
-        """Copy all values of a series or of a step metric, oldest first."""
-        own = self.history().series[name]
+        """Copy all values of a series, or of a step metric of names.SUMMARISED, oldest first."""
+        with self._lock:
+            own = [*self._history.series.get(name, ()), *self._own.series.get(name, ())]
         # a step's line has the mean of what it observed: not once more
         return own or [row[name] for row in self.rows() if row.get(name) is not None]
 
@@ -407,7 +419,7 @@ class Recorder:
         prefix = names.dropped("")
         with self._lock:
             for name in names.WORK:
-                values = self._own.series.get(name, [])
+                values = self._own.series.get(name, ())
                 if fresh := values[self._taken.get(name, 0) :]:
                     found[name] = sum(fresh) / len(fresh)
                 self._taken[name] = len(values)

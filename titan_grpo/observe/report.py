@@ -169,7 +169,7 @@ def write_report(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
 
 def plot_rewards(metrics: Path, out: Path) -> bool:
     """Plot reward over steps from metrics.jsonl. False if there is nothing to plot."""
-    rows = read_metrics(metrics) if metrics.exists() else []
+    rows = read_metrics(metrics, (names.REWARD,)) if metrics.exists() else []
     points = [(row["step"], row[names.REWARD]) for row in rows if row.get(names.REWARD) is not None]
     if not points:
         return False
