@@ -78,6 +78,23 @@ def test_an_engine_that_is_too_old_is_refused_once_and_by_its_version(capsys) ->
     assert problems == [f"problem  server        {url}: SGLang 0.5.20 is older than 0.5.21"]
 
 
+@pytest.mark.parametrize(("status", "lacking"), [(404, 1), (405, 0), (500, 0)])
+def test_a_vllm_without_our_middleware_is_told_what_it_lacks(status, lacking) -> None:
+    board = Board()
+    board.routes |= {"GET /health": 200, "GET /generate": status}
+    answers = {
+        "/weight_info": {"weight_version": "1"},
+        "/server_info": {"vllm_config": {"weight_transfer_config": {"backend": "nccl"}}},
+    }
+    for path, answer in answers.items():
+        board.routes[f"GET {path}"] = lambda _, answer=answer: (200, answer)
+    found = doctor_checks.server(doctor_facts.server_facts(board.url, doctor_facts.Access(5)))
+    board.close()
+    said = [each for each in found if each.subject == "middleware"]
+    assert [each.status for each in said] == ["warning"] * lacking
+    assert all("/generate" in each.text and "--middleware titan" in each.remedy for each in said)
+
+
 def test_a_receiver_that_never_calls_back_is_reported_by_the_deadline() -> None:
     answers = {
         "/health": None,

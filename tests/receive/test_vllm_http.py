@@ -101,6 +101,15 @@ def test_a_refusal_of_vllm_is_passed_on(method, path, body) -> None:
     assert ask(WeightsMiddleware(inner), method, path, body) == (401, {"error": "no"})
 
 
+def test_what_is_no_prompt_is_left_to_vllm_and_a_get_shows_that_the_middleware_is_there() -> None:
+    inner = Inner({"detail": "Not Found"}, 404)
+    app = WeightsMiddleware(inner)
+    for body in ({}, {"prompt": {}}, [], None):
+        assert ask(app, "POST", "/generate", body) == (404, {"detail": "Not Found"})
+    assert ask(app, "GET", "/generate")[0] == 405
+    assert len(inner.came) == 4
+
+
 def test_health_generate_has_a_token_generated() -> None:
     inner = Inner({"choices": [CHOICE]})
     assert ask(WeightsMiddleware(inner), "GET", "/health_generate") == (200, {})

@@ -398,6 +398,9 @@ class ServerFacts:
     """Whether this end has a run key, and so proved it."""
 
     engine: str = "vllm"
+    middleware: bool | None = None
+    """Whether a vLLM has our middleware; None: unknown."""
+
     clock_ahead_s: float = 0.0
     """By how much the server's clock is ahead of this host's."""
 
@@ -443,6 +446,16 @@ def server(facts: ServerFacts) -> list[Finding]:
             " first sync resumes it too"
         )
         out.append(warning("server", f"{where} is paused, so requests to it wait", remedy))
+    if facts.middleware is False:
+        out.append(
+            warning(
+                "middleware",
+                f"{where} lacks ours: it has no /generate and no /health_generate, requests of"
+                " others without a cache_salt may meet prefixes of older weights, and lora.sync ="
+                ' "adapter" does not work',
+                f"start it with --middleware {vllm.MIDDLEWARE}",
+            )
+        )
     return [*out, _plugin(facts)]
 
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from titan_grpo.commands.doctor_checks import Gpu, ServerFacts
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.http import Call, KeyRefused, SyncDriver, address_towards, want
+from titan_grpo.engines.http import Call, HttpRefused, KeyRefused, SyncDriver, address_towards, want
 from titan_grpo.engines.server import detect
 from titan_grpo.errors import ConfigError, PeerError, ServerRefused
 from titan_grpo.protocol.messages import Joined
@@ -230,7 +230,17 @@ class Questions:
         found = self._answer("backend", vllm.transfer_backend(max(60.0, self._s)))
         # Another backend must not get our greeting: an exception in a worker ends a whole vLLM.
         joined = self._greet(vllm.init_weight_transfer) if found == vllm.BACKEND else None
-        return replace(facts, backend=found, joined=joined)
+        return replace(facts, backend=found, joined=joined, middleware=self._middleware())
+
+    def _middleware(self) -> bool | None:
+        """Whether our middleware answers; None where it cannot be told."""
+        try:
+            self._driver.run(Call("GET", "/generate", self._s, lambda _: None))
+        except HttpRefused as error:
+            return {404: False, 405: True}.get(error.status)
+        except PeerError:
+            pass
+        return None
 
     def of_sglang(self) -> ServerFacts:
         """Ask an SGLang. Not its /health: on a paused server that may hang, and marks it as

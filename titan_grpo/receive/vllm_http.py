@@ -11,6 +11,7 @@ an update.
   asks for it.
 * Where versions are adapters (``lora.sync = "adapter"``), a request is of the newest version's when
   it arrives (see vllm_lora.py), whatever model it names.
+* ``GET /generate`` is answered with 405, by which the doctor knows that the middleware is there.
 * ``GET /health_generate``: 200 once a token was generated, as SGLang has it.
 """
 
@@ -63,11 +64,13 @@ class WeightsMiddleware:
             body = await _body(receive)
             try:
                 sent = completion_body(json.loads(body))
-            except (AttributeError, TypeError, ValueError):
+            except (AttributeError, LookupError, TypeError, ValueError):
                 await self._app(scope, _replay(body, receive), send)
                 return
             asked = json.dumps(sent).encode()
             await self._ask(_completions(scope), receive, _Mapped(send, generate_answer), asked)
+        elif path == ("GET", "/generate"):
+            await _answer(send, 405, {"error": "/generate takes a POST with a prompt"})
         elif path[0] == "POST" and path[1] in SALTED:
             await self._ask(scope, receive, send, await _body(receive))
         elif path == ("POST", "/finish_weight_update"):
