@@ -3,7 +3,7 @@
 # tiny model with GRPO.
 #
 #   scripts/quickstart.sh [--engine vllm|sglang|both] [--servers N] [--steps N] [--sync|--async] [--out DIR]
-#                         [--lora RANK [--lora-sync merged|adapter]] [--help]
+#                         [--lora RANK [--lora-sync merged|adapter]] [--model qwen3_moe [--router-replay]] [--help]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 engine=vllm previous=""

@@ -83,6 +83,10 @@ class Completion:
     theirs. Context has the version before it. Empty: all are of ``version_first``, or later ones
     up to ``version_last``."""
 
+    routes: bytes = field(default=b"", repr=False)
+    """Which experts the engine sent each token of prompt and completion to, but for the last token:
+    uint16, little-endian, [tokens, layers, experts of a token]. Empty: it did not say."""
+
     episode: int = -1
     """Where an agent's history changed, its episode is several completions, which have this number
     in common: their reward counts once in the group. -1: it is one of its own."""
@@ -100,6 +104,17 @@ class Completion:
     def num_sampled(self) -> int:
         """Tokens that are trained on."""
         return sum(self.sampled) if self.sampled else len(self.token_ids)
+
+
+def whole_routes(routes: bytes, tokens: int, width: int = 0) -> bool:
+    """Whether ``routes`` (as in Completion) are of all of ``tokens`` tokens but the last, ``width``
+    experts each; 0: as many of each as of any other.
+
+    >>> whole_routes(bytes(24), 4), whole_routes(bytes(24), 4, 2), whole_routes(b"", 4)
+    (True, False, False)
+    """
+    each, rest = divmod(len(routes), 2 * max(tokens - 1, 1))
+    return each > 0 and rest == 0 and width in (0, each)
 
 
 def fresh_enough(first: int, spans: Sequence[Span], oldest: int, stale_share: float = 0.0) -> bool:

@@ -1,7 +1,7 @@
 """Let SGLang start where its compiled kernels cannot be installed: a directory for PYTHONPATH of
 the server.
 
-``sitecustomize.py`` in it acts in every process of the server (SGLang spawns several), and in two
+``sitecustomize.py`` in it acts in every process of the server (SGLang spawns several), and in three
 places only:
 
 * ``import sgl_kernel`` gets ``sgl_kernel_stand_in.py`` if, and only if, no real one can be found.
@@ -10,6 +10,8 @@ places only:
 * before torchvision registers shape functions for its operators, those of its operators that are
   missing get their schemas, because PyPI's torchvision is built for CUDA and does not load its own
   beside the CPU build of torch.
+* before SGLang makes room for the experts of each token (``--enable-return-routed-experts``), a
+  CPU's memory for them is no longer registered with CUDA, which fails there.
 """
 
 from pathlib import Path

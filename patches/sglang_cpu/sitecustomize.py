@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 HERE = os.path.dirname(os.path.realpath(__file__))
 KERNELS = ("sgl_kernel", "sgl_kernel.mamba")
@@ -62,6 +63,25 @@ class MissingSchemas:
             _kept.append(library)
 
 
+class UnlockedMemory:
+    """Acts on the way to the module that remembers the experts of each token, and leaves finding it
+    to the others."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        """Let that module's memory be as it is allocated: SGLang registers it with CUDA, on a CPU
+        too, where torch has none to call."""
+        if name == "sglang.srt.state_capturer.base":
+            from sglang.srt.mem_cache.pool_host import common
+
+            def allocate(
+                dims: Any, dtype: Any, device: str, pin_memory: bool, allocator: Any
+            ) -> Any:
+                return allocator.allocate(dims, dtype=dtype, device=device)
+
+            common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
 def run_hidden() -> None:
     """Run the sitecustomize that Python would have found without this one. What it raises is for
     site.py, as ever."""
@@ -72,5 +92,5 @@ def run_hidden() -> None:
 
 
 sys.meta_path.append(MissingKernels)  # type: ignore[arg-type]
-sys.meta_path.insert(0, MissingSchemas)
+sys.meta_path[:0] = [MissingSchemas, UnlockedMemory]
 run_hidden()

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import pickle
+from array import array
 
 import pytest
 import torch
@@ -68,6 +69,17 @@ def test_an_answer_gives_tokens_log_probabilities_and_which_version_made_which_t
     assert sglang.parse_sampled(ANSWER) == Sampled(
         (33, 87, 80), (-5.25, -4.5, -4.75), "length", spans
     )
+
+
+def test_experts_are_asked_for_and_read_token_by_token() -> None:
+    text = base64.b64encode(array("i", range(12)).tobytes()).decode()
+    sampled = sglang.parse_sampled(changed(routed_experts=text))
+    assert array("H", sampled.routes).tolist() == list(range(12))
+    with pytest.raises(ServerRefused, match="routed_experts"):
+        sglang.parse_sampled(changed(routed_experts="AAA"))
+    asked = sglang.generate([1], Sampling(1, routes=True), 1.0).json
+    assert asked["return_routed_experts"] is True
+    assert "return_routed_experts" not in sglang.generate([1], Sampling(1), 1.0).json
 
 
 def test_an_answer_without_spans_or_values_is_told_apart_from_a_whole_one() -> None:

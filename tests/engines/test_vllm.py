@@ -1,8 +1,11 @@
 """vLLM's interface as data: what is asked, what is read, what is refused."""
 
+import base64
+import io
 import json
 import math
 
+import numpy as np
 import pytest
 
 from titan_grpo.engines import vllm
@@ -50,6 +53,21 @@ def test_an_answer_may_tell_which_version_made_which_token() -> None:
     sampled = vllm.parse_sampled({"choices": [ANSWER["choices"][0] | {"weight_versions": spans}]})
     assert sampled.versions == (("r:7:f", 0, 1), ("r:8:f", 1, 2))
     assert vllm.generate([1], Sampling(4), 1.0).json["return_weight_versions"] is True
+
+
+def npy(routes: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, routes)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_an_answer_may_tell_which_experts_computed_which_token() -> None:
+    routes = np.arange(24, dtype=np.uint8).reshape(3, 4, 2)
+    choice = ANSWER["choices"][0] | {"routed_experts": npy(routes)}
+    found = vllm.parse_sampled({"choices": [choice]}).routes
+    assert np.frombuffer(found, "<u2").tolist() == list(range(24))
+    with pytest.raises(ServerRefused, match="routed_experts"):
+        vllm.parse_sampled({"choices": [choice | {"routed_experts": "AAAA"}]})
 
 
 def test_all_tokens_of_an_answer_are_of_the_adapter_that_it_names() -> None:

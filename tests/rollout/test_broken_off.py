@@ -2,22 +2,25 @@
 once."""
 
 import asyncio
+from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from tests.rollout.sampling import sample, sampler_of
 from titan_grpo.engines import vllm
-from titan_grpo.engines.generation import Answer, Sampling
+from titan_grpo.engines.generation import Answer, Sampled, Sampling
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import Ticket
-from titan_grpo.rollout.partial import Partial
+from titan_grpo.rollout.partial import Made, Partial
 from titan_grpo.rollout.pool import Server
-from titan_grpo.rollout.sampler import Sampler, TokenStream
+from titan_grpo.rollout.sampler import GroupDropped, Sampler, TokenStream
 from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.samples import whole_routes
 
 WAIT_S = 60.0
 TOKENS = 6
@@ -165,3 +168,25 @@ def test_the_rollout_process_goes_on_at_another_server_and_the_broken_one_gets_i
     assert counters["outages"] >= 1
     assert (counters["resumed"] > 0) == streamed, counters
     assert counters["resumed_tokens"] == 2 * counters["resumed"]
+
+
+def test_a_completion_that_goes_on_keeps_the_routes_that_its_tokens_were_sampled_on() -> None:
+    # A prompt of one token, one expert of one layer each; the second server computes the first
+    # three tokens again, and routes them otherwise.
+    first = Sampled((7, 8), (-1.0, -1.0), "abort", routes=array("H", [1, 2]).tobytes())
+    second = Sampled((9,), (-1.0,), "stop", routes=array("H", [5, 5, 3]).tobytes())
+    part = Partial().after(first, Made(3, 3, ((3, 2),)), TOKENS)
+    whole = part.after(second, Made(4, 4, ((4, 1),)), TOKENS).completion("s")
+    assert array("H", whole.routes).tolist() == [1, 2, 3]
+    assert whole_routes(whole.routes, 1 + 3, 1)
+
+
+def test_an_answer_without_the_routes_that_training_needs_drops_its_group(
+    completion_server, sampler
+) -> None:
+    server = completion_server()
+    server.behaviour = lambda body: server.answer([9] * TOKENS, [-2.0] * TOKENS)
+    sampler._spec = replace(sampler._spec, router_replay=True)
+    with pytest.raises(GroupDropped, match="no_routes"):
+        sample(sampler, [Partial(), Partial()], Server(server.url, 3, True, "r:3:f", "vllm"))
+    assert not any(body.get("stream") for body in server.bodies)

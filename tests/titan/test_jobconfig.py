@@ -196,6 +196,14 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse) -> None:
             "compile.enable must be false with grpo.pack_sequences",
         ),
         (
+            "--grpo.router_replay --compile.enable",
+            "compile.enable must be false with grpo.router_replay",
+        ),
+        (
+            "--grpo.router_replay --rollout.agent=examples.guessing:play",
+            "grpo.router_replay must be false with agents",
+        ),
+        (
             "--grpo.pack_sequences --parallelism.tensor_parallel_degree=2",
             "must be 1 with grpo.pack_sequences",
         ),

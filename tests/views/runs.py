@@ -118,6 +118,9 @@ def _step(recorder: Recorder, made: Made, step: int, clock: Clock, draw: random.
             names.VETOED: 0.0,
             names.KEPT: 1.0,
             **({names.ON_POLICY_GAP: 0.002} if step % 3 == 0 else {}),
+            names.gap("position", 16): 0.04,
+            names.gap("probability", 0.1): 0.05,
+            names.gap("lag", 1): 0.06,
         },
     )
 

@@ -148,3 +148,33 @@ def test_durations_and_shares_read_well() -> None:
         "2 h 1 min",
     ]
     assert [percent(x) for x in (0.1234, 0.0012, 1.0, 0.0)] == ["12 %", "0.12 %", "100 %", "0 %"]
+
+
+def gaps(**parts: float) -> dict[str, float]:
+    """position_128=0.1 -> the gap of the tokens up to there; ``more`` is the last part."""
+    out = {}
+    for name, value in parts.items():
+        by, _, high = name.partition("_")
+        out[names.gap(by, float(high.replace("more", "inf").replace("c", ".")))] = value
+    return out
+
+
+CAUSES = {
+    "what the policy learnt since": gaps(lag_0=0.004, lag_1=0.2),
+    "RoPE scaling or attention": gaps(lag_0=0.1, position_16=0.01, position_1024=0.3),
+    "grpo.fp32_lm_head": gaps(position_16=0.05, probability_0c01=0.3, probability_more=0.002),
+    "everywhere alike": gaps(position_16=0.2, position_128=0.2, probability_more=0.1),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_gap_that_grew_is_named_with_its_likely_cause(cause) -> None:
+    run = facts(first={names.LOGPROB_GAP: 0.01}, last={names.LOGPROB_GAP: 0.04, **CAUSES[cause]})
+    (found,) = rules.engine_differs(run)
+    assert "grew from 0.01 to 0.04 nats" in found.text
+    assert cause in found.text
+
+
+def test_a_gap_of_arithmetic_may_grow() -> None:
+    run = facts(first={names.LOGPROB_GAP: 0.002}, last={names.LOGPROB_GAP: 0.009})
+    assert list(rules.engine_differs(run)) == []

@@ -19,7 +19,7 @@ from titan_grpo.algorithm.balance import (
 )
 from titan_grpo.algorithm.rows import Layout, MicroBatch, Row, Rows, build, compact
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.samples import Completion, Group, defect
+from titan_grpo.samples import Completion, Group, Prompt, defect, whole_routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,10 @@ class BatchOptions:
     pack: bool = False
     """Several sequences in one row; false gives each a row of its own, padded."""
 
+    routes: int = 0
+    """Experts of a token over all layers, with grpo.router_replay: a completion without its routes
+    is a defective one. 0: routes are left out."""
+
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_len", "pad_multiple", "num_minibatches"):
             if getattr(self, name) < 1:
@@ -96,7 +100,14 @@ class BatchOptions:
     @property
     def layout(self) -> Layout:
         """What a rank needs of them to build its tensors."""
-        return Layout(self.token_budget, self.max_len, self.pad_id, self.pad_multiple, self.pack)
+        return Layout(
+            self.token_budget,
+            self.max_len,
+            self.pad_id,
+            self.pad_multiple,
+            self.pack,
+            self.routes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +133,8 @@ class Batch:
     """Rows times padded length, over all micro-batches and ranks."""
     dropped: dict[str, int]
     """Completions left out, by reason: too_long, truncated, empty_completion, empty_prompt,
-    nothing_sampled, length_mismatch, bad_logprob, bad_reward; group_of_defective for the others of
-    a group with one of the last six."""
+    nothing_sampled, length_mismatch, bad_logprob, bad_reward, no_routes; group_of_defective for the
+    others of a group with one of the last seven."""
 
     @property
     def fill(self) -> float:
@@ -195,7 +206,7 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], di
     dropped: Counter[str] = Counter()
     sound: list[tuple[Completion, ...]] = []
     for group in groups:
-        reasons = [defect(group.prompt, completion) for completion in group.completions]
+        reasons = [_defect(group.prompt, completion, options) for completion in group.completions]
         spoilt = any(reasons)
         dropped.update((why or "group_of_defective" for why in reasons) if spoilt else ())
         sound.append(() if spoilt else group.completions)
@@ -214,6 +225,12 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], di
         dropped["truncated"] += len(rows) - len(whole)
         rows = whole or rows
     return rows, {reason: count for reason, count in dropped.items() if count}
+
+
+def _defect(prompt: Prompt, completion: Completion, options: BatchOptions) -> str:
+    tokens = len(prompt.token_ids) + len(completion.token_ids)
+    routed = not options.routes or whole_routes(completion.routes, tokens, options.routes)
+    return defect(prompt, completion) or ("" if routed else "no_routes")
 
 
 def _weighted(rows: Sequence[Row], options: BatchOptions) -> list[Row]:

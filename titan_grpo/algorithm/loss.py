@@ -22,7 +22,7 @@ import torch
 
 from titan_grpo.algorithm.advantages import scaled_advantages
 from titan_grpo.algorithm.kl import kl_estimate, kl_returns, kl_term
-from titan_grpo.algorithm.metrics import Metrics
+from titan_grpo.algorithm.metrics import GAP_PARTS, Metrics
 from titan_grpo.algorithm.objective import (
     Policy,
     Spans,
@@ -173,7 +173,33 @@ def _token_metrics(
             "on_policy_gap_sum": own_gap.sum().double(),
             "on_policy_gap_max": own_gap.max().double(),
         }
-    return metrics
+    return metrics | _gap_parts(gap, batch, labelled, spans)
+
+
+def _gap_parts(
+    gap: torch.Tensor, batch: MicroBatch, labelled: torch.Tensor, spans: Spans
+) -> Metrics:
+    """The gap and the tokens of each of ``metrics.GAP_PARTS``: by place in the completion (context
+    does not count), by the engine's probability, and by the versions that the token is behind."""
+    seen = labelled.flatten().cumsum(0)
+    number = spans.sequence.flatten() + 1  # 0: padding
+    first = seen.new_full((seen.numel() + 1,), seen.numel())
+    first = first.scatter_reduce(0, number, seen - labelled.flatten().long(), "amin")
+    values = {
+        "position": (seen - first[number]).view_as(gap),
+        "probability": batch["rollout_logprobs"].exp(),
+    }
+    if "staleness" in batch:
+        values["lag"] = _per_token(batch["staleness"]).expand_as(gap)
+    out: Metrics = {}
+    for by, value in values.items():
+        low = -math.inf
+        for high in GAP_PARTS[by]:
+            part = labelled & (value > low) & (value <= high)
+            out[f"gap_{by}_{high:g}_sum"] = gap.masked_fill(~part, 0).sum().double()
+            out[f"gap_{by}_{high:g}_count_sum"] = part.sum().double()
+            low = high
+    return out
 
 
 def _ratio_metrics(policy: Policy, advantages: torch.Tensor, spans: Spans, grpo: GRPO) -> Metrics:

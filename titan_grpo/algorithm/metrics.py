@@ -4,6 +4,7 @@ A name says how it is reduced: ``*_sum`` by addition, ``*_max`` by maximum. Valu
 scalars on the loss's device: no host sync until the end.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,15 @@ import torch
 from titan_grpo.errors import ProtocolError
 
 Metrics = dict[str, torch.Tensor]
+
+
+GAP_PARTS: Mapping[str, tuple[float, ...]] = {
+    "position": (16, 128, 1024, 8192, math.inf),
+    "probability": (0.01, 0.1, 0.5, math.inf),
+    "lag": (0, 1, 2, math.inf),
+}
+"""Parts of the tokens whose log-probability gap is a figure of its own: the greatest place in the
+completion, probability, or number of versions behind, that a part has."""
 
 
 def accumulate(parts: Sequence[Mapping[str, torch.Tensor]]) -> Metrics:

@@ -55,6 +55,7 @@ class Layout:
     pad_id: int
     pad_multiple: int
     pack: bool
+    routes: int = 0
 
     def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
         """Rows and padded length of a micro-batch with sequences of these input lengths."""
@@ -97,6 +98,9 @@ class Rows:
     """int64, by span: the version that sampled its tokens."""
     span_tokens: "array[int]"
     """int32, by span: how many completion tokens it has."""
+    routes: bytes = b""
+    """Of all sequences, one after the other, as in samples.Completion; empty without
+    ``layout.routes``."""
 
 
 def compact(cuts: Sequence[Sequence[Row]], layout: Layout) -> Rows:
@@ -129,6 +133,7 @@ def compact(cuts: Sequence[Sequence[Row]], layout: Layout) -> Rows:
         spans=array("i", [len(own) for own in spans]),
         span_versions=array("q", [version for own in spans for version, _ in own]),
         span_tokens=array("i", [tokens for own in spans for _, tokens in own]),
+        routes=b"".join(c.routes for c in completions) if layout.routes else b"",
     )
 
 
@@ -148,7 +153,9 @@ def build(rows: Rows) -> list[MicroBatch]:
       depends on, its KV included): 0 at padding;
     * ``versions`` int64: the policy version that sampled the label (of context: the one before it;
       in the prompt: that of the first label), never older than ``oldest``: 0 at padding;
-    * ``positions`` int64, with ``layout.pack`` only: place of the token in its sequence.
+    * ``positions`` int64, with ``layout.pack`` only: place of the token in its sequence;
+    * ``routes`` int16 [R, L, layout.routes], where that is not 0: the experts that the engine sent
+      the token to, layer by layer; -1 at padding.
 
     Example: prompt (5, 6), completion (7, 8) -> inputs 5 6 7, labels -100 7 8.
 
@@ -172,6 +179,8 @@ class _Sequence(NamedTuple):
     oldest: int
     versions: torch.Tensor
     """int64, by completion token."""
+    routes: torch.Tensor
+    """int16 [tokens but the last times layout.routes]."""
 
 
 def _sequences(rows: Rows) -> Iterator[_Sequence]:
@@ -179,16 +188,27 @@ def _sequences(rows: Rows) -> Iterator[_Sequence]:
     context = _tensor(rows.sampled, torch.int8) == 0 if rows.sampled else None
     of_spans = _tensor(rows.span_versions, torch.int64)
     versions = of_spans.repeat_interleave(_tensor(rows.span_tokens, torch.int32))
-    start = first = 0
+    width = rows.layout.routes
+    # A copy: torch warns of memory that it may not write.
+    data = bytearray(rows.routes)
+    routes = torch.frombuffer(data, dtype=torch.int16) if data else torch.empty(0).short()
+    start = first = routed = 0
     counts = zip(rows.prompt_tokens, rows.completion_tokens, strict=True)
     figures = zip(rows.weights, rows.advantages, rows.oldest, strict=True)
     for (prompt, completion), decided in zip(counts, figures, strict=True):
         stop, last = start + prompt + completion, first + completion
         own = None if context is None else context[first:last]
+        until = routed + (prompt + completion - 1) * width
         yield _Sequence(
-            prompt, ids[start:stop], logprobs[first:last], own, *decided, versions[first:last]
+            prompt,
+            ids[start:stop],
+            logprobs[first:last],
+            own,
+            *decided,
+            versions[first:last],
+            routes[routed:until],
         )
-        start, first = stop, last
+        start, first, routed = stop, last, until
 
 
 def _tensor(values: "array[int] | array[float]", dtype: torch.dtype) -> torch.Tensor:
@@ -213,6 +233,9 @@ def _micro_batch(sequences: Sequence[_Sequence], layout: Layout) -> MicroBatch:
     if layout.pack:
         out["positions"] = torch.zeros(shape, dtype=torch.int64)
     flat = {name: tensor.view(-1) for name, tensor in out.items()}
+    if layout.routes:
+        out["routes"] = torch.full((*shape, layout.routes), -1, dtype=torch.int16)
+        routes = out["routes"].view(-1, layout.routes)
     start = 0
     for number, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
         stop, first = start + length, start + sequence.prompt_tokens - 1
@@ -229,6 +252,8 @@ def _micro_batch(sequences: Sequence[_Sequence], layout: Layout) -> MicroBatch:
         flat["oldest"][start:stop] = sequence.oldest
         flat["versions"][start:first] = sequence.versions[0]
         flat["versions"][first:stop] = sequence.versions
+        if layout.routes:
+            routes[start:stop] = sequence.routes.view(length, layout.routes)
         if layout.pack:
             flat["positions"][start:stop] = torch.arange(length)
         start = stop if layout.pack else start + shape[1]

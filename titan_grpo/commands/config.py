@@ -108,6 +108,10 @@ def metrics_page() -> str:
     meanings = names.MEANING | {
         f"{names.DROPPED}/REASON": "groups or completions dropped for that reason",
         f"{names.LENGTHS}/KIND/LONGEST": made,
+        **{
+            f"{names.GAP}/{by}/MOST": f"the gap's mean over {of}; MOST is a number, or more"
+            for by, of in names.GAP_OF.items()
+        },
     }
     rows = (f"| `{name}` | {meaning} |" for name, meaning in meanings.items())
     return METRICS + "\n".join(rows) + "\n"

@@ -41,6 +41,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     out = "outputs/quickstart"
     add("--out", default=out, help=f"directory of the run (default {out})")
     add("--model", default="qwen3", choices=["qwen3", "qwen3_untied", "qwen3_moe", "llama3"])
+    replay = "of an MoE: train on the experts that the servers chose (grpo.router_replay)"
+    add("--router-replay", action="store_true", help=replay)
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank in place of weights")
     sent = "what servers get of --lora: merged weights (default), or the adapters"
     add("--lora-sync", choices=["merged", "adapter"], help=sent)
@@ -59,6 +61,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         raise ConfigError("--lora-sync must come with --lora RANK")
     if options.lora_sync == "adapter" and options.engine != "vllm":
         raise ConfigError("--lora-sync adapter needs --engine vllm (SGLang takes merged weights)")
+    if options.router_replay and options.model != "qwen3_moe":
+        raise ConfigError("--router-replay needs --model qwen3_moe (the others have no router)")
     for engine, path in options.pythons.items():
         places.require_python(engine, path)
     folder = options.out = Path(options.out)
@@ -127,6 +131,7 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
             name,
             run_key=run_key,
             lora_rank=options.lora if adapters else 0,
+            routes=options.router_replay,
         )
         for name, python in options.pythons.items()
         for n in range(options.servers)
@@ -146,6 +151,8 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
         if options.lora is not None:
             arguments += ["--lora.rank", str(options.lora), "--optimizer.lr", "1e-2"]
             arguments += ["--lora.sync", options.lora_sync or "merged"]
+        if options.router_replay:
+            arguments += ["--grpo.router-replay"]
         mode = "no-async" if options.sync else "async"
         arguments += [f"--grpo.{mode}-weight-update", *options.rest]
         # While the servers start: a mistake in the arguments is not reported after the minute that

@@ -241,6 +241,15 @@ class GRPO:
     of its own share, and the rank builds the very same tensors, for batches so large that rank 0
     would keep the others waiting. Rank 0 plans in both."""
 
+    router_replay: bool = False
+    """Train an MoE on the experts that the engine chose for each token when it sampled, in place of
+    the trainer's own choice; the gates stay the trainer's. Servers must run with
+    --enable-return-routed-experts, as launched ones do. Completions without routes are dropped."""
+
+    fp32_lm_head: bool = False
+    """Compute the logits in float32, whatever training.mixed_precision_param is: from the weights
+    and hidden states as they are in that type. Servers have a switch for it too."""
+
     pack_sequences: bool = False
     """Several sequences in one row of up to token_budget tokens, with attention kept inside each,
     in place of padding."""
@@ -387,6 +396,12 @@ def _with_rollout(g: GRPO, r: Rollout) -> Rules:
         " (rollout.max_staleness = 0 and one optimizer step per batch): on others the gradient of"
         " k1 and abs is not the KL's, not even on average",
     )
+    for other, what in ((r.source != "task", "groups from outside"), (r.agent, "agents")):
+        yield (
+            g.router_replay and bool(other),
+            "router_replay",
+            f"false with {what} (their tokens come without the experts that computed them)",
+        )
     if g.allow_uncorrected_off_policy:
         return
     force = (

@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from titan_grpo.engines.http import Call, HttpRefused, want
@@ -27,7 +27,7 @@ class Sampled:
 
     ``versions``: which weights made which tokens, in order and without gaps; empty where the engine
     does not send it. ``retractions``: how often the engine dropped the request's KV and computed it
-    anew; None where it does not send it.
+    anew; None where it does not send it. ``routes``: as in samples.Completion.
     """
 
     token_ids: tuple[int, ...]
@@ -35,6 +35,7 @@ class Sampled:
     finish_reason: str
     versions: tuple[VersionSpan, ...] = ()
     retractions: int | None = None
+    routes: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,13 @@ class Sampling:
     ignore_eos: bool = False
     """Go on to ``max_tokens`` whatever is sampled: requests of a known length, for checks and
     measurements."""
+
+    routes: bool = False
+    """Ask for the experts of each token, which come with an answer that is not streamed."""
+
+
+RETURN_ROUTES = "--enable-return-routed-experts"
+"""Option with which both engines remember the experts of each token."""
 
 
 def salt(label: str) -> str:

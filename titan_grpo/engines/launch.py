@@ -31,7 +31,8 @@ class ServerSpec:
     ``cpu_threads``: 0 leaves threads to the engine (a GPU machine, or a host of its own). With a
     ``run_key`` it takes weights only from a trainer that has the same. ``api_key``: required of
     every call; ``admin_key`` (SGLang): of calls that pause it or send weights. ``lora_rank``
-    (vLLM): take adapters of that rank as versions; 0: whole weights.
+    (vLLM): take adapters of that rank as versions; 0: whole weights. ``routes``: answer
+    with the experts of each token, where it is asked to.
     """
 
     python: str
@@ -45,6 +46,7 @@ class ServerSpec:
     max_num_seqs: int = 64
     tensor_parallel: int = 1
     lora_rank: int = 0
+    routes: bool = False
     weight_transfer: bool = True
     cpu: bool = True
     cpu_threads: int = 1

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from titan_grpo.engines.control import NOT_RECOMPUTED, StockRoutes
 from titan_grpo.engines.generation import (
     INTERVAL,
+    RETURN_ROUTES,
     Piece,
     Sampled,
     Sampling,
@@ -215,6 +216,8 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
     }
     if sampling.cache_salt:
         body["extra_key"] = salt(sampling.cache_salt)
+    if sampling.routes:
+        body["return_routed_experts"] = True
     return Call("POST", GENERATE, timeout_s, parse_sampled, json=body)
 
 
@@ -299,7 +302,23 @@ def parse_sampled(answer: Any) -> Sampled:
         reason,
         spans,
         _retractions(meta),
+        _routes(meta.get("routed_experts")),
     )
+
+
+def _routes(text: Any) -> bytes:
+    """From base64 of int32 [tokens, layers, experts of a token]; empty for null."""
+    if not isinstance(text, str):
+        return b""
+    import numpy as np  # where a server is asked for routes; the receiver has none
+
+    try:
+        found = np.frombuffer(base64.b64decode(text), dtype="<i4")
+    except ValueError as error:
+        raise ServerRefused(
+            f"{GENERATE} must send routed_experts as int32 in base64: {error}"
+        ) from error
+    return found.astype("<u2").tobytes()
 
 
 def _retractions(meta: Mapping[str, Any]) -> int | None:
@@ -488,6 +507,8 @@ def command(spec: "ServerSpec", keys_path: str = "") -> list[str]:
         out += [*CPU_ARGUMENTS, "--max-total-tokens", str(spec.max_num_seqs * spec.max_model_len)]
     if spec.weight_transfer:
         out += ["--custom-weight-loader", LOADER]
+    if spec.routes:
+        out += [RETURN_ROUTES]
     if keys_path:
         out += ["--config", keys_path]
     return out + list(spec.args)

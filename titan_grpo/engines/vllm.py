@@ -4,6 +4,8 @@ plane, and how a server is started.
 The routes for weights and pauses exist only where the server runs with
 ``VLLM_SERVER_DEV_MODE=1``."""
 
+import base64
+import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from titan_grpo.engines.control import NOT_RECOMPUTED
 from titan_grpo.engines.generation import (
     INTERVAL,
+    RETURN_ROUTES,
     Piece,
     Sampled,
     Sampling,
@@ -202,7 +205,23 @@ def parse_sampled(answer: Any) -> Sampled:
     not an outage."""
     choice = _only_choice(answer)
     sampled = _read(choice, str(choice.get("finish_reason")))
-    return replace(sampled, versions=_adapter(answer, len(sampled.token_ids)) or sampled.versions)
+    versions = _adapter(answer, len(sampled.token_ids)) or sampled.versions
+    return replace(sampled, versions=versions, routes=_routes(choice.get("routed_experts")))
+
+
+def _routes(text: Any) -> bytes:
+    """From base64 of a .npy file with [tokens, layers, experts of a token]; empty for null."""
+    if not isinstance(text, str):
+        return b""
+    import numpy as np  # where a server is asked for routes; the receiver has none
+
+    try:
+        found = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ServerRefused(
+            f"{COMPLETIONS} must send routed_experts as a .npy file in base64: {error}"
+        ) from error
+    return found.astype("<u2").tobytes()  # type: ignore[no-any-return]
 
 
 def _adapter(answer: Any, end: int) -> tuple[VersionSpan, ...]:
@@ -366,6 +385,8 @@ def command(spec: "ServerSpec") -> list[str]:
         # Two in one batch: new requests need not wait for those of the version before.
         out += ["--enable-lora", "--max-lora-rank", str(allowed_rank(spec.lora_rank))]
         out += ["--max-loras", "2", "--max-cpu-loras", "4"]
+    if spec.routes:
+        out += [RETURN_ROUTES]
     return out + list(spec.args)
 
 

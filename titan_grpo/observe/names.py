@@ -45,6 +45,7 @@ LOGPROB_GAP_MAX = "logprob_gap/max"
 LOGPROB_DIFFERENCE = "logprob_gap/signed_mean"
 ON_POLICY_GAP = "logprob_gap/on_policy_mean"
 ON_POLICY_GAP_MAX = "logprob_gap/on_policy_max"
+ROUTES_DIFFER = "routing/differing_share"
 WORK_CV = "balance/work_cv"
 WORK_CV_DEALT = "balance/work_cv_dealt"
 BATCH_FILL = "balance/fill"
@@ -174,6 +175,10 @@ MEANING: dict[str, str] = {
         " not learning; nats"
     ),
     ON_POLICY_GAP_MAX: "largest of those, nats",
+    ROUTES_DIFFER: (
+        "share of the tokens, prompts included, that the trainer's own routers would have sent to"
+        " other experts than the engine did, in any layer (grpo.router_replay)"
+    ),
     WORK_CV: "coefficient of variation of the ranks' work in a step, after balancing",
     WORK_CV_DEALT: "the same if groups were dealt to the ranks in the order in which they came",
     BATCH_FILL: "share of the tokens that ranks compute which are not padding",
@@ -227,6 +232,26 @@ def dropped(reason: str) -> str:
     return f"{DROPPED}/{reason}"
 
 
+GAP = "logprob_gap"
+"""Prefix of the gap of a part of the tokens: ``logprob_gap/position/128`` (see :func:`gap`)."""
+
+GAP_OF = {
+    "position": "tokens up to that place in their completion, past the part before it",
+    "probability": "tokens that the engine gave up to that probability, more than the part before",
+    "lag": "tokens that were sampled up to so many versions ago, more than the part before",
+}
+
+
+def gap(by: str, high: float) -> str:
+    """Name of the mean gap of one part of the tokens: by place in the completion, by the engine's
+    probability, or by the versions that a token is behind; ``high``: the greatest of the part.
+
+    >>> gap("position", 128), gap("lag", float("inf"))
+    ('logprob_gap/position/128', 'logprob_gap/lag/more')
+    """
+    return f"{GAP}/{by}/{'more' if high == float('inf') else f'{high:g}'}"
+
+
 def lengths(kind: str, longest: str) -> str:
     """Counter name of completions up to that many tokens, ``made`` or ``trained``:
     ``lengths("made", "64") == "lengths/made/64"``."""
@@ -266,6 +291,8 @@ def meaning(name: str) -> str:
     ('version that the step began from minus the held one, versions', 'groups dropped: stale')
     """
     prefix, _, rest = name.partition("/")
+    if prefix == GAP and "/" in rest:
+        return f"{MEANING[LOGPROB_GAP]}, of {GAP_OF.get(rest.partition('/')[0], 'a part')}"
     if prefix == DROPPED:
         return f"groups dropped: {rest}"
     if prefix == EVALUATION:

@@ -38,8 +38,9 @@ class Partial:
     request or several.
 
     ``finish_reason`` is empty while more is to come; ``first`` and ``last`` (as in ``Made``) mean
-    something only where there are tokens. ``sampled`` and ``spans`` are as in samples.Completion.
-    ``waits``: the policy's turn is over, and the task's answer to it is missing.
+    something only where there are tokens. ``sampled``, ``spans`` and ``routes`` are as in
+    samples.Completion. ``waits``: the policy's turn is over, and the task's answer to it is
+    missing.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -50,6 +51,7 @@ class Partial:
     sampled: tuple[bool, ...] = ()
     waits: bool = False
     spans: tuple[Span, ...] = ()
+    routes: bytes = b""
 
     def __repr__(self) -> str:
         return (
@@ -80,7 +82,10 @@ class Partial:
         if self.token_ids:
             first, last = min(first, self.first), max(last, self.last)
         spans = joined((*self.token_spans, *spans))
-        return Partial(token_ids, logprobs, first, last, reason, flags, spans=spans)
+        # An answer has the routes of what came before its own tokens too, as they were when that
+        # was computed again; the tokens were sampled on those that are here already.
+        routes = self.routes + sampled.routes[len(self.routes) :]
+        return Partial(token_ids, logprobs, first, last, reason, flags, spans=spans, routes=routes)
 
     def waiting(self) -> "Partial":
         """With its turn over, but not the completion: the task's answer comes next."""
@@ -163,6 +168,7 @@ class Partial:
             server,
             sampled=self.sampled,
             spans=() if plain else self.spans,
+            routes=self.routes,
         )
 
 

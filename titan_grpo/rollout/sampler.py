@@ -17,7 +17,7 @@ from titan_grpo.rollout.partial import ABORTED, Made, Partial, joined
 from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskRunner
-from titan_grpo.samples import Completion, Group, Prompt, defect
+from titan_grpo.samples import Completion, Group, Prompt, defect, whole_routes
 
 
 class GroupDropped(TitanGrpoError):
@@ -144,7 +144,9 @@ class Sampler:
         salt = label or str(first)
         texts, ids = self._stops
         stops = (*texts, *ask.stop), ids
-        sampling = Sampling(ask.tokens, spec.temperature, seed, salt, *stops)
+        sampling = Sampling(
+            ask.tokens, spec.temperature, seed, salt, *stops, routes=spec.router_replay
+        )
         speak, token_ids = dialect(server.engine), (*ask.prompt_ids, *part.token_ids)
 
         def added(sampled: Sampled, last: int | None) -> Partial:
@@ -157,7 +159,9 @@ class Sampler:
                 raise GroupDropped("version_unknown")
             return self._added(ask, part, sampled, made)
 
-        if not spec.stream_completions:
+        if not spec.stream_completions or spec.router_replay:
+            # The engines send routes at an answer's end, vLLM not among a stream's events: pieces
+            # that a broken stream leaves would be without.
             call = speak.generate(token_ids, sampling, spec.request_timeout_s)
             sampled = await job.driver.run(call)
             job.parts[sample] = added(sampled, server.newest)
@@ -180,6 +184,10 @@ class Sampler:
         if self._spec.kv_recomputed and kv_survived(sampled):
             raise GroupDropped("kv_kept")
         after = part.after(sampled, made, self._budget)
+        tokens = len(ask.prompt_ids) + len(after.token_ids)
+        routed = not self._spec.router_replay or whole_routes(after.routes, tokens)
+        if sampled.token_ids and not routed:
+            raise GroupDropped("no_routes")
         if after.finish_reason in ask.turn_ends:
             after = after.waiting()
         if after.token_ids and not after.finish_reason:

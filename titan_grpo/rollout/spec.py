@@ -108,6 +108,8 @@ class RolloutSpec:
     kv_recomputed: bool = False
     """Servers throw the KV of running requests away at each commit
     (``weight_sync.kv_after_update``)."""
+    router_replay: bool = False
+    """Completions come with the experts of each token (``grpo.router_replay``)."""
     max_concurrent_requests: int = 64
     request_timeout_s: float = 300.0
     stream_completions: bool = True

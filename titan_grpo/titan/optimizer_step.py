@@ -30,6 +30,7 @@ from titan_grpo.algorithm.metrics import (
 from titan_grpo.algorithm.objective import least_left_out, second_moments
 from titan_grpo.algorithm.rows import IGNORE_INDEX
 from titan_grpo.titan.packed import PackedAttention
+from titan_grpo.titan.router_replay import RouterReplay
 from titan_grpo.titan.shown import FirstBatch
 from titan_grpo.titan.text import TextMixin, text_weight
 
@@ -104,10 +105,12 @@ class Stepper:
         trainer: Any,
         reference: torch.nn.Module | None,
         packed: PackedAttention,
+        replay: RouterReplay,
         text: TextMixin | None,
     ) -> None:
         self._t = trainer
         self._reference, self._packed, self._text = reference, packed, text
+        self._replay = replay
         self._grpo = trainer.job_config.grpo
         self._temperature: float = trainer.job_config.rollout.temperature
         self._first: FirstBatch | None = None
@@ -235,18 +238,27 @@ class Stepper:
         """GRPO loss of one micro-batch and its gradients. The batch's weights normalise over the
         optimizer step already. ``own``: the version that the policy is of, None between two."""
         t, g = self._t, self._grpo
-        batch = {name: x.to(t.device) for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+        batch = {
+            name: x.to(t.device)
+            for name, x in inputs.items()
+            if isinstance(x, torch.Tensor) and name != "routes"
+        }
         batch |= {
             "labels": labels,
             "on_policy": batch["oldest"] == (-1 if own is None else own),
             "staleness": version - batch["versions"],
         }
-        with self._packed.using(inputs.get("rows"), t.device):
+        with (
+            self._packed.using(inputs.get("rows"), t.device),
+            self._replay.using(inputs.get("routes"), t.device),
+        ):
             reference = None
             if self._reference is not None:
                 reference = self._logprobs(self._reference, batch)
             with t.train_context(), t.maybe_enable_amp:
                 logits = self._logits(t.model_parts[0], batch)
+                # Before the backward, where checkpointed layers route once more.
+                routed = self._replay.take_metrics()
                 logprobs = token_logprobs(logits, labels, self._temperature, CHUNK_TOKENS)
                 if self._first is None:
                     seen = batch["input"], labels, batch["sequence"], logprobs.detach()
@@ -262,7 +274,7 @@ class Stepper:
                 )
                 del logits, terms, entropy, mean_square
                 loss.backward()
-        return loss.detach(), metrics
+        return loss.detach(), metrics | routed
 
     def _logits(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         extra = {"positions": batch["positions"]} if "positions" in batch else {}
@@ -289,7 +301,10 @@ class Stepper:
             if name in ("input", "positions")
         }
         batch |= {"labels": labels.to(self._t.device)}
-        with self._packed.using(inputs.get("rows"), self._t.device):
+        with (
+            self._packed.using(inputs.get("rows"), self._t.device),
+            self._replay.using(inputs.get("routes"), self._t.device),
+        ):
             return self._logprobs(self._t.model_parts[0], batch, read)
 
     def _text_forward_backward(self, made: Sequence[Metrics]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -68,7 +68,7 @@ END_S = 15.0
 """Seconds that all ends together may take: torchrun kills its ranks 30 s after a signal."""
 
 
-def batch_options(job_config: Any, cost: TokenCost) -> BatchOptions:
+def batch_options(job_config: Any, cost: TokenCost, routes: int = 0) -> BatchOptions:
     """How rows are cut, padded and weighted, from the job's sections. Raises ConfigError."""
     training, grpo = job_config.training, job_config.grpo
     return BatchOptions(
@@ -84,6 +84,7 @@ def batch_options(job_config: Any, cost: TokenCost) -> BatchOptions:
         equal_counts=grpo.balance_equal_counts,
         split_groups=grpo.balance_split_groups,
         pack=grpo.pack_sequences,
+        routes=routes,
     )
 
 
@@ -105,11 +106,14 @@ class Controller:
     """Rank 0's side of a run. Built early and cheap; ``start`` starts processes and threads,
     ``close`` ends them."""
 
-    def __init__(self, job_config: Any, model_dir: str, cpu: bool, cost: TokenCost) -> None:
+    def __init__(
+        self, job_config: Any, model_dir: str, cpu: bool, cost: TokenCost, routes: int = 0
+    ) -> None:
+        """``routes``: as in BatchOptions."""
         self._job = job_config
         self._model_dir = model_dir
         self._run_dir = Path(job_config.job.dump_folder)
-        self._options = batch_options(job_config, cost)
+        self._options = batch_options(job_config, cost, routes)
         self._recorder: Recorder | None = None
         run_key = find_run_key(os.environ, job_config.weight_sync.run_key_file)
         rollout = job_config.rollout

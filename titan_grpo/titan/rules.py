@@ -33,6 +33,7 @@ def violations(config: Any, machine: Machine) -> list[str]:
     if none."""
     found = [
         *_parallelism(config),
+        *_routes(config),
         *_training(config),
         *_checkpoint(config, machine),
         *_lora(config),
@@ -162,6 +163,17 @@ def _parallelism(config: Any) -> Rules:
         "compile.enable",
         "false with grpo.pack_sequences, or compile.components without model (the shapes in"
         " attention are others in every micro-batch, so it would be compiled anew each time)",
+    )
+
+
+def _routes(config: Any) -> Rules:
+    yield (
+        config.grpo.router_replay
+        and config.compile.enable
+        and "model" in config.compile.components,
+        "compile.enable",
+        "false with grpo.router_replay, or compile.components without model (each micro-batch"
+        " brings routes of its own, so it would be compiled anew each time)",
     )
 
 

@@ -76,6 +76,7 @@ def launched(
             admin_key=keys[1],
             tensor_parallel=max(each, 1),
             lora_rank=job_config.lora.rank if sends_adapters(job_config.lora) else 0,
+            routes=job_config.grpo.router_replay,
             env=devices(kind * rollout.launch_count + index),
         )
         for kind, engine in enumerate(rollout.launch_engines)
@@ -113,6 +114,7 @@ def start_rollouts(
     sync = sync_settings(job_config)
     recomputed = sync.kv_after_update == "recompute"
     spec = replace(spec, registration=registration(job_config, version), kv_recomputed=recomputed)
+    spec = replace(spec, router_replay=job_config.grpo.router_replay)
     spec = replace(
         spec, commit_deadline_s=sync.commit_deadline_s, load_deadline_s=load_deadline_s(sync)
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from titan_grpo.algorithm.balance import variation
 from titan_grpo.algorithm.batch import Batch
+from titan_grpo.algorithm.metrics import GAP_PARTS
 from titan_grpo.observe import names
 from titan_grpo.rollout.messages import IN_FLIGHT
 from titan_grpo.samples import Group, sound_reward
@@ -48,6 +49,12 @@ def loss_values(metrics: Mapping[str, float]) -> dict[str, float]:
     if metrics["on_policy_count"] > 0:
         values[names.ON_POLICY_GAP] = metrics["on_policy_gap"] / metrics["on_policy_count"]
         values[names.ON_POLICY_GAP_MAX] = metrics["on_policy_gap_max"]
+    for by, bounds in GAP_PARTS.items():
+        for high in bounds:
+            if count := metrics.get(f"gap_{by}_{high:g}_count", 0):
+                values[names.gap(by, high)] = metrics[f"gap_{by}_{high:g}"] / count
+    if metrics.get("replayed", 0) > 0:
+        values[names.ROUTES_DIFFER] = metrics["routes_differ"] / metrics["replayed"]
     return values
 
 

@@ -37,12 +37,14 @@ from titan_grpo.titan import compat, lora
 from titan_grpo.titan.data import BatchLoader, Share
 from titan_grpo.titan.dump_folder import held, write_failure
 from titan_grpo.titan.flavors import disable_unexported_buffers, register_tiny_flavors
+from titan_grpo.titan.head import compute_head_in_fp32
 from titan_grpo.titan.hosts import Here
 from titan_grpo.titan.loggers import log_table, make_dispensable
 from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics
 from titan_grpo.titan.packed import PackedAttention
 from titan_grpo.titan.rank0 import Controller
 from titan_grpo.titan.reference import build_reference, move_reference
+from titan_grpo.titan.router_replay import RouterReplay, route_width
 from titan_grpo.titan.text import TextMixin
 from titan_grpo.titan.weight_sync import TrainerSync
 
@@ -113,7 +115,9 @@ class GRPOTrainer(Trainer):
         model_dir = str(job_config.model.hf_assets_path)
         self.controller: Controller | None = None
         if dist.get_rank() == 0:
-            self.controller = Controller(job_config, model_dir, self.device.type == "cpu", cost)
+            width = route_width(self.model_parts[0]) if self._grpo.router_replay else 0
+            on_cpu = self.device.type == "cpu"
+            self.controller = Controller(job_config, model_dir, on_cpu, cost, width)
         adapter = self.train_spec.state_dict_adapter(self.model_args, model_dir)
         self.sync = TrainerSync(
             self.model_parts[0],
@@ -133,6 +137,14 @@ class GRPOTrainer(Trainer):
             for model in (self.model_parts[0], self.reference):
                 if model is not None:
                     packed.install(model)
+        if self._grpo.fp32_lm_head:
+            compute_head_in_fp32(self.model_parts[0])
+            if self.reference is not None:
+                compute_head_in_fp32(self.reference)
+        replay = RouterReplay()
+        if self._grpo.router_replay:
+            # The reference routes by itself: its choice is part of what the policy is held to.
+            replay.install(self.model_parts[0])
         text = None
         if self._grpo.ptx_mixin_batchsize:
             text = TextMixin(spec, job_config, self.loader.num_shares, self.loader.dp_rank)
@@ -140,7 +152,7 @@ class GRPOTrainer(Trainer):
         self._moving = self.reference is not None and 0 < self._grpo.ref_model_ema < 1
         if self.reference is not None and self._moving:
             self.checkpointer.states["reference"] = ModelWrapper(self.reference)
-        self._stepper = Stepper(self, self.reference, packed, text)
+        self._stepper = Stepper(self, self.reference, packed, replay, text)
         # torchtitan's own seam for work that must end before the parameters change.
         staging = self.checkpointer.maybe_wait_for_staging
 

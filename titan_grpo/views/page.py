@@ -1,6 +1,7 @@
 """One self-contained HTML page about a run: its data as JSON in the template page.html."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ class Chart:
     """Curves are parts of a whole, drawn on top of each other."""
 
 
+MORE = ((math.inf, "more"),)
+
 CHARTS = (
     Chart("Reward", "", ((names.REWARD, "mean"),), spread=names.REWARD_STD),
     Chart(
@@ -57,6 +60,26 @@ CHARTS = (
         "Log-probability gap",
         "nats",
         ((names.LOGPROB_GAP, "all tokens"), (names.ON_POLICY_GAP, "trainer's own version")),
+    ),
+    *(
+        Chart(
+            f"Log-probability gap by {what}",
+            "nats",
+            tuple((names.gap(by, high), label) for high, label in parts),
+        )
+        for by, what, parts in (
+            (
+                "position",
+                "place in the completion",
+                ((16, "to 16"), (128, "to 128"), (1024, "to 1024"), (8192, "to 8192"), *MORE),
+            ),
+            (
+                "probability",
+                "the engine's probability",
+                ((0.01, "to 0.01"), (0.1, "to 0.1"), (0.5, "to 0.5"), *MORE),
+            ),
+            ("lag", "versions behind", ((0, "0"), (1, "1"), (2, "2"), *MORE)),
+        )
     ),
     Chart("Completion length", "tokens", ((names.COMPLETION_TOKENS, "mean"),)),
     Chart(

@@ -1,0 +1,172 @@
+"""Routes of another model, replayed in the tiny MoE's routers: forward, backward, packed or not."""
+
+import pytest
+import torch
+
+from titan_grpo.algorithm.batch import BatchOptions, plan
+from titan_grpo.algorithm.rows import attention_rows, build
+from titan_grpo.errors import ConfigError
+from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.titan import compat, flavors, tiny
+from titan_grpo.titan.router_replay import RouterReplay, route_width, routers
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prepared() -> None:
+    compat.prepare()
+    flavors.register_tiny_flavors()
+
+
+def built(kind="qwen3_moe"):
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    name, flavor = flavors.FLAVORS[kind]
+    spec = get_train_spec(name)
+    args = spec.model_args[flavor]
+    model = spec.model_cls(args)
+    with torch.no_grad():
+        model.init_weights()
+    model.load_state_dict(
+        spec.state_dict_adapter(args, None).from_hf(tiny.tiny_weights(kind, 3, std=0.1))
+    )
+    return model
+
+
+def chosen(model, tokens):
+    """[R, L, layers * experts of a token]: what the model's own routers choose."""
+    found = []
+    hooks = [
+        router.register_forward_hook(lambda _m, _i, out: found.append(out[1]))
+        for router in routers(model).values()
+    ]
+    with torch.no_grad():
+        model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return torch.cat(found, -1).unflatten(0, tokens.shape).short()
+
+
+def routes_of(count, seed):
+    """uint16 bytes of ``count`` tokens: two experts of 8 in each of two layers, at random."""
+    source = torch.Generator().manual_seed(seed)
+    pairs = torch.stack(
+        [torch.randperm(8, generator=source)[:2] for _ in range(2 * count)]
+    ).flatten()
+    return pairs.to(torch.int16).numpy().tobytes()
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(4, 128, (2, 12), generator=torch.Generator().manual_seed(5))
+
+
+def test_a_model_on_its_own_routes_computes_the_same_bit_for_bit(tokens):
+    model, replay = built(), RouterReplay()
+    own = chosen(model, tokens)
+    before = model(tokens)
+    replay.install(model)
+    with replay.using(own, CPU):
+        after = model(tokens)
+        metrics = replay.take_metrics()
+    assert torch.equal(before, after)
+    assert (metrics["routes_differ_sum"], metrics["replayed_sum"]) == (0, 24)
+
+
+def test_other_routes_are_the_ones_that_forward_and_backward_use(tokens):
+    model, replay = built(), RouterReplay()
+    own = chosen(model, tokens)
+    other = (own + 1) % 8
+    other[0, 0] = own[0, 0]
+    replay.install(model)
+    with replay.using(other, CPU):
+        logits = model(tokens)
+        metrics = replay.take_metrics()
+        logits.logsumexp(-1).sum().backward()
+    used = {int(e) for e in other[..., :2].flatten()}
+    experts = model.layers["0"].moe.experts.w1.grad
+    assert {e for e in range(8) if experts[e].abs().sum() > 0} == used
+    assert model.layers["0"].moe.router.gate.weight.grad.abs().sum() > 0
+    assert (metrics["routes_differ_sum"], metrics["replayed_sum"]) == (23, 24)
+    assert not torch.allclose(logits, model(tokens))
+
+
+def test_where_a_row_has_no_routes_the_trainers_own_stand(tokens):
+    model, replay = built(), RouterReplay()
+    own = chosen(model, tokens)
+    before = model(tokens)
+    replay.install(model)
+    given = (own + 3) % 8
+    given[1] = -1
+    with replay.using(given, CPU):
+        after = model(tokens)
+        assert replay.take_metrics()["replayed_sum"] == 12
+    # Not bit for bit: the experts compute with tokens of the other row beside these.
+    torch.testing.assert_close(before[1], after[1])
+    assert not torch.allclose(before[0], after[0])
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_routes_travel_with_their_tokens_into_every_micro_batch(pack):
+    groups = []
+    for index, (prompt, lengths) in enumerate((((5, 6, 7), (4, 9)), ((8, 9), (1, 12)))):
+        completions = tuple(
+            Completion(
+                tuple(range(10, 10 + n)),
+                (-2.0,) * n,
+                "stop",
+                0,
+                0,
+                "s",
+                float(n),
+                routes=routes_of(len(prompt) + n - 1, 100 * index + n),
+            )
+            for n in lengths
+        )
+        groups.append(Group(Prompt(index, prompt), completions))
+    options = BatchOptions(token_budget=64, max_len=32, pack=pack, routes=4)
+    from titan_grpo.titan.packed import PackedAttention  # imports torchtitan
+
+    [rows] = plan(groups, 1, options).rows
+    model, packed, replay = built(), PackedAttention(), RouterReplay()
+    assert route_width(model) == 4
+    replay.install(model)
+    if pack:
+        packed.install(model)
+    logits = {}
+    for mb in build(rows):
+        at = attention_rows(mb["sequence"]) if pack else None
+        with packed.using(at, CPU), replay.using(mb["routes"], CPU), torch.no_grad():
+            out = model(mb["inputs"], positions=mb.get("positions"))
+        for row in range(len(out)):
+            for number in mb["sequence"][row].unique().tolist():
+                mine = mb["sequence"][row] == number
+                if number >= 0:
+                    logits[tuple(mb["inputs"][row][mine].tolist())] = out[row][mine]
+    for group in groups:
+        for completion in group.completions:
+            sequence = (*group.prompt.token_ids, *completion.token_ids)[:-1]
+            routes = torch.frombuffer(bytearray(completion.routes), dtype=torch.int16)
+            alone = torch.tensor([sequence])
+            with replay.using(routes.view(1, -1, 4), CPU), torch.no_grad():
+                wanted = model(alone, positions=torch.arange(len(sequence))[None])[0]
+            torch.testing.assert_close(logits[sequence], wanted, atol=2e-5, rtol=0)
+
+
+def test_a_group_with_a_completion_without_routes_is_left_out_and_counted():
+    def completion(routes):
+        return Completion((7, 8), (-1.0, -1.0), "stop", 0, 0, "s", 1.0, routes=routes)
+
+    whole = Group(Prompt(0, (5,)), (completion(routes_of(2, 1)), completion(routes_of(2, 2))))
+    without = Group(Prompt(1, (5,)), (completion(routes_of(2, 3)), completion(b"")))
+    cut = Group(Prompt(2, (5,)), (completion(routes_of(1, 3)), completion(routes_of(2, 4))))
+    batch = plan([whole, without, cut], 1, BatchOptions(64, 32, routes=4))
+    assert batch.sequences == 2
+    assert batch.dropped == {"no_routes": 2, "group_of_defective": 2}
+    assert "routes" not in plan([without], 1, BatchOptions(64, 32)).micro_batches()[0][0]
+
+
+def test_a_dense_model_is_refused():
+    with pytest.raises(ConfigError, match=r"router_replay needs an MoE"):
+        RouterReplay().install(built("qwen3"))
