@@ -155,14 +155,12 @@ CALLS: dict[str, dict[Point, dict[str, str]]] = {
         Point.STAGED: {"": "/model_info"},
         Point.PAUSE: {"": "/pause_generation"},
         Point.LOAD: {
-            "state": "/titan_grpo/state",
             "start": "/begin_weight_update",
             "update": "/update_weights_from_tensor",
         },
         Point.LABEL: {
             "": "/update_weight_version",
             "end": "/end_weight_update",
-            "state": "/titan_grpo/state",
         },
         Point.RESUME: {"": "/continue_generation"},
         Point.RESUMED: {"": "/model_info"},

@@ -122,7 +122,7 @@ class ServerControl(Protocol):
         """Load the version ``info`` names, staged or on its way. The answer proves nothing: the
         receiver's Applied does."""
 
-    @requests(4)
+    @requests(2)
     def finish(self, label: str) -> None:
         """Close the update and set the label."""
 

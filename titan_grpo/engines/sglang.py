@@ -57,12 +57,10 @@ NO_PLUGIN = (
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Our plugin's account of a server. ``boot``: another one after each start of the server; empty
-    where the plugin does not send it."""
+    """Our plugin's account of a server."""
 
     paused: bool
     workers: int
-    boot: str = ""
 
 
 def _post(path: str, timeout_s: float, body: Any = None) -> Call[None]:
@@ -109,8 +107,7 @@ def state(timeout_s: float = 5.0) -> Call[State]:
     path = "/titan_grpo/state"
 
     def parse(answer: Any) -> State:
-        paused, workers = want(answer, "paused", bool, path), want(answer, "workers", int, path)
-        return State(paused, workers, str(answer.get("boot", "")))
+        return State(want(answer, "paused", bool, path), want(answer, "workers", int, path))
 
     return Call("GET", path, timeout_s, parse, admin=True)
 
@@ -365,7 +362,8 @@ class SglangControl:
         self._deadline_s = access.deadline_s
         self._load_deadline_s = access.load_deadline_s or access.deadline_s
         self._query_s = min(QUERY_S, access.deadline_s)
-        self._boot: str | None = None
+        self._workers = 0
+        """Of the server as it was seen last; 0: not seen, or without our plugin."""
         self.url = access.url
 
     def label(self) -> str:
@@ -416,13 +414,13 @@ class SglangControl:
             ) from error
 
     def load(self, info: Mapping[str, Any]) -> None:
-        state = self._state()
-        if state is None:
+        # A lane asks whether the server is paused when it connects, so that no question is left for
+        # the pause.
+        if not self._workers and self._state() is None:
             raise ServerUnfit(
                 f"{self._driver.url}: there is no titan_grpo plugin to commit a version:"
                 f" {NO_PLUGIN}"
             )
-        self._boot = state.boot
         begin = begin_weight_update(self._deadline_s)
         # 400: a lane that died between begin and end left its update open
         try:
@@ -434,21 +432,13 @@ class SglangControl:
         if not begun:
             self._run(end_weight_update(self._deadline_s))
             self._run(begin)
-        self._run(update_weights(info, state.workers, self._load_deadline_s))
+        self._run(update_weights(info, self._workers, self._load_deadline_s))
 
     def finish(self, label: str) -> None:
-        """A restarted server has no update to end. One that restarts between the two calls would
-        take the label, so compare its boot afterwards; its lane recovers it when it connects
-        again."""
+        """A restarted server has no update to end. One that restarts between the two calls takes
+        the label: its receiver is gone, which the lane's ping after the read-back finds out."""
         self._run(end_weight_update(self._deadline_s))
         self.relabel(label)
-        boot, self._boot = self._boot, None
-        state = self._state() if boot is not None else None
-        if boot is not None and (state is None or state.boot != boot):
-            raise ServerRefused(
-                f"{self._driver.url} was restarted while a version was committed: it holds other"
-                " weights"
-            )
 
     def relabel(self, label: str) -> None:
         self._run(update_weight_version(label, self._deadline_s))
@@ -461,12 +451,15 @@ class SglangControl:
 
     def _state(self) -> State | None:
         """Our plugin's account; None if the plugin is not there."""
+        self._workers = 0
         try:
-            return self._run(state(self._query_s))
+            found = self._run(state(self._query_s))
         except HttpRefused as error:
             if error.status not in ABSENT:
                 raise
             return None
+        self._workers = found.workers
+        return found
 
     def _answers(self, call: Call[None], refusals: tuple[int, ...]) -> bool:
         """False for these refusals; raises any other."""

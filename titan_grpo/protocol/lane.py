@@ -48,7 +48,7 @@ CALLS = {
     Phase.CONNECTING: 9,
     Phase.PAUSING: 4,
     Phase.LOADING: 6,
-    Phase.LABELLING: 5,
+    Phase.LABELLING: 4,
     Phase.RESUMING: 1,
     Phase.READING: 3,
 }
@@ -56,7 +56,7 @@ CALLS = {
 of a commit call. Connecting: hello, the looks at label and pause, the steps of recovery.
 Pausing: the label, the pause, two that drop the KV cache. Loading: SGLang's state, begin, the end
 of an update that a dead lane left open, begin, load, the report. Labelling: a ping's two answers,
-SGLang's end, label and state. Reading: the label, a ping's two answers."""
+SGLang's end and label. Reading: the label, a ping's two answers."""
 
 
 def step_s(phase: Phase, call_s: float, transfer_s: float = 0.0) -> float:

@@ -6,8 +6,8 @@ Written for SGLang 0.5.23. The server is started with ``--custom-weight-loader L
 The HTTP process gets two routes. ``/titan_grpo/hello`` forwards a Hello over a Unix socket to the
 scheduler of rank 0, without a pause: SGLang's own routes to the scheduler's model wait for all
 running requests. ``/titan_grpo/state`` shows what no route of SGLang does: whether generation is
-paused, and a ``boot`` id that changes with a restart. Each scheduler process holds an EngineSide; a
-commit reaches it through ``commit``, between two batches.
+paused. Each scheduler process holds an EngineSide; a commit reaches it through ``commit``, between
+two batches.
 """
 
 import asyncio
@@ -127,8 +127,6 @@ def _add_routes() -> None:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    boot = secrets.token_hex(8)
-
     @http_server.app.post("/titan_grpo/hello")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def hello(request: Request) -> dict[str, Any]:
@@ -144,7 +142,7 @@ def _add_routes() -> None:
     async def state() -> dict[str, Any]:
         manager = http_server.get_global_state().tokenizer_manager
         paused, workers = bool(manager.is_pause), int(manager.server_args.tp_size)
-        return {"package": package_version(), "boot": boot, "paused": paused, "workers": workers}
+        return {"package": package_version(), "paused": paused, "workers": workers}
 
 
 def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
