@@ -255,7 +255,7 @@ class Server:
         stack.callback(self._link.close)
         self._side.hello(self._link.open().to_dict())
         self._link.wait_joined(60.0)
-        self._link.send_manifest(LONG_S)
+        self._link.send_manifest()
         self._digests = block_digests(image.buffer, manifest, "xxh3")
         self._fingerprint = fingerprint(manifest.digest, self._digests)
         self._number = 0

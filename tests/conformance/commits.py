@@ -91,7 +91,7 @@ class Sender:
         link = LaneLink(self.run_id, self.epoch, weights.manifest, self.options)
         try:
             self.joined = link.join(self.control, STEP_S)
-            accepted = link.send_manifest(STEP_S)
+            accepted = link.send_manifest()
             assert accepted.ok, accepted.error
             yield link
         finally:

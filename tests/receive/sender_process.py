@@ -26,7 +26,7 @@ def main(run_id: str, epoch: int, mode: str) -> None:
     link = LaneLink(run_id, epoch, manifest, options)
     print(link.open().to_json(), flush=True)
     link.wait_joined(60.0)
-    assert link.send_manifest(60.0).ok
+    assert link.send_manifest().ok
     digests = block_digests(memoryview(image.numpy()), manifest, "xxh3")
     link._announce("receive", 1, 99, digests, fingerprint(manifest.digest, digests))
     if mode in ("half", "stall"):

@@ -130,7 +130,7 @@ class Site:
         """A lane of the next epoch that has joined and handed its manifest over."""
         link = self.greet(version)
         self.joined = link.wait_joined(60.0)
-        assert link.send_manifest(60.0).ok
+        assert link.send_manifest().ok
         return link
 
     def deliver(self, link: LaneLink, number: int, version: int, weights: Version) -> Applied:

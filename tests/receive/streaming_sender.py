@@ -31,7 +31,7 @@ def main(folder: Path, buckets: int) -> None:
     )  # fmt: skip
     print(link.open().to_json(), flush=True)
     link.wait_joined(60.0)
-    assert link.send_manifest(60.0).ok
+    assert link.send_manifest().ok
     staged = link.offer(1, options["version"], digests, print_)
     print(link.commit(staged).to_json(), flush=True)
     for start in range(0, buckets * bucket, bucket):

@@ -109,7 +109,7 @@ def test_a_whole_lane_runs_over_nccl_on_one_gpu(monkeypatch: pytest.MonkeyPatch)
         link = site.greet(weights)
         monkeypatch.setenv("NCCL_HOSTID", "trainer")
         link.wait_joined(60.0)
-        assert link.send_manifest(20.0).ok
+        assert link.send_manifest().ok
         for number in (1, 2, 3):
             weights = Weights(float(number))
             assert site.deliver(link, number, number, weights).ok

@@ -143,7 +143,7 @@ def test_a_later_run_or_one_with_a_higher_term_takes_over_and_may_go_back_in_ver
     joined = link.wait_joined(60.0)
     assert (joined.held_run, joined.held_version) == (site.run_id, 9)
     assert joined.held_fingerprint == weights(1.0).fingerprint
-    link.send_manifest(20.0)
+    link.send_manifest()
     assert site.deliver(link, 1, 3, w).ok
 
 

@@ -117,7 +117,7 @@ def test_a_manifest_that_is_not_the_announced_one_is_refused(guarded, weights) -
     link = guarded.greet(weights(9.0))
     link.wait_joined(60.0)
     link._manifest = weights(9.0, names=("b",)).manifest  # as an attacker on the way would swap it
-    staged = link.send_manifest(20.0)
+    staged = link.send_manifest()
     assert not staged.ok
     assert "must have digest" in staged.error
 
@@ -181,7 +181,7 @@ def test_streamed_versions_are_held_to_the_key_too(make_site, weights) -> None:
         for version, expected in ((wrong, 0.0), (right, 1.0)):
             link = site.greet(version, apply="streamed")
             link.wait_joined(60.0)
-            assert link.send_manifest(20.0).ok
+            assert link.send_manifest().ok
             staged = link.offer(1, 1, version.digests, version.fingerprint)
             loading = threading.Thread(
                 target=site.side.commit, args=(link.commit(staged).to_dict(),), daemon=True

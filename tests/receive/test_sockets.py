@@ -36,7 +36,7 @@ def test_both_ends_listen_on_the_configured_interface_only(host, site, weights) 
     before, w = listening(), weights(1.0)
     link = site.greet(w, bind_host=host)
     link.wait_joined(60.0)
-    assert link.send_manifest(20.0).ok
+    assert link.send_manifest().ok
     trainer: list[set] = []
     receiver: list[set] = []
 

@@ -99,7 +99,8 @@ class WeightSync:
     host's address."""
 
     connect_deadline_s: float = 60.0
-    """Deadline for a server's receiver to join its lane, in seconds."""
+    """Deadline for a server's receiver to join its lane, in seconds. Its memory for a version is
+    made after that: progress_deadline_s is the deadline of each bucket of it."""
 
     lane_deadline_s: float = 120.0
     """Deadline of one transfer, from its first byte to the receiver's digests, in seconds; its

@@ -5,12 +5,14 @@ A memfd and not a file in /dev/shm: it is not limited by that mount's size (64 M
 containers), it has no name that could collide, and it vanishes with the last process that holds it,
 so that a killed run leaks nothing."""
 
+import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +108,54 @@ __all__ = [
 MADV_POPULATE_READ = 22
 """Advice number of Linux 5.14 and later that the mmap module does not name."""
 
+PIECE_BYTES = 64 << 20
+"""Memory is made in pieces of so many bytes."""
+
+MOST_THREADS = 8
+"""Threads that make memory, where there are as many cores: more do not zero pages faster."""
+
+Made = Callable[[int], object]
+"""Called with the number of bytes that have their memory, again and again until all have."""
+
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _nothing(_: int) -> None:
+    return
+
+
+def _make_pages(
+    mapped: mmap.mmap, extents: Sequence[Extent], made: Made, reserve: int | None = None
+) -> None:
+    """Give these whole pages their memory, and map it, on several threads. ``reserve``: the memfd,
+    which has none yet; OSError if there is none. Page by page, the faults would make the first copy
+    several times as long as the later ones."""
+    base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+
+    def make(piece: Extent) -> int:
+        start, nbytes = piece[0], piece[1] - piece[0]
+        if reserve is not None:
+            os.posix_fallocate(reserve, start, nbytes)
+        # Not mmap.madvise, which holds the interpreter lock for half a second per GiB. For reading,
+        # which is enough: the pages exist, so no write fault follows. A kernel before 5.14 refuses,
+        # and faults page by page.
+        _libc.madvise(base + start, nbytes, MADV_POPULATE_READ)
+        return nbytes
+
+    pieces = [
+        (at, min(at + PIECE_BYTES, stop))
+        for start, stop in extents
+        for at in range(start, stop, PIECE_BYTES)
+    ]
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)), max(1, len(pieces)))
+    pool = ThreadPoolExecutor(threads, "memory")
+    try:
+        for done in accumulate(pool.map(make, pieces)):
+            made(done)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
 
 @dataclass(frozen=True, slots=True)
 class ImageAddress:
@@ -152,35 +202,33 @@ def open_memfd(address: ImageAddress, mode: int) -> int:
     return fd
 
 
+def _pages(extents: Sequence[Extent], nbytes: int) -> list[Extent]:
+    """The whole pages that these extents are on, up to the end of the image."""
+    return [(start, min(stop, nbytes)) for start, stop in whole_pages(extents, mmap.PAGESIZE)]
+
+
 class SharedImage:
     """One image: mapped, shared, of fixed size. Made by ``create`` in one process, opened by
     ``attach`` in others."""
 
-    def __init__(
-        self, fd: int, address: ImageAddress, owner: bool, extents: Sequence[Extent]
-    ) -> None:
-        """Map an open memfd; use ``create`` or ``attach`` instead. Takes the descriptor over."""
+    def __init__(self, address: ImageAddress, mapped: mmap.mmap, fd: int | None) -> None:
+        """Use ``create`` or ``attach`` instead. ``fd``: the owner's descriptor, which others open;
+        taken over."""
         self.address = address
-        self._map: mmap.mmap | None = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED)
-        # populated at once: page by page, the faults would make the first copy several times as
-        # long as the later ones; for reading, which is enough (the pages exist, so no write fault
-        # follows) and half as long as MAP_POPULATE
-        with suppress(OSError):  # a kernel before 5.14, which faults page by page
-            # of the extents only: elsewhere it would make pages that nobody writes
-            for start, stop in whole_pages(extents, mmap.PAGESIZE):
-                self._map.madvise(MADV_POPULATE_READ, start, min(stop, address.nbytes) - start)
-        self._fd: int | None = fd if owner else None
-        if not owner:
-            os.close(
-                fd
-            )  # the mapping keeps the memory; only the owner's descriptor is opened by others
+        self._map: mmap.mmap | None = mapped
+        self._fd = fd
 
     @classmethod
     def create(
-        cls, nbytes: int, label: str, extents: Sequence[Extent] | None = None
+        cls,
+        nbytes: int,
+        label: str,
+        extents: Sequence[Extent] | None = None,
+        made: Made = _nothing,
     ) -> "SharedImage":
         """Allocate a zeroed image, or of its ``nbytes`` only these ``extents``: the rest has no
-        memory. ``label`` is what /proc shows. Raises ConfigError if the memory is not there.
+        memory. ``label`` is what /proc shows; ``made`` hears how far it is, on this thread. Raises
+        ConfigError if the memory is not there.
 
         The pages are reserved at once: without that a full machine shows as a SIGBUS in the middle
         of a step.
@@ -188,18 +236,18 @@ class SharedImage:
         if nbytes < 1:
             raise ValueError(f"an image must have 1 byte or more, got {nbytes}")
         extents = ((0, nbytes),) if extents is None else extents
-        pages = whole_pages(extents, mmap.PAGESIZE)
+        pages = _pages(extents, nbytes)
         require_memory(sum(stop - start for start, stop in pages), f"the weight image {label}")
         fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
-            for start, stop in pages:
-                os.posix_fallocate(fd, start, min(stop, nbytes) - start)
+            mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+            _make_pages(mapped, pages, made, fd)
             # no process that attaches can shrink the file under the others' mappings
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             address = ImageAddress(os.getpid(), fd, nbytes, os.fstat(fd).st_ino)
-            return cls(fd, address, True, extents)
-        except OSError:
+            return cls(address, mapped, fd)
+        except BaseException:  # ``made`` may raise anything
             os.close(fd)
             raise
 
@@ -210,7 +258,14 @@ class SharedImage:
         """Map another process's image, which was created with these ``extents``. Raises SyncError
         if that process or that image is gone, or may not be read."""
         fd = open_memfd(address, os.O_RDWR)
-        return cls(fd, address, False, ((0, address.nbytes),) if extents is None else extents)
+        extents = ((0, address.nbytes),) if extents is None else extents
+        try:
+            mapped = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED)
+        finally:
+            os.close(fd)  # the mapping keeps the memory
+        # of the extents only: elsewhere it would make pages that nobody writes
+        _make_pages(mapped, _pages(extents, address.nbytes), _nothing)
+        return cls(address, mapped, None)
 
     @property
     def _open_map(self) -> mmap.mmap:

@@ -88,8 +88,6 @@ def candidates(setup: Setup) -> Iterator[tuple[Change, Setup]]:
     if sync.wire_dtype == "float32":
         yield of_sync("wire_dtype", "bfloat16")
     yield of_sync("connections", 2 * sync.connections)
-    if setup.connect_s > sync.connect_deadline_s:
-        yield of_sync("connect_deadline_s", float(math.ceil(1.5 * setup.connect_s)))
     yield of_sync("lane_deadline_s", 4 * sync.lane_deadline_s)
     yield of_sync("slots", sync.slots + 1)
     requests = replace(setup, in_flight=2 * setup.groups_at_once)
@@ -306,11 +304,6 @@ def _network(setup: Setup, found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _why_none(setup: Setup, found: Mapping[str, Any]) -> str:
-    if setup.connect_s > setup.sync.connect_deadline_s:
-        return (
-            f"the memory of a receiver takes {setup.connect_s:.0f} s, longer than"
-            f" weight_sync.connect_deadline_s = {setup.sync.connect_deadline_s:g}"
-        )
     if found["run"]["failed_transfers"]:
         return (
             f"transfers do not end within {setup.transfer_deadline_s:.0f} s"

@@ -206,9 +206,7 @@ class Simulation:
                 # None where it was restarted since: its engine has weights of its own.
                 up = lane.Connected(server.engine, intact=True)
                 if server.alive:
-                    late = s.connect_s > s.sync.connect_deadline_s
-                    seconds = min(s.connect_s, s.sync.connect_deadline_s)
-                    self._work(server, seconds, lane.Failed() if late else up)
+                    self._work(server, s.connect_s, up)
                 else:
                     self._work(server, s.call_s, lane.Failed())
             case lane.AwaitNewer():

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -232,7 +233,7 @@ class Receiver:
                     self._bye = order
                     return False
                 case "manifest":
-                    staged = self._take_manifest(order, blob)
+                    staged = self._take_manifest(order, blob, channel)
                 case "receive" if self._transport is not None:
                     staged = self._receive(order, blob, self._transport)
                 case "receive":
@@ -262,7 +263,10 @@ class Receiver:
         if (transport := self._transport) is not None:
             transport.abort()
 
-    def _take_manifest(self, order: Order, text: bytes | bytearray) -> Staged:
+    def _take_manifest(
+        self, order: Order, text: bytes | bytearray, channel: ReceiverChannel
+    ) -> Staged:
+        """The lane sees each bucket that has its memory, which takes minutes for large models."""
         manifest = Manifest.from_json(text.decode())
         if manifest.digest != self._hello.manifest_digest:
             raise PeerError(
@@ -275,7 +279,13 @@ class Receiver:
             size = window_bytes(manifest.total_bytes, self._hello.bucket_bytes)
             image = SharedImage.create(size, "titan_grpo window")
         else:
-            image = SharedImage.create(manifest.total_bytes, "titan_grpo staging")
+            left = deque(marks(manifest.total_bytes, self._hello.bucket_bytes))
+
+            def made(nbytes: int) -> None:
+                while left and nbytes >= left[0]:
+                    self._moved(channel, order.number, left.popleft())
+
+            image = SharedImage.create(manifest.total_bytes, "titan_grpo staging", made=made)
         shared = SharedImage.create(len(text), "titan_grpo manifest")
         shared.buffer[:] = text
         with self._turn:

@@ -291,7 +291,7 @@ class ServerLane:
             event = self._settle(self._link.join(self._control, deadline_s))
             # after settling: the receiver that answers is the one that joined, so its engine was
             # not restarted meanwhile
-            accepted = self._link.send_manifest(deadline_s)
+            accepted = self._link.send_manifest()
         if not accepted.ok:
             raise TransferFailed(f"the server's receiver refused the manifest: {accepted.error}")
         self._pass(Point.CONNECTED)

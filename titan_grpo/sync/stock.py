@@ -95,11 +95,10 @@ class StockLink:
         self._intact = control.label() != UNUSABLE
         return Joined(True, "", "stock", 0, "", -1, "", self._intact)
 
-    def send_manifest(self, timeout_s: float) -> Staged:
+    def send_manifest(self) -> Staged:
         """Compare the names: SGLang ignores unknown ones and answers with success."""
-        problem = names_problem(
-            [spec.name for spec in self._manifest.tensors], self._routes.parameter_names(timeout_s)
-        )
+        theirs = self._routes.parameter_names(self._options.timeout_s)
+        problem = names_problem([spec.name for spec in self._manifest.tensors], theirs)
         return Staged(0, 0, not problem, "", 0.0, 0.0, problem, -1, {})
 
     def offer(

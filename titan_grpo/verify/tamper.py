@@ -58,7 +58,7 @@ def commit_foreign(
         try:
             control.greet(link.open().to_dict())
             link.wait_joined(DEADLINE_S)
-            link.send_manifest(DEADLINE_S)
+            link.send_manifest()
             staged = link.send(1, version, bytes_, digests, fingerprint(manifest.digest, digests))
             control.pause()
             control.load(link.commit(staged).to_dict())
