@@ -121,6 +121,16 @@ def test_stale_groups_are_dropped_and_others_taken_in_their_place(api, atropos) 
     assert client.counters().get("dropped.stale", 0) <= 1
 
 
+def test_a_group_without_a_version_that_waited_is_as_old_as_when_it_came(api, atropos) -> None:
+    client = atropos(max_staleness=5)
+    client.set_server(ServerState("http://s", 0, True, "label", "vllm"))
+    env = api.environment(group_size=2)
+    api.post(scored(env=env))  # half of a batch, which waits for the other
+    client.set_server(ServerState("http://s", 5, True, "later", "vllm"))
+    api.post(scored(env=env))
+    assert [group.version for group in client.next_batch(5, 2, 30)] == [0, 0]
+
+
 def test_a_server_that_was_restarted_is_registered_again(api, atropos) -> None:
     client = atropos()
     api.environment(group_size=2)
