@@ -147,7 +147,7 @@ MEANING: dict[str, str] = {
     PTX_LOSS: "cross-entropy of the plain text that is mixed in, nats per token",
     IMPORTANCE_MEAN: "mean weight of the off-policy correction",
     IMPORTANCE_MAX: "largest weight of the off-policy correction",
-    IMPORTANCE_CUT: "share of tokens whose weight the bounds changed",
+    IMPORTANCE_CUT: "share of tokens whose weight bounds changed, or that m2_threshold left out",
     VETOED: "share of tokens in sequences that one token took out",
     KEPT: "share of completion tokens that the policy finds likely enough to be trained on",
     COMPLETION_TOKENS: "mean length of a completion, tokens",
