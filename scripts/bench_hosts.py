@@ -10,6 +10,11 @@ by FSDP2 over all of them. A receiver is a server without an engine: HTTP routes
 receiver process are the real ones. After every version each server's tensors are compared with
 the weights that the ranks should hold.
 
+With ``--relay`` servers read from each other (weight_sync.relay). ``--kill-inner`` publishes one
+more version, kills a server that is read from in the middle of it, starts it again, and waits until
+everybody has that version; ``refetched`` is what the dead one's reader received beyond its usual
+bytes, over the image.
+
 ``seconds`` is publish to verified commit on all servers, ``fetch_s`` what the slowest lane needed
 for the bytes. Compare with a run with ``--trainer-hosts 1``.
 """
@@ -23,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,6 +49,8 @@ from titan_grpo.engines.server import make_control
 from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol.lane_events import LaneEvent, Point
+from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.worker import SyncOptions, SyncWorker
 from titan_grpo.titan.hosts import Here
 from titan_grpo.titan.weight_sync import TrainerSync
@@ -75,6 +83,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--trainer-hosts", type=int, default=2, help="hosts that train")
     parser.add_argument("--ranks", type=int, default=2, help="ranks on each of them")
     parser.add_argument("--receivers", type=int, default=4, help="hosts with a server each")
+    parser.add_argument("--per-host", type=int, default=1, help="servers on each of these hosts")
+    parser.add_argument("--relay", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--kill-inner", action="store_true", help="needs --relay and 3 receivers")
     parser.add_argument("--rate", type=rate, default="20mbit", help="of each link, each way")
     parser.add_argument("--mib", type=int, default=8, help="bytes of one version, in MiB")
     parser.add_argument("--versions", type=int, default=3, help="measured ones, after the first")
@@ -113,10 +124,11 @@ def rank_main(options: dict[str, Any]) -> None:
     rank, urls = dist.get_rank(), options["urls"]
     whole, model = Weights(options["mib"]), Weights(options["mib"])
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    config = WeightSync(block_bytes=256 << 10, bucket_bytes=1 << 20)
+    config = WeightSync(block_bytes=64 << 10, bucket_bytes=1 << 20, relay=options["relay"])
     cpu = torch.device("cpu")
     sync = TrainerSync(model, dict, config, cpu, here=Here(urls=urls))
     worker = recorder = None
+    killer = Killer(sync.plan.manifest.total_bytes // config.bucket_bytes // 3)
     if rank == 0:
         assert sync.pool is not None
         recorder = Recorder(options["folder"])
@@ -125,11 +137,13 @@ def rank_main(options: dict[str, Any]) -> None:
             make_control=lambda url: make_control("vllm", ServerAccess(url, CALL_S)),
             remote_writers=sync.plan.others,
             leaders=sync.plan.leaders[1:],
+            lane_observer=killer.passed,
         )
         worker = SyncWorker(sync.pool, config, recorder, made)
+        killer.relay = worker.relay
         worker.start()
     sync.start(worker.publish if worker is not None else None)
-    for version in range(options["versions"] + 1):
+    for version in range(options["versions"] + 1 + options["kill"]):
         model.change()
         whole.change()
         box: list[Any] = [worker.slots.wait_reserved(WAIT_S) if worker is not None else None]
@@ -137,8 +151,14 @@ def rank_main(options: dict[str, Any]) -> None:
         began = time.perf_counter()
         sync.publish(version, box[0])
         if worker is not None and recorder is not None:
+            killer.version = version if version > options["versions"] else None
             holding = worker.servers.wait_held(version, WAIT_S, everyone=True)
             seconds = time.perf_counter() - began
+            if killer.version is not None:
+                holding = worker.servers.wait_held(version, WAIT_S, everyone=True)
+                known = worker.servers
+                known.wait(lambda: set(known.versions().values()) == {version}, WAIT_S)  # noqa: B023
+                holding = [u for u, held in known.versions().items() if held == version]
             if len(holding) != len(urls):
                 raise SystemExit(
                     f"version {version} is at {holding}: {worker.servers.take_error()}"
@@ -159,6 +179,25 @@ def rank_main(options: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+class Killer:
+    """Names a server that is read from, once its reader has a third of the version ``version``."""
+
+    def __init__(self, marks: int) -> None:
+        self._marks, self._passed = marks, Counter[str]()
+        self.relay: Relay | None = None
+        self.version: int | None = None
+
+    def passed(self, event: LaneEvent) -> None:
+        """See lane_events.Observer."""
+        if self.relay is None or event.point is not Point.EXTENT or event.version != self.version:
+            return
+        self._passed[event.url] += 1
+        inner = self.relay.inner()
+        if inner is not None and self._passed[inner[1]] == self._marks:
+            self.relay = None
+            print(json.dumps({"inner": inner[0], "reader": inner[1]}), flush=True)
+
+
 def held(url: str) -> str:
     """Digest of what the server's memory holds."""
     with SyncDriver(url) as driver:
@@ -177,6 +216,14 @@ def started(stack: ExitStack, host: Host, command: Sequence[str], **env: str) ->
     stack.callback(process.wait)  # no deadline: after a kill
     stack.callback(process.kill)
     return process
+
+
+def serving(stack: ExitStack, host: Host, port: int) -> Any:
+    """A server on that host, which listens, or has ended."""
+    args = ["-m", "tests.rigs.server_process", "--host", host.address, "--port", str(port)]
+    server = started(stack, host, args)
+    server.stdout.readline()  # no deadline: it listens, or has ended
+    return server
 
 
 def versions(trainers: Sequence[Host], options: argparse.Namespace, role: str) -> Iterator[Any]:
@@ -201,26 +248,42 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
     hosts = stack.enter_context(Hosts(count + options.receivers)).hosts
     for host in hosts:
         host.limit(options.rate)
-    urls = []
+    servers: dict[str, tuple[Host, int]] = {}
     for host in hosts[count:]:
-        args = ["-m", "tests.rigs.server_process", "--host", host.address]
-        server = started(stack, host, [*args, "--port", str(SERVER_PORT)])
-        server.stdout.readline()  # no deadline: it listens, or has ended
-        urls.append(f"http://{host.address}:{SERVER_PORT}")
-    role = {"urls": urls, "mib": options.mib, "versions": options.versions, "folder": folder}
-    rows, links = [], []
+        for port in range(SERVER_PORT, SERVER_PORT + options.per_host):
+            servers[f"http://{host.address}:{port}"] = host, port
+    running = {url: serving(stack, *place) for url, place in servers.items()}
+    role = {"urls": list(servers), "mib": options.mib, "versions": options.versions}
+    role |= {"folder": folder, "relay": options.relay, "kill": options.kill_inner}
+    rows, links, killed = [], [], {}
     before = [host.moved() for host in hosts]
     for row in versions(hosts[:count], options, json.dumps(role)):
+        if "inner" in row:
+            killed = row
+            running[row["inner"]].kill()
+            running[row["inner"]].wait()  # no deadline: after a kill
+            running[row["inner"]] = serving(stack, *servers[row["inner"]])
+            continue
         now = [host.moved() for host in hosts]
         rows.append(row)
         links.append([(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, now, strict=True)])
         before = now
-    kept = range(1, len(rows))  # the first version finds lanes that are still connecting
     image = options.mib << 20
+    more: dict[str, Any] = {}
+    if options.kill_inner:
+        if not killed:
+            raise SystemExit("no server was read from by another one: none was killed")
+        reader = hosts.index(servers[killed["reader"]][0])
+        usual = statistics.median(link[reader][1] for link in links[1:-1])
+        more = {"killed": killed, "refetched": (links[-1][reader][1] - usual) / image}
+        more |= {"kill_seconds": rows[-1]["seconds"], "kill_sent": links[-1][0][0] / image}
+    kept = range(1, options.versions + 1)  # the first version finds lanes that are still connecting
     return {
         "trainer_hosts": count,
         "ranks": options.ranks,
         "receivers": options.receivers,
+        "servers": len(servers),
+        "relay": options.relay,
         "bytes_per_s": options.rate,
         "image_bytes": image,
         "seconds": statistics.median(rows[i]["seconds"] for i in kept),
@@ -233,6 +296,7 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
             for host in range(count, len(hosts))
         ],
         "digests_equal": all(row["digests_equal"] for row in rows),
+        **more,
         "versions": [row | {"links": link} for row, link in zip(rows, links, strict=True)],
     }
 
