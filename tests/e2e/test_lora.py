@@ -36,14 +36,35 @@ def whole(runs, site, arguments, tmp_path_factory):
     return out, site.driver.run(site.speak.score(PROBE, 30.0))
 
 
-def export(root, out, whole, runs, arguments, *options):
-    """What ``titan-grpo export`` writes of the last version."""
-    job = [f"--job.config_file={runs.recipe}", f"--job.dump_folder={whole}"]
-    job += [f"--model.hf_assets_path={runs.model}", *arguments]
-    command = [sys.executable, "-m", "titan_grpo.cli", "export", "--version=4", f"--out={out}"]
-    return subprocess.run(
-        [*command, *options, *job], cwd=root, capture_output=True, text=True, timeout=120
+EXPORTS = """
+import contextlib, io, json, sys
+from titan_grpo import cli
+for argv in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = cli.main(argv)
+    print(json.dumps([code, said.getvalue()]))
+"""
+"""``titan-grpo`` several times in one interpreter: each start costs seconds."""
+
+
+def exported(root, commands):
+    """Exit code and complaints of each command."""
+    done = subprocess.run(
+        [sys.executable, "-c", EXPORTS, json.dumps(commands)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+def export(out, whole, runs, arguments, *options):
+    """Command that writes the last version."""
+    job = [f"--job.config_file={runs.recipe}", f"--job.dump_folder={whole}"]
+    job += [f"--model.hf_assets_path={runs.model}", *map(str, arguments)]
+    return ["export", "--version=4", f"--out={out}", *options, *job]
 
 
 def test_a_server_of_other_weights_gives_the_merged_models_log_probabilities(runs, whole):
@@ -73,14 +94,16 @@ def test_a_checkpoint_is_exported_merged_and_as_the_adapter_that_peft_reads(
     root, runs, whole, arguments, tmp_path
 ):
     out, _ = whole
-    merged = export(root, tmp_path / "merged", out, runs, arguments)
-    assert merged.returncode == 0, merged.stderr
+    merged = export(tmp_path / "merged", out, runs, arguments)
+    alone = export(tmp_path / "peft", out, runs, arguments, "--adapter", "--dtype=float32")
+    plain = export(tmp_path / "none", out, runs, arguments[: -len(LORA)])
+    (merged, said), alone, plain = exported(root, [merged, alone, plain])
+    assert merged == 0, said
     served = runs.weights(out / "hf")
     again = runs.weights(tmp_path / "merged")
     assert all(torch.equal(served[name], again[name]) for name in served)
 
-    alone = export(root, tmp_path / "peft", out, runs, arguments, "--adapter", "--dtype=float32")
-    assert alone.returncode == 0, alone.stderr
+    assert alone[0] == 0, alone
     settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (RANK, ALPHA, "LORA")
     adapter = load_file(tmp_path / "peft" / "adapter_model.safetensors")
@@ -92,9 +115,8 @@ def test_a_checkpoint_is_exported_merged_and_as_the_adapter_that_peft_reads(
         assert torch.equal(wanted.bfloat16(), served[name]), name
     assert adapter == {}
 
-    plain = export(root, tmp_path / "none", out, runs, arguments[: -len(LORA)])
-    assert plain.returncode == 2
-    assert "the adapters that the job's [lora] asks for, it also has" in plain.stderr
+    assert plain[0] == 2
+    assert "the adapters that the job's [lora] asks for, it also has" in plain[1]
 
 
 @pytest.mark.long

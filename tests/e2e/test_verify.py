@@ -34,11 +34,12 @@ def verify(
     return done, json.loads((out / "result.json").read_text())
 
 
-def test_a_good_run_passes_with_all_its_evidence(root, tmp_path, sglang_python) -> None:
-    # On SGLang: the tampered run below is on vLLM.
-    done, result = verify(root, tmp_path, "--engine", "sglang")
+@pytest.mark.usefixtures("vllm_python", "sglang_python")
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.long)])
+def test_a_good_run_passes_with_all_its_evidence(engine, root, tmp_path) -> None:
+    done, result = verify(root, tmp_path, "--engine", engine)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert result["engine"] == "sglang"
+    assert result["engine"] == engine
     assert result["passed"]
     assert result["violations"] == []
     assert [run["run"] for run in result["runs"]] == ["async live", "async replay", "sync replay"]
