@@ -24,6 +24,7 @@ COMMANDS = {
     "watch": "follow a run in the terminal, from any shell that sees its folder",
     "evaluate": "run the [[evaluation]] tables of a job on a checkpoint, or on a server",
     "export": "write a checkpointed version as HF safetensors",
+    "completion": "print what bash and zsh need to complete these commands",
 }
 """Command -> help. Each is a module of titan_grpo.commands with ``run(argv: list[str], env:
 Mapping[str, str]) -> int``, imported when it is called."""

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -61,3 +62,29 @@ def test_a_reader_that_goes_away_ends_a_command_without_a_word(command, code, ro
         process.stdout.close()
         _, said = process.communicate(timeout=WAIT_S)
     assert (said, process.returncode) == ("", code)
+
+
+def completed(tmp_path: Path, *words: str) -> list[str]:
+    """What bash offers for the last of ``words``."""
+    command = tmp_path / "titan-grpo"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m titan_grpo.cli "$@"\n')
+    command.chmod(0o755)
+    asked = """
+        eval "$("$1" completion)"
+        shift
+        COMP_WORDS=("$0" "$@") COMP_CWORD=$#
+        _titan_grpo
+        printf '%s\\n' "${COMPREPLY[@]}"
+    """
+    bash = ["bash", "-c", asked, str(command), str(command), *words]
+    done = subprocess.run(bash, capture_output=True, text=True, timeout=WAIT_S, check=True)
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_options_and_a_jobs_keys(tmp_path) -> None:
+    assert completed(tmp_path, "qu") == ["quickstart"]
+    assert completed(tmp_path, "") == list(COMMANDS)
+    assert completed(tmp_path, "watch", "--int") == ["--interval"]
+    assert completed(tmp_path, "doctor", "--weight_sync.slo") == ["--weight_sync.slots"]
+    assert completed(tmp_path, "watch", "--weight_sync.slo") == []
+    assert completed(tmp_path, "nonsense", "--") == []

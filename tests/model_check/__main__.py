@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.model_check.bugs import BUGS, Bug
 from tests.model_check.hosts import HOST_BUGS, explore_hosts
+from tests.model_check.relay import RELAY_BUGS, explore_relay
 from tests.model_check.rollouts import explore_rollouts
 from tests.model_check.search import Bounds, Explorer, Result
 from titan_grpo.cli import guarded
@@ -72,10 +73,11 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     found = Explorer(bounds, progress=_progress).run()
     rollouts = explore_rollouts(bounds.servers, bounds.versions)
     hosts = explore_hosts(bounds.versions)
-    explored = {"weights": found, "rollouts": rollouts, "hosts": hosts}
+    relay = explore_relay()
+    explored = {"weights": found, "rollouts": rollouts, "hosts": hosts, "relay": relay}
     for name, result in explored.items():
         _show(name, result)
-    caught = [] if options.no_bugs else [*(_catch(bug, bounds) for bug in BUGS), *_catch_hosts()]
+    caught = [] if options.no_bugs else [*(_catch(bug, bounds) for bug in BUGS), *_catch_others()]
     missed = [bug["name"] for bug in caught if not bug["caught"]]
     if options.json is not None:
         report = {
@@ -122,12 +124,16 @@ def _catch(bug: Bug, bounds: Bounds) -> dict[str, Any]:
     return _caught(bug.name, bug.breaks, result)
 
 
-def _catch_hosts() -> list[dict[str, Any]]:
-    """Three versions are enough for each of them."""
-    return [
+def _catch_others() -> list[dict[str, Any]]:
+    """Of the hosts and of the relay. Three versions are enough for each of the hosts'."""
+    hosts = [
         _caught(name, breaks, explore_hosts(3, rules))
         for name, (breaks, rules) in HOST_BUGS.items()
     ]
+    relay = [
+        _caught(name, breaks, explore_relay(rules)) for name, (breaks, rules) in RELAY_BUGS.items()
+    ]
+    return [*hosts, *relay]
 
 
 def _caught(name: str, breaks: str, result: Result) -> dict[str, Any]:

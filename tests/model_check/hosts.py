@@ -8,7 +8,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tests.model_check.search import Result
 from tests.model_check.tables import Violation
@@ -222,15 +222,58 @@ def _receiver(w: World, rules: Rules) -> Iterator[Move]:
 def explore_hosts(versions: int, rules: Rules | None = None, faults: int = 2) -> Result:
     """All states with at most ``faults`` faults; and from each in which the other host lives, the
     receiver gets the last version once faults stop."""
-    rules, result, begun = rules or Rules(), Result(), time.monotonic()
-    parents: dict[World, tuple[World, str] | None] = {World(): None}
-    calm: dict[World, list[World]] = {}
-    level, at, doing = [World()], World(), ""
+    decides = rules or Rules()
+    return search_from(
+        World(),
+        lambda w: moves(w, versions, decides),
+        check,
+        faults,
+        Hope(
+            lambda w: w.staged == versions,
+            lambda w: not w.dead,
+            "the receiver never gets the last version although faults stop",
+        ),
+    )
+
+
+class Faulty(Protocol):
+    """A state that counts the faults on the way to it."""
+
+    @property
+    def faults(self) -> int:
+        """So many."""
+
+
+State = TypeVar("State", bound=Faulty)
+
+
+@dataclass(frozen=True, slots=True)
+class Hope(Generic[State]):
+    """From each ``held`` state, moves that are no faults lead to one that is ``done``.
+    ``otherwise``: the violation where they do not."""
+
+    done: Callable[[State], bool]
+    held: Callable[[State], bool]
+    otherwise: str
+
+
+def search_from(
+    start: State,
+    moves: Callable[[State], Iterator[tuple[str, State]]],
+    check: Callable[[State], None],
+    faults: int,
+    hope: Hope[State],
+) -> Result:
+    """All states with at most ``faults`` faults, and the hope."""
+    result, begun = Result(), time.monotonic()
+    parents: dict[State, tuple[State, str] | None] = {start: None}
+    calm: dict[State, list[State]] = {}
+    level, at, doing = [start], start, ""
     try:
         while level:
             found = []
             for at in level:
-                for doing, after in moves(at, versions, rules):
+                for doing, after in moves(at):
                     if after.faults > faults:
                         continue
                     result.steps += 1
@@ -241,24 +284,24 @@ def explore_hosts(versions: int, rules: Rules | None = None, faults: int = 2) ->
                         check(after)
                         found.append(after)
             level = found
-        done = [w for w in parents if w.staged == versions]
-        reached = set(done)
-        while done:
-            for before in calm.get(done.pop(), ()):
+        ends = [w for w in parents if hope.done(w)]
+        reached = set(ends)
+        while ends:
+            for before in calm.get(ends.pop(), ()):
                 if before not in reached:
                     reached.add(before)
-                    done.append(before)
+                    ends.append(before)
         for at in parents:
-            if not at.dead and at not in reached:
+            if hope.held(at) and at not in reached:
                 doing = "and no way leads from here to the last version"
-                raise Violation("the receiver never gets the last version although faults stop")
+                raise Violation(hope.otherwise)
     except (Violation, ProtocolError) as error:
         result.violation, result.trace = str(error), [*_trace(parents, at), doing]
     result.states, result.seconds = len(parents), time.monotonic() - begun
     return result
 
 
-def _trace(parents: dict[World, tuple[World, str] | None], world: World) -> list[str]:
+def _trace(parents: dict[State, tuple[State, str] | None], world: State) -> list[str]:
     names = []
     while (came := parents[world]) is not None:
         world, name = came

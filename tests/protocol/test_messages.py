@@ -65,7 +65,7 @@ def test_an_unknown_key_is_named(message):
 def test_a_value_of_a_wrong_type_is_refused(message):
     for field in msgspec.structs.fields(message):
         with pytest.raises(PeerError, match=field.name):
-            type(message).from_dict(message.to_dict() | {field.name: [1]})
+            type(message).from_dict(message.to_dict() | {field.name: [None]})
 
 
 def test_true_is_not_a_number_and_a_whole_number_is_a_float():
@@ -117,6 +117,7 @@ def test_a_proof_survives_the_journey_and_a_changed_value_does_not(message):
         valid = {"op": "stream", "apply": "streamed"}
         valid |= {"bucket_bytes": 8192, "block_bytes": 8192}
         valid |= {"sources": (RangeSource("elsewhere", 1, "00"),)}
+        valid |= {"relays": valid["sources"], "serve": ("00",), "lost": (1,)}
         valid |= {"patches": (Patch(6, 7, 1, RangeSource("elsewhere", 1, "00")),)}
         changed = valid.get(field.name, f"{value}x" if isinstance(value, str) else 99)
         if field.name == "proof" or changed == value or isinstance(value, bool | dict):

@@ -73,7 +73,8 @@ class Rig:
         **config: Any,
     ) -> None:
         """``config``: keys of [weight_sync], ``watch``, ``drain``, ``observer``, ``owner``,
-        ``take_over``, ``run_id``, ``look_s``, and ``run_keys``: "trainer" or a server -> its key.
+        ``take_over``, ``run_id``, ``look_s``, ``far`` (servers read no memory of the trainer, as on
+        another host), and ``run_keys``: "trainer" or a server -> its key.
 
         ``hosts``: over so many the rows of both matrices are cut; this process is the first, the
         others are in ``hosts``, at 127.0.0.2 and so on."""
@@ -86,6 +87,7 @@ class Rig:
         take_over: bool = config.pop("take_over", True)
         run_id: str = config.pop("run_id", "")
         look_s: float = config.pop("look_s", 1.0)
+        far: bool = config.pop("far", False)
         self.loaded = {url: Weights() for url in urls}
         self.servers = {
             url: ReceiverServer(url, self.loaded[url], run_keys.get(url)) for url in urls
@@ -117,6 +119,7 @@ class Rig:
                 take_over=take_over,
                 look_s=look_s,
                 guarded=False,
+                tamper=(lambda images: images) if far else None,
             ),
         )
         self.server_set, self.slots = self.worker.servers, self.worker.slots

@@ -23,6 +23,17 @@ This page is what `titan-grpo config` prints.
 """
 
 
+SECTIONS: dict[str, type] = {
+    "grpo": config.GRPO,
+    "rollout": config.Rollout,
+    "weight_sync": config.WeightSync,
+    "lora": config.Lora,
+    "alerts": config.Alerts,
+    "dashboards": config.Dashboards,
+    "[evaluation]": config.Evaluation,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """One key of a section, as written in the source."""
@@ -52,16 +63,7 @@ def keys(section: type) -> Iterator[Key]:
 def page() -> str:
     """The whole page."""
     out = [HEADER]
-    sections: dict[str, type] = {
-        "grpo": config.GRPO,
-        "rollout": config.Rollout,
-        "weight_sync": config.WeightSync,
-        "lora": config.Lora,
-        "alerts": config.Alerts,
-        "dashboards": config.Dashboards,
-    }
-    sections["[evaluation]"] = config.Evaluation
-    for name, section in sections.items():
+    for name, section in SECTIONS.items():
         out.append(f"## [{name}]\n\n{inspect.getdoc(section)}\n")
         out.append("| key | type | default | meaning |\n|---|---|---|---|")
         for key in keys(section):

@@ -61,6 +61,11 @@ class WeightSync:
     times as long as making a patch, which is about 1 s for a GiB. What a patch does not make
     exactly is read from the version."""
 
+    relay: bool = False
+    """Whether servers read versions from each other, while they read them (staged by tcp): the
+    trainer sends each version about once. What a server does not give in time, or gives wrongly,
+    is read from the next one, at last from the trainer."""
+
     wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Floating-point type of the image; masters are cast once, on the trainer."""
 
@@ -165,6 +170,11 @@ def _weight_sync(w: WeightSync) -> Rules:
         w.transport == "tcp" and w.apply == "streamed",
         "transport",
         'auto or nccl with weight_sync.apply = "streamed"',
+    )
+    yield (
+        w.relay and (w.apply == "streamed" or w.transport == "nccl"),
+        "relay",
+        'false, or weight_sync.apply = "staged" with transport auto or tcp',
     )
     yield w.connections < 1, "connections", "1 or more"
     yield w.min_rate < 1, "min_rate", "1 or more (bytes per second)"

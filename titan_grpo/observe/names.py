@@ -78,6 +78,7 @@ SYNC_S = "sync/publish_to_commit_s"
 SYNC_COUNT = "sync/count"
 SYNC_BYTES = "sync/bytes"
 SPARED_BYTES = "sync/spared_bytes"
+RELAYED_BYTES = "sync/relayed_bytes"
 SYNC_FAILURES = "sync/failures"
 SKIPPED_VERSIONS = "sync/skipped_versions"
 DIGEST_MISMATCHES = "sync/digest_mismatches"
@@ -102,7 +103,7 @@ SERVER = "server"
 
 TOTALS: tuple[str, ...] = (SYNC_COUNT, SYNC_BYTES, SPARED_BYTES, SYNC_FAILURES, SKIPPED_VERSIONS)
 TOTALS += (DIGEST_MISMATCHES, QUARANTINES, UNHEALTHY_STEPS, SERVERS_JOINED, SERVERS_LEFT)
-TOTALS += (REQUESTS, OUTAGES, INTERRUPTED, MOVED, SKIPPED_PROMPTS)
+TOTALS += (REQUESTS, OUTAGES, INTERRUPTED, MOVED, SKIPPED_PROMPTS, RELAYED_BYTES)
 """Totals that every step has, 0 from the start: an absent curve would not say that nothing
 happened."""
 
@@ -147,7 +148,7 @@ MEANING: dict[str, str] = {
     PTX_LOSS: "cross-entropy of the plain text that is mixed in, nats per token",
     IMPORTANCE_MEAN: "mean weight of the off-policy correction",
     IMPORTANCE_MAX: "largest weight of the off-policy correction",
-    IMPORTANCE_CUT: "share of tokens whose weight the bounds changed",
+    IMPORTANCE_CUT: "share of tokens whose weight bounds changed, or that m2_threshold left out",
     VETOED: "share of tokens in sequences that one token took out",
     KEPT: "share of completion tokens that the policy finds likely enough to be trained on",
     COMPLETION_TOKENS: "mean length of a completion, tokens",
@@ -210,6 +211,7 @@ MEANING: dict[str, str] = {
     SYNC_S: "publish to verified commit on one server, seconds",
     SYNC_COUNT: "commits on all servers",
     SYNC_BYTES: "bytes sent to all servers",
+    RELAYED_BYTES: "of sync/bytes, what servers read from each other (weight_sync.relay)",
     SPARED_BYTES: "bytes that servers did not read, since patches made them (weight_sync.delta)",
     SYNC_FAILURES: "transfers or commits that failed",
     SKIPPED_VERSIONS: "versions that were not published because no slot was free",

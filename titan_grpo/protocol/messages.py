@@ -239,6 +239,8 @@ class Hello(Message, frozen=True):
     """TCP connections, and threads, with which the receiver reads a version."""
     progress_s: Annotated[float, Meta(gt=0)] = 10.0
     """Longest wait for the next byte of a range, in seconds."""
+    relay_wait_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Longest wait for a range from another server, in seconds; 0: servers serve no others."""
     store_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Port of the store, at ``host``, at which gloo and NCCL meet; 0 for transport "tcp"."""
     nccl: str = ""
@@ -295,6 +297,11 @@ class Joined(Message, frozen=True):
     """Seconds since that run started."""
     final: bool = False
     """Of a refusal: it stays as long as engine and trainer stay as they are."""
+    relay_host: str = ""
+    """Address at which other servers read from this one, at ``relay_port``; 0: they cannot."""
+    relay_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    zone: str = ""
+    """Servers of one zone read from each other first."""
 
 
 class ServerState(
@@ -345,7 +352,9 @@ class Order(Message, frozen=True):
     """The lane's next request. ``version`` and ``fingerprint`` belong to "receive" and "stream".
 
     ``sources``: from where a "receive" reads the version; none: the lane broadcasts it.
-    ``patches``: from the version that is staged to the new one, in order, or none.
+    ``patches``: from the version that is staged to the new one, in order, or none. ``relays``:
+    other servers that read it too, asked before the sources; ``serve``: tickets under which this
+    one serves each part to others, or none.
     """
 
     number: Number
@@ -354,6 +363,8 @@ class Order(Message, frozen=True):
     fingerprint: str
     sources: tuple[RangeSource, ...] = ()
     patches: tuple[Patch, ...] = ()
+    relays: tuple[RangeSource, ...] = ()
+    serve: tuple[str, ...] = ()
 
 
 class Staged(Message, frozen=True):
@@ -363,7 +374,8 @@ class Staged(Message, frozen=True):
     after "receive": every block digest and the fingerprint match. Otherwise ``error`` says why and
     ``bad_block`` is the first block that differs (-1: not about blocks). ``image`` is the address
     of the staged bytes on the server's host, empty without any. ``verify_s``: seconds of checks
-    after the last byte. ``read_bytes``: read from sources, patches and blocks.
+    after the last byte. ``read_bytes``: read from sources, patches and blocks; ``relay_bytes``: of
+    these from ``relays``; ``lost``: those of them, by number, that failed.
     """
 
     number: int
@@ -376,6 +388,8 @@ class Staged(Message, frozen=True):
     bad_block: int
     image: dict[str, int]
     read_bytes: Number = 0
+    relay_bytes: Number = 0
+    lost: tuple[int, ...] = ()
 
 
 class Commit(Message, frozen=True):

@@ -52,6 +52,16 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
+class Relaying:
+    """Of a fetch among servers that read from each other, block by block: each serves a block as
+    soon as it has it. ``others``: the sources that are servers; one that fails once is asked no
+    more. ``arrived``: called with part, start and stop of each range that is there and checked."""
+
+    others: frozenset[Open]
+    arrived: Callable[[int, int, int], object]
+
+
+@dataclass(frozen=True, slots=True)
 class _Range:
     """Whole blocks of one part. ``start`` and ``stop`` count bytes of the part's stream."""
 
@@ -96,7 +106,8 @@ class Fetch:
     """One transfer into an image. Made for one ``run``.
 
     After it: ``error`` (empty if every block is there and checked), ``bad_block`` (the block that
-    differed, or -1), ``verify_s`` (seconds of checks, summed over the threads) and ``read_bytes``.
+    differed, or -1), ``verify_s`` (seconds of checks, summed over the threads), ``read_bytes``, of
+    these ``relay_bytes`` from other servers, and ``lost``, the other servers that failed.
     """
 
     def __init__(
@@ -106,13 +117,16 @@ class Fetch:
         sources: Mapping[int, Sequence[Open]],
         bucket_bytes: int,
         patched: bool = False,
+        relaying: Relaying | None = None,
     ) -> None:
         """``sources`` of each part, in the order in which they are asked. ``bucket_bytes``: between
         two marks. ``patched``: only what differs in the image is read."""
-        self._patched = patched
+        self._patched, self._relaying = patched, relaying
         self._buffer, self._content, self._sources = image.buffer, content, sources
         manifest = content.manifest
         step = range_bytes(manifest.block_bytes, bucket_bytes)
+        if relaying is not None:
+            step = manifest.block_bytes
         self._total = manifest.total_bytes
         self._turn = threading.Condition()
         self._left = [_ranges(manifest, part, step) for part in range(len(manifest.parts))]
@@ -126,7 +140,8 @@ class Fetch:
         self.error = ""
         self.bad_block = -1
         self.verify_s = 0.0
-        self.read_bytes = 0
+        self.read_bytes = self.relay_bytes = 0
+        self.lost: set[Open] = set()
 
     def run(self, threads: int, timeout_s: float, marks: Sequence[int], moved: Moved) -> None:
         """Fetch within ``timeout_s`` seconds, on ``threads`` threads or one for each part, if that
@@ -217,6 +232,7 @@ class Fetch:
         reason, bad = "", -1
         for number in list(range(len(self._sources.get(part, ())))) * ATTEMPTS:
             source = part, number
+            other = self._other(source)
             if source in self._unusable:
                 reason = reason or self._unusable[source]
                 continue
@@ -228,18 +244,35 @@ class Fetch:
                 if (reader := readers.pop(source, None)) is not None:
                     reader.close()
                 reason = str(error)
+                self._strike(source, reason)
                 continue
             began = time.monotonic()
             wrong = self._content.first_bad(self._buffer, range_.blocks)
             with self._turn:
                 self.verify_s += time.monotonic() - began
                 self.read_bytes += range_.stop - range_.start
+                if other is not None and wrong is None:
+                    self.relay_bytes += range_.stop - range_.start
             if wrong is None:
                 self._done(range_)
                 return
             bad = wrong
             reason = f"block {bad} of {manifest.num_blocks} differs from what the trainer hashed"
+            self._strike(source, reason)
         raise _RangeLost(reason or "the trainer named no source", bad)
+
+    def _other(self, source: tuple[int, int]) -> Open | None:
+        """The source, if it is another server."""
+        part, number = source
+        opens = self._sources[part][number]
+        return opens if self._relaying is not None and opens in self._relaying.others else None
+
+    def _strike(self, source: tuple[int, int], reason: str) -> None:
+        """Ask another server that failed no more in this transfer: each try may take its wait."""
+        if (other := self._other(source)) is not None:
+            with self._turn:
+                self._unusable[source] = reason
+                self.lost.add(other)
 
     def _open(self, source: tuple[int, int]) -> RangeReader:
         part, number = source
@@ -254,6 +287,8 @@ class Fetch:
             raise
 
     def _done(self, range_: _Range) -> None:
+        if self._relaying is not None:
+            self._relaying.arrived(range_.part, range_.start, range_.stop)
         with self._turn:
             self._reading[range_.part] -= 1
             self._arrived += range_.stop - range_.start

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,11 +40,11 @@ from titan_grpo.protocol.messages import (
     Kind,
     Order,
     Patch,
-    RangeSource,
     Staged,
     marks,
 )
-from titan_grpo.receive.fetch import Content, Fetch, Open
+from titan_grpo.receive.fetch import Content, Fetch, Open, Relaying
+from titan_grpo.receive.sharing import Sharing
 from titan_grpo.runkey import EpochKeys
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
 from titan_grpo.sync.transports.channel import ReceiverChannel
@@ -70,15 +71,33 @@ def address_towards(host: str, port: int) -> str:
         ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this server is, for others that read from it. ``host``: address at which it serves
+    them; empty: the one towards the trainer; NOWHERE: it serves none. ``zone``: see Joined."""
+
+    host: str = ""
+    zone: str = ""
+
+
+NOWHERE = "none"
+
+
 class Receiver:
     """One epoch. Every error ends it with its reason; the process that hosts it then ends too."""
 
     def __init__(
-        self, hello: Hello, joined: Joined, keys: EpochKeys | None, device: str = "cpu"
+        self,
+        hello: Hello,
+        joined: Joined,
+        keys: EpochKeys | None,
+        device: str = "cpu",
+        place: Place | None = None,
     ) -> None:
         """Nothing is connected yet. ``joined``: the engine's answer to the Hello. ``keys``: of this
         epoch, if the engine has a run key and the Hello has proven it. ``device``: the engine's."""
-        self._device = device
+        self._device, self._place = device, place or Place()
+        self._sharing: Sharing | None = None
         self._hello, self._joined = hello, replace(joined, pid=os.getpid())
         self._key = keys.messages if keys is not None else None
         self._block_key = keys.blocks.raw if keys is not None else None
@@ -111,6 +130,8 @@ class Receiver:
         channel = self._channel = self._join()
         if self._joined.ok and (problem := self._problem()):
             self._joined = replace(self._joined, ok=False, error=problem, final=True)
+        if self._joined.ok and hello.relay_wait_s:
+            self._joined = replace(self._joined, **self._share())
         self._answer(channel)
         if not self._joined.ok:
             raise PeerError(
@@ -121,6 +142,15 @@ class Receiver:
         number = 0
         while self._serve(channel, number):
             number += 1
+
+    def _share(self) -> dict[str, str | int]:
+        """Where others may read from this server: fields of Joined."""
+        place, hello = self._place, self._hello
+        if place.host == NOWHERE:
+            return {"relay_host": address_towards(hello.host, hello.port), "zone": place.zone}
+        host = place.host or address_towards(hello.host, hello.port)
+        self._sharing = Sharing(host, self._range_key)
+        return {"relay_host": host, "relay_port": self._sharing.port, "zone": place.zone}
 
     def _problem(self) -> str:
         """Why this host cannot serve the epoch; empty if it can."""
@@ -327,19 +357,32 @@ class Receiver:
         image, manifest = self._reserve(order, streamed=False)
         expected = self._digests(digests, manifest)
         print_ = fingerprint(manifest.digest, expected)
-        error, bad, verify_s, read = "", -1, 0.0, 0
+        error, bad, verify_s, read, relay_bytes = "", -1, 0.0, 0, 0
+        lost: tuple[int, ...] = ()
+        sharing = self._sharing if order.serve else None
         if print_ != order.fingerprint:
             error = f"the fingerprint must be {order.fingerprint}, got {print_}"
         else:
             content = Content(manifest, expected, hello.digest_algorithm, self._block_key)
             patched = self._patch(image, order.patches)
-            sources = self._opens(order.sources, manifest)
-            fetch = Fetch(image, content, sources, hello.bucket_bytes, patched > 0)
+            others = [
+                partial(TcpReader, source, self._range_key, hello.relay_wait_s, whole=True)
+                for source in order.relays
+            ]
+            relaying = None
+            if sharing is not None:
+                sharing.begin(image, manifest, order.serve)
+                relaying = Relaying(frozenset(others), sharing.arrived)
+            sources = self._opens(order, others, manifest)
+            fetch = Fetch(image, content, sources, hello.bucket_bytes, patched > 0, relaying)
             ahead = marks(manifest.total_bytes, hello.bucket_bytes)
             moved = partial(self._moved, channel, order.number)
             fetch.run(hello.connections, hello.timeout_s, ahead, moved)
             error, bad, verify_s = fetch.error, fetch.bad_block, fetch.verify_s
-            read = patched + fetch.read_bytes
+            read, relay_bytes = patched + fetch.read_bytes, fetch.relay_bytes
+            lost = tuple(i for i, other in enumerate(others) if other in fetch.lost)
+            if error and sharing is not None:
+                sharing.end()
         with self._turn:
             self._step(staging.Arrived(order.number, order.version, print_, not error))
         return replace(
@@ -348,6 +391,8 @@ class Receiver:
             verify_s=verify_s,
             bad_block=bad,
             read_bytes=read,
+            relay_bytes=relay_bytes,
+            lost=lost,
         )
 
     def _patch(self, image: SharedImage, patches: Sequence[Patch]) -> int:
@@ -377,14 +422,19 @@ class Receiver:
         """Tell the lane that the transfer has reached its next mark."""
         channel.send(Kind.MOVED, number)
 
-    def _opens(self, sources: Sequence[RangeSource], manifest: Manifest) -> dict[int, list[Open]]:
-        """How to open the sources of each part; a memfd of this host before any socket."""
+    def _opens(
+        self, order: Order, others: Sequence[Open], manifest: Manifest
+    ) -> dict[int, list[Open]]:
+        """How to open the sources of each part: a memfd of this host before any socket, ``others``
+        (of the order's relays) before the trainer's."""
         out: dict[int, list[Open]] = {}
-        for source in sources:
+        for source in order.sources:
             opens = out.setdefault(source.part, [])
             if source.memfd and source.part < len(manifest.parts):
                 opens.append(partial(MemfdReader, source.memfd, manifest.parts[source.part]))
-        for source in sources:
+        for source, other in zip(order.relays, others, strict=True):
+            out.setdefault(source.part, []).append(other)
+        for source in order.sources:
             opens = out.setdefault(source.part, [])
             opens.append(partial(TcpReader, source, self._range_key, self._hello.progress_s))
         return out
@@ -424,6 +474,8 @@ class Receiver:
                 lambda: self._staging.phase is not staging.Phase.LENT, self._hello.timeout_s
             )
             now = self._staging
+            if self._sharing is not None:
+                self._sharing.end()
             self._base = now.version if now.phase is staging.Phase.STAGED else None
             self._step(staging.Begin(order.number, order.version))
             return self._image, self._manifest

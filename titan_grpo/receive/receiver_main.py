@@ -16,13 +16,19 @@ from typing import Any
 
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol.messages import Applied, Commit, Hello, Joined
-from titan_grpo.receive.receiver import Receiver
+from titan_grpo.receive.receiver import Place, Receiver
 from titan_grpo.runkey import EpochKeys
 from titan_grpo.subprocesses import end_with_parent
 from titan_grpo.unix_rpc import Channel
 
 REPLY_S = 10.0
 """How long an answer to the engine may block, in seconds."""
+
+RELAY_HOST = "TITAN_GRPO_RELAY_HOST"
+"""Environment variable: see receiver.Place.host."""
+
+ZONE = "TITAN_GRPO_ZONE"
+"""Environment variable: see receiver.Place.zone."""
 
 LAST_LINE = 0
 """Number of the line that a process leaves for the engine at its end; requests count from 1."""
@@ -89,7 +95,8 @@ def serve(channel: Channel) -> None:
         return
     keys = EpochKeys.from_hex(first["keys"]) if first["keys"] else None
     hello, joined = Hello.from_dict(first["hello"]), Joined.from_dict(first["joined"])
-    receiver = Receiver(hello, joined, keys, first["device"])
+    place = Place(os.environ.get(RELAY_HOST, ""), os.environ.get(ZONE, ""))
+    receiver = Receiver(hello, joined, keys, first["device"], place)
     if first["op"] == "answer":
         receiver.answer()
         return

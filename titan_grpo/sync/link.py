@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch.distributed import TCPStore
 
 from titan_grpo.engines.control import ServerControl
@@ -43,6 +44,7 @@ from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.load_call import LoadCall
 from titan_grpo.sync.part import Parts
 from titan_grpo.sync.patches import Made, Patches
+from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
 from titan_grpo.sync.transports.channel import Frame, LaneChannel
 from titan_grpo.sync.transports.range_server import RangeServer
@@ -101,6 +103,8 @@ class LinkOptions:
     """Shared by the lanes of a process; a link without one has its own."""
     patches: Patches | None = None
     """Hears of what was sent."""
+    relay: Relay = field(default_factory=Relay)
+    """Tells which servers read from each other."""
 
     def transfer_s(self, nbytes: int) -> float:
         """Deadline of a transfer of ``nbytes``, in seconds."""
@@ -192,6 +196,9 @@ class LaneLink:
             live_s=o.live_s,
             connections=o.connections,
             progress_s=o.progress_s,
+            relay_wait_s=o.relay.wait_s(
+                o.connections, self._manifest.block_bytes, o.min_rate, o.progress_s
+            ),
             store_port=0 if self._store is None else self._store.port,
             nccl=nccl_version() if o.transport == "nccl" else "",
             model=dict(o.model),
@@ -226,6 +233,7 @@ class LaneLink:
             )
         self._joined = True
         o, store = self._options, self._store
+        o.relay.came(o.url, joined, self._opened().host)
         if store is None:
             return joined
         options = TransportOptions(
@@ -262,7 +270,7 @@ class LaneLink:
         Raises TransferFailed when bytes are lost or late. A Staged that is not ok (digests differ)
         is returned: the epoch goes on, and the image may be sent again under the next number.
         """
-        start = time.monotonic()
+        start, o = time.monotonic(), self._options
         image, elsewhere, patches = image if isinstance(image, Parts) else Parts(image)
         shared = image if isinstance(image, SharedImage) else None
         bytes_ = image.tensor() if isinstance(image, SharedImage) else image
@@ -275,13 +283,17 @@ class LaneLink:
                 self._served(bytes_, shared.address if shared else None) as place,
                 self._patches_served(patches) as offered,
             ):
-                order = Order(number, "receive", version, fingerprint, (place, *elsewhere), offered)
+                others = o.relay.asked(o.url, version, len(self._manifest.parts))
+                sources = (place, *elsewhere)
+                order = Order(number, "receive", version, fingerprint, sources, offered)
+                order = replace(order, relays=others.sources, serve=others.serve)
                 self._post(order, b"".join(digests))
                 answer = self._moving(number, moved, sum(len(made.data) for made in patches))
+            o.relay.answered(o.url, answer, others, self._manifest.total_bytes)
             if answer.ok:
                 self._base = version
-                if (made_here := self._options.patches) is not None:
-                    made_here.sent(self._options.url, answer.read_bytes, answer.receive_s)
+                if o.patches is not None:
+                    o.patches.sent(o.url, answer.read_bytes, answer.receive_s)
             return answer
         self._announce("receive", number, version, digests, fingerprint)
         self._broadcast(bytes_, moved)
@@ -446,6 +458,7 @@ class LaneLink:
     def close(self) -> None:
         """Close communicator and channel; the receiver then loses its connection and ends.
         Idempotent."""
+        self._options.relay.gone(self._options.url)
         with self._lock:
             transport, self._transport = self._transport, None
             channel, self._channel = self._channel, None

@@ -43,6 +43,7 @@ from titan_grpo.sync.part import LOOPBACK, Hashing, ImagePool, Images, wait_copi
 from titan_grpo.sync.patches import Made, Patches
 from titan_grpo.sync.pause_guard import PauseGuard, transfer_in_load_s
 from titan_grpo.sync.publisher import Publisher
+from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.server_set import JOIN_S, ServerObserver, ServerSet
 from titan_grpo.sync.slots import ImageSlots, Published
 from titan_grpo.sync.snapshot import Copy, Snapshotter
@@ -167,8 +168,9 @@ class SyncWorker:
         self._source = RangeServer()
         spared = partial(recorder.count, names.SPARED_BYTES)
         self._patches = Patches(config, pool.manifest.total_bytes, spared)
+        self.relay = Relay(config.relay, partial(recorder.count, names.RELAYED_BYTES))
         link = self._link = replace(
-            options.link(config), source=self._source, patches=self._patches
+            options.link(config), source=self._source, patches=self._patches, relay=self.relay
         )
         keys = link.keys(pool.run_id, 0)
         self.hashing = Hashing(link.algorithm, keys.blocks if keys is not None else None)

@@ -14,6 +14,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -57,10 +58,17 @@ LONG_BYTES = 256 << 10
 PIECES = 512
 """Most pieces in one call; the kernel takes 1024."""
 
+RETIRED = 64
+"""Tickets that are remembered after they were revoked."""
+
 REST_S = 1.0
 """Back-off after accept() fails (EMFILE), in seconds."""
 
 log = logging.getLogger(__name__)
+
+
+def _ticket(greeting: bytes) -> bytes:
+    return bytes(GREETING.unpack(greeting)[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,8 @@ class _Grant:
     fd: int
     key: Key | None
     part: Part
+    has: Callable[[int, int], bool] | None = None
+    """Whether so many bytes from an offset are there; None: all are."""
 
     def send(self, sock: socket.socket, offset: int, nbytes: int) -> int:
         """Hand some bytes to the kernel without blocking; how many."""
@@ -96,6 +106,10 @@ class _Peer:
     out: memoryview = field(default_factory=lambda: memoryview(b""))
     offset: int = 0
     left: int = 0
+    parked: bool = False
+    """Its ticket, or the range that it asked for, has not come yet."""
+    greeting: bytes = b""
+    """Of one whose ticket has not come."""
     channel: LaneChannel | None = None
     """Whose messages it carries; None: it reads ranges."""
 
@@ -104,13 +118,17 @@ class RangeServer:
     """Serves images, and carries channels, by ticket, on every interface that ``listen`` was asked
     for."""
 
-    def __init__(self) -> None:
-        """Opens nothing until the first ``listen``."""
+    def __init__(self, expects: bool = False) -> None:
+        """Opens nothing until the first ``listen``. ``expects``: a reader may come GREET_S before
+        its ticket is granted, and waits."""
+        self._expects = expects
+        self._retired: deque[bytes] = deque(maxlen=RETIRED)
+        """Tickets that were revoked, which nobody waits for."""
         self._lock = threading.Lock()
         self._grants: dict[bytes, _Grant] = {}
         self._channels: dict[bytes, LaneChannel] = {}
         self._unsent: set[bytes] = set()
-        """Tickets of channels that have something new to send."""
+        """Tickets of channels and images that have something new to send."""
         self._revoked: set[bytes] = set()
         """Tickets whose connections are still to be closed."""
         self._listeners: dict[str, socket.socket] = {}
@@ -133,16 +151,32 @@ class RangeServer:
             return int(self._listeners[host].getsockname()[1])
 
     def grant(
-        self, view: memoryview, fd: int | None, key: Key | None, part: Part | None = None
+        self,
+        view: memoryview,
+        fd: int | None,
+        key: Key | None,
+        part: Part | None = None,
+        ticket: str = "",
+        has: Callable[[int, int], bool] | None = None,
     ) -> str:
-        """Serve an image (uint8), or this part of it, to readers that prove ``key``: its ticket.
-        ``fd``: of the memfd that ``view`` maps, if any; it may be closed after this call."""
-        ticket = secrets.token_bytes(TICKET_BYTES)
+        """Serve an image (uint8), or this part of it, to readers that prove ``key``: its ticket, a
+        new one unless given. ``fd``: of the memfd that ``view`` maps, if any; it may be closed
+        after this call. ``has``: a range is sent when all of it is there; say so by ``arrived``."""
+        name = bytes.fromhex(ticket) or secrets.token_bytes(TICKET_BYTES)
         part = part or Part(((0, view.nbytes),))
         with self._lock:
             # a descriptor of our own: a closed one's number may be another file's by then
-            self._grants[ticket] = _Grant(view, os.dup(fd) if fd is not None else -1, key, part)
-        return ticket.hex()
+            own = os.dup(fd) if fd is not None else -1
+            self._grants[name] = _Grant(view, own, key, part, has)
+            self._unsent.add(name)
+            self._wake()
+        return name.hex()
+
+    def arrived(self, ticket: str) -> None:
+        """More of that image is there. Never waits."""
+        with self._lock:
+            self._unsent.add(bytes.fromhex(ticket))
+            self._wake()
 
     def channel(
         self, host: str, key: Key | None, lost: Callable[[], object] = lambda: None
@@ -177,6 +211,7 @@ class RangeServer:
             if grant is not None and grant.fd >= 0:
                 os.close(grant.fd)
             self._revoked.add(bytes.fromhex(ticket))
+            self._retired.append(bytes.fromhex(ticket))
             self._wake()
 
     def close(self) -> None:
@@ -277,6 +312,12 @@ class RangeServer:
         with self._lock:
             unsent, self._unsent = self._unsent, set()
             revoked, self._revoked = self._revoked, set()
+        for peer in [p for p in self._unproven if p.parked and _ticket(p.greeting) in unsent]:
+            peer.parked, greeting, peer.greeting = False, peer.greeting, b""
+            if self._greeted(peer, greeting):
+                self._serve(selector, peer)
+            else:
+                self._drop(selector, peer)
         for peer in [peer for ticket in unsent for peer in self._peers.get(ticket, ())]:
             self._serve(selector, peer)
         gone = [peer for ticket in revoked for peer in self._peers.get(ticket, ())]
@@ -321,13 +362,15 @@ class RangeServer:
         if not alive:
             self._drop(selector, peer)
             return
-        events = selectors.EVENT_WRITE if peer.out or peer.left else 0
+        events = selectors.EVENT_WRITE if (peer.out or peer.left) and not peer.parked else 0
         if peer.channel is not None or not events:
             events |= selectors.EVENT_READ
         selector.modify(peer.sock, events, peer)
 
     def _read(self, peer: _Peer) -> bool:
         """Take what has come; whether the connection lives."""
+        if peer.parked:
+            return self._waits(peer)
         if peer.channel is None and (peer.out or peer.left):
             return True
         want = READ_BYTES if peer.channel else RANGE.size if peer.ticket else GREETING.size
@@ -347,13 +390,23 @@ class RangeServer:
         peer.inbox.clear()
         return self._range(peer, message) if peer.ticket else self._greeted(peer, message)
 
+    def _waits(self, peer: _Peer) -> bool:
+        """Whether a parked connection lives: its reader has nothing to say."""
+        with suppress(BlockingIOError):
+            # no deadline: the socket does not block
+            peer.sock.recv(1)
+            return False
+        return True
+
     def _greeted(self, peer: _Peer, message: bytes) -> bool:
         theirs, ticket, claimed = GREETING.unpack(message)
         with self._lock:
             channel, grant = self._channels.get(ticket), self._grants.get(ticket)
         holder = channel or grant
         if holder is None:
-            return False
+            peer.parked = self._expects and ticket not in self._retired
+            peer.greeting = message
+            return peer.parked
         wanted = proof(holder.key, "reader", peer.nonce, theirs, ticket)
         peer.proven = hmac.compare_digest(claimed, wanted)
         if channel is not None and peer.proven:
@@ -417,6 +470,9 @@ class RangeServer:
                 grant = self._grants.get(peer.ticket)
                 if grant is None:
                     return False
+                peer.parked = grant.has is not None and not grant.has(peer.offset, peer.left)
+                if peer.parked:
+                    return True
                 sent = grant.send(peer.sock, peer.offset, peer.left)
             if sent == 0:
                 return False

@@ -18,10 +18,12 @@ key. A process of the same user on the same host reads the memfd itself (MemfdRe
 """
 
 import hmac
+import math
 import os
 import secrets
 import socket
 import struct
+import time
 from typing import Protocol
 
 from titan_grpo.errors import SyncError, TransferFailed
@@ -106,9 +108,13 @@ class MemfdReader:
 class TcpReader:
     """One TCP connection to a source."""
 
-    def __init__(self, source: RangeSource, key: Key | None, timeout_s: float) -> None:
-        """Connect and exchange proofs. ``timeout_s``: the longest wait for the next byte, in
-        seconds. TransferFailed if the source does not answer, or lacks the key."""
+    def __init__(
+        self, source: RangeSource, key: Key | None, timeout_s: float, whole: bool = False
+    ) -> None:
+        """Connect and exchange proofs. ``timeout_s``: the longest wait for the next byte, or for a
+        ``whole`` range, in seconds. TransferFailed if the source does not answer, or lacks the
+        key."""
+        self._range_s = timeout_s if whole else math.inf
         self._name = f"source at {source.host}:{source.port}"
         self._socket = connect((source.host, source.port), source.ticket, key, timeout_s, "source")
 
@@ -116,8 +122,9 @@ class TcpReader:
         """See RangeReader."""
         nbytes = sum(view.nbytes for view in views)
         _send(self._socket, RANGE.pack(offset, nbytes), self._name)
+        until = time.monotonic() + self._range_s
         for view in views:
-            _fill(self._socket, view, self._name)
+            _fill(self._socket, view, self._name, until)
 
     def close(self) -> None:
         """See RangeReader."""
@@ -163,9 +170,11 @@ def _send(sock: socket.socket, data: bytes, name: str) -> None:
         raise TransferFailed(f"the {name} was lost: {error}") from error
 
 
-def _fill(sock: socket.socket, view: memoryview, name: str) -> None:
+def _fill(sock: socket.socket, view: memoryview, name: str, until: float = math.inf) -> None:
     done = 0
     while done < view.nbytes:
+        if time.monotonic() > until:
+            raise TransferFailed(f"the {name} was too slow: {done} of {view.nbytes} bytes came")
         try:
             # no deadline: settimeout in connect() bounds the wait for each byte
             got = sock.recv_into(view[done:])

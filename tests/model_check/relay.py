@@ -1,0 +1,294 @@
+"""All schedules of servers that read versions from each other: they are told of the next version
+while others read from them, die, lie, and stand still.
+
+The table of who reads from whom is production's (protocol.relay). An image has BLOCKS blocks, each
+the number of the version that lies there, or WRONG; a ticket is the turn of the question that it
+was made for. Each server is a host."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tests.model_check.hosts import Hope, search_from
+from tests.model_check.search import Result
+from tests.model_check.tables import Violation
+from titan_grpo.protocol import relay as r
+
+BLOCKS = 2
+WRONG = -1
+TRAINER = ""
+
+
+class Server(NamedTuple):
+    """``asked``: turn of its order, 0: none; ``sources``: (server, ticket) and the trainer last,
+    those that are left; ``serves``: ticket that it serves under; ``there``: blocks, from the first
+    on, that are there and checked."""
+
+    staged: int = 0
+    version: int = 0
+    asked: int = 0
+    begun: bool = False
+    sources: tuple[tuple[str, int], ...] = ()
+    lost: tuple[str, ...] = ()
+    serves: int = 0
+    there: int = 0
+    image: tuple[int, ...] = (0,) * BLOCKS
+    frozen: bool = False
+
+
+class World(NamedTuple):
+    """``nodes`` and ``turns``: the table. ``sent``: versions of which the trainer sent the first
+    block while they were the newest, each as often as that."""
+
+    nodes: tuple[tuple[str, r.Node], ...]
+    servers: tuple[tuple[str, Server], ...]
+    turns: int = 0
+    newest: int = 0
+    sent: tuple[int, ...] = ()
+    faults: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What decides, which a seeded bug replaces."""
+
+    step: Callable[[r.Relays, r.Event], r.Outcome] = r.step
+    checks: bool = True
+    """A reader compares each block with the trainer's digest."""
+    clears: bool = True
+    """A server that begins a version has none of its blocks."""
+    ends: bool = True
+    """A server that begins a version serves the one before no more."""
+    trainer_last: bool = True
+    """The trainer is asked when no other server is left."""
+
+
+Move = tuple[str, World]
+
+
+class _Model:
+    def __init__(self, rules: Rules, versions: int) -> None:
+        self._rules, self._versions = rules, versions
+
+    def table(self, w: World, event: r.Event) -> tuple[World, tuple[str, ...]]:
+        table, actions = self._rules.step(r.Relays(dict(w.nodes), w.turns), event)
+        nodes = tuple(sorted(table.nodes.items()))
+        read = tuple(url for action in actions for url in action.urls)
+        return w._replace(nodes=nodes, turns=table.turns), read
+
+    def moves(self, w: World) -> Iterator[Move]:
+        if w.newest < self._versions:
+            yield f"version {w.newest + 1} is published", w._replace(newest=w.newest + 1)
+        for url, server in w.servers:
+            if server.frozen:
+                continue
+            if not server.asked and server.staged < w.newest:
+                yield self._ask(w, url, server)
+            elif server.asked and not server.begun:
+                yield self._begin(w, url, server)
+            elif server.asked and server.there == BLOCKS:
+                yield self._answer(w, url, server)
+            elif server.asked:
+                yield from self._read(w, url, server)
+        for url, server in w.servers:
+            yield from self._faults(w, url, server)
+
+    def _ask(self, w: World, url: str, server: Server) -> Move:
+        before = dict(w.nodes)
+        after, above = self.table(w, r.Asked(url, w.newest))
+        turns = {u: n.turn for u, n in after.nodes}
+        for parent in above[:1]:
+            _check_parent(url, parent, after, before)
+        sources = tuple((u, turns[u]) for u in above)
+        if self._rules.trainer_last or not sources:
+            sources = (*sources, (TRAINER, 0))
+        asks = server._replace(version=w.newest, asked=after.turns, begun=False, sources=sources)
+        return f"{url} asks for version {w.newest}: {above or 'the trainer'}", _with(
+            after, url, asks._replace(lost=())
+        )
+
+    def _begin(self, w: World, url: str, server: Server) -> Move:
+        there = 0 if self._rules.clears else min(server.there, BLOCKS - 1)
+        serves = server.asked if self._rules.ends or not server.serves else server.serves
+        begun = server._replace(begun=True, there=there, serves=serves)
+        return f"{url} begins version {server.version}", _with(w, url, begun)
+
+    def _answer(self, w: World, url: str, server: Server) -> Move:
+        version = server.version
+        if server.image != (version,) * BLOCKS:
+            raise Violation(f"{url} stages version {version} with blocks {server.image}")
+        after, _ = self.table(w, r.Answered(url, version, True, 1.0, server.lost))
+        done = server._replace(asked=0, staged=version, sources=(), lost=())
+        return f"{url} has version {version}", _with(after, url, done)
+
+    def _read(self, w: World, url: str, server: Server) -> Iterator[Move]:
+        if not server.sources:
+            return  # it has nobody to ask: the search for a way to the end shows it
+        (source, ticket), block = server.sources[0], server.there
+        turned = server._replace(sources=server.sources[1:], lost=(*server.lost, source))
+        if source == TRAINER:
+            first = block == 0 and server.version == w.newest
+            sent = (*w.sent, server.version) if first else w.sent
+            got = self._got(w, url, server, server.version)
+            yield f"{url} reads block {block} from the trainer", got._replace(sent=sent)
+            return
+        parent = dict(w.servers)[source]
+        if parent.frozen:
+            yield f"{url} has waited for {source}", _with(w, url, turned)
+        elif parent.serves > ticket or (parent.serves == 0 and parent.asked != ticket):
+            yield f"{source} does not serve {url} any more", _with(w, url, turned)
+        elif parent.serves == ticket and parent.there > block:
+            lies = parent.image[block]
+            if self._rules.checks and lies != server.version:
+                if not w.faults:
+                    raise Violation(f"{source} serves {lies} for version {server.version}")
+                yield f"{source} lies to {url}", _with(w, url, turned)
+            else:
+                yield f"{url} reads block {block} from {source}", self._got(w, url, server, lies)
+
+    def _got(self, w: World, url: str, server: Server, lies: int) -> World:
+        image = tuple(lies if i == server.there else b for i, b in enumerate(server.image))
+        return _with(w, url, server._replace(image=image, there=server.there + 1))
+
+    def _faults(self, w: World, url: str, server: Server) -> Iterator[Move]:
+        failed = w._replace(faults=w.faults + 1)
+        gone, _ = self.table(failed, r.Gone(url))
+        back, _ = self.table(gone, r.Came(url, url, "", True))
+        yield f"{url} dies and is back", _with(back, url, Server())
+        if server.frozen:
+            yield (
+                f"{url} is killed and is back",
+                _with(back._replace(faults=w.faults), url, Server()),
+            )
+        elif server.asked:
+            yield f"{url} stands still", _with(failed, url, server._replace(frozen=True))
+        if server.there and not server.asked and server.image[0] != WRONG:
+            lies = server._replace(image=(WRONG, *server.image[1:]))
+            yield f"{url}'s memory changes", _with(failed, url, lies)
+
+
+def _with(w: World, url: str, server: Server) -> World:
+    return w._replace(servers=tuple((u, server if u == url else s) for u, s in w.servers))
+
+
+def _check_parent(url: str, parent: str, w: World, before: dict[str, r.Node]) -> None:
+    nodes = dict(w.nodes)
+    if nodes[parent].turn >= nodes[url].turn or nodes[parent].version != nodes[url].version:
+        raise Violation(f"{url} reads from {parent}, which may wait for it: {nodes}")
+    readers = sum(n.reading and n.parent == parent for n in nodes.values())
+    if readers > r.DEGREE:
+        raise Violation(f"{parent} serves {readers} others at once")
+    if before[parent].leaf_until >= (nodes[url].version or 0):
+        raise Violation(f"{url} reads from {parent}, from which another one could not read")
+
+
+def _check(w: World) -> None:
+    """Raise Violation for what no state may show."""
+    for version in set(w.sent):
+        if not w.faults and w.sent.count(version) > 1:
+            raise Violation(f"the trainer sends version {version} twice though nobody failed")
+
+
+class Bounds(NamedTuple):
+    """Of one exploration."""
+
+    servers: int
+    versions: int
+    faults: int
+
+
+BOUNDS = (Bounds(2, 2, 1), Bounds(3, 2, 0), Bounds(3, 1, 1))
+"""Explored one after the other."""
+
+
+def explore_relay(rules: Rules | None = None, bounds: Sequence[Bounds] = BOUNDS) -> Result:
+    """All states within each of the bounds; from each of them every server gets the last version
+    once faults stop. Ends with the first violation."""
+    total = Result()
+    for each in bounds:
+        result = _explore(each, rules or Rules())
+        total.states, total.steps = total.states + result.states, total.steps + result.steps
+        total.seconds += result.seconds
+        if result.violation:
+            total.violation, total.trace = result.violation, result.trace
+            break
+    return total
+
+
+def _explore(bounds: Bounds, rules: Rules) -> Result:
+    model, names = _Model(rules, bounds.versions), "abcd"[: bounds.servers]
+    nodes = tuple((u, r.Node(u)) for u in names)
+    return search_from(
+        World(nodes, tuple((u, Server()) for u in names)),
+        model.moves,
+        _check,
+        bounds.faults,
+        Hope(
+            lambda w: all(s.staged == bounds.versions for _, s in w.servers),
+            lambda w: True,
+            "not every server gets the last version although faults stop",
+        ),
+    )
+
+
+def _anyone(t: r.Relays, e: r.Event) -> r.Outcome:
+    """As the table, but each reads from the first other one, whatever that one has."""
+    after, actions = r.step(t, e)
+    if not isinstance(e, r.Asked):
+        return after, actions
+    other = min(u for u in after.nodes if u != e.url)
+    nodes = {**after.nodes, e.url: replace(after.nodes[e.url], parent=other)}
+    return replace(after, nodes=nodes), (r.Read((other,)),)
+
+
+def _unbounded(t: r.Relays, e: r.Event) -> r.Outcome:
+    """As the table, but all read from the first one that has the version."""
+    after, actions = r.step(t, e)
+    if not isinstance(e, r.Asked):
+        return after, actions
+    has = [u for u, n in after.nodes.items() if u != e.url and n.version == e.version]
+    has = [u for u in has if after.nodes[u].leaf_until < e.version]
+    if not has:
+        return after, actions
+    first = min(has, key=lambda u: after.nodes[u].turn)
+    nodes = {**after.nodes, e.url: replace(after.nodes[e.url], parent=first)}
+    return replace(after, nodes=nodes), (r.Read((first,)),)
+
+
+def _alone(t: r.Relays, e: r.Event) -> r.Outcome:
+    """As the table, but everybody reads from the trainer."""
+    after, actions = r.step(t, e)
+    return after, (r.Read(()),) if isinstance(e, r.Asked) else actions
+
+
+RELAY_BUGS: dict[str, tuple[str, Rules]] = {
+    "two servers may be told to read from each other": (
+        "a server reads from one that asked before it",
+        Rules(step=_anyone),
+    ),
+    "a server serves any number of others": (
+        "a host sends to so many readers at a time and no more",
+        Rules(step=_unbounded),
+    ),
+    "every server reads from the trainer": (
+        "a version leaves the trainer once while no server fails",
+        Rules(step=_alone),
+    ),
+    "a server does not check what another one sends": (
+        "a server that lies costs its readers a block and no more",
+        Rules(checks=False),
+    ),
+    "a server that begins a version says that it has its blocks": (
+        "a server serves what it has checked and nothing else",
+        Rules(clears=False),
+    ),
+    "a server serves the next version under the ticket of the one before": (
+        "a server that is told of the next version ends its readers of this one",
+        Rules(ends=False),
+    ),
+    "the trainer is not asked where other servers were named": (
+        "the trainer is the last source of every server",
+        Rules(trainer_last=False),
+    ),
+}
+"""Name -> (the rule in the words of docs/protocol.md that it breaks, what decides then)."""

@@ -1,0 +1,116 @@
+"""Who reads from whom: the table of servers that read versions from each other."""
+
+import pytest
+
+from titan_grpo.errors import ProtocolError
+from titan_grpo.protocol import relay
+from titan_grpo.protocol.relay import Answered, Asked, Came, Gone, Relays, step
+
+
+class Table:
+    def __init__(self, **hosts: str) -> None:
+        """``hosts``: of each server, "host" or "host/zone"."""
+        self.now = Relays()
+        for url, place in hosts.items():
+            host, _, zone = place.partition("/")
+            self.do(Came(url, host, zone, True))
+
+    def do(self, event: relay.Event) -> None:
+        self.now, _ = step(self.now, event)
+
+    def asks(self, url: str, version: int = 1) -> tuple[str, ...]:
+        self.now, (read,) = step(self.now, Asked(url, version))
+        return read.urls
+
+
+def test_servers_on_hosts_of_their_own_stand_behind_each_other() -> None:
+    table = Table(a="1", b="2", c="3", d="4")
+    assert [table.asks(url) for url in "abcd"] == [(), ("a",), ("b", "a"), ("c", "b")]
+
+
+def test_a_version_that_nobody_has_comes_from_the_trainer() -> None:
+    table = Table(a="1", b="2")
+    table.asks("a", 1)
+    assert table.asks("b", 2) == ()
+
+
+def test_the_same_host_goes_before_the_same_zone_and_that_before_another() -> None:
+    table = Table(a="1/x", b="2/y", c="3/y", d="3/z", e="4/y")
+    table.asks("a")
+    assert table.asks("b") == ("a",)
+    assert table.asks("c") == ("b", "a")
+    assert table.asks("d")[0] == "c"
+    assert table.asks("e")[0] in "cd"
+
+
+def test_all_servers_of_a_host_take_a_version_over_its_link_once() -> None:
+    table = Table(a="1", b="2", c="2", d="2", e="2")
+    assert [table.asks(url)[:1] for url in "abcde"] == [(), ("a",), ("b",), ("b",), ("b",)]
+
+
+def test_a_host_sends_to_one_other_at_a_time_and_to_the_next_when_that_one_has_it() -> None:
+    table = Table(a="1", b="2", c="3")
+    table.do(Came("b", "2", "", False))  # b serves nobody
+    table.asks("a")
+    assert table.asks("b") == ("a",)
+    assert table.asks("c") == ()
+    table.do(Answered("b", 1, True, 1.0))
+    table.do(Answered("c", 1, False))
+    assert table.asks("c") == ("a",)
+
+
+def test_servers_stand_at_most_depth_behind_each_other() -> None:
+    names = [f"s{i:02}" for i in range(relay.DEPTH + 1)]
+    table = Table(**{name: name for name in names})
+    firsts = [table.asks(name) for name in names]
+    assert [i for i, above in enumerate(firsts) if not above] == [0, relay.DEPTH]
+
+
+def test_a_server_half_as_fast_as_its_parent_is_a_leaf_and_those_behind_it_are_not() -> None:
+    table = Table(a="1", b="2", c="3")
+    for url, rate in (("a", 10.0), ("b", 4.0), ("c", 4.0)):
+        table.asks(url)
+        table.do(Answered(url, 1, True, rate))
+    assert [table.now.nodes[url].slow for url in "ab"] == [False, True]
+    table.asks("b", 2)
+    assert table.asks("c", 2) == ()
+    table.do(Answered("b", 2, True, 10.0))
+    table.asks("b", 3)
+    assert table.asks("c", 3) == ("b",)
+
+
+def test_one_that_another_could_not_read_from_is_a_leaf_for_some_versions() -> None:
+    table = Table(a="1", b="2")
+    table.asks("a", 1)
+    table.asks("b", 1)
+    table.do(Answered("b", 1, True, 1.0, lost=("a",)))
+    table.asks("a", 2)
+    assert table.asks("b", 2) == ()
+    late = 2 + relay.LEAF_VERSIONS
+    table.asks("a", late)
+    assert table.asks("b", late) == ("a",)
+
+
+def test_one_that_went_on_to_the_next_version_is_not_to_blame() -> None:
+    table = Table(a="1", b="2")
+    table.asks("a", 1)
+    table.asks("b", 1)
+    table.asks("a", 2)
+    table.do(Answered("b", 1, True, 1.0, lost=("a",)))
+    assert table.asks("b", 2) == ("a",)
+
+
+def test_nobody_is_told_to_read_from_a_server_that_left() -> None:
+    table = Table(a="1", b="2", c="3")
+    table.asks("a")
+    table.asks("b")
+    table.do(Gone("a"))
+    assert table.asks("c") == ("b",)
+
+
+def test_an_event_of_a_server_that_has_not_come_is_an_error() -> None:
+    with pytest.raises(ProtocolError, match="has not come"):
+        step(Relays(), Asked("a", 1))
+    table = Table(a="1")
+    with pytest.raises(ProtocolError, match="not about what the server reads"):
+        table.do(Answered("a", 1, True))

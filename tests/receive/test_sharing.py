@@ -1,0 +1,179 @@
+"""A server that reads a version serves it to others meanwhile: block by block, what it has checked,
+and no byte of the next version under this one's ticket."""
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from titan_grpo.errors import TransferFailed
+from titan_grpo.layout.digest import block_digests
+from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.messages import RangeSource
+from titan_grpo.receive.fetch import Content, Fetch, Open, Relaying
+from titan_grpo.receive.sharing import Sharing
+from titan_grpo.runkey import Key
+from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.transports.ranges import TcpReader
+
+BLOCK, BLOCKS = 4096, 24
+TICKET = "ab" * 16
+SOON_S = 60.0
+"""What ends for another reason than its deadline ends within it, however busy the machine is."""
+
+manifest = Manifest.build([("a", "uint8", (BLOCK * BLOCKS - 100,))], BLOCK)
+
+
+class Server:
+    """A server's image, and what it serves of it at an address of its own."""
+
+    def __init__(self, host: str) -> None:
+        self.image = SharedImage.create(manifest.total_bytes, "test sharing")
+        self.sharing = Sharing(host, None)
+
+    def begin(self, ticket: str = TICKET) -> None:
+        self.sharing.begin(self.image, manifest, [ticket])
+
+    def source(self, ticket: str = TICKET, wait_s: float = SOON_S, key: Key | None = None) -> Open:
+        at = RangeSource(self.sharing.host, self.sharing.port, ticket)
+        return partial(TcpReader, at, key, wait_s, whole=True)
+
+    def fetch(self, *others: Open, trainer: Open) -> Fetch:
+        relaying = Relaying(frozenset(others), self.sharing.arrived)
+        sources = {0: [*others, trainer]}
+        made = Fetch(self.image, content, sources, 4 * BLOCK, relaying=relaying)
+        made.run(3, SOON_S, (manifest.total_bytes,), lambda _: None)
+        return made
+
+    def whole(self) -> bool:
+        return torch.equal(self.image.tensor(), good)
+
+
+good = torch.randint(0, 256, (manifest.total_bytes,), dtype=torch.uint8)
+content = Content(manifest, block_digests(memoryview(good.numpy()), manifest, "xxh3"), "xxh3", None)
+
+
+@pytest.fixture
+def trainer() -> Iterator[Open]:
+    server = RangeServer()
+    at = RangeSource("127.0.0.1", server.listen("127.0.0.1"), "")
+    ticket = server.grant(memoryview(good.numpy()), None, None)
+    yield partial(TcpReader, RangeSource(at.host, at.port, ticket), None, SOON_S)
+    server.close()
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    made = [Server(f"127.0.0.{number}") for number in (2, 3, 4)]
+    yield made
+    for one in made:
+        one.sharing.close()
+        one.image.close()
+
+
+def later(work) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_servers_behind_each_other_read_from_the_trainer_once(servers, trainer) -> None:
+    first, second, third = servers
+    for one in servers:
+        one.begin()
+    done: dict[str, Fetch] = {}
+
+    def last() -> None:
+        done["third"] = third.fetch(second.source(), trainer=trainer)
+
+    def middle() -> None:
+        done["second"] = second.fetch(first.source(), trainer=trainer)
+
+    # those behind begin before the first one has a byte
+    threads = [later(last), later(middle)]
+    done["first"] = first.fetch(trainer=trainer)
+    for thread in threads:
+        thread.join(SOON_S)
+    assert all(one.whole() for one in servers)
+    assert [done[name].relay_bytes for name in ("first", "second", "third")] == [
+        0,
+        manifest.total_bytes,
+        manifest.total_bytes,
+    ]
+
+
+def test_a_reader_that_comes_before_the_ticket_waits_for_it(servers, trainer) -> None:
+    first, second, _ = servers
+    second.begin()
+    reading = later(lambda: second.fetch(first.source(), trainer=trainer))
+    first.begin()
+    first.fetch(trainer=trainer)
+    reading.join(SOON_S)
+    assert second.whole()
+
+
+def test_a_block_that_is_not_there_is_not_sent(servers) -> None:
+    first = servers[0]
+    first.begin()
+    first.image.tensor().copy_(good)
+    first.sharing.arrived(0, 0, BLOCK)
+    reader = first.source(wait_s=0.5)()
+    got = bytearray(BLOCK)
+    reader.read_into(0, memoryview(got))
+    assert bytes(got) == bytes(good[:BLOCK].numpy())
+    with pytest.raises(TransferFailed, match="sent no byte within"):
+        reader.read_into(BLOCK, memoryview(got))
+    reader.close()
+
+
+def test_a_server_that_lies_is_asked_once_and_its_reader_has_the_version(servers, trainer) -> None:
+    liar, second, _ = servers
+    liar.begin()
+    for start in range(0, manifest.total_bytes, BLOCK):
+        liar.sharing.arrived(0, start, min(start + BLOCK, manifest.total_bytes))
+    second.begin()
+    told = liar.source()
+    fetch = second.fetch(told, trainer=trainer)
+    assert second.whole()
+    assert fetch.lost == {told}
+    assert fetch.relay_bytes == 0
+    # each of the three threads may have asked before the first answer was judged
+    assert fetch.read_bytes <= manifest.total_bytes + 3 * BLOCK
+
+
+def test_a_server_that_stops_costs_the_blocks_that_are_missing(servers, trainer) -> None:
+    stuck, second, _ = servers
+    stuck.begin()
+    stuck.image.tensor().copy_(good)
+    for block in range(BLOCKS // 2):
+        stuck.sharing.arrived(0, block * BLOCK, (block + 1) * BLOCK)
+    second.begin()
+    told = stuck.source(wait_s=0.5)
+    fetch = second.fetch(told, trainer=trainer)
+    assert second.whole()
+    assert fetch.relay_bytes == BLOCKS // 2 * BLOCK
+    assert fetch.read_bytes == manifest.total_bytes
+
+
+def test_a_server_that_begins_the_next_version_ends_its_readers_of_this_one(servers) -> None:
+    first = servers[0]
+    first.begin()
+    reader = first.source()()
+    first.begin("cd" * 16)
+    got = bytearray(BLOCK)
+    with pytest.raises(TransferFailed):
+        reader.read_into(0, memoryview(got))
+    reader.close()
+    with pytest.raises(TransferFailed):
+        first.source()()
+
+
+def test_a_reader_without_the_run_key_gets_no_byte_of_another_server(servers) -> None:
+    sharing = Sharing("127.0.0.5", Key.generate())
+    sharing.begin(servers[0].image, manifest, [TICKET])
+    with pytest.raises(TransferFailed):
+        TcpReader(RangeSource(sharing.host, sharing.port, TICKET), None, SOON_S)
+    sharing.close()

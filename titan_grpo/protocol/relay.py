@@ -1,0 +1,208 @@
+"""From which server a server reads a version that others have, or are reading already. A pure
+table.
+
+::
+
+    Asked --> Read(the parent, and whom that one reads from): then the trainer, who is asked last
+    Answered --> the server has the version, or has not; whom it turned away from is a leaf then
+
+Rules: a server reads from one that asked before it, so no two wait for each other; a host sends to
+DEGREE readers on other hosts, since a second one would halve the rate of both; at most DEPTH
+servers are behind each other; slow ones, and those that accept no connections, are leaves. What is
+stale here costs time and nothing else: each block is judged by the trainer's digest."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from titan_grpo.errors import ProtocolError
+
+DEGREE = 1
+"""Readers on other hosts that one host serves at a time."""
+
+DEPTH = 16
+"""Most servers behind each other: each one adds the time of a few blocks."""
+
+SLOW = 2.0
+"""A server that is so much slower than the one it reads from is slow itself."""
+
+LEAF_VERSIONS = 10
+"""For how many versions a server is a leaf that another one could not read from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A server. ``version``: what it has, or reads now (``reading``); ``turn``: of its last
+    question, in their order; ``parent``: whom it reads from, empty for the trainer; ``depth``:
+    servers between the trainer and the end of this one. ``rate``: bytes per second of its last
+    version."""
+
+    host: str
+    zone: str = ""
+    serves: bool = True
+    version: int | None = None
+    turn: int = 0
+    parent: str = ""
+    reading: bool = False
+    depth: int = 0
+    rate: float = 0.0
+    slow: bool = False
+    leaf_until: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Relays:
+    """All servers of a run that are connected."""
+
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    turns: int = 0
+
+    def ancestors(self, url: str) -> tuple[str, ...]:
+        """Whom a server reads from: its parent, and that one's, if it has the same version."""
+        node = self.nodes[url]
+        out: list[str] = []
+        while len(out) < 2 and (above := self.nodes.get(node.parent)) is not None:
+            if above.version != self.nodes[url].version or above.turn >= node.turn:
+                break
+            out.append(node.parent)
+            node = above
+        return tuple(out)
+
+
+# Events.
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """A server has joined its lane. ``serves``: others may read from it."""
+
+    url: str
+    host: str
+    zone: str
+    serves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A lane has closed its connection."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A server is about to read a version; what it had before, it has no more."""
+
+    url: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """It has the version, or gave up. ``rate``: its bytes per second; ``lost``: servers that it
+    turned away from."""
+
+    url: str
+    version: int
+    ok: bool
+    rate: float = 0.0
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read from these servers, the first one first."""
+
+    urls: tuple[str, ...]
+
+
+Event = Came | Gone | Asked | Answered
+Outcome = tuple[Relays, tuple[Read, ...]]
+
+
+def _orphaned(nodes: Mapping[str, Node], url: str) -> dict[str, Node]:
+    """Nobody reads from ``url`` any more."""
+    return {u: replace(n, parent="") if n.parent == url else n for u, n in nodes.items()}
+
+
+def _came(t: Relays, e: Came) -> Outcome:
+    nodes = _orphaned(t.nodes, e.url)
+    nodes[e.url] = Node(e.host, e.zone, e.serves)
+    return replace(t, nodes=nodes), ()
+
+
+def _gone(t: Relays, e: Gone) -> Outcome:
+    nodes = _orphaned(t.nodes, e.url)
+    nodes.pop(e.url, None)
+    return replace(t, nodes=nodes), ()
+
+
+def _asked(t: Relays, e: Asked) -> Outcome:
+    nodes = _orphaned(t.nodes, e.url)
+    node = replace(nodes[e.url], version=e.version, turn=t.turns + 1, parent="", reading=False)
+    nodes[e.url] = node
+    parent = _parent(nodes, e.url)
+    depth = nodes[parent].depth + 1 if parent else 1
+    nodes[e.url] = replace(node, parent=parent, depth=depth, reading=True)
+    after = Relays(nodes, t.turns + 1)
+    return after, (Read(after.ancestors(e.url)),)
+
+
+def _parent(nodes: Mapping[str, Node], url: str) -> str:
+    """The best server to read from; empty: the trainer. Same host, same zone, least depth, rate."""
+    me = nodes[url]
+    busy = [
+        nodes[n.parent].host
+        for n in nodes.values()
+        if n.reading and n.parent and nodes[n.parent].host != n.host
+    ]
+    free = [
+        (n.host != me.host, n.zone != me.zone, n.depth, -n.rate, u)
+        for u, n in nodes.items()
+        if u != url
+        and n.version == me.version
+        and n.serves
+        and not n.slow
+        and n.leaf_until < (n.version or 0)
+        and n.depth < DEPTH
+        and (n.host == me.host or busy.count(n.host) < DEGREE)
+    ]
+    return min(free)[-1] if free else ""
+
+
+def _answered(t: Relays, e: Answered) -> Outcome:
+    nodes = dict(t.nodes)
+    node = nodes[e.url]
+    if not node.reading or node.version != e.version:
+        raise ProtocolError(f"event {e!r} is not about what the server reads: {node!r}")
+    if not e.ok:
+        nodes = _orphaned(nodes, e.url)
+        nodes[e.url] = replace(node, version=None, reading=False, parent="")
+    else:
+        known = [n.rate for u, n in nodes.items() if u != e.url and n.rate]
+        above = nodes.get(node.parent)
+        # behind a slow one everybody is slow: only what is slower than its parent is to blame
+        wanted = above.rate if above is not None else max(known, default=0.0)
+        slow = e.rate * SLOW < wanted
+        nodes[e.url] = replace(node, reading=False, rate=e.rate, slow=slow)
+    for url in e.lost:
+        # who went on to a newer version, or came anew, is not to blame
+        if url in nodes and nodes[url].version == e.version:
+            nodes[url] = replace(nodes[url], leaf_until=e.version + LEAF_VERSIONS)
+    return replace(t, nodes=nodes), ()
+
+
+TRANSITIONS: dict[type, Callable[[Relays, Any], Outcome]] = {
+    Came: _came,
+    Gone: _gone,
+    Asked: _asked,
+    Answered: _answered,
+}
+
+
+def step(relays: Relays, event: Event) -> Outcome:
+    """The next state, and for Asked whom to read from. ProtocolError for an event about a server
+    that is not there, or about another version."""
+    if isinstance(event, Asked | Answered) and event.url not in relays.nodes:
+        raise ProtocolError(f"event {event!r} is about a server that has not come: {relays!r}")
+    return TRANSITIONS[type(event)](relays, event)

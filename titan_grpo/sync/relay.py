@@ -1,0 +1,99 @@
+"""Servers that read versions from each other: the table of protocol/relay.py behind one lock, and
+where each server is read."""
+
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from titan_grpo.protocol import relay
+from titan_grpo.protocol.messages import Joined, RangeSource, Staged
+from titan_grpo.sync.transports.ranges import TICKET_BYTES
+
+PATIENCE_S = 2.0
+"""Least time that a server waits for a range from another one, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """For one transfer. ``sources``: other servers, part by part, the first one first; ``urls``:
+    whose each is; ``serve``: the tickets under which this one serves each part."""
+
+    sources: tuple[RangeSource, ...] = ()
+    urls: tuple[str, ...] = ()
+    serve: tuple[str, ...] = ()
+
+
+class Relay:
+    """Shared by all lanes of a run. Any thread; never waits."""
+
+    def __init__(self, on: bool = False, relayed: Callable[[int], object] = int) -> None:
+        """``on``: weight_sync.relay; otherwise no server ever comes. ``relayed`` is called with the
+        bytes that a server has read from others."""
+        self._on, self._relayed = on, relayed
+        self._lock = threading.Lock()
+        self._table = relay.Relays()
+        self._ports: dict[str, int] = {}
+        self._tickets: dict[str, tuple[str, ...]] = {}
+
+    def wait_s(
+        self, connections: int, block_bytes: int, min_rate: float, progress_s: float
+    ) -> float:
+        """How long a server waits for a range from another one, which may wait for it itself, in
+        seconds: less than a transfer may stand still. 0: servers do not serve each other."""
+        hop_s = connections * block_bytes / min_rate
+        wait_s = min(progress_s * 3 / 4, PATIENCE_S + relay.DEPTH * hop_s)
+        return wait_s if self._on else 0.0
+
+    def came(self, url: str, joined: Joined, trainer: str) -> None:
+        """A server has joined. ``trainer``: the address of this host towards it. One on this host
+        serves no other: the link is the trainer's own."""
+        if not self._on:
+            return
+        serves = joined.relay_port > 0 and joined.relay_host != trainer
+        with self._lock:
+            self._ports[url] = joined.relay_port
+            self._step(relay.Came(url, joined.relay_host, joined.zone, serves))
+
+    def gone(self, url: str) -> None:
+        """Its lane has closed the connection. Idempotent."""
+        with self._lock:
+            self._step(relay.Gone(url))
+            self._ports.pop(url, None)
+
+    def asked(self, url: str, version: int, parts: int) -> Places:
+        """A server is about to read ``version``, which has so many parts."""
+        with self._lock:
+            if url not in self._ports:
+                return Places()
+            ((ancestors),) = (action.urls for action in self._step(relay.Asked(url, version)))
+            serve = tuple(secrets.token_bytes(TICKET_BYTES).hex() for _ in range(parts))
+            self._tickets[url] = serve
+            sources = tuple(
+                RangeSource(self._table.nodes[u].host, self._ports[u], ticket, part=part)
+                for u in ancestors
+                for part, ticket in enumerate(self._tickets[u])
+            )
+            return Places(sources, tuple(u for u in ancestors for _ in range(parts)), serve)
+
+    def answered(self, url: str, answer: Staged, places: Places, nbytes: int) -> None:
+        """How the transfer of ``nbytes`` from these ended."""
+        rate = nbytes / max(answer.receive_s, 1e-9)
+        lost = tuple(dict.fromkeys(places.urls[i] for i in answer.lost if i < len(places.urls)))
+        with self._lock:
+            if url in self._ports:
+                self._step(relay.Answered(url, answer.version, answer.ok, rate, lost))
+        if answer.relay_bytes:
+            self._relayed(answer.relay_bytes)
+
+    def inner(self) -> tuple[str, str] | None:
+        """A server that is read from now and its reader; None if there is none."""
+        with self._lock:
+            nodes = self._table.nodes
+            reading = {u: n.parent for u, n in nodes.items() if n.reading and n.parent}
+            both = [(p, u) for u, p in reading.items() if p in reading]
+            return both[0] if both else None
+
+    def _step(self, event: relay.Event) -> tuple[relay.Read, ...]:
+        self._table, actions = relay.step(self._table, event)
+        return actions
