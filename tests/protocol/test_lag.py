@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_grpo.protocol.lag import Lag
+from titan_grpo.protocol.ledger import Lag
 
 
 def lags(held: Sequence[Mapping[str, int]]) -> list[int]:

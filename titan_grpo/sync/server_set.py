@@ -20,8 +20,7 @@ from titan_grpo.errors import ServerRefused, SyncError, TitanGrpoError
 from titan_grpo.observe import terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import ledger, members
-from titan_grpo.protocol.lag import Lag
-from titan_grpo.protocol.ledger import Entry, Standing
+from titan_grpo.protocol.ledger import Entry, Lag, Standing
 from titan_grpo.protocol.messages import Label, ServerState
 
 logger = logging.getLogger(__name__)
