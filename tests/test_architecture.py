@@ -246,3 +246,37 @@ def test_the_receiver_loads_no_torchtitan(sources) -> None:
         if not m.endswith(("vllm_plugin", "sglang_plugin"))
     ]
     assert loaded_by(modules, "torchtitan") == ""
+
+
+NEWER = {
+    "typing": {"Self", "Never", "LiteralString", "Unpack", "assert_never", "override"},
+    "enum": {"StrEnum"},
+    "datetime": {"UTC"},
+    "contextlib": {"chdir"},
+    "tomllib": set(),
+}
+"""What Python 3.10 has not: module -> names, none of them: the whole module."""
+
+
+def test_what_a_server_imports_needs_no_more_than_python_3_10(root) -> None:
+    """SGLang 0.5.21 runs on 3.10. scripts/compat.py imports it there."""
+    late = []
+    for room in ("receive", "layout", "protocol", "engines", "sync/transports"):
+        for path in (root / "titan_grpo" / room).glob("*.py"):
+            tree = ast.parse(path.read_text(), feature_version=(3, 10))
+            guarded = {
+                node
+                for block in ast.walk(tree)
+                if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
+                for node in ast.walk(block)
+            }
+            for node in set(ast.walk(tree)) - guarded:
+                if isinstance(node, ast.ImportFrom) and node.module in NEWER:
+                    names = {each.name for each in node.names}
+                    if not NEWER[node.module] or names & NEWER[node.module]:
+                        late.append(f"{path.name}: {node.module} {sorted(names)}")
+                elif isinstance(node, ast.Import):
+                    late += [
+                        f"{path.name}: {each.name}" for each in node.names if each.name == "tomllib"
+                    ]
+    assert late == []

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from titan_grpo import __version__
 from titan_grpo.errors import ConfigError, TitanGrpoError
 
+OLDEST = (3, 11)
+"""Python of the trainer and the tools."""
+
 COMMANDS = {
     "quickstart": "train a tiny model on this machine beside real servers",
     "init": "write the TOML file of a job, or convert one of the older trainer",
@@ -59,6 +62,14 @@ def command(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0 if argv else 2
+    if sys.version_info < OLDEST:
+        found = ".".join(map(str, sys.version_info[:3]))
+        print(
+            f"titan-grpo needs Python 3.11 or newer, this is {found}: make the trainer's"
+            " environment with one (what servers load of titan_grpo runs on 3.10 too)",
+            file=sys.stderr,
+        )
+        return 2
     if argv[0] not in COMMANDS:
         known = ", ".join(COMMANDS)
         print(f"titan-grpo: unknown command {argv[0]!r}; there are {known}", file=sys.stderr)

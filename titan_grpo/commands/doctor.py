@@ -11,9 +11,11 @@ from typing import Any
 
 from titan_grpo.commands import doctor_checks as checks
 from titan_grpo.commands import doctor_facts as facts
-from titan_grpo.commands import doctor_tokenizer
+from titan_grpo.commands import doctor_options, doctor_tokenizer
 from titan_grpo.commands.doctor_checks import Finding
+from titan_grpo.commands.doctor_options import Options
 from titan_grpo.config import LAUNCH, WeightSync
+from titan_grpo.config.lora import sends_adapters
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.image import available_memory
 from titan_grpo.protocol.model_config import essential
@@ -43,6 +45,8 @@ class Wanted:
     controller: str = ""
     """URL of the rollout service, if there is to be one."""
     controller_key_env: str = ""
+    options: Options = field(default_factory=Options)
+    """What a server must be started with."""
     task: RolloutSpec | None = None
     """What a rollout process of this host would make prompts and rewards of."""
 
@@ -100,6 +104,8 @@ def wanted(
     out.api_key_env = out.api_key_env or rollout.api_key_env
     out.admin_key_env = out.admin_key_env or rollout.admin_key_env
     out.model, out.sync = config.model.hf_assets_path, sync
+    adapters = config.lora.rank if sends_adapters(config.lora) else 0
+    out.options = Options(adapters, config.grpo.router_replay)
     out.requests, out.launch_gpus = rollout.max_concurrent_requests, rollout.launch_gpus
     out.controller = "" if rollout.controller == "local" else rollout.controller
     out.controller_key_env = rollout.controller_key_env
@@ -170,7 +176,10 @@ def findings(
         answer, error = facts.controller_answer(want.controller, key, args.timeout)
         yield checks.controller(want.controller, answer, error, FORMAT)
     for url in want.servers:
-        yield from checks.server(facts.server_facts(url, access))
+        found = facts.server_facts(url, access)
+        yield from checks.server(found)
+        if configuration and configuration.status == "ok":
+            yield from doctor_options.findings(url, found.engine, want.options, access)
         if want.model and (of := doctor_tokenizer.finding(url, want.model, access)):
             yield of
 

