@@ -1,0 +1,131 @@
+"""In every legal order of a device's streams an image holds the weights of its publish; without one
+of the waits that this rests on, it does not. Without a GPU; test_cuda_order.py is with one."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.sync.fake_cuda import Device, Event, Lazy, Stream, fake_cuda
+from titan_grpo.layout.infer import infer_layout
+from titan_grpo.layout.plan import copy_ops
+from titan_grpo.sync.snapshot import Copy, CudaCopy, Snapshotter, _CudaSide
+
+SHAPES = {"cast": (8, 6), "gather": (8, 6), "vector": (7,)}
+"""A cast, rows in another order, and bytes that fill no row."""
+
+STAGING = 64
+"""Bytes: each tensor goes through it in several pieces."""
+
+VERSIONS, SLOTS, SEEDS = 6, 2, range(40)
+
+
+class Trainer:
+    """Steps that add 1 to every weight, and a copy after each."""
+
+    def __init__(self, device: Device) -> None:
+        order = torch.arange(SHAPES["gather"][0] - 1, -1, -1)
+        layout = infer_layout(
+            lambda s: {k: v[order] if k == "gather" else v for k, v in s.items()}, SHAPES
+        )
+        manifest = layout.manifest("bfloat16", 4096)
+        ops = {f: copy_ops(layout, manifest, f, (0,) * len(s), s) for f, s in SHAPES.items()}
+        self.images = [torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(SLOTS)]
+        cpu = torch.device("cpu")
+        self._snapshotter = Snapshotter(ops, self.images, cpu, STAGING)
+        self._snapshotter._cuda = _CudaSide([], cpu, STAGING)  # as for a CUDA device
+        self._device, self._manifest = device, manifest
+        self._weights = {f: torch.zeros(shape) for f, shape in SHAPES.items()}
+
+    def held(self, slot: int) -> set[float]:
+        """The values that a slot's image has."""
+        values: set[float] = set()
+        for spec in self._manifest.tensors:
+            flat = self.images[slot][spec.offset : spec.offset + spec.nbytes]
+            values |= set(flat.view(torch.bfloat16).tolist())
+        return values
+
+    def step(self, slot: int) -> Copy:
+        """Enqueue a step and the copy of what it makes."""
+        with Lazy(self._device):
+            for weight in self._weights.values():
+                weight.add_(1.0)
+            return self._snapshotter.start(self._weights, slot)
+
+    def wrong_versions(self) -> list[int]:
+        """Train, and look at each image when its copy is waited for: as late as its slot allows."""
+        wrong, under_way = [], {}
+        for version in range(1, VERSIONS + 1):
+            slot = version % SLOTS
+            if slot in under_way:
+                before, copy = under_way.pop(slot)
+                copy.wait(60.0)
+                wrong += [before] * (self.held(slot) != {float(before)})
+            copy = self.step(slot)
+            under_way[slot] = version, copy
+            self._device.some()
+            copy.fence()
+        for slot, (version, copy) in under_way.items():
+            copy.wait(60.0)
+            wrong += [version] * (self.held(slot) != {float(version)})
+        return wrong
+
+
+def orders_that_fail(monkeypatch: pytest.MonkeyPatch) -> int:
+    """In how many of the orders some image is wrong."""
+    failed = 0
+    for seed in SEEDS:
+        with monkeypatch.context() as patch, fake_cuda(patch, seed) as device:
+            failed += bool(Trainer(device).wrong_versions())
+    return failed
+
+
+def test_in_every_order_each_image_holds_the_weights_of_its_publish(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert orders_that_fail(monkeypatch) == 0
+
+
+MISSING = {
+    "the copy does not wait for the optimizer": (Stream, "wait_stream", lambda *_: None),
+    "the optimizer does not wait for the copy": (CudaCopy, "fence", lambda _: None),
+    "the image is looked at before the copy is over": (CudaCopy, "wait", lambda *_: 0.0),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_without_one_of_the_waits_some_order_makes_a_wrong_image(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, nothing = MISSING[case]
+    monkeypatch.setattr(owner, name, nothing)
+    assert orders_that_fail(monkeypatch) > 0
+
+
+def event(ended: Event, blocking: bool = False, **_: bool) -> Event:
+    """In place of a fresh event at the end of each copy."""
+    return ended if blocking else Event()
+
+
+def orders_that_wait_for_both(monkeypatch: pytest.MonkeyPatch, reused: bool) -> int:
+    """In how many of the orders a second version is there as soon as the first is waited for."""
+    both = 0
+    for seed in SEEDS:
+        with monkeypatch.context() as patch, fake_cuda(patch, seed) as device:
+            if reused:
+                patch.setattr(torch.cuda, "Event", partial(event, Event()))
+            trainer = Trainer(device)
+            first = trainer.step(0)
+            first.fence()
+            trainer.step(1)
+            first.wait(60.0)
+            both += trainer.held(1) == {2.0}
+    return both
+
+
+def test_a_version_is_not_kept_back_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert orders_that_wait_for_both(monkeypatch, reused=False) < len(SEEDS)
+
+
+def test_an_event_that_is_used_again_keeps_a_version_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert orders_that_wait_for_both(monkeypatch, reused=True) == len(SEEDS)
