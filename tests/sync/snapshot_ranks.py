@@ -19,13 +19,13 @@ from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.plan import assign_writers, chunk_of, copy_ops
 from titan_grpo.sync.snapshot import Snapshotter
+from titan_grpo.titan.compat import prepare
+
+prepare()  # once for all ranks, which are forked after this
 
 
 def build(kind: str) -> tuple[torch.nn.Module, Any]:
     """A tiny torchtitan model with odd sizes (so that FSDP splits unevenly), and its adapter."""
-    from titan_grpo.titan.compat import prepare
-
-    prepare()
     if kind == "llama3":
         from torchtitan.models.llama3 import Transformer, TransformerModelArgs
         from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
