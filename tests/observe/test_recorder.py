@@ -215,7 +215,7 @@ def test_a_run_directory_that_is_a_file_is_a_mistake_in_the_configuration(tmp_pa
 
 
 def test_every_name_has_its_meaning_and_no_two_names_are_equal() -> None:
-    prefixes = {names.DROPPED, names.LENGTHS, names.SERVER, names.EVALUATION}
+    prefixes = {names.DROPPED, names.GAP, names.LENGTHS, names.SERVER, names.EVALUATION}
     values = [v for k, v in vars(names).items() if k.isupper() and isinstance(v, str)]
     values = [v for v in values if v not in prefixes]
     assert len(values) == len(set(values))
