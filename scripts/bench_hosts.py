@@ -124,7 +124,13 @@ def rank_main(options: dict[str, Any]) -> None:
     rank, urls = dist.get_rank(), options["urls"]
     whole, model = Weights(options["mib"]), Weights(options["mib"])
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    config = WeightSync(block_bytes=64 << 10, bucket_bytes=1 << 20, relay=options["relay"])
+    # without relay, each of many servers waits long for its first bucket
+    config = WeightSync(
+        block_bytes=64 << 10,
+        bucket_bytes=1 << 20,
+        progress_deadline_s=60.0,
+        relay=options["relay"],
+    )
     cpu = torch.device("cpu")
     sync = TrainerSync(model, dict, config, cpu, here=Here(urls=urls))
     worker = recorder = None
@@ -219,22 +225,26 @@ def started(stack: ExitStack, host: Host, command: Sequence[str], **env: str) ->
 
 
 def serving(stack: ExitStack, host: Host, port: int) -> Any:
-    """A server on that host, which listens, or has ended."""
+    """A server on that host, which says a line when it listens."""
     args = ["-m", "tests.rigs.server_process", "--host", host.address, "--port", str(port)]
-    server = started(stack, host, args)
-    server.stdout.readline()  # no deadline: it listens, or has ended
-    return server
+    return started(stack, host, args)
 
 
 def versions(trainers: Sequence[Host], options: argparse.Namespace, role: str) -> Iterator[Any]:
     """What rank 0 says of each version, as it says it."""
+    env = {ROLE: role}
     with ExitStack() as stack:
         nodes = []
         for number, host in enumerate(trainers):
             node = f"--nnodes={len(trainers)} --node_rank={number} --master_port={PORT}"
             node += f" --nproc_per_node={options.ranks} --master_addr={trainers[0].address}"
-            command = ["-m", "torch.distributed.run", *node.split(), str(Path(__file__).resolve())]
-            nodes.append(started(stack, host, command, **{ROLE: role}))
+            file = str(Path(__file__).resolve())
+            if len(trainers) * options.ranks == 1:  # torchrun would only watch it
+                alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": host.address}
+                nodes.append(started(stack, host, [file], MASTER_PORT=str(PORT), **alone, **env))
+                continue
+            command = ["-m", "torch.distributed.run", *node.split(), file]
+            nodes.append(started(stack, host, command, **env))
         for line in nodes[0].stdout:
             if line.startswith("{"):
                 yield json.loads(line)
@@ -253,6 +263,8 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
         for port in range(SERVER_PORT, SERVER_PORT + options.per_host):
             servers[f"http://{host.address}:{port}"] = host, port
     running = {url: serving(stack, *place) for url, place in servers.items()}
+    for server in running.values():
+        server.stdout.readline()  # no deadline: it listens, or has ended
     role = {"urls": list(servers), "mib": options.mib, "versions": options.versions}
     role |= {"folder": folder, "relay": options.relay, "kill": options.kill_inner}
     rows, links, killed = [], [], {}
@@ -262,6 +274,7 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
             killed = row
             running[row["inner"]].kill()
             running[row["inner"]].wait()  # no deadline: after a kill
+            # it answers the lane, which asks again and again, once it listens
             running[row["inner"]] = serving(stack, *servers[row["inner"]])
             continue
         now = [host.moved() for host in hosts]
