@@ -256,6 +256,7 @@ class Server:
         self._side.hello(self._link.open().to_dict())
         self._link.wait_joined(60.0)
         self._link.send_manifest()
+        self._side.hello({"attach": self._link.attach().to_dict()})
         self._digests = block_digests(image.buffer, manifest, "xxh3")
         self._fingerprint = fingerprint(manifest.digest, self._digests)
         self._number = 0
@@ -297,7 +298,7 @@ def server_figures(name: str, versions: int) -> Iterator[Figure]:
             runs = [server.deliver() for _ in range(versions)]
             fetch, pause = (median([run[i] for run in runs]) for i in range(2))
             yield Figure(name, "transfer on one host, checked", gib / fetch, "GiB/s")
-            yield Figure(name, "first load (maps and pins the staged image)", first[1], "s")
+            yield Figure(name, "first load (waits for the staged image's pin)", first[1], "s")
             yield Figure(name, "load onto the GPU: the pause", pause, "s")
             yield Figure(name, "load / a raw pinned copy", pause / (gib / raw), "", most=1.3)
             small = torch.randn(16 << 20, device="cuda")

@@ -11,6 +11,7 @@ from titan_grpo.observe import names
 from titan_grpo.protocol import lane as table
 from titan_grpo.protocol.lane_events import LaneEvent, Point
 from titan_grpo.protocol.ledger import Standing
+from titan_grpo.receive.device import WorkerDevice
 from titan_grpo.sync import server_set
 from titan_grpo.sync.pause_guard_main import Access, fence
 
@@ -57,6 +58,22 @@ def test_a_version_reaches_every_server_and_is_read_back(rig):
         assert r.server_set.entry(url).accepting
     assert r.recorder.commits() == {"a": [1], "b": [1]}
     assert r.server_set.take_error() is None
+
+
+def test_the_engine_pins_its_receivers_memory_before_there_is_a_version(rig, monkeypatch):
+    pinned, pins = threading.Event(), []
+
+    def pin(_, image):  # stands in for the call that needs a GPU
+        pins.append(image.numel())
+        pinned.set()
+
+    monkeypatch.setattr(WorkerDevice, "pin", pin)
+    r = rig("a")
+    assert pinned.wait(WAIT_S)
+    assert r.servers["a"].versions == []
+    r.publish(1)
+    r.everyone(1)
+    assert pins == [r.worker.manifest.total_bytes]
 
 
 def test_versions_follow_each_other_through_one_epoch(rig):

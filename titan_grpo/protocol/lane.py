@@ -45,7 +45,7 @@ COMMITTING = frozenset(
 
 
 CALLS = {
-    Phase.CONNECTING: 9,
+    Phase.CONNECTING: 10,
     Phase.PAUSING: 4,
     Phase.LOADING: 6,
     Phase.LABELLING: 4,
@@ -53,7 +53,8 @@ CALLS = {
     Phase.READING: 3,
 }
 """Calls of each phase at most, over all engines, with the receiver's answers; each has the deadline
-of a commit call. Connecting: hello, the looks at label and pause, the steps of recovery.
+of a commit call. Connecting: hello, the looks at label and pause, the steps of recovery,
+the call to map memory.
 Pausing: the label, the pause, two that drop the KV cache. Loading: SGLang's state, begin, the end
 of an update that a dead lane left open, begin, load, the report. Labelling: a ping's two answers,
 SGLang's end and label. Reading: the label, a ping's two answers."""

@@ -395,6 +395,14 @@ class Staged(Message, frozen=True):
     lost: tuple[int, ...] = ()
 
 
+class Attach(Message, frozen=True):
+    """``{"attach": ...}`` where a Hello goes: map the receiver's memory now, and not in the pause
+    of the epoch's first commit."""
+
+    run_id: str
+    epoch: int
+
+
 class Commit(Message, frozen=True):
     """Body ``update_info`` of POST /update_weights: load this staged image."""
 

@@ -2,9 +2,10 @@
 raise."""
 
 import logging
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.messages import Applied, Commit, Hello, reply_address
+from titan_grpo.protocol.messages import Applied, Attach, Commit, Hello, reply_address
 from titan_grpo.protocol.model_config import difference, essential
 from titan_grpo.receive.device import WorkerDevice
 from titan_grpo.receive.handle import ReceiverHandle
@@ -174,30 +175,67 @@ class Mapped:
     and its manifest, parsed and accepted. A commit costs no page of it anew.
     """
 
-    def __init__(self, grant: Mapping[str, Any], digest: str) -> None:
-        """Map what the grant names. SyncError if the receiver is gone; PeerError if its manifest
-        does not have ``digest``."""
+    def __init__(self, grant: Mapping[str, Any], device: WorkerDevice) -> None:
+        """Map what the grant names, and pin it for copies to ``device``. Not a window: it is filled
+        again as soon as its tensors were taken, and a copy from pinned memory may still read them
+        then. SyncError if the receiver is gone; DataError if its manifest is none."""
         self.grant = dict(grant)
         with SharedImage.attach(ImageAddress.from_json(grant["manifest"])) as text:
             self.manifest = Manifest.from_json(bytes(text.buffer).decode())
-        if self.manifest.digest != digest:
-            raise PeerError(f"the manifest must have digest {digest}, got {self.manifest.digest}")
         self.image = SharedImage.attach(ImageAddress.from_json(grant["image"]))
         whole = [] if grant["streamed"] else tensor_views(self.image.tensor(), self.manifest)
         self.tensors = list(whole)
-        self._unpin: Callable[[], None] | None = None
-
-    def pin(self, device: WorkerDevice) -> None:
-        """Pin the image for copies to ``device``. Not a window: it is filled again as soon as its
-        tensors were taken, and a copy from pinned memory may still read them then."""
-        if not self.grant["streamed"]:
-            self._unpin = device.pin(self.image.tensor())
+        pinned = not grant["streamed"]
+        self._unpin = device.pin(self.image.tensor()) if pinned else None
 
     def release(self) -> None:
         """Unpin the memory, before it is unmapped."""
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
+
+
+class Ahead(threading.Thread):
+    """Maps and pins an epoch's memory while the engine generates and the first version is on its
+    way: both take seconds for large models."""
+
+    def __init__(self, grant: Mapping[str, Any], device: WorkerDevice) -> None:
+        super().__init__(name="map", daemon=True)
+        self.grant = dict(grant)
+        self._device = device
+        self._turn = threading.Lock()
+        self._mapped: Mapped | None = None
+        self._dropped = False
+
+    def run(self) -> None:
+        """Thread."""
+        try:
+            mapped = Mapped(self.grant, self._device)
+        except Exception as error:  # noqa: BLE001 - top of a thread: the commit tries again
+            log.warning("the staged weights could not be mapped before a commit: %s", error)
+            return
+        with self._turn:
+            self._mapped = mapped
+            if self._dropped:
+                self._release()
+
+    def take(self) -> Mapped | None:
+        """What was mapped, once it is; None if that failed."""
+        # no deadline: the commit would do the same work itself, for as long
+        self.join()
+        mapped, self._mapped = self._mapped, None
+        return mapped
+
+    def drop(self) -> None:
+        """Let go of it, now or as soon as it is mapped."""
+        with self._turn:
+            self._dropped = True
+            self._release()
+
+    def _release(self) -> None:
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            mapped.release()
 
 
 class EngineSide:
@@ -216,13 +254,17 @@ class EngineSide:
         self._engine, self._workers, self._problem = engine, workers, problem
         self._device = WorkerDevice()
         self._mapped: Mapped | None = None
+        self._ahead: Ahead | None = None
         self.receiver: ReceiverHandle | None = None
         if workers.rank == 0:
             self.receiver = ReceiverHandle(package_version(), run_key, self._device.name)
 
     def hello(self, data: dict[str, Any]) -> None:
-        """Body of POST /init_weight_transfer_engine. Returns at once; the answer goes over the
-        lane's store."""
+        """Body of POST /init_weight_transfer_engine, on every worker: a Hello, whose answer goes
+        over the lane's channel, or an Attach. Returns at once."""
+        if isinstance(data, dict) and "attach" in data:
+            self.map_ahead(self._workers.share(self.place(data["attach"])))
+            return
         # on every worker: the hello may end the receiver, whose memory must not be held beside that
         # of the next one
         self._unmap()
@@ -250,6 +292,23 @@ class EngineSide:
             f"this server computes another model: {found}; start it with the trainer's config.json"
         )
         return receiver.hello(hello, self._problem or (other if found else ""))
+
+    def place(self, data: Any) -> dict[str, Any]:
+        """Rank 0: where the memory is that an Attach asks to map; empty where there is none."""
+        if self.receiver is None:
+            return {}
+        try:
+            return self.receiver.place(Attach.from_dict(data))
+        except Exception as refusal:  # noqa: BLE001 - raising would end the engine
+            log.warning("the staged weights are not mapped before a commit: %s", refusal)
+            return {}
+
+    def map_ahead(self, grant: dict[str, Any]) -> None:
+        """On every worker, with what ``place`` returned: begin to map and pin it."""
+        self._unmap()
+        if grant:
+            self._ahead = Ahead(grant, self._device)
+            self._ahead.start()
 
     def commit(self, data: dict[str, Any]) -> Applied | None:
         """Body of POST /update_weights: load the version if all of it is right; how that ended.
@@ -325,13 +384,15 @@ class EngineSide:
                 return
             mapped = self._mapped
             if mapped is None or mapped.grant != grant:
-                self._unmap()  # before the next one is mapped
-                mapped = Mapped(grant, commit.manifest_digest)
+                mapped = self._map(grant)
                 attempt.error = self._engine.refuses(mapped.manifest)
                 attempt.final = bool(attempt.error)
                 if attempt.error:
+                    mapped.release()
                     return
-                mapped.pin(self._device)
+            found = mapped.manifest.digest
+            if found != (wanted := commit.manifest_digest):
+                raise PeerError(f"the manifest must have digest {wanted}, got {found}")
             self._mapped = attempt.mapped = mapped
             if grant["streamed"]:
                 ring = mapped.image.tensor()
@@ -360,10 +421,22 @@ class EngineSide:
             # the failure of one worker alone leaves the progress of the others unknown
             attempt.touched |= attempt.reader is None or not attempt.reader.broken
 
+    def _map(self, grant: dict[str, Any]) -> Mapped:
+        """The memory of a grant that was not mapped for a commit before."""
+        ahead = self._ahead if self._ahead is not None and self._ahead.grant == grant else None
+        if ahead is None:
+            self._unmap()  # before the next one is mapped
+        else:
+            self._ahead = None
+        return (ahead.take() if ahead is not None else None) or Mapped(grant, self._device)
+
     def _unmap(self) -> None:
         mapped, self._mapped = self._mapped, None
+        ahead, self._ahead = self._ahead, None
         if mapped is not None:
             mapped.release()
+        if ahead is not None:
+            ahead.drop()
 
     def _take(self, consumed: int) -> int:
         assert self.receiver is not None

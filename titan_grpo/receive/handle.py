@@ -18,7 +18,7 @@ from titan_grpo.protocol.fence import (
     Refuse,
     step,
 )
-from titan_grpo.protocol.messages import PROBE, Applied, Commit, Hello, Joined, Message
+from titan_grpo.protocol.messages import PROBE, Applied, Attach, Commit, Hello, Joined, Message
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.subprocesses import helper_environment, start_module, wait_process
 from titan_grpo.unix_rpc import Channel
@@ -209,6 +209,15 @@ class ReceiverHandle:
             first["joined"] |= {**hidden, "age_in_force_s": 0.0}
         self._answering = ReceiverProcess(first)
 
+    def place(self, attach: Attach) -> dict[str, Any]:
+        """What ``lend`` will return in this epoch; nothing is lent. PeerError if there is no such
+        memory, or the epoch is not the one in force."""
+        if unproven := _unproven(attach, self._keys(attach.run_id, attach.epoch)):
+            raise PeerError(unproven)
+        if (attach.run_id, attach.epoch) != self.state.in_force:
+            raise PeerError(f"epoch {attach.epoch} of run {attach.run_id} is not in force")
+        return _grant(self._served().ask({"op": "place"}))
+
     def lend(self, commit: Commit) -> dict[str, Any]:
         """``{"image": address, "manifest": address of its JSON, "streamed": bool}``. PeerError if
         that version is not staged here or may not be loaded.
@@ -223,7 +232,7 @@ class ReceiverHandle:
             raise PeerError(refusal)
         answer = self._served().ask({"op": "lend", "commit": commit.to_dict()})
         self._deadline = time.monotonic() + float(answer["timeout_s"])
-        return {key: answer[key] for key in ("image", "manifest", "streamed")}
+        return _grant(answer)
 
     def take(self, consumed: int) -> int:
         """See Window.take; waits until the deadline of the whole transfer, which began with
@@ -302,6 +311,10 @@ class ReceiverHandle:
         if self._answering is not None:
             self._answering.kill()
             self._answering = None
+
+
+def _grant(answer: dict[str, Any]) -> dict[str, Any]:
+    return {key: answer[key] for key in ("image", "manifest", "streamed")}
 
 
 def _unproven(message: Message, keys: EpochKeys | None) -> str:

@@ -196,6 +196,13 @@ class Receiver:
                 self._channel.ask_sign(SIGN_S)
         return self.signed_s
 
+    def place(self) -> tuple[ImageAddress, ImageAddress]:
+        """Where the image, or the window, and the manifest's JSON are. Nothing is lent."""
+        with self._turn:
+            if self._image is None or self._manifest_text is None:
+                raise PeerError("the manifest must be handed over before its memory is attached")
+            return self._image.address, self._manifest_text.address
+
     def lend(self, commit: Commit) -> tuple[ImageAddress, ImageAddress]:
         """The staged image, or the window, for the engine until ``applied``, and the memory that
         holds the manifest's JSON. PeerError if it is not what the commit names."""

@@ -67,8 +67,9 @@ def respond(receiver: Receiver, message: dict[str, Any]) -> dict[str, Any]:
     """Answer one request of the engine."""
     try:
         match message["op"]:
-            case "lend":
-                image, manifest = receiver.lend(Commit.from_dict(message["commit"]))
+            case "lend" | "place" as op:
+                commit = Commit.from_dict(message["commit"]) if op == "lend" else None
+                image, manifest = receiver.place() if commit is None else receiver.lend(commit)
                 return {
                     "ok": True,
                     "image": image.to_json(),

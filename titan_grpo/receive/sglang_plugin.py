@@ -4,10 +4,10 @@
 Written for SGLang 0.5.23. The server is started with ``--custom-weight-loader LOADER``.
 
 The HTTP process gets two routes. ``/titan_grpo/hello`` forwards a Hello over a Unix socket to the
-scheduler of rank 0, without a pause: SGLang's own routes to the scheduler's model wait for all
-running requests. ``/titan_grpo/state`` shows what no route of SGLang does: whether generation is
-paused. Each scheduler process holds an EngineSide; a commit reaches it through ``commit``, between
-two batches.
+scheduler of rank 0 (the call to map memory to all), without a pause: SGLang's own routes to the
+scheduler's model wait for all running requests. ``/titan_grpo/state`` shows what no route of SGLang
+does: whether generation is paused. Each scheduler process holds an EngineSide; a commit reaches it
+through ``commit``, between two batches.
 """
 
 import asyncio
@@ -68,11 +68,19 @@ class Plugin:
         self.scheduler: Any = None
 
     def hello(self, message: dict[str, Any]) -> dict[str, Any]:
-        """RPC thread: a lane's greeting. The answer to it goes over the lane's store."""
+        """RPC thread: a lane's greeting, whose answer goes over the lane's channel; or the call to
+        map its memory, which the answer hands on to the other schedulers: this thread may not take
+        part in their exchanges."""
         with self.turn:
-            if self.side is not None:
+            if self.side is None:
+                return {}
+            if "attach" in message:
+                message = {"map": self.side.place(message["attach"])}
+            elif "map" not in message:
                 self.side.hello(message)
-        return {}
+                return {}
+            self.side.map_ahead(message["map"])
+            return message
 
 
 plugin = Plugin()
@@ -121,6 +129,11 @@ def _asked(_scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
         request.extra_key = unsalted(plugin.commits)
 
 
+def _address(rank: int) -> str:
+    """Where the scheduler of a tensor-parallel rank listens."""
+    return abstract_address(f"{os.environ[SOCKET_VARIABLE]}/{rank}")
+
+
 def _add_routes() -> None:
     """HTTP process: the two routes, guarded by the admin key as SGLang's own weight routes are."""
     from fastapi import HTTPException, Request
@@ -130,9 +143,13 @@ def _add_routes() -> None:
     @http_server.app.post("/titan_grpo/hello")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def hello(request: Request) -> dict[str, Any]:
+        manager = http_server.get_global_state().tokenizer_manager
         try:
-            address = abstract_address(os.environ[SOCKET_VARIABLE])
-            return await asyncio.to_thread(call, address, await request.json(), HELLO_S)
+            answer = await asyncio.to_thread(call, _address(0), await request.json(), HELLO_S)
+            if "map" in answer:
+                for rank in range(1, int(manager.server_args.tp_size)):
+                    await asyncio.to_thread(call, _address(rank), answer, HELLO_S)
+            return {}
         except (PeerError, ValueError) as error:
             text = f"the model's process did not answer; is it still loading? {error}"
             raise HTTPException(503, text) from error
@@ -153,8 +170,7 @@ def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) 
     model = scheduler.tp_worker.model_runner.model
     problem = compatibility(scheduler.server_args) or model_problem(model) or key_problem
     plugin.side = plugin.make_side(SglangModel(scheduler), workers, problem, run_key)
-    if workers.rank == 0:
-        Server(abstract_address(os.environ[SOCKET_VARIABLE]), plugin.hello).start()
+    Server(_address(workers.rank), plugin.hello).start()
     log_ready(workers, problem, run_key)
 
 

@@ -269,9 +269,8 @@ class ServerLane:
         if not self._stopping.is_set():
             self._c.recorder.count(names.SYNC_FAILURES)
             error = SyncError(cause, url=self.url, version=self._state.version, block=block)
-            logger.warning(
-                "weight sync: %s", error
-            )  # a step boundary shows the first one and counts the others
+            # a step boundary shows the first one and counts the others
+            logger.warning("weight sync: %s", error)
             self._servers.latch(error)
 
     def _pass(self, point: Point) -> None:
@@ -284,16 +283,17 @@ class ServerLane:
         )
 
     def _connect(self, epoch: int, term: int) -> table.Event:
-        deadline_s = self._c.config.connect_deadline_s
         with self._c.recorder.span(names.CONNECT_S, self.url, epoch=epoch):
             self._pass(Point.GREET)
             self._link, self._number = self._make_link(wire_epoch(epoch), term), 0
-            event = self._settle(self._link.join(self._control, deadline_s))
+            event = self._settle(self._link.join(self._control, self._c.config.connect_deadline_s))
             # after settling: the receiver that answers is the one that joined, so its engine was
             # not restarted meanwhile
             accepted = self._link.send_manifest()
         if not accepted.ok:
             raise TransferFailed(f"the server's receiver refused the manifest: {accepted.error}")
+        if isinstance(self._link, LaneLink) and not self._streamed:
+            self._control.greet({"attach": self._link.attach().to_dict()})
         self._pass(Point.CONNECTED)
         self._seen_s = time.monotonic()
         return event

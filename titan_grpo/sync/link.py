@@ -29,6 +29,7 @@ from titan_grpo.protocol.messages import (
     TCP,
     Applied,
     Apply,
+    Attach,
     Commit,
     Hello,
     Joined,
@@ -399,6 +400,10 @@ class LaneLink:
         if channel is not None:
             with suppress(TransferFailed):
                 channel.send(Kind.CANCEL, 0)
+
+    def attach(self) -> Attach:
+        """What tells the engine, after the manifest, to map the receiver's memory."""
+        return Attach(run_id=self._run_id, epoch=self._epoch).proven(self._key)
 
     def commit(self, staged: Staged) -> Commit:
         """The ``update_info`` for a staged or offered transfer."""
