@@ -1,0 +1,74 @@
+# A verifiers environment, unchanged, whose model is the one that is trained. In an environment
+# of Python of its own (pip install verifiers==0.1.14), beside a run with these keys:
+#
+#   python examples/verifiers/play.py http://127.0.0.1:8500
+#
+#   [rollout]
+#   agent = "outside"
+#   agent_address = "127.0.0.1:8500"
+
+import asyncio
+import json
+import sys
+import urllib.error
+import urllib.request
+
+import verifiers as vf
+from datasets import Dataset
+from openai import AsyncOpenAI
+from verifiers.clients import OpenAIChatCompletionsClient
+
+AT_ONCE = 32
+
+
+def digits(completion):
+    """The share of digits in the answer."""
+    said = completion[-1]["content"]
+    return sum(letter.isdigit() for letter in said) / max(len(said), 1)
+
+
+def environment():
+    """Any other will do: vf.load_environment("...")."""
+    rows = [{"question": f"{n}+{n}=?", "answer": str(2 * n)} for n in range(10, 50)]
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[digits]))
+
+
+def ask(url, body):
+    """(status, JSON) of a POST."""
+    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=600) as got:
+            return got.status, json.load(got)
+    except urllib.error.HTTPError as error:
+        return error.code, {}
+
+
+async def play(run, env, rows):
+    """Take an episode, play it with its key, post its reward; again and again."""
+    while True:
+        status, taken = await asyncio.to_thread(ask, f"{run}/episodes", {})
+        if status != 200:  # none waits
+            await asyncio.sleep(0.5)
+            continue
+        key, row = taken["id"], rows[taken["row"]["index"] % len(rows)]
+        client = OpenAIChatCompletionsClient(
+            AsyncOpenAI(base_url=f"{run}/v1", api_key=key, timeout=600)
+        )
+        played = await env.run_rollout(row, client, "policy", {"max_tokens": 12})
+        if played.get("error") is None:  # else it ends by the run's task_timeout_s
+            reward = {"reward": played["reward"]}
+            await asyncio.to_thread(ask, f"{run}/episodes/{key}/reward", reward)
+
+
+async def main(run):
+    """Play until the run ends."""
+    env = environment()
+    rows = env.get_dataset().to_list()
+    try:
+        await asyncio.gather(*(play(run, env, rows) for _ in range(AT_ONCE)))
+    except urllib.error.URLError:
+        print("the run has ended")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
