@@ -7,6 +7,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 engine=vllm previous=""
+# vLLM sends no routes on a CPU.
+case " $* " in *" --router-replay "*) engine=sglang ;; esac
 for argument in "$@"; do
     case "$argument" in --engine=*) engine="${argument#--engine=}" ;; esac
     if [ "$previous" = --engine ]; then engine="$argument"; fi

@@ -40,6 +40,7 @@ def said_by(folder: Path, *command: str, **env: str) -> "subprocess.CompletedPro
     [
         ([], [".venv", ".venv-vllm"]),
         (["--engine", "sglang"], [".venv", ".venv-sglang"]),
+        (["--model", "qwen3_moe", "--router-replay"], [".venv", ".venv-sglang"]),
         (["--engine=both"], [".venv", ".venv-vllm", ".venv-sglang"]),
     ],
 )

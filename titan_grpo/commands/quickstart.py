@@ -29,7 +29,8 @@ ENGINES: dict[str, tuple[str, ...]] = {
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="titan-grpo quickstart", description=__doc__)
     add = parser.add_argument
-    add("--engine", default="vllm", choices=list(ENGINES), help="of the servers (default vllm)")
+    which = "of the servers (default vllm; with --router-replay sglang)"
+    add("--engine", choices=list(ENGINES), help=which)
     add("--servers", type=int, default=1, help="servers of each engine to start (default 1)")
     add("--steps", type=int, default=30, help="training steps (default 30)")
     add("--nproc", type=int, default=2, help="trainer ranks (default 2)")
@@ -56,6 +57,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     for name in ("servers", "steps", "nproc"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} must be 1 or more, got {getattr(options, name)}")
+    options.engine = options.engine or ("sglang" if options.router_replay else "vllm")
     options.pythons = {e: getattr(options, f"{e}_python") for e in ENGINES[options.engine]}
     if options.lora_sync and options.lora is None:
         raise ConfigError("--lora-sync must come with --lora RANK")
@@ -63,6 +65,11 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         raise ConfigError("--lora-sync adapter needs --engine vllm (SGLang takes merged weights)")
     if options.router_replay and options.model != "qwen3_moe":
         raise ConfigError("--router-replay needs --model qwen3_moe (the others have no router)")
+    if options.router_replay and options.engine != "sglang":
+        raise ConfigError(
+            "--router-replay needs --engine sglang here (vLLM sends routes from its V2 model runner"
+            " only, which needs Triton and so a GPU)"
+        )
     for engine, path in options.pythons.items():
         places.require_python(engine, path)
     folder = options.out = Path(options.out)
