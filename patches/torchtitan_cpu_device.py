@@ -16,8 +16,8 @@ WHY = (
     " and its barrier call functions that torch.cpu lacks (get_device_name, an integer"
     " current_device)"
 )
-APPLIES_TO: Range = ("torchtitan", "0.2.2", "0.3")
-DELETE_WHEN = "torchtitan trains on CPU as released, or < 0.3 is no longer supported"
+APPLIES_TO: Range = ("torchtitan", "0.2.2", "0.4")
+DELETE_WHEN = "torchtitan trains on CPU as released, or < 0.4 is no longer supported"
 
 _UTILS = "torchtitan.tools.utils"
 

@@ -3,20 +3,28 @@
 # tiny model with GRPO.
 #
 #   scripts/quickstart.sh [--engine vllm|sglang|both] [--servers N] [--steps N] [--sync|--async] [--out DIR]
-#                         [--lora RANK [--lora-sync merged|adapter]] [--model qwen3_moe [--router-replay]] [--help]
+#                         [--lora RANK [--lora-sync merged|adapter]] [--model qwen3_moe [--router-replay]]
+#                         [--torchtitan 0.2|0.3] [--help]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-engine=vllm previous=""
+engine=vllm torchtitan=0.2 previous="" arguments=()
 # vLLM sends no routes on a CPU.
 case " $* " in *" --router-replay "*) engine=sglang ;; esac
 for argument in "$@"; do
-    case "$argument" in --engine=*) engine="${argument#--engine=}" ;; esac
-    if [ "$previous" = --engine ]; then engine="$argument"; fi
+    case "$argument" in
+        --engine=*) engine="${argument#--engine=}" ;;
+        --torchtitan=*) torchtitan="${argument#--torchtitan=}" previous=""; continue ;;
+    esac
+    case "$previous" in --engine) engine="$argument" ;; --torchtitan) torchtitan="$argument" ;; esac
+    # The trainer's environment is this script's choice, not the command's.
+    if [ "$argument" != --torchtitan ] && [ "$previous" != --torchtitan ]; then arguments+=("$argument"); fi
     previous="$argument"
 done
 # What is no engine is refused by the command itself, in one line.
 case "$engine" in vllm | sglang) engines="$engine" ;; both) engines=vllm,sglang ;; *) engines="" ;; esac
-scripts/setup.sh --only "trainer${engines:+,$engines}" >&2
+scripts/setup.sh --torchtitan "$torchtitan" --only "trainer${engines:+,$engines}" >&2
 # This checkout's code, also where an environment is another's.
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec .venv/bin/titan-grpo quickstart "$@"
+trainer=.venv
+if [ "$torchtitan" = 0.3 ]; then trainer=.venv-titan03; fi
+exec "$trainer/bin/titan-grpo" quickstart "${arguments[@]+"${arguments[@]}"}"

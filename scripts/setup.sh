@@ -2,8 +2,9 @@
 # Makes the environments of a machine without a GPU: .venv (trainer, tools, tests), .venv-vllm and .venv-sglang (servers), and
 # .venv-atropos (an API server for tests). Each engine has its own because both pin their versions of transformers and much else.
 #
-#   scripts/setup.sh [--cuda] [--only trainer|vllm|sglang|atropos[,...]] [--force]
+#   scripts/setup.sh [--cuda] [--torchtitan 0.2|0.3] [--only trainer|vllm|sglang|atropos[,...]] [--force]
 #
+# --torchtitan 0.3: the trainer's environment is .venv-titan03, with torchtitan 0.3 (default: .venv, with 0.2.2).
 # --cuda: of a machine with NVIDIA GPUs. Each environment takes the CUDA torch that its packages ask for (several GB each).
 #
 # Needs python 3.11 or newer (with venv), git and a C compiler. Done once: a stamp in each environment holds the hash
@@ -25,7 +26,7 @@ started=$SECONDS
 say() { printf '[setup %3ds] %s\n' "$((SECONDS - started))" "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-usage() { sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 ticker=""
 stop_ticker() {
@@ -74,7 +75,7 @@ find_python() {
 # The hash of everything an environment is made from; another place on disk is another environment (paths are baked in).
 # Of pyproject.toml only what pip reads, so that a change of a linter's setting does not cost minutes.
 recipe() {
-    "$1" - "$root" "$2" "$torch" "$vllm" "$sglang" "$cuda" <<'PY'
+    "$1" - "$root" "$2" "$torch" "$vllm" "$sglang" "$cuda" $extra <<'PY'
 import hashlib, json, pathlib, sys, tomllib
 root = pathlib.Path(sys.argv[1])
 table = tomllib.loads((root / "pyproject.toml").read_text())
@@ -122,7 +123,7 @@ imports() { # directory, modules
 setup_trainer() {
     install_torch "$1"
     say "$(basename "$1"): torchtitan, tools and tests"
-    pip "$1" install "$torch" -e "$root[train,dev]"
+    pip "$1" install "$torch" -e "$root[$extra,dev]"
 }
 
 # What installed packages require, without their extras: of it only some, or all but some.
@@ -202,10 +203,18 @@ setup() { # name of the function, directory
     say "$2 is ready"
 }
 
-known="trainer vllm sglang atropos" only="" force=no cuda=no
+known="trainer vllm sglang atropos" only="" force=no cuda=no trainer=.venv extra=train
 while [ $# -gt 0 ]; do
     case "$1" in
         --only) [ $# -ge 2 ] || fail "--only needs some of: $known"; only="${2//,/ }"; shift ;;
+        --torchtitan)
+            case "${2:-}" in
+                0.2) ;;
+                0.3) trainer=.venv-titan03 extra=train03 ;;
+                *) fail "--torchtitan takes 0.2 or 0.3, got ${2:-nothing}" ;;
+            esac
+            shift
+            ;;
         --force) force=yes ;;
         --cuda) cuda=yes ;;
         -h | --help) usage; exit 0 ;;
@@ -237,7 +246,7 @@ made=()
 end_all() { for group in "${made[@]}"; do kill -- "-$group" 2>/dev/null || true; done; }
 trap 'end_all; exit 130' INT
 trap 'end_all; exit 143' TERM HUP
-for environment in "trainer .venv" "vllm .venv-vllm" "sglang .venv-sglang" "atropos .venv-atropos"; do
+for environment in "trainer $trainer" "vllm .venv-vllm" "sglang .venv-sglang" "atropos .venv-atropos"; do
     read -r name directory <<<"$environment"
     case " $only " in *" $name "*) setup "setup_$name" "$directory" </dev/null & made+=($!) ;; esac
 done

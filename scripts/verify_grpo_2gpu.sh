@@ -4,12 +4,26 @@
 #
 # With --faults instead: every fault of the matrix, or those named, in real trainers, lanes, receivers and servers.
 #
-#   scripts/verify_grpo_2gpu.sh [--engine vllm|sglang] [--device auto|cpu|cuda] [--steps N] [--json PATH] [--out DIR] [--help]
+#   scripts/verify_grpo_2gpu.sh [--engine vllm|sglang] [--device auto|cpu|cuda] [--steps N] [--json PATH] [--out DIR]
+#                               [--torchtitan 0.2|0.3] [--help]
 #   scripts/verify_grpo_2gpu.sh --faults all|NAMES [--list] [--engine vllm|sglang] [--deadline S] [--json PATH] [--out DIR]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-scripts/setup.sh >&2
+torchtitan=0.2 previous="" arguments=()
 for argument in "$@"; do
-    case "$argument" in --faults | --faults=* | --list) exec .venv/bin/python -m tests.faults "$@" ;; esac
+    case "$argument" in --torchtitan=*) torchtitan="${argument#--torchtitan=}" previous=""; continue ;; esac
+    if [ "$previous" = --torchtitan ]; then torchtitan="$argument"; fi
+    # The trainer's environment is this script's choice, not the command's.
+    if [ "$argument" != --torchtitan ] && [ "$previous" != --torchtitan ]; then arguments+=("$argument"); fi
+    previous="$argument"
 done
-exec .venv/bin/titan-grpo verify "$@"
+set -- "${arguments[@]+"${arguments[@]}"}"
+scripts/setup.sh --torchtitan "$torchtitan" >&2
+trainer=.venv
+if [ "$torchtitan" = 0.3 ]; then trainer=.venv-titan03; fi
+# This checkout's code, also where an environment is another's.
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+for argument in "$@"; do
+    case "$argument" in --faults | --faults=* | --list) exec "$trainer/bin/python" -m tests.faults "$@" ;; esac
+done
+exec "$trainer/bin/titan-grpo" verify "$@"

@@ -42,14 +42,16 @@ def said_by(folder: Path, *command: str, **env: str) -> "subprocess.CompletedPro
         (["--engine", "sglang"], [".venv", ".venv-sglang"]),
         (["--model", "qwen3_moe", "--router-replay"], [".venv", ".venv-sglang"]),
         (["--engine=both"], [".venv", ".venv-vllm", ".venv-sglang"]),
+        (["--torchtitan", "0.3"], [".venv-titan03", ".venv-vllm"]),
     ],
 )
 def test_the_quickstart_sets_up_what_its_engines_need_and_no_more(
     arguments, environments, checkout, root
 ) -> None:
-    # All four are there as links, which the set-up leaves alone: it names what it looks at.
+    # All are there as links, which the set-up leaves alone: it names what it looks at.
     for name in (".venv", ".venv-vllm", ".venv-sglang", ".venv-atropos"):
         (checkout / name).symlink_to((root / name).resolve())
+    (checkout / ".venv-titan03").symlink_to((root / ".venv").resolve())
     done = said_by(checkout, "scripts/quickstart.sh", *arguments, "--help", PYTHONPATH=str(root))
     assert done.returncode == 0, done.stdout
     looked_at = [line.split()[2] for line in done.stdout.splitlines() if "is a link" in line]

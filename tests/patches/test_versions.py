@@ -9,6 +9,8 @@ from titan_grpo.errors import UpstreamError
 from titan_grpo.patches import versions
 
 TORCHTITAN_PATCHES = [
+    "torch_set_timeout",
+    "torchtitan_async_ep",
     "torchtitan_cpu_device",
     "torchtitan_gloo_premul",
     "torchtitan_moe_histc",

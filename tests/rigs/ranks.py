@@ -13,12 +13,12 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 240.0
 
 
-def run_ranks(script: Path, count: int, *arguments: str) -> list[str]:
+def run_ranks(script: Path, count: int, *arguments: str, python: str = sys.executable) -> list[str]:
     """What each of ``count`` ranks prints, by rank; started with its rank and the arguments."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.rigs.ranks", str(script), str(count), folder, *arguments],
+            [python, "-m", "tests.rigs.ranks", str(script), str(count), folder, *arguments],
             env=environment,
             start_new_session=True,
         )

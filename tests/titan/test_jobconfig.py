@@ -3,12 +3,16 @@ line."""
 
 import json
 import sys
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from titan_grpo.config import Rollout
 from titan_grpo.errors import ConfigError, UpstreamError
-from titan_grpo.titan import compat, jobconfig, tiny
+from titan_grpo.titan import compat, jobconfig, sections, tiny
 from titan_grpo.titan.flavors import FLAVORS
 
 MINIMAL = """
@@ -351,8 +355,14 @@ def test_a_checkpoint_folder_without_a_complete_checkpoint_is_refused(parse, tmp
     (tmp_path / "checkpoint/step-2").mkdir(parents=True)
     with pytest.raises(ConfigError, match="random weights: remove the folder"):
         jobconfig.check_files(config)
-    (tmp_path / "checkpoint/step-2/.metadata").touch()
-    jobconfig.check_files(config)
+    names = ("attention.wq", "attention.qkv_linear.wq")
+    for step, name in zip((2, 4), names, strict=True):
+        state = {f"layers.0.{name}.weight": torch.zeros(1)}
+        dcp.save(state, checkpoint_id=tmp_path / f"checkpoint/step-{step}", no_dist=True)
+        if step == 2:
+            jobconfig.check_files(config)
+    with pytest.raises(ConfigError, match=r"step-4 was saved with torchtitan 0\.3, and 0\.2\.2"):
+        jobconfig.check_files(config)
 
 
 @pytest.mark.parametrize(
@@ -360,8 +370,9 @@ def test_a_checkpoint_folder_without_a_complete_checkpoint_is_refused(parse, tmp
     [
         ("0.2.2", ""),
         ("0.2.7+local", ""),
-        ("0.3.0", "0.3 removed TOML"),
-        ("1.0", "0.3 removed TOML"),
+        ("0.3.0", ""),
+        ("0.4.0", "newer than the trainers"),
+        ("1.0", "newer than the trainers"),
         ("0.2.1", "too old"),
         (None, "not installed"),
     ],
@@ -370,6 +381,38 @@ def test_the_torchtitan_gate_says_why(version, reason) -> None:
     refusal = compat.refusal(version)
     assert (refusal == "") == (reason == "")
     assert reason in refusal
+
+
+def test_a_job_is_written_in_the_same_keys_whatever_torchtitan_is_installed() -> None:
+    compat.prepare()
+    from torchtitan.config.job_config import JobConfig
+
+    def keys(kind: Any, prefix: str = "") -> dict[str, Any]:
+        out = {}
+        for f in fields(kind):
+            if is_dataclass(f.type):
+                out |= keys(f.type, f"{prefix}{f.name}.")
+            else:
+                value = f.default if f.default is not MISSING else f.default_factory()
+                out[prefix + f.name] = f.type, value
+        return out
+
+    theirs = {k: v for k, v in keys(JobConfig).items() if not k.startswith("quantize.")}
+    assert keys(sections.JobConfig) == theirs
+
+
+@pytest.mark.parametrize(
+    ("version", "names", "theirs"),
+    [
+        ("0.2.2", ["layers.0.attention.qkv_linear.wq.weight"], "0.3"),
+        ("0.3.0", ["layers.0.attention.wq.weight"], "0.2.2"),
+        ("0.2.2", ["layers.0.attention.wq.weight"], ""),
+        ("0.3.0", ["layers.0.attention.qkv_linear.wq.weight"], ""),
+    ],
+)
+def test_a_checkpoint_of_the_other_torchtitan_is_known_by_its_names(version, names, theirs) -> None:
+    reason = compat.other_saver(names, version)
+    assert (f"go on with torchtitan {theirs}," in reason) if theirs else reason == ""
 
 
 def test_the_installed_torchtitan_passes_the_gate() -> None:

@@ -63,9 +63,7 @@ class Range:
 
 RANGES = {
     "torch": Range("2.11", "", "the trainer and the receiver need it"),
-    "torchtitan": Range(
-        "0.2.2", "0.3", "0.3 removed the TOML configuration that jobs are written in"
-    ),
+    "torchtitan": Range("0.2.2", "0.4", "the trainers that titan_grpo plugs into"),
     "httpx": Range("0.27", "1", "all talk with the servers goes through it"),
     "xxhash": Range("3.4", "5", "the default digest of the weight sync"),
     "blake3": Range("1.0", "2", 'weight_sync.digest = "blake3"'),

@@ -1,9 +1,10 @@
 """The gate to torchtitan: which versions, and everything that must happen before its first
 import."""
 
-from collections.abc import Iterable
+import importlib
+from collections.abc import Collection, Iterable
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_grpo.errors import UpstreamError
 from titan_grpo.patches.versions import Range, inside, release
@@ -11,13 +12,15 @@ from titan_grpo.patches.versions import Range, inside, release
 if TYPE_CHECKING:
     import torch
 
-TORCHTITAN: Range = ("torchtitan", "0.2.2", "0.3")
+TORCHTITAN: Range = ("torchtitan", "0.2.2", "0.4")
+
+THREE: Range = ("torchtitan", "0.3", "0.4")
 
 
 def refusal(version: str | None) -> str:
     """Why this torchtitan version cannot be used, with the remedy; empty if it can. Pure; None
     means not installed."""
-    remedy = "install torchtitan>=0.2.2,<0.3"
+    remedy = "install torchtitan 0.2.2 or 0.3.0"
     if version is None:
         return (
             f"torchtitan is not installed, and training needs it: {remedy} (pip install"
@@ -27,9 +30,8 @@ def refusal(version: str | None) -> str:
         return ""
     if release(version) >= release(TORCHTITAN[2]):
         return (
-            f"torchtitan {version} is not supported: 0.3 removed TOML files,"
-            " torchtitan.config.JobConfig and the train specs that titan_grpo plugs into, so no"
-            f" recipe would load; {remedy}"
+            f"torchtitan {version} is not supported: it is newer than the trainers that titan_grpo"
+            f" plugs into; {remedy}"
         )
     return (
         f"torchtitan {version} is too old: the seams that titan_grpo plugs into came with 0.2.2;"
@@ -53,6 +55,28 @@ def require_torchtitan() -> str:
     return version
 
 
+def upstream(part: str) -> Any:
+    """``models02`` or ``models03``, ``engine02`` or ``engine03``: what the installed torchtitan
+    differs in. ``part``: "models" or "engine". ``prepare`` comes first."""
+    number = "03" if inside(require_torchtitan(), THREE) else "02"
+    return importlib.import_module(f"titan_grpo.titan.{part}{number}")
+
+
+def other_saver(names: Collection[str], version: str) -> str:
+    """Why the installed torchtitan cannot load a checkpoint with these tensors, or "". Pure: 0.2.2
+    and 0.3 name layers and optimizer state differently."""
+    three = inside(version, THREE)
+    if any((".attention.wq." if three else ".attention.qkv_linear.") in name for name in names):
+        theirs = "0.2.2" if three else "0.3"
+        return (
+            f"was saved with torchtitan {theirs}, and {version} is installed, which names layers"
+            f" and optimizer state otherwise: go on with torchtitan {theirs}, or export the version"
+            " there (titan-grpo export) and start from those files"
+            " (checkpoint.initial_load_in_hf)"
+        )
+    return ""
+
+
 def prepare() -> bool:
     """Check the version and apply all patches that act at import, in the one order that works. Call
     before anything imports torchtitan. Idempotent.
@@ -64,8 +88,10 @@ def prepare() -> bool:
         UpstreamError: a version of torchtitan or torch that this was not written for.
         ProtocolError: torchtitan was imported before.
     """
-    require_torchtitan()
+    three = inside(require_torchtitan(), THREE)
     from titan_grpo.patches import (
+        torch_set_timeout,
+        torchtitan_async_ep,
         torchtitan_cpu_device,
         torchtitan_moe_histc,
         torchtitan_slow_imports,
@@ -73,6 +99,10 @@ def prepare() -> bool:
         torchtitan_triton,
     )
 
+    if three:
+        torch_set_timeout.apply()
+        torchtitan_async_ep.apply()
+        return torchtitan_cpu_device.apply()
     torchtitan_triton.apply()
     with torchtitan_slow_imports.deferred():
         on_cpu = torchtitan_cpu_device.apply()

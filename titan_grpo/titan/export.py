@@ -17,12 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.layout.infer import Layout, infer_layout
+from titan_grpo.layout.infer import Layout, ToHF, infer_layout, strip_prefixes
 from titan_grpo.layout.peft import adapter_config
 from titan_grpo.sync.merged import MergedRows
-from titan_grpo.titan import lora
+from titan_grpo.titan import compat, lora
 from titan_grpo.titan.hf_files import Written, copy_assets, write_adapter, write_weights
-from titan_grpo.titan.weight_sync import ToHF, exported_tensors
 
 PREFIX = "step-"
 """torchtitan's name of a checkpoint's folder, before the step; a version is a number of optimizer
@@ -58,12 +57,10 @@ def checkpoint_of(folder: Path, version: int) -> Path:
 def skeleton(config: Any) -> tuple[torch.nn.Module, ToHF]:
     """The model of a parsed configuration without memory, with its LoRA adapters, and its state
     dict adapter's to_hf."""
-    from torchtitan.protocols.train_spec import get_train_spec
-
     from titan_grpo.titan.flavors import disable_unexported_buffers, register_tiny_flavors
 
     register_tiny_flavors()
-    spec = get_train_spec(config.model.name)
+    spec = compat.upstream("models").get_spec(config.model.name)
     # A copy: the table of flavors is shared, and update_from_config changes what it gets.
     args = copy.deepcopy(spec.model_args[config.model.flavor])
     args.update_from_config(config)
@@ -153,11 +150,14 @@ def _read_model(
     none.
     """
     model, to_hf = skeleton(config)
-    weights = exported_tensors(model, to_hf)
+    upstream = compat.upstream("models")
+    weights = upstream.stored_tensors(model, to_hf)
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in weights}
-    tied = {"output.weight"} if getattr(model, "enable_weight_tying", False) else set()
+    tied = upstream.TIED if getattr(model, "enable_weight_tying", False) else set()
     layout = infer_layout(to_hf, shapes, tied)
     stored = stored_shapes(checkpoint)
+    if reason := compat.other_saver(stored.keys(), compat.require_torchtitan()):
+        raise ConfigError(f"{checkpoint} {reason}")
     needed = {fqn: s for fqn, s in shapes.items() if layout.by_fqn[fqn]}
     check_same_model(needed | lora.adapter_shapes(model), stored, checkpoint)
     extra = sorted(set(filter(lora.is_adapter, stored)) - set(lora.adapter_shapes(model)))
@@ -202,7 +202,7 @@ def export_version(config: Any, checkpoint: Path, out: Path, dtype: str) -> Writ
     """
     with _whole_or_not_at_all(out) as draft:
         model, to_hf, layout, shapes = _read_model(config, checkpoint)
-        keep = set(shapes) - {fqn for fqn, _ in model.named_parameters()}
+        keep = set(shapes) & {strip_prefixes(fqn) for fqn, _ in model.named_buffers()}
         scales = {name: layer.scale for name, layer in lora.adapted(model)}
         copy_assets(Path(config.model.hf_assets_path), draft, dtype)
         return write_weights(

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_grpo.errors import ConfigError
+from titan_grpo.titan import compat
 from titan_grpo.titan.rules import attention_violation
-from titan_grpo.titan.tiny import EOS, SHAPE, Kind
+from titan_grpo.titan.tiny import Kind
 
 FLAVORS: dict[Kind, tuple[str, str]] = {
     "qwen3": ("qwen3", "grpo_tiny"),
@@ -17,74 +18,12 @@ FLAVORS: dict[Kind, tuple[str, str]] = {
 """kind of ``write_tiny_model`` -> (model.name, model.flavor)."""
 
 
-def _qwen3_args(kind: Kind) -> Any:
-    from torchtitan.models.moe import MoEArgs
-    from torchtitan.models.qwen3 import Qwen3ModelArgs
-
-    s = SHAPE
-    # Experts in a loop and not in one grouped product: that one computes in bf16, and on CPU it
-    # gains nothing.
-    moe = MoEArgs(
-        num_experts=s.experts,
-        num_shared_experts=0,
-        top_k=s.experts_per_token,
-        score_func="softmax",
-        route_norm=True,
-        score_before_experts=False,
-        use_grouped_mm=False,
-        load_balance_coeff=None,
-    )
-    return Qwen3ModelArgs(
-        vocab_size=s.vocab,
-        max_seq_len=s.max_positions,
-        head_dim=s.head_dim,
-        dim=s.hidden,
-        n_layers=s.layers,
-        n_heads=s.heads,
-        n_kv_heads=s.kv_heads,
-        qk_norm=True,
-        hidden_dim=s.ffn,
-        rope_theta=1000000,
-        eos_id=EOS,
-        enable_weight_tying=kind == "qwen3",
-        moe_enabled=kind == "qwen3_moe",
-        moe_inter_dim=s.expert_ffn,
-        moe_args=moe,
-    )
-
-
-def _llama3_args() -> Any:
-    from torchtitan.models.llama3 import TransformerModelArgs
-
-    s = SHAPE
-    # torchtitan derives the FFN: int(2 * 4 * 128 / 3) = 341, rounded up to a multiple of 512 = 512
-    # = SHAPE.ffn.
-    return TransformerModelArgs(
-        dim=s.hidden,
-        n_layers=s.layers,
-        n_heads=s.heads,
-        n_kv_heads=s.kv_heads,
-        vocab_size=s.vocab,
-        multiple_of=s.ffn,
-        rope_theta=500000,
-        max_seq_len=s.max_positions,
-        eos_id=EOS,
-    )
-
-
 def register_tiny_flavors() -> None:
     """Add the four tiny flavors to torchtitan's own tables of qwen3 and llama3. Idempotent.
 
     Imports torchtitan, so ``titan.compat.prepare()`` comes first.
     """
-    from torchtitan.models.llama3 import llama3_args
-    from torchtitan.models.qwen3 import qwen3_args
-
-    for kind, (name, flavor) in FLAVORS.items():
-        if name == "llama3":
-            llama3_args[flavor] = _llama3_args()
-        else:
-            qwen3_args[flavor] = _qwen3_args(kind)
+    compat.upstream("models").register_tiny_flavors()
 
 
 def disable_unexported_buffers(model_args: Any, adapter: Any = None) -> bool:
@@ -135,16 +74,16 @@ def flavor_of(settings: Mapping[str, Any]) -> tuple[str, str]:
 
     Raises ConfigError where there is none.
     """
-    from titan_grpo.titan.compat import prepare
-
-    prepare()
-    from torchtitan.protocols.train_spec import get_train_spec
-
+    compat.prepare()
     register_tiny_flavors()
     kind = str(settings.get("model_type"))
     sizes = {ours: settings.get(theirs) for ours, theirs in SIZES.items()}
     tied = bool(settings.get("tie_word_embeddings", False))
-    for flavor, args in get_train_spec(MODELS[kind]).model_args.items() if kind in MODELS else ():
+    for flavor, args in (
+        compat.upstream("models").get_spec(MODELS[kind]).model_args.items()
+        if kind in MODELS
+        else ()
+    ):
         same = all(getattr(args, name) == size for name, size in sizes.items())
         same &= getattr(args, "moe_enabled", False) == (kind == "qwen3_moe")
         same &= getattr(args, "enable_weight_tying", tied) == tied
@@ -163,15 +102,12 @@ def parameters_of(name: str, flavor: str) -> int:
 
     Raises ConfigError where there is none.
     """
-    from titan_grpo.titan.compat import prepare
-
-    prepare()
+    compat.prepare()
     import torch
-    from torchtitan.protocols.train_spec import get_train_spec
 
     register_tiny_flavors()
     try:
-        spec = get_train_spec(name)
+        spec = compat.upstream("models").get_spec(name)
     except ValueError as error:
         raise ConfigError(f"torchtitan has no model {name!r}") from error
     if flavor not in spec.model_args:

@@ -89,6 +89,7 @@ def read(argv: Sequence[str], world_size: int | None = None) -> Job:
     broken = (
         our_config.violations(config)
         + rules.violations(config, machine)
+        + compat.upstream("models").violations(config)
         + _model_violations(config)
     )
     _refuse(broken)
@@ -165,9 +166,7 @@ def _refuse(broken: list[str]) -> None:
 
 def _merge(args: list[str], table: dict[str, Any]) -> Any:
     """torchtitan's and our sections with the values of the file and the arguments."""
-    from torchtitan.config import ConfigManager
-
-    manager = ConfigManager()
+    manager = compat.upstream("models").config_manager()
     try:
         merged = manager._maybe_add_custom_config(args, table)
     except (Exception, SystemExit) as error:  # the boundary to the user's module
@@ -228,12 +227,10 @@ def _derive(config: Any, given: set[str]) -> None:
 
 
 def _model_violations(config: Any) -> list[str]:
-    from torchtitan.protocols.train_spec import get_train_spec
-
     flavors.register_tiny_flavors()
     name, flavor = config.model.name, config.model.flavor
     try:
-        spec = get_train_spec(name)
+        spec = compat.upstream("models").get_spec(name)
     except ValueError:
         return [
             f"model.name must be a model that torchtitan knows (llama3, qwen3, ...), got {name!r}"
@@ -278,8 +275,6 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
     Raises:
         ConfigError: the first that is missing, with the key that names it.
     """
-    from torchtitan.protocols.train_spec import get_train_spec
-
     from titan_grpo.titan.hf_files import read_config
 
     folder = Path(config.model.hf_assets_path)
@@ -292,7 +287,7 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
         if not (folder / name).is_file():
             raise ConfigError(f"model.hf_assets_path must contain {name}, got {str(folder)!r}")
     flavor = config.model.flavor
-    args = get_train_spec(config.model.name).model_args[flavor]
+    args = compat.upstream("models").get_spec(config.model.name).model_args[flavor]
     if found := rules.model_violation(flavor, args, essential(read_config(str(folder)))):
         raise ConfigError(found)
     weights = config.checkpoint.initial_load_path or str(folder)
@@ -321,6 +316,18 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
             f" {str(checkpoints)!r} has none (a run was killed while it saved the first one?), and"
             " training would start from random weights: remove the folder"
         )
+    if config.checkpoint.enable and complete:
+        _check_saver(checkpoints)
+
+
+def _check_saver(checkpoints: Path) -> None:
+    """The newest checkpoint is one that the installed torchtitan can go on from."""
+    # torch.distributed.checkpoint is imported by it
+    from titan_grpo.titan.export import PREFIX, stored_shapes, versions_in
+
+    newest = checkpoints / f"{PREFIX}{versions_in(checkpoints)[-1]}"
+    if reason := compat.other_saver(stored_shapes(newest).keys(), compat.require_torchtitan()):
+        raise ConfigError(f"{newest} {reason}")
 
 
 def _check_prompts(rollout: Any, model_dir: str) -> None:

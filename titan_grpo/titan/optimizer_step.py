@@ -255,8 +255,8 @@ class Stepper:
             reference = None
             if self._reference is not None:
                 reference = self._logprobs(self._reference, batch)
-            with t.train_context(), t.maybe_enable_amp:
-                logits = self._logits(t.model_parts[0], batch)
+            with t.computing():
+                logits = t.logits(t.model_parts[0], batch)
                 # Before the backward, where checkpointed layers route once more.
                 routed = self._replay.take_metrics()
                 logprobs = token_logprobs(logits, labels, self._temperature, CHUNK_TOKENS)
@@ -276,20 +276,12 @@ class Stepper:
                 loss.backward()
         return loss.detach(), metrics | routed
 
-    def _logits(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        extra = {"positions": batch["positions"]} if "positions" in batch else {}
-        inputs, _, extra_inputs, extra_kwargs = self._t.post_dataloading_process(
-            {"input": batch["input"], **extra}, batch["labels"]
-        )
-        logits: torch.Tensor = model(inputs, **extra_inputs, **extra_kwargs)
-        return logits
-
     def _logprobs(
         self, model: torch.nn.Module, batch: dict[str, Any], read: Reader = token_logprobs
     ) -> torch.Tensor:
-        with torch.no_grad(), self._t.train_context(), self._t.maybe_enable_amp:
+        with torch.no_grad(), self._t.computing():
             return read(
-                self._logits(model, batch), batch["labels"], self._temperature, CHUNK_TOKENS
+                self._t.logits(model, batch), batch["labels"], self._temperature, CHUNK_TOKENS
             )
 
     def _before(self, inputs: dict[str, Any], labels: torch.Tensor, read: Reader) -> torch.Tensor:
@@ -324,8 +316,8 @@ class Stepper:
         weight = text_weight(text_tokens, completion_tokens, g.ptx_scale, g.ptx_scale_by_tokens)
         total = torch.zeros((), device=t.device)
         for inputs, labels in pairs:
-            with t.train_context(), t.maybe_enable_amp:
-                logits = self._logits(t.model_parts[0], {"input": inputs, "labels": labels})
+            with t.computing():
+                logits = self._t.logits(t.model_parts[0], {"input": inputs, "labels": labels})
                 summed = -token_logprobs(logits, labels, 1.0, CHUNK_TOKENS).sum()
                 del logits
                 (weight * summed).backward()

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 from titan_grpo.algorithm.rows import AttentionRows
 from titan_grpo.errors import ConfigError
@@ -59,6 +58,9 @@ class PackedAttention:
         Raises ConfigError for a model without positions in its forward, or with another attention
         than sdpa.
         """
+        # torchtitan 0.3, with which this is refused, has no such module.
+        from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+
         found = [
             (parent, name, child)
             for parent in model.modules()

@@ -4,15 +4,10 @@ from HF safetensors."""
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torchtitan.components.checkpoint import ModelWrapper
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.tools import utils
 
 from titan_grpo.errors import ConfigError, ProtocolError
-from titan_grpo.titan import compat
 
 
 def build_reference(trainer: Any, job_config: Any) -> torch.nn.Module:
@@ -26,20 +21,7 @@ def build_reference(trainer: Any, job_config: Any) -> torch.nn.Module:
         raise ConfigError(
             "grpo.kl_beta > 0 needs grpo.reference_model or model.hf_assets_path, got neither"
         )
-    spec = trainer.train_spec
-    dtype = TORCH_DTYPE_MAP[job_config.training.dtype]
-    with torch.device("meta"), utils.set_default_dtype(dtype):
-        model: torch.nn.Module = spec.model_cls(trainer.model_args)
-    model = spec.parallelize_fn(model, trainer.parallel_dims, job_config)
-    model.to_empty(device=trainer.device.type)
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)  # type: ignore[operator]
-    compat.after_parallelize([model])
-    adapter = spec.state_dict_adapter(trainer.model_args, path)
-    wrapper = ModelWrapper(model)
-    hf_state = adapter.to_hf(wrapper.state_dict())
-    dcp.load(hf_state, storage_reader=adapter.get_hf_storage_reader(path, False))
-    wrapper.load_state_dict(adapter.from_hf(hf_state))
+    model: torch.nn.Module = trainer.second_model(path)
     model.requires_grad_(False)
     return model.eval()
 

@@ -24,19 +24,16 @@ import torch
 import torch.distributed as dist
 from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.tools.logging import init_logger
-from torchtitan.train import Trainer
 
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.config.lora import sends_adapters
 from titan_grpo.errors import AlertStop, StorageError, SyncError, UnhealthyError
 from titan_grpo.observe import names, terminal
 from titan_grpo.sync.transports.store import limit_nccl_opening
-from titan_grpo.titan import compat, lora
+from titan_grpo.titan import compat
 from titan_grpo.titan.data import BatchLoader, Share
 from titan_grpo.titan.dump_folder import held, write_failure
-from titan_grpo.titan.flavors import disable_unexported_buffers, register_tiny_flavors
 from titan_grpo.titan.head import compute_head_in_fp32
 from titan_grpo.titan.hosts import Here
 from titan_grpo.titan.loggers import log_table, make_dispensable
@@ -51,33 +48,8 @@ from titan_grpo.titan.weight_sync import TrainerSync
 logger = logging.getLogger(__name__)
 
 
-def _register(job_config: Any) -> Any:
-    """Register the user's model under a name of its own, with our loader in place of the text
-    loader; returns the spec as it was."""
-    register_tiny_flavors()
-    spec = get_train_spec(job_config.model.name)
-    args = spec.model_args[job_config.model.flavor]
-    if disable_unexported_buffers(args, spec.state_dict_adapter(args, None)):
-        logger.warning(
-            "the MoE load balancing bias is off: servers cannot receive it, and they would route"
-            " otherwise"
-        )
-
-    def build_loader(
-        dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any
-    ) -> BatchLoader:
-        return BatchLoader(dp_rank)
-
-    ours = {
-        "build_dataloader_fn": build_loader,
-        "build_tokenizer_fn": None,
-        "build_validator_fn": None,
-    }
-    if job_config.lora.rank:
-        ours |= lora.train_adapters_only(spec, job_config)
-    job_config.model.name = f"grpo_{job_config.model.name}"
-    register_train_spec(job_config.model.name, type(spec)(**{**vars(spec), **ours}))
-    return spec
+Engine: Any = compat.upstream("engine").Engine
+"""torchtitan's trainer of the installed version, with what differs between versions behind it."""
 
 
 def token_cost(model_args: Any, model: torch.nn.Module) -> TokenCost:
@@ -91,18 +63,14 @@ def token_cost(model_args: Any, model: torch.nn.Module) -> TokenCost:
     return TokenCost(float(2 * one - two), (two - one) / 2)
 
 
-class GRPOTrainer(Trainer):
+class GRPOTrainer(Engine):
     """See the module's docstring. Rank 0 also owns a Controller: servers, rollouts, lanes,
     report."""
 
     def __init__(self, job_config: Any) -> None:
-        spec = _register(job_config)
         # Before the checkpointer sees the trainer as part of the state.
         self.version = 0
-        super().__init__(job_config)
-        compat.after_parallelize(self.model_parts)
-        if job_config.lora.rank:
-            lora.start_values(self.model_parts[0], job_config.debug.seed or 0)
+        super().__init__(job_config, BatchLoader)
         make_dispensable(self.metrics_processor, self._logger_failed)
         self._grpo = job_config.grpo
         self._started = False
@@ -118,10 +86,9 @@ class GRPOTrainer(Trainer):
             width = route_width(self.model_parts[0]) if self._grpo.router_replay else 0
             on_cpu = self.device.type == "cpu"
             self.controller = Controller(job_config, model_dir, on_cpu, cost, width)
-        adapter = self.train_spec.state_dict_adapter(self.model_args, model_dir)
         self.sync = TrainerSync(
             self.model_parts[0],
-            adapter.to_hf,
+            self.to_hf,
             job_config.weight_sync,
             self.device,
             sends_adapters(job_config.lora),
@@ -147,11 +114,11 @@ class GRPOTrainer(Trainer):
             replay.install(self.model_parts[0])
         text = None
         if self._grpo.ptx_mixin_batchsize:
-            text = TextMixin(spec, job_config, self.loader.num_shares, self.loader.dp_rank)
-            self.checkpointer.states["text"] = text.loader
+            text = TextMixin(self.own_spec, job_config, self.loader.num_shares, self.loader.dp_rank)
+            self._save_also("text", text.loader)
         self._moving = self.reference is not None and 0 < self._grpo.ref_model_ema < 1
         if self.reference is not None and self._moving:
-            self.checkpointer.states["reference"] = ModelWrapper(self.reference)
+            self._save_also("reference", ModelWrapper(self.reference))
         self._stepper = Stepper(self, self.reference, packed, replay, text)
         # torchtitan's own seam for work that must end before the parameters change.
         staging = self.checkpointer.maybe_wait_for_staging
@@ -163,6 +130,11 @@ class GRPOTrainer(Trainer):
             staging()
 
         self.checkpointer.maybe_wait_for_staging = fenced
+
+    def _save_also(self, name: str, state: Any) -> None:
+        # A checkpointer that is off has no states.
+        if self.job_config.checkpoint.enable:
+            self.checkpointer.states[name] = state
 
     def state_dict(self) -> dict[str, Any]:
         """torchtitan's state, and the version: behind the step by the training steps that made

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_grpo.errors import SyncError
 from titan_grpo.layout.digest import content_digest, tensor_digest
+from titan_grpo.layout.infer import strip_prefixes
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.titan import compat
 from titan_grpo.verify.evidence import TRAINER_EVIDENCE, version_file
@@ -61,9 +62,6 @@ class VerifyTrainer(GRPOTrainer):
     def __init__(self, job_config: Any, evidence: Path, tamper: Tamper) -> None:
         super().__init__(job_config)
         self._evidence, self._tamper = evidence, tamper
-        self._adapter = self.train_spec.state_dict_adapter(
-            self.model_args, job_config.model.hf_assets_path
-        )
         if dist.get_rank() == 0:
             evidence.mkdir(parents=True, exist_ok=True)
 
@@ -100,7 +98,7 @@ class VerifyTrainer(GRPOTrainer):
         """Change the sign of rank 0's first weight."""
         if dist.get_rank() == 0:
             name = next(iter(self.sync.plan.ops))
-            weights = dict(exported_tensors(self.model_parts[0], self._adapter.to_hf))
+            weights = dict(exported_tensors(self.model_parts[0], self.to_hf))
             weight = weights[name]
             local = weight.to_local() if isinstance(weight, DTensor) else weight
             with torch.no_grad():
@@ -110,8 +108,8 @@ class VerifyTrainer(GRPOTrainer):
         """Collective: gather, export, cast; rank 0 digests and saves."""
         began = time.perf_counter()
         with torch.no_grad():
-            named = exported_tensors(self.model_parts[0], self._adapter.to_hf)
-            parameters = {id(p) for p in self.model_parts[0].parameters()}
+            named = compat.upstream("models").stored_tensors(self.model_parts[0], self.to_hf)
+            buffers = {strip_prefixes(name) for name, _ in self.model_parts[0].named_buffers()}
             wire = getattr(torch, self.job_config.weight_sync.wire_dtype)
             layers = dict(adapted(self.model_parts[0]))
             full: dict[str, torch.Tensor] = {}
@@ -126,11 +124,11 @@ class VerifyTrainer(GRPOTrainer):
                         for p in pair
                     )
                     whole = whole.double() + layer.scale * (up @ down)
-                cast = id(tensor) in parameters and whole.is_floating_point()
+                cast = fqn not in buffers and whole.is_floating_point()
                 full[fqn] = (whole.to(wire) if cast else whole).cpu()
             if self.controller is None:
                 return
-            exported = {name: t.contiguous() for name, t in self._adapter.to_hf(full).items()}
+            exported = {name: t.contiguous() for name, t in self.to_hf(full).items()}
         digests = {name: tensor_digest(t) for name, t in exported.items()}
         line = {
             "version": version,

@@ -31,6 +31,7 @@ from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.part import LOOPBACK, Hashing, HostPart, ImagePool
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, local_shards
 from titan_grpo.sync.snapshot import Snapshotter
+from titan_grpo.titan import compat
 from titan_grpo.titan.hosts import Here, host_address, leaders
 from titan_grpo.titan.lora import (
     adapter_layout,
@@ -121,7 +122,7 @@ def plan_writes(
     """
     weights = exported_tensors(model, to_hf)
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in weights}
-    tied = {"output.weight"} if getattr(model, "enable_weight_tying", False) else set()
+    tied = compat.upstream("models").TIED if getattr(model, "enable_weight_tying", False) else set()
     layout = infer_layout(to_hf, shapes, tied)
     parameters = {strip_prefixes(name) for name, _ in model.named_parameters()}
     keep = {fqn: str(t.dtype).removeprefix("torch.") for fqn, t in weights if fqn not in parameters}

@@ -1,0 +1,174 @@
+"""The trainer on torchtitan 0.3, in the environment that scripts/setup.sh --torchtitan 0.3 makes;
+without it these tests are skipped."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.ranks import run_ranks
+from tests.rigs.sockets import free_port
+from titan_grpo.titan.tiny import write_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="session")
+def python03(root) -> str:
+    python = root / ".venv-titan03/bin/python"
+    if not python.exists():
+        pytest.skip("no environment with torchtitan 0.3: scripts/setup.sh --torchtitan 0.3")
+    return str(python)
+
+
+@pytest.fixture
+def ask(root, python03, tmp_path):
+    """``ask(code)``: the JSON that Python code with torchtitan 0.3 prints last."""
+
+    def run(code: str) -> object:
+        env = {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            [python03, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+PREPARED = """
+import json
+from math import prod
+import torch
+from titan_grpo.titan import compat
+compat.prepare()
+from titan_grpo.titan import models03
+from titan_grpo.layout.infer import infer_layout
+"""
+
+
+def test_every_element_of_a_fused_projection_reaches_the_servers(ask):
+    found = ask(
+        PREPARED
+        + """
+out = {}
+pairs = (("qwen3", "grpo_tiny"), ("qwen3", "grpo_tiny_untied"), ("llama3", "grpo_tiny"))
+for name, flavor in pairs:
+    spec = models03.get_spec(name)
+    args = spec.model_args[flavor]
+    model = spec.model_cls(args)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    to_hf = spec.state_dict_adapter(args, None).to_hf
+    parameters = dict(model.named_parameters())
+    layout = infer_layout(to_hf, {n: p.shape for n, p in parameters.items()}, models03.TIED)
+    upstream = spec.state_dict_adapter(args, None).to_hf(model.state_dict())
+    ours = {t.name: parameters[t.fqn].flatten(0, -2)[t.row_ids()].reshape(t.shape)
+            if parameters[t.fqn].ndim > 1 else parameters[t.fqn][t.row_ids()]
+            for t in layout.tensors}
+    out[f"{name}/{flavor}"] = {
+        "fused": sum(models03.FUSED in fqn for fqn in parameters),
+        "parameters": sum(p.numel() for p in parameters.values()),
+        "exported": sum(prod(t.shape) for t in layout.tensors),
+        "equal": ours.keys() == upstream.keys()
+        and all(torch.equal(ours[n], upstream[n]) for n in ours),
+    }
+print(json.dumps(out))
+"""
+    )
+    assert len(found) == 3
+    for each in found.values():
+        assert each["fused"] == 2, "0.3 fuses q, k and v of each layer"
+        assert each["parameters"] == each["exported"] > 500_000
+        assert each["equal"], "as upstream's own state dict splits them"
+
+
+def test_attention_is_plain_causal_attention_and_cuda_graphs_are_off(ask):
+    found = ask(
+        PREPARED
+        + """
+from titan_grpo.titan.engine03 import translated
+from titan_grpo.titan.sections import JobConfig
+spec = models03.get_spec("qwen3")
+kinds = {type(each.attention.inner_attention).__qualname__
+         for each in spec.model_args["0.6B"].config.layers}
+made = translated(JobConfig())
+print(json.dumps([sorted(kinds), made["training"].disable_cuda_graphs,
+                  made["parallelism"].spmd_backend]))
+"""
+    )
+    # Not 0.3's spmd types, with which tensor parallel weights are plain tensors that hold a part.
+    assert found == [["ScaledDotProductAttention.Config"], True, "partial_dtensor"]
+
+
+def test_what_has_no_counterpart_or_was_never_run_is_refused_by_its_name(ask):
+    found = ask(
+        PREPARED
+        + """
+from titan_grpo.errors import ConfigError
+from titan_grpo.titan.jobconfig import parse
+said = []
+for option in ("--lora.rank=2", "--compile.enable", "--grpo.pack_sequences",
+               "--parallelism.tensor_parallel_degree=2", "--model.flavor=30B-A3B",
+               "--parallelism.enable_async_tensor_parallel", "--grpo.ptx_mixin_batchsize=32",
+               "--activation_checkpoint.mode=memory_budget"):
+    try:
+        parse(["--job.config_file", RECIPE, "--model.name=llama3" if "tensor_par" in option else
+               "--model.name=qwen3", option])
+        said.append("")
+    except ConfigError as error:
+        said.append(str(error))
+print(json.dumps(said))
+""".replace("RECIPE", repr(str(Path("titan_grpo/titan/recipes/quickstart_cpu.toml").resolve())))
+    )
+    keys = (
+        "lora.rank",
+        "compile.enable",
+        "grpo.pack_sequences",
+        "parallelism.tensor_parallel_degree",
+        "model.flavor",
+        "parallelism.enable_async_tensor_parallel",
+        "grpo.ptx_mixin_batchsize",
+        "activation_checkpoint.mode",
+    )
+    for text, key in zip(found, keys, strict=True):
+        assert text.startswith(f"{key} must be"), text
+        assert "torchtitan 0.3" in text
+
+
+RANK = Path(__file__).parents[1] / "titan/engine_rank.py"
+
+
+@pytest.fixture
+def steps(python03, tmp_path):
+    """``steps(folder, count, python)``: what two ranks say that trained there up to a step."""
+
+    def run(folder: str, count: int, python: str = python03) -> dict:
+        write_tiny_model("qwen3", tmp_path / folder / "model", seed=1)
+        place = (str(tmp_path / folder), str(count))
+        said = run_ranks(RANK, 2, "2", str(free_port()), "qwen3", *place, python=python)[0]
+        return json.loads(said.splitlines()[-1])
+
+    return run
+
+
+@pytest.mark.long
+def test_two_ranks_train_the_same_on_both_torchtitans_and_publish_every_element(steps):
+    older, newer = steps("older", 2, sys.executable), steps("newer", 2)
+    assert newer["losses"] == pytest.approx(older["losses"], abs=1e-5)
+    for each in (older, newer):
+        assert each["elements"] == each["in_image"]
+        assert each["same_bytes"], "the image is what torchtitan's own state dict exports"
+        assert each["waited"] == 2, "the fence is before each optimizer step"
+
+
+@pytest.mark.long
+def test_resumed_ranks_on_03_end_with_the_very_weights_of_ranks_that_went_on(steps):
+    whole = steps("whole", 4)
+    first, second = steps("parts", 2), steps("parts", 4)
+    assert [*first["losses"], *second["losses"]] == whole["losses"]
+    assert second["digest"] == whole["digest"] != first["digest"]

@@ -1,0 +1,96 @@
+"""torchtitan 0.2.2's trainer behind the calls that ``engine03`` has too."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpoint import ModelWrapper
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+from torchtitan.tools import utils
+from torchtitan.train import Trainer
+
+from titan_grpo.titan import compat, flavors, lora
+
+logger = logging.getLogger(__name__)
+
+
+def _register(job_config: Any, make_loader: Callable[[int], Any]) -> Any:
+    """Register the user's model under a name of its own, with our loader in place of the text
+    loader; returns the spec as it was."""
+    flavors.register_tiny_flavors()
+    spec = get_train_spec(job_config.model.name)
+    args = spec.model_args[job_config.model.flavor]
+    if flavors.disable_unexported_buffers(args, spec.state_dict_adapter(args, None)):
+        logger.warning(
+            "the MoE load balancing bias is off: servers cannot receive it, and they would route"
+            " otherwise"
+        )
+
+    def build_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
+        return make_loader(dp_rank)
+
+    ours = {
+        "build_dataloader_fn": build_loader,
+        "build_tokenizer_fn": None,
+        "build_validator_fn": None,
+    }
+    if job_config.lora.rank:
+        ours |= lora.train_adapters_only(spec, job_config)
+    job_config.model.name = f"grpo_{job_config.model.name}"
+    register_train_spec(job_config.model.name, type(spec)(**{**vars(spec), **ours}))
+    return spec
+
+
+class Engine(Trainer):
+    """0.2.2's trainer, built from a job."""
+
+    def __init__(self, job_config: Any, make_loader: Callable[[int], Any]) -> None:
+        self.own_spec = _register(job_config, make_loader)
+        """The model's spec with torchtitan's loader of text."""
+        super().__init__(job_config)
+        compat.after_parallelize(self.model_parts)
+        if job_config.lora.rank:
+            lora.start_values(self.model_parts[0], job_config.debug.seed or 0)
+        path = str(job_config.model.hf_assets_path)
+        self.to_hf = self.train_spec.state_dict_adapter(self.model_args, path).to_hf
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with self.train_context(), self.maybe_enable_amp:
+            yield
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """What forward and backward happen in."""
+        return self._computing()
+
+    def logits(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        """[R, L, V] of "input" [R, L], and of "positions" where the batch has them."""
+        extra = {"positions": batch["positions"]} if "positions" in batch else {}
+        inputs, _, extra_inputs, extra_kwargs = self.post_dataloading_process(
+            {"input": batch["input"], **extra}, batch["labels"]
+        )
+        logits: torch.Tensor = model(inputs, **extra_inputs, **extra_kwargs)
+        return logits
+
+    def second_model(self, path: str) -> torch.nn.Module:
+        """A model built and sharded like the one that is trained, with the weights of the Hugging
+        Face files in ``path``. Collective."""
+        spec = self.train_spec
+        dtype = TORCH_DTYPE_MAP[self.job_config.training.dtype]
+        with torch.device("meta"), utils.set_default_dtype(dtype):
+            model: torch.nn.Module = spec.model_cls(self.model_args)
+        model = spec.parallelize_fn(model, self.parallel_dims, self.job_config)
+        model.to_empty(device=self.device.type)
+        with torch.no_grad():
+            model.init_weights(buffer_device=None)  # type: ignore[operator]
+        compat.after_parallelize([model])
+        adapter = spec.state_dict_adapter(self.model_args, path)
+        wrapper = ModelWrapper(model)
+        hf_state = adapter.to_hf(wrapper.state_dict())
+        dcp.load(hf_state, storage_reader=adapter.get_hf_storage_reader(path, False))
+        wrapper.load_state_dict(adapter.from_hf(hf_state))
+        return model

@@ -1,0 +1,207 @@
+"""torchtitan 0.3's trainer behind the calls that ``engine02`` has too, and what its configuration
+is made of.
+
+A job is written in the sections of 0.2.2. ``SECTIONS`` and ``translated`` say what becomes of them;
+what has no counterpart is refused with its name (``violations``), as is what was never run with
+0.3.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer.base import ModelWrapper
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    ParamGroupConfig,
+)
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config.configs import (
+    CommConfig,
+    CompileConfig,
+    DebugConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.tools import utils
+from torchtitan.tools.profiler import Profiler
+from torchtitan.trainer import Trainer
+
+from titan_grpo.titan import compat, models03, sections
+
+SECTIONS: dict[str, tuple[str, Any]] = {
+    "profiling": ("profiler", Profiler.Config),
+    "metrics": ("metrics", MetricsProcessor.Config),
+    "lr_scheduler": ("lr_scheduler", LRSchedulersContainer.Config),
+    "training": ("training", TrainingConfig),
+    "parallelism": ("parallelism", ParallelismConfig),
+    "checkpoint": ("checkpoint", CheckpointManager.Config),
+    "compile": ("compile", CompileConfig),
+    "comm": ("comm", CommConfig),
+    "debug": ("debug", DebugConfig),
+}
+"""Section of a job -> (0.3's name, 0.3's class): keys of one name are one setting."""
+
+OURS = {
+    "training.dataset",
+    "training.dataset_path",
+    "training.dataloader",
+    "checkpoint.enable_ft_dataloader_checkpoints",
+    "parallelism.disable_loss_parallel",
+    "parallelism.pipeline_parallel_expert_parallel_overlap",
+}
+"""Keys without a counterpart that change nothing in a GRPO job of the supported kinds."""
+
+
+def translated(config: Any) -> dict[str, Any]:
+    """Keyword arguments of Trainer.Config for a job, without the model and the loader."""
+    out = {}
+    for section, (name, kind) in SECTIONS.items():
+        known = {f.name for f in fields(kind)}
+        values = vars(getattr(config, section))
+        out[name] = kind(**{key: value for key, value in values.items() if key in known})
+    # The loss is ours and its shapes change from step to step.
+    out["training"].disable_cuda_graphs = True
+    # Weights that are cut are DTensors; 0.3's default leaves those of tensor parallelism plain.
+    out["parallelism"].spmd_backend = "partial_dtensor"
+    out["debug"].print_config = config.job.print_config
+    out["debug"].save_config_file = config.job.save_config_file
+    out["debug"].enable_structured_logging = False
+    o = config.optimizer
+    options = {
+        "lr": o.lr,
+        "betas": (o.beta1, o.beta2),
+        "eps": o.eps,
+        "weight_decay": o.weight_decay,
+    }
+    out["optimizer"] = OptimizersContainer.Config(
+        param_groups=[
+            ParamGroupConfig(pattern=".*", optimizer_name=o.name, optimizer_kwargs=options)
+        ],
+        implementation=o.implementation,
+    )
+    a = config.activation_checkpoint
+    shared = {key: getattr(a, key) for key in ("preserve_rng_state", "determinism_check", "debug")}
+    kinds = {"full": FullAC.Config, "selective": SelectiveAC.Config}
+    out["activation_checkpoint"] = None if a.mode == "none" else kinds[a.mode](**shared)
+    out["dump_folder"] = config.job.dump_folder
+    out["hf_assets_path"] = config.model.hf_assets_path
+    return out
+
+
+@dataclass(kw_only=True, slots=True)
+class _Loader(BaseDataLoader.Config):
+    """Builds our loader; the rest of what 0.3 passes is for loaders of text."""
+
+    make: Any = None
+
+    def build(self, *, dp_rank: int, **_: Any) -> Any:
+        """The loader of a data-parallel rank."""
+        return self.make(dp_rank)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nothing to show."""
+        return {}
+
+
+@dataclass(kw_only=True, slots=True)
+class _NoTokenizer(BaseTokenizer.Config):
+    """The rollouts have the tokenizer."""
+
+    def build(self, **_: Any) -> None:
+        """None."""
+
+
+class Engine(Trainer):
+    """0.3's trainer, built from a job."""
+
+    def __init__(self, job_config: Any, make_loader: Callable[[int], Any]) -> None:
+        self.job_config = job_config
+        spec = models03.get_spec(job_config.model.name)
+        self.model_args = spec.model_args[job_config.model.flavor]
+        self._adapter = spec.state_dict_adapter
+
+        def adapter(model_config: Any, path: str | None) -> Any:
+            return self._adapter(self.model_args, path)
+
+        model_spec = replace(self.model_args.spec, state_dict_adapter=adapter)
+        super().__init__(
+            Trainer.Config(
+                **translated(job_config),
+                model_spec=model_spec,
+                # Never called: a Trainer must have one.
+                loss=CrossEntropyLoss.Config(),
+                dataloader=_Loader(make=make_loader),
+                tokenizer=_NoTokenizer(),
+            )
+        )
+        compat.after_parallelize(self.model_parts)
+        self.to_hf = self._adapter(self.model_args, job_config.model.hf_assets_path).to_hf
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """What forward and backward happen in; FSDP2 casts, also on one rank."""
+        context: AbstractContextManager[Any] = self.train_context()
+        return context
+
+    def logits(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        """[R, L, V] of "input" [R, L], and of "positions" where the batch has them."""
+        extra = {"positions": batch["positions"]} if "positions" in batch else {}
+        inputs, _, keywords = self.post_dataloading_process(
+            {"input": batch["input"], **extra}, batch["labels"]
+        )
+        logits: torch.Tensor = model(inputs, **keywords)
+        return logits
+
+    def second_model(self, path: str) -> torch.nn.Module:
+        """A model built and sharded like the one that is trained, with the weights of the Hugging
+        Face files in ``path``. Collective."""
+        c = self.config
+        dtype = TORCH_DTYPE_MAP[c.training.dtype]
+        with torch.device("meta"), utils.set_default_dtype(dtype):
+            model: torch.nn.Module = self.model_config.build()
+        model = c.model_spec.parallelize_fn(
+            model,
+            parallel_dims=self.parallel_dims,
+            training=c.training,
+            parallelism=c.parallelism,
+            compile_config=c.compile,
+            ac_config=c.activation_checkpoint,
+            dump_folder=c.dump_folder,
+        )
+        model.to_empty(device=self.device.type)
+        with torch.no_grad():
+            model.init_weights(buffer_device=None)  # type: ignore[operator]
+        compat.after_parallelize([model])
+        adapter = self._adapter(self.model_args, path)
+        wrapper = ModelWrapper(model)
+        hf_state = adapter.to_hf(wrapper.state_dict())
+        dcp.load(hf_state, storage_reader=adapter.get_hf_storage_reader(path, False))
+        wrapper.load_state_dict(adapter.from_hf(hf_state))
+        return model
+
+
+def without_counterpart(config: Any) -> list[str]:
+    """Keys of a job that are not at their default and that 0.3 has no setting for."""
+    plain = sections.JobConfig()
+    out = []
+    for section, (_, kind) in SECTIONS.items():
+        known = {f.name for f in fields(kind)}
+        for f in fields(getattr(plain, section)):
+            key, value = f"{section}.{f.name}", getattr(getattr(config, section), f.name)
+            default = getattr(getattr(plain, section), f.name)
+            if f.name not in known and key not in OURS and value != default:
+                out.append(
+                    f"{key} must be left out with torchtitan 0.3, which has no such setting, got"
+                    f" {value!r}"
+                )
+    return out

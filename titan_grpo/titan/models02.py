@@ -1,0 +1,107 @@
+"""torchtitan 0.2.2: its configuration and its models, behind the calls that ``models03`` has too.
+
+``titan.compat.upstream("models")`` is the one for the installed torchtitan. Each call imports
+torchtitan, so ``titan.compat.prepare()`` comes first.
+"""
+
+from typing import Any
+
+from titan_grpo.layout.infer import ToHF
+from titan_grpo.titan.tiny import EOS, SHAPE
+
+TIED = {"output.weight"}
+"""Parameters that tied embeddings leave without values of their own."""
+
+
+def config_manager() -> Any:
+    """What merges the sections of a TOML file with ours and with arguments."""
+    from torchtitan.config import ConfigManager
+
+    return ConfigManager()
+
+
+def get_spec(name: str) -> Any:
+    """The model ``name``: ``model_args`` by flavor, ``model_cls``, ``state_dict_adapter``. Raises
+    ValueError where there is none."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    return get_train_spec(name)
+
+
+def violations(config: Any) -> list[str]:
+    """What of a job this torchtitan cannot run: nothing that the rules do not say."""
+    return []
+
+
+def stored_tensors(model: Any, to_hf: ToHF) -> list[tuple[str, Any]]:
+    """What a checkpoint holds of a model, by name: its parameters, and the buffers that are
+    exported."""
+    from titan_grpo.titan.weight_sync import exported_tensors
+
+    return exported_tensors(model, to_hf)
+
+
+def register_tiny_flavors() -> None:
+    """Add the four tiny flavors to torchtitan's own tables of qwen3 and llama3. Idempotent."""
+    from torchtitan.models.llama3 import llama3_args
+    from torchtitan.models.qwen3 import qwen3_args
+
+    qwen3_args["grpo_tiny"] = _qwen3_args(tied=True, experts=False)
+    qwen3_args["grpo_tiny_untied"] = _qwen3_args(tied=False, experts=False)
+    qwen3_args["grpo_tiny_moe"] = _qwen3_args(tied=False, experts=True)
+    llama3_args["grpo_tiny"] = _llama3_args()
+
+
+def _qwen3_args(tied: bool, experts: bool) -> Any:
+    from torchtitan.models.moe import MoEArgs
+    from torchtitan.models.qwen3 import Qwen3ModelArgs
+
+    s = SHAPE
+    # Experts in a loop and not in one grouped product: that one computes in bf16, and on CPU it
+    # gains nothing.
+    moe = MoEArgs(
+        num_experts=s.experts,
+        num_shared_experts=0,
+        top_k=s.experts_per_token,
+        score_func="softmax",
+        route_norm=True,
+        score_before_experts=False,
+        use_grouped_mm=False,
+        load_balance_coeff=None,
+    )
+    return Qwen3ModelArgs(
+        vocab_size=s.vocab,
+        max_seq_len=s.max_positions,
+        head_dim=s.head_dim,
+        dim=s.hidden,
+        n_layers=s.layers,
+        n_heads=s.heads,
+        n_kv_heads=s.kv_heads,
+        qk_norm=True,
+        hidden_dim=s.ffn,
+        rope_theta=1000000,
+        eos_id=EOS,
+        enable_weight_tying=tied,
+        moe_enabled=experts,
+        moe_inter_dim=s.expert_ffn,
+        moe_args=moe,
+    )
+
+
+def _llama3_args() -> Any:
+    from torchtitan.models.llama3 import TransformerModelArgs
+
+    s = SHAPE
+    # torchtitan derives the FFN: int(2 * 4 * 128 / 3) = 341, rounded up to a multiple of 512 = 512
+    # = SHAPE.ffn.
+    return TransformerModelArgs(
+        dim=s.hidden,
+        n_layers=s.layers,
+        n_heads=s.heads,
+        n_kv_heads=s.kv_heads,
+        vocab_size=s.vocab,
+        multiple_of=s.ffn,
+        rope_theta=500000,
+        max_seq_len=s.max_positions,
+        eos_id=EOS,
+    )

@@ -1,0 +1,347 @@
+"""torchtitan 0.3: the configuration and the models, behind the calls that ``models02`` has too.
+
+0.3 reads no TOML, so a job's file is read here, with the sections of 0.2.2 (titan/sections.py), and
+``engine03`` translates them. Models are 0.3's own, with plain causal attention.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field, fields, is_dataclass, make_dataclass
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from titan_grpo.layout.infer import ToHF
+from titan_grpo.titan.tiny import SHAPE
+
+TIED = {"lm_head.weight"}
+"""Parameters that tied embeddings leave without values of their own."""
+
+FUSED = ".qkv_linear.wqkv."
+"""In the names of fused projections, which neither checkpoints nor adapters know."""
+
+
+class ConfigManager:
+    """Merges the sections of a TOML file with ours and with arguments, as 0.2.2's class of this
+    name did."""
+
+    def _maybe_add_custom_config(self, args: list[str], table: Mapping[str, Any]) -> type:
+        """The merged dataclass of torchtitan's sections and those of job.custom_config_module."""
+        from titan_grpo.titan.sections import JobConfig
+
+        given = str(table.get("job", {}).get("custom_config_module", ""))
+        for position, arg in enumerate(args):
+            key, equals, value = arg.partition("=")
+            if key.replace("-", "_") == "__job.custom_config_module":
+                given = value if equals else args[position + 1]
+        return merged(JobConfig, importlib.import_module(given).JobConfig) if given else JobConfig
+
+    def parse_args(self, args: list[str]) -> Any:
+        """Argument beats TOML beats default. Raises ValueError for an unknown key, SystemExit for
+        an unknown argument."""
+        import tyro
+
+        from titan_grpo.titan.jobconfig import load_toml
+
+        registry = tyro.constructors.ConstructorRegistry()
+
+        @registry.primitive_rule
+        def comma_separated(info: Any) -> Any:
+            if info.type != list[str]:
+                return None
+            return tyro.constructors.PrimitiveConstructorSpec(
+                nargs=1,
+                metavar="A,B,C,...",
+                instance_from_str=lambda words: words[0].split(","),
+                is_instance=lambda value: all(isinstance(each, str) for each in value),
+                str_from_instance=lambda value: [",".join(value)],
+            )
+
+        table = load_toml(args)
+        kind = self._maybe_add_custom_config(args, table)
+        return tyro.cli(kind, args=args, default=filled(kind, table), registry=registry)
+
+
+def merged(base: Any, custom: Any) -> type:
+    """A dataclass with the fields of both; sections that both have are merged, other fields are
+    those of ``custom``."""
+    theirs = {f.name: f for f in fields(custom)}
+    out: list[Any] = []
+    for f in fields(base):
+        other = theirs.pop(f.name, None)
+        if other is not None and is_dataclass(f.type) and is_dataclass(other.type):
+            kind = merged(f.type, other.type)
+            out.append((f.name, kind, field(default_factory=kind)))
+        else:
+            chosen = other or f
+            out.append((f.name, chosen.type, chosen))
+    out += [(f.name, f.type, f) for f in theirs.values()]
+    return make_dataclass(f"Merged{base.__name__}", out, bases=(base,))
+
+
+def filled(kind: Any, table: Mapping[str, Any]) -> Any:
+    """The dataclass with the values of a table; jobconfig has checked the keys."""
+    types = {f.name: f.type for f in fields(kind)}
+    values = {
+        name: filled(types[name], value)
+        if is_dataclass(types[name]) and isinstance(value, Mapping)
+        else value
+        for name, value in table.items()
+    }
+    return kind(**values)
+
+
+def config_manager() -> Any:
+    """What merges the sections of a TOML file with ours and with arguments."""
+    return ConfigManager()
+
+
+class Args:
+    """A model's configuration with the names that 0.2.2 has for its fields. ``config`` and ``spec``
+    are 0.3's."""
+
+    attn_type = "sdpa"
+
+    def __init__(self, spec: Any) -> None:
+        from torchtitan.models.common.attention import ScaledDotProductAttention
+
+        self.spec, self.config = spec, spec.model
+        layer = self.config.layers[0]
+        attention = layer.attention
+        # 0.3's own choices cut a row at positions of zero or compute in bfloat16; a CPU cannot
+        # differentiate them. This is what 0.2.2 trains with.
+        for each in self.config.layers:
+            if each.attention is not None:
+                each.attention.inner_attention = ScaledDotProductAttention.Config()
+        self.dim, self.vocab_size = self.config.dim, self.config.vocab_size
+        self.n_layers, self.n_heads = len(self.config.layers), attention.n_heads
+        self.n_kv_heads = attention.n_kv_heads or attention.n_heads
+        self.head_dim = attention.head_dim or self.dim // self.n_heads
+        self.norm_eps = self.config.norm.eps
+        self.rope_theta = attention.rope.theta
+        self.rope_scaling_args = None if attention.rope.scaling == "none" else attention.rope
+        self.enable_weight_tying = self.config.enable_weight_tying
+        self.moe_enabled = any(getattr(each, "moe", None) for each in self.config.layers)
+
+    def update_from_config(self, job_config: Any) -> None:
+        """Nothing of a job changes what a model's parameters are."""
+
+    def get_nparams_and_flops(self, model: torch.nn.Module, length: int) -> tuple[int, int]:
+        """0.3's own count."""
+        counted: tuple[int, int] = self.config.get_nparams_and_flops(model, length)
+        return counted
+
+
+class Flavors(Mapping[str, Args]):
+    """The arguments of a model's flavors, made anew at each access: a Trainer changes what it
+    gets."""
+
+    def __init__(self, names: list[str], make: Callable[[str], Any]) -> None:
+        self._names, self._make = names, make
+
+    def __getitem__(self, flavor: str) -> Args:
+        if flavor not in self._names:
+            raise KeyError(flavor)
+        return Args(self._make(flavor))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+MODELS = {"llama3": "grpo_tiny", "qwen3": "grpo_tiny grpo_tiny_untied"}
+"""Models that are supported with 0.3 -> our flavors of it."""
+
+
+def get_spec(name: str) -> Any:
+    """The model ``name``: ``model_args`` by flavor, ``model_cls``, ``state_dict_adapter``. Raises
+    ValueError where there is none."""
+    if name not in MODELS:
+        raise ValueError(name)
+    module = importlib.import_module(f"torchtitan.models.{name}")
+    table = getattr(module, f"{name}_configs")
+    tiny = MODELS[name].split()
+    table |= dict.fromkeys(tiny, _tiny_llama3) if name == "llama3" else {}
+    table |= {each: _TINY_QWEN3[each] for each in tiny} if name == "qwen3" else {}
+
+    def adapter(args: Args, path: str | None) -> Any:
+        return splitting(args.spec.state_dict_adapter, args)(args.config, path)
+
+    def build(args: Args) -> torch.nn.Module:
+        model: torch.nn.Module = args.config.build()
+        return model
+
+    return SimpleNamespace(
+        model_args=Flavors(
+            list(table), lambda flavor: module.model_registry(flavor, attn_backend="varlen")
+        ),
+        model_cls=build,
+        state_dict_adapter=adapter,
+    )
+
+
+def splitting(kind: Any, args: Args) -> type:
+    """A StateDictAdapter class that takes fused projections too: as such they would be left out
+    without a word."""
+
+    def to_hf(self: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        whole: dict[str, Any] = {}
+        for name, value in state_dict.items():
+            whole |= split_qkv(name, value, args) if FUSED in name else {name: value}
+        exported: dict[str, Any] = kind.to_hf(self, whole)
+        return exported
+
+    return type(kind.__name__, (kind,), {"to_hf": to_hf})
+
+
+def split_qkv(name: str, fused: torch.Tensor, args: Any) -> dict[str, torch.Tensor]:
+    """The projections that a fused one [(heads + 2 kv_heads) * head_dim, ..] holds, which has for
+    each KV head its query heads, then K, then V. Source: 0.3's FusedQKVLinear."""
+    each = args.n_heads // args.n_kv_heads
+    tail = fused.shape[1:]
+    heads = fused.reshape(args.n_kv_heads, each + 2, args.head_dim, *tail)
+    parts = {"wq": heads[:, :each], "wk": heads[:, each], "wv": heads[:, each + 1]}
+    return {name.replace("wqkv", part): x.reshape(-1, *tail) for part, x in parts.items()}
+
+
+def stored_tensors(model: torch.nn.Module, to_hf: ToHF) -> list[tuple[str, torch.Tensor]]:
+    """What a checkpoint holds of a model, by name: fused projections are split by 0.3 itself.
+    Collective."""
+    return list(model.state_dict().items())
+
+
+def register_tiny_flavors() -> None:
+    """Nothing: ``get_spec`` has them."""
+
+
+def _tiny_llama3(**options: Any) -> Any:
+    import torchtitan.models.llama3 as llama3
+
+    s = SHAPE
+    rope = llama3.ComplexRoPE.Config(
+        dim=s.head_dim, max_seq_len=s.max_positions, theta=500000, scaling="llama"
+    )
+    return llama3.model.Llama3Model.Config(
+        dim=s.hidden,
+        vocab_size=s.vocab,
+        tok_embeddings=llama3.Embedding.Config(
+            num_embeddings=s.vocab, embedding_dim=s.hidden, param_init=llama3._EMBEDDING_INIT
+        ),
+        norm=llama3.RMSNorm.Config(normalized_shape=s.hidden, param_init=llama3._NORM_INIT),
+        lm_head=llama3.Linear.Config(
+            in_features=s.hidden,
+            out_features=s.vocab,
+            param_init=llama3._output_linear_init(s.hidden),
+        ),
+        layers=llama3._build_llama3_layers(
+            n_layers=s.layers,
+            dim=s.hidden,
+            n_heads=s.heads,
+            n_kv_heads=s.kv_heads,
+            hidden_dim=s.ffn,
+            rope=rope,
+            attn_backend=options["attn_backend"],
+        ),
+    )
+
+
+def _tiny_qwen3(tied: bool, attn_backend: str) -> Any:
+    import torchtitan.models.qwen3 as qwen3
+
+    s = SHAPE
+    start = qwen3._EMBEDDING_SKIP_INIT if tied else qwen3._EMBEDDING_INIT
+    return qwen3.Qwen3Model.Config(
+        vocab_size=s.vocab,
+        dim=s.hidden,
+        norm=qwen3._qwen3_norm(s.hidden),
+        enable_weight_tying=tied,
+        tok_embeddings=qwen3.Embedding.Config(
+            num_embeddings=s.vocab, embedding_dim=s.hidden, param_init=start
+        ),
+        lm_head=qwen3.Linear.Config(
+            in_features=s.hidden, out_features=s.vocab, param_init=qwen3._LINEAR_INIT
+        ),
+        layers=qwen3._build_qwen3_layers(
+            n_layers=s.layers,
+            dim=s.hidden,
+            n_heads=s.heads,
+            n_kv_heads=s.kv_heads,
+            head_dim=s.head_dim,
+            hidden_dim=s.ffn,
+            attn_backend=attn_backend,
+            rope=qwen3.CosSinRoPE.Config(
+                dim=s.head_dim, max_seq_len=s.max_positions, theta=1000000.0
+            ),
+        ),
+    )
+
+
+_TINY_QWEN3: dict[str, Callable[..., Any]] = {
+    "grpo_tiny": lambda attn_backend, **_: _tiny_qwen3(True, attn_backend),
+    "grpo_tiny_untied": lambda attn_backend, **_: _tiny_qwen3(False, attn_backend),
+}
+
+
+def violations(config: Any) -> list[str]:
+    """What of a job cannot run with 0.3, each as "key must be rule (why), got value"."""
+    from titan_grpo.titan.engine03 import without_counterpart
+
+    p, a, m = config.parallelism, config.activation_checkpoint, config.model
+    known = get_spec(m.name).model_args if m.name in MODELS else {}
+    never = "never run with torchtitan 0.3; take 0.2.2"
+    found = [
+        (config.lora.rank > 0, "lora.rank", f"0 ({never})"),
+        (
+            m.flavor in known and known[m.flavor].moe_enabled,
+            "model.flavor",
+            f"a dense model (experts were {never})",
+        ),
+        (config.compile.enable, "compile.enable", f"false ({never})"),
+        (
+            config.grpo.ptx_mixin_batchsize > 0,
+            "grpo.ptx_mixin_batchsize",
+            f"0 ({never})",
+        ),
+        *(
+            (getattr(config.grpo, name), f"grpo.{name}", f"false ({never})")
+            for name in ("pack_sequences", "fp32_lm_head", "router_replay")
+        ),
+        *(
+            (getattr(p, name) != 1, f"parallelism.{name}", f"1 ({never})")
+            for name in (
+                "data_parallel_replicate_degree",
+                "tensor_parallel_degree",
+                "expert_parallel_degree",
+                "expert_tensor_parallel_degree",
+            )
+        ),
+        (
+            config.optimizer.name not in ("Adam", "AdamW"),
+            "optimizer.name",
+            '"Adam" or "AdamW"',
+        ),
+        (
+            config.optimizer.early_step_in_backward,
+            "optimizer.early_step_in_backward",
+            "false (torchtitan 0.3 has no such setting)",
+        ),
+        (
+            a.mode == "memory_budget",
+            "activation_checkpoint.mode",
+            f'"none", "selective" or "full" ({never})',
+        ),
+        (
+            bool(config.experimental.custom_import),
+            "experimental.custom_import",
+            "empty (torchtitan 0.3 has no such setting)",
+        ),
+    ]
+    return [
+        f"{key} must be {rule}, got {attrgetter(key)(config)!r}"
+        for broken, key, rule in found
+        if broken
+    ] + without_counterpart(config)
