@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, fo
 
 from tests.faults.netns import Host, Hosts, NotAllowed
 from tests.rigs.server_handle import served
+from titan_grpo.commands.processes import stop_on_sigterm
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess, SyncDriver
 from titan_grpo.engines.server import make_control
@@ -317,6 +318,7 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
 def main(argv: Sequence[str]) -> int:
     """Exit code: 2 without the rights, 1 if a server held other bytes."""
     options = parse(argv)
+    stop_on_sigterm()  # its namespaces and servers would outlive it
     if os.geteuid() != 0:
         print("bench_hosts: hosts are namespaces, which need root: run it as root", file=sys.stderr)
         return 2

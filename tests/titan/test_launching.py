@@ -4,7 +4,7 @@ configured one."""
 from types import SimpleNamespace
 from typing import Any
 
-from titan_grpo.config import Lora, Rollout, WeightSync
+from titan_grpo.config import GRPO, Lora, Rollout, WeightSync
 from titan_grpo.config.rollout import violations
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.runkey import Key
@@ -12,9 +12,13 @@ from titan_grpo.titan.startup import launched, sync_settings
 
 
 def specs(
-    run_key: Key | None = None, lora: Lora | None = None, **rollout: Any
+    run_key: Key | None = None,
+    lora: Lora | None = None,
+    grpo: GRPO | None = None,
+    **rollout: Any,
 ) -> tuple[ServerSpec, ...]:
     job = SimpleNamespace(
+        grpo=grpo or GRPO(),
         lora=lora or Lora(),
         rollout=Rollout(**{"servers": ["launch"], "launch_python": "v"} | rollout),
         job=SimpleNamespace(dump_folder="out"),
@@ -27,6 +31,13 @@ def test_launched_servers_take_adapters_where_these_are_the_versions():
     (spec,) = specs(lora=Lora(rank=8, sync="adapter"))
     assert spec.lora_rank == 8
     assert [specs(lora=lora)[0].lora_rank for lora in (Lora(), Lora(rank=8))] == [0, 0]
+
+
+def test_launched_servers_send_routes_where_the_run_replays_them():
+    assert [specs(grpo=grpo)[0].routes for grpo in (GRPO(), GRPO(router_replay=True))] == [
+        False,
+        True,
+    ]
 
 
 def test_launched_servers_share_a_new_key():
