@@ -33,9 +33,10 @@ def adapters(**options):
     sent = Manifest.build(tensors, 4096)
     return vllm_lora.problem(sent, configured(**options).lora_config, {})
 
-def problem(parallel=None, quantization=None, **options):
+def problem(parallel=None, quantization=None, device="cuda", **options):
     config = configured(**options)
     # set late: a machine without a GPU refuses them
+    config.device_config.device_type = device
     for name, value in (parallel or {}).items():
         setattr(config.parallel_config, name, value)
     config.model_config.quantization = quantization
@@ -53,6 +54,7 @@ print(json.dumps({
     "pipeline": problem({"pipeline_parallel_size": 2}),
     "hosts": problem({"nnodes": 2}),
     "online": problem(quantization="fp8_per_tensor"),
+    "online, cpu": problem(quantization="fp8_per_tensor", device="cpu"),
     "awq": problem(quantization="awq"),
     "adapters": adapters(enable_lora=True, max_lora_rank=16),
     "adapters, low rank": adapters(enable_lora=True, max_lora_rank=8),
@@ -141,6 +143,7 @@ def test_vllm_refuses_load_balanced_experts_and_draft_weights_and_nothing_else(
     assert "start it with --max-lora-rank 16" in found["adapters, low rank"]
     assert "start it with --enable-lora --max-lora-rank 16" in found["adapters, no lora"]
     assert "awq cannot be made anew from whole weights" in found["awq"]
+    assert "fp8_per_tensor cannot be made anew on a CPU" in found["online, cpu"]
     assert "tensor parallelism on one host" in found["pipeline"]
     assert "tensor parallelism on one host" in found["hosts"]
     assert "--enable-eplb" in found["eplb"]

@@ -75,7 +75,8 @@ ONLINE = (
     "mxfp8",
 )
 """Quantisations that vLLM's own layerwise reload makes anew from the weights that were loaded (its
-source, model_executor/layers/quantization/online). Not run here: they need a GPU."""
+source, model_executor/layers/quantization/online). Not run: on a CPU fp8 does not start, and a load
+into int8 experts breaks off, since the first one's weights were packed."""
 
 
 def problem_of(vllm_config: Any) -> str:
@@ -88,10 +89,16 @@ def problem_of(vllm_config: Any) -> str:
             "pipeline-parallel workers and an engine over several hosts are not synced: use tensor"
             " parallelism on one host"
         )
-    if vllm_config.model_config.quantization not in (None, *ONLINE):
+    quantization = vllm_config.model_config.quantization
+    if quantization not in (None, *ONLINE):
         return (
-            f"quantisation {vllm_config.model_config.quantization} cannot be made anew from whole"
+            f"quantisation {quantization} cannot be made anew from whole"
             f" weights: serve the unquantised model, or one of {', '.join(ONLINE)}"
+        )
+    if quantization is not None and vllm_config.device_config.device_type == "cpu":
+        return (
+            f"quantisation {quantization} cannot be made anew on a CPU, whose weights are packed"
+            " once: serve the unquantised model"
         )
     if parallel.enable_eplb:
         return (
