@@ -64,7 +64,9 @@ class ThreadSide:
         self._epoch = 0
 
     def hello(self, data: dict[str, Any]) -> None:
-        """A newer epoch."""
+        """A newer epoch. An Attach maps nothing: the memory is this process's already."""
+        if "attach" in data:
+            return
         hello = Hello.from_dict(data)
         joined = Joined(True, "", "stub", os.getpid(), *self._held, True)
         self._serving = Receiver(hello, joined, None)
