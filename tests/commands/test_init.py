@@ -161,7 +161,7 @@ def test_every_key_here_that_the_table_names_exists() -> None:
     ("key", "said"),
     [
         ("grpo.sglang_urls", "is not a key .*; it is rollout.servers here"),
-        ("grpo.sglang_port", "a key of the older trainer; none: each server is told a free port"),
+        ("grpo.sglang_port", "a key of the older trainer; none: each lane takes a free port"),
         ("rollout.sglang_urls", "is not a key .*; it is rollout.servers here"),
     ],
 )

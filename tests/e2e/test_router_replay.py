@@ -10,6 +10,7 @@ import torch
 
 from tests.e2e.conftest import RECIPE
 from tests.rigs.server_handle import ServerProcess
+from tests.rigs.tiny_model import loaded
 from titan_grpo.algorithm.distribution import token_logprobs
 from titan_grpo.commands.processes import torchrun
 from titan_grpo.engines import sglang
@@ -20,7 +21,7 @@ from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.rollout.records import GroupRecorder
 from titan_grpo.samples import Completion, Group, Prompt, whole_routes
-from titan_grpo.titan import compat, flavors, tiny
+from titan_grpo.titan import flavors, tiny
 from titan_grpo.titan.router_replay import RouterReplay
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -32,20 +33,9 @@ GOAL = 0.02
 
 def torchtitans() -> torch.nn.Module:
     """The served model with its weights in float32, as bfloat16 rounded them."""
-    compat.prepare()
-    flavors.register_tiny_flavors()
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    name, flavor = flavors.FLAVORS["qwen3_moe"]
-    spec = get_train_spec(name)
-    args = spec.model_args[flavor]
-    model = spec.model_cls(args)
-    with torch.no_grad():
-        model.init_weights()
     weights = tiny.tiny_weights("qwen3_moe", SEED, STD, torch.bfloat16)
     whole = {name: value.float() for name, value in weights.items()}
-    model.load_state_dict(spec.state_dict_adapter(args, None).from_hf(whole))
-    return model
+    return loaded("qwen3_moe", whole)
 
 
 @pytest.mark.long

@@ -3,29 +3,14 @@
 import pytest
 import torch
 
+from tests.rigs.tiny_model import loaded
 from titan_grpo.errors import ConfigError
-from titan_grpo.titan import compat, flavors, tiny
 from titan_grpo.titan.head import compute_head_in_fp32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def prepared() -> None:
-    compat.prepare()
-    flavors.register_tiny_flavors()
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama3"])
 def test_logits_are_float32_products_of_what_mixed_precision_gives_the_head(kind):
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    name, flavor = flavors.FLAVORS[kind]
-    spec = get_train_spec(name)
-    args = spec.model_args[flavor]
-    model = spec.model_cls(args)
-    with torch.no_grad():
-        model.init_weights()
-    weights = tiny.tiny_weights(kind, 3, std=0.1)
-    model.load_state_dict(spec.state_dict_adapter(args, None).from_hf(weights))
+    model = loaded(kind)
     names = set(model.state_dict())
     model = model.to(torch.bfloat16)
     tokens = torch.arange(4, 36)[None]

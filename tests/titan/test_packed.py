@@ -7,35 +7,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from tests.rigs.tiny_model import loaded
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.distribution import token_logprobs
 from titan_grpo.algorithm.rows import attention_rows
 from titan_grpo.errors import ConfigError
 from titan_grpo.samples import Completion, Group, Prompt
-from titan_grpo.titan import compat, flavors, tiny
+from titan_grpo.titan import tiny
 
 OPTIONS = BatchOptions(token_budget=160, max_len=80)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def prepared() -> None:
-    compat.prepare()
-    flavors.register_tiny_flavors()
-
-
-def built(kind):
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    name, flavor = flavors.FLAVORS[kind]
-    spec = get_train_spec(name)
-    args = spec.model_args[flavor]
-    model = spec.model_cls(args)
-    with torch.no_grad():
-        model.init_weights()
-    model.load_state_dict(
-        spec.state_dict_adapter(args, None).from_hf(tiny.tiny_weights(kind, 3, std=0.1))
-    )
-    return model
 
 
 def random_groups(seed):
@@ -87,7 +67,7 @@ def computed(model, packed, micro_batches):
 def test_packed_and_padded_rows_give_the_same_logprobs_and_gradients(kind) -> None:
     from titan_grpo.titan.packed import PackedAttention
 
-    plain, model, packed = built(kind), built(kind), PackedAttention()
+    plain, model, packed = loaded(kind), loaded(kind), PackedAttention()
     packed.install(model)
     assert [name for name, _ in plain.named_parameters()] == [
         name for name, _ in model.named_parameters()
@@ -115,7 +95,7 @@ def test_packed_and_padded_rows_give_the_same_logprobs_and_gradients(kind) -> No
 
 
 def test_without_the_seam_packed_sequences_see_each_other() -> None:
-    model = built("llama3")
+    model = loaded("llama3")
     [batches] = plan(
         random_groups(0), 1, BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=True)
     ).micro_batches()
@@ -135,7 +115,7 @@ def test_without_the_seam_packed_sequences_see_each_other() -> None:
 def test_a_rank_without_sequences_runs_forward_and_backward_to_zero_gradients() -> None:
     from titan_grpo.titan.packed import PackedAttention
 
-    model, packed = built("llama3"), PackedAttention()
+    model, packed = loaded("llama3"), PackedAttention()
     packed.install(model)
     options = BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=True)
     idle = plan(random_groups(0)[:1], 2, options).micro_batches()

@@ -3,35 +3,14 @@
 import pytest
 import torch
 
+from tests.rigs.tiny_model import loaded
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.rows import attention_rows, build
 from titan_grpo.errors import ConfigError
 from titan_grpo.samples import Completion, Group, Prompt
-from titan_grpo.titan import compat, flavors, tiny
 from titan_grpo.titan.router_replay import RouterReplay, route_width, routers
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def prepared() -> None:
-    compat.prepare()
-    flavors.register_tiny_flavors()
-
-
-def built(kind="qwen3_moe"):
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    name, flavor = flavors.FLAVORS[kind]
-    spec = get_train_spec(name)
-    args = spec.model_args[flavor]
-    model = spec.model_cls(args)
-    with torch.no_grad():
-        model.init_weights()
-    model.load_state_dict(
-        spec.state_dict_adapter(args, None).from_hf(tiny.tiny_weights(kind, 3, std=0.1))
-    )
-    return model
 
 
 def chosen(model, tokens):
@@ -63,7 +42,7 @@ def tokens():
 
 
 def test_a_model_on_its_own_routes_computes_the_same_bit_for_bit(tokens):
-    model, replay = built(), RouterReplay()
+    model, replay = loaded("qwen3_moe"), RouterReplay()
     own = chosen(model, tokens)
     before = model(tokens)
     replay.install(model)
@@ -75,7 +54,7 @@ def test_a_model_on_its_own_routes_computes_the_same_bit_for_bit(tokens):
 
 
 def test_other_routes_are_the_ones_that_forward_and_backward_use(tokens):
-    model, replay = built(), RouterReplay()
+    model, replay = loaded("qwen3_moe"), RouterReplay()
     own = chosen(model, tokens)
     other = (own + 1) % 8
     other[0, 0] = own[0, 0]
@@ -93,7 +72,7 @@ def test_other_routes_are_the_ones_that_forward_and_backward_use(tokens):
 
 
 def test_where_a_row_has_no_routes_the_trainers_own_stand(tokens):
-    model, replay = built(), RouterReplay()
+    model, replay = loaded("qwen3_moe"), RouterReplay()
     own = chosen(model, tokens)
     before = model(tokens)
     replay.install(model)
@@ -129,7 +108,7 @@ def test_routes_travel_with_their_tokens_into_every_micro_batch(pack):
     from titan_grpo.titan.packed import PackedAttention  # imports torchtitan
 
     [rows] = plan(groups, 1, options).rows
-    model, packed, replay = built(), PackedAttention(), RouterReplay()
+    model, packed, replay = loaded("qwen3_moe"), PackedAttention(), RouterReplay()
     assert route_width(model) == 4
     replay.install(model)
     if pack:
@@ -169,4 +148,4 @@ def test_a_group_with_a_completion_without_routes_is_left_out_and_counted():
 
 def test_a_dense_model_is_refused():
     with pytest.raises(ConfigError, match=r"router_replay needs an MoE"):
-        RouterReplay().install(built("qwen3"))
+        RouterReplay().install(loaded("qwen3"))

@@ -6,40 +6,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titan_grpo.titan import compat, flavors, tiny
-
-
-@pytest.fixture(scope="module", autouse=True)
-def prepared() -> None:
-    compat.prepare()
-    flavors.register_tiny_flavors()
-
-
-def torchtitan_model(kind, folder):
-    from safetensors.torch import load_file
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    name, flavor = flavors.FLAVORS[kind]
-    spec = get_train_spec(name)
-    args = spec.model_args[flavor]
-    model = spec.model_cls(args)
-    with torch.no_grad():
-        model.init_weights()
-    state = spec.state_dict_adapter(args, str(folder)).from_hf(
-        load_file(folder / "model.safetensors")
-    )
-    model.load_state_dict(state)
-    return model
+from tests.rigs.tiny_model import loaded
+from titan_grpo.titan import flavors, tiny
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_torchtitan_and_transformers_compute_the_same_logits(kind, tmp_path) -> None:
+    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     folder = tiny.write_tiny_model(kind, tmp_path, seed=3, std=0.1, dtype="float32")
     hf, ours = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        torchtitan_model(kind, folder),
+        loaded(kind, load_file(folder / "model.safetensors")),
     )
     ids = torch.randint(4, tiny.SHAPE.vocab, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

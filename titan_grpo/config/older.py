@@ -43,7 +43,7 @@ OLDER: dict[str, Older] = {
         "not a number of hosts: the variable with the host list of the servers' part of the job"
         " (SLURM_JOB_NODELIST_HET_GROUP_1), one server per host at rollout.servers_port",
     ),
-    "sglang_port": Older(29500, "", "none: each server is told a free port for its lane"),
+    "sglang_port": Older(29500, "", "none: each lane takes a free port"),
     "sglang_tp": Older(1, "", ENGINE),
     "sglang_pp": Older(1, "", ENGINE),
     "sglang_ep": Older(1, "", ENGINE),

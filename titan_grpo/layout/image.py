@@ -263,7 +263,7 @@ class SharedImage:
             mapped = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED)
         finally:
             os.close(fd)  # the mapping keeps the memory
-        # of the extents only: elsewhere it would make pages that nobody writes
+        # of the extents only: elsewhere it would make pages for bytes of other hosts
         _make_pages(mapped, _pages(extents, address.nbytes), _nothing)
         return cls(address, mapped, None)
 

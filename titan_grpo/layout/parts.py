@@ -76,7 +76,7 @@ def whole_pages(extents: Iterable[Extent], page: int) -> tuple[Extent, ...]:
 def parts_of(written: Sequence[Sequence[Extent]], total_bytes: int, padding: int) -> list[Part]:
     """The part of each host, from the bytes that its ranks write.
 
-    Up to ``padding`` bytes that nobody writes belong to the extent before them. ConfigError if
+    Up to ``padding`` bytes that no rank writes belong to the extent before them. ConfigError if
     more are missing, or a byte has two writers: a version would have bytes of two others.
     """
     owned = sorted((*extent, host) for host, extents in enumerate(written) for extent in extents)

@@ -121,7 +121,7 @@ Outcome = tuple[Relays, tuple[Read, ...]]
 
 
 def _orphaned(nodes: Mapping[str, Node], url: str) -> dict[str, Node]:
-    """Nobody reads from ``url`` any more."""
+    """``url`` has no reader any more."""
     return {u: replace(n, parent="") if n.parent == url else n for u, n in nodes.items()}
 
 

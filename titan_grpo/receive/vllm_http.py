@@ -134,7 +134,7 @@ class WeightsMiddleware:
         sent = [{"type": "http.request", "body": data, "more_body": False}]
 
         async def receive() -> Message:
-            # no deadline: nobody leaves
+            # no deadline: the engine ends the request, and no client is there to disconnect
             return sent.pop() if sent else await asyncio.get_running_loop().create_future()
 
         async def send(message: Message) -> None:

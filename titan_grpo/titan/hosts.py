@@ -23,7 +23,7 @@ TOKEN_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What a rank is told about where it runs."""
+    """Where a rank runs."""
 
     group: dist.ProcessGroup | None = None
     """Of all ranks, as trusted as gradients are: a key for blocks goes over it; None: the
@@ -92,7 +92,7 @@ def host_address(bind_host: str, urls: Iterable[str], master: str) -> str:
     ways = (bind_host, *(urlsplit(url).hostname or "" for url in urls), master, ANYWHERE)
     for way in ways:
         if way and not is_loopback(way):
-            with suppress(OSError):  # a name that nobody knows, or no way there
+            with suppress(OSError):  # an unknown name, or no route to it
                 if not is_loopback(address := address_towards(way, 80)):
                     return address
     return LOOPBACK

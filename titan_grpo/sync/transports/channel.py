@@ -95,7 +95,7 @@ class Inbox:
 
     def take(self, number: int | None, kinds: tuple[Kind, ...], timeout_s: float | None) -> Frame:
         """The next frame of these kinds, about this number if one is given; frames before it are
-        dropped: nobody waits for them any more. TransferFailed past the deadline, or at the end."""
+        dropped: their waits are over. TransferFailed past the deadline, or at the end."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._turn:
             while True:

@@ -123,7 +123,7 @@ class RangeServer:
         its ticket is granted, and waits."""
         self._expects = expects
         self._retired: deque[bytes] = deque(maxlen=RETIRED)
-        """Tickets that were revoked, which nobody waits for."""
+        """Tickets that were revoked: no wait for them is open."""
         self._lock = threading.Lock()
         self._grants: dict[bytes, _Grant] = {}
         self._channels: dict[bytes, LaneChannel] = {}

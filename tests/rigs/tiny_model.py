@@ -1,0 +1,25 @@
+"""torchtitan's tiny models with weights of the tests."""
+
+from collections.abc import Mapping
+
+import torch
+
+from titan_grpo.titan import compat, flavors, tiny
+
+compat.prepare()
+flavors.register_tiny_flavors()
+
+
+def loaded(kind: tiny.Kind, weights: Mapping[str, torch.Tensor] | None = None) -> torch.nn.Module:
+    """The tiny ``kind`` with ``weights`` by Hugging Face name (default: those of seed 3)."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    name, flavor = flavors.FLAVORS[kind]
+    spec = get_train_spec(name)
+    args = spec.model_args[flavor]
+    model = spec.model_cls(args)
+    with torch.no_grad():
+        model.init_weights()
+    given = tiny.tiny_weights(kind, 3, std=0.1) if weights is None else weights
+    model.load_state_dict(spec.state_dict_adapter(args, None).from_hf(given))
+    return model
