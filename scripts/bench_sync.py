@@ -2,7 +2,7 @@
 """Seconds from publish to verified commit, and its goodput as a share of a raw socket and of a
 memcpy.
 
-    python scripts/bench_sync.py [--mib 256] [--hosts same|two] [--rounds 5] [--json PATH]
+    python scripts/bench_sync.py [--mib 256] [--hosts same|two] [--tls] [--rounds 5] [--json PATH]
 
 Two ranks hold float32 masters sharded by FSDP2. Everything between them and the server is the real
 thing: layout, shared images, snapshot, sealer, lane, receiver process. The server has no engine:
@@ -40,6 +40,7 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from tests.faults.netns import Namespace, NotAllowed
+from tests.rigs.certificates import certificate
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from tests.rigs.server_handle import ServerProcess, served
 from titan_grpo.config import WeightSync
@@ -103,6 +104,7 @@ class Options:
     digest: str
     transport: str
     hosts: str
+    tls: bool
     json: str
 
 
@@ -138,6 +140,7 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument(
         "--hosts", choices=("same", "two"), default="same", help="two: namespaces, needs root"
     )
+    parser.add_argument("--tls", action="store_true", help="encrypt (with --hosts two)")
     parser.add_argument(
         "--json", default="", metavar="PATH", help="write every figure of every round there"
     )
@@ -350,6 +353,9 @@ def rounds(
         transport=options.transport,  # type: ignore[arg-type]
         bind_host=space.outer if space else "",
     )
+    if options.tls:
+        # rank 1 serves nothing
+        config.tls_certificate, config.tls_key = certificate(Path(folder), f"rank{rank}")
     sync = TrainerSync(model, dict, config, torch.device("cpu"))
     nbytes = sync.plan.manifest.total_bytes
     visitor = Visitor()

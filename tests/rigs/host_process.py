@@ -22,6 +22,7 @@ from titan_grpo.runkey import Key
 from titan_grpo.sync.part import Hashing, HostPart, ImagePool
 from titan_grpo.sync.publisher import Publisher
 from titan_grpo.sync.snapshot import Snapshotter
+from titan_grpo.sync.transports.tls import Certificate
 
 ROOT = Path(__file__).resolve().parents[2]
 END_S = 60.0
@@ -86,7 +87,7 @@ class HostProcess:
 
 def main(settings: dict[str, Any]) -> None:
     """``settings``: shapes, manifest, part, hosts, slots, store_port, address, algorithm, key,
-    timeout_s, bucket_bytes."""
+    timeout_s, bucket_bytes, tls (paths of a certificate and its key, empty: none)."""
     torch.set_num_threads(1)
     manifest = Manifest.from_json(settings["manifest"])
     shapes, part, hosts = settings["shapes"], settings["part"], settings["hosts"]
@@ -97,7 +98,8 @@ def main(settings: dict[str, Any]) -> None:
         os._exit(0)
     key = Key.parse(settings["key"], "the key for blocks") if settings["key"] else None
     rank0 = "127.0.0.1", int(settings["store_port"])
-    hashing = Hashing(settings["algorithm"], key)
+    certificate = Certificate.load(*settings["tls"], ("certificate", "key"))
+    hashing = Hashing(settings["algorithm"], key, certificate)
     here = HostPart(pool, (), hashing, settings["address"], rank0, settings["timeout_s"])
     ops = host_ops(shapes, manifest, part, hosts)
     copier = Snapshotter(ops, pool.tensors(), torch.device("cpu"), settings["bucket_bytes"])

@@ -142,6 +142,7 @@ class Rig:
                 "key": keys.blocks.hex() if keys is not None else "",
                 "timeout_s": self.config.lane_deadline_s,
                 "bucket_bytes": self.config.bucket_bytes,
+                "tls": (self.config.tls_certificate, self.config.tls_key),
             }
         )
 

@@ -99,6 +99,14 @@ class WeightSync:
     trainers without it. The environment variables TITAN_GRPO_RUN_KEY and TITAN_GRPO_RUN_KEY_FILE
     do the same; launched servers are given a key by themselves."""
 
+    tls_certificate: str = ""
+    """PEM file with the certificate that the trainer's hosts show to servers, which know its hash
+    by the run key's proof and ask no authority. Weights and all messages of the lanes are encrypted
+    (staged by tcp, with a run key). Empty: no TLS."""
+
+    tls_key: str = ""
+    """PEM file with its private key, without a password."""
+
     bind_host: str = ""
     """Address that the lanes' sockets bind to; empty: loopback if every server is local, else this
     host's address."""
@@ -175,6 +183,17 @@ def _weight_sync(w: WeightSync) -> Rules:
         w.relay and (w.apply == "streamed" or w.transport == "nccl"),
         "relay",
         'false, or weight_sync.apply = "staged" with transport auto or tcp',
+    )
+    yield (
+        bool(w.tls_certificate) != bool(w.tls_key),
+        "tls_key",
+        "set where weight_sync.tls_certificate is, and only there",
+    )
+    yield (
+        bool(w.tls_certificate) and (w.apply == "streamed" or w.transport == "nccl"),
+        "tls_certificate",
+        'empty, or weight_sync.apply = "staged" with transport auto or tcp (broadcasts are not'
+        " encrypted)",
     )
     yield w.connections < 1, "connections", "1 or more"
     yield w.min_rate < 1, "min_rate", "1 or more (bytes per second)"

@@ -248,6 +248,8 @@ class Hello(Message, frozen=True):
     """Port of the store, at ``host``, at which gloo and NCCL meet; 0 for transport "tcp"."""
     nccl: str = ""
     """Version of the trainer's NCCL (transport "nccl"), which must be the server's too."""
+    pin: str = ""
+    """Of the channel: see RangeSource."""
     model: dict[str, Any] = {}
     """protocol.model_config.essential of the trainer's model; empty is not compared."""
 
@@ -303,6 +305,8 @@ class Joined(Message, frozen=True):
     relay_host: str = ""
     """Address at which other servers read from this one, at ``relay_port``; 0: they cannot."""
     relay_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    relay_pin: str = ""
+    """Of that address: see RangeSource."""
     zone: str = ""
     """Servers of one zone read from each other first."""
 
@@ -331,7 +335,7 @@ class RangeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     by a process of the same host and user from a memfd.
 
     ``ticket``: hexadecimal, names the image at the source. ``memfd``: a layout.image.ImageAddress,
-    empty if the image is in none.
+    empty if the image is in none. ``pin``: SHA-256 of the certificate that it shows; empty: no TLS.
     """
 
     host: str
@@ -339,6 +343,7 @@ class RangeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ticket: str
     memfd: dict[str, int] = {}
     part: Number = 0
+    pin: str = ""
 
 
 class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from titan_grpo.errors import PeerError, TitanGrpoError, TransferFailed
+from titan_grpo.errors import ConfigError, PeerError, TitanGrpoError, TransferFailed
 from titan_grpo.layout.digest import (
     KEYED,
     block_digests,
@@ -49,6 +49,7 @@ from titan_grpo.runkey import EpochKeys
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
 from titan_grpo.sync.transports.channel import ReceiverChannel
 from titan_grpo.sync.transports.ranges import MemfdReader, TcpReader
+from titan_grpo.sync.transports.tls import Certificate, WrongCertificate
 
 if TYPE_CHECKING:
     from titan_grpo.receive.window import Window
@@ -74,13 +75,22 @@ def address_towards(host: str, port: int) -> str:
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where this server is, for others that read from it. ``host``: address at which it serves
-    them; empty: the one towards the trainer; NOWHERE: it serves none. ``zone``: see Joined."""
+    them; empty: the one towards the trainer; NOWHERE: it serves none. ``zone``: see Joined.
+    ``certificate``: the paths of the one that it shows them, and of its key; without one it serves
+    none where the trainer shows one."""
 
     host: str = ""
     zone: str = ""
+    certificate: tuple[str, str] = "", ""
 
 
 NOWHERE = "none"
+
+CERTIFICATE = "TITAN_GRPO_TLS_CERTIFICATE"
+"""Environment variable: the first of Place.certificate."""
+
+CERTIFICATE_KEY = "TITAN_GRPO_TLS_KEY"
+"""Environment variable: the second."""
 
 
 class Receiver:
@@ -131,7 +141,10 @@ class Receiver:
         if self._joined.ok and (problem := self._problem()):
             self._joined = replace(self._joined, ok=False, error=problem, final=True)
         if self._joined.ok and hello.relay_wait_s:
-            self._joined = replace(self._joined, **self._share())
+            try:
+                self._joined = replace(self._joined, **self._share())
+            except ConfigError as error:
+                self._joined = replace(self._joined, ok=False, error=str(error), final=True)
         self._answer(channel)
         if not self._joined.ok:
             raise PeerError(
@@ -146,11 +159,14 @@ class Receiver:
     def _share(self) -> dict[str, str | int]:
         """Where others may read from this server: fields of Joined."""
         place, hello = self._place, self._hello
-        if place.host == NOWHERE:
+        certificate = Certificate.load(*place.certificate, (CERTIFICATE, CERTIFICATE_KEY))
+        if place.host == NOWHERE or (hello.pin and certificate is None):
             return {"relay_host": address_towards(hello.host, hello.port), "zone": place.zone}
         host = place.host or address_towards(hello.host, hello.port)
-        self._sharing = Sharing(host, self._range_key)
-        return {"relay_host": host, "relay_port": self._sharing.port, "zone": place.zone}
+        self._sharing = Sharing(host, self._range_key, certificate)
+        pin = certificate.pin if certificate is not None else ""
+        port = self._sharing.port
+        return {"relay_host": host, "relay_port": port, "relay_pin": pin, "zone": place.zone}
 
     def _problem(self) -> str:
         """Why this host cannot serve the epoch; empty if it can."""
@@ -247,8 +263,14 @@ class Receiver:
 
     def _join(self) -> ReceiverChannel:
         hello = self._hello
-        address = hello.host, hello.port
-        return ReceiverChannel(address, hello.ticket, self._key, hello.timeout_s, self._give_up)
+        common = (hello.host, hello.port), hello.ticket
+        rest = hello.timeout_s, self._give_up
+        try:
+            return ReceiverChannel(*common, self._key, *rest, hello.pin)
+        except WrongCertificate as error:
+            # What is between may carry a refusal to the trainer; nothing else is said to it.
+            self._joined = replace(self._joined, ok=False, error=str(error), final=True)
+            return ReceiverChannel(*common, None, *rest, error.shown)
 
     def _answer(self, channel: ReceiverChannel) -> None:
         channel.send(Kind.JOINED, 0, self._joined.proven(self._key).to_json().encode())

@@ -16,7 +16,7 @@ from typing import Any
 
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol.messages import Applied, Commit, Hello, Joined
-from titan_grpo.receive.receiver import Place, Receiver
+from titan_grpo.receive.receiver import CERTIFICATE, CERTIFICATE_KEY, Place, Receiver
 from titan_grpo.runkey import EpochKeys
 from titan_grpo.subprocesses import end_with_parent
 from titan_grpo.unix_rpc import Channel
@@ -96,7 +96,9 @@ def serve(channel: Channel) -> None:
         return
     keys = EpochKeys.from_hex(first["keys"]) if first["keys"] else None
     hello, joined = Hello.from_dict(first["hello"]), Joined.from_dict(first["joined"])
-    place = Place(os.environ.get(RELAY_HOST, ""), os.environ.get(ZONE, ""))
+    env = os.environ
+    certificate = env.get(CERTIFICATE, ""), env.get(CERTIFICATE_KEY, "")
+    place = Place(env.get(RELAY_HOST, ""), env.get(ZONE, ""), certificate)
     receiver = Receiver(hello, joined, keys, first["device"], place)
     if first["op"] == "answer":
         receiver.answer()

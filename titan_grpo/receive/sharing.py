@@ -8,16 +8,17 @@ from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.transports.tls import Certificate
 
 
 class Sharing:
     """One receiver's. Any thread."""
 
-    def __init__(self, host: str, key: Key | None) -> None:
+    def __init__(self, host: str, key: Key | None, certificate: Certificate | None = None) -> None:
         """Listen at this host's address ``host``; readers prove ``key``. ConfigError if the address
         cannot be bound."""
         # a reader may be told of a version before the order to read it has come here
-        self._server, self._key = RangeServer(expects=True), key
+        self._server, self._key = RangeServer(expects=True, certificate=certificate), key
         self.host, self.port = host, self._server.listen(host)
         self._lock = threading.Lock()
         self._tickets: Sequence[str] = ()

@@ -202,6 +202,7 @@ class LaneLink:
             ),
             store_port=0 if self._store is None else self._store.port,
             nccl=nccl_version() if o.transport == "nccl" else "",
+            pin=channel.pin,
             model=dict(o.model),
         )
         return hello.proven(self._key)
@@ -310,7 +311,7 @@ class LaneLink:
         place = memfd.to_json() if memfd else {}
         try:
             channel = self._opened()
-            yield RangeSource(channel.host, channel.port, ticket, place)
+            yield RangeSource(channel.host, channel.port, ticket, place, pin=channel.pin)
         finally:
             self._source.revoke(ticket)
 
@@ -321,7 +322,7 @@ class LaneLink:
         try:
             for made in patches:
                 ticket = self._source.grant(memoryview(made.data), None, self._range_key)
-                source = RangeSource(channel.host, channel.port, ticket)
+                source = RangeSource(channel.host, channel.port, ticket, pin=channel.pin)
                 offered.append(Patch(made.base, made.version, len(made.data), source))
             yield tuple(offered)
         finally:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from titan_grpo.config import WeightSync
 from titan_grpo.errors import PeerError, SyncError, TitanGrpoError
 from titan_grpo.layout.digest import block_digests, digest_block
 from titan_grpo.layout.image import SharedImage
@@ -30,6 +31,7 @@ from titan_grpo.sync.publisher import copied_key
 from titan_grpo.sync.snapshot import Copy
 from titan_grpo.sync.transports.range_server import RangeServer
 from titan_grpo.sync.transports.store import host_store, join_store, store_errors
+from titan_grpo.sync.transports.tls import Certificate
 
 LOOPBACK = "127.0.0.1"
 
@@ -93,10 +95,12 @@ class ImagePool:
 
 @dataclass(frozen=True, slots=True)
 class Hashing:
-    """How a run's blocks are hashed, and who may read them. ``key``: EpochKeys.blocks."""
+    """How a run's blocks are hashed, and who may read them. ``key``: EpochKeys.blocks;
+    ``certificate``: what this host shows to readers."""
 
     algorithm: str
     key: Key | None = None
+    certificate: Certificate | None = None
 
     @property
     def digest_bytes(self) -> int:
@@ -118,6 +122,12 @@ class Hashing:
     def range_key(self) -> Key | None:
         """EpochKeys.ranges."""
         return self.key.derive("ranges") if self.key is not None else None
+
+
+def own_certificate(config: WeightSync) -> Certificate | None:
+    """What this host of the trainer shows to servers. ConfigError: see Certificate.load."""
+    names = "weight_sync.tls_certificate", "weight_sync.tls_key"
+    return Certificate.load(config.tls_certificate, config.tls_key, names)
 
 
 def wait_copied(
@@ -165,7 +175,7 @@ class HostPart:
         self._pool, self._others, self._hashing = pool, others, hashing
         self._timeout_s = timeout_s
         self._store = join_store(*rank0, timeout_s)
-        self._server = RangeServer()
+        self._server = RangeServer(certificate=hashing.certificate)
         self._host, self._port = address, self._server.listen(address)
         self._tickets: dict[int, str] = {}
         self._newest: dict[int, int] = {}
@@ -231,6 +241,11 @@ class HostPart:
             pool.manifest.parts[pool.part],
         )
         source = RangeSource(
-            self._host, self._port, self._tickets[slot], image.address.to_json(), pool.part
+            self._host,
+            self._port,
+            self._tickets[slot],
+            image.address.to_json(),
+            pool.part,
+            self._server.pin,
         )
         return Hashed(job.version, pool.part, source, b"".join(digests).hex())

@@ -33,7 +33,8 @@ class Relay:
         self._on, self._relayed = on, relayed
         self._lock = threading.Lock()
         self._table = relay.Relays()
-        self._ports: dict[str, int] = {}
+        self._ports: dict[str, tuple[int, str]] = {}
+        """And pins."""
         self._tickets: dict[str, tuple[str, ...]] = {}
 
     def wait_s(
@@ -52,7 +53,7 @@ class Relay:
             return
         serves = joined.relay_port > 0 and joined.relay_host != trainer
         with self._lock:
-            self._ports[url] = joined.relay_port
+            self._ports[url] = joined.relay_port, joined.relay_pin
             self._step(relay.Came(url, joined.relay_host, joined.zone, serves))
 
     def gone(self, url: str) -> None:
@@ -70,8 +71,9 @@ class Relay:
             serve = tuple(secrets.token_bytes(TICKET_BYTES).hex() for _ in range(parts))
             self._tickets[url] = serve
             sources = tuple(
-                RangeSource(self._table.nodes[u].host, self._ports[u], ticket, part=part)
+                RangeSource(self._table.nodes[u].host, port, ticket, part=part, pin=pin)
                 for u in ancestors
+                for port, pin in [self._ports[u]]
                 for part, ticket in enumerate(self._tickets[u])
             )
             return Places(sources, tuple(u for u in ancestors for _ in range(parts)), serve)

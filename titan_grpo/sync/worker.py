@@ -39,7 +39,7 @@ from titan_grpo.runkey import Key
 from titan_grpo.sync.lane import LOOK_S, LaneContext, ServerLane
 from titan_grpo.sync.lane_threads import LaneThreads
 from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.part import LOOPBACK, Hashing, ImagePool, Images, wait_copied
+from titan_grpo.sync.part import LOOPBACK, Hashing, ImagePool, Images, own_certificate, wait_copied
 from titan_grpo.sync.patches import Made, Patches
 from titan_grpo.sync.pause_guard import PauseGuard, transfer_in_load_s
 from titan_grpo.sync.publisher import Publisher
@@ -165,7 +165,7 @@ class SyncWorker:
         """Nothing runs before ``start``, but for the pause guard's process."""
         self.pool, self.run_id, self.manifest = pool, pool.run_id, pool.manifest
         self._config, self._recorder, self._o = config, recorder, options
-        self._source = RangeServer()
+        self._source = RangeServer(certificate=own_certificate(config))
         spared = partial(recorder.count, names.SPARED_BYTES)
         self._patches = Patches(config, pool.manifest.total_bytes, spared)
         self.relay = Relay(config.relay, partial(recorder.count, names.RELAYED_BYTES))

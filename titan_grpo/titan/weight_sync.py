@@ -28,7 +28,7 @@ from titan_grpo.layout.plan import (
 )
 from titan_grpo.observe.waiting import waiting
 from titan_grpo.runkey import EpochKeys, Key
-from titan_grpo.sync.part import LOOPBACK, Hashing, HostPart, ImagePool
+from titan_grpo.sync.part import LOOPBACK, Hashing, HostPart, ImagePool, own_certificate
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, local_shards
 from titan_grpo.sync.snapshot import Snapshotter
 from titan_grpo.titan import compat
@@ -323,7 +323,8 @@ class TrainerSync:
             return Announcer(dist.get_rank(), LOOPBACK, port, timeout_s)
         config, rank0 = self._config, meetings[0]
         key = Key.parse(rank0.key, "the run's key for blocks") if rank0.key else None
-        hashing = Hashing(KEYED if key is not None else config.digest, key)
+        algorithm = KEYED if key is not None else config.digest
+        hashing = Hashing(algorithm, key, own_certificate(config))
         return HostPart(
             self.pool, plan.others, hashing, self._address, rank0.hashed, config.lane_deadline_s
         )

@@ -5,12 +5,14 @@ does (ranges.py). Then each end sends frames: kind u8, number u64, nbytes u64, a
 The end of the connection says that the other end is gone.
 """
 
+import select
 import socket
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ from titan_grpo.errors import TransferFailed
 from titan_grpo.protocol.messages import Kind
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.ranges import connect
+from titan_grpo.sync.transports.tls import WOULD_BLOCK
 
 if TYPE_CHECKING:
     from titan_grpo.sync.transports.range_server import RangeServer
@@ -135,6 +138,8 @@ class LaneChannel:
         """Made by RangeServer.channel. ``lost`` is called on the source's thread when the
         receiver's connection ends before ``close``; it must not block."""
         self.host, self.port = address
+        self.pin = source.pin
+        """See RangeSource."""
         self.ticket, self.key, self.lost = ticket, key, lost
         self.inbox = Inbox()
         self.out: deque[memoryview] = deque()
@@ -171,6 +176,40 @@ class LaneChannel:
         self._source.hang_up(self)
 
 
+class _Duplex:
+    """A socket that one thread reads while another sends: under TLS both change one state, so no
+    call on it may block."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock, self._turn = sock, threading.Lock()
+
+    def recv_into(self, view: memoryview) -> int:
+        """Wait for bytes; how many came, 0 at the end."""
+        while True:
+            with self._turn, suppress(*WOULD_BLOCK):
+                # no deadline: the socket does not block
+                return self._sock.recv_into(view)
+            # no deadline: an idle trainer sends nothing; keep_alive ends a connection to a host
+            # that vanished
+            self._wait(select.POLLIN, None)
+
+    def send_all(self, data: bytes | bytearray) -> None:
+        """OSError if no byte is taken for SEND_S seconds, or the other end is gone."""
+        left = memoryview(data)
+        while left:
+            with self._turn, suppress(*WOULD_BLOCK):
+                left = left[self._sock.send(left) :]
+                continue
+            if not self._wait(select.POLLOUT, SEND_S):
+                raise TimeoutError(f"it took no byte for {SEND_S:.0f} s")
+
+    def _wait(self, event: int, timeout_s: float | None) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, event)
+        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+
 class ReceiverChannel:
     """The receiver's end: a thread reads; any thread sends."""
 
@@ -181,18 +220,15 @@ class ReceiverChannel:
         key: Key | None,
         timeout_s: float,
         gave_up: Callable[[str], object],
+        pin: str = "",
     ) -> None:
         """Connect within ``timeout_s`` seconds; TransferFailed if the trainer is not there, or
-        lacks the key. ``gave_up`` is called with the reason, on the reading thread, when the lane
-        cancels a transfer and when the connection ends."""
+        lacks the key or the ``pin``'s certificate. ``gave_up`` is called with the reason, on the
+        reading thread, when the lane cancels a transfer and when the connection ends."""
         self._name = f"{address[0]}:{address[1]}"
-        self._socket = connect(address, ticket, key, timeout_s, "trainer")
-        self._socket.settimeout(None)
-        # of the kernel: the timeout of a Python socket would hold for the reading thread too
-        self._socket.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0)
-        )
-        keep_alive(self._socket)
+        sock = connect(address, ticket, key, timeout_s, "trainer", pin)
+        keep_alive(sock)
+        self._socket = _Duplex(sock)
         self._gave_up = gave_up
         self._sending = threading.Lock()
         self._inbox = Inbox()
@@ -206,7 +242,7 @@ class ReceiverChannel:
         frame = Frame(kind, number, body)
         try:
             with self._sending:
-                self._socket.sendall(header(frame) + body)
+                self._socket.send_all(header(frame) + body)
         except OSError as error:
             raise TransferFailed(f"the trainer at {self._name} was lost: {error}") from error
 
@@ -248,8 +284,7 @@ class ReceiverChannel:
     def _fill(self, data: bytearray) -> bool:
         view, done = memoryview(data), 0
         while done < len(data):
-            # no deadline: an idle trainer sends nothing; keep_alive ends a connection to a host
-            # that vanished
+            # no deadline: see _Duplex
             got = self._socket.recv_into(view[done:])
             if got == 0:
                 return False

@@ -12,6 +12,7 @@ import resource
 import secrets
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -40,6 +41,7 @@ from titan_grpo.sync.transports.ranges import (
     TICKET_BYTES,
     proof,
 )
+from titan_grpo.sync.transports.tls import WOULD_BLOCK, Certificate, send_records, shaken
 
 GREET_S = 10.0
 """Seconds for a reader to prove itself; then its connection is closed."""
@@ -51,6 +53,9 @@ READ_BYTES = 64 << 10
 
 SEND_BYTES = 8 << 20
 """Most bytes handed to the kernel in one call, so that one connection does not delay the others."""
+
+TLS_BYTES = 1 << 20
+"""The same where this thread encrypts them."""
 
 LONG_BYTES = 256 << 10
 """A piece of an image that is worth a call of its own."""
@@ -87,7 +92,11 @@ class _Grant:
         stop = offset + min(nbytes, SEND_BYTES)
         pieces = list(islice(self.part.pieces(offset, stop), PIECES))
         low, high = pieces[0]
-        if self.fd >= 0 and (len(pieces) == 1 or high - low >= LONG_BYTES):
+        alone = len(pieces) == 1 or high - low >= LONG_BYTES
+        if isinstance(sock, ssl.SSLSocket):
+            some = self.view[low:high] if alone else b"".join(self.view[a:b] for a, b in pieces)
+            return send_records(sock, memoryview(some)[:TLS_BYTES])
+        if self.fd >= 0 and alone:
             return os.sendfile(sock.fileno(), self.fd, low, high - low)
         # one call for short pieces: each by itself would be a packet of its own
         return sock.sendmsg([self.view[a:b] for a, b in pieces])
@@ -118,10 +127,12 @@ class RangeServer:
     """Serves images, and carries channels, by ticket, on every interface that ``listen`` was asked
     for."""
 
-    def __init__(self, expects: bool = False) -> None:
+    def __init__(self, expects: bool = False, certificate: Certificate | None = None) -> None:
         """Opens nothing until the first ``listen``. ``expects``: a reader may come GREET_S before
-        its ticket is granted, and waits."""
-        self._expects = expects
+        its ticket is granted, and waits. ``certificate``: all connections are TLS."""
+        self._expects, self._certificate = expects, certificate
+        self.pin = "" if certificate is None else certificate.pin
+        """See RangeSource.pin."""
         self._retired: deque[bytes] = deque(maxlen=RETIRED)
         """Tickets that were revoked: no wait for them is open."""
         self._lock = threading.Lock()
@@ -347,6 +358,14 @@ class RangeServer:
         with suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(sock)
+        if self._certificate is not None:
+            try:
+                sock = self._certificate.context.wrap_socket(
+                    sock, server_side=True, do_handshake_on_connect=False
+                )
+            except OSError:  # it has gone already
+                sock.close()
+                return
         nonce = secrets.token_bytes(NONCE_BYTES)
         peer = _Peer(sock, nonce, time.monotonic(), out=memoryview(nonce))
         self._unproven.add(peer)
@@ -355,12 +374,19 @@ class RangeServer:
 
     def _serve(self, selector: selectors.BaseSelector, peer: _Peer) -> None:
         """Whatever the connection can do now without blocking."""
+        waits_for = 0
         try:
-            alive = self._write(peer) and self._read(peer) and self._write(peer)
-        except OSError:  # a receiver that went away
+            waits_for = shaken(peer.sock)
+            alive = bool(waits_for) or (
+                self._write(peer) and self._read(peer) and self._write(peer)
+            )
+        except OSError:  # a receiver that went away, or no TLS
             alive = False
         if not alive:
             self._drop(selector, peer)
+            return
+        if waits_for:
+            selector.modify(peer.sock, waits_for, peer)
             return
         events = selectors.EVENT_WRITE if (peer.out or peer.left) and not peer.parked else 0
         if peer.channel is not None or not events:
@@ -377,7 +403,7 @@ class RangeServer:
         try:
             # no deadline: the socket does not block
             chunk = peer.sock.recv(want if peer.channel else want - len(peer.inbox))
-        except BlockingIOError:
+        except WOULD_BLOCK:
             return True
         if not chunk:
             return False
@@ -392,7 +418,7 @@ class RangeServer:
 
     def _waits(self, peer: _Peer) -> bool:
         """Whether a parked connection lives: its reader has nothing to say."""
-        with suppress(BlockingIOError):
+        with suppress(*WOULD_BLOCK):
             # no deadline: the socket does not block
             peer.sock.recv(1)
             return False
@@ -457,7 +483,7 @@ class RangeServer:
 
     def _write(self, peer: _Peer) -> bool:
         """Send what the socket takes; whether the connection lives."""
-        with suppress(BlockingIOError):  # it takes no more for now
+        with suppress(*WOULD_BLOCK):  # it takes no more for now
             return self._write_all(peer)
         return True
 

@@ -31,6 +31,7 @@ from titan_grpo.layout.image import ImageAddress, open_memfd
 from titan_grpo.layout.parts import Part
 from titan_grpo.protocol.messages import RangeSource
 from titan_grpo.runkey import Key
+from titan_grpo.sync.transports.tls import secured
 
 NONCE_BYTES = 32
 TICKET_BYTES = 16
@@ -116,7 +117,8 @@ class TcpReader:
         key."""
         self._range_s = timeout_s if whole else math.inf
         self._name = f"source at {source.host}:{source.port}"
-        self._socket = connect((source.host, source.port), source.ticket, key, timeout_s, "source")
+        at = source.host, source.port
+        self._socket = connect(at, source.ticket, key, timeout_s, "source", source.pin)
 
     def read_into(self, offset: int, *views: memoryview) -> None:
         """See RangeReader."""
@@ -132,10 +134,16 @@ class TcpReader:
 
 
 def connect(
-    address: tuple[str, int], ticket: str, key: Key | None, timeout_s: float, what: str
+    address: tuple[str, int],
+    ticket: str,
+    key: Key | None,
+    timeout_s: float,
+    what: str,
+    pin: str = "",
 ) -> socket.socket:
     """A connection on which both ends have proven the key; ``timeout_s`` stays the longest wait for
-    the next byte. TransferFailed names ``what`` does not answer, or lacks the key."""
+    the next byte. TransferFailed if ``what`` does not answer, or lacks the key or the certificate
+    of the ``pin``."""
     name = f"{what} at {address[0]}:{address[1]}"
     try:
         sock = socket.create_connection(address, timeout_s)
@@ -144,6 +152,7 @@ def connect(
     try:
         sock.settimeout(timeout_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock = secured(sock, pin, name) if pin else sock
         _greet(sock, bytes.fromhex(ticket), key, name)
     except TransferFailed:
         sock.close()

@@ -1,0 +1,206 @@
+"""Lanes and sources under TLS: real sockets, real receivers, real certificates."""
+
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rigs.certificates import certificate
+from tests.rigs.receiver_server import DirectControl
+from titan_grpo.errors import ConfigError, TransferFailed
+from titan_grpo.observe import names
+from titan_grpo.protocol.messages import Hello, RangeSource
+from titan_grpo.receive.receiver import CERTIFICATE, CERTIFICATE_KEY
+from titan_grpo.receive.receiver_main import RELAY_HOST
+from titan_grpo.runkey import Key
+from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.transports.ranges import TcpReader
+from titan_grpo.sync.transports.tls import Certificate, WrongCertificate
+
+pytestmark = pytest.mark.e2e
+
+KEY = Key(bytes(range(32)))
+NAMES = ("weight_sync.tls_certificate", "weight_sync.tls_key")
+SOON_S = 60.0
+"""What ends for another reason than its deadline ends within it, however busy the machine is."""
+
+image = torch.randint(0, 256, ((3 << 20) + 17,), dtype=torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict[str, tuple[str, str]]:
+    folder = tmp_path_factory.mktemp("certificates")
+    return {name: certificate(folder, name) for name in ("trainer", "other", "server")}
+
+
+@pytest.fixture
+def shown(made) -> Certificate:
+    return Certificate.load(*made["trainer"], NAMES)
+
+
+@pytest.fixture
+def server(shown) -> Iterator[RangeServer]:
+    source = RangeServer(certificate=shown)
+    yield source
+    source.close()
+
+
+def place(server: RangeServer, port: int | None = None, pin: str | None = None) -> RangeSource:
+    ticket = server.grant(memoryview(image.numpy()), None, KEY)
+    listens = server.listen("127.0.0.1")
+    at = "127.0.0.1", port or listens, ticket
+    return RangeSource(*at, pin=server.pin if pin is None else pin)
+
+
+def read(source: RangeSource) -> bytes:
+    got = bytearray(image.numel())
+    reader = TcpReader(source, KEY, SOON_S)
+    reader.read_into(0, memoryview(got))
+    reader.close()
+    return bytes(got)
+
+
+class Tap:
+    """Forwards one connection to a port of this host, and keeps what passes."""
+
+    def __init__(self, port: int) -> None:
+        self.passed = bytearray()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, args=(port,), daemon=True).start()
+
+    def _accept(self, port: int) -> None:
+        near = self._listener.accept()[0]
+        far = socket.create_connection(("127.0.0.1", port))
+        for a, b in ((near, far), (far, near)):
+            threading.Thread(target=self._forward, args=(a, b), daemon=True).start()
+
+    def _forward(self, a: socket.socket, b: socket.socket) -> None:
+        with suppress(OSError):
+            while data := a.recv(1 << 16):
+                self.passed += data
+                b.sendall(data)
+            b.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.mark.parametrize("secret", [True, False])
+def test_who_listens_sees_weights_only_without_tls(shown, secret) -> None:
+    server = RangeServer(certificate=shown if secret else None)
+    tap = Tap(server.listen("127.0.0.1"))
+    assert read(place(server, tap.port)) == bytes(image.numpy())
+    piece = bytes(image[4096:4160].numpy())
+    assert (piece in tap.passed) is not secret
+    tap.close()
+    server.close()
+
+
+def test_a_reader_without_tls_gets_no_byte_and_the_next_one_is_served(server) -> None:
+    with pytest.raises(TransferFailed):
+        read(place(server, pin=""))
+    with socket.create_connection(("127.0.0.1", server.listen("127.0.0.1")), SOON_S):
+        assert read(place(server)) == bytes(image.numpy())  # that one says nothing at all
+
+
+def test_a_source_with_another_certificate_is_not_read(server, made) -> None:
+    other = Certificate.load(*made["other"], NAMES)
+    with pytest.raises(WrongCertificate, match="something between ends TLS"):
+        read(place(server, pin=other.pin))
+
+
+def test_a_source_without_tls_is_not_read_where_a_certificate_is_named(shown) -> None:
+    server = RangeServer()
+    with pytest.raises(TransferFailed, match="no TLS with the source"):
+        read(place(server, pin=shown.pin))
+    server.close()
+
+
+@pytest.mark.parametrize("case", ["missing", "mixed", "no certificate", "half"])
+def test_a_certificate_that_cannot_be_shown_is_one_clear_line(made, tmp_path, case) -> None:
+    path, key = made["trainer"]
+    if case == "missing":
+        path = str(tmp_path / "none.pem")
+    elif case == "mixed":
+        key = made["other"][1]
+    elif case == "no certificate":
+        path = key
+    else:
+        key = ""
+    with pytest.raises(ConfigError, match=r"weight_sync\.tls_certificate and") as said:
+        Certificate.load(path, key, NAMES)
+    assert "\n" not in str(said.value)
+
+
+def keyed(*urls: str) -> dict[str, Key]:
+    return dict.fromkeys(("trainer", *urls), KEY)
+
+
+def in_config(paths: tuple[str, str]) -> dict[str, str]:
+    return {"tls_certificate": paths[0], "tls_key": paths[1]}
+
+
+def test_versions_reach_servers_over_tls_from_every_trainer_host(rig, made) -> None:
+    run = rig("a", "b", hosts=2, far=True, run_keys=keyed("a", "b"), **in_config(made["trainer"]))
+    assert len(run.pool.manifest.parts) == 2
+    for version in (1, 2):
+        run.publish(version)
+        run.everyone(version)
+    assert [run.loaded[url].value() for url in "ab"] == [2, 2]
+
+
+def test_a_server_that_meets_another_certificate_is_named_and_the_others_go_on(
+    rig, made, monkeypatch
+) -> None:
+    run = rig("a", "b", started=False, run_keys=keyed("a", "b"), **in_config(made["trainer"]))
+    other = Certificate.load(*made["other"], NAMES)
+    greet = DirectControl.greet
+
+    def elsewhere(control: DirectControl, hello: Mapping[str, Any]) -> None:
+        """What a proxy at the trainer's address shows is not what the Hello says."""
+        if control.url == "b":
+            keys = run.worker._link.keys(hello["run_id"], hello["epoch"])
+            changed = Hello.from_dict({**hello, "pin": other.pin, "proof": ""})
+            hello = changed.proven(keys.messages).to_dict()
+        greet(control, hello)
+
+    monkeypatch.setattr(DirectControl, "greet", elsewhere)
+    run.start()
+    run.publish(1)
+    run.until(lambda: run.server_set.entry("a").held == 1 and run.server_set.last_error("b"))
+    assert "must show the certificate with SHA-256" in str(run.server_set.last_error("b"))
+    run.publish(2)
+    run.until(lambda: run.server_set.entry("a").held == 2)
+    assert run.loaded["b"].values == {}
+
+
+@pytest.mark.parametrize("certified", [True, False])
+def test_servers_serve_each_other_over_tls_or_not_at_all(rig, made, monkeypatch, certified) -> None:
+    monkeypatch.setenv(RELAY_HOST, "127.0.0.9")
+    if certified:
+        for name, path in zip((CERTIFICATE, CERTIFICATE_KEY), made["server"], strict=True):
+            monkeypatch.setenv(name, path)
+    patient = {"min_rate": 1 << 20, "progress_deadline_s": 60.0, **in_config(made["trainer"])}
+    run = rig("a", "b", relay=True, far=True, run_keys=keyed("a", "b"), **patient)
+    for version in (1, 2):
+        run.publish(version)
+        run.everyone(version)
+    assert [run.loaded[url].value() for url in "ab"] == [2, 2]
+    assert (run.recorder.totals().get(names.RELAYED_BYTES, 0) > 0) is certified
+
+
+def test_a_server_whose_certificate_is_missing_says_so_and_the_others_go_on(
+    rig, made, monkeypatch
+) -> None:
+    monkeypatch.setenv(CERTIFICATE, made["server"][0])
+    run = rig("a", relay=True, far=True, run_keys=keyed("a"), **in_config(made["trainer"]))
+    run.publish(1)
+    run.until(lambda: run.server_set.last_error("a") is not None)
+    assert f"{CERTIFICATE} and {CERTIFICATE_KEY} belong together" in str(
+        run.server_set.last_error("a")
+    )
