@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from titan_grpo.algorithm.balance import (
     TokenCost,
+    cut_alike,
     cut_packed,
     cut_padded,
     deal,
@@ -132,3 +133,11 @@ def test_nothing_is_cut_into_nothing() -> None:
     assert cut_padded([], 64, 3) == []
     assert cut_packed([], 64, 3) == []
     assert partition([], 3) == [[], [], []]
+
+
+def test_micro_batches_of_one_shape_are_as_few_as_the_budget_allows_and_as_many_as_asked() -> None:
+    assert cut_alike((8, 16, 8), 32) == [[1], [0, 2]]
+    assert [len(cut) for cut in cut_alike([8] * 9, 32)] == [3, 3, 3]
+    assert [len(cut) for cut in cut_alike([8] * 3, 32, at_least=2)] == [1, 2]
+    assert cut_alike((8,), 8, at_least=4) == [[0]]
+    assert cut_alike((), 8, at_least=4) == []

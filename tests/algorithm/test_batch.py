@@ -364,3 +364,22 @@ def test_a_batch_holds_every_short_enough_completion_once_within_the_budget(
         micro_batches, (mb for rank in again.micro_batches() for mb in rank), strict=True
     ):
         assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_with_pipeline_stages_every_rank_has_a_multiple_of_them_and_padding_counts_in_full() -> (
+    None
+):
+    groups = [
+        group(*(completion(range(4, 4 + n)) for n in (3, 17)), index=index) for index in range(3)
+    ]
+    options = replace(OPTIONS, stages=2, num_minibatches=1, split_groups=True)
+    found = plan(groups, 2, options)
+    assert found.steps == (2,)
+    [one, other] = found.micro_batches()
+    assert len(one) == len(other) == 2
+    shapes = [
+        (max(len(mb["inputs"]) for mb in rank), max(mb["inputs"].shape[1] for mb in rank))
+        for rank in (one, other)
+    ]
+    assert found.padded_tokens == sum(2 * rows * length for rows, length in shapes)
+    assert all(rows * length <= options.token_budget for rows, length in shapes)

@@ -60,12 +60,12 @@ def test_a_mistake_in_the_configuration_is_one_line_and_exit_code_2(runs, argume
 
 
 def test_under_torchrun_one_rank_says_it(runs, tmp_path):
-    arguments = ["--parallelism.pipeline_parallel_degree=2"]
+    arguments = ["--parallelism.context_parallel_degree=2"]
     with runs.start(tmp_path, ["http://127.0.0.1:9"], *arguments, nproc=2) as training:
         assert training.finish() != 0
     complaints = [line for line in training.lines if line.startswith("titan-grpo: ")]
     assert len(complaints) == 1, training.log
-    assert "parallelism.pipeline_parallel_degree must be 1" in complaints[0]
+    assert "parallelism.context_parallel_degree must be 1" in complaints[0]
     assert training.cause == complaints[0].removeprefix("titan-grpo: ")
     assert training.exitcode == 2
 

@@ -175,7 +175,18 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse) -> None:
     [
         ("--training.stepz 3", "command line: .*--training.stepz.*did you mean --training.steps"),
         ("--rollout.engine trt", "command line: invalid choice 'trt'"),
-        ("--parallelism.pipeline_parallel_degree=2", "pipeline_parallel_degree must be 1"),
+        (
+            "--parallelism.pipeline_parallel_degree=2",
+            "model.flavor must be one whose embeddings are not tied with pipeline parallelism",
+        ),
+        (
+            "--parallelism.pipeline_parallel_degree=2 --grpo.pack_sequences",
+            "grpo.pack_sequences must be false with parallelism.pipeline_parallel_degree > 1",
+        ),
+        (
+            "--parallelism.pipeline_parallel_degree=2 --lora.rank=4",
+            "lora.rank must be 0 with parallelism.pipeline_parallel_degree > 1",
+        ),
         ("--parallelism.context_parallel_degree=2", "context_parallel_degree must be 1"),
         (
             "--parallelism.tensor_parallel_degree=3",

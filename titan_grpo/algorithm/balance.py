@@ -12,7 +12,7 @@ import statistics
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +263,22 @@ def cut_padded(padded: Sequence[int], token_budget: int, at_least: int = 1) -> l
         half = -(-len(cuts[number]) // 2)
         cuts[number : number + 1] = [cuts[number][:half], cuts[number][half:]]
     return cuts
+
+
+def cut_alike(padded: Sequence[int], token_budget: int, at_least: int = 1) -> list[list[int]]:
+    """Micro-batches of rows that are all padded to the longest, as pipeline stages take them,
+    longest rows first: as few as keep the budget, but at least so many where there are rows.
+    Requires max(padded) <= token_budget.
+
+    Example: padded (8, 16, 8), budget 32 -> [[1], [0, 2]].
+    """
+    if not padded:
+        return []
+    order = sorted(range(len(padded)), key=lambda row: -padded[row])
+    fewest = -(-len(padded) // (token_budget // max(padded)))
+    cuts = max(fewest, min(at_least, len(padded)))
+    ends = [len(padded) * number // cuts for number in range(cuts + 1)]
+    return [order[slice(*pair)] for pair in pairwise(ends)]
 
 
 def cut_packed(lengths: Sequence[int], token_budget: int, at_least: int = 1) -> list[list[int]]:

@@ -11,6 +11,7 @@ from typing import Literal
 from titan_grpo.algorithm.advantages import AdvantageOptions, by_episode, step_advantages
 from titan_grpo.algorithm.balance import (
     TokenCost,
+    cut_alike,
     cut_packed,
     cut_padded,
     deal,
@@ -75,6 +76,10 @@ class BatchOptions:
     routes: int = 0
     """Experts of a token over all layers, with grpo.router_replay: a completion without its routes
     is a defective one. 0: routes are left out."""
+
+    stages: int = 1
+    """Pipeline-parallel ranks. With several, the micro-batches of an optimizer step have one shape,
+    and their number is a multiple of this, so that every stage has work."""
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_len", "pad_multiple", "num_minibatches"):
@@ -186,7 +191,6 @@ def plan(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batc
             work[rank] += sum(costs[item] for item in shares[rank])
             dealt_work[rank] += sum(costs[item] for item in dealt[rank])
     layout = options.layout
-    shapes = [layout.shape([row.length for row in cut]) for cuts in ranks for cut in cuts]
     return Batch(
         rows=[compact(cuts, layout) for cuts in ranks],
         steps=tuple(steps),
@@ -195,9 +199,22 @@ def plan(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batc
         loads=tuple(sum(row.length for cut in cuts for row in cut) for cuts in ranks),
         work=tuple(work),
         dealt_work=tuple(dealt_work),
-        padded_tokens=sum(math.prod(shape) for shape in shapes),
+        padded_tokens=sum(_padded_tokens(cuts, steps, options) for cuts in ranks),
         dropped=dropped,
     )
+
+
+def _padded_tokens(
+    cuts: Sequence[Sequence[Row]], steps: Sequence[int], options: BatchOptions
+) -> int:
+    shapes = [options.layout.shape([row.length for row in cut]) for cut in cuts]
+    if options.stages == 1:
+        return sum(map(math.prod, shapes))
+    total = 0
+    for count in steps:
+        rows, lengths = zip(*shapes[:count], strict=True)
+        total, shapes = total + count * max(rows) * max(lengths), shapes[count:]
+    return total
 
 
 def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], dict[str, int]]:
@@ -262,9 +279,12 @@ def _cuts(shares: Sequence[Sequence[Row]], options: BatchOptions) -> list[list[l
         if options.pack:
             return cut_packed(lengths, options.token_budget, at_least)
         padded = [padded_length(n, options.pad_multiple, options.max_len) for n in lengths]
+        if options.stages > 1:
+            return cut_alike(padded, options.token_budget, at_least)
         return cut_padded(padded, options.token_budget, at_least)
 
-    most = max(len(cut(share, 1)) for share in shares)
+    most = max(len(cut(share, options.stages)) for share in shares)
+    most = -(-most // options.stages) * options.stages
     out = []
     for share in shares:
         cuts = [[share[i] for i in indices] for indices in cut(share, most)]

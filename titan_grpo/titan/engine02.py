@@ -9,11 +9,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.tools import utils
 from torchtitan.train import Trainer
 
+from titan_grpo.patches import torchtitan_pipeline_metrics
 from titan_grpo.titan import compat, flavors, lora
+from titan_grpo.titan.pipeline import Activations, Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,10 @@ def _register(job_config: Any, make_loader: Callable[[int], Any]) -> Any:
         "build_tokenizer_fn": None,
         "build_validator_fn": None,
     }
+    if job_config.parallelism.pipeline_parallel_degree > 1:
+        torchtitan_pipeline_metrics.apply()
+        # qwen3 has none of its own, and runs with the one of the other language models.
+        ours["pipelining_fn"] = spec.pipelining_fn or pipeline_llm
     if job_config.lora.rank:
         ours |= lora.train_adapters_only(spec, job_config)
     job_config.model.name = f"grpo_{job_config.model.name}"
@@ -51,8 +58,17 @@ class Engine(Trainer):
     def __init__(self, job_config: Any, make_loader: Callable[[int], Any]) -> None:
         self.own_spec = _register(job_config, make_loader)
         """The model's spec with torchtitan's loader of text."""
+        self.pp_schedule: Any = None
         super().__init__(job_config)
         compat.after_parallelize(self.model_parts)
+        self.pipeline = self._pipeline(self.pp_schedule, self.model_parts)
+        """None where every rank has the whole model."""
+        self.whole: torch.nn.Module = self.model_parts[0]
+        """The model; with a pipeline without memory."""
+        if self.pipeline is not None:
+            self.whole = self._on_meta()
+        self.policy: torch.nn.Module = self.pipeline or self.whole
+        """What this rank has of it."""
         if job_config.lora.rank:
             lora.start_values(self.model_parts[0], job_config.debug.seed or 0)
         path = str(job_config.model.hf_assets_path)
@@ -76,21 +92,46 @@ class Engine(Trainer):
         logits: torch.Tensor = model(inputs, **extra_inputs, **extra_kwargs)
         return logits
 
-    def second_model(self, path: str) -> torch.nn.Module:
-        """A model built and sharded like the one that is trained, with the weights of the Hugging
-        Face files in ``path``. Collective."""
-        spec = self.train_spec
+    def _on_meta(self) -> torch.nn.Module:
         dtype = TORCH_DTYPE_MAP[self.job_config.training.dtype]
         with torch.device("meta"), utils.set_default_dtype(dtype):
-            model: torch.nn.Module = spec.model_cls(self.model_args)
-        model = spec.parallelize_fn(model, self.parallel_dims, self.job_config)
-        model.to_empty(device=self.device.type)
-        with torch.no_grad():
-            model.init_weights(buffer_device=None)  # type: ignore[operator]
-        compat.after_parallelize([model])
+            model: torch.nn.Module = self.train_spec.model_cls(self.model_args)
+        return model
+
+    def _pipeline(self, schedule: Any, parts: list[torch.nn.Module]) -> Pipeline | None:
+        dims, training = self.parallel_dims, self.job_config.training
+        if not dims.pp_enabled:
+            return None
+        # as torchtitan computes with a pipeline: without FSDP there is no mixed precision
+        name = training.mixed_precision_param if dims.fsdp_enabled else training.dtype
+        between = Activations(self.model_args.dim, TORCH_DTYPE_MAP[name], self.device, dims.tp)
+        return Pipeline(schedule, parts, dims.get_mesh("pp").get_group(), between)
+
+    def second_model(self, path: str) -> torch.nn.Module:
+        """A model built and sharded like the one that is trained (with a pipeline a Pipeline), with
+        the weights of the Hugging Face files in ``path``. Collective."""
+        spec, schedule = self.train_spec, None
+        model = self._on_meta()
+        if self.pipeline is None:
+            parts = [spec.parallelize_fn(model, self.parallel_dims, self.job_config)]
+        else:
+            schedule, parts, _, _ = spec.pipelining_fn(
+                model,
+                self.parallel_dims,
+                self.job_config,
+                self.device,
+                self.model_args,
+                spec.parallelize_fn,
+                None,
+            )
+        for part in parts:
+            part.to_empty(device=self.device.type)
+            with torch.no_grad():
+                part.init_weights(buffer_device=None)
+        compat.after_parallelize(parts)
         adapter = spec.state_dict_adapter(self.model_args, path)
-        wrapper = ModelWrapper(model)
+        wrapper = ModelWrapper(parts)
         hf_state = adapter.to_hf(wrapper.state_dict())
         dcp.load(hf_state, storage_reader=adapter.get_hf_storage_reader(path, False))
         wrapper.load_state_dict(adapter.from_hf(hf_state))
-        return model
+        return self._pipeline(schedule, parts) or parts[0]

@@ -146,6 +146,8 @@ class Engine(Trainer):
             )
         )
         compat.after_parallelize(self.model_parts)
+        self.pipeline, self.whole = None, self.model_parts[0]
+        self.policy = self.whole
         self.to_hf = self._adapter(self.model_args, job_config.model.hf_assets_path).to_hf
 
     def computing(self) -> AbstractContextManager[Any]:

@@ -247,7 +247,8 @@ def _model_violations(config: Any) -> list[str]:
             f"model.flavor must be one of {', '.join(sorted(spec.model_args))} for {name}, got"
             f" {flavor!r}{hint}"
         ]
-    found = rules.attention_violation(flavor, spec.model_args[flavor])
+    args, stages = spec.model_args[flavor], config.parallelism.pipeline_parallel_degree
+    found = rules.attention_violation(flavor, args) or rules.tied_violation(flavor, args, stages)
     if not found and config.lora.rank > 0:
         found = _lora_violation(config)
     return [found] if found else []

@@ -315,6 +315,7 @@ def violations(config: Any) -> list[str]:
             for name in (
                 "data_parallel_replicate_degree",
                 "tensor_parallel_degree",
+                "pipeline_parallel_degree",
                 "expert_parallel_degree",
                 "expert_tensor_parallel_degree",
             )

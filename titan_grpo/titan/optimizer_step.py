@@ -30,6 +30,7 @@ from titan_grpo.algorithm.metrics import (
 from titan_grpo.algorithm.objective import least_left_out, second_moments
 from titan_grpo.algorithm.rows import IGNORE_INDEX
 from titan_grpo.titan.packed import PackedAttention
+from titan_grpo.titan.pipeline import Loaded, Pipeline, alike
 from titan_grpo.titan.router_replay import RouterReplay
 from titan_grpo.titan.shown import FirstBatch
 from titan_grpo.titan.text import TextMixin, text_weight
@@ -37,9 +38,6 @@ from titan_grpo.titan.text import TextMixin, text_weight
 CHUNK_TOKENS = 4096
 """Tokens whose distribution over the vocabulary is computed at a time: bounds its temporary
 memory."""
-
-Loaded = tuple[dict[str, Any], torch.Tensor]
-"""What the loader yields: tensors by name, and labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +123,8 @@ class Stepper:
         """
         self._first = None
         minibatches = [[next(batches) for _ in range(count)] for count in steps]
+        if self._t.pipeline is not None:
+            minibatches = [alike(minibatch) for minibatch in minibatches]
         self._prepare(minibatches)
         parts: list[Metrics] = []
         found = []
@@ -150,13 +150,11 @@ class Stepper:
         g, t = self._grpo, self._t
         if g.proximal_logprobs == "recompute":
             for minibatch in minibatches if g.num_epochs > 1 else minibatches[1:]:
-                for inputs, labels in minibatch:
-                    inputs["old_logprobs"] = self._before(inputs, labels, token_logprobs)
+                self._add("old_logprobs", minibatch, token_logprobs)
         if g.top_entropy_share == 1:
             return
         for minibatch in minibatches:
-            for inputs, labels in minibatch:
-                inputs["entropy"] = self._before(inputs, labels, _entropy)
+            self._add("entropy", minibatch, _entropy)
             here = [
                 inputs["entropy"][labels.to(t.device) != IGNORE_INDEX]
                 for inputs, labels in minibatch
@@ -169,8 +167,8 @@ class Stepper:
         """Say which tokens M2PO leaves out, by the policy as it is now. Collective."""
         device = self._t.device
         moments = []
-        for inputs, labels in minibatch:
-            now = self._before(inputs, labels, token_logprobs)
+        before = self._before(self._t.policy, minibatch, token_logprobs)
+        for now, (inputs, labels) in zip(before, minibatch, strict=True):
             engine, advantages = (inputs[x].to(device) for x in ("rollout_logprobs", "advantages"))
             ignored = labels.to(device) == IGNORE_INDEX
             moments.append(second_moments(now, engine, advantages).masked_fill(ignored, 0))
@@ -204,8 +202,10 @@ class Stepper:
         t.optimizers.zero_grad()
         loss = torch.zeros((), device=t.device)
         made: list[Metrics] = []
-        for inputs, labels in minibatch:
-            part, sums = self._forward_backward(inputs, labels.to(t.device), version, own)
+        if t.pipeline is not None:
+            loss, made = self._pipelined(t.pipeline, minibatch, version, own)
+        for inputs, labels in minibatch if t.pipeline is None else ():
+            part, sums = self._forward_backward(inputs, labels, version, own)
             loss = loss + part
             made.append(sums)
         if self._text is not None:
@@ -220,6 +220,7 @@ class Stepper:
             [p for m in t.model_parts for p in m.parameters()],
             t.job_config.training.max_norm,
             foreach=True,
+            pp_mesh=t.parallel_dims.get_optional_mesh("pp"),
             ep_enabled=t.parallel_dims.ep_enabled,
         )
         bad = flags(loss, grad_norm, self._grpo.grad_norm_limit, collapsed)
@@ -232,72 +233,128 @@ class Stepper:
         t.optimizers.step()
         return float(grad_norm), ()
 
+    def _batch(
+        self, inputs: dict[str, Any], labels: torch.Tensor, version: int, own: int | None
+    ) -> dict[str, torch.Tensor]:
+        """What ``grpo_loss`` needs of a micro-batch, on the device."""
+        device = self._t.device
+        batch = {
+            name: x.to(device)
+            for name, x in inputs.items()
+            if isinstance(x, torch.Tensor) and name != "routes"
+        }
+        return batch | {
+            "labels": labels.to(device),
+            "on_policy": batch["oldest"] == (-1 if own is None else own),
+            "staleness": version - batch["versions"],
+        }
+
     def _forward_backward(
         self, inputs: dict[str, Any], labels: torch.Tensor, version: int, own: int | None
     ) -> tuple[torch.Tensor, Metrics]:
         """GRPO loss of one micro-batch and its gradients. The batch's weights normalise over the
         optimizer step already. ``own``: the version that the policy is of, None between two."""
-        t, g = self._t, self._grpo
-        batch = {
-            name: x.to(t.device)
-            for name, x in inputs.items()
-            if isinstance(x, torch.Tensor) and name != "routes"
-        }
-        batch |= {
-            "labels": labels,
-            "on_policy": batch["oldest"] == (-1 if own is None else own),
-            "staleness": version - batch["versions"],
-        }
+        t = self._t
+        batch = self._batch(inputs, labels, version, own)
+        reference = None
+        if self._reference is not None:
+            [reference] = self._before(self._reference, [(inputs, labels)], token_logprobs)
         with (
             self._packed.using(inputs.get("rows"), t.device),
             self._replay.using(inputs.get("routes"), t.device),
+            t.computing(),
         ):
-            reference = None
-            if self._reference is not None:
-                reference = self._logprobs(self._reference, batch)
-            with t.computing():
-                logits = t.logits(t.model_parts[0], batch)
-                # Before the backward, where checkpointed layers route once more.
-                routed = self._replay.take_metrics()
-                logprobs = token_logprobs(logits, labels, self._temperature, CHUNK_TOKENS)
-                if self._first is None:
-                    seen = batch["input"], labels, batch["sequence"], logprobs.detach()
-                    self._first = FirstBatch(*seen)
-                entropy = mean_square = None
-                if g.entropy_loss_weight:
-                    entropy = token_entropy(logits, self._temperature, CHUNK_TOKENS)
-                if g.logit_loss_weight:
-                    mean_square = logit_mean_square(logits, CHUNK_TOKENS)
-                terms = LogitTerms(entropy, mean_square)
-                loss, metrics = grpo_loss(
-                    logprobs, batch, g, reference, batch.get("old_logprobs"), terms
-                )
-                del logits, terms, entropy, mean_square
-                loss.backward()
+            logits = t.logits(t.policy, batch)
+            # Before the backward, where checkpointed layers route once more.
+            routed = self._replay.take_metrics()
+            loss, metrics = self._loss(logits, batch, reference)
+            del logits
+            loss.backward()
         return loss.detach(), metrics | routed
 
-    def _logprobs(
-        self, model: torch.nn.Module, batch: dict[str, Any], read: Reader = token_logprobs
-    ) -> torch.Tensor:
-        with torch.no_grad(), self._t.computing():
-            return read(
-                self._t.logits(model, batch), batch["labels"], self._temperature, CHUNK_TOKENS
-            )
+    def _loss(
+        self, logits: torch.Tensor, batch: dict[str, torch.Tensor], reference: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Metrics]:
+        g, labels = self._grpo, batch["labels"]
+        logprobs = token_logprobs(logits, labels, self._temperature, CHUNK_TOKENS)
+        if self._first is None:
+            seen = batch["input"], labels, batch["sequence"], logprobs.detach()
+            self._first = FirstBatch(*seen)
+        entropy = mean_square = None
+        if g.entropy_loss_weight:
+            entropy = token_entropy(logits, self._temperature, CHUNK_TOKENS)
+        if g.logit_loss_weight:
+            mean_square = logit_mean_square(logits, CHUNK_TOKENS)
+        terms = LogitTerms(entropy, mean_square)
+        return grpo_loss(logprobs, batch, g, reference, batch.get("old_logprobs"), terms)
 
-    def _before(self, inputs: dict[str, Any], labels: torch.Tensor, read: Reader) -> torch.Tensor:
-        """What ``read`` makes of the policy's logits as they are now, without gradient. Collective:
-        every rank has the same number of micro-batches."""
-        batch = {
-            name: x.to(self._t.device)
-            for name, x in inputs.items()
-            if name in ("input", "positions")
-        }
-        batch |= {"labels": labels.to(self._t.device)}
-        with (
-            self._packed.using(inputs.get("rows"), self._t.device),
-            self._replay.using(inputs.get("routes"), self._t.device),
+    def _pipelined(
+        self, pipeline: Pipeline, minibatch: Sequence[Loaded], version: int, own: int | None
+    ) -> tuple[torch.Tensor, list[Metrics]]:
+        """Loss and metrics of an optimizer step's micro-batches as one pass through the stages. The
+        last stage computes them, and every rank goes on with what it has."""
+        device = self._t.device
+        batches = [self._batch(*loaded, version, own) for loaded in minibatch]
+        references: Sequence[torch.Tensor | None] = [None] * len(batches)
+        if self._reference is not None:
+            references = self._before(self._reference, minibatch, token_logprobs)
+        losses: list[torch.Tensor] = []
+        made: list[Metrics] = []
+
+        def loss_of(logits: torch.Tensor, number: int) -> torch.Tensor:
+            loss, metrics = self._loss(logits, batches[number], references[number])
+            losses.append(loss.detach())
+            made.append(metrics)
+            return loss
+
+        with self._t.computing():
+            pipeline.forward_backward(torch.stack([b["input"] for b in batches]), loss_of)
+        here = None
+        if pipeline.is_last:
+            summed = accumulate(made)
+            assert self._first is not None
+            # together: each tensor is a wait for the device
+            parts = torch.stack(losses).sum(), *pack(summed), self._first.logprobs
+            here = list(summed), [part.cpu() for part in parts]
+        metric_names, (loss, sums, maxima, logprobs) = pipeline.share(here)
+        if self._first is None:
+            first = batches[0]
+            self._first = FirstBatch(first["input"], first["labels"], first["sequence"], logprobs)
+        return loss.to(device), [unpack(metric_names, sums.to(device), maxima.to(device))]
+
+    def _add(self, name: str, minibatch: Sequence[Loaded], read: Reader) -> None:
+        for (inputs, _), values in zip(
+            minibatch, self._before(self._t.policy, minibatch, read), strict=True
         ):
-            return self._logprobs(self._t.model_parts[0], batch, read)
+            inputs[name] = values
+
+    def _before(
+        self, model: torch.nn.Module, minibatch: Sequence[Loaded], read: Reader
+    ) -> list[torch.Tensor]:
+        """What ``read`` makes of a model's logits as they are now, without gradient, [R, L] of each
+        micro-batch. Collective: every rank has the same number of micro-batches."""
+        t, out = self._t, []
+        if isinstance(model, Pipeline):
+            known = [labels.to(t.device) for _, labels in minibatch]
+            ids = torch.stack([inputs["input"] for inputs, _ in minibatch]).to(t.device)
+            with t.computing():
+                return list(
+                    model.read(ids, lambda x, k: read(x, known[k], self._temperature, CHUNK_TOKENS))
+                )
+        for inputs, labels in minibatch:
+            batch = {
+                name: x.to(t.device) for name, x in inputs.items() if name in ("input", "positions")
+            }
+            batch |= {"labels": labels.to(t.device)}
+            with (
+                self._packed.using(inputs.get("rows"), t.device),
+                self._replay.using(inputs.get("routes"), t.device),
+                torch.no_grad(),
+                t.computing(),
+            ):
+                logits = t.logits(model, batch)
+                out.append(read(logits, batch["labels"], self._temperature, CHUNK_TOKENS))
+        return out
 
     def _text_forward_backward(self, made: Sequence[Metrics]) -> tuple[torch.Tensor, torch.Tensor]:
         """(this rank's share of the weighted loss, and of the mean cross-entropy) of the optimizer

@@ -85,6 +85,7 @@ def batch_options(job_config: Any, cost: TokenCost, routes: int = 0) -> BatchOpt
         split_groups=grpo.balance_split_groups,
         pack=grpo.pack_sequences,
         routes=routes,
+        stages=job_config.parallelism.pipeline_parallel_degree,
     )
 
 

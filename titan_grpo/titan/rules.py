@@ -33,6 +33,7 @@ def violations(config: Any, machine: Machine) -> list[str]:
     if none."""
     found = [
         *_parallelism(config),
+        *_pipeline(config),
         *_routes(config),
         *_training(config),
         *_checkpoint(config, machine),
@@ -111,6 +112,16 @@ def attention_violation(flavor: str, model_args: Any) -> str:
     return f"model.flavor must be one with sdpa attention, got {flavor!r} with {kind}"
 
 
+def tied_violation(flavor: str, model_args: Any, stages: int) -> str:
+    """Why a flavor cannot be cut into so many pipeline stages, or ""."""
+    if stages == 1 or not getattr(model_args, "enable_weight_tying", False):
+        return ""
+    return (
+        "model.flavor must be one whose embeddings are not tied with pipeline parallelism (the"
+        f" first and the last stage would each train them on their own), got {flavor!r}"
+    )
+
+
 TORCHTITANS = {
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
@@ -138,11 +149,6 @@ def model_violation(flavor: str, model_args: Any, fields: Mapping[str, Any]) -> 
 def _parallelism(config: Any) -> Rules:
     p = config.parallelism
     yield (
-        p.pipeline_parallel_degree != 1,
-        "parallelism.pipeline_parallel_degree",
-        "1 (the GRPO loss needs logits and rollouts on one stage; use FSDP and tensor parallelism)",
-    )
-    yield (
         p.context_parallel_degree != 1,
         "parallelism.context_parallel_degree",
         "1 (it reorders a row's tokens, so log-probabilities would be matched to other tokens)",
@@ -164,6 +170,37 @@ def _parallelism(config: Any) -> Rules:
         "false with grpo.pack_sequences, or compile.components without model (the shapes in"
         " attention are others in every micro-batch, so it would be compiled anew each time)",
     )
+
+
+def _pipeline(config: Any) -> Rules:
+    p, g = config.parallelism, config.grpo
+    if p.pipeline_parallel_degree == 1:
+        return
+    alone = "it sets up each micro-batch by itself, and a pipeline has several under way"
+    for broken, key, value, why in (
+        (g.pack_sequences, "grpo.pack_sequences", "false", alone),
+        (g.router_replay, "grpo.router_replay", "false", alone),
+        (
+            g.ptx_mixin_batchsize > 0,
+            "grpo.ptx_mixin_batchsize",
+            "0",
+            "its text would be a second pass through the stages",
+        ),
+        (config.lora.rank > 0, "lora.rank", "0", "adapters are made on a whole model"),
+        (
+            bool(p.pipeline_parallel_schedule_csv),
+            "parallelism.pipeline_parallel_schedule_csv",
+            "empty",
+            "it is for one number of micro-batches, and steps have different ones",
+        ),
+        (
+            p.pipeline_parallel_microbatch_size != 1,
+            "parallelism.pipeline_parallel_microbatch_size",
+            "1",
+            "grpo.token_budget says how many rows a micro-batch has",
+        ),
+    ):
+        yield broken, key, f"{value} with parallelism.pipeline_parallel_degree > 1 ({why})"
 
 
 def _routes(config: Any) -> Rules:

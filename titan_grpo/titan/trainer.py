@@ -39,11 +39,12 @@ from titan_grpo.titan.hosts import Here
 from titan_grpo.titan.loggers import log_table, make_dispensable
 from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics
 from titan_grpo.titan.packed import PackedAttention
+from titan_grpo.titan.pipeline import Pipeline
 from titan_grpo.titan.rank0 import Controller
 from titan_grpo.titan.reference import build_reference, move_reference
 from titan_grpo.titan.router_replay import RouterReplay, route_width
 from titan_grpo.titan.text import TextMixin
-from titan_grpo.titan.weight_sync import TrainerSync
+from titan_grpo.titan.weight_sync import Stages, TrainerSync
 
 logger = logging.getLogger(__name__)
 
@@ -79,15 +80,17 @@ class GRPOTrainer(Engine):
         self._unhealthy_in_a_row = 0
         self.loader: BatchLoader = self.dataloader
         self.loader.connect(job_config)
-        cost = token_cost(self.model_args, self.model_parts[0])
+        cost = token_cost(self.model_args, self.whole)
         model_dir = str(job_config.model.hf_assets_path)
         self.controller: Controller | None = None
         if dist.get_rank() == 0:
             width = route_width(self.model_parts[0]) if self._grpo.router_replay else 0
             on_cpu = self.device.type == "cpu"
             self.controller = Controller(job_config, model_dir, on_cpu, cost, width)
+        staged = self.pipeline is not None
+        self.weights = Stages(self.model_parts, self.whole) if staged else self.whole
         self.sync = TrainerSync(
-            self.model_parts[0],
+            self.weights,
             self.to_hf,
             job_config.weight_sync,
             self.device,
@@ -105,9 +108,11 @@ class GRPOTrainer(Engine):
                 if model is not None:
                     packed.install(model)
         if self._grpo.fp32_lm_head:
-            compute_head_in_fp32(self.model_parts[0])
-            if self.reference is not None:
-                compute_head_in_fp32(self.reference)
+            for model in (self.policy, self.reference):
+                for part in model if isinstance(model, Pipeline) else filter(None, [model]):
+                    # of stages only the last one has it
+                    if getattr(part, "output", None) is not None or self.pipeline is None:
+                        compute_head_in_fp32(part)
         replay = RouterReplay()
         if self._grpo.router_replay:
             # The reference routes by itself: its choice is part of what the policy is held to.
@@ -118,7 +123,9 @@ class GRPOTrainer(Engine):
             self._save_also("text", text.loader)
         self._moving = self.reference is not None and 0 < self._grpo.ref_model_ema < 1
         if self.reference is not None and self._moving:
-            self._save_also("reference", ModelWrapper(self.reference))
+            model = self.reference
+            parts = list(model) if isinstance(model, Pipeline) else model
+            self._save_also("reference", ModelWrapper(parts))
         self._stepper = Stepper(self, self.reference, packed, replay, text)
         # torchtitan's own seam for work that must end before the parameters change.
         staging = self.checkpointer.maybe_wait_for_staging
@@ -238,7 +245,7 @@ class GRPOTrainer(Engine):
             return
         self.version += 1
         if self.reference is not None and self._moving:
-            move_reference(self.reference, self.model_parts[0], self._grpo.ref_model_ema)
+            move_reference(self.reference, self.policy, self._grpo.ref_model_ema)
         if slot is not None:
             self._publish(self.version, slot)
         elif controller is not None:

@@ -71,26 +71,46 @@ class WritePlan:
         return tuple(rank for rank in self.hosts[self.part] if rank != self.leaders[self.part])
 
 
-def named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """A rank's part of a model that is cut into pipeline stages."""
+
+    parts: Sequence[torch.nn.Module]
+    whole: torch.nn.Module
+    """The model without memory: every rank lays all of it out."""
+
+
+Parts = torch.nn.Module | Stages
+
+
+def _parts(model: Parts) -> Sequence[torch.nn.Module]:
+    return model.parts if isinstance(model, Stages) else (model,)
+
+
+def _parameters(model: Parts) -> list[tuple[str, torch.Tensor]]:
+    parts = _parts(model)
+    return [(strip_prefixes(name), p) for part in parts for name, p in part.named_parameters()]
+
+
+def named_tensors(model: Parts) -> list[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers, wrapper prefixes stripped, in the model's order."""
-    out: list[tuple[str, torch.Tensor]] = [
-        (strip_prefixes(name), p) for name, p in model.named_parameters()
-    ]
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                out.append((strip_prefixes(f"{prefix}.{name}" if prefix else name), buffer))
+    out = _parameters(model)
+    for part in _parts(model):
+        for prefix, module in part.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    out.append((strip_prefixes(f"{prefix}.{name}" if prefix else name), buffer))
     return out
 
 
-def exported_tensors(model: torch.nn.Module, to_hf: ToHF) -> list[tuple[str, torch.Tensor]]:
+def exported_tensors(model: Parts, to_hf: ToHF) -> list[tuple[str, torch.Tensor]]:
     """``named_tensors`` without LoRA adapters, and without the buffers that the state dict adapter
     does not export.
 
     Those are tables that the engine computes itself; titan.flavors.disable_unexported_buffers has
     switched off the one that training would change (an MoE's load balancing bias).
     """
-    parameters = {strip_prefixes(name) for name, _ in model.named_parameters()}
+    parameters = {name for name, _ in _parameters(model)}
     return [
         (fqn, t)
         for fqn, t in named_tensors(model)
@@ -107,7 +127,7 @@ def _exported(to_hf: ToHF, fqn: str, buffer: torch.Tensor) -> bool:
 
 
 def plan_writes(
-    model: torch.nn.Module,
+    model: Parts,
     to_hf: ToHF,
     wire_dtype: str,
     block_bytes: int,
@@ -121,12 +141,15 @@ def plan_writes(
     every rank if they do not hold the weights alike.
     """
     weights = exported_tensors(model, to_hf)
-    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in weights}
-    tied = compat.upstream("models").TIED if getattr(model, "enable_weight_tying", False) else set()
+    seen = model.whole if isinstance(model, Stages) else model
+    described = exported_tensors(seen, to_hf)
+    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in described}
+    tied = compat.upstream("models").TIED if getattr(seen, "enable_weight_tying", False) else set()
     layout = infer_layout(to_hf, shapes, tied)
-    parameters = {strip_prefixes(name) for name, _ in model.named_parameters()}
-    keep = {fqn: str(t.dtype).removeprefix("torch.") for fqn, t in weights if fqn not in parameters}
+    parameters = {name for name, _ in _parameters(seen)}
+    keep = {f: str(t.dtype).removeprefix("torch.") for f, t in described if f not in parameters}
     if adapters_only:
+        assert isinstance(model, torch.nn.Module)
         layout, keep = adapter_layout(layout, adapter_shapes(model)), {}
         weights = [pair for pair in named_tensors(model) if is_adapter(pair[0])]
     manifest = layout.manifest(wire_dtype, block_bytes, keep)
@@ -139,7 +162,7 @@ def plan_writes(
             " same model?"
         )
     held = [chunks for _, chunks in gathered]
-    assigned = assign_writers(held, {fqn: layout.shapes[fqn] for fqn in chunks})
+    assigned = assign_writers(held, {f: layout.shapes[f] for f, to in layout.by_fqn.items() if to})
     leader_of = leaders(here or Here())
     writing: dict[int, list[int]] = {0: []}
     for rank, fqns in enumerate(assigned):
@@ -223,7 +246,7 @@ class TrainerSync:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Parts,
         to_hf: ToHF,
         config: WeightSync,
         device: torch.device,
@@ -334,9 +357,12 @@ class TrainerSync:
         into ``slot``. A rank that writes no part only helps to gather the adapters."""
         if self._adapters_only:
             if self._publisher is not None:
+                assert isinstance(self._model, torch.nn.Module)
                 self._publisher.publish(version, slot, adapter_shards(self._model))
             return
-        merged = merged_shards(self._model, set(self.plan.ops))
+        merged: dict[str, Any] = {}
+        for part in _parts(self._model):
+            merged |= merged_shards(part, set(self.plan.ops))
         if self._publisher is not None:
             shards = local_shards(named_tensors(self._model), set(self.plan.ops))
             self._publisher.publish(version, slot, {**shards, **merged})

@@ -1,0 +1,171 @@
+"""A model cut into stages over ranks: torch's schedules over torchtitan's stages, made anew for
+each shape of a batch.
+
+torch fixes the shape of a schedule's micro-batches when its stages are made. Here those of one
+optimizer step are padded to one shape, and where that differs from the last one's, stages and
+schedule are made again around the same modules, with the shapes said beforehand: nothing is
+inferred by a pass over the model.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.nn import functional
+
+from titan_grpo.algorithm.rows import IGNORE_INDEX
+
+OfLogits = Callable[[torch.Tensor, int], torch.Tensor]
+"""(logits [R, L, V] of a micro-batch, its number) -> its loss, or [R, L] of each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What one stage hands to the next: [R, L / ``split``, ``width``]."""
+
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    split: int = 1
+    """Tensor-parallel ranks: between layers each has its part of the tokens."""
+
+
+class _Reader(torch.nn.Module):
+    """The last stage of a pass without gradients: of its logits only what is read from them
+    stays."""
+
+    def __init__(self, part: torch.nn.Module, of_logits: OfLogits) -> None:
+        super().__init__()
+        self._part, self._of_logits, self._number = part, of_logits, 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, L, width] -> [R, L]. Micro-batches come in their order."""
+        self._number += 1
+        return self._of_logits(self._part(hidden), self._number - 1)
+
+
+class Pipeline(torch.nn.ModuleList):
+    """This rank's stages of a model, in the form that torchtitan gave them."""
+
+    def __init__(
+        self,
+        schedule: Any,
+        parts: Sequence[torch.nn.Module],
+        group: dist.ProcessGroup,
+        activations: Activations,
+    ) -> None:
+        """``schedule`` is torchtitan's; of it the kind is kept, and where the stages are.
+        Collective over ``group``: the ranks with one model's stages."""
+        super().__init__(parts)
+        self._kind, self._group, self._between = type(schedule), group, activations
+        stages = getattr(schedule, "_stages", None) or [schedule._stage]
+        self._places = [(stage.stage_index, stage.num_stages) for stage in stages]
+        self.is_last = any(stage.is_last for stage in stages)
+        self._is_first = any(stage.is_first for stage in stages)
+        told: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, self.is_last, group=group)
+        self._source = dist.get_global_rank(group, told.index(True))
+        self._shape: torch.Size | None = None
+        self._trained: Any = None
+        """The schedule of the last optimizer step; its stages hold buffers of that shape."""
+        self._loss: list[OfLogits] = []
+
+    def forward_backward(self, ids: torch.Tensor, loss: OfLogits) -> None:
+        """Forward and backward of ids [micro-batches, R, L] as one pass of the schedule; ``loss``
+        is called on the rank with the last stage. Collective: every rank with one model's stages
+        gives the same ids."""
+        self._loss[:] = [loss]
+        if self._shape != ids.shape:
+            self._shape = ids.shape
+            self._trained = self._schedule(ids, True, lambda out, k: self._loss[0](out, int(k)))
+        self._trained.step(
+            *self._arguments(ids),
+            target=torch.arange(len(ids)) if self.is_last else None,
+            return_outputs=False,
+        )
+        self._loss.clear()
+
+    @torch.no_grad()
+    def read(self, ids: torch.Tensor, read: OfLogits) -> torch.Tensor:
+        """float32 [micro-batches, R, L]: what ``read`` makes of each micro-batch's logits, on every
+        rank. Collective."""
+        out: torch.Tensor | None = self._schedule(ids, False, read).step(*self._arguments(ids))
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                # a pass without backward leaves whole parameters behind
+                module.reshard()
+        if out is None:
+            out = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+        out = out.float().view(ids.shape).contiguous()
+        dist.broadcast(out, self._source, group=self._group)
+        return out
+
+    def share(self, value: Any) -> Any:
+        """What the rank with the last stage has, on every rank. Collective."""
+        box = [value]
+        dist.broadcast_object_list(box, self._source, group=self._group)
+        return box[0]
+
+    def _arguments(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (ids.flatten(0, 1),) if self._is_first else ()
+
+    def _schedule(self, ids: torch.Tensor, training: bool, of_logits: Any) -> Any:
+        """``of_logits``: in training the loss, as torch's schedules call it."""
+        count, rows, length = ids.shape
+        b = self._between
+        inside = torch.empty(
+            (rows, length // b.split, b.width),
+            dtype=b.dtype,
+            device="meta",
+            requires_grad=training,
+        )
+        stages = []
+        for part, (index, number) in zip(self, self._places, strict=True):
+            last = index == number - 1
+            module = _Reader(part, of_logits) if last and not training else part
+            stages.append(
+                PipelineStage(
+                    module,
+                    index,
+                    number,
+                    b.device,
+                    input_args=ids[0] if index == 0 else inside,
+                    # of the last stage nothing is sent: its shape says nothing
+                    output_args=inside,
+                    group=self._group,
+                )
+            )
+        several = issubclass(self._kind, PipelineScheduleMulti)
+        return self._kind(
+            stages if several else stages[0],
+            count,
+            loss_fn=of_logits if training else None,
+            scale_grads=False,
+        )
+
+
+Loaded = tuple[dict[str, Any], torch.Tensor]
+"""Tensors [R, L] by name, and labels."""
+
+FILL = {"labels": IGNORE_INDEX, "sequence": -1}
+"""What a tensor has at padding; 0 where it is not named."""
+
+
+def alike(minibatch: Sequence[Loaded]) -> list[Loaded]:
+    """The micro-batches of one optimizer step in one shape, that of the most rows and of the
+    longest: padding follows a row's tokens, which cannot see it."""
+    rows, length = (max(labels.shape[dim] for _, labels in minibatch) for dim in (0, 1))
+
+    def fit(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        after = (0, length - tensor.shape[1], 0, rows - tensor.shape[0])
+        return functional.pad(tensor, after, value=FILL.get(name, 0))
+
+    return [
+        ({name: fit(name, tensor) for name, tensor in inputs.items()}, fit("labels", labels))
+        for inputs, labels in minibatch
+    ]
