@@ -129,7 +129,7 @@ class Site:
     def connect(self, version: Version) -> LaneLink:
         """A lane of the next epoch that has joined and handed its manifest over."""
         link = self.greet(version)
-        self.joined = link.wait_joined(60.0)
+        self.joined = link.wait_joined(180.0)
         assert link.send_manifest().ok
         return link
 

@@ -39,10 +39,12 @@ __all__ = (
 class WeightSync:
     """How versions travel from the trainer's memory to the servers'."""
 
-    transport: Literal["auto", "tcp", "nccl"] = "auto"
+    transport: Literal["auto", "tcp", "nixl", "nccl"] = "auto"
     """Data plane of the lanes. tcp: servers read versions in ranges, out of the trainer's memory if
-    they are on its host, else over TCP; for apply = "staged". nccl: broadcasts, with one version of
-    NCCL at both ends; by choice only. auto is tcp, and gloo's broadcasts for apply = "streamed"."""
+    they are on its host, else over TCP; for apply = "staged". nixl: the same, by one-sided reads
+    (UCX: RDMA, shared memory, TCP) where both ends have titan_grpo[nixl], from one trainer host.
+    nccl: broadcasts, with one version of NCCL at both ends; by choice only. auto is tcp, and gloo's
+    broadcasts for apply = "streamed"."""
 
     connections: int = 4
     """TCP connections with which a server reads a version (transport = "tcp")."""
@@ -175,14 +177,14 @@ def _weight_sync(w: WeightSync) -> Rules:
         f"a positive multiple of weight_sync.block_bytes ({w.block_bytes})",
     )
     yield (
-        w.transport == "tcp" and w.apply == "streamed",
+        w.transport in ("tcp", "nixl") and w.apply == "streamed",
         "transport",
         'auto or nccl with weight_sync.apply = "streamed"',
     )
     yield (
         w.relay and (w.apply == "streamed" or w.transport == "nccl"),
         "relay",
-        'false, or weight_sync.apply = "staged" with transport auto or tcp',
+        'false, or weight_sync.apply = "staged" with transport auto, tcp or nixl',
     )
     yield (
         bool(w.tls_certificate) != bool(w.tls_key),
@@ -190,9 +192,9 @@ def _weight_sync(w: WeightSync) -> Rules:
         "set where weight_sync.tls_certificate is, and only there",
     )
     yield (
-        bool(w.tls_certificate) and (w.apply == "streamed" or w.transport == "nccl"),
+        bool(w.tls_certificate) and (w.apply == "streamed" or w.transport in ("nccl", "nixl")),
         "tls_certificate",
-        'empty, or weight_sync.apply = "staged" with transport auto or tcp (broadcasts are not'
+        'empty, or weight_sync.apply = "staged" with transport auto or tcp (the others are not'
         " encrypted)",
     )
     yield w.connections < 1, "connections", "1 or more"

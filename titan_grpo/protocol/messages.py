@@ -116,6 +116,9 @@ REPLY_S = 10.0
 """Deadline for answering a trainer of another version, in seconds."""
 
 TCP = "tcp"
+NIXL = "nixl"
+RANGES = (TCP, NIXL)
+"""Transports by which receivers read ranges."""
 """``Hello.transport`` of an epoch whose receiver reads the versions from sources, in ranges."""
 
 
@@ -336,6 +339,7 @@ class RangeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``ticket``: hexadecimal, names the image at the source. ``memfd``: a layout.image.ImageAddress,
     empty if the image is in none. ``pin``: SHA-256 of the certificate that it shows; empty: no TLS.
+    ``nixl``: NixlSource.place of the image, empty without.
     """
 
     host: str
@@ -344,6 +348,7 @@ class RangeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memfd: dict[str, int] = {}
     part: Number = 0
     pin: str = ""
+    nixl: str = ""
 
 
 class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -32,7 +32,8 @@ from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import fence, staging
 from titan_grpo.protocol.messages import (
-    TCP,
+    NIXL,
+    RANGES,
     Applied,
     Commit,
     Hello,
@@ -48,6 +49,7 @@ from titan_grpo.receive.sharing import Sharing
 from titan_grpo.runkey import EpochKeys
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
 from titan_grpo.sync.transports.channel import ReceiverChannel
+from titan_grpo.sync.transports.nixl import NixlReader, nixl_problem
 from titan_grpo.sync.transports.ranges import MemfdReader, TcpReader
 from titan_grpo.sync.transports.tls import Certificate, WrongCertificate
 
@@ -150,7 +152,7 @@ class Receiver:
             raise PeerError(
                 f"refused epoch {hello.epoch} of run {hello.run_id}: {self._joined.error}"
             )
-        if hello.transport != TCP:
+        if hello.transport not in RANGES:
             self._transport = self._open_transport()
         number = 0
         while self._serve(channel, number):
@@ -176,9 +178,11 @@ class Receiver:
                 f"with a run key the blocks' digests must be {KEYED}, got"
                 f" {hello.digest_algorithm!r}: others take no key"
             )
-        if hello.transport == TCP:
-            only = "weight_sync.transport tcp is for weight_sync.apply staged, got streamed"
-            return only if self.streamed else ""
+        if hello.transport in RANGES:
+            only = f"weight_sync.transport {hello.transport} is for weight_sync.apply staged"
+            if self.streamed:
+                return f"{only}, got streamed"
+            return nixl_problem() if hello.transport == NIXL else ""
         from titan_grpo.sync.transports.store import transport_problem
 
         return transport_problem(hello.transport, hello.nccl)
@@ -465,6 +469,8 @@ class Receiver:
             out.setdefault(source.part, []).append(other)
         for source in order.sources:
             opens = out.setdefault(source.part, [])
+            if source.nixl:
+                opens.append(partial(NixlReader, source.nixl, self._hello.progress_s))
             opens.append(partial(TcpReader, source, self._range_key, self._hello.progress_s))
         return out
 

@@ -26,7 +26,7 @@ from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import lane
 from titan_grpo.protocol.messages import (
-    TCP,
+    RANGES,
     Applied,
     Apply,
     Attach,
@@ -48,6 +48,7 @@ from titan_grpo.sync.patches import Made, Patches
 from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
 from titan_grpo.sync.transports.channel import Frame, LaneChannel
+from titan_grpo.sync.transports.nixl import NixlSource
 from titan_grpo.sync.transports.range_server import RangeServer
 from titan_grpo.sync.transports.store import host_store, nccl_version, open_transport
 
@@ -102,6 +103,8 @@ class LinkOptions:
     """See Hello."""
     source: RangeServer | None = None
     """Shared by the lanes of a process; a link without one has its own."""
+    nixl: NixlSource | None = None
+    """With transport "nixl": offers images beside it."""
     patches: Patches | None = None
     """Hears of what was sent."""
     relay: Relay = field(default_factory=Relay)
@@ -169,7 +172,7 @@ class LaneLink:
         address of this host."""
         o = self._options
         channel = self._source.channel(o.bind_host, self._key, self._ended)
-        if o.transport != TCP:
+        if o.transport not in RANGES:
             self._store = host_store(o.bind_host)
         with self._lock:
             self._channel = channel
@@ -277,7 +280,7 @@ class LaneLink:
         shared = image if isinstance(image, SharedImage) else None
         bytes_ = image.tensor() if isinstance(image, SharedImage) else image
         self._check_size(bytes_)
-        if self._options.transport == TCP:
+        if self._options.transport in RANGES:
             bases = [made.base for made in patches]
             staged, self._base = self._base, None
             patches = patches[bases.index(staged) :] if staged in bases else ()
@@ -311,7 +314,9 @@ class LaneLink:
         place = memfd.to_json() if memfd else {}
         try:
             channel = self._opened()
-            yield RangeSource(channel.host, channel.port, ticket, place, pin=channel.pin)
+            offers = self._options.nixl
+            at = offers.place(image.data_ptr(), image.nbytes) if offers is not None else ""
+            yield RangeSource(channel.host, channel.port, ticket, place, 0, channel.pin, at)
         finally:
             self._source.revoke(ticket)
 
@@ -501,12 +506,7 @@ class LaneLink:
         broadcast_image(self._connected(), image, o.bucket_bytes, o.timeout_s, moved)
 
     def _announce(
-        self,
-        op: Op,
-        number: int,
-        version: int,
-        digests: Sequence[bytes],
-        fingerprint: str,
+        self, op: Op, number: int, version: int, digests: Sequence[bytes], fingerprint: str
     ) -> None:
         self._post(Order(number, op, version, fingerprint), b"".join(digests))
 

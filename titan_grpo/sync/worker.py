@@ -32,7 +32,7 @@ from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane, members
 from titan_grpo.protocol.lane_events import LaneEvent, Observer, no_observer
-from titan_grpo.protocol.messages import TCP, Label, RangeSource
+from titan_grpo.protocol.messages import NIXL, RANGES, TCP, Label, RangeSource
 from titan_grpo.protocol.parts import Hashed, hashed_key, problem
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
@@ -47,6 +47,7 @@ from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.server_set import JOIN_S, ServerObserver, ServerSet
 from titan_grpo.sync.slots import ImageSlots, Published
 from titan_grpo.sync.snapshot import Copy, Snapshotter
+from titan_grpo.sync.transports.nixl import NixlSource
 from titan_grpo.sync.transports.range_server import RangeServer
 from titan_grpo.sync.transports.store import store_errors
 
@@ -169,9 +170,12 @@ class SyncWorker:
         spared = partial(recorder.count, names.SPARED_BYTES)
         self._patches = Patches(config, pool.manifest.total_bytes, spared)
         self.relay = Relay(config.relay, partial(recorder.count, names.RELAYED_BYTES))
-        link = self._link = replace(
+        link = replace(
             options.link(config), source=self._source, patches=self._patches, relay=self.relay
         )
+        if link.transport == NIXL:
+            link = replace(link, nixl=NixlSource())
+        self._link = link
         keys = link.keys(pool.run_id, 0)
         self.hashing = Hashing(link.algorithm, keys.blocks if keys is not None else None)
         self._given_up: set[str] = set()
@@ -324,7 +328,7 @@ class SyncWorker:
     def _patch(self, job: _Job) -> tuple[Made, ...]:
         images = self.pool.images
         (base, slot), self._sealed = self._sealed, (job.version, job.slot)
-        if slot in (None, job.slot) or self._link.transport != TCP:
+        if slot in (None, job.slot) or self._link.transport not in RANGES:
             return ()
         return self._patches.make(base, images[slot].buffer, job.version, images[job.slot].buffer)
 

@@ -214,6 +214,11 @@ def _host_extents(
 
 def _require_ranges(config: WeightSync, hosts: int) -> None:
     """ConfigError for a way of sending that has one sender."""
+    if config.transport == "nixl":
+        raise ConfigError(
+            'weight_sync.transport must not be "nixl" where the weights are sharded over'
+            f" {hosts} hosts: it reads whole images on rank 0's host; use tcp"
+        )
     for key, value in ("apply", "streamed"), ("transport", "nccl"):
         if getattr(config, key) == value:
             raise ConfigError(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.errors import ConfigError, TransferFailed
-from titan_grpo.protocol.messages import TCP
+from titan_grpo.protocol.messages import RANGES
 from titan_grpo.sync.transports.base import Transport, TransportOptions
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ def transport_problem(kind: str, trainers_nccl: str = "") -> str:
                 f" has {ours} and the trainer {trainers_nccl}: NCCL refuses to connect them;"
                 " install the same torch at both ends, or use tcp"
             )
-    elif kind not in ("gloo", TCP):
-        return f"weight_sync.transport must be tcp, gloo or nccl here, got {kind!r}"
+    elif kind not in ("gloo", *RANGES):
+        return f"weight_sync.transport must be tcp, nixl, gloo or nccl here, got {kind!r}"
     return ""
 
 

@@ -1,0 +1,152 @@
+"""Ranges by one-sided reads, over UCX's shared memory and TCP: real agents, real receivers."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.receive.site import Site, Weights
+from titan_grpo.errors import ServerUnfit, TransferFailed
+from titan_grpo.layout.digest import block_digests
+from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.messages import RangeSource
+from titan_grpo.receive.fetch import Content, Fetch, Open
+from titan_grpo.sync.transports.nixl import NixlReader, NixlSource
+from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.transports.ranges import TcpReader
+
+pytestmark = pytest.mark.e2e
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None, reason="nixl is not installed (titan_grpo[nixl])"
+)
+
+SOON_S = 60.0
+"""What ends for another reason than its deadline ends within it, however busy the machine is."""
+
+BLOCK, BLOCKS = 4096, 600
+manifest = Manifest.build([("a", "uint8", (BLOCK * BLOCKS - 100,))], BLOCK)
+good = torch.randint(0, 256, (manifest.total_bytes,), dtype=torch.uint8)
+content = Content(manifest, block_digests(memoryview(good.numpy()), manifest, "xxh3"), "xxh3", None)
+
+ELSEWHERE = """
+import sys, torch
+from titan_grpo.sync.transports.nixl import NixlSource
+image = torch.full((int(sys.argv[1]),), 7, dtype=torch.uint8)
+source = NixlSource()
+print(source.place(image.data_ptr(), image.nbytes), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def without_rdma() -> None:
+    os.environ.setdefault("UCX_TLS", "tcp,shm,cma,self")
+
+
+@pytest.fixture(scope="module")
+def source() -> NixlSource:
+    os.environ.setdefault("UCX_TLS", "tcp,shm,cma,self")
+    return NixlSource()
+
+
+@pytest.fixture
+def over_tcp() -> Iterator[Open]:
+    server = RangeServer()
+    ticket = server.grant(memoryview(good.numpy()), None, None)
+    at = RangeSource("127.0.0.1", server.listen("127.0.0.1"), ticket)
+    yield partial(TcpReader, at, None, SOON_S)
+    server.close()
+
+
+def fetch(*sources: Open) -> tuple[Fetch, torch.Tensor]:
+    with SharedImage.create(manifest.total_bytes, "test nixl") as image:
+        made = Fetch(image, content, {0: sources}, 64 * BLOCK)
+        made.run(3, SOON_S, (manifest.total_bytes,), lambda _: None)
+        return made, image.tensor().clone()
+
+
+def offered(source: NixlSource, image: torch.Tensor, wait_s: float = SOON_S) -> Open:
+    return partial(NixlReader, source.place(image.data_ptr(), image.nbytes), wait_s)
+
+
+@needs_nixl
+def test_an_image_arrives_by_one_sided_reads_alone(source) -> None:
+    made, image = fetch(offered(source, good))
+    assert made.error == ""
+    assert torch.equal(image, good)
+    assert made.read_bytes == manifest.total_bytes
+
+
+@needs_nixl
+def test_a_slot_that_is_written_anew_while_it_is_read_is_seen_and_read_elsewhere(
+    source, over_tcp
+) -> None:
+    slot = good.clone()
+    slot[slot.numel() // 2 :] += 1  # the next version is half written
+    made, _ = fetch(offered(source, slot))
+    assert "differs from what the trainer hashed" in made.error
+    assert made.bad_block >= BLOCKS // 2 - 1
+    made, image = fetch(offered(source, slot), over_tcp)
+    assert made.error == ""
+    assert torch.equal(image, good)
+
+
+@needs_nixl
+def test_a_killed_source_is_a_failed_transfer_and_another_one_is_read(over_tcp) -> None:
+    command = [sys.executable, "-c", ELSEWHERE, str(manifest.total_bytes)]
+    elsewhere = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
+    )
+    lines = (line for line in elsewhere.stdout if line.count(":") == 1 and line[:1].isdigit())
+    reader = NixlReader(next(lines).strip(), SOON_S)
+    got = bytearray(BLOCK)
+    reader.read_into(BLOCK, memoryview(got))
+    assert set(got) == {7}
+    elsewhere.kill()
+    elsewhere.communicate(timeout=SOON_S)
+    with pytest.raises(TransferFailed, match="the source was lost"):
+        reader.read_into(0, memoryview(got))
+    reader.close()
+    made, image = fetch(lambda: reader, over_tcp)
+    assert made.error == ""
+    assert torch.equal(image, good)
+
+
+class NoRanges(RangeServer):
+    """Serves channels, and no image by TCP."""
+
+    def grant(self, *args, **named) -> str:
+        ticket = super().grant(*args, **named)
+        self.revoke(ticket)
+        return ticket
+
+
+@needs_nixl
+def test_versions_reach_a_receiver_process_by_one_sided_reads(source) -> None:
+    site = Site(transport="nixl", nixl=source, source=NoRanges())
+    try:
+        versions = [Weights(1.0), Weights(2.0)]
+        link = site.connect(versions[0])
+        for number, version in enumerate(versions, 1):
+            assert site.deliver(link, number, number, version).ok
+            assert site.engine.value() == number
+    finally:
+        site.close()
+
+
+def test_a_server_without_nixl_is_refused_in_one_line(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "nixl.py").write_text("raise ImportError('planted: not installed')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    site = Site(transport="nixl")
+    try:
+        with pytest.raises(ServerUnfit, match="transport is nixl, which this environment lacks"):
+            site.connect(Weights(1.0))
+    finally:
+        site.close()
