@@ -11,12 +11,14 @@ import torch
 
 from tests.rigs.certificates import certificate
 from tests.rigs.receiver_server import DirectControl
+from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.observe import names
 from titan_grpo.protocol.messages import Hello, RangeSource
 from titan_grpo.receive.receiver import CERTIFICATE, CERTIFICATE_KEY
 from titan_grpo.receive.receiver_main import RELAY_HOST
 from titan_grpo.runkey import Key
+from titan_grpo.sync.part import check_certificate
 from titan_grpo.sync.transports.range_server import RangeServer
 from titan_grpo.sync.transports.ranges import TcpReader
 from titan_grpo.sync.transports.tls import Certificate, WrongCertificate
@@ -135,6 +137,13 @@ def test_a_certificate_that_cannot_be_shown_is_one_clear_line(made, tmp_path, ca
     with pytest.raises(ConfigError, match=r"weight_sync\.tls_certificate and") as said:
         Certificate.load(path, key, NAMES)
     assert "\n" not in str(said.value)
+
+
+def test_a_certificate_without_a_run_key_is_refused_at_the_start(made) -> None:
+    config = WeightSync(**in_config(made["trainer"]))
+    check_certificate(config, KEY)
+    with pytest.raises(ConfigError, match="tls_certificate needs a run key"):
+        check_certificate(config, None)
 
 
 def keyed(*urls: str) -> dict[str, Key]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.config import WeightSync
-from titan_grpo.errors import PeerError, SyncError, TitanGrpoError
+from titan_grpo.errors import ConfigError, PeerError, SyncError, TitanGrpoError
 from titan_grpo.layout.digest import block_digests, digest_block
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest
@@ -128,6 +128,15 @@ def own_certificate(config: WeightSync) -> Certificate | None:
     """What this host of the trainer shows to servers. ConfigError: see Certificate.load."""
     names = "weight_sync.tls_certificate", "weight_sync.tls_key"
     return Certificate.load(config.tls_certificate, config.tls_key, names)
+
+
+def check_certificate(config: WeightSync, run_key: Key | None) -> None:
+    """ConfigError for a certificate that cannot be shown, or that protects nothing."""
+    if own_certificate(config) is not None and run_key is None:
+        raise ConfigError(
+            "weight_sync.tls_certificate needs a run key (weight_sync.run_key_file), there is none:"
+            " who reads the calls to a server could take its weights in its place"
+        )
 
 
 def wait_copied(

@@ -24,7 +24,7 @@ from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import ServerGroup
 from titan_grpo.engines.server import make_control
-from titan_grpo.errors import ConfigError, ProtocolError, ServerUnfit, ServerUnreachable
+from titan_grpo.errors import ProtocolError, ServerUnfit, ServerUnreachable
 from titan_grpo.layout.peft import adapter_config, has_adapters
 from titan_grpo.observe import alerts, names, prometheus, report, terminal
 from titan_grpo.observe.recorder import Recorder
@@ -41,7 +41,7 @@ from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group
 from titan_grpo.subprocesses import run_command, without_torchrun
-from titan_grpo.sync.part import ImagePool, own_certificate
+from titan_grpo.sync.part import ImagePool, check_certificate
 from titan_grpo.sync.worker import SyncOptions, SyncWorker, load_deadline_s
 from titan_grpo.titan.data import Sampled, StepWork, varied_groups
 from titan_grpo.titan.evaluations import Evaluations
@@ -124,11 +124,7 @@ class Controller:
         )
         specs = launched(job_config, model_dir, cpu, run_key, self._keys)
         self.run_key = specs[0].run_key if specs else run_key
-        if own_certificate(job_config.weight_sync) is not None and self.run_key is None:
-            raise ConfigError(
-                "weight_sync.tls_certificate needs a run key (weight_sync.run_key_file), there is"
-                " none: who reads the calls to a server could take its weights in its place"
-            )
+        check_certificate(job_config.weight_sync, self.run_key)
         self._servers = ServerGroup(specs)
         self._rollouts: Rollouts | None = None
         self._worker: SyncWorker | None = None
