@@ -1,8 +1,13 @@
 """The command line itself: help without heavy imports, and a reader that goes away."""
 
+import os
+import pty
+import select
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -64,11 +69,17 @@ def test_a_reader_that_goes_away_ends_a_command_without_a_word(command, code, ro
     assert (said, process.returncode) == ("", code)
 
 
-def completed(tmp_path: Path, *words: str) -> list[str]:
-    """What bash offers for the last of ``words``."""
-    command = tmp_path / "titan-grpo"
+def command_in(folder: Path) -> Path:
+    """``titan-grpo`` as a program of this name in a folder."""
+    command = folder / "titan-grpo"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m titan_grpo.cli "$@"\n')
     command.chmod(0o755)
+    return command
+
+
+def completed(tmp_path: Path, *words: str) -> list[str]:
+    """What bash offers for the last of ``words``."""
+    command = command_in(tmp_path)
     asked = """
         eval "$("$1" completion)"
         shift
@@ -88,3 +99,44 @@ def test_a_shell_completes_commands_options_and_a_jobs_keys(tmp_path) -> None:
     assert completed(tmp_path, "doctor", "--weight_sync.slo") == ["--weight_sync.slots"]
     assert completed(tmp_path, "watch", "--weight_sync.slo") == []
     assert completed(tmp_path, "nonsense", "--") == []
+
+
+def test_zsh_completes_them_too(tmp_path) -> None:
+    """In a terminal, where the word is completed in its line."""
+    shell = shutil.which("zsh")
+    if shell is None:
+        pytest.skip("no zsh on this machine (Debian: zsh)")
+    path = f"{command_in(tmp_path).parent}:{os.environ['PATH']}"
+    leader, terminal = pty.openpty()
+    with subprocess.Popen(
+        [shell, "-f", "-i"],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        env=os.environ | {"PATH": path, "HOME": str(tmp_path), "TERM": "dumb"},
+    ) as process:
+        os.close(terminal)
+        try:
+
+            def shown_after(typed: str, wanted: str) -> str:
+                os.write(leader, typed.encode())
+                shown, deadline = "", time.monotonic() + WAIT_S
+                while wanted not in shown and time.monotonic() < deadline:
+                    if select.select([leader], [], [], 1.0)[0]:
+                        shown += os.read(leader, 65536).decode(errors="replace")
+                return shown
+
+            ready = shown_after('eval "$(titan-grpo completion)" && echo rea""dy\n', "\nready")
+            assert "\nready" in ready
+            # A space follows a word that is the only one.
+            for begun, whole in (
+                ("qu", "quickstart "),
+                ("watch --int", "--interval "),
+                ("doctor --weight_sync.slo", "--weight_sync.slots "),
+            ):
+                assert whole in shown_after(f"titan-grpo {begun}\t", whole)
+                os.write(leader, b"\x15")  # empties the line
+        finally:
+            process.kill()
+            os.close(leader)
