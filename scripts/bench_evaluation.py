@@ -5,10 +5,11 @@
 
 A real run: one CPU rank with the recipe's tiny model, recorded rollouts, a lane to a server of the
 rollouts and one to a server of evaluations. These have no engine: real receivers take the versions,
-and a completion takes a set time. Every ``--every`` versions an evaluation of about ``--seconds``
-begins, so that steps with and without one take turns in the same run, which neither a busy machine
-nor a warm one favours. A step counts as one with an evaluation if any part of it is beside one, its
-process's start included.
+and a completion takes a set time. As on hosts of their own, servers and the evaluation's process
+share no core with the trainer, which has the first one (a machine with one core has no choice).
+Every ``--every`` versions an evaluation of about ``--seconds`` begins, so that steps with and
+without one take turns in the same run, which neither a busy machine nor a warm one favours. A step
+counts as one with an evaluation if any part of it is beside one, its process's start included.
 
 Printed: median step with and without, what of it the trainer waited (for rollouts and weight sync),
 and the difference of the medians in percent of a step, with the range that holds 95 of 100 of it
@@ -17,15 +18,17 @@ when stretches of steps are drawn again (bootstrap over the stretches between tw
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 
 import psutil
 
@@ -77,10 +80,34 @@ max_completion_tokens = {TOKENS}
     return path
 
 
+@contextmanager
+def moved(trainer: int, cores: Sequence[int]) -> Iterator[None]:
+    """Keep every process of an evaluation under ``trainer`` on ``cores``, soon after its start."""
+    over = Event()
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            with suppress(psutil.NoSuchProcess):
+                for process in psutil.Process(trainer).children(recursive=True):
+                    with suppress(psutil.NoSuchProcess):
+                        if "titan_grpo.rollout.evaluation" in process.cmdline():
+                            process.cpu_affinity(list(cores))
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(10)
+
+
 def train(options: argparse.Namespace, out: Path) -> None:
     """One run to its end."""
     model = write_tiny_model("qwen3", out / "model", seed=1)
     replay = Replay(out / "replay.jsonl", 8, 8, 48).write(options.steps)
+    first, *others = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, others or [first])  # the servers inherit it
     with ExitStack() as stack:
         args = ("--token-seconds", str(TOKEN_S))
         rollouts, own = (stack.enter_context(ServerProcess(args=args)) for _ in range(2))
@@ -93,12 +120,19 @@ def train(options: argparse.Namespace, out: Path) -> None:
             "training.steps": options.steps,
         }
         arguments = [f"--{key}={value}" for key, value in settings.items()] + replay.arguments
-        command = torchrun(1, str(job(options, out, own.url)), arguments)
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=options.timeout
+        command = ["taskset", "-c", str(first)]
+        command += torchrun(1, str(job(options, out, own.url)), arguments)
+        log = stack.enter_context((out / "log").open("w+"))
+        trainer = stack.enter_context(
+            subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         )
-    if done.returncode:
-        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+        with moved(trainer.pid, others or [first]):
+            try:
+                status = trainer.wait(options.timeout)
+            finally:
+                trainer.kill()
+    if status:
+        raise SystemExit((out / "log").read_text()[-6000:])
 
 
 def steps_of(run: Path) -> list[list[Step]]:

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Makes the environments of a machine without a GPU: .venv (trainer, tools, tests), .venv-vllm and .venv-sglang (servers), and
 # .venv-atropos (an API server for tests). Each engine has its own because both pin their versions of transformers and much else.
+# .venv-verifiers (a library of environments, for a long test) is made only where it is named.
 #
-#   scripts/setup.sh [--cuda] [--torchtitan 0.2|0.3] [--only trainer|vllm|sglang|atropos[,...]] [--force]
+#   scripts/setup.sh [--cuda] [--torchtitan 0.2|0.3] [--only trainer|vllm|sglang|atropos|verifiers[,...]] [--force]
 #
 # --torchtitan 0.3: the trainer's environment is .venv-titan03, with torchtitan 0.3 (default: .venv, with 0.2.2).
 # --cuda: of a machine with NVIDIA GPUs. Each environment takes the CUDA torch that its packages ask for (several GB each).
@@ -19,6 +20,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 sglang="sglang==0.5.23"
 atropos="atroposlib==0.4.0"
+verifiers="verifiers==0.1.14"
 # Not installed beside vLLM: their builds for another torch break `import transformers`, and text models do without.
 unwanted="torchvision torchaudio torchcodec triton"
 started=$SECONDS
@@ -26,7 +28,7 @@ started=$SECONDS
 say() { printf '[setup %3ds] %s\n' "$((SECONDS - started))" "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-usage() { sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 ticker=""
 stop_ticker() {
@@ -184,6 +186,12 @@ setup_atropos() {
     imports "$1" "atroposlib.api, atroposlib.envs.server_handling.vllm_server"
 }
 
+setup_verifiers() {
+    say "$(basename "$1"): $verifiers (about 700 MB with what it needs)"
+    pip "$1" install "$verifiers"
+    imports "$1" "verifiers.clients"
+}
+
 setup() { # name of the function, directory
     local directory="$root/$2" hash
     if [ -L "$directory" ]; then
@@ -206,7 +214,7 @@ setup() { # name of the function, directory
 known="trainer vllm sglang atropos" only="" force=no cuda=no trainer=.venv extra=train
 while [ $# -gt 0 ]; do
     case "$1" in
-        --only) [ $# -ge 2 ] || fail "--only needs some of: $known"; only="${2//,/ }"; shift ;;
+        --only) [ $# -ge 2 ] || fail "--only needs some of: $known verifiers"; only="${2//,/ }"; shift ;;
         --torchtitan)
             case "${2:-}" in
                 0.2) ;;
@@ -223,7 +231,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 for name in ${only:=$known}; do
-    case " $known " in *" $name "*) ;; *) fail "--only takes some of: $known, got $name" ;; esac
+    case " $known verifiers " in *" $name "*) ;; *) fail "--only takes some of: $known verifiers, got $name" ;; esac
 done
 
 if [ "$cuda" = yes ]; then
@@ -246,7 +254,8 @@ made=()
 end_all() { for group in "${made[@]}"; do kill -- "-$group" 2>/dev/null || true; done; }
 trap 'end_all; exit 130' INT
 trap 'end_all; exit 143' TERM HUP
-for environment in "trainer $trainer" "vllm .venv-vllm" "sglang .venv-sglang" "atropos .venv-atropos"; do
+for environment in "trainer $trainer" "vllm .venv-vllm" "sglang .venv-sglang" "atropos .venv-atropos" \
+    "verifiers .venv-verifiers"; do
     read -r name directory <<<"$environment"
     case " $only " in *" $name "*) setup "setup_$name" "$directory" </dev/null & made+=($!) ;; esac
 done

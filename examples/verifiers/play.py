@@ -1,7 +1,7 @@
 # A verifiers environment, unchanged, whose model is the one that is trained. In an environment
-# of Python of its own (pip install verifiers==0.1.14), beside a run with these keys:
+# of Python of its own (scripts/setup.sh --only verifiers), beside a run with these keys:
 #
-#   python examples/verifiers/play.py http://127.0.0.1:8500
+#   .venv-verifiers/bin/python examples/verifiers/play.py http://127.0.0.1:8500
 #
 #   [rollout]
 #   agent = "outside"
@@ -66,7 +66,7 @@ async def main(run):
     rows = env.get_dataset().to_list()
     try:
         await asyncio.gather(*(play(run, env, rows) for _ in range(AT_ONCE)))
-    except urllib.error.URLError:
+    except OSError:  # also a connection that is cut at the run's end
         print("the run has ended")
 
 

@@ -167,6 +167,12 @@ def test_the_start_waits_as_long_as_a_first_version_may_take(nbytes, startup_s, 
     assert doctor_checks.first_version(None, sync) is None
 
 
+def test_the_deadline_that_is_advised_is_enough() -> None:
+    short = doctor_checks.first_version(GIB >> 20, WeightSync(startup_deadline_s=240.0))
+    assert short is not None
+    assert "to 241 or more" in short.remedy
+
+
 @pytest.mark.parametrize(
     ("limit", "servers", "requests", "status"),
     [(1024, 2, 256, "ok"), (1024, 4, 256, "warning"), (-1, 256, 256, "ok"), (1024, 40, 1, "ok")],

@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 
 import pytest
 
@@ -105,3 +106,41 @@ def test_the_agent_and_the_parser_of_the_docs_do_what_they_say(
 def test_agents_elsewhere_find_the_address_in_the_log(run_of_agents, caplog) -> None:
     run_of_agents(agent="outside")
     assert re.search(r"agents may talk to http://127\.0\.0\.1:\d+/v1", caplog.text)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_an_environment_of_verifiers_plays_unchanged(
+    run_of_agents, codec, completion_server, root, caplog
+) -> None:
+    """The example, with the real library in an environment of its own."""
+    subprocess.run(
+        [root / "scripts" / "setup.sh", "--only", "verifiers"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=900,
+    )
+    python, player = root / ".venv-verifiers/bin/python", root / "examples/verifiers/play.py"
+    client = run_of_agents(agent="outside")
+    (address,) = re.findall(r"agents may talk to (http://\S+)/v1", caplog.text)
+    engine = completion_server()
+    engine.behaviour = says(codec, "it is 22")
+    with subprocess.Popen(
+        [python, player, address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as playing:
+        try:
+            client.set_server(ServerState(engine.url, 0, True, "r:0:f", "vllm"))
+            groups = client.next_batch(0, 2, 200)
+            client.close(5)
+            said, complaints = playing.communicate(timeout=60)
+        finally:
+            playing.kill()
+    assert [[c.reward for c in group.completions] for group in groups] == [[0.25] * 2] * 2
+    for group in groups:
+        # A row of the environment, through the model's own template.
+        assert re.fullmatch(
+            r"<bos>user: (\d+)\+\1=\?\nassistant:", codec.spell(group.prompt.token_ids)
+        )
+        for completion in group.completions:
+            assert codec.decode(completion.token_ids) == "it is 22"
+    assert (said, playing.returncode) == ("the run has ended\n", 0), complaints

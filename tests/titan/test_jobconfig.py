@@ -174,6 +174,7 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse) -> None:
     ("arguments", "message"),
     [
         ("--training.stepz 3", "command line: .*--training.stepz.*did you mean --training.steps"),
+        ("--grpo.sglang-urls http://a:1", "command line: .*; it is rollout.servers here"),
         ("--rollout.engine trt", "command line: invalid choice 'trt'"),
         (
             "--parallelism.pipeline_parallel_degree=2",

@@ -1,5 +1,6 @@
 """The doctor's judgements. Pure: facts in, findings out. What is not good has a remedy."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -188,14 +189,14 @@ def first_version(nbytes: int | None, sync: WeightSync) -> Finding | None:
     if nbytes is None:
         return None
     transfer_s = sync.lane_deadline_s + nbytes / sync.min_rate
-    needed_s = sync.connect_deadline_s + transfer_s + sync.commit_deadline_s
+    needed_s = math.ceil(sync.connect_deadline_s + transfer_s + sync.commit_deadline_s)
     text = f"a version of {mib(nbytes)} may take {transfer_s:.0f} s at weight_sync.min_rate"
     if sync.startup_deadline_s < needed_s:
         return warning(
             "deadlines",
-            f"{text}, with joining and commit {needed_s:.0f} s: over startup_deadline_s ="
+            f"{text}, with joining and commit {needed_s} s: over startup_deadline_s ="
             f" {sync.startup_deadline_s:.0f}, so a slow but legal first version ends the run",
-            f"set weight_sync.startup_deadline_s to {needed_s:.0f} or more, or min_rate higher",
+            f"set weight_sync.startup_deadline_s to {needed_s} or more, or min_rate higher",
         )
     return ok("deadlines", f"{text}; the start waits {sync.startup_deadline_s:.0f} s for the first")
 

@@ -190,7 +190,10 @@ def _merge(args: list[str], table: dict[str, Any]) -> Any:
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise ConfigError("command line: " + one_line(output.getvalue())) from stop
+        words = one_line(output.getvalue())
+        option = re.search(r"--([\w.-]+)", words)
+        hint = older.hint(option[1].replace("-", "_")) if option else ""
+        raise ConfigError(f"command line: {words}{hint and '; ' + hint}") from stop
     except (ValueError, TypeError) as error:
         raise ConfigError(f"configuration: {one_line(str(error))}") from error
 

@@ -1,0 +1,88 @@
+"""A dataset by its name on the Hugging Face Hub: the real client, against a server on this host
+that answers as the Hub does."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+COMMIT = "a" * 40
+ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 30)]
+DATA = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+ABOUT = {"id": "me/sums", "sha": COMMIT, "siblings": [{"rfilename": "data/train.jsonl"}]}
+ENTRY = {"type": "file", "path": "data/train.jsonl", "oid": "b" * 40, "size": len(DATA)}
+ANSWERS = {
+    "/api/datasets/me/sums": json.dumps(ABOUT).encode(),
+    f"/api/datasets/me/sums/revision/{COMMIT}": json.dumps(ABOUT).encode(),
+    f"/api/datasets/me/sums/tree/{COMMIT}/data": json.dumps([ENTRY]).encode(),
+    "/datasets/me/sums/resolve/main/README.md": (
+        b"---\nconfigs:\n- config_name: default\n  data_files: data/train.jsonl\n---\n"
+    ),
+    f"/datasets/me/sums/resolve/{COMMIT}/data/train.jsonl": DATA,
+}
+
+SCRIPT = """
+import json
+from titan_grpo.errors import ConfigError
+from titan_grpo.rollout.tasks.dataset import open_table
+print(json.dumps(list(open_table("me/sums"))))
+try:
+    open_table("me/nothing")
+except ConfigError as error:
+    print(error)
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What the Hub says about one dataset."""
+
+    def do_GET(self) -> None:
+        body = ANSWERS.get(self.path.partition("?")[0])
+        self.send_response(404 if body is None else 200)
+        if body is None:
+            self.send_header("X-Error-Code", "EntryNotFound" if "/sums" in self.path else "Repo")
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{len(body or b"")}"')
+        self.send_header("Content-Length", str(len(body or b"")))
+        self.end_headers()
+        if body and self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep a test's output to itself."""
+
+
+@contextmanager
+def hub() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def test_a_dataset_of_the_hub_is_loaded_by_its_name_and_one_that_is_not_there_is_one_line(
+    tmp_path,
+) -> None:
+    with hub() as endpoint:
+        env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    rows, error = done.stdout.splitlines()
+    assert json.loads(rows) == ROWS
+    assert error.startswith("rollout.dataset 'me/nothing' cannot be loaded: ")
