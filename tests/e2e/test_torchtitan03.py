@@ -112,13 +112,11 @@ def test_what_has_no_counterpart_or_was_never_run_is_refused_by_its_name(ask):
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.jobconfig import parse
 said = []
-for option in ("--lora.rank=2", "--compile.enable", "--grpo.pack_sequences",
-               "--parallelism.tensor_parallel_degree=2", "--model.flavor=30B-A3B",
+for option in ("--compile.enable", "--parallelism.expert_tensor_parallel_degree=2",
                "--parallelism.enable_async_tensor_parallel", "--grpo.ptx_mixin_batchsize=32",
                "--activation_checkpoint.mode=memory_budget"):
     try:
-        parse(["--job.config_file", RECIPE, "--model.name=llama3" if "tensor_par" in option else
-               "--model.name=qwen3", option])
+        parse(["--job.config_file", RECIPE, option])
         said.append("")
     except ConfigError as error:
         said.append(str(error))
@@ -126,11 +124,8 @@ print(json.dumps(said))
 """.replace("RECIPE", repr(str(Path("titan_grpo/titan/recipes/quickstart_cpu.toml").resolve())))
     )
     keys = (
-        "lora.rank",
         "compile.enable",
-        "grpo.pack_sequences",
-        "parallelism.tensor_parallel_degree",
-        "model.flavor",
+        "parallelism.expert_tensor_parallel_degree",
         "parallelism.enable_async_tensor_parallel",
         "grpo.ptx_mixin_batchsize",
         "activation_checkpoint.mode",
@@ -145,25 +140,67 @@ RANK = Path(__file__).parents[1] / "titan/engine_rank.py"
 
 @pytest.fixture
 def steps(python03, tmp_path):
-    """``steps(folder, count, python)``: what two ranks say that trained there up to a step."""
+    """``steps(folder, count, python, kind, ranks, *options)``: what ranks say that trained there up
+    to a step."""
 
-    def run(folder: str, count: int, python: str = python03) -> dict:
-        write_tiny_model("qwen3", tmp_path / folder / "model", seed=1)
-        place = (str(tmp_path / folder), str(count))
-        said = run_ranks(RANK, 2, "2", str(free_port()), "qwen3", *place, python=python)[0]
+    def run(
+        folder: str,
+        count: int,
+        python: str = python03,
+        kind: str = "qwen3",
+        ranks: int = 2,
+        *options: str,
+    ) -> dict:
+        write_tiny_model(kind, tmp_path / folder / "model", seed=1)
+        job = (str(ranks), str(free_port()), kind, str(tmp_path / folder), str(count), *options)
+        said = run_ranks(RANK, ranks, *job, python=python)[0]
         return json.loads(said.splitlines()[-1])
 
     return run
 
 
+SPLIT = {
+    "FSDP2": ("qwen3", 2),
+    "HSDP": (
+        "qwen3",
+        4,
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.data_parallel_shard_degree=2",
+    ),
+    "TP, head in float32": (
+        "llama3",
+        2,
+        "--parallelism.tensor_parallel_degree=2",
+        "--grpo.fp32_lm_head",
+    ),
+    "EP": ("qwen3_moe", 2, "--parallelism.expert_parallel_degree=2"),
+    "LoRA": ("qwen3", 2, "--lora.rank=4"),
+}
+
+
 @pytest.mark.long
-def test_two_ranks_train_the_same_on_both_torchtitans_and_publish_every_element(steps):
-    older, newer = steps("older", 2, sys.executable), steps("newer", 2)
+@pytest.mark.parametrize("job", SPLIT.values(), ids=SPLIT)
+def test_ranks_train_the_same_on_both_torchtitans_and_publish_every_element(steps, python03, job):
+    older, newer = steps("older", 2, sys.executable, *job), steps("newer", 2, python03, *job)
     assert newer["losses"] == pytest.approx(older["losses"], abs=1e-5)
     for each in (older, newer):
         assert each["elements"] == each["in_image"]
         assert each["same_bytes"], "the image is what torchtitan's own state dict exports"
         assert each["waited"] == 2, "the fence is before each optimizer step"
+        assert each["adapters_alone_trained"] == ("--lora.rank=4" in job)
+
+
+OF_BOTH = ("test_packed", "test_head", "test_router_replay")
+"""Tests of tests/titan that hold with either torchtitan."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OF_BOTH)
+def test_models_of_03_pass_the_tests_of_022s(root, python03, name):
+    env = {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
+    words = [python03, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/titan/{name}.py"]
+    done = subprocess.run(words, cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
 
 
 @pytest.mark.long

@@ -12,10 +12,8 @@ flavors.register_tiny_flavors()
 
 def loaded(kind: tiny.Kind, weights: Mapping[str, torch.Tensor] | None = None) -> torch.nn.Module:
     """The tiny ``kind`` with ``weights`` by Hugging Face name (default: those of seed 3)."""
-    from torchtitan.protocols.train_spec import get_train_spec
-
     name, flavor = flavors.FLAVORS[kind]
-    spec = get_train_spec(name)
+    spec = compat.upstream("models").get_spec(name)
     args = spec.model_args[flavor]
     model = spec.model_cls(args)
     with torch.no_grad():

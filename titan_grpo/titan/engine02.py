@@ -28,10 +28,7 @@ def _register(job_config: Any, make_loader: Callable[[int], Any]) -> Any:
     spec = get_train_spec(job_config.model.name)
     args = spec.model_args[job_config.model.flavor]
     if flavors.disable_unexported_buffers(args, spec.state_dict_adapter(args, None)):
-        logger.warning(
-            "the MoE load balancing bias is off: servers cannot receive it, and they would route"
-            " otherwise"
-        )
+        logger.warning(flavors.BIAS_IS_OFF)
 
     def build_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
         return make_loader(dp_rank)

@@ -6,11 +6,13 @@ what has no counterpart is refused with its name (``violations``), as is what wa
 0.3.
 """
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import spmd_types as spmd
 import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpointer import CheckpointManager
@@ -33,11 +35,14 @@ from torchtitan.config.configs import (
     TrainingConfig,
 )
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.tools import utils
 from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
 
-from titan_grpo.titan import compat, models03, sections
+from titan_grpo.titan import compat, flavors, lora, models03, sections
+
+logger = logging.getLogger(__name__)
 
 SECTIONS: dict[str, tuple[str, Any]] = {
     "profiling": ("profiler", Profiler.Config),
@@ -122,6 +127,21 @@ class _NoTokenizer(BaseTokenizer.Config):
         """None."""
 
 
+def _init_and_shard_adapter(layer: Any) -> None:
+    """Tell 0.3 how the parameters of an adapter start (``lora.start_values`` gives them values) and
+    how tensor parallelism cuts them: B as the weight's rows, A not at all."""
+    layer._param_init = {**layer._param_init, "lora_a": torch.nn.init.zeros_}
+    layer._param_init["lora_b"] = torch.nn.init.zeros_
+    sharding = layer._sharding_config
+    if sharding is None or "weight" not in sharding.state_shardings:
+        return
+    cut = sharding.state_shardings
+    rows = cut["weight"] == dense_param_placement(tp=spmd.S(0))
+    whole = dense_param_placement(tp=spmd.R)
+    added = {"lora_a": whole, "lora_b": cut["weight"] if rows else whole}
+    layer._sharding_config = replace(sharding, state_shardings={**cut, **added})
+
+
 class Engine(Trainer):
     """0.3's trainer, built from a job."""
 
@@ -130,11 +150,22 @@ class Engine(Trainer):
         spec = models03.get_spec(job_config.model.name)
         self.model_args = spec.model_args[job_config.model.flavor]
         self._adapter = spec.state_dict_adapter
+        if flavors.disable_unexported_buffers(
+            self.model_args, self._adapter(self.model_args, None)
+        ):
+            logger.warning(flavors.BIAS_IS_OFF)
 
         def adapter(model_config: Any, path: str | None) -> Any:
-            return self._adapter(self.model_args, path)
+            made = self._adapter(self.model_args, path)
+            # Adapters have no name in the base model's checkpoint.
+            made.to_hf = lora.of_base(made.to_hf)
+            return made
 
         model_spec = replace(self.model_args.spec, state_dict_adapter=adapter)
+        self._parallelize = model_spec.parallelize_fn
+        if job_config.lora.rank:
+            models03.separate_qkv(self.model_args)
+            model_spec = replace(model_spec, parallelize_fn=self._with_adapters)
         super().__init__(
             Trainer.Config(
                 **translated(job_config),
@@ -146,9 +177,21 @@ class Engine(Trainer):
             )
         )
         compat.after_parallelize(self.model_parts)
+        if job_config.lora.rank:
+            lora.start_values(self.model_parts[0], job_config.debug.seed or 0)
         self.pipeline, self.whole = None, self.model_parts[0]
         self.policy = self.whole
-        self.to_hf = self._adapter(self.model_args, job_config.model.hf_assets_path).to_hf
+        self.to_hf = adapter(None, job_config.model.hf_assets_path).to_hf
+
+    def _with_adapters(self, model: torch.nn.Module, **arguments: Any) -> torch.nn.Module:
+        """The model parallelized, with adapters, and these alone to be trained."""
+        lora.put_on(model, self._adapter(self.model_args, None).to_hf, self.job_config.lora)
+        for _, layer in lora.adapted(model):
+            _init_and_shard_adapter(layer)
+        model = self._parallelize(model, **arguments)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(lora.is_adapter(name))
+        return model
 
     def computing(self) -> AbstractContextManager[Any]:
         """What forward and backward happen in; FSDP2 casts, also on one rank."""
@@ -171,7 +214,7 @@ class Engine(Trainer):
         dtype = TORCH_DTYPE_MAP[c.training.dtype]
         with torch.device("meta"), utils.set_default_dtype(dtype):
             model: torch.nn.Module = self.model_config.build()
-        model = c.model_spec.parallelize_fn(
+        model = self._parallelize(
             model,
             parallel_dims=self.parallel_dims,
             training=c.training,

@@ -66,6 +66,8 @@ def skeleton(config: Any) -> tuple[torch.nn.Module, ToHF]:
     args.update_from_config(config)
     adapter = spec.state_dict_adapter(args, config.model.hf_assets_path)
     disable_unexported_buffers(args, adapter)
+    if config.lora.rank:
+        compat.upstream("models").separate_qkv(args)
     with torch.device("meta"):
         model: torch.nn.Module = spec.model_cls(args)
     if config.lora.rank:

@@ -18,6 +18,11 @@ FLAVORS: dict[Kind, tuple[str, str]] = {
 """kind of ``write_tiny_model`` -> (model.name, model.flavor)."""
 
 
+BIAS_IS_OFF = (
+    "the MoE load balancing bias is off: servers cannot receive it, and they would route otherwise"
+)
+
+
 def register_tiny_flavors() -> None:
     """Add the four tiny flavors to torchtitan's own tables of qwen3 and llama3. Idempotent.
 
@@ -52,7 +57,8 @@ def disable_unexported_buffers(model_args: Any, adapter: Any = None) -> bool:
         hf_name is not None and str(name).endswith("expert_bias") for hf_name, name in table.items()
     ):
         return False
-    moe.load_balance_coeff = None
+    for each in getattr(model_args, "all_moe_args", [moe]):
+        each.load_balance_coeff = None
     return True
 
 

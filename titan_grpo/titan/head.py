@@ -22,7 +22,7 @@ def _forward(head: Any, hidden: torch.Tensor) -> torch.Tensor:
 def compute_head_in_fp32(model: torch.nn.Module) -> None:
     """Let a model's last projection compute in float32; parameters and their names stay as they
     are. Raises ConfigError for a model without one that is plain."""
-    head = getattr(model, "output", None)
+    head = getattr(model, "output", None) or getattr(model, "lm_head", None)
     # Not the class: FSDP makes one of its own of it.
     if getattr(type(head), "forward", None) is not torch.nn.Linear.forward:
         raise ConfigError(

@@ -6,7 +6,8 @@ as they cut the weight's rows.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +89,10 @@ def put_on(model: nn.Module, to_hf: ToHF, lora: Lora) -> list[str]:
         layer.lora_a = nn.Parameter(weight.new_empty(lora.rank, weight.shape[1]))
         layer.lora_b = nn.Parameter(weight.new_empty(weight.shape[0], lora.rank))
         layer.scale = lora.alpha / lora.rank
-        layer.__class__ = LoraLinear
+        own = type(layer)
+        layer.__class__ = (
+            LoraLinear if own is nn.Linear else type("LoraLinear", (LoraLinear, own), {})
+        )
     return chosen
 
 
@@ -138,11 +142,18 @@ def without_adapters(kind: type) -> type:
     the base model's checkpoint."""
 
     def to_hf(self: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        base = {name: value for name, value in state_dict.items() if not is_adapter(name)}
-        exported: dict[str, Any] = kind.to_hf(self, base)  # type: ignore[attr-defined]
-        return exported
+        return of_base(partial(kind.to_hf, self))(state_dict)  # type: ignore[attr-defined]
 
     return type(kind.__name__, (kind,), {"to_hf": to_hf})
+
+
+def of_base(to_hf: ToHF) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """``to_hf`` of what is no adapter."""
+
+    def exported(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        return to_hf({name: value for name, value in state_dict.items() if not is_adapter(name)})
+
+    return exported
 
 
 @torch.no_grad()

@@ -12,6 +12,9 @@ from titan_grpo.titan.tiny import EOS, SHAPE
 TIED = {"output.weight"}
 """Parameters that tied embeddings leave without values of their own."""
 
+TOKENS = 2
+"""Dimension of tokens in what attention gets: [rows, heads, tokens, dim]."""
+
 
 def config_manager() -> Any:
     """What merges the sections of a TOML file with ours and with arguments."""
@@ -20,12 +23,24 @@ def config_manager() -> Any:
     return ConfigManager()
 
 
+def attention() -> type:
+    """The class of plain causal attention."""
+    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+
+    kind: type = ScaledDotProductAttentionWrapper
+    return kind
+
+
 def get_spec(name: str) -> Any:
     """The model ``name``: ``model_args`` by flavor, ``model_cls``, ``state_dict_adapter``. Raises
     ValueError where there is none."""
     from torchtitan.protocols.train_spec import get_train_spec
 
     return get_train_spec(name)
+
+
+def separate_qkv(args: Any) -> None:
+    """Nothing: q, k and v have a projection each."""
 
 
 def violations(config: Any) -> list[str]:

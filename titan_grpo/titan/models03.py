@@ -6,18 +6,25 @@
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache, partial
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from titan_grpo.layout.infer import ToHF
+from titan_grpo.titan.lora import is_adapter
 from titan_grpo.titan.tiny import SHAPE
 
 TIED = {"lm_head.weight"}
 """Parameters that tied embeddings leave without values of their own."""
+
+TOKENS = 1
+"""Dimension of tokens in what attention gets: [rows, tokens, heads, dim]."""
 
 FUSED = ".qkv_linear.wqkv."
 """In the names of fused projections, which neither checkpoints nor adapters know."""
@@ -98,6 +105,14 @@ def config_manager() -> Any:
     return ConfigManager()
 
 
+def attention() -> type:
+    """The class of plain causal attention."""
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    kind: type = ScaledDotProductAttention
+    return kind
+
+
 class Args:
     """A model's configuration with the names that 0.2.2 has for its fields. ``config`` and ``spec``
     are 0.3's."""
@@ -105,25 +120,25 @@ class Args:
     attn_type = "sdpa"
 
     def __init__(self, spec: Any) -> None:
-        from torchtitan.models.common.attention import ScaledDotProductAttention
-
+        plain: Any = attention()
         self.spec, self.config = spec, spec.model
-        layer = self.config.layers[0]
-        attention = layer.attention
+        first = self.config.layers[0].attention
         # 0.3's own choices cut a row at positions of zero or compute in bfloat16; a CPU cannot
         # differentiate them. This is what 0.2.2 trains with.
         for each in self.config.layers:
             if each.attention is not None:
-                each.attention.inner_attention = ScaledDotProductAttention.Config()
+                each.attention.inner_attention = plain.Config()
         self.dim, self.vocab_size = self.config.dim, self.config.vocab_size
-        self.n_layers, self.n_heads = len(self.config.layers), attention.n_heads
-        self.n_kv_heads = attention.n_kv_heads or attention.n_heads
-        self.head_dim = attention.head_dim or self.dim // self.n_heads
+        self.n_layers, self.n_heads = len(self.config.layers), first.n_heads
+        self.n_kv_heads = first.n_kv_heads or first.n_heads
+        self.head_dim = first.head_dim or self.dim // self.n_heads
         self.norm_eps = self.config.norm.eps
-        self.rope_theta = attention.rope.theta
-        self.rope_scaling_args = None if attention.rope.scaling == "none" else attention.rope
+        self.rope_theta = first.rope.theta
+        self.rope_scaling_args = None if first.rope.scaling == "none" else first.rope
         self.enable_weight_tying = self.config.enable_weight_tying
-        self.moe_enabled = any(getattr(each, "moe", None) for each in self.config.layers)
+        experts = [each.moe for each in self.config.layers if getattr(each, "moe", None)]
+        self.all_moe_args, self.moe_enabled = experts, bool(experts)
+        self.moe_args = experts[0] if experts else None
 
     def update_from_config(self, job_config: Any) -> None:
         """Nothing of a job changes what a model's parameters are."""
@@ -153,7 +168,7 @@ class Flavors(Mapping[str, Args]):
         return len(self._names)
 
 
-MODELS = {"llama3": "grpo_tiny", "qwen3": "grpo_tiny grpo_tiny_untied"}
+MODELS = {"llama3": "grpo_tiny", "qwen3": "grpo_tiny grpo_tiny_untied grpo_tiny_moe"}
 """Models that are supported with 0.3 -> our flavors of it."""
 
 
@@ -184,6 +199,23 @@ def get_spec(name: str) -> Any:
     )
 
 
+def separate_qkv(args: Args) -> None:
+    """Give each layer three projections in place of the fused one: adapters are on these."""
+    from torchtitan.models.common.attention import QKVLinear
+    from torchtitan.models.common.linear import Linear
+
+    start = {"weight": partial(torch.nn.init.trunc_normal_, std=0.02), "bias": torch.nn.init.zeros_}
+
+    def projection(heads: int) -> Any:
+        width = heads * args.head_dim
+        return Linear.Config(in_features=args.dim, out_features=width, param_init=start)
+
+    for layer in args.config.layers:
+        layer.attention.qkv_linear = QKVLinear.Config(
+            head_dim=args.head_dim, wq=projection(args.n_heads), wkv=projection(args.n_kv_heads)
+        )
+
+
 def splitting(kind: Any, args: Args) -> type:
     """A StateDictAdapter class that takes fused projections too: as such they would be left out
     without a word."""
@@ -209,9 +241,9 @@ def split_qkv(name: str, fused: torch.Tensor, args: Any) -> dict[str, torch.Tens
 
 
 def stored_tensors(model: torch.nn.Module, to_hf: ToHF) -> list[tuple[str, torch.Tensor]]:
-    """What a checkpoint holds of a model, by name: fused projections are split by 0.3 itself.
-    Collective."""
-    return list(model.state_dict().items())
+    """What a checkpoint holds of a model, by name, without adapters: fused projections are split by
+    0.3 itself. Collective."""
+    return [(name, t) for name, t in model.state_dict().items() if not is_adapter(name)]
 
 
 def register_tiny_flavors() -> None:
@@ -280,9 +312,63 @@ def _tiny_qwen3(tied: bool, attn_backend: str) -> Any:
     )
 
 
+def _tiny_moe(attn_backend: str) -> Any:
+    import torchtitan.models.qwen3 as qwen3
+
+    s = SHAPE
+    config = _tiny_qwen3(False, attn_backend)
+    rope = config.layers[0].attention.rope
+    config.layers = qwen3._build_qwen3_moe_layers(
+        n_layers=s.layers,
+        dim=s.hidden,
+        n_heads=s.heads,
+        n_kv_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        moe_hidden_dim=s.expert_ffn,
+        num_experts=s.experts,
+        top_k=s.experts_per_token,
+        attn_backend=attn_backend,
+        moe_comm_backend="standard",
+        rope=rope,
+    )
+    exact: Any = _exact_experts()
+    for layer in config.layers:
+        layer.moe.load_balance_coeff = None
+        grouped = layer.moe.routed_experts.inner_experts
+        layer.moe.routed_experts.inner_experts = exact.Config(
+            **{f.name: getattr(grouped, f.name) for f in fields(grouped)}
+        )
+    return config
+
+
+@cache
+def _exact_experts() -> type:
+    """Experts in a loop and not in one grouped product: that one computes in bfloat16."""
+    from torchtitan.models.common.moe import GroupedExperts
+
+    class ExactExperts(GroupedExperts):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(GroupedExperts.Config):  # type: ignore[misc]
+            pass
+
+        def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            """[tokens, dim], by expert ``counts`` of them -> as x."""
+            cut = (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+            w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in cut)
+            sizes = counts.tolist()
+            parts = [
+                (F.silu(rows @ up.T) * (rows @ gate.T)) @ down.T
+                for rows, up, down, gate in zip(x.split(sizes), w1, w2, w3, strict=True)
+            ]
+            return torch.cat(parts)
+
+    return ExactExperts
+
+
 _TINY_QWEN3: dict[str, Callable[..., Any]] = {
     "grpo_tiny": lambda attn_backend, **_: _tiny_qwen3(True, attn_backend),
     "grpo_tiny_untied": lambda attn_backend, **_: _tiny_qwen3(False, attn_backend),
+    "grpo_tiny_moe": lambda attn_backend, **_: _tiny_moe(attn_backend),
 }
 
 
@@ -290,35 +376,19 @@ def violations(config: Any) -> list[str]:
     """What of a job cannot run with 0.3, each as "key must be rule (why), got value"."""
     from titan_grpo.titan.engine03 import without_counterpart
 
-    p, a, m = config.parallelism, config.activation_checkpoint, config.model
-    known = get_spec(m.name).model_args if m.name in MODELS else {}
+    a = config.activation_checkpoint
     never = "never run with torchtitan 0.3; take 0.2.2"
     found = [
-        (config.lora.rank > 0, "lora.rank", f"0 ({never})"),
-        (
-            m.flavor in known and known[m.flavor].moe_enabled,
-            "model.flavor",
-            f"a dense model (experts were {never})",
-        ),
         (config.compile.enable, "compile.enable", f"false ({never})"),
+        (
+            config.parallelism.pipeline_parallel_degree != 1,
+            "parallelism.pipeline_parallel_degree",
+            f"1 ({never})",
+        ),
         (
             config.grpo.ptx_mixin_batchsize > 0,
             "grpo.ptx_mixin_batchsize",
             f"0 ({never})",
-        ),
-        *(
-            (getattr(config.grpo, name), f"grpo.{name}", f"false ({never})")
-            for name in ("pack_sequences", "fp32_lm_head", "router_replay")
-        ),
-        *(
-            (getattr(p, name) != 1, f"parallelism.{name}", f"1 ({never})")
-            for name in (
-                "data_parallel_replicate_degree",
-                "tensor_parallel_degree",
-                "pipeline_parallel_degree",
-                "expert_parallel_degree",
-                "expert_tensor_parallel_degree",
-            )
         ),
         (
             config.optimizer.name not in ("Adam", "AdamW"),

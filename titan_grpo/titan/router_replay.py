@@ -91,10 +91,12 @@ class RouterReplay:
         top_k = router.top_k
         wanted = self._routes[:, layer * top_k : (layer + 1) * top_k]
         with torch.no_grad():
-            own = type(router).forward(router, x, bias)[1]
+            own = type(router).forward(router, x, bias)[1].flatten(0, -2)
             differs = (own.sort(-1).values != wanted.sort(-1).values).any(-1)
             self._differs = differs if self._differs is None else self._differs | differs
             replayed = wanted >= 0
             chosen = x.new_zeros((len(wanted), router.num_experts), dtype=torch.float32)
             chosen.scatter_add_(1, wanted.clamp(min=0), replayed.float() * CHOSEN)
+            # As the scores: [R * L, experts] with torchtitan 0.2.2, [R, L, experts] with 0.3.
+            chosen = chosen.view(*x.shape[:-1], router.num_experts)
         return x, chosen if bias is None else chosen + bias
