@@ -15,6 +15,14 @@ more version, kills a server that is read from in the middle of it, starts it ag
 everybody has that version; ``refetched`` is what the dead one's reader received beyond its usual
 bytes, over the image.
 
+With ``--engine`` the servers are real ones, which start with other weights (several names take
+turns), and ``difference`` is the largest one, in nats, of a log-probability to transformers in
+float32 on the version's weights; ``moved`` is what the last version changed there.
+
+``--step-s`` publishes a version that often instead, whether servers have the one before or not;
+``lag`` is how many versions the slowest server is behind then. ``--delta`` and ``--changed`` show
+what patches (weight_sync.delta) do to it.
+
 ``seconds`` is publish to verified commit on all servers, ``fetch_s`` what the slowest lane needed
 for the bytes. Compare with a run with ``--trainer-hosts 1``.
 """
@@ -36,17 +44,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from tests.conformance.crowd import prompt
+from tests.conformance.engine import MAX_DIFFERENCE, furthest
+from tests.conformance.reference import Reference
 from tests.faults.netns import Host, Hosts, NotAllowed
 from tests.rigs.server_handle import served
 from titan_grpo.commands.processes import stop_on_sigterm
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess, SyncDriver
-from titan_grpo.engines.server import make_control
+from titan_grpo.engines.launch import ServerSpec, command, environment
+from titan_grpo.engines.server import dialect, make_control
+from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
@@ -54,6 +68,7 @@ from titan_grpo.protocol.lane_events import LaneEvent, Point
 from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.worker import SyncOptions, SyncWorker
 from titan_grpo.titan.hosts import Here
+from titan_grpo.titan.tiny import TinyShape, write_tiny_model
 from titan_grpo.titan.weight_sync import TrainerSync
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,6 +81,7 @@ PORT = 29_517
 SERVER_PORT = 8000
 WAIT_S = 500.0
 CALL_S = 60.0
+PROMPTS = 4
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -87,6 +103,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--per-host", type=int, default=1, help="servers on each of these hosts")
     parser.add_argument("--relay", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--kill-inner", action="store_true", help="needs --relay and 3 receivers")
+    parser.add_argument(
+        "--engine",
+        nargs="+",
+        choices=("vllm", "sglang"),
+        default=[],
+        help="real servers; default: servers without an engine",
+    )
+    parser.add_argument("--step-s", type=float, default=0.0, help="seconds between two versions")
+    parser.add_argument("--delta", choices=("auto", "on", "off"), default="off")
+    parser.add_argument(
+        "--changed", type=float, default=1.0, help="share of each row that a version changes"
+    )
     parser.add_argument("--rate", type=rate, default="20mbit", help="of each link, each way")
     parser.add_argument("--mib", type=int, default=8, help="bytes of one version, in MiB")
     parser.add_argument("--versions", type=int, default=3, help="measured ones, after the first")
@@ -95,35 +123,79 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Weights(torch.nn.Module):
-    """Matrices that make up so many MiB in bfloat16; masters are float32, the same everywhere."""
+    """The same float32 masters everywhere: matrices that make up so many MiB in bfloat16, or the
+    model in ``folder``."""
 
-    def __init__(self, mib: int) -> None:
+    def __init__(self, mib: int, folder: str, changed: float) -> None:
         super().__init__()
-        rows = (mib << 20) // (LAYERS * COLUMNS * 2)
-        generator = torch.Generator().manual_seed(7)
+        self._folder, self._every, self._version = folder, round(1 / changed), 0
+        if folder:
+            tensors = load_file(Path(folder) / "model.safetensors")
+        else:
+            rows = (mib << 20) // (LAYERS * COLUMNS * 2)
+            generator = torch.Generator().manual_seed(7)
+            tensors = {
+                f"layers.{i}": torch.randn(rows, COLUMNS, generator=generator)
+                for i in range(LAYERS)
+            }
+        self._names = tuple(tensors)
         self.layers = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.randn(rows, COLUMNS, generator=generator))
-            for _ in range(LAYERS)
+            torch.nn.Parameter(t.float()) for t in tensors.values()
         )
+
+    def to_hf(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Parameters under the names that servers know."""
+        return {self._names[int(name.rpartition(".")[2])]: t for name, t in tensors.items()}
 
     def change(self) -> None:
         """Other values, element by element: the same in a shard and in the whole."""
         with torch.no_grad():
             for p in self.layers:
-                (p.to_local() if hasattr(p, "to_local") else p).mul_(1.01)
+                whole = p.to_local() if hasattr(p, "to_local") else p
+                some = whole[..., self._version % self._every :: self._every]
+                some.mul_(1.05 if self._folder else 1.01)
+        self._version += 1
+
+    def wire(self) -> dict[str, torch.Tensor]:
+        """What servers hold."""
+        return self.to_hf({n: p.detach().bfloat16() for n, p in self.named_parameters()})
 
     def digest(self) -> str:
         """What a server that has loaded them says."""
-        named = self.named_parameters()
-        return content_digest({n: tensor_digest(p.to(torch.bfloat16)) for n, p in named})
+        return content_digest({n: tensor_digest(t) for n, t in self.wire().items()})
+
+
+class Scores:
+    """What the model in ``folder`` gives to some prompts, by transformers in float32, and how far
+    from it servers are."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._last = Path(folder), list[list[float]]()
+
+    def difference(self, whole: Weights, urls: Sequence[str], engines: Sequence[str]) -> Any:
+        """In nats: of servers and these weights, and of these weights and those before."""
+        save_file(whole.wire(), self._folder / "model.safetensors", metadata={"format": "pt"})
+        reference = Reference(self._folder)
+        asked = [prompt(seed) for seed in range(PROMPTS)]
+        now = [reference.logprobs(ids) for ids in asked]
+        apart = []
+        for url, engine in zip(urls, engines, strict=True):
+            with SyncDriver(url) as driver:
+                speak = dialect(engine)
+                for ids, right in zip(asked, now, strict=True):
+                    scores = driver.run(speak.score(ids, CALL_S, str(whole._version)))
+                    apart.append(furthest(scores, right))
+        moved = max(map(furthest, now, self._last), default=0.0)
+        self._last = now
+        return {"difference": max(apart), "moved": moved}
 
 
 def rank_main(options: dict[str, Any]) -> None:
     """One rank. Rank 0 prints a line of JSON for each version, when all servers hold it."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, urls = dist.get_rank(), options["urls"]
-    whole, model = Weights(options["mib"]), Weights(options["mib"])
+    folder = options["model"]
+    whole, model = (Weights(options["mib"], folder, options["changed"]) for _ in range(2))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     # without relay, each of many servers waits long for its first bucket
     config = WeightSync(
@@ -131,59 +203,96 @@ def rank_main(options: dict[str, Any]) -> None:
         bucket_bytes=1 << 20,
         progress_deadline_s=60.0,
         relay=options["relay"],
+        delta=options["delta"],
     )
     cpu = torch.device("cpu")
-    sync = TrainerSync(model, dict, config, cpu, here=Here(urls=urls))
-    worker = recorder = None
-    killer = Killer(sync.plan.manifest.total_bytes // config.bucket_bytes // 3)
-    if rank == 0:
+    sync = TrainerSync(model, model.to_hf, config, cpu, here=Here(urls=options["urls"]))
+    lead = Lead(options, config, sync, whole) if dist.get_rank() == 0 else None
+    sync.start(lead.worker.publish if lead is not None else None)
+    last = options["versions"]
+    for version in range(last + 1 + options["kill"]):
+        model.change()
+        whole.change()
+        paced = options["step_s"] if 0 < version < last else 0.0
+        box: list[Any] = [lead.slot(paced) if lead is not None else None]
+        dist.broadcast_object_list(box, src=0)
+        began = time.perf_counter()
+        if box[0] is not None:
+            sync.publish(version, box[0])
+        if lead is not None:
+            row = lead.lag(version, began + paced) if paced else lead.committed(version, began)
+            print(json.dumps(row), flush=True)
+        sync.fence()
+        dist.barrier()
+    if lead is not None:
+        lead.close()
+    dist.barrier()
+    sync.close()
+    dist.destroy_process_group()
+
+
+class Lead:
+    """Rank 0's servers."""
+
+    def __init__(
+        self, options: dict[str, Any], config: WeightSync, sync: TrainerSync, whole: Weights
+    ) -> None:
         assert sync.pool is not None
-        recorder = Recorder(options["folder"])
+        self._o, self._whole, self._scores = options, whole, Scores(options["model"])
+        urls = self._urls = options["urls"]
+        engine = dict(zip(urls, options["engines"], strict=True))
+        killer = Killer(sync.plan.manifest.total_bytes // config.bucket_bytes // 3)
+        self._killer, self._recorder = killer, Recorder(options["folder"])
         made = SyncOptions(
             urls=urls,
-            make_control=lambda url: make_control("vllm", ServerAccess(url, CALL_S)),
+            make_control=lambda u: make_control(engine[u] or "vllm", ServerAccess(u, CALL_S)),
             remote_writers=sync.plan.others,
             leaders=sync.plan.leaders[1:],
             lane_observer=killer.passed,
         )
-        worker = SyncWorker(sync.pool, config, recorder, made)
-        killer.relay = worker.relay
-        worker.start()
-    sync.start(worker.publish if worker is not None else None)
-    for version in range(options["versions"] + 1 + options["kill"]):
-        model.change()
-        whole.change()
-        box: list[Any] = [worker.slots.wait_reserved(WAIT_S) if worker is not None else None]
-        dist.broadcast_object_list(box, src=0)
-        began = time.perf_counter()
-        sync.publish(version, box[0])
-        if worker is not None and recorder is not None:
-            killer.version = version if version > options["versions"] else None
-            holding = worker.servers.wait_held(version, WAIT_S, everyone=True)
-            seconds = time.perf_counter() - began
-            if killer.version is not None:
-                holding = worker.servers.wait_held(version, WAIT_S, everyone=True)
-                known = worker.servers
-                known.wait(lambda: set(known.versions().values()) == {version}, WAIT_S)  # noqa: B023
-                holding = [u for u, held in known.versions().items() if held == version]
-            if len(holding) != len(urls):
-                raise SystemExit(
-                    f"version {version} is at {holding}: {worker.servers.take_error()}"
-                )
-            figures = {
-                "seconds": seconds,
-                "fetch_s": max(recorder.series(names.SEND_S)[-len(urls) :]),
-                "digests_equal": [held(url) for url in urls] == [whole.digest()] * len(urls),
-            }
-            print(json.dumps(figures), flush=True)
-        sync.fence()
-        dist.barrier()
-    if worker is not None and recorder is not None:
-        worker.close()
-        recorder.close()
-    dist.barrier()
-    sync.close()
-    dist.destroy_process_group()
+        self.worker = SyncWorker(sync.pool, config, self._recorder, made)
+        killer.relay = self.worker.relay
+        self.worker.start()
+
+    def slot(self, paced: float) -> int | None:
+        """For the next version; None: it is skipped."""
+        slots = self.worker.slots
+        return slots.take_reserved() if paced else slots.wait_reserved(WAIT_S)
+
+    def lag(self, version: int, until: float) -> dict[str, Any]:
+        """How far the slowest server is behind at the end of a step."""
+        time.sleep(max(0.0, until - time.perf_counter()))
+        held = (-1 if v is None else v for v in self.worker.servers.versions().values())
+        return {"lag": version - min(held)}
+
+    def committed(self, version: int, began: float) -> dict[str, Any]:
+        """When all servers have the version: figures, and what they hold."""
+        known, kill = self.worker.servers, version > self._o["versions"]
+        self._killer.version = version if kill else None
+        holding = known.wait_held(version, WAIT_S, everyone=True)
+        seconds = time.perf_counter() - began
+        if kill:
+            known.wait(lambda: set(known.versions().values()) == {version}, WAIT_S)
+            holding = [u for u, held in known.versions().items() if held == version]
+        if len(holding) != len(self._urls):
+            raise SystemExit(f"version {version} is at {holding}: {known.take_error()}")
+        totals = self._recorder.totals()
+        figures = {
+            "seconds": seconds,
+            "fetch_s": max(self._recorder.series(names.SEND_S)[-len(self._urls) :]),
+            "relayed": totals[names.RELAYED_BYTES],
+            "spared": totals[names.SPARED_BYTES],
+        }
+        if not self._o["model"]:
+            equal = {held(url) for url in self._urls} == {self._whole.digest()}
+            return figures | {"digests_equal": equal}
+        apart = self._scores.difference(self._whole, self._urls, self._o["engines"])
+        return figures | apart | {"digests_equal": apart["difference"] <= MAX_DIFFERENCE}
+
+    def close(self) -> None:
+        """End the lanes."""
+        self.worker.close()
+        self._recorder.close()
 
 
 class Killer:
@@ -211,13 +320,16 @@ def held(url: str) -> str:
         return str(driver.run(served(timeout_s=CALL_S))["digest"])
 
 
-def started(stack: ExitStack, host: Host, command: Sequence[str], **env: str) -> Any:
-    """A Python process on that host, which ends with ``stack``."""
+def started(
+    stack: ExitStack, host: Host, command: Sequence[str], output: Any = subprocess.PIPE, **env: str
+) -> Any:
+    """A process on that host, which ends with ``stack``."""
     process = subprocess.Popen(
-        [*host.inside, sys.executable, *command],
+        [*host.inside, *command],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
         cwd=ROOT,
-        stdout=subprocess.PIPE,
+        stdout=output,
+        stderr=None if output == subprocess.PIPE else subprocess.STDOUT,
         text=True,
     )
     stack.callback(process.wait)  # no deadline: after a kill
@@ -225,10 +337,35 @@ def started(stack: ExitStack, host: Host, command: Sequence[str], **env: str) ->
     return process
 
 
-def serving(stack: ExitStack, host: Host, port: int) -> Any:
-    """A server on that host, which says a line when it listens."""
-    args = ["-m", "tests.rigs.server_process", "--host", host.address, "--port", str(port)]
-    return started(stack, host, args)
+def serving(stack: ExitStack, host: Host, port: int, engine: str, folder: Path) -> Any:
+    """A server on that host. One without an engine says a line when it listens."""
+    if not engine:
+        args = ["-m", "tests.rigs.server_process", "--host", host.address, "--port", str(port)]
+        return started(stack, host, [sys.executable, *args])
+    python = str(ROOT / f".venv-{engine}" / "bin" / "python")
+    log = folder / f"{host.address}-{port}.log"
+    spec = ServerSpec(
+        python, str(folder / "start"), str(log), engine, port, host.address, max_num_seqs=8
+    )
+    with log.open("ab") as output:
+        return started(stack, host, command(spec), output, **environment({}, spec))
+
+
+def wait_ready(url: str, engine: str, server: Any, folder: str) -> None:
+    """Until it can take weights."""
+    if not engine:
+        server.stdout.readline()  # no deadline: it listens, or has ended
+        return
+    deadline = time.monotonic() + WAIT_S
+    with SyncDriver(url) as driver:
+        while time.monotonic() < deadline and server.poll() is None:
+            try:
+                driver.run(dialect(engine).health(2.0))
+                return
+            except (ServerUnreachable, ServerRefused):
+                time.sleep(0.5)
+    logs = "\n".join(log.read_text()[-2000:] for log in Path(folder).glob("*.log"))
+    raise SystemExit(f"{engine} at {url} did not start within {WAIT_S:g} s:\n{logs}")
 
 
 def versions(trainers: Sequence[Host], options: argparse.Namespace, role: str) -> Iterator[Any]:
@@ -242,10 +379,11 @@ def versions(trainers: Sequence[Host], options: argparse.Namespace, role: str) -
             file = str(Path(__file__).resolve())
             if len(trainers) * options.ranks == 1:  # torchrun would only watch it
                 alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": host.address}
-                nodes.append(started(stack, host, [file], MASTER_PORT=str(PORT), **alone, **env))
+                whole = [sys.executable, file]
+                nodes.append(started(stack, host, whole, MASTER_PORT=str(PORT), **alone, **env))
                 continue
-            command = ["-m", "torch.distributed.run", *node.split(), file]
-            nodes.append(started(stack, host, command, **env))
+            run = [sys.executable, "-m", "torch.distributed.run", *node.split(), file]
+            nodes.append(started(stack, host, run, **env))
         for line in nodes[0].stdout:
             if line.startswith("{"):
                 yield json.loads(line)
@@ -259,15 +397,22 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
     hosts = stack.enter_context(Hosts(count + options.receivers)).hosts
     for host in hosts:
         host.limit(options.rate)
-    servers: dict[str, tuple[Host, int]] = {}
+    servers: dict[str, tuple[Host, int, str]] = {}
     for host in hosts[count:]:
         for port in range(SERVER_PORT, SERVER_PORT + options.per_host):
-            servers[f"http://{host.address}:{port}"] = host, port
-    running = {url: serving(stack, *place) for url, place in servers.items()}
-    for server in running.values():
-        server.stdout.readline()  # no deadline: it listens, or has ended
-    role = {"urls": list(servers), "mib": options.mib, "versions": options.versions}
-    role |= {"folder": folder, "relay": options.relay, "kill": options.kill_inner}
+            engine = options.engine[len(servers) % len(options.engine)] if options.engine else ""
+            servers[f"http://{host.address}:{port}"] = host, port, engine
+    if options.engine:
+        shape = TinyShape(hidden=256, layers=max(1, options.mib // 2), head_dim=64, ffn=1024)
+        for name, seed in ("start", 100), ("model", 1):
+            write_tiny_model("qwen3", Path(folder) / name, seed, std=0.05, shape=shape)
+    running = {url: serving(stack, *place, Path(folder)) for url, place in servers.items()}
+    for url, server in running.items():
+        wait_ready(url, servers[url][2], server, folder)
+    role = {key: getattr(options, key) for key in ("mib", "versions", "relay", "delta", "changed")}
+    role |= {"urls": list(servers), "folder": folder, "kill": options.kill_inner}
+    role |= {"model": f"{folder}/model" if options.engine else "", "step_s": options.step_s}
+    role |= {"engines": [engine for _, _, engine in servers.values()]}
     rows, links, killed = [], [], {}
     before = [host.moved() for host in hosts]
     for row in versions(hosts[:count], options, json.dumps(role)):
@@ -276,40 +421,66 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
             running[row["inner"]].kill()
             running[row["inner"]].wait()  # no deadline: after a kill
             # it answers the lane, which asks again and again, once it listens
-            running[row["inner"]] = serving(stack, *servers[row["inner"]])
+            running[row["inner"]] = serving(stack, *servers[row["inner"]], Path(folder))
             continue
         now = [host.moved() for host in hosts]
         rows.append(row)
         links.append([(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, now, strict=True)])
         before = now
-    image = options.mib << 20
+    reader = hosts.index(servers[killed["reader"]][0]) if killed else None
+    return figures_of(options, rows, links, killed, reader, image_bytes(options, folder))
+
+
+def image_bytes(options: argparse.Namespace, folder: str) -> int:
+    """Of a version."""
+    if not options.engine:
+        return int(options.mib) << 20
+    tensors = load_file(Path(folder) / "model" / "model.safetensors")
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def figures_of(
+    options: argparse.Namespace,
+    rows: Sequence[Any],
+    links: Sequence[Any],
+    killed: dict[str, str],
+    reader: int | None,
+    image: int,
+) -> dict[str, Any]:
+    """What is printed. ``reader``: number of the host that read from the ``killed`` one."""
+    count = options.trainer_hosts
     more: dict[str, Any] = {}
     if options.kill_inner:
-        if not killed:
+        if reader is None:
             raise SystemExit("no server was read from by another one: none was killed")
-        reader = hosts.index(servers[killed["reader"]][0])
         usual = statistics.median(link[reader][1] for link in links[1:-1])
         more = {"killed": killed, "refetched": (links[-1][reader][1] - usual) / image}
         more |= {"kill_seconds": rows[-1]["seconds"], "kill_sent": links[-1][0][0] / image}
-    kept = range(1, options.versions + 1)  # the first version finds lanes that are still connecting
+    if options.step_s:
+        lags = [row["lag"] for row in rows if "lag" in row]
+        more |= {"lag": statistics.median(lags), "most_lag": max(lags)}
+    if options.engine:
+        more |= {"difference": max(row["difference"] for row in rows if "difference" in row)}
+        more |= {"moved": min(row["moved"] for row in rows[1:] if "moved" in row)}
+    # the first version finds lanes that are still connecting
+    kept = [i for i in range(1, options.versions + 1) if "seconds" in rows[i]]
+    settings = ("trainer_hosts", "ranks", "receivers", "per_host", "relay", "engine", "delta")
     return {
-        "trainer_hosts": count,
-        "ranks": options.ranks,
-        "receivers": options.receivers,
-        "servers": len(servers),
-        "relay": options.relay,
+        **{key: getattr(options, key) for key in settings},
         "bytes_per_s": options.rate,
         "image_bytes": image,
         "seconds": statistics.median(rows[i]["seconds"] for i in kept),
         "fetch_s": statistics.median(rows[i]["fetch_s"] for i in kept),
+        "relayed": rows[-1]["relayed"] / image,
+        "spared": rows[-1]["spared"] / image,
         "sent_by_trainer_hosts": [
             statistics.median(links[i][host][0] / image for i in kept) for host in range(count)
         ],
         "received_by_servers": [
             statistics.median(links[i][host][1] / image for i in kept)
-            for host in range(count, len(hosts))
+            for host in range(count, len(links[0]))
         ],
-        "digests_equal": all(row["digests_equal"] for row in rows),
+        "digests_equal": all(row.get("digests_equal", True) for row in rows),
         **more,
         "versions": [row | {"links": link} for row, link in zip(rows, links, strict=True)],
     }

@@ -247,6 +247,22 @@ def test_a_key_that_was_set_and_cannot_act_is_one_line(changes, key, reason) -> 
 
 
 @pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"apply": "streamed"}, "relay"),
+        ({"transport": "nccl"}, "zones"),
+        ({"relay": False}, "zones"),
+    ],
+)
+def test_servers_read_from_each_other_only_where_they_read_ranges(changes, key) -> None:
+    job = JobConfig(GRPO(), ROLLOUT, WeightSync(**({"relay": True} | changes)))
+    assert violations(job) == []
+    (line,) = inert(job, {f"weight_sync.{key}"})
+    assert line.startswith(f"weight_sync.{key} = ")
+    assert inert(JobConfig(GRPO(), ROLLOUT, WeightSync(relay=True)), {f"weight_sync.{key}"}) == []
+
+
+@pytest.mark.parametrize(
     ("grpo", "key"),
     [
         (GRPO(num_microbatches=2), "clip_ratio_upper_bound"),

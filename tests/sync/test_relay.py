@@ -7,10 +7,10 @@ import signal
 import pytest
 
 from titan_grpo.observe import names
+from titan_grpo.protocol.messages import Joined
 from titan_grpo.receive.receiver_main import RELAY_HOST
 from titan_grpo.runkey import Key
-
-pytestmark = pytest.mark.e2e
+from titan_grpo.sync.relay import Relay
 
 
 @pytest.fixture
@@ -25,6 +25,36 @@ def relayed(run) -> tuple[int, int]:
     return totals[names.SYNC_BYTES], totals[names.RELAYED_BYTES]
 
 
+def joined(host: str) -> Joined:
+    """A server at ``host`` that serves others."""
+    at = {"relay_host": host, "relay_port": 7}
+    return Joined(True, "", "titan_grpo", 1, "", -1, "", True, **at)
+
+
+def read_from(relay: Relay, url: str) -> list[str]:
+    """Hosts that it is sent to for version 1, before the trainer."""
+    return [source.host for source in relay.asked(url, 1, 1).sources]
+
+
+def test_servers_whose_addresses_fit_one_pattern_read_from_each_other_first() -> None:
+    relay = Relay(True, zones=["10.0.1.*", "10.0.2.*"])
+    for host in ("10.0.1.7", "10.0.2.7", "10.0.2.8"):
+        relay.came(f"http://{host}:8000", joined(host), "10.0.0.1")
+    assert read_from(relay, "http://10.0.1.7:8000") == []
+    assert read_from(relay, "http://10.0.2.7:8000")[0] == "10.0.1.7"
+    assert read_from(relay, "http://10.0.2.8:8000")[0] == "10.0.2.7"
+
+
+def test_a_server_on_the_trainers_host_reads_its_memory_and_serves_nobody() -> None:
+    relay = Relay(True)
+    relay.came("http://10.0.0.1:8000", joined("10.0.0.1"), "10.0.0.1")
+    relay.came("http://10.0.0.2:8000", joined("10.0.0.2"), "10.0.0.1")
+    first = relay.asked("http://10.0.0.2:8000", 1, 1)
+    assert (first.sources, len(first.serve)) == ((), 1)
+    assert relay.asked("http://10.0.0.1:8000", 1, 1).serve == ()
+
+
+@pytest.mark.e2e
 def test_three_servers_of_another_host_take_each_version_from_the_trainer_once(
     rig, elsewhere
 ) -> None:
@@ -46,6 +76,7 @@ def test_three_servers_of_another_host_take_each_version_from_the_trainer_once(
     assert from_others == 2 * 2 * image
 
 
+@pytest.mark.e2e
 def test_a_server_that_dies_costs_the_others_no_version(rig, elsewhere) -> None:
     run = rig("a", "b", "c", relay=True, far=True)
     run.publish(1)

@@ -64,9 +64,14 @@ class WeightSync:
     exactly is read from the version."""
 
     relay: bool = False
-    """Whether servers read versions from each other, while they read them (staged by tcp): the
-    trainer sends each version about once. What a server does not give in time, or gives wrongly,
-    is read from the next one, at last from the trainer."""
+    """Whether servers on other hosts than the trainer's read versions from each other, while they
+    read them (staged by tcp): the trainer sends each version about once. What a server does not
+    give in time, or gives wrongly, is read from the next one, at last from the trainer."""
+
+    zones: list[str] = field(default_factory=list)
+    """Patterns of servers' host names or addresses, such as "10.0.1.*" or "rack2-*": with relay,
+    servers that the same (first) pattern fits read from each other first. A server's own
+    TITAN_GRPO_ZONE goes before."""
 
     wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Floating-point type of the image; masters are cast once, on the trainer."""
@@ -180,11 +185,6 @@ def _weight_sync(w: WeightSync) -> Rules:
         w.transport in ("tcp", "nixl") and w.apply == "streamed",
         "transport",
         'auto or nccl with weight_sync.apply = "streamed"',
-    )
-    yield (
-        w.relay and (w.apply == "streamed" or w.transport == "nccl"),
-        "relay",
-        'false, or weight_sync.apply = "staged" with transport auto, tcp or nixl',
     )
     yield (
         bool(w.tls_certificate) != bool(w.tls_key),

@@ -29,7 +29,7 @@ def inert(config: Any, given: Collection[str]) -> list[str]:
             (*_policy(config.grpo, config.rollout), *_others(config.grpo, config.rollout)),
         ),
         ("rollout", config.rollout, _rollout(config.rollout)),
-        ("weight_sync", config.weight_sync, _weight_sync(config.rollout)),
+        ("weight_sync", config.weight_sync, _weight_sync(config.rollout, config.weight_sync)),
     )
     found: dict[str, str] = {}
     for section, values, rows in tables:
@@ -200,7 +200,11 @@ def _rollout(r: Rollout) -> Iterator[Row]:
     )
 
 
-def _weight_sync(r: Rollout) -> Iterator[Row]:
+def _weight_sync(r: Rollout, w: Any) -> Iterator[Row]:
+    for key, value in ("apply", "streamed"), ("transport", "nccl"):
+        why = f'weight_sync.{key} = "{value}" broadcasts: servers read nothing'
+        yield getattr(w, key) == value, ("relay", "zones"), why
+    yield not w.relay, ("zones",), "weight_sync.relay = false"
     yield (
         r.in_flight_weight_updates,
         ("drain_deadline_s",),

@@ -3,8 +3,10 @@ where each server is read."""
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from urllib.parse import urlsplit
 
 from titan_grpo.protocol import relay
 from titan_grpo.protocol.messages import Joined, RangeSource, Staged
@@ -27,10 +29,16 @@ class Places:
 class Relay:
     """Shared by all lanes of a run. Any thread; never waits."""
 
-    def __init__(self, on: bool = False, relayed: Callable[[int], object] = int) -> None:
-        """``on``: weight_sync.relay; otherwise no server ever comes. ``relayed`` is called with the
-        bytes that a server has read from others."""
-        self._on, self._relayed = on, relayed
+    def __init__(
+        self,
+        on: bool = False,
+        relayed: Callable[[int], object] = int,
+        zones: Sequence[str] = (),
+    ) -> None:
+        """``on``: weight_sync.relay with a transport of ranges; otherwise no server ever comes.
+        ``relayed`` is called with the bytes that a server has read from others. ``zones``: see
+        weight_sync.zones."""
+        self._on, self._relayed, self._zones = on, relayed, zones
         self._lock = threading.Lock()
         self._table = relay.Relays()
         self._ports: dict[str, tuple[int, str]] = {}
@@ -48,13 +56,15 @@ class Relay:
 
     def came(self, url: str, joined: Joined, trainer: str) -> None:
         """A server has joined. ``trainer``: the address of this host towards it. One on this host
-        serves no other: the link is the trainer's own."""
-        if not self._on:
+        has no part in it: it reads the trainer's memory, and its link is the trainer's own."""
+        if not self._on or joined.relay_host == trainer:
             return
-        serves = joined.relay_port > 0 and joined.relay_host != trainer
+        name = urlsplit(url).hostname or ""
+        fits = (zone for zone in self._zones if fnmatchcase(name, zone))
+        zone = joined.zone or next(fits, "")
         with self._lock:
             self._ports[url] = joined.relay_port, joined.relay_pin
-            self._step(relay.Came(url, joined.relay_host, joined.zone, serves))
+            self._step(relay.Came(url, joined.relay_host, zone, joined.relay_port > 0))
 
     def gone(self, url: str) -> None:
         """Its lane has closed the connection. Idempotent."""
@@ -89,12 +99,13 @@ class Relay:
             self._relayed(answer.relay_bytes)
 
     def inner(self) -> tuple[str, str] | None:
-        """A server that is read from now and its reader; None if there is none."""
+        """A server that reads and is read from now, and its reader; one that reads from another
+        server first. None if there is none."""
         with self._lock:
             nodes = self._table.nodes
             reading = {u: n.parent for u, n in nodes.items() if n.reading and n.parent}
-            both = [(p, u) for u, p in reading.items() if p in reading]
-            return both[0] if both else None
+            both = [(p, u) for u, p in reading.items() if nodes[p].reading]
+            return min(both, key=lambda pair: pair[0] not in reading, default=None)
 
     def _step(self, event: relay.Event) -> tuple[relay.Read, ...]:
         self._table, actions = relay.step(self._table, event)

@@ -169,10 +169,11 @@ class SyncWorker:
         self._source = RangeServer(certificate=own_certificate(config))
         spared = partial(recorder.count, names.SPARED_BYTES)
         self._patches = Patches(config, pool.manifest.total_bytes, spared)
-        self.relay = Relay(config.relay, partial(recorder.count, names.RELAYED_BYTES))
-        link = replace(
-            options.link(config), source=self._source, patches=self._patches, relay=self.relay
-        )
+        link = options.link(config)
+        relays = config.relay and link.transport in (TCP, NIXL)
+        relayed = partial(recorder.count, names.RELAYED_BYTES)
+        self.relay = Relay(relays, relayed, config.zones)
+        link = replace(link, source=self._source, patches=self._patches, relay=self.relay)
         if link.transport == NIXL:
             link = replace(link, nixl=NixlSource())
         self._link = link
