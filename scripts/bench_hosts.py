@@ -11,9 +11,9 @@ receiver process are the real ones. After every version each server's tensors ar
 the weights that the ranks should hold.
 
 With ``--relay`` servers read from each other (weight_sync.relay). ``--kill-inner`` publishes one
-more version, kills a server that is read from in the middle of it, starts it again, and waits until
-everybody has that version; ``refetched`` is what the dead one's reader received beyond its usual
-bytes, over the image.
+more version, kills a server that is read from in the middle of it, starts it again (not a real
+engine), and waits until everybody has that version; ``refetched`` is what the dead one's reader
+received beyond its usual bytes, over the image.
 
 With ``--engine`` the servers are real ones, which start with other weights (several names take
 turns), and ``difference`` is the largest one, in nats, of a log-probability to transformers in
@@ -80,6 +80,7 @@ LAYERS = 8
 PORT = 29_517
 SERVER_PORT = 8000
 WAIT_S = 500.0
+START_S = 1200.0
 CALL_S = 60.0
 PROMPTS = 4
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -271,22 +272,25 @@ class Lead:
         self._killer.version = version if kill else None
         holding = known.wait_held(version, WAIT_S, everyone=True)
         seconds = time.perf_counter() - began
-        if kill:
+        back = kill and not self._o["model"]
+        if back:
             known.wait(lambda: set(known.versions().values()) == {version}, WAIT_S)
             holding = [u for u, held in known.versions().items() if held == version]
-        if len(holding) != len(self._urls):
+        if len(holding) != len(self._urls) - (kill and not back):
             raise SystemExit(f"version {version} is at {holding}: {known.take_error()}")
         totals = self._recorder.totals()
         figures = {
             "seconds": seconds,
             "fetch_s": max(self._recorder.series(names.SEND_S)[-len(self._urls) :]),
-            "relayed": totals[names.RELAYED_BYTES],
-            "spared": totals[names.SPARED_BYTES],
+            "relayed": totals.get(names.RELAYED_BYTES, 0),
+            "spared": totals.get(names.SPARED_BYTES, 0),
         }
         if not self._o["model"]:
             equal = {held(url) for url in self._urls} == {self._whole.digest()}
             return figures | {"digests_equal": equal}
-        apart = self._scores.difference(self._whole, self._urls, self._o["engines"])
+        engines = dict(zip(self._urls, self._o["engines"], strict=True))
+        asked = [engines[url] for url in holding]
+        apart = self._scores.difference(self._whole, holding, asked)
         return figures | apart | {"digests_equal": apart["difference"] <= MAX_DIFFERENCE}
 
     def close(self) -> None:
@@ -356,7 +360,7 @@ def wait_ready(url: str, engine: str, server: Any, folder: str) -> None:
     if not engine:
         server.stdout.readline()  # no deadline: it listens, or has ended
         return
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + START_S
     with SyncDriver(url) as driver:
         while time.monotonic() < deadline and server.poll() is None:
             try:
@@ -365,7 +369,7 @@ def wait_ready(url: str, engine: str, server: Any, folder: str) -> None:
             except (ServerUnreachable, ServerRefused):
                 time.sleep(0.5)
     logs = "\n".join(log.read_text()[-2000:] for log in Path(folder).glob("*.log"))
-    raise SystemExit(f"{engine} at {url} did not start within {WAIT_S:g} s:\n{logs}")
+    raise SystemExit(f"{engine} at {url} did not start within {START_S:g} s:\n{logs}")
 
 
 def versions(trainers: Sequence[Host], options: argparse.Namespace, role: str) -> Iterator[Any]:
@@ -421,7 +425,8 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
             running[row["inner"]].kill()
             running[row["inner"]].wait()  # no deadline: after a kill
             # it answers the lane, which asks again and again, once it listens
-            running[row["inner"]] = serving(stack, *servers[row["inner"]], Path(folder))
+            if not options.engine:
+                running[row["inner"]] = serving(stack, *servers[row["inner"]], Path(folder))
             continue
         now = [host.moved() for host in hosts]
         rows.append(row)

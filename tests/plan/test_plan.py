@@ -35,6 +35,48 @@ def test_servers_behind_one_link_get_a_version_in_their_number_times_its_bytes()
     assert report.limit(SMALL, result)[0] == "the trainer hosts' links"
 
 
+def test_servers_that_read_from_each_other_take_little_longer_than_one() -> None:
+    wide = replace(SMALL, servers=16, sync=WeightSync(relay=True))
+    result = Simulation(wide).run()
+    assert 1.0 < quantile(result.send_s, 0.5) < 1.3  # 16 s from the trainer alone
+    assert quantile(result.lags, 0.5) == 0
+    assert "servers read from each other" in report.text(
+        wide, report.figures(wide, result), [], result
+    )
+
+
+def test_servers_of_one_host_take_a_version_over_its_link_once() -> None:
+    four = replace(SMALL, servers_per_host=4, server_link_gbit=2.0, trainer_link_gbit=800.0)
+    result = Simulation(replace(four, sync=WeightSync(relay=True))).run()
+    assert quantile(result.send_s, 0.5) == pytest.approx(4.0, rel=0.05)  # 16 s each by itself
+
+
+def test_dying_servers_cost_those_that_read_from_them_a_version_at_most() -> None:
+    relay = WeightSync(relay=True)
+    dying = replace(SMALL, servers=64, dying=0.2, restart_s=20.0, sync=relay)
+    result = Simulation(dying).run()
+    assert result.deaths > 20
+    assert quantile(result.lags, 0.95) <= 1
+
+
+def test_patches_are_read_in_place_of_versions_where_links_are_slow() -> None:
+    patched = replace(SMALL, patch_share=0.05, sync=WeightSync(delta="auto"))
+    result = Simulation(patched).run()
+    assert quantile(result.send_s, 0.5) == pytest.approx(4.0 * 0.05, rel=0.1)
+    quick = replace(patched, trainer_link_gbit=800.0, server_link_gbit=800.0, source_gb_s=100.0)
+    assert quick.patch_bytes(1) == 0
+    assert patched.patch_bytes(6) == 0  # more than a quarter of a version
+
+
+def test_a_plan_tries_whether_servers_that_serve_each_other_would_do() -> None:
+    setup = replace(SMALL, servers=20)  # 20 s a version, in steps of 10 s
+    (relay,) = (
+        s for change, s in report.candidates(setup) if change.setting == "weight_sync.relay"
+    )
+    trial, now = (report.score(Simulation(report.smaller(s)).run()) for s in (relay, setup))
+    assert trial < now / 10
+
+
 def test_a_servers_own_link_bounds_its_transfer_and_no_other() -> None:
     setup = replace(SMALL, servers_per_host=4, server_link_gbit=2.0, trainer_link_gbit=800.0)
     result = Simulation(setup).run()

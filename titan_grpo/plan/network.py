@@ -1,11 +1,18 @@
 """Transfers as a fluid: they share a server host's link evenly, and what the trainer hosts send by
-max-min with a random weight, with a server's readers as a further bound."""
+max-min with a random weight, with a server's readers as a further bound.
+
+A server that reads from another one (protocol.relay) uses nothing of the trainer's, and keeps some
+blocks behind it while that one reads itself."""
 
 import random
 
 import numpy as np
 
 from titan_grpo.plan.setup import Setup
+from titan_grpo.protocol.relay import DEPTH
+
+TRAINER = -1
+"""In the place of a server that is read from."""
 
 SHARES = (0.7, 0.9, 1.1, 1.3)
 """Weights of transfers behind one link, drawn for each: TCP does not share it evenly (8 servers:
@@ -28,6 +35,7 @@ class Network:
         self._active = np.zeros(setup.servers, dtype=bool)
         self._rate = np.zeros(setup.servers)
         self._weight = np.ones(setup.servers)
+        self._parent = np.full(setup.servers, TRAINER)
         self._hosts = np.array([n // setup.servers_per_host for n in numbers])
         self._factor = np.array([setup.slow_factor if n in slow else 1.0 for n in numbers])
         limits = setup.source_limits
@@ -38,13 +46,21 @@ class Network:
         self.busy_s: dict[str, float] = {}
         """Limit -> seconds of transfers that it bounded."""
 
-    def begin(self, n: int) -> None:
-        """A version goes to server ``n``."""
-        self._left[n], self._active[n], self._dirty = self._s.image_bytes, True, True
+    def begin(self, n: int, nbytes: int, parent: int) -> None:
+        """So much of a version goes to server ``n``, from another one or from the trainer."""
+        self.leave(n)
+        self._parent[n] = parent
+        self._left[n], self._active[n], self._dirty = nbytes, True, True
         self._weight[n] = self._random.choice(SHARES)
+
+    def leave(self, n: int) -> None:
+        """Servers that read from ``n`` read from the trainer."""
+        self._parent[self._parent == n] = TRAINER
+        self._dirty = True
 
     def stop(self, n: int) -> None:
         """It does no longer."""
+        self.leave(n)
         self._active[n], self._dirty = False, True
 
     def next_end(self, now: float) -> float:
@@ -71,14 +87,25 @@ class Network:
         self._bounds = {}
         if not active.size:
             return
-        hosts = self._hosts[active]
-        link = self._s.link_rate / np.bincount(hosts)[hosts]
+        hosts, parent = self._hosts[active], self._parent[active]
+        relayed = parent != TRAINER
+        beside = relayed & (self._hosts[parent] == hosts)
+        counts = np.bincount(hosts[~beside], minlength=hosts.max() + 1)
+        link = np.where(beside, np.inf, self._s.link_rate / np.maximum(1, counts[hosts]))
         slow = self._factor[active]
+        slow = np.where(relayed, np.minimum(slow, self._factor[parent]), slow)
         bound = np.minimum(link, self._s.reader_rate) * slow
-        share = self._weight[active]
-        share = share * water_level(bound, share, self._source_rate)
+        share = np.where(relayed, np.inf, self._weight[active])
+        own = ~relayed
+        share[own] *= water_level(bound[own], share[own], self._source_rate)
         rate = np.minimum(bound, share)
         self._rate[active] = rate
+        behind = np.flatnonzero(relayed & self._active[parent])
+        for _ in range(DEPTH if behind.size else 0):
+            above, me = parent[behind], active[behind]
+            pace = self._left[me] / (self._left[above] + self._s.hop_bytes)
+            self._rate[me] = np.minimum(bound[behind], self._rate[above] * pace)
+        rate = self._rate[active]
         others = bound <= share
         by_slow = int(np.count_nonzero(others & (slow < 1)))
         by_link = int(np.count_nonzero(others & (slow == 1) & (link < self._s.reader_rate)))

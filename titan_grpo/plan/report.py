@@ -55,11 +55,13 @@ def smaller(setup: Setup) -> Setup:
     """A setup with fewer servers, and as much less of what they share."""
     servers = min(setup.servers, LEAST_SERVERS)
     share = servers / setup.servers
+    # of servers that read from each other the trainer sends to few, however many there are
+    sent = 1.0 if setup.relays else share
     return replace(
         setup,
         servers=servers,
-        trainer_link_gbit=setup.trainer_link_gbit * share,
-        source_gb_s=setup.source_gb_s * share,
+        trainer_link_gbit=setup.trainer_link_gbit * sent,
+        source_gb_s=setup.source_gb_s * sent,
         groups=max(1, round(setup.groups_per_step * share)),
         in_flight=setup.groups_at_once,
         hours=min(setup.hours, TRIAL_STEPS * setup.step_s / 3600 + setup.connect_s / 3600),
@@ -87,6 +89,8 @@ def candidates(setup: Setup) -> Iterator[tuple[Change, Setup]]:
     yield of_setup("max_staleness", setup.max_staleness + 1, "rollout.max_staleness")
     if sync.wire_dtype == "float32":
         yield of_sync("wire_dtype", "bfloat16")
+    if setup.source_limits and not sync.relay:
+        yield of_sync("relay", True)
     yield of_sync("connections", 2 * sync.connections)
     yield of_sync("lane_deadline_s", 4 * sync.lane_deadline_s)
     yield of_sync("slots", sync.slots + 1)
@@ -290,6 +294,9 @@ def _network(setup: Setup, found: Mapping[str, Any]) -> Iterator[str]:
     yield f"network   limit: {network['limit']}, in {share:.0%} of the transfers' time"
     if network["source_bytes_per_s"] is None:
         return
+    if setup.relays:
+        yield "          servers read from each other: the trainer sends a version about once"
+        return
     fed, rate = network["servers_fed_in_a_step"], network["source_bytes_per_s"]
     yield (
         f"          the trainer sends {_gb(rate)}/s: {_many(fed, 'server')}"
@@ -299,7 +306,7 @@ def _network(setup: Setup, found: Mapping[str, Any]) -> Iterator[str]:
         need = network["trainer_hosts_for_half_a_step"]
         yield (
             f"          NOT ENOUGH for {setup.servers}: {_many(need, 'trainer host')} would send a"
-            " version to all of them in half a step; servers do not serve each other"
+            " version to all of them in half a step; with weight_sync.relay servers serve servers"
         )
 
 

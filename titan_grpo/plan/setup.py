@@ -27,6 +27,13 @@ HASH_RATE = {"xxh3": 28 * 2.0**30, "blake3": 7 * 2.0**30}
 HASH_THREADS = 4
 """Threads of the trainer's hash (layout.digest)."""
 
+ENCODE_RATE, APPLY_RATE = 1 << 30, 2 << 30
+"""Bytes of an image per second that a patch is made of and applied to (scripts/bench_delta.py)."""
+
+WORTH, PATCHES = 4, 1 / 4
+"""When weight_sync.delta = "auto" makes patches, and how much of an image they may have: as
+sync.patches has it."""
+
 WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -75,6 +82,11 @@ class Setup:
         0, "groups that a server makes at once (default: twice what the step needs)"
     )
     max_staleness: int = _option(1, "rollout.max_staleness")
+    patch_share: float = _option(
+        0.04,
+        "bytes of a patch over those of a version, with weight_sync.delta (measured: 0.04 at a"
+        " learning rate of 1e-6, 0.2 at 1e-5)",
+    )
     slow: float = _option(0.0, "share of the servers that are slow, 0 to 1")
     slow_factor: float = _option(
         0.1, "a slow server's share of the link rate; 0: it stands still in every transfer"
@@ -100,7 +112,7 @@ class Setup:
             if not (value > 0 if least is None else value >= least) or value > 1e18:
                 rule = "greater than 0" if least is None else f"{least} or more"
                 yield f"{f.name} must be {rule}, and finite, got {value}"
-        for name in ("slow", "slow_factor", "dying"):
+        for name in ("slow", "slow_factor", "dying", "patch_share"):
             if getattr(self, name) > 1:
                 yield f"{name} is a share and must be 0 to 1, got {getattr(self, name)}"
         if self.sync.apply != "staged":
@@ -130,6 +142,25 @@ class Setup:
     def state_bytes(self) -> float:
         """Memory of one trainer GPU for weights, gradients and optimizer."""
         return self.parameters * STATE_BYTES / (self.trainer_hosts * self.trainer_gpus)
+
+    @property
+    def relays(self) -> bool:
+        """Whether servers read from each other."""
+        return self.sync.relay and self.sync.transport != "nccl" and not self.same_host
+
+    @property
+    def hop_bytes(self) -> int:
+        """What a server has before the next one behind it can read as much."""
+        return min(self.sync.connections * self.sync.block_bytes, self.image_bytes)
+
+    def patch_bytes(self, behind: int) -> int:
+        """What a server reads that is so many versions behind: 0 where no patch leads there."""
+        delta, one = self.sync.delta, self.trainer_hosts == 1 and not self.same_host
+        source = min(self.source_limits.values(), default=0.0) / self.servers
+        slow = min(self.link_rate, source) * WORTH < ENCODE_RATE
+        share = behind * self.patch_share
+        made = one and (delta == "on" or (delta == "auto" and slow)) and 0 < share <= PATCHES
+        return int(share * self.image_bytes) if made else 0
 
     # Rates.
 
@@ -168,6 +199,16 @@ class Setup:
         """The trainer's hash of its part."""
         rate = HASH_THREADS * HASH_RATE[self.sync.digest]
         return self.image_bytes / self.trainer_hosts / rate
+
+    @property
+    def encode_s(self) -> float:
+        """The making of a patch."""
+        return self.image_bytes / ENCODE_RATE if self.patch_bytes(1) else 0.0
+
+    @property
+    def apply_s(self) -> float:
+        """A server's change of its staged image by a patch."""
+        return self.image_bytes / APPLY_RATE
 
     @property
     def connect_s(self) -> float:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.plan.network import Network
+from titan_grpo.plan.network import TRAINER, Network
 from titan_grpo.plan.setup import Setup
-from titan_grpo.protocol import admission, image_slots, lane, ledger, recovery
+from titan_grpo.protocol import admission, image_slots, lane, ledger, recovery, relay
 from titan_grpo.protocol.admission import Admission
 from titan_grpo.protocol.image_slots import SlotTable
 
@@ -66,6 +66,8 @@ class _Server:
     entry: ledger.Entry = field(default_factory=ledger.Entry)
     alive: bool = True
     engine: int | None = None
+    patch: int = 0
+    """Bytes of a patch that it reads in place of a version; 0: none."""
     work: int = 0
     """Number of the lane's present work: what an earlier one scheduled is void."""
     sent_at: float = 0.0
@@ -101,6 +103,7 @@ class Simulation:
         self._published: dict[int, float] = {}
         self._read: set[tuple[int, int]] = set()
         self._network = Network(s, slow, self._random)
+        self._relays = relay.Relays()
         # Groups.
         self._admission = Admission(0, s.groups_per_step, s.max_staleness)
         self._next = 0
@@ -168,7 +171,7 @@ class Simulation:
                 self._group_ends(self._servers[work], number)
             case "copied":
                 self._step_slots(image_slots.Copied(number, 0))
-                self._after(self._s.digest_s, "hashed", number)
+                self._after(self._s.digest_s + self._s.encode_s, "hashed", number)
             case "hashed":
                 self._step_slots(image_slots.Complete(number))
                 self._reserve()
@@ -215,7 +218,10 @@ class Simulation:
             case lane.Send():
                 n = server.number
                 server.sent_at = self._now
-                self._network.begin(n)
+                version, held = server.lane.version or 0, server.entry.held
+                server.patch = s.patch_bytes(version - held) if held is not None else 0
+                parent = TRAINER if server.patch else self._parent(server)
+                self._network.begin(n, server.patch or s.image_bytes, parent)
                 still = server.slow and s.slow_factor == 0
                 deadline_s = s.sync.progress_deadline_s if still else s.transfer_deadline_s
                 self._work(server, deadline_s, lane.Failed())
@@ -256,8 +262,24 @@ class Simulation:
                     self.result.commit_s.append(self._now - self._published[version])
         self._todo.append((server, event))
 
+    def _relay(self, event: relay.Event) -> tuple[relay.Read, ...]:
+        self._relays, actions = relay.step(self._relays, event)
+        return actions
+
+    def _parent(self, server: _Server) -> int:
+        """The server that this one reads its next version from, or TRAINER."""
+        version, url = server.lane.version, str(server.number)
+        if not self._s.relays or version is None:
+            return TRAINER
+        if url not in self._relays.nodes:
+            host = str(server.number // self._s.servers_per_host)
+            self._relay(relay.Came(url, host, "", serves=True))
+        (read,) = self._relay(relay.Asked(url, version))
+        return int(read.urls[0]) if read.urls else TRAINER
+
     def _stop_transfer(self, server: _Server) -> None:
         self._network.stop(server.number)
+        self._relay(relay.Gone(str(server.number)))
         self.result.failed_transfers += 1
 
     # Images, as sync.slots steps them.
@@ -307,6 +329,12 @@ class Simulation:
                 self.result.send_s.append(self._now - server.sent_at)
             version = server.lane.version
             assert version is not None
+            if server.patch:
+                self._work(server, self._s.apply_s, lane.Staged(version))
+                continue
+            if str(n) in self._relays.nodes:
+                rate = self._s.image_bytes / max(self._now - server.sent_at, 1e-9)
+                self._relay(relay.Answered(str(n), version, True, rate))
             self._todo.append((server, lane.Staged(version)))
 
     # Deaths.
@@ -327,6 +355,8 @@ class Simulation:
         server.ended.clear()
         server.paused_at = None
         self._waiting.pop(server.number, None)
+        self._relay(relay.Gone(str(server.number)))
+        self._network.leave(server.number)
         if server.lane.phase is lane.Phase.SENDING:
             self._stop_transfer(server)
         if server.lane.phase is not lane.Phase.BACKOFF:

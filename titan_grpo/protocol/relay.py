@@ -122,7 +122,7 @@ Outcome = tuple[Relays, tuple[Read, ...]]
 
 def _orphaned(nodes: Mapping[str, Node], url: str) -> dict[str, Node]:
     """``url`` has no reader any more."""
-    return {u: replace(n, parent="") if n.parent == url else n for u, n in nodes.items()}
+    return {**nodes, **{u: replace(n, parent="") for u, n in nodes.items() if n.parent == url}}
 
 
 def _came(t: Relays, e: Came) -> Outcome:
@@ -151,21 +151,23 @@ def _asked(t: Relays, e: Asked) -> Outcome:
 def _parent(nodes: Mapping[str, Node], url: str) -> str:
     """The best server to read from; empty: the trainer. Same host, same zone, least depth, rate."""
     me = nodes[url]
-    busy = [
-        nodes[n.parent].host
-        for n in nodes.values()
-        if n.reading and n.parent and nodes[n.parent].host != n.host
-    ]
+    version, host = me.version, me.host
+    count: dict[str, int] = {}
+    for n in nodes.values():
+        if n.reading and n.parent and (above := nodes[n.parent].host) != n.host:
+            count[above] = count.get(above, 0) + 1
+    busy = {above for above, readers in count.items() if readers >= DEGREE and above != host}
+    # what leaves most of them out comes first: a thousand servers are looked through here
     free = [
-        (n.host != me.host, n.zone != me.zone, n.depth, -n.rate, u)
+        (n.host != host, n.zone != me.zone, n.depth, -n.rate, u)
         for u, n in nodes.items()
-        if u != url
-        and n.version == me.version
+        if n.version == version
+        and n.host not in busy
+        and n.depth < DEPTH
+        and u != url
         and n.serves
         and not n.slow
-        and n.leaf_until < (n.version or 0)
-        and n.depth < DEPTH
-        and (n.host == me.host or busy.count(n.host) < DEGREE)
+        and n.leaf_until < (version or 0)
     ]
     return min(free)[-1] if free else ""
 
@@ -179,10 +181,12 @@ def _answered(t: Relays, e: Answered) -> Outcome:
         nodes = _orphaned(nodes, e.url)
         nodes[e.url] = replace(node, version=None, reading=False, parent="")
     else:
-        known = [n.rate for u, n in nodes.items() if u != e.url and n.rate]
         above = nodes.get(node.parent)
         # behind a slow one everybody is slow: only what is slower than its parent is to blame
-        wanted = above.rate if above is not None else max(known, default=0.0)
+        if above is not None:
+            wanted = above.rate
+        else:
+            wanted = max((n.rate for u, n in nodes.items() if u != e.url), default=0.0)
         slow = e.rate * SLOW < wanted
         nodes[e.url] = replace(node, reading=False, rate=e.rate, slow=slow)
     for url in e.lost:
