@@ -18,7 +18,7 @@ from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import RangeSource
 from titan_grpo.receive.fetch import Content, Fetch, Open
-from titan_grpo.sync.transports.nixl import NixlReader, NixlSource
+from titan_grpo.sync.transports.nixl import PACKAGES, NixlReader, NixlSource
 from titan_grpo.sync.transports.range_server import RangeServer
 from titan_grpo.sync.transports.ranges import TcpReader
 
@@ -142,7 +142,8 @@ def test_versions_reach_a_receiver_process_by_one_sided_reads(source) -> None:
 
 
 def test_a_server_without_nixl_is_refused_in_one_line(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "nixl.py").write_text("raise ImportError('planted: not installed')\n")
+    for package in PACKAGES:
+        (tmp_path / f"{package}.py").write_text("raise ImportError('planted: not installed')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     site = Site(transport="nixl")
     try:
@@ -150,3 +151,12 @@ def test_a_server_without_nixl_is_refused_in_one_line(tmp_path: Path, monkeypatc
             site.connect(Weights(1.0))
     finally:
         site.close()
+
+
+@needs_nixl
+def test_the_sync_offers_its_slots_and_servers_of_other_hosts_get_every_version(rig) -> None:
+    run = rig("a", far=True, transport="nixl")
+    for version in (1, 2, 3):
+        run.publish(version)
+        run.everyone(version)
+    assert run.loaded["a"].value() == 3.0

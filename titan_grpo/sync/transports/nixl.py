@@ -13,6 +13,7 @@ import mmap
 import secrets
 import threading
 import time
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -25,16 +26,21 @@ REST_S = 0.0005
 """Between two looks after that, in seconds."""
 
 
+PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
+"""The same for memory of the host. The last one chooses among the others by importing torch, which
+takes a receiver seconds."""
+
+
 @cache
 def _nixl() -> Any:
-    """The package's interface, whose import brings torch's. ConfigError without it."""
-    try:
-        return importlib.import_module("nixl._api")
-    except ImportError as error:
-        raise ConfigError(
-            'weight_sync.transport is nixl, which this environment lacks: pip install "titan_grpo'
-            f'[nixl]" here, or use tcp ({error})'
-        ) from error
+    """The package's interface. ConfigError without it."""
+    for package in PACKAGES:
+        with suppress(ImportError):
+            return importlib.import_module(f"{package}._api")
+    raise ConfigError(
+        'weight_sync.transport is nixl, which this environment lacks: pip install "titan_grpo[nixl]"'
+        " here, or use tcp"
+    )
 
 
 def nixl_problem() -> str:
@@ -49,7 +55,8 @@ def nixl_problem() -> str:
 @cache
 def _errors() -> tuple[type[Exception], ...]:
     """What a call of NIXL's raises; the classes have no base of their own."""
-    found = vars(importlib.import_module("nixl._bindings")).values()
+    package = _nixl().__name__.removesuffix("._api")
+    found = vars(importlib.import_module(f"{package}._bindings")).values()
     return tuple(e for e in found if isinstance(e, type) and issubclass(e, Exception))
 
 
