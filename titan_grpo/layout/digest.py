@@ -31,7 +31,10 @@ KEYED = "blake3"
 """The algorithm that takes a key. Without the key no sender can make a block and a digest that fit
 each other."""
 
-HASH_THREADS = min(4, os.cpu_count() or 1)
+CORES = os.cpu_count() or 1
+
+HASH_THREADS = max(min(4, CORES), min(16, CORES // 4))
+"""On a host of 8 GPUs, whose share of 235B takes 4 threads 2 s of keyed blake3, 16."""
 
 
 def digest_block(pieces: Sequence[memoryview], algorithm: str, key: bytes | None = None) -> bytes:

@@ -38,8 +38,8 @@ def _nixl() -> Any:
         with suppress(ImportError):
             return importlib.import_module(f"{package}._api")
     raise ConfigError(
-        'weight_sync.transport is nixl, which this environment lacks: pip install "titan_grpo[nixl]"'
-        " here, or use tcp"
+        "weight_sync.transport is nixl, which this environment lacks: pip install"
+        ' "titan_grpo[nixl]" here, or use tcp'
     )
 
 
