@@ -53,6 +53,8 @@ print(json.dumps({
     "eplb": problem({"enable_eplb": True}),
     "pipeline": problem({"pipeline_parallel_size": 2}),
     "hosts": problem({"nnodes": 2}),
+    "ray": problem({"distributed_executor_backend": "ray"}),
+    "own processes": problem({"distributed_executor_backend": "mp"}),
     "online": problem(quantization="fp8_per_tensor"),
     "online, cpu": problem(quantization="fp8_per_tensor", device="cpu"),
     "awq": problem(quantization="awq"),
@@ -104,6 +106,7 @@ print(json.dumps({
     "draft": problem(speculative_algorithm="EAGLE"),
     "adapters": SglangModel.__new__(SglangModel).refuses(adapters),
     "hosts": problem(nnodes=2, dist_init_addr="127.0.0.1:1"),
+    "pipeline": problem(pp_size=2),
     "fields": {model: fields(model) for model in sys.argv[1:]},
     "unquantised": quantised(UnquantizedLinearMethod),
     "restores": quantised(moe, schemes.CompressedTensorsWNA16MoE),
@@ -139,13 +142,13 @@ def test_vllm_refuses_load_balanced_experts_and_draft_weights_and_nothing_else(
     found = answers(vllm_python, VLLM, tmp_path, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
     assert found.pop("theta")["rope.rope_theta"] == 7.0
     fine = [name for name, problem in found.items() if not problem]
-    assert fine == ["plain", "ngram", "online", "adapters"]
+    assert fine == ["plain", "ngram", "own processes", "online", "adapters"]
     assert "start it with --max-lora-rank 16" in found["adapters, low rank"]
     assert "start it with --enable-lora --max-lora-rank 16" in found["adapters, no lora"]
     assert "awq cannot be made anew from whole weights" in found["awq"]
     assert "fp8_per_tensor cannot be made anew on a CPU" in found["online, cpu"]
-    assert "tensor parallelism on one host" in found["pipeline"]
-    assert "tensor parallelism on one host" in found["hosts"]
+    for name in ("pipeline", "hosts", "ray"):
+        assert "tensor parallelism on one host" in found[name]
     assert "--enable-eplb" in found["eplb"]
     assert "draft_model would keep its old draft weights" in found["draft"]
 
@@ -158,7 +161,8 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
     fine = [name for name, problem in found.items() if not problem]
     assert fine == ["plain", "unquantised", "restores"]
     assert 'send merged weights (lora.sync = "merged")' in found["adapters"]
-    assert "tensor parallelism on one host" in found["hosts"]
+    for name in ("pipeline", "hosts"):
+        assert "tensor parallelism on one host" in found[name]
     for name in ("eplb", "redundant", "placed"):
         assert "--enable-eplb" in found[name]
     assert "layer (Fp8LinearMethod) is quantised by a method that cannot restore" in found["packs"]

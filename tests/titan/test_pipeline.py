@@ -66,3 +66,39 @@ def test_two_stages_train_like_one_rank(trained) -> None:
     assert_alike(found["stages"], found["whole"])
     assert found["stages"]["same_as_export"]
     assert all(found["stages"]["writing"]), "each rank publishes its own stage"
+
+
+EVERYTHING = (
+    "--grpo.kl_beta=0.05 --grpo.ref_model_ema=0.9 --grpo.num_microbatches=2 --grpo.fp32_lm_head"
+    " --grpo.entropy_loss_weight=0.01 --grpo.top_entropy_share=0.5"
+)
+"""What needs the policy before the step, a reference or the whole distribution."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "ranks", "sharding", "terms"),
+    [
+        ("qwen3_untied", 4, "", EVERYTHING),
+        ("qwen3_moe", 2, "", ""),
+        ("llama3", 2, "pipeline_parallel_schedule=Interleaved1F1B", ""),
+        ("llama3", 4, "tensor_parallel_degree=2", "--grpo.m2_threshold=0.01"),
+    ],
+    ids=["FSDP and every term", "MoE", "several stages on a rank", "TP"],
+)
+def test_stages_beside_other_ways_of_sharding_train_like_one_rank(
+    trained, kind, ranks, sharding, terms
+) -> None:
+    more = f"{TWO_STAGES} {terms} {sharding and '--parallelism.' + sharding}"
+    found = trained(("whole", 1, 3, terms), ("stages", ranks, 3, more), kind=kind)
+    assert_alike(found["stages"], found["whole"])
+    assert found["stages"]["same_as_export"]
+    assert all(found["stages"]["writing"])
+
+
+@pytest.mark.long
+def test_a_run_of_stages_that_stopped_goes_on_bit_for_bit(trained) -> None:
+    straight = trained(("straight", 2, 4, TWO_STAGES), ("halves", 2, 2, TWO_STAGES))["straight"]
+    halves = trained(("halves", 2, 4, TWO_STAGES))["halves"]
+    assert halves["said"] == straight["said"][2:]
+    assert halves["digest"] == straight["digest"]

@@ -84,10 +84,12 @@ def problem_of(vllm_config: Any) -> str:
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     if parallel.data_parallel_size > 1:
         return "data-parallel replicas behind one URL are not synced: start one server per replica"
-    if parallel.pipeline_parallel_size > 1 or parallel.nnodes > 1:
+    # Under Ray or an outer launcher nnodes is 1 wherever the workers are.
+    spread = parallel.use_ray or parallel.distributed_executor_backend == "external_launcher"
+    if parallel.pipeline_parallel_size > 1 or parallel.nnodes > 1 or spread:
         return (
-            "pipeline-parallel workers and an engine over several hosts are not synced: use tensor"
-            " parallelism on one host"
+            "pipeline-parallel workers and an engine over several hosts, or under Ray or another"
+            " launcher, are not synced: use tensor parallelism on one host"
         )
     quantization = vllm_config.model_config.quantization
     if quantization not in (None, *ONLINE):

@@ -151,7 +151,12 @@ def _parallelism(config: Any) -> Rules:
     yield (
         p.context_parallel_degree != 1,
         "parallelism.context_parallel_degree",
-        "1 (it reorders a row's tokens, so log-probabilities would be matched to other tokens)",
+        # Where it would go: Engine.logits shards a row's ids (post_dataloading_process);
+        # Stepper._batch would shard the other tensors alike, grpo_loss sum a sequence over the
+        # ranks of its row, and reduce_metrics over torchtitan's mesh "loss".
+        "1 (each rank would have parts of a row: torch has no such attention on a CPU, so it was"
+        " not built; it would go where titan/optimizer_step.py makes a batch, Stepper._batch, and"
+        " where algorithm/loss.py sums over a sequence)",
     )
     yield (
         config.training.seq_len % p.tensor_parallel_degree != 0,

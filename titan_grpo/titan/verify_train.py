@@ -98,7 +98,7 @@ class VerifyTrainer(GRPOTrainer):
         """Change the sign of rank 0's first weight."""
         if dist.get_rank() == 0:
             name = next(iter(self.sync.plan.ops))
-            weights = dict(exported_tensors(self.model_parts[0], self.to_hf))
+            weights = dict(exported_tensors(self.weights, self.to_hf))
             weight = weights[name]
             local = weight.to_local() if isinstance(weight, DTensor) else weight
             with torch.no_grad():
@@ -108,8 +108,12 @@ class VerifyTrainer(GRPOTrainer):
         """Collective: gather, export, cast; rank 0 digests and saves."""
         began = time.perf_counter()
         with torch.no_grad():
-            named = compat.upstream("models").stored_tensors(self.model_parts[0], self.to_hf)
-            buffers = {strip_prefixes(name) for name, _ in self.model_parts[0].named_buffers()}
+            named = compat.upstream("models").stored_tensors(self.weights, self.to_hf)
+            buffers = {
+                strip_prefixes(name)
+                for part in self.model_parts
+                for name, _ in part.named_buffers()
+            }
             wire = getattr(torch, self.job_config.weight_sync.wire_dtype)
             layers = dict(adapted(self.model_parts[0]))
             full: dict[str, torch.Tensor] = {}
@@ -126,6 +130,10 @@ class VerifyTrainer(GRPOTrainer):
                     whole = whole.double() + layer.scale * (up @ down)
                 cast = fqn not in buffers and whole.is_floating_point()
                 full[fqn] = (whole.to(wire) if cast else whole).cpu()
+            if self.pipeline is not None:
+                stages: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(stages, full, group=self.loader.group)
+                full = {fqn: tensor for stage in stages for fqn, tensor in stage.items()}
             if self.controller is None:
                 return
             exported = {name: t.contiguous() for name, t in self.to_hf(full).items()}
