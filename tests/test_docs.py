@@ -1,15 +1,20 @@
 """The site is built from docs/ with every link checked, and says what the code says."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
+from tests.rigs.trainer_handle import wait_until
 from titan_grpo.commands import config
+from titan_grpo.config import Rollout
 from titan_grpo.titan import jobconfig
+from titan_grpo.titan.server_urls import known_servers
 
 WAIT_S = 200.0
 
@@ -96,10 +101,77 @@ def test_the_slurm_script_is_one_and_names_what_there_is(root, tmp_path) -> None
     text = re.sub(r"\\\n\s*", "", script.read_text())
     (line,) = re.findall(r"titan_grpo\.train (.*)", text)
     (tmp_path / "train.toml").write_text(JOB)
-    words = line.replace('"$MODEL"', "m").replace("$PORT", "8000").split()
+    line = line.replace('"$MODEL"', "m").replace("$PORT", "8000").replace('"$PER_HOST"', "2")
+    words = line.split()
     job = jobconfig.parse([w.replace("train.toml", str(tmp_path / "train.toml")) for w in words])
-    assert job.rollout.servers_slurm == "SLURM_JOB_NODELIST_HET_GROUP_1"
+    assert (job.rollout.servers_slurm, job.rollout.servers_per_host) == ("SERVER_HOSTS", 2)
     assert text.count("#SBATCH hetjob") == 1
+
+
+SRUN = """#!/usr/bin/env bash
+# In place of Slurm's: the command of each task, as that task would run it, goes into a file.
+for word in "$@"; do case "$word" in --ntasks-per-node=*) tasks="${word#*=}";; esac; done
+for SLURM_LOCALID in $(seq 0 $((tasks - 1))); do
+    export SLURM_LOCALID
+    (for word in "$@"; do [ "$word" = --export=ALL ] && break; echo "$word"; done; \
+     while [ "$1" != --export=ALL ]; do shift; done; shift; "$@"; echo) >"$OUT.$$.$SLURM_LOCALID"
+    mv "$OUT.$$.$SLURM_LOCALID" "$OUT/$$.$SLURM_LOCALID"
+done
+"""
+PRINTS = '#!/usr/bin/env bash\necho "$0 $* hosts=$SERVER_HOSTS"\n'
+
+
+@pytest.mark.parametrize(
+    ("environment", "serve", "hosts"),
+    [
+        (
+            {"SLURM_JOB_NODELIST_HET_GROUP_1": "s[1-2]", "SLURM_JOB_NUM_NODES_HET_GROUP_0": "2"},
+            "--het-group=1",
+            "s[1-2]",
+        ),
+        ({"SLURM_JOB_NODELIST": "any"}, "--nodelist=s1,s2", "s1,s2"),
+    ],
+)
+def test_the_slurm_script_starts_a_torchrun_and_two_servers_on_each_host(
+    root, tmp_path, environment, serve, hosts
+) -> None:
+    """With programs of Slurm, torchrun and vLLM that only note how they were called."""
+    (tmp_path / "out").mkdir()
+    programs = {
+        "bin/srun": SRUN,
+        "bin/scontrol": "#!/usr/bin/env bash\nprintf '%s\\n' t1 t2 s1 s2\n",
+        "bin/scancel": "#!/usr/bin/env bash\n",
+        ".venv/bin/torchrun": PRINTS,
+        ".venv-vllm/bin/vllm": PRINTS,
+    }
+    for name, text in programs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    env = {"PATH": path, "HOME": str(tmp_path), "OUT": str(tmp_path / "out"), "PER_HOST": "2"}
+    subprocess.run(
+        ["bash", str(root / "examples" / "cluster" / "slurm.sh")],
+        env=env | {"SLURM_JOB_ID": "7"} | environment,
+        cwd=tmp_path,
+        check=True,
+        timeout=60,
+    )
+    # the servers are started in the background
+    assert wait_until(lambda: len(list((tmp_path / "out").iterdir())) == 3, 30.0)
+    said = sorted(p.read_text() for p in (tmp_path / "out").iterdir())
+    servers = [each for each in said if "vllm serve" in each]
+    (trainer,) = (each for each in said if "torchrun" in each)
+    assert all(serve in each for each in servers)
+    assert sorted(re.findall(r"--port (\d+)", "".join(servers))) == ["8000", "8001"]
+    assert "--gpus-per-task=4" in servers[0]
+    assert '--weight-transfer-config {"backend":"titan_grpo"}' in servers[0]
+    assert "--nnodes 2 --nproc_per_node 8" in trainer
+    assert f"hosts={hosts}" in trainer
+    rollout = Rollout(servers_slurm="SERVER_HOSTS", servers_per_host=2)
+    assert known_servers(rollout, {"SERVER_HOSTS": hosts}).urls == [
+        f"http://{host}:{port}" for host in ("s1", "s2") for port in (8000, 8001)
+    ]
 
 
 def test_the_evaluation_example_is_a_job_with_the_quickstarts_recipe(root, tmp_path) -> None:

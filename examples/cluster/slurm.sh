@@ -1,30 +1,49 @@
 #!/usr/bin/env bash
-# Trainer on two hosts with 8 GPUs each, one vLLM server on each of two others:  sbatch examples/cluster/slurm.sh
+# Trainer on two hosts with 8 GPUs each, vLLM servers on two others:  sbatch examples/cluster/slurm.sh
 #
 # Edit the partition, the numbers of hosts, MODEL and the two environments. The TOML file is the one that titan-grpo init writes.
+# One group of hosts does too (delete the lines from "hetjob" on, and ask for 4 nodes): the last SERVER_NODES of them serve.
 #SBATCH --job-name=titan_grpo
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8
 #SBATCH hetjob
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8
 set -euo pipefail
 MODEL="${MODEL:-$PWD/assets/Qwen3-0.6B}"
-PORT=8000
+PORT=8000                             # of the first server of a host; the others' count up
+PER_HOST="${PER_HOST:-1}"             # servers of a host, which share its GPUs
+GPUS="${GPUS:-8}"                     # of a host
+SERVER_NODES="${SERVER_NODES:-2}"     # in a job of one group
+
+listed() { (IFS=, && echo "$*"); }
+if [ -n "${SLURM_JOB_NODELIST_HET_GROUP_1:-}" ]; then
+    trainers="$SLURM_JOB_NUM_NODES_HET_GROUP_0"
+    export SERVER_HOSTS="$SLURM_JOB_NODELIST_HET_GROUP_1"
+    train=(--het-group=0) serve=(--het-group=1)
+else
+    mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    trainers=$((${#hosts[@]} - SERVER_NODES))
+    [ "$trainers" -gt 0 ] || { echo "SERVER_NODES=$SERVER_NODES leaves none of ${#hosts[@]} hosts to train" >&2; exit 2; }
+    export SERVER_HOSTS="$(listed "${hosts[@]:$trainers}")"
+    train=(--nodes="$trainers" --nodelist="$(listed "${hosts[@]:0:$trainers}")")
+    serve=(--nodes="$SERVER_NODES" --nodelist="$SERVER_HOSTS")
+fi
 
 # Servers and trainer share one secret, so nobody else writes weights.
 key="$(mktemp -p "$HOME" .titan_grpo_key.XXXXXX)"
 trap 'rm -f "$key"' EXIT
 python3 -c 'import secrets; print(secrets.token_hex(32))' >"$key"
-export TITAN_GRPO_RUN_KEY_FILE="$key"
+export TITAN_GRPO_RUN_KEY_FILE="$key" MODEL PORT
 
-VLLM_SERVER_DEV_MODE=1 srun --het-group=1 --export=ALL .venv-vllm/bin/vllm serve "$MODEL" \
-    --host 0.0.0.0 --port $PORT --logprobs-mode processed_logprobs \
-    --weight-transfer-config '{"backend":"titan_grpo"}' \
-    --middleware titan_grpo.receive.vllm_http.WeightsMiddleware &
+VLLM_SERVER_DEV_MODE=1 srun "${serve[@]}" --ntasks-per-node="$PER_HOST" --gpus-per-task=$((GPUS / PER_HOST)) --export=ALL \
+    bash -c 'exec .venv-vllm/bin/vllm serve "$MODEL" \
+    --host 0.0.0.0 --port $((PORT + SLURM_LOCALID)) --logprobs-mode processed_logprobs \
+    --weight-transfer-config "{\"backend\":\"titan_grpo\"}" \
+    --middleware titan_grpo.receive.vllm_http.WeightsMiddleware' &
 
 # One torchrun on each trainer host. They meet at the first, on which Slurm runs this script.
-srun --het-group=0 --export=ALL .venv/bin/torchrun --nnodes "$SLURM_JOB_NUM_NODES_HET_GROUP_0" --nproc_per_node 8 \
+srun "${train[@]}" --ntasks-per-node=1 --gpus-per-node="$GPUS" --export=ALL .venv/bin/torchrun --nnodes "$trainers" --nproc_per_node "$GPUS" \
     --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$(hostname):29500" -m titan_grpo.train \
     --job.config_file train.toml --model.hf_assets_path "$MODEL" \
-    --rollout.servers_slurm SLURM_JOB_NODELIST_HET_GROUP_1 --rollout.servers_port $PORT
+    --rollout.servers_slurm SERVER_HOSTS --rollout.servers_port $PORT --rollout.servers_per_host "$PER_HOST"
 # The end of the trainer is the end of the job: Slurm ends the servers.
 scancel "$SLURM_JOB_ID"

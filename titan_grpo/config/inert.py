@@ -161,7 +161,11 @@ def _rollout(r: Rollout) -> Iterator[Row]:
         ),
         'no server is started without rollout.servers = ["launch"]',
     )
-    yield not r.servers_slurm, ("servers_port",), "rollout.servers_slurm is empty"
+    yield (
+        not r.servers_slurm,
+        ("servers_port", "servers_per_host"),
+        "rollout.servers_slurm is empty",
+    )
     source = f'rollout.source = "{r.source}"'
     yield r.source != "atropos", ("atropos_url",), source
     yield r.source != "push", ("push_address", "push_key_env"), source

@@ -41,11 +41,14 @@ class Rollout(TaskKeys):
     it); a malformed or empty one changes nothing."""
 
     servers_slurm: str = ""
-    """Environment variable with a SLURM host list, such as SLURM_JOB_NODELIST_HET_GROUP_1: one
-    server on each of its hosts."""
+    """Environment variable with a SLURM host list, such as SLURM_JOB_NODELIST_HET_GROUP_1:
+    servers_per_host servers on each of its hosts."""
 
     servers_port: int = 8000
-    """Port of the servers that servers_slurm names."""
+    """Port of the first server on each host that servers_slurm names; the others' count up."""
+
+    servers_per_host: int = 1
+    """Servers on each host that servers_slurm names."""
 
     launch_engines: list[str] = field(default_factory=lambda: ["vllm"])
     """Engines to start when servers = "launch": "vllm", "sglang", or both side by side."""
@@ -280,6 +283,8 @@ def _host(url: str) -> str:
 
 def _servers(r: Rollout) -> Rules:
     yield not 0 < r.servers_port < 65536, "servers_port", "a port, 1 to 65535"
+    most = 65536 - r.servers_port
+    yield not 0 < r.servers_per_host <= most, "servers_per_host", f"1 to {most} (their ports)"
     if r.servers != [LAUNCH]:
         yield (
             not (r.servers or r.servers_file or r.servers_slurm),

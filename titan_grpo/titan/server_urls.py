@@ -160,9 +160,9 @@ class Known:
         return list(dict.fromkeys((*self.fixed, *self.listed)))
 
 
-def slurm_urls(variable: str, port: int, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """URLs of the hosts in the host list that an environment variable holds. Raises ConfigError
-    naming the variable."""
+def slurm_urls(variable: str, ports: range, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """URLs of the servers at these ports on each host in the host list that an environment variable
+    holds. Raises ConfigError naming the variable."""
     text = environ.get(variable, "")
     if not text.strip():
         raise ConfigError(
@@ -170,7 +170,8 @@ def slurm_urls(variable: str, port: int, environ: Mapping[str, str]) -> tuple[st
             f" {'empty' if variable in environ else 'not set'}: is this a job of SLURM, with that"
             " group?"
         )
-    return tuple(server_url(f"http://{host}:{port}") for host in expand_hosts(text))
+    hosts = expand_hosts(text)
+    return tuple(server_url(f"http://{host}:{port}") for host in hosts for port in ports)
 
 
 def known_servers(
@@ -184,7 +185,8 @@ def known_servers(
         else tuple(server_url(url) for url in rollout.servers)
     )
     if rollout.servers_slurm:
-        fixed += slurm_urls(rollout.servers_slurm, rollout.servers_port, environ)
+        ports = range(rollout.servers_port, rollout.servers_port + rollout.servers_per_host)
+        fixed += slurm_urls(rollout.servers_slurm, ports, environ)
     listed = ServersFile(rollout.servers_file).read() if rollout.servers_file else ()
     if not fixed and not listed:
         raise ConfigError(
