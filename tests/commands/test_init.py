@@ -55,7 +55,7 @@ def test_the_doctor_finds_nothing_wrong_with_it_but_servers_that_are_not_there(
     folder, capsys
 ) -> None:
     assert make() == 0
-    assert "next: titan-grpo doctor --job.config_file train.toml" in capsys.readouterr().out
+    assert "titan-grpo doctor --job.config_file train.toml" in capsys.readouterr().out
     arguments = doctor.parser().parse_known_args(["--job.config_file", "train.toml"])
     found = list(doctor.findings(*arguments, os.environ))
     assert {each.subject for each in found if each.status == "problem"} <= {"server"}
@@ -72,6 +72,13 @@ def test_every_key_it_writes_has_an_effect_and_a_word(folder) -> None:
     assert job.config.rollout.servers == ["http://a:8000", "http://b:8000"]
     assert (job.config.model.name, job.config.model.flavor) == ("qwen3", "grpo_tiny")
     assert not (folder / "rewards.py").exists(), "a reward was named"
+
+
+def test_a_reward_that_is_there_is_kept_and_can_be_named(folder) -> None:
+    make()
+    with pytest.raises(ConfigError, match=r"rewards\.py does: name its function \(--reward\)"):
+        make("--out", "second.toml")
+    assert make("--out", "second.toml", "--reward", "rewards:holds_answer") == 0
 
 
 def test_its_first_reward_looks_at_the_last_line(folder) -> None:

@@ -1,6 +1,14 @@
 """What a watcher of a run sees, and which line is the cause of its failure."""
 
-from titan_grpo.observe.terminal import Cause, print_error, print_status, status_of
+import sys
+
+from titan_grpo.observe.terminal import (
+    Cause,
+    next_command,
+    print_error,
+    print_status,
+    status_of,
+)
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in f', "    g()"]
 TORCHRUN = [
@@ -51,3 +59,16 @@ def test_a_rank_that_was_killed_without_a_word_is_said_to_be():
     )
     assert found.text == "a rank was ended by signal 9 (out of memory, maybe)"
     assert cause("nothing").text == "no rank gave a reason"
+
+
+def test_the_next_command_is_one_that_the_shell_finds(tmp_path, monkeypatch) -> None:
+    program = tmp_path / "env" / "bin" / "titan-grpo"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert next_command("report run") == "next: env/bin/titan-grpo report run"
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert next_command("report run") == "next: titan-grpo report run"

@@ -12,6 +12,7 @@ from titan_grpo.config import older
 from titan_grpo.config.rollout import server_url
 from titan_grpo.config.task import TEXT
 from titan_grpo.errors import ConfigError
+from titan_grpo.observe.terminal import next_command
 from titan_grpo.rollout.chat import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import open_table
 
@@ -133,12 +134,13 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         files |= new(args, out)
     for path in files:
         if path.exists():
-            raise ConfigError(f"init writes no file that exists, {path} does: name another (--out)")
+            remedy = "name another (--out)" if path == out else "name its function (--reward)"
+            raise ConfigError(f"init writes no file that exists, {path} does: {remedy}")
     out.parent.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")
-    print(f"next: titan-grpo doctor --job.config_file {out}")
+    print(next_command(f"doctor --job.config_file {out}"))
     return 0
 
 

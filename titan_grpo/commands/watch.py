@@ -161,11 +161,12 @@ def _rest(interval_s: float) -> None:
 
 def _end(follower: "Follower") -> int:
     from titan_grpo.observe.report import final_table
+    from titan_grpo.observe.terminal import next_command
 
     summary = follower.summary()
     if summary is None:
         print(f"the run ended after step {follower.state.step} without a summary; its log says why")
         return 1
     print(final_table(json.loads(summary.read_text())))
-    print(f"next: titan-grpo report {follower.folder}")
+    print(next_command(f"report {follower.folder}"))
     return 0

@@ -4,7 +4,9 @@ torchtitan, torch and torchrun write pages to the same streams. Our own lines ca
 command that runs torchrun shows them and leaves the rest to the log file.
 """
 
+import os
 import re
+import shutil
 import sys
 from dataclasses import dataclass
 
@@ -21,6 +23,17 @@ _CONSEQUENCE = re.compile(
     r"Connection (closed|reset)|Broken pipe|gloo|NCCL|DistNetworkError|DistStoreError"
 )
 """What the other ranks print after one has ended."""
+
+
+def next_command(arguments: str) -> str:
+    """The line that names the command to go on with, so that a shell finds it: an environment that
+    is not activated is not on PATH.
+
+    Example: "report outputs/quickstart" -> "next: .venv/bin/titan-grpo report outputs/quickstart".
+    """
+    there = os.path.join(os.path.dirname(sys.executable), "titan-grpo")
+    found = shutil.which("titan-grpo") or not os.path.exists(there)
+    return f"next: {'titan-grpo' if found else os.path.relpath(there)} {arguments}"
 
 
 def print_status(text: str) -> None:

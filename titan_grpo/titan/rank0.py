@@ -507,7 +507,7 @@ class Controller:
             terminal.print_status(f"the report cannot be written under {self._run_dir}: {error}")
         else:
             terminal.print_status(report.final_table(summary))
-            terminal.print_status(f"next: titan-grpo report {self._run_dir}  (a page to look at)")
+            terminal.print_status(terminal.next_command(f"report {self._run_dir}  (a page)"))
 
     def _count_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
         """Write down what the rollouts counted since the last call; returns a step's figures of
