@@ -120,12 +120,22 @@ print("; ".join(failed))
 """
 
 
+def interpreter_of(version: str) -> str:
+    """Path of the Python ``version``, on the path or of pyenv; empty without one."""
+    made_by_pyenv = (Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python{version}")
+    for word in (f"python{version}", *map(str, sorted(made_by_pyenv))):
+        try:
+            return run(word, "-c", "import sys; print(sys.executable)").strip()
+        except (RuntimeError, OSError):  # also a shim of pyenv without its version
+            continue
+    return ""
+
+
 def python_row(version: str) -> Row:
     """Make an environment with what the receiver needs, and import the server's rooms in it."""
     name, began = f"python-{version}", time.monotonic()
-    try:
-        interpreter = run(f"python{version}", "-c", "import sys; print(sys.executable)").strip()
-    except (RuntimeError, OSError):
+    interpreter = interpreter_of(version)
+    if not interpreter:
         return Row(name, ABSENT, 0.0)
     files = [path for room in ROOMS for path in sorted((ROOT / "titan_grpo" / room).glob("*.py"))]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]

@@ -28,6 +28,18 @@ def test_a_threshold_is_given_when_it_is_crossed_and_again_after_it_ceased_to_ho
     assert crossings("loss/kl <= 1", [1.0, 1.0]) == [0]
 
 
+def test_every_run_is_told_of_a_gap_on_the_same_weights_with_its_likely_cause() -> None:
+    values = {names.ON_POLICY_GAP: 0.06, names.gap("position", 16): 0.01}
+    values[names.gap("position", 1024)] = 0.3
+    state, crossed = (alerts.GAP,), ()
+    for _ in range(3):
+        assert crossed == ()
+        state, crossed = step(state, values)
+    (said,) = (alerts.told(each, values) for each in crossed)
+    assert said.startswith("logprob_gap/on_policy_mean >= 0.05 for 3 (0.06): it grows along the")
+    assert "RoPE scaling" in said
+
+
 def test_steps_without_the_metric_change_nothing() -> None:
     assert crossings("loss/kl > 1 for 2", [2, None, 2, None, 2]) == [2]
 

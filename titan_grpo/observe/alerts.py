@@ -9,7 +9,7 @@ from typing import Any
 
 from titan_grpo.config.alerts import Alerts
 from titan_grpo.errors import ConfigError
-from titan_grpo.observe import names
+from titan_grpo.observe import gaps, names
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -84,6 +84,17 @@ class Watched:
 
     def __str__(self) -> str:
         return f"{self.threshold} ({self.value:.4g})"
+
+
+GAP = Watched(Threshold(names.ON_POLICY_GAP, ">=", gaps.ON_POLICY_GAP, 3))
+"""What every run watches besides: trainer and engine compute otherwise from the same weights."""
+
+
+def told(crossed: Watched, metrics: Mapping[str, Any]) -> str:
+    """What is said of a threshold that was crossed; of a gap with its likely cause."""
+    if not crossed.threshold.metric.startswith(f"{names.GAP}/"):
+        return str(crossed)
+    return f"{crossed}: {gaps.likely_cause(metrics)}"
 
 
 def watched(alerts: Alerts) -> tuple[Watched, ...]:

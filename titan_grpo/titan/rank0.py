@@ -139,7 +139,7 @@ class Controller:
         self._metrics: HttpServer | None = None
         if job_config.dashboards.metrics_address:
             prometheus.require("dashboards.metrics_address")
-        self._watched = alerts.watched(job_config.alerts)
+        self._watched = (alerts.GAP, *alerts.watched(job_config.alerts))
         self.stopped_by = ""
         """The threshold of alerts.stop that was crossed."""
         self._collapse = Collapse(job_config.grpo.reward_collapse_steps)
@@ -405,7 +405,7 @@ class Controller:
         """Do what the thresholds that this step crossed ask for."""
         self._watched, crossed = alerts.step(self._watched, values)
         for each in crossed:
-            self.warn(f"alert at step {step}: {each}")
+            self.warn(f"alert at step {step}: {alerts.told(each, values)}")
             if each.action == "stop":
                 self.stopped_by = self.stopped_by or f"alerts.stop {each}"
             elif each.action == "run":
