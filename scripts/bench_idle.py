@@ -50,12 +50,13 @@ ROLES = {
     "rank 0": "titan_grpo.train",
     "rollouts": "titan_grpo.rollout.worker",
     "service": "titan_grpo.cli",
+    "sync": "titan_grpo.sync.sync_main",
     "pause_guard": "titan_grpo.sync.pause_guard_main",
 }
 """Process -> module that it runs. torchrun, which starts the ranks, and the other rank are not the
 controller."""
 
-CONTROLLER = ("rank 0", "rollouts", "service")
+CONTROLLER = ("rank 0", "sync", "rollouts", "service")
 
 NEVER = threading.Event()
 

@@ -2,16 +2,18 @@
 """What servers cost the trainer's processes: threads, descriptors and wakes of one that is idle,
 and what a version a second to all of them does to a ticker on rank 0's main thread.
 
-    python -m scripts.bench_lanes [--servers 256] [--mib 1] [--versions 20] [--window 60]
+    python -m scripts.bench_lanes [--servers 256] [--mib 1] [--versions 20] [--window 60] [--pin]
     [--json PATH]
 
 The servers are stubs in one process of their own, each with a port, an HTTP server with vLLM's
 routes, and the real receiving half of an epoch, on a thread instead of in a process; the image is
-fetched, checked and committed. The trainer's processes (rank 0's and its pause guard) may have
-1024 descriptors each (``ulimit -n``). They are counted with one server and with all of them: a
-figure per server is the difference over the number of the others. The ticker sleeps for a
-millisecond on the main thread again and again: before there is a sync, and while another thread
-publishes versions.
+fetched, checked and committed. The trainer's processes (rank 0's, its sync process and the pause
+guard) may have 1024 descriptors each (``ulimit -n``). They are counted with one server and with all
+of them: a figure per server is the difference over the number of the others. The ticker sleeps for
+a millisecond on the main thread again and again: before there is a sync, and while another thread
+publishes versions. With ``--pin`` the threads of rank 0's own process have the last core for
+themselves, in both measurements, and the stubs, the sync process and its pause guard have the
+others: a trainer's servers are on other hosts, and its host has more cores than its ranks.
 """
 
 import argparse
@@ -37,13 +39,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, fo
 from tests.rigs.server_process import CopiedModel, Server
 from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
-from titan_grpo.engines.http import ServerAccess
-from titan_grpo.engines.server import make_control
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied, Commit, Hello, Joined
 from titan_grpo.receive.receiver import Receiver
 from titan_grpo.rollout.httpd import HttpServer
+from titan_grpo.sync.process import SyncProcess
 from titan_grpo.sync.worker import SyncOptions
 
 ROLE = "TITAN_GRPO_BENCH_LANES"
@@ -52,6 +53,7 @@ WAIT_S = 300.0
 TICK_S = 0.001
 SETTLE_S = 3.0
 NEVER = threading.Event()
+ALL_CORES = os.sched_getaffinity(0)
 
 
 class ThreadSide:
@@ -103,8 +105,10 @@ def serve(count: int) -> None:
 
 
 @contextmanager
-def stubs(count: int) -> Iterator[list[str]]:
+def stubs(count: int, pinned: bool) -> Iterator[list[str]]:
     """URLs of running servers."""
+    if pinned:
+        pin(last=False)
     process = subprocess.Popen(
         [sys.executable, "-m", "scripts.bench_lanes"],
         env={**os.environ, ROLE: f"serve {count}", "OMP_NUM_THREADS": "1"},
@@ -112,6 +116,7 @@ def stubs(count: int) -> Iterator[list[str]]:
         stderr=subprocess.DEVNULL,
         text=True,
     )
+    os.sched_setaffinity(0, ALL_CORES)
     try:
         assert process.stdout is not None
         yield json.loads(process.stdout.readline())
@@ -143,6 +148,14 @@ def ticks(seconds: float) -> list[float]:
     return out
 
 
+def pin(last: bool) -> None:
+    """Let the threads of this process, and what they start, run on the last core, or on the
+    others."""
+    cores = sorted(ALL_CORES)
+    for task in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(task.name), cores[-1:] if last else cores[:-1])
+
+
 def p99(values: list[float]) -> float:
     return statistics.quantiles(values, n=100)[98]
 
@@ -158,11 +171,15 @@ def train(options: argparse.Namespace, urls: list[str], folder: str) -> dict[str
         bucket_bytes=1 << 20, connect_deadline_s=120.0, commit_deadline_s=60.0,
         progress_deadline_s=60.0,
     )  # fmt: skip
+    if options.pin:
+        pin(last=True)
     figures = {"tick_p99_alone": p99(ticks(options.versions))}
-    sync = SyncOptions(
-        urls=urls, make_control=lambda url: make_control("vllm", ServerAccess(url, 60.0))
-    )
-    with Trainer(manifest, config, Path(folder), sync) as trainer:
+    if options.pin:
+        pin(last=False)  # the sync process is started so
+    sync = SyncOptions(urls=urls, engine="vllm")
+    with Trainer(manifest, config, Path(folder), sync, worker=SyncProcess) as trainer:
+        if options.pin:
+            pin(last=True)
         trainer.start()
         weights = {"w": torch.randn(rows, 1024)}
         trainer.publish(1, weights, WAIT_S)
@@ -221,6 +238,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--mib", type=int, default=1, help="bytes of a version, in MiB")
     parser.add_argument("--versions", type=int, default=20, help="published, one a second")
     parser.add_argument("--window", type=float, default=60.0, help="seconds in which all is idle")
+    parser.add_argument("--pin", action="store_true", help="rank 0's process on the last core")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--json", default="", metavar="PATH", help="write the figures there")
     return parser.parse_args(argv)
@@ -230,7 +248,7 @@ def main(argv: list[str]) -> int:
     """Both runs, and the table."""
     options = parse(argv)
     count = options.servers
-    with stubs(count) as urls:
+    with stubs(count, options.pin) as urls:
         one, some = run_trainer(argv, urls[:1]), run_trainer(argv, urls)
     keys = ("threads", "descriptors", "wakes")
     per = {key: (some[key] - one[key]) / (count - 1) for key in keys}

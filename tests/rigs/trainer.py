@@ -15,8 +15,9 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.sync.part import ImagePool, Images
+from titan_grpo.sync.process import SyncProcess
 from titan_grpo.sync.publisher import Publisher
-from titan_grpo.sync.snapshot import FinishedCopy
+from titan_grpo.sync.snapshot import FinishedCopy, Snapshotter
 from titan_grpo.sync.worker import SyncOptions, SyncWorker
 
 
@@ -37,13 +38,16 @@ class Trainer:
         recorder: Recorder | Path,
         options: SyncOptions,
         run_id: str = "",
+        worker: type[SyncWorker] | type[SyncProcess] = SyncWorker,
     ) -> None:
-        """``recorder``, or the folder of one, is closed with the trainer."""
+        """``recorder``, or the folder of one, is closed with the trainer. ``worker``: where the
+        lanes are."""
         self.manifest = manifest
         self.recorder = recorder if isinstance(recorder, Recorder) else Recorder(recorder)
         self.pool = ImagePool.create(manifest, config.slots, run_id)
         self.run_id = self.pool.run_id
-        self.worker = SyncWorker(self.pool, config, self.recorder, options)
+        self.worker = worker(self.pool, config, self.recorder, options)
+        self._device, self._bucket = options.device, config.bucket_bytes
         self.servers = self.worker.servers
 
     def start(self) -> None:
@@ -53,7 +57,9 @@ class Trainer:
     @cached_property
     def publisher(self) -> Publisher:
         """Copies tensors of the manifest's names and shapes into images."""
-        return self.worker.publisher(copy_plan(self.manifest))
+        plan, images = copy_plan(self.manifest), self.pool.tensors()
+        copies = Snapshotter(plan, images, self._device, self._bucket)
+        return Publisher(copies, self.worker.publish)
 
     def publish(
         self, version: int, tensors: Mapping[str, torch.Tensor], wait_s: float | None = None

@@ -18,7 +18,8 @@ from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from tests.sync.snapshot_ranks import build, fsdp, fsdp_tensor_parallel, hsdp
 from titan_grpo.config import WeightSync
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.sync.worker import SyncOptions, SyncWorker
+from titan_grpo.sync.process import SyncProcess
+from titan_grpo.sync.worker import SyncOptions
 from titan_grpo.titan.hosts import Here
 from titan_grpo.titan.weight_sync import TrainerSync, named_tensors
 
@@ -59,7 +60,7 @@ def published(rank: int, way: str, hosts: str, folder: Path) -> dict[str, Any]:
     if rank == 0:
         recorder = Recorder(folder)
         server = ReceiverServer("http://127.0.0.1/a", lambda n, t: seen.update({n: t.clone()}))
-        worker = SyncWorker(
+        worker = SyncProcess(
             sync.pool,
             config,
             recorder,
@@ -68,7 +69,6 @@ def published(rank: int, way: str, hosts: str, folder: Path) -> dict[str, Any]:
                 make_control=lambda _: DirectControl(server),
                 remote_writers=sync.plan.others,
                 leaders=sync.plan.leaders[1:],
-                guarded=False,
             ),
         )
         worker.start()

@@ -11,7 +11,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -253,18 +253,26 @@ class SharedImage:
 
     @classmethod
     def attach(
-        cls, address: ImageAddress, extents: Sequence[Extent] | None = None
+        cls,
+        address: ImageAddress,
+        extents: Sequence[Extent] | None = None,
+        serve: bool = False,
     ) -> "SharedImage":
-        """Map another process's image, which was created with these ``extents``. Raises SyncError
-        if that process or that image is gone, or may not be read."""
+        """Map another process's image, which was created with these ``extents``; with ``serve``
+        others find it at this process too. Raises SyncError if that process or that image is gone,
+        or may not be read."""
         fd = open_memfd(address, os.O_RDWR)
         extents = ((0, address.nbytes),) if extents is None else extents
+        mapped = None
         try:
             mapped = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED)
         finally:
-            os.close(fd)  # the mapping keeps the memory
+            if not serve or mapped is None:
+                os.close(fd)  # the mapping keeps the memory
         # of the extents only: elsewhere it would make pages for bytes of other hosts
         _make_pages(mapped, _pages(extents, address.nbytes), _nothing)
+        if serve:
+            return cls(replace(address, pid=os.getpid(), fd=fd), mapped, fd)
         return cls(address, mapped, None)
 
     @property

@@ -306,24 +306,24 @@ class Recorder:
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to a total of the run (commits, dropped groups, bytes)."""
-        self._add("count", name, amount)
+        self.add("count", name, amount)
 
     def observe(self, name: str, value: float) -> None:
         """Add one value to a series."""
-        self._add("value", name, float(value))
+        self.add("value", name, float(value))
 
     def committed(self, server: str, version: int) -> None:
         """Record that a server holds ``version``, as it was read back."""
-        self._add("commit", server, version)
+        self.add("commit", server, version)
 
     def evaluated(self, found: Mapping[str, Any]) -> None:
         """Record the outcome of an evaluation, as plain values."""
-        self._add("evaluation", dict(found))
+        self.add("evaluation", dict(found))
         self.instant("evaluation", message=str(found["name"]), version=found["version"])
 
     def known_server(self, server: str) -> None:
         """Name a server of the run: the summary shows it, also if it never commits."""
-        self._add("server", server)
+        self.add("server", server)
 
     def joined(self, server: str, version: int) -> None:
         """Record a server that was added while the trainer was at ``version``."""
@@ -334,13 +334,13 @@ class Recorder:
         self._member(server, "left", version, names.SERVERS_LEFT)
 
     def _member(self, server: str, event: str, version: int, counter: str) -> None:
-        self._add("member", server, event, version)
+        self.add("member", server, event, version)
         self.count(counter)
         self.instant(f"server {event}", server, version=version)
 
     def error(self, message: str) -> None:
         """Record an error that did not stop the run; the summary lists it."""
-        self._add("error", message)
+        self.add("error", message)
         self.instant("error", message=message)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -380,7 +380,7 @@ class Recorder:
         if older:
             self._queue.put(("history", ["first step"]))
         elif self._rows:
-            self._add("resume", step)
+            self.add("resume", step)
 
     def now(self) -> float:
         """Read the recorder's clock, for :meth:`record_span`."""
@@ -457,7 +457,8 @@ class Recorder:
             self._own.errors += [p for p in problems if p not in self._own.errors]
         return problems
 
-    def _add(self, kind: str, *values: Any) -> None:
+    def add(self, kind: str, *values: Any) -> None:
+        """Add an entry of the history (History.add)."""
         with self._lock:
             self._own.add(kind, *values)
         self._queue.put(("history", [kind, *values]))

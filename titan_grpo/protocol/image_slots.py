@@ -14,7 +14,7 @@ skipped, on every rank alike, because rank 0's reservation is the only one and t
 batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -71,6 +71,19 @@ class SlotTable:
                 " is read"
             )
         return cls((Slot(),) * num_slots)
+
+    @classmethod
+    def left(
+        cls, num_slots: int, taken: Collection[int], complete: tuple[int, int] | None
+    ) -> "SlotTable":
+        """What a process has left that kept this table: the slots that the trainer has ``taken``,
+        and slot and version of an image that is still ``complete``. No lane reads any."""
+        slots = list(cls.of(num_slots).slots)
+        if complete is not None:
+            slots[complete[0]] = Slot(Phase.COMPLETE, complete[1])
+        for index in taken:
+            slots[index] = Slot(Phase.RESERVED)
+        return cls(tuple(slots))
 
     @property
     def newest(self) -> int | None:

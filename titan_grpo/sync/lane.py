@@ -39,7 +39,7 @@ from titan_grpo.sync.lane_threads import LaneThreads
 from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
 from titan_grpo.sync.part import Parts
 from titan_grpo.sync.pause_guard_main import perform
-from titan_grpo.sync.server_set import ServerSet
+from titan_grpo.sync.server_set import Reports
 from titan_grpo.sync.slots import ImageSlots, Published
 from titan_grpo.sync.stock import StockLink
 
@@ -100,7 +100,7 @@ class ServerLane:
     """Keeps one server on the newest version."""
 
     def __init__(
-        self, context: LaneContext, servers: ServerSet, control: ServerControl, epoch: int = 0
+        self, context: LaneContext, servers: Reports, control: ServerControl, epoch: int = 0
     ) -> None:
         """``epoch``: that of the last lane to the same server in this run; this one's are
         higher."""
@@ -209,6 +209,7 @@ class ServerLane:
             self._leave()
         finally:
             self._ended.set()
+            self._servers.lane_ended(self.url)
         return None
 
     def _tell(self, action: table.Action) -> None:
@@ -493,12 +494,11 @@ class ServerLane:
         self._held, self._seen_s = self._label, time.monotonic()
         self._health, _ = recovery.step(self._health, recovery.Answered())
         self._pass(Point.HELD)
-        recorder.record_span(
-            names.COMMIT_S, self._paused_s, recorder.now(), self.url, version=version
-        )
+        now = recorder.now()
+        recorder.record_span(names.COMMIT_S, self._paused_s, now, self.url, version=version)
         recorder.committed(self.url, version)
         recorder.count(names.SYNC_COUNT)
-        recorder.observe(names.SYNC_S, recorder.now() - self._published_s)
+        recorder.observe(names.SYNC_S, now - self._published_s)
         return table.ReadBack(version)
 
     def _ping(self) -> None:

@@ -10,7 +10,7 @@ of its leader, its lowest rank that writes::
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -139,21 +139,13 @@ def check_certificate(config: WeightSync, run_key: Key | None) -> None:
         )
 
 
-def wait_copied(
-    pool: ImagePool,
-    version: int,
-    ranks: Sequence[int],
-    timeout_s: float,
-    copied: Callable[[int], object],
-) -> None:
-    """Wait until each of the other ``ranks`` of this host has announced its copy, and tell
-    ``copied``. TransferFailed if one does not within ``timeout_s`` seconds."""
-    for rank in ranks:
-        key = copied_key(version, rank)
-        with store_errors(f"waiting for the part of rank {rank} of version {version}"):
-            pool.store.wait([key], timedelta(seconds=timeout_s))
-            pool.store.delete_key(key)
-        copied(rank)
+def wait_copied(pool: ImagePool, version: int, rank: int, timeout_s: float) -> str:
+    """Wait until another ``rank`` of this host has announced its copy; the key that says so, for
+    the caller to delete. TransferFailed if it does not within ``timeout_s`` seconds."""
+    key = copied_key(version, rank)
+    with store_errors(f"waiting for the part of rank {rank} of version {version}"):
+        pool.store.wait([key], timedelta(seconds=timeout_s))
+    return key
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +229,8 @@ class HostPart:
         if ticket := self._tickets.pop(slot, ""):
             self._server.revoke(ticket)
         job.copy.wait(self._timeout_s)
-        wait_copied(pool, job.version, self._others, self._timeout_s, lambda rank: None)
+        for rank in self._others:
+            pool.store.delete_key(wait_copied(pool, job.version, rank, self._timeout_s))
         image = pool.images[slot]
         digests = self._hashing.digests(image.buffer, pool.manifest, pool.part)
         if self._newest[slot] != job.version:

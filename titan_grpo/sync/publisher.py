@@ -78,11 +78,19 @@ class Publisher:
 
 
 class Announcer:
-    """Announces the copies of a rank other than 0: a thread waits for each copy and sets a key in
-    rank 0's store."""
+    """Announces a rank's copies to the process that seals versions: a thread waits for each copy
+    and sets a key in rank 0's store."""
 
-    def __init__(self, rank: int, host: str, port: int, timeout_s: float) -> None:
-        self._rank = rank
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        port: int,
+        timeout_s: float,
+        copied: Callable[[float], object] = float,
+    ) -> None:
+        """``copied`` is called with the seconds of each copy."""
+        self._rank, self._copied = rank, copied
         self._timeout_s = timeout_s
         self._store: dist.Store = join_store(host, port, timeout_s)
         self._error: SyncError | None = None
@@ -110,6 +118,7 @@ class Announcer:
             version, copy = job
             try:
                 copy_s = copy.wait(self._timeout_s)
+                self._copied(copy_s)
                 with store_errors(f"announcing version {version}"):
                     self._store.set(copied_key(version, self._rank), repr(copy_s))
             # RuntimeError: from CUDA's copy or a store that closes. It must not end the thread:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from titan_grpo.errors import ServerRefused, SyncError, TitanGrpoError
 from titan_grpo.observe import terminal
@@ -22,6 +22,9 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import ledger, members
 from titan_grpo.protocol.ledger import Entry, Lag, Standing
 from titan_grpo.protocol.messages import Label, ServerState
+
+if TYPE_CHECKING:
+    from titan_grpo.sync.slots import Published
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,31 @@ class NoObserver:
 
     def fail(self, error: TitanGrpoError) -> None:
         """See ServerObserver."""
+
+
+class Reports(Protocol):
+    """What a lane reports to: a ServerSet, or what forwards to one in another process."""
+
+    def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
+        """Apply a lane's event to its server's line."""
+
+    def entry(self, url: str) -> Entry:
+        """One server's line."""
+
+    def refused(self, url: str, reason: str, final: bool) -> bool:
+        """A server does not serve this run. Whether that was known."""
+
+    def taken(self, url: str, run: str) -> None:
+        """Another run took a server from this one."""
+
+    def latch(self, error: SyncError) -> None:
+        """Keep a background error until the step boundary collects it."""
+
+    def sealed(self, version: int, published: "Published | None") -> None:
+        """What has become of a version; None: it failed."""
+
+    def lane_ended(self, url: str) -> None:
+        """A lane has ended."""
 
 
 class Lane(Protocol):
@@ -410,6 +438,12 @@ class ServerSet:
         """The last background error of a server, collected or not."""
         with self._changed:
             return self._servers[url].error
+
+    def sealed(self, version: int, published: "Published | None") -> None:
+        """See Reports: the lanes of this process ask their slots."""
+
+    def lane_ended(self, url: str) -> None:
+        """See Reports: a lane of this process says so itself."""
 
     # Waits.
 

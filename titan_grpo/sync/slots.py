@@ -1,12 +1,15 @@
 """Where finished version images stand, and who reads which: the slot table behind one lock.
 
 Lanes and the sealer use the lock. The trainer's main thread never does: it takes its next slot
-from a queue, so no lock that a lane holds is ever on the training path.
+from a pipe, so no lock that a lane holds is ever on the training path, and lanes and main thread
+may be in two processes.
 """
 
-import queue
+import os
+import select
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from titan_grpo.protocol import image_slots
@@ -35,13 +38,74 @@ class Published:
         return self.label.version
 
 
-class ImageSlots:
-    """The slots of one trainer host, shared by main thread (queue only), sealer and lanes."""
+class Reserved:
+    """The slots that are reserved for the trainer's next version: a pipe. Each is read once, by the
+    main thread or by what takes it back; the kernel decides which."""
 
-    def __init__(self, num_slots: int) -> None:
-        self._table = SlotTable.of(num_slots)
+    def __init__(self, pid: int = 0, read: int = -1, write: int = -1) -> None:
+        """A new pipe, or another process's, by its descriptors."""
+        self._read, self._write = (
+            os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            if not pid
+            else (
+                os.open(f"/proc/{pid}/fd/{read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC),
+                os.open(f"/proc/{pid}/fd/{write}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC),
+            )
+        )
+
+    @property
+    def address(self) -> tuple[int, int, int]:
+        """Process and descriptors: what another process opens it by."""
+        return os.getpid(), self._read, self._write
+
+    def put(self, slot: int) -> None:
+        """Offer a slot. Never waits: a pipe holds thousands. Nothing once it is closed."""
+        if self._write >= 0:
+            os.write(self._write, bytes((slot,)))
+
+    def take(self) -> int | None:
+        """A slot, or None. Never waits."""
+        try:
+            return os.read(self._read, 1)[0] if self._read >= 0 else None
+        except BlockingIOError:
+            return None
+
+    def wait(self, timeout_s: float) -> int | None:
+        """``take`` that waits."""
+        deadline = time.monotonic() + timeout_s
+        while (slot := self.take()) is None and (left_s := deadline - time.monotonic()) > 0:
+            self.poll(left_s)
+        return slot
+
+    def poll(self, timeout_s: float) -> None:
+        """Wait until there may be a slot."""
+        poll = select.poll()
+        poll.register(self._read, select.POLLIN)
+        poll.poll(timeout_s * 1000.0)
+
+    def close(self) -> None:
+        """Close both ends. Idempotent."""
+        read, write, self._read, self._write = self._read, self._write, -1, -1
+        for end in (read, write):
+            if end >= 0:
+                os.close(end)
+
+
+class ImageSlots:
+    """The slots of one trainer host, shared by main thread (the pipe only), sealer and lanes."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        reserved: Reserved | None = None,
+        taken: Collection[int] = (),
+        complete: Published | None = None,
+    ) -> None:
+        """``taken`` and ``complete``: what an earlier process has left, see SlotTable.left."""
+        whole = None if complete is None else (complete.slot, complete.version)
+        self._table = SlotTable.left(num_slots, taken, whole)
         self._lock = threading.Lock()
-        self._published: dict[int, Published] = {}
+        self._published = {} if complete is None else {complete.version: complete}
         self._idle: dict[str, Callable[[], object]] = {}
         """Who wakes each lane that found nothing to pin."""
         self._waiting: dict[str, int | None] = {}
@@ -49,7 +113,7 @@ class ImageSlots:
         self._stopping: set[str] = set()
         self._kept: set[str] = set()
         """Lanes that get no newer version for now."""
-        self._reserved: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._reserved = reserved or Reserved()
         with self._lock:
             self._reserve()
 
@@ -61,10 +125,7 @@ class ImageSlots:
     def take_reserved(self) -> int | None:
         """The slot for the next version, or None: every slot is in use, so the version is skipped.
         Never waits."""
-        try:
-            return self._reserved.get_nowait()
-        except queue.Empty:
-            return None
+        return self._reserved.take()
 
     def put_back(self, slot: int) -> None:
         """Return a slot that was taken and not written: it is the next one again. Never waits."""
@@ -72,10 +133,11 @@ class ImageSlots:
 
     def wait_reserved(self, timeout_s: float) -> int | None:
         """``take_reserved`` that waits. For shutdown only."""
-        try:
-            return self._reserved.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
+        return self._reserved.wait(timeout_s)
+
+    def close(self) -> None:
+        """Close the pipe. Idempotent."""
+        self._reserved.close()
 
     # Sealer.
 

@@ -1,4 +1,6 @@
-"""Rank 0's half of the weight sync, assembled: production, verify and every harness build it here.
+"""The sync of rank 0's host, assembled: ``SyncLanes`` seals images and has the lanes. A trainer has
+it in a process of its own (process.py, sync_main.py); ``SyncWorker`` is the same within one
+process, for harnesses.
 
 ::
 
@@ -20,11 +22,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 
 from titan_grpo.config import WeightSync
 from titan_grpo.config.rollout import is_loopback
 from titan_grpo.engines.control import ServerControl
-from titan_grpo.engines.http import address_towards
+from titan_grpo.engines.http import ServerAccess, address_towards
+from titan_grpo.engines.server import AUTO, make_control
 from titan_grpo.errors import SyncError, TitanGrpoError
 from titan_grpo.layout.digest import fingerprint
 from titan_grpo.layout.plan import CopyOp
@@ -44,7 +48,7 @@ from titan_grpo.sync.patches import Made, Patches
 from titan_grpo.sync.pause_guard import PauseGuard, transfer_in_load_s
 from titan_grpo.sync.publisher import Publisher
 from titan_grpo.sync.relay import Relay
-from titan_grpo.sync.server_set import JOIN_S, ServerObserver, ServerSet
+from titan_grpo.sync.server_set import JOIN_S, OpenLane, Reports, ServerObserver, ServerSet
 from titan_grpo.sync.slots import ImageSlots, Published
 from titan_grpo.sync.snapshot import Copy, Snapshotter
 from titan_grpo.sync.transports.nixl import NixlSource
@@ -97,7 +101,10 @@ class SyncOptions:
     """What a sync works with, beside its weights and the section of the configuration."""
 
     urls: Sequence[str]
-    make_control: Callable[[str], ServerControl]
+    make_control: Callable[[str], ServerControl] | None = None
+    """For servers whose calls rank 0's own process makes; None: ``engine``'s, in the process of the
+    lanes."""
+    engine: str = AUTO
     listed: Sequence[str] = ()
     """In the servers file at the start."""
     observer: ServerObserver | None = None
@@ -114,6 +121,10 @@ class SyncOptions:
     owner: str = ""
     take_over: bool = True
     """See Hello, like ``model`` and ``owner``."""
+    started_s: float = field(default_factory=time.monotonic)
+    """When the run started, on the monotonic clock."""
+    keeps: bool = False
+    """Whether ``slots.keep`` may be called for a server that has just reached a version."""
     drain: Callable[[str], None] | None = None
     """See LaneContext."""
     look_s: float = LOOK_S
@@ -150,22 +161,50 @@ class SyncOptions:
             owner=self.owner,
             take_over=self.take_over,
             live_s=config.commit_deadline_s,
+            started_s=self.started_s,
             connections=config.connections,
             min_rate=config.min_rate,
             progress_s=config.progress_deadline_s,
         )
 
 
-class SyncWorker:
-    """Rank 0's sync: seals images (all ranks' bytes are there, blocks hashed) and keeps the servers
-    on the newest one. ``servers`` and ``slots`` are for its users too."""
+def server_set(
+    config: WeightSync, recorder: Recorder, options: SyncOptions, open_lane: OpenLane
+) -> ServerSet:
+    """The servers that a run starts with."""
+    return ServerSet(
+        members.start(frozenset(options.urls), frozenset(options.listed)),
+        open_lane,
+        recorder,
+        observer=options.observer,
+        leave_s=lane.commit_s(config.commit_deadline_s, transfer_in_load_s(config)) + JOIN_S,
+        max_lag=config.max_lag,
+    )
+
+
+def hashing_of(link: LinkOptions, run_id: str) -> Hashing:
+    """How the blocks of a run are hashed."""
+    keys = link.keys(run_id, 0)
+    return Hashing(link.algorithm, keys.blocks if keys is not None else None)
+
+
+class SyncLanes:
+    """Seals images (all ranks' bytes are there, blocks hashed) and has the lanes, which report to
+    ``servers``. ``slots`` is for its users too."""
 
     def __init__(
-        self, pool: ImagePool, config: WeightSync, recorder: Recorder, options: SyncOptions
+        self,
+        pool: ImagePool,
+        config: WeightSync,
+        recorder: Recorder,
+        options: SyncOptions,
+        servers: Reports,
+        slots: ImageSlots | None = None,
     ) -> None:
         """Nothing runs before ``start``, but for the pause guard's process."""
         self.pool, self.run_id, self.manifest = pool, pool.run_id, pool.manifest
         self._config, self._recorder, self._o = config, recorder, options
+        self._reports = servers
         self._source = RangeServer(certificate=own_certificate(config))
         spared = partial(recorder.count, names.SPARED_BYTES)
         self._patches = Patches(config, pool.manifest.total_bytes, spared)
@@ -177,15 +216,18 @@ class SyncWorker:
         if link.transport == NIXL:
             link = replace(link, nixl=NixlSource())
         self._link = link
-        keys = link.keys(pool.run_id, 0)
-        self.hashing = Hashing(link.algorithm, keys.blocks if keys is not None else None)
+        self.hashing = hashing_of(link, pool.run_id)
+        self._read: list[tuple[int, dist.TCPStore, str]] = []
+        """Version, store and key of what other ranks have said."""
+        self._complete = -1
         self._given_up: set[str] = set()
         """Keys of hosts' parts that came too late, or may still come."""
         log = recorder.run_dir / "pause_guard.log"
         self.guard = (
             PauseGuard(config, link, log, options.guard_deadlines) if options.guarded else None
         )
-        self.slots, self._threads = ImageSlots(config.slots), LaneThreads()
+        self.slots = slots or ImageSlots(config.slots)
+        self._threads = LaneThreads()
         tensors = pool.tensors()
         self._context = LaneContext(
             run_id=pool.run_id,
@@ -202,30 +244,26 @@ class SyncWorker:
             drain=options.drain,
             bind_host=lambda url: resolve_bind_host(config.bind_host, url),
         )
-        self.servers = ServerSet(
-            members.start(frozenset(options.urls), frozenset(options.listed)),
-            self._open_lane,
-            recorder,
-            observer=options.observer,
-            leave_s=lane.commit_s(config.commit_deadline_s, transfer_in_load_s(config)) + JOIN_S,
-            max_lag=config.max_lag,
-        )
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._sealer = threading.Thread(target=self._seal_loop, name="sealer", daemon=True)
         self._sealed: tuple[int, int | None] = 0, None
         """The last version that was complete, and its slot, which may be written anew by now."""
-        self._left_s = JOIN_S
-        self._closed = False
 
     def start(self) -> None:
-        """Start the sealer and the lanes, one per server."""
+        """Start the sealer."""
         self._sealer.start()
-        self.servers.start()
 
-    def _open_lane(self, servers: ServerSet, url: str, epoch: int) -> ServerLane:
+    def open_lane(self, url: str, epoch: int) -> ServerLane:
+        """A lane that is not started yet. ``epoch``: of the last one to the server."""
         if self.guard is not None:
             self.guard.know(url, *self._o.keys)
-        return ServerLane(self._context, servers, self._o.make_control(url), epoch)
+        return ServerLane(self._context, self._reports, self._control(url), epoch)
+
+    def _control(self, url: str) -> ServerControl:
+        if self._o.make_control is not None:
+            return self._o.make_control(url)
+        deadlines = self._config.commit_deadline_s, load_deadline_s(self._config)
+        return make_control(self._o.engine, ServerAccess(url, *deadlines, *self._o.keys))
 
     def _pass(self, passing: LaneEvent) -> None:
         if self.guard is not None:
@@ -239,46 +277,31 @@ class SyncWorker:
             self.publish,
         )
 
-    def publish(self, version: int, slot: int, copy: Copy | None) -> None:
-        """Rank 0 has started its part of the copy of ``version`` into ``slot`` (None: rank 0 writes
-        no part). Main thread; never waits."""
-        self._jobs.put(_Job(version, slot, copy, self._recorder.now()))
+    def publish(
+        self, version: int, slot: int, copy: Copy | None, published_s: float | None = None
+    ) -> None:
+        """This process has started its part of the copy of ``version`` into ``slot`` (None: it
+        writes no part). Never waits. ``published_s``: as in Published; None: now."""
+        at = self._recorder.now() if published_s is None else published_s
+        self._jobs.put(_Job(version, slot, copy, at))
 
     def fingerprint(self, image: memoryview) -> str:
         """The fingerprint of a version with these bytes, under this run's key."""
         return fingerprint(self.manifest.digest, self.hashing.digests(image, self.manifest))
 
-    def flush(self, version: int, timeout_s: float) -> list[str]:
-        """Accept no more versions and wait until the servers that answer hold ``version``; those
-        that do.
-
-        ``timeout_s`` bounds this and the ``close`` that follows together: a quarter of it
-        (``JOIN_S`` at most) is kept for the ends of the lanes.
-        """
-        start = time.monotonic()
-        deadline = start + timeout_s - min(JOIN_S, timeout_s / 4)
+    def seal(self) -> None:
+        """No version follows those that were published. Does not wait."""
         self._jobs.put(None)
-        self._sealer.join(max(0.0, deadline - time.monotonic()))
-        self.slots.seal()
-        holding = self.servers.wait_held(
-            version, max(0.0, deadline - time.monotonic()), everyone=True
-        )
-        self._left_s = max(LEAST_S, timeout_s - (time.monotonic() - start))
-        return holding
 
-    def close(self, within_s: float = JOIN_S) -> None:
-        """Stop all lanes and the sealer, all within one deadline: ``within_s`` seconds, or less if
-        a flush left less of its own. Idempotent: what did not end is not waited for again."""
-        if self._closed:
-            return
-        self._closed = True
+    def end(self, deadline: float) -> None:
+        """After the lanes have ended: stop the sealer, by ``deadline`` (monotonic clock), and all
+        else."""
         self._jobs.put(None)
-        deadline = time.monotonic() + min(within_s, self._left_s)
-        self.servers.close(deadline)
         if self._sealer.is_alive():
             self._sealer.join(max(0.0, deadline - time.monotonic()))
         self._threads.close()
         self._source.close()
+        self.slots.close()
         if self.guard is not None:
             self.guard.close()
 
@@ -293,27 +316,27 @@ class SyncWorker:
                     self._seal(job)
                 except TitanGrpoError as error:
                     self.slots.discard(job.version)
-                    self.servers.latch(
+                    self._reports.sealed(job.version, None)
+                    self._reports.latch(
                         SyncError(f"could not be published: {error}", version=job.version)
                     )
+            self.slots.seal()
         except Exception as error:  # top of a thread: a silent death would end all syncs unseen
             logger.exception("the sealer ended")
-            self.servers.latch(
+            self._reports.latch(
                 SyncError(f"the sealer ended with {error!r}: no further version is published")
             )
 
     def _seal(self, job: _Job) -> None:
         timeout_s = self._config.lane_deadline_s
+        self._forget_read()
         if job.copy is not None:
             self._recorder.observe(names.COPY_S, job.copy.wait(timeout_s))
             self.slots.copied(job.version, 0)
-        wait_copied(
-            self.pool,
-            job.version,
-            self._o.remote_writers,
-            timeout_s,
-            lambda rank: self.slots.copied(job.version, rank),
-        )
+        for rank in self._o.remote_writers:
+            key = wait_copied(self.pool, job.version, rank, timeout_s)
+            self._read.append((job.version, self.pool.store, key))
+            self.slots.copied(job.version, rank)
         with self._recorder.span(names.DIGEST_S, "sealer", version=job.version):
             image = self.pool.images[job.slot].buffer
             digests = self.hashing.digests(image, self.manifest, self.pool.part)
@@ -322,9 +345,19 @@ class SyncWorker:
         label = Label(self.run_id, job.version, fingerprint(self.manifest.digest, digests))
         elsewhere = tuple(source for source, _ in others)
         patches = () if elsewhere else self._patch(job)
-        self.slots.complete(
-            Published(label, job.slot, digests, job.published_s, elsewhere, patches)
-        )
+        published = Published(label, job.slot, digests, job.published_s, elsewhere, patches)
+        self.slots.complete(published)
+        self._complete = job.version
+        self._reports.sealed(job.version, published)
+
+    def _forget_read(self) -> None:
+        """Delete what was said of versions before the last complete one. Not earlier: a process
+        that is started in this one's place reads it again."""
+        old = [each for each in self._read if each[0] < self._complete]
+        self._read = [each for each in self._read if each[0] >= self._complete]
+        for _, store, key in old:
+            with store_errors("deleting what other ranks have said"):
+                store.delete_key(key)
 
     def _patch(self, job: _Job) -> tuple[Made, ...]:
         images = self.pool.images
@@ -356,7 +389,7 @@ class SyncWorker:
             ):
                 store.wait([key], timedelta(seconds=left_s))
                 hashed = Hashed.from_json(store.get(key))
-                store.delete_key(key)
+            self._read.append((version, store, key))
             self._given_up.discard(key)
             hashed.require_proof(self.hashing.key)
             if why := problem(hashed, version, part):
@@ -375,3 +408,60 @@ class SyncWorker:
                 " bytes"
             )
         return [raw[i : i + size] for i in range(0, len(raw), size)]
+
+
+class SyncWorker(SyncLanes):
+    """SyncLanes with its ``servers``, in one process."""
+
+    def __init__(
+        self, pool: ImagePool, config: WeightSync, recorder: Recorder, options: SyncOptions
+    ) -> None:
+        """See SyncLanes."""
+        self.servers = server_set(config, recorder, options, lambda _, *lane: self.open_lane(*lane))
+        super().__init__(pool, config, recorder, options, self.servers)
+        self._end = End()
+
+    def start(self) -> None:
+        """Start the sealer and the lanes, one per server."""
+        super().start()
+        self.servers.start()
+
+    def flush(self, version: int, timeout_s: float) -> list[str]:
+        """See End."""
+        return self._end.flush(self.servers, self.seal, version, timeout_s)
+
+    def close(self, within_s: float = JOIN_S) -> None:
+        """Stop all lanes and the sealer. See End."""
+        if deadline := self._end.deadline(within_s):
+            self.servers.close(deadline)
+            self.end(deadline)
+
+
+class End:
+    """The end of a run's sync: a flush, which may be left out, and what is left of its deadline."""
+
+    def __init__(self) -> None:
+        self._left_s = JOIN_S
+        self._closed = False
+
+    def flush(
+        self, servers: ServerSet, seal: Callable[[], object], version: int, timeout_s: float
+    ) -> list[str]:
+        """Accept no more versions and wait until the servers that answer hold ``version``; those
+        that do.
+
+        ``timeout_s`` bounds this and the ``close`` that follows together: a quarter of it
+        (``JOIN_S`` at most) is kept for the ends of the lanes.
+        """
+        start = time.monotonic()
+        seal()
+        wait_s = timeout_s - min(JOIN_S, timeout_s / 4)
+        holding = servers.wait_held(version, wait_s, everyone=True)
+        self._left_s = max(LEAST_S, timeout_s - (time.monotonic() - start))
+        return holding
+
+    def deadline(self, within_s: float) -> float:
+        """Of the close (monotonic clock): ``within_s`` seconds, or less if a flush left less of its
+        own. 0 if it was closed already: what did not end is not waited for again."""
+        closed, self._closed = self._closed, True
+        return 0.0 if closed else time.monotonic() + min(within_s, self._left_s)

@@ -23,7 +23,6 @@ from titan_grpo.algorithm.metrics import Collapse
 from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import ServerGroup
-from titan_grpo.engines.server import make_control
 from titan_grpo.errors import ProtocolError, ServerUnfit, ServerUnreachable
 from titan_grpo.layout.peft import adapter_config, has_adapters
 from titan_grpo.observe import alerts, names, prometheus, report, terminal
@@ -42,7 +41,8 @@ from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group
 from titan_grpo.subprocesses import run_command, without_torchrun
 from titan_grpo.sync.part import ImagePool, check_certificate
-from titan_grpo.sync.worker import SyncOptions, SyncWorker, load_deadline_s
+from titan_grpo.sync.process import SyncProcess, launch
+from titan_grpo.sync.worker import SyncOptions, load_deadline_s
 from titan_grpo.titan.data import Sampled, StepWork, varied_groups
 from titan_grpo.titan.evaluations import Evaluations
 from titan_grpo.titan.hf_files import copy_assets, read_config, write_adapter, write_weights
@@ -127,7 +127,7 @@ class Controller:
         check_certificate(job_config.weight_sync, self.run_key)
         self._servers = ServerGroup(specs)
         self._rollouts: Rollouts | None = None
-        self._worker: SyncWorker | None = None
+        self._worker: SyncProcess | None = None
         self._membership: Membership | None = None
         self._evaluations: Evaluations | None = None
         self._step_values: dict[str, float] = {}
@@ -158,7 +158,7 @@ class Controller:
         pool: ImagePool,
         device: torch.device,
         plan: WritePlan,
-    ) -> SyncWorker:
+    ) -> SyncProcess:
         """Start servers, rollouts and weight sync for training that continues from ``version``;
         ``state`` is a checkpoint's."""
         rollout, sync = self._job.rollout, sync_settings(self._job)
@@ -166,19 +166,19 @@ class Controller:
         traces = from_environment(os.environ, self._run_dir.name, time.perf_counter())
         self._recorder = Recorder(self._run_dir, traces=traces)
         self._listen(self._job.dashboards.metrics_address)
+        process = launch(sync)  # it loads its modules while servers and rollouts start
         self._servers.start()
         self._servers.wait_healthy(sync.startup_deadline_s)
         known = known_servers(rollout, os.environ, self._servers.urls)
         rollouts = self._rollouts = start_rollouts(
             self._job, self._model_dir, version, state, os.environ
         )
-        make = make_control
-        if rollout.controller != "local" and isinstance(rollouts, RolloutClient):
-            make = rollouts.control
+        remote = rollout.controller != "local" and isinstance(rollouts, RolloutClient)
 
         def control(url: str) -> ServerControl:
+            assert isinstance(rollouts, RolloutClient)
             deadlines = sync.commit_deadline_s, load_deadline_s(sync)
-            return make(rollout.engine, ServerAccess(url, *deadlines, *self._keys))
+            return rollouts.control(rollout.engine, ServerAccess(url, *deadlines, *self._keys))
 
         # Those of an earlier process of the run were written down by it.
         self._counted = time.monotonic(), rollouts.counters()
@@ -191,13 +191,15 @@ class Controller:
             keep=lambda url: self.worker.slots.keep(url),
             go_on=lambda url: self.worker.slots.go_on(url),
         )
-        worker = self._worker = SyncWorker(
+        worker = self._worker = SyncProcess(
             pool,
             sync,
             self.recorder,
             SyncOptions(
                 urls=(*known.fixed, *sorted(evaluations.own)),
-                make_control=control,
+                make_control=control if remote else None,
+                engine=rollout.engine,
+                keeps=bool(self._job.evaluation),
                 listed=known.listed,
                 observer=evaluations,
                 keys=self._keys,
@@ -214,6 +216,7 @@ class Controller:
                     else lambda url: rollouts.drain(url, sync.drain_deadline_s)
                 ),
             ),
+            process,
         )
         worker.servers.reached(version)
         worker.start()
@@ -532,7 +535,7 @@ class Controller:
         return self._rollouts
 
     @property
-    def worker(self) -> SyncWorker:
+    def worker(self) -> SyncProcess:
         """The weight sync. ProtocolError before ``start``."""
         if self._worker is None:
             raise ProtocolError("the weight sync is not running")

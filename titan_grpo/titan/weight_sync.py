@@ -328,7 +328,7 @@ class TrainerSync:
         )
 
     def start(self, announce: Announce | None = None) -> None:
-        """Open this rank's publisher. Not collective. ``announce``: rank 0's SyncWorker.publish;
+        """Open this rank's publisher. Not collective. ``announce``: rank 0's SyncProcess.publish;
         None: announce to this host's leader, or, from there, to rank 0."""
         if announce is None:
             if not self.plan.ops:
@@ -387,7 +387,7 @@ class TrainerSync:
         return "" if error is None else str(error)
 
     def close(self) -> None:
-        """Stop the thread and free the images; on rank 0 after its SyncWorker. Bounded;
+        """Stop the thread and free the images; on rank 0 after its SyncProcess. Bounded;
         idempotent."""
         if self._announcer is not None:
             self._announcer.close(timeout_s=5.0)

@@ -11,6 +11,7 @@ from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.receive.fetch import Content, Fetch, Open
+from titan_grpo.sync.process import SyncProcess
 from titan_grpo.sync.slots import Published
 from titan_grpo.sync.transports.ranges import MemfdReader, TcpReader
 from titan_grpo.sync.worker import SyncWorker
@@ -18,7 +19,7 @@ from titan_grpo.sync.worker import SyncWorker
 
 @contextmanager
 def whole_image(
-    worker: SyncWorker, published: Published, config: WeightSync
+    worker: SyncWorker | SyncProcess, published: Published, config: WeightSync
 ) -> Iterator[torch.Tensor]:
     """Its bytes, uint8[total_bytes]. With one host these are the slot's own; with several, memory
     for all of them. TransferFailed if a host does not serve its part; ConfigError if the memory is
@@ -45,7 +46,7 @@ def whole_image(
 
 
 def with_whole_image(
-    worker: SyncWorker,
+    worker: SyncWorker | SyncProcess,
     published: Published,
     config: WeightSync,
     use: Callable[[torch.Tensor], object],

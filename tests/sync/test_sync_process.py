@@ -1,0 +1,152 @@
+"""The sync process of a trainer: killed, stopped, and orphaned. Real processes; the servers are
+HTTP servers with real receivers and without an engine."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.rigs.server_handle import ServerProcess, served
+from tests.rigs.trainer import Trainer
+from titan_grpo.config import WeightSync
+from titan_grpo.layout.digest import content_digest, tensor_digest
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.runkey import KEY_VARIABLE, Key
+from titan_grpo.sync.process import SyncProcess
+from titan_grpo.sync.worker import SyncOptions
+
+SHAPES = {"up": (512, 256), "down": (256, 512)}
+WAIT_S = 120.0
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, float(version)) for name, shape in SHAPES.items()}
+
+
+def digest(version: int) -> str:
+    return content_digest(
+        {name: tensor_digest(t.to(torch.bfloat16)) for name, t in weights(version).items()}
+    )
+
+
+def until(fact: Callable[[], Any], timeout_s: float = WAIT_S) -> None:
+    start, pace = time.monotonic(), threading.Event()
+    while not fact():
+        assert time.monotonic() - start < timeout_s, f"not within {timeout_s} s"
+        pace.wait(0.02)
+
+
+@contextmanager
+def training(folder: Path, servers: int = 1, **options: Any) -> Iterator[tuple[Trainer, list[Any]]]:
+    """A trainer with its servers, which share a run key with it and hold version 0."""
+    key = Key.generate()
+    with ExitStack() as stack:
+        env = {KEY_VARIABLE: key.hex()}
+        up = [stack.enter_context(ServerProcess(env=env)) for _ in range(servers)]
+        manifest = Manifest.build([(n, "bfloat16", s) for n, s in SHAPES.items()], 1 << 16)
+        config = WeightSync(bind_host="127.0.0.1", block_bytes=1 << 16, backoff_s=0.1)
+        sync = SyncOptions(urls=[s.url for s in up], engine="vllm", run_key=key, **options)
+        trainer = Trainer(manifest, config, folder, sync, worker=SyncProcess)
+        stack.callback(trainer.close)
+        trainer.start()
+        assert trainer.publish(0, weights(0), WAIT_S)
+        assert trainer.servers.wait_held(0, WAIT_S, everyone=True), trainer.servers.text()
+        yield trainer, up
+
+
+def steps(trainer: Trainer, first: int, count: int) -> None:
+    """So many steps of a main thread, which waits for no slot: of a stopped process none would
+    come."""
+    for version in range(first, first + count):
+        trainer.publish(version, weights(version))
+        trainer.servers.reached(version)
+        assert trainer.servers.take_error() is None
+        threading.Event().wait(0.05)
+
+
+def ends_on_the_newest(trainer: Trainer, servers: list[ServerProcess], version: int) -> None:
+    """A version after these reaches all servers, and they generate with its weights."""
+    assert trainer.publish(version, weights(version), WAIT_S)
+    urls = sorted(server.url for server in servers)
+    until(lambda: sorted(trainer.worker.flush(version, WAIT_S)) == urls)
+    for server in servers:
+        now = server.run(served())
+        assert now["visible"][-1][1] == digest(version)
+        assert not now["paused"]
+
+
+def test_killed_in_the_middle_of_a_run_it_is_started_again_and_every_server_ends_on_the_newest(
+    tmp_path,
+):
+    with training(tmp_path, servers=2) as (trainer, servers):
+        killed = trainer.worker.pid
+        steps(trainer, 1, 20)
+        os.kill(killed, signal.SIGKILL)
+        steps(trainer, 21, 20)
+        until(lambda: trainer.worker.pid != killed)
+        ends_on_the_newest(trainer, servers, 41)
+        (error,) = trainer.recorder.errors()
+        assert "the sync process ended with exit code -9" in error
+
+
+def test_killed_right_after_a_publish_it_brings_that_version(tmp_path):
+    with training(tmp_path) as (trainer, servers):
+        killed = trainer.worker.pid
+        os.kill(killed, signal.SIGSTOP)
+        assert trainer.publish(1, weights(1), WAIT_S)
+        os.kill(killed, signal.SIGKILL)
+        assert trainer.worker.flush(1, WAIT_S) == [servers[0].url]
+        assert servers[0].run(served())["visible"][-1][1] == digest(1)
+
+
+def test_stopped_it_costs_versions_and_no_step(tmp_path):
+    with training(tmp_path) as (trainer, servers):
+        os.kill(trainer.worker.pid, signal.SIGSTOP)
+        steps(trainer, 1, 40)
+        os.kill(trainer.worker.pid, signal.SIGCONT)
+        ends_on_the_newest(trainer, servers, 41)
+
+
+def test_a_server_leaves_and_comes_again(tmp_path):
+    with training(tmp_path, servers=2) as (trainer, servers):
+        assert trainer.servers.remove(servers[0].url, WAIT_S)
+        assert trainer.publish(1, weights(1), WAIT_S)
+        assert trainer.servers.wait_held(1, WAIT_S, everyone=True) == [servers[1].url]
+        assert trainer.servers.add(servers[0].url)
+        ends_on_the_newest(trainer, servers, 2)
+
+
+ORPHAN = """
+import sys
+from pathlib import Path
+from tests.sync.test_sync_process import training, steps
+with training(Path(sys.argv[1])) as (trainer, servers):
+    print(trainer.worker.pid, flush=True)
+    steps(trainer, 1, 100_000)
+"""
+
+
+def test_it_ends_with_rank_0(tmp_path):
+    rank0 = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT, text=True
+    )
+    try:
+        assert rank0.stdout is not None
+        child = psutil.Process(int(rank0.stdout.readline()))
+    finally:
+        rank0.kill()
+        rank0.communicate()
+    child.wait(WAIT_S)

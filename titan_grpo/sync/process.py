@@ -1,0 +1,467 @@
+"""Rank 0's handle of its sync process (sync_main): seals, lanes, HTTP and the source of ranges are
+there, and here are the servers' lines, and what must outlive that process.
+
+::
+
+    main thread --publish--> [pipe] --> sync process: sealer, image slots, lanes --> servers
+        ^                      `<-- reports of the lanes: ServerSet, Recorder
+        `------------- reserved slot: a pipe that both processes read
+
+Killed, the process is started again, with the lanes, their epochs, the slot that the main thread
+holds, the newest complete version, and the versions that were not complete yet. Servers keep what
+they hold meanwhile.
+"""
+
+import logging
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from titan_grpo.config import WeightSync
+from titan_grpo.engines.control import ServerControl
+from titan_grpo.errors import ConfigError, SyncError
+from titan_grpo.layout.digest import fingerprint
+from titan_grpo.layout.image import ImageAddress
+from titan_grpo.observe import names, terminal
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol import ledger
+from titan_grpo.protocol.lane_events import no_observer
+from titan_grpo.protocol.messages import NIXL, Label
+from titan_grpo.subprocesses import helper_environment, start_module, wait_process
+from titan_grpo.sync.part import LOOPBACK, ImagePool
+from titan_grpo.sync.pipe import Pipe
+from titan_grpo.sync.publisher import Announcer
+from titan_grpo.sync.server_set import JOIN_S, ServerSet
+from titan_grpo.sync.slots import Published, Reserved
+from titan_grpo.sync.snapshot import Copy
+from titan_grpo.sync.transports.nixl import nixl_problem
+from titan_grpo.sync.worker import End, SyncOptions, hashing_of, server_set
+
+logger = logging.getLogger(__name__)
+
+RESTART_S = 10.0
+"""Least time between two starts of the process, but for the first two, in seconds."""
+
+END_S = 2.0
+"""Seconds for the process to end after its lanes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """What the process starts with."""
+
+    run_id: str
+    manifest: str
+    """Manifest.to_json()."""
+    part: int
+    images: tuple[ImageAddress, ...]
+    store_port: int
+    hashed: tuple[str, int] | None
+    """Host and port of ImagePool.hashed."""
+    config: WeightSync
+    options: SyncOptions
+    """Without what cannot be pickled."""
+    run_key: str = field(repr=False)
+    forwarded: bool
+    """Whether rank 0 makes the calls of the servers' control planes."""
+    drains: bool
+    run_dir: Path
+    reserved: tuple[int, int, int]
+    """Reserved.address."""
+    taken: tuple[int, ...]
+    """The slots that the main thread holds, or has published into without an end so far."""
+    complete: Published | None
+    """The newest complete version whose slot holds it still."""
+
+
+Launched = tuple["subprocess.Popen[bytes]", socket.socket]
+
+
+def launch(config: WeightSync) -> Launched:
+    """Start the process, which loads its modules and waits. Raises OSError."""
+    cuda = {} if config.transport == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
+    return start_module("titan_grpo.sync.sync_main", env=helper_environment(os.environ) | cuda)
+
+
+class RemoteLane:
+    """A lane in the sync process, as the server set has it here. Over all starts of that."""
+
+    def __init__(self, owner: "SyncProcess", url: str, epoch: int) -> None:
+        """``epoch``: of the last lane to the server."""
+        self.url, self.epoch, self.engine = url, epoch, ""
+        self._owner, self.ended = owner, threading.Event()
+        self.stopping = False
+
+    def start(self) -> None:
+        """See Lane."""
+        self._owner.open_lane(self)
+
+    def stop(self) -> None:
+        """See Lane."""
+        self._owner.stop_lane(self)
+
+    def abort(self) -> None:
+        """See Lane."""
+        self._owner.post("abort_lane", self.url)
+
+    def join(self, timeout: float) -> None:
+        """See Lane."""
+        self.ended.wait(timeout)
+
+    def is_alive(self) -> bool:
+        """See Lane."""
+        return not self.ended.is_set()
+
+
+class MainSlots:
+    """The image slots, as rank 0's threads use them."""
+
+    def __init__(self, owner: "SyncProcess", reserved: Reserved) -> None:
+        self._owner, self.reserved = owner, reserved
+        self.taken: int | None = None
+        """The slot that the main thread holds and has not published into."""
+        self.kept: set[str] = set()
+
+    def take_reserved(self) -> int | None:
+        """See ImageSlots."""
+        return self.wait_reserved(0.0)
+
+    def wait_reserved(self, timeout_s: float) -> int | None:
+        """See ImageSlots."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            # One piece for a restart, which must know who has each slot. It is never held over a
+            # wait.
+            with self._owner.lock:
+                slot = self.reserved.take()
+                if slot is not None:
+                    self.taken = slot
+                    return slot
+            if (left_s := deadline - time.monotonic()) <= 0:
+                return None
+            self.reserved.poll(left_s)
+
+    def put_back(self, slot: int) -> None:
+        """See ImageSlots."""
+        with self._owner.lock:
+            self.taken = None
+            self.reserved.put(slot)
+
+    def keep(self, url: str) -> None:
+        """See ImageSlots."""
+        with self._owner.lock:
+            self.kept.add(url)
+            self._owner.post("keep", url)
+
+    def go_on(self, url: str) -> None:
+        """See ImageSlots."""
+        with self._owner.lock:
+            self.kept.discard(url)
+            self._owner.post("go_on", url)
+
+    def newest(self) -> Published | None:
+        """See ImageSlots."""
+        return self._owner.complete
+
+
+class SyncProcess:
+    """What SyncWorker is within one process."""
+
+    def __init__(
+        self,
+        pool: ImagePool,
+        config: WeightSync,
+        recorder: Recorder,
+        options: SyncOptions,
+        launched: Launched | None = None,
+    ) -> None:
+        """``launched``: the process, if it was started before."""
+        self.pool, self.manifest = pool, pool.manifest
+        self._config, self._recorder, self._o = config, recorder, options
+        link = options.link(config)
+        if link.transport == NIXL and (problem := nixl_problem()):
+            raise ConfigError(problem)  # now: there it would end a process again and again
+        self.hashing = hashing_of(link, pool.run_id)
+        self.servers: ServerSet = server_set(
+            config, recorder, options, lambda _, url, epoch: RemoteLane(self, url, epoch)
+        )
+        self.lock = threading.RLock()
+        """Of what a restart hands over, and of the pipe that is there: never held over a wait."""
+        self.slots = MainSlots(self, Reserved())
+        self._lanes: dict[str, RemoteLane] = {}
+        self._jobs: dict[int, tuple[int, float]] = {}
+        """Version that is not complete -> slot, and when it was published."""
+        self.complete: Published | None = None
+        self._sealed = False
+        self._controls: dict[str, Any] = {}
+        self._ending = threading.Event()
+        self._end = End()
+        self._announcer = Announcer(
+            0,
+            LOOPBACK,
+            pool.store.port,
+            config.connect_deadline_s,
+            lambda seconds: recorder.observe(names.COPY_S, seconds),
+        )
+        self._manifest = pool.manifest.to_json()
+        self._starts: list[float] = []
+        self._begun = False
+        self._run(launched or launch(config))
+
+    def start(self) -> None:
+        """Have it seal versions and open the lanes, one per server."""
+        with self.lock:
+            self._begun = True
+            self._begin()
+        self.servers.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now."""
+        return self._process.pid
+
+    def publish(self, version: int, slot: int, copy: Copy) -> None:
+        """Rank 0 has started its part of the copy of ``version`` into ``slot``. Main thread; never
+        waits."""
+        if error := self._announcer.take_error():
+            self.servers.latch(error)
+        with self.lock:
+            self.slots.taken = None
+            self._jobs[version] = job = (slot, self._recorder.now())
+            self.post("publish", version, *job)
+        self._announcer(version, slot, copy)
+
+    def fingerprint(self, image: memoryview) -> str:
+        """See SyncLanes."""
+        return fingerprint(self.manifest.digest, self.hashing.digests(image, self.manifest))
+
+    def flush(self, version: int, timeout_s: float) -> list[str]:
+        """See End."""
+        return self._end.flush(self.servers, self._seal, version, timeout_s)
+
+    def _seal(self) -> None:
+        with self.lock:
+            self._sealed = True
+            self.post("seal")
+
+    def close(self, within_s: float = JOIN_S) -> None:
+        """Stop all lanes and the process. See End."""
+        if not (deadline := self._end.deadline(within_s)):
+            return
+        self.servers.close(deadline)
+        self._ending.set()
+        self.post("end")
+        try:
+            if not self._begun:
+                self._process.kill()
+            wait_process(self._process, max(END_S, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            # What it left paused is its pause guard's.
+            self._process.kill()
+        for lane in list(self._lanes.values()):
+            self.lane_ended(lane.url)
+        self._thread.join(END_S)
+        self._announcer.close(END_S)
+        self.slots.reserved.close()
+
+    # The process.
+
+    def post(self, method: str, *arguments: Any) -> None:
+        """Call a method of sync_main.Main. Any thread; never waits."""
+        with self.lock:
+            self._pipe.post(method, *arguments)
+
+    def _run(self, launched: Launched) -> None:
+        """Have a process go on, and a thread perform what it posts until its end."""
+        process, sock = launched
+        self._starts = [*self._starts[-1:], time.monotonic()]
+        with self.lock:
+            self._process, self._pipe = process, Pipe(sock, self)
+            self._pipe.start()
+            if self._begun:
+                self._begin()
+        self._thread = threading.Thread(
+            target=self._receive, args=(self._pipe,), name="sync process", daemon=True
+        )
+        self._thread.start()
+
+    def _begin(self) -> None:
+        """Under the lock: hand over what there is."""
+        while self.slots.reserved.take() is not None:
+            pass  # what the last process had reserved
+        slots = {slot for slot, _ in self._jobs.values()}
+        slots |= {self.slots.taken} if self.slots.taken is not None else set()
+        if self.complete is not None and self.complete.slot in slots:
+            self.complete = None
+        o, pool = self._o, self.pool
+        options = replace(
+            o,
+            make_control=None,
+            observer=None,
+            run_key=None,
+            drain=None,
+            lane_observer=no_observer,
+            remote_writers=(0, *o.remote_writers),
+        )
+        begin = Begin(
+            run_id=pool.run_id,
+            manifest=self._manifest,
+            part=pool.part,
+            images=tuple(image.address for image in pool.images),
+            store_port=pool.store.port,
+            hashed=None if pool.hashed is None else (pool.hashed.host, pool.hashed.port),
+            config=self._config,
+            options=options,
+            run_key=o.run_key.hex() if o.run_key is not None else "",
+            forwarded=o.make_control is not None,
+            drains=o.drain is not None,
+            run_dir=self._recorder.run_dir,
+            reserved=self.slots.reserved.address,
+            taken=tuple(slots),
+            complete=self.complete,
+        )
+        self._pipe.post("begin", begin)
+        for version, job in self._jobs.items():
+            self._pipe.post("publish", version, *job)
+        for url in self.slots.kept:
+            self._pipe.post("keep", url)
+        for lane in self._lanes.values():
+            self._pipe.post("open_lane", lane.url, lane.epoch)
+            if lane.stopping:
+                self._pipe.post("stop_lane", lane.url)
+        if self._sealed:
+            self._pipe.post("seal")
+
+    def _receive(self, pipe: Pipe) -> None:
+        """Thread: the process that runs now, to its end; then the next one."""
+        try:
+            pipe.receive()
+        except Exception:  # top of a thread: lanes would go on that no line follows
+            logger.exception("what the sync process said could not be performed")
+            self._process.kill()
+        try:
+            status = wait_process(self._process, END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = wait_process(self._process, END_S)
+        pipe.close()
+        if self._ending.is_set():
+            return
+        text = (
+            f"the sync process ended with exit code {status}: it is started again; the servers keep"
+            " their versions until then"
+        )
+        self._recorder.error(text)
+        terminal.print_status(text)
+        while not self._ending.wait(self._rest_s()):
+            try:
+                self._run(launch(self._config))
+            except OSError as error:
+                logger.warning("the sync process cannot be started: %s", error)
+                continue
+            return
+
+    def _rest_s(self) -> float:
+        return max(0.0, self._starts[0] + RESTART_S - time.monotonic()) * (len(self._starts) > 1)
+
+    # Lanes.
+
+    def open_lane(self, lane: RemoteLane) -> None:
+        """Have the process open it. Does not wait."""
+        with self.lock:
+            self._lanes[lane.url] = lane
+            self.post("open_lane", lane.url, lane.epoch)
+
+    def stop_lane(self, lane: RemoteLane) -> None:
+        """Have the process stop it. Does not wait."""
+        with self.lock:
+            lane.stopping = True
+            self.post("stop_lane", lane.url)
+
+    # What the process posts, one after the other.
+
+    def connecting(self, url: str, epoch: int) -> None:
+        """A lane opens its ``epoch``-th connection."""
+        if lane := self._lanes.get(url):
+            lane.epoch = epoch
+
+    def apply(self, url: str, event: ledger.Event, label: Label | None, engine: str) -> None:
+        """See Reports."""
+        if lane := self._lanes.get(url):
+            lane.engine = engine
+        self.servers.apply(url, event, label)
+        if self._o.keeps and isinstance(event, ledger.Holds) and url not in self.slots.kept:
+            self.post("go_on", url)
+
+    def refused(self, url: str, reason: str, final: bool) -> None:
+        """See Reports."""
+        self.servers.refused(url, reason, final)
+
+    def taken(self, url: str, run: str) -> None:
+        """See Reports."""
+        self.servers.taken(url, run)
+
+    def latch(self, cause: str, url: str, version: int | None, block: int | None) -> None:
+        """See Reports."""
+        self.servers.latch(SyncError(cause, url=url, version=version, block=block))
+
+    def lane_ended(self, url: str) -> None:
+        """A lane has ended."""
+        with self.lock:
+            lane = self._lanes.pop(url, None)
+        if lane is not None:
+            lane.ended.set()
+
+    def sealed(self, version: int, published: Published | None) -> None:
+        """See Reports."""
+        with self.lock:
+            self._jobs.pop(version, None)
+            self.complete = published or self.complete
+
+    def entry(self, kind: str, *values: Any) -> None:
+        """See Recorder.add."""
+        self._recorder.add(kind, *values)
+
+    def span(self, name: str, start_s: float, stop_s: float, track: str, args: Any) -> None:
+        """See Recorder.add_span."""
+        self._recorder.add_span(name, start_s, stop_s, track, **args)
+
+    def request(self, number: int, what: str, url: str, *arguments: Any) -> None:
+        """What a lane waits for."""
+        pipe = self._pipe
+        if what == "apply":
+            # Here, in order with all else.
+            pipe.answer(number, lambda: self.apply(url, *arguments))
+            return
+        work: Callable[..., Any] = self._drain if what == "drain" else self._call
+        threading.Thread(
+            target=pipe.answer,
+            args=(number, lambda: work(url, *arguments)),
+            name=f"{what} {url}",
+            daemon=True,
+        ).start()
+
+    def _drain(self, url: str) -> None:
+        assert self._o.drain is not None
+        self._o.drain(url)
+
+    def _call(self, url: str, routes: bool, method: str, arguments: tuple[Any, ...]) -> Any:
+        """A method of a server's control, or of its StockRoutes; the engine, and what it
+        returns."""
+        assert self._o.make_control is not None
+        if url not in self._controls:
+            self._controls[url] = [self._o.make_control(url), None]
+        pair = self._controls[url]
+        control: ServerControl = pair[0]
+        value = getattr(pair[1] if routes else control, method)(*arguments)
+        if method == "stock":
+            pair[1], value = value, value is not None
+        if method == "close" and not routes:
+            self._controls.pop(url, None)
+        return control.engine, value
