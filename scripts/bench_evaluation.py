@@ -144,16 +144,17 @@ def steps_of(run: Path) -> list[list[Step]]:
     if summary["errors"] or len(began) < 3:
         raise SystemExit(f"too few evaluations ({len(began)}), or errors: {summary['errors']}")
     out: list[list[Step]] = [[]]
-    key, beside = f"{names.EVALUATION}/digits/version", False
+    key, beside, newest = f"{names.EVALUATION}/digits/version", False, -1
     for row in rows:
         # A server holds version n at some time in step n + 1, or a later one.
         if row["step"] in began:
-            beside = True
+            beside, newest = True, row["step"]
             out.append([])
         waited = row[names.ROLLOUT_WAIT_S] + row[names.BLOCKED_S]
         if row["step"] > WARM_STEPS:
             out[-1].append(Step(row[names.STEP_S], waited, beside))
-        if key in row:
+        # The result of an earlier one may come after the next has begun.
+        if row.get(key) == newest:
             beside = False
     return [stretch for stretch in out if len({each.beside for each in stretch}) == 2]
 
