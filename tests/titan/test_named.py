@@ -86,7 +86,10 @@ def leave_out(grpo: GRPO, ranks: list[list[dict]], steps: tuple[int, ...]) -> No
 def trained(grpo: GRPO) -> tuple[float, np.ndarray]:
     """Losses of all optimizer steps at POLICY, and their gradient, on two ranks."""
     job = SimpleNamespace(
-        training=SimpleNamespace(local_batch_size=4, seq_len=16), grpo=grpo, rollout=ROLLOUT
+        training=SimpleNamespace(local_batch_size=4, seq_len=16),
+        parallelism=SimpleNamespace(pipeline_parallel_degree=1),
+        grpo=grpo,
+        rollout=ROLLOUT,
     )
     batch = plan(GROUPS, 2, batch_options(job, TokenCost()))
     weights = torch.tensor(POLICY, requires_grad=True)
