@@ -227,8 +227,8 @@ class SharedImage:
         made: Made = _nothing,
     ) -> "SharedImage":
         """Allocate a zeroed image, or of its ``nbytes`` only these ``extents``: the rest has no
-        memory. ``label`` is what /proc shows; ``made`` hears how far it is, on this thread. Raises
-        ConfigError if the memory is not there.
+        memory. ``label`` is what /proc shows; ``made`` gets the bytes so far, on this thread.
+        Raises ConfigError if the memory is not there.
 
         The pages are reserved at once: without that a full machine shows as a SIGBUS in the middle
         of a step.

@@ -75,7 +75,7 @@ class Pipe:
         value, error = None, None
         try:
             value = work()
-        except Exception as raised:  # noqa: BLE001 - top of a thread: who asked must not wait for ever
+        except Exception as raised:  # noqa: BLE001 - top of a thread: `ask` must not hang
             kind = next((kind for kind in CROSSING if isinstance(raised, kind)), ProtocolError)
             error = kind(str(raised) if isinstance(raised, TitanGrpoError) else repr(raised))
         self.post("answered", number, value, error)

@@ -87,7 +87,7 @@ class Reporting:
     lane alone."""
 
     def __init__(self, pipe: Pipe, keep: Callable[[str], object] | None) -> None:
-        """``keep`` is called before rank 0 hears that a server holds a version: it says when the
+        """``keep`` is called before rank 0 knows that a server holds a version: it says when the
         server may go on. None: it always may."""
         self._pipe, self._keep = pipe, keep
         self.lanes: dict[str, ServerLane] = {}
@@ -208,7 +208,7 @@ class Main:
         lane.start()
 
     def stop_lane(self, url: str) -> None:
-        """A server leaves. Rank 0 hears of the lane's end."""
+        """A server leaves. The lane's end is posted to rank 0."""
         self._reports.lanes[url].stop()
 
     def abort_lane(self, url: str) -> None:
