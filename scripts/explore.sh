@@ -5,5 +5,7 @@
 #   scripts/explore.sh [--ranks 2] [--servers 2] [--versions 3] [--faults 1] [--streamed] [--no-bugs] [--json PATH] [--help]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# See scripts/test.sh.
+unset PYTHONDONTWRITEBYTECODE
 scripts/setup.sh --only trainer >&2
 exec .venv/bin/python -m tests.model_check "$@"

@@ -7,6 +7,8 @@
 #                         [--torchtitan 0.2|0.3] [--help]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# See scripts/test.sh.
+unset PYTHONDONTWRITEBYTECODE
 engine=vllm torchtitan=0.2 previous="" arguments=()
 # vLLM sends no routes on a CPU.
 case " $* " in *" --router-replay "*) engine=sglang ;; esac

@@ -5,5 +5,7 @@
 #   scripts/soak.sh [--versions 1000] [--seconds-per-version S] [--fault-every N] [--seed N] [--json PATH] [--help]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# See scripts/test.sh.
+unset PYTHONDONTWRITEBYTECODE
 scripts/setup.sh --only trainer >&2
 exec .venv/bin/python -m tests.soak "$@"

@@ -7,6 +7,9 @@
 #   --long   those tests too that take longest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# Where it is set (some containers do), Python keeps no compiled code, and set-up leaves compiling to the first import: then each
+# process compiles torch (import: 4.3 s of a core, else 1.8) or vLLM (27 s, else 11) again.
+unset PYTHONDONTWRITEBYTECODE
 
 case "${1:-}" in -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 

@@ -9,6 +9,8 @@
 #   scripts/verify_grpo_2gpu.sh --faults all|NAMES [--list] [--engine vllm|sglang] [--deadline S] [--json PATH] [--out DIR]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# See scripts/test.sh.
+unset PYTHONDONTWRITEBYTECODE
 torchtitan=0.2 previous="" arguments=()
 for argument in "$@"; do
     case "$argument" in --torchtitan=*) torchtitan="${argument#--torchtitan=}" previous=""; continue ;; esac
