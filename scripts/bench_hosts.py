@@ -17,7 +17,10 @@ received beyond its usual bytes, over the image.
 
 With ``--engine`` the servers are real ones, which start with other weights (several names take
 turns), and ``difference`` is the largest one, in nats, of a log-probability to transformers in
-float32 on the version's weights; ``moved`` is what the last version changed there.
+float32 on the version's weights; ``moved`` is the least that a version changed there. ``own`` is
+the difference of an engine that was started on the last version's files, in the same run: what the
+engine's arithmetic does at this shape. A ``difference`` beyond SPARE times as much fails the run,
+and so does a ``moved`` within it, by which a wrong version could not be told.
 
 ``--step-s`` publishes a version that often instead, whether servers have the one before or not;
 ``lag`` is how many versions the slowest server is behind then. ``--delta`` and ``--changed`` show
@@ -44,16 +47,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from tests.conformance.crowd import prompt
-from tests.conformance.engine import MAX_DIFFERENCE, furthest
-from tests.conformance.reference import Reference
 from tests.faults.netns import Host, Hosts, NotAllowed
+from tests.rigs.scores import Scores
 from tests.rigs.server_handle import served
 from titan_grpo.commands.processes import stop_on_sigterm
 from titan_grpo.config import WeightSync
@@ -82,7 +83,8 @@ SERVER_PORT = 8000
 WAIT_S = 500.0
 START_S = 1200.0
 CALL_S = 60.0
-PROMPTS = 4
+SPARE = 1.5
+"""Versions before the last one have other weights, and their arithmetic errs a little otherwise."""
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -166,31 +168,6 @@ class Weights(torch.nn.Module):
         return content_digest({n: tensor_digest(t) for n, t in self.wire().items()})
 
 
-class Scores:
-    """What the model in ``folder`` gives to some prompts, by transformers in float32, and how far
-    from it servers are."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder, self._last = Path(folder), list[list[float]]()
-
-    def difference(self, whole: Weights, urls: Sequence[str], engines: Sequence[str]) -> Any:
-        """In nats: of servers and these weights, and of these weights and those before."""
-        save_file(whole.wire(), self._folder / "model.safetensors", metadata={"format": "pt"})
-        reference = Reference(self._folder)
-        asked = [prompt(seed) for seed in range(PROMPTS)]
-        now = [reference.logprobs(ids) for ids in asked]
-        apart = []
-        for url, engine in zip(urls, engines, strict=True):
-            with SyncDriver(url) as driver:
-                speak = dialect(engine)
-                for ids, right in zip(asked, now, strict=True):
-                    scores = driver.run(speak.score(ids, CALL_S, str(whole._version)))
-                    apart.append(furthest(scores, right))
-        moved = max(map(furthest, now, self._last), default=0.0)
-        self._last = now
-        return {"difference": max(apart), "moved": moved}
-
-
 def rank_main(options: dict[str, Any]) -> None:
     """One rank. Rank 0 prints a line of JSON for each version, when all servers hold it."""
     torch.set_num_threads(1)
@@ -239,7 +216,7 @@ class Lead:
         self, options: dict[str, Any], config: WeightSync, sync: TrainerSync, whole: Weights
     ) -> None:
         assert sync.pool is not None
-        self._o, self._whole, self._scores = options, whole, Scores(options["model"])
+        self._o, self._whole, self._scores = options, whole, Scores(Path(options["model"]))
         urls = self._urls = options["urls"]
         engine = dict(zip(urls, options["engines"], strict=True))
         killer = Killer(sync.plan.manifest.total_bytes // config.bucket_bytes // 3)
@@ -290,8 +267,7 @@ class Lead:
             return figures | {"digests_equal": equal}
         engines = dict(zip(self._urls, self._o["engines"], strict=True))
         asked = [engines[url] for url in holding]
-        apart = self._scores.difference(self._whole, holding, asked)
-        return figures | apart | {"digests_equal": apart["difference"] <= MAX_DIFFERENCE}
+        return figures | self._scores.of_version(version, self._whole.wire(), holding, asked)
 
     def close(self) -> None:
         """End the lanes."""
@@ -341,7 +317,9 @@ def started(
     return process
 
 
-def serving(stack: ExitStack, host: Host, port: int, engine: str, folder: Path) -> Any:
+def serving(
+    stack: ExitStack, host: Host, port: int, engine: str, folder: Path, model: str = "start"
+) -> Any:
     """A server on that host. One without an engine says a line when it listens."""
     if not engine:
         args = ["-m", "tests.rigs.server_process", "--host", host.address, "--port", str(port)]
@@ -349,7 +327,7 @@ def serving(stack: ExitStack, host: Host, port: int, engine: str, folder: Path) 
     python = str(ROOT / f".venv-{engine}" / "bin" / "python")
     log = folder / f"{host.address}-{port}.log"
     spec = ServerSpec(
-        python, str(folder / "start"), str(log), engine, port, host.address, max_num_seqs=8
+        python, str(folder / model), str(log), engine, port, host.address, max_num_seqs=8
     )
     with log.open("ab") as output:
         return started(stack, host, command(spec), output, **environment({}, spec))
@@ -433,7 +411,33 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
         links.append([(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, now, strict=True)])
         before = now
     reader = hosts.index(servers[killed["reader"]][0]) if killed else None
-    return figures_of(options, rows, links, killed, reader, image_bytes(options, folder))
+    figures = figures_of(options, rows, links, killed, reader, image_bytes(options, folder))
+    if options.engine:
+        for server in running.values():
+            server.kill()
+            server.wait()  # no deadline: after a kill
+        kinds = sorted(set(options.engine))
+        figures |= judged(figures, {e: own(stack, hosts[count], e, folder) for e in kinds})
+    return figures
+
+
+def own(stack: ExitStack, host: Host, engine: str, folder: str) -> float:
+    """How far, in nats, an engine is from float32 that has read the last version from files."""
+    port = SERVER_PORT - 1
+    server = serving(stack, host, port, engine, Path(folder), "model")
+    url = f"http://{host.address}:{port}"
+    wait_ready(url, engine, server, folder)
+    apart = Scores(Path(folder) / "model").of_files(url, engine)
+    server.kill()
+    server.wait()  # no deadline: after a kill
+    return apart
+
+
+def judged(figures: dict[str, Any], own: dict[str, float]) -> dict[str, Any]:
+    """``digests_equal`` of real engines: the log-probabilities say it."""
+    bound = SPARE * max(own.values())
+    equal = figures["difference"] <= bound < figures["moved"]
+    return {"own": own, "digests_equal": equal}
 
 
 def image_bytes(options: argparse.Namespace, folder: str) -> int:

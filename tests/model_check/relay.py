@@ -37,11 +37,12 @@ class Server(NamedTuple):
 
 
 class World(NamedTuple):
-    """``nodes`` and ``turns``: the table. ``sent``: versions of which the trainer sent the first
-    block while they were the newest, each as often as that."""
+    """``nodes``, ``readers`` and ``turns``: the table. ``sent``: versions of which the trainer sent
+    the first block while they were the newest, each as often as that."""
 
     nodes: tuple[tuple[str, r.Node], ...]
     servers: tuple[tuple[str, Server], ...]
+    readers: tuple[tuple[str, str], ...] = ()
     turns: int = 0
     newest: int = 0
     sent: tuple[int, ...] = ()
@@ -66,15 +67,19 @@ class Rules:
 Move = tuple[str, World]
 
 
+def _table(w: World) -> r.Relays:
+    return r.Relays(dict(w.nodes), dict(w.readers), w.turns)
+
+
 class _Model:
     def __init__(self, rules: Rules, versions: int) -> None:
         self._rules, self._versions = rules, versions
 
     def table(self, w: World, event: r.Event) -> tuple[World, tuple[str, ...]]:
-        table, actions = self._rules.step(r.Relays(dict(w.nodes), w.turns), event)
-        nodes = tuple(sorted(table.nodes.items()))
+        table, actions = self._rules.step(_table(w), event)
+        nodes, readers = (tuple(sorted(x.items())) for x in (table.nodes, table.readers))
         read = tuple(url for action in actions for url in action.urls)
-        return w._replace(nodes=nodes, turns=table.turns), read
+        return w._replace(nodes=nodes, readers=readers, turns=table.turns), read
 
     def moves(self, w: World) -> Iterator[Move]:
         if w.newest < self._versions:
@@ -175,8 +180,10 @@ def _check_parent(url: str, parent: str, w: World, before: dict[str, r.Node]) ->
     nodes = dict(w.nodes)
     if nodes[parent].turn >= nodes[url].turn or nodes[parent].version != nodes[url].version:
         raise Violation(f"{url} reads from {parent}, which may wait for it: {nodes}")
-    readers = sum(n.reading and n.parent == parent for n in nodes.values())
-    if readers > r.DEGREE:
+    table = _table(w)
+    reading = [n for n in nodes.values() if n.reading and table.above(n) is not None]
+    readers = sum(n.parent == parent for n in reading)
+    if readers > 1:
         raise Violation(f"{parent} serves {readers} others at once")
     if before[parent].leaf_until >= (nodes[url].version or 0):
         raise Violation(f"{url} reads from {parent}, from which another one could not read")

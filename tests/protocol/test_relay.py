@@ -1,5 +1,7 @@
 """Who reads from whom: the table of servers that read versions from each other."""
 
+import random
+
 import pytest
 
 from titan_grpo.errors import ProtocolError
@@ -114,3 +116,33 @@ def test_an_event_of_a_server_that_has_not_come_is_an_error() -> None:
     table = Table(a="1")
     with pytest.raises(ProtocolError, match="not about what the server reads"):
         table.do(Answered("a", 1, True))
+
+
+def readers(table: Relays) -> dict[str, str]:
+    """Of each host, the server on another one that reads from it: looked through anew."""
+    out: dict[str, str] = {}
+    for url, node in table.nodes.items():
+        above = table.above(node)
+        if node.reading and above is not None and above.host != node.host:
+            assert above.host not in out, "a host sends to two others"
+            out[above.host] = url
+    return out
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_reader_of_each_host_is_known_whatever_comes(seed: int) -> None:
+    draw, table = random.Random(seed), Table()
+    for _ in range(300):
+        url, now = draw.choice("abcdef"), table.now
+        node = now.nodes.get(url)
+        if node is None or draw.random() < 0.1:
+            table.do(Came(url, draw.choice("123"), "", draw.random() < 0.9))
+        elif draw.random() < 0.1:
+            table.do(Gone(url))
+        elif node.reading and draw.random() < 0.7:
+            lost = tuple(draw.sample("abcdef", draw.choice((0, 0, 1))))
+            rate, ok = draw.choice((1.0, 1.0, 3.0)), draw.random() < 0.9
+            table.do(Answered(url, node.version or 0, ok, rate, lost))
+        else:
+            table.asks(url, max(node.version or 0, draw.randrange(4)))
+        assert table.now.readers == readers(table.now)

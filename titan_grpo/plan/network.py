@@ -101,10 +101,14 @@ class Network:
         rate = np.minimum(bound, share)
         self._rate[active] = rate
         behind = np.flatnonzero(relayed & self._active[parent])
+        above, me = parent[behind], active[behind]
+        pace = self._left[me] / (self._left[above] + self._s.hop_bytes)
+        before = self._rate[me]
         for _ in range(DEPTH if behind.size else 0):
-            above, me = parent[behind], active[behind]
-            pace = self._left[me] / (self._left[above] + self._s.hop_bytes)
-            self._rate[me] = np.minimum(bound[behind], self._rate[above] * pace)
+            self._rate[me] = rate = np.minimum(bound[behind], self._rate[above] * pace)
+            if np.array_equal(rate, before):
+                break
+            before = rate
         rate = self._rate[active]
         others = bound <= share
         by_slow = int(np.count_nonzero(others & (slow < 1)))

@@ -7,7 +7,7 @@ table.
     Answered --> the server has the version, or has not; whom it turned away from is a leaf then
 
 Rules: a server reads from one that asked before it, so no two wait for each other; a host sends to
-DEGREE readers on other hosts, since a second one would halve the rate of both; at most DEPTH
+one reader on another host at a time, since a second one would halve the rate of both; at most DEPTH
 servers are behind each other; slow ones, and those that accept no connections, are leaves. What is
 stale here costs time and nothing else: each block is judged by the trainer's digest."""
 
@@ -16,9 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titan_grpo.errors import ProtocolError
-
-DEGREE = 1
-"""Readers on other hosts that one host serves at a time."""
 
 DEPTH = 16
 """Most servers behind each other: each one adds the time of a few blocks."""
@@ -33,9 +30,9 @@ LEAF_VERSIONS = 10
 @dataclass(frozen=True, slots=True)
 class Node:
     """A server. ``version``: what it has, or reads now (``reading``); ``turn``: of its last
-    question, in their order; ``parent``: whom it reads from, empty for the trainer; ``depth``:
-    servers between the trainer and the end of this one. ``rate``: bytes per second of its last
-    version."""
+    question, in their order; ``parent``: whom it was told to read from, empty for the trainer (see
+    Relays.above); ``depth``: servers between the trainer and the end of this one. ``rate``: bytes
+    per second of its last version."""
 
     host: str
     zone: str = ""
@@ -52,18 +49,25 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Relays:
-    """All servers of a run that are connected."""
+    """All servers of a run that are connected. ``readers``: of each host that sends to another one
+    now, the server there."""
 
     nodes: Mapping[str, Node] = field(default_factory=dict)
+    readers: Mapping[str, str] = field(default_factory=dict)
     turns: int = 0
 
+    def above(self, node: Node) -> Node | None:
+        """The parent, unless it has asked for another version since, came anew, or is gone."""
+        above = self.nodes.get(node.parent)
+        if above is None or above.version != node.version or above.turn >= node.turn:
+            return None
+        return above
+
     def ancestors(self, url: str) -> tuple[str, ...]:
-        """Whom a server reads from: its parent, and that one's, if it has the same version."""
+        """Whom a server reads from: its parent, and that one's, if they have the same version."""
         node = self.nodes[url]
         out: list[str] = []
-        while len(out) < 2 and (above := self.nodes.get(node.parent)) is not None:
-            if above.version != self.nodes[url].version or above.turn >= node.turn:
-                break
+        while len(out) < 2 and (above := self.above(node)) is not None:
             out.append(node.parent)
             node = above
         return tuple(out)
@@ -120,75 +124,84 @@ Event = Came | Gone | Asked | Answered
 Outcome = tuple[Relays, tuple[Read, ...]]
 
 
-def _orphaned(nodes: Mapping[str, Node], url: str) -> dict[str, Node]:
-    """``url`` has no reader any more."""
-    return {**nodes, **{u: replace(n, parent="") for u, n in nodes.items() if n.parent == url}}
+def _quiet(t: Relays, url: str) -> Relays:
+    """``url`` reads no more, and what it had it has no more: nobody reads from it."""
+    node = t.nodes.get(url)
+    if node is None:
+        return t
+    t = _read_no_more(t, url)
+    reader = t.readers.get(node.host)
+    return _read_no_more(t, reader) if reader and t.nodes[reader].parent == url else t
+
+
+def _read_no_more(t: Relays, url: str) -> Relays:
+    above = t.above(t.nodes[url])
+    if above is None or t.readers.get(above.host) != url:
+        return t
+    readers = dict(t.readers)
+    del readers[above.host]
+    return replace(t, readers=readers)
 
 
 def _came(t: Relays, e: Came) -> Outcome:
-    nodes = _orphaned(t.nodes, e.url)
-    nodes[e.url] = Node(e.host, e.zone, e.serves)
-    return replace(t, nodes=nodes), ()
+    t = _quiet(t, e.url)
+    return replace(t, nodes={**t.nodes, e.url: Node(e.host, e.zone, e.serves)}), ()
 
 
 def _gone(t: Relays, e: Gone) -> Outcome:
-    nodes = _orphaned(t.nodes, e.url)
+    nodes = dict((t := _quiet(t, e.url)).nodes)
     nodes.pop(e.url, None)
     return replace(t, nodes=nodes), ()
 
 
 def _asked(t: Relays, e: Asked) -> Outcome:
-    nodes = _orphaned(t.nodes, e.url)
-    node = replace(nodes[e.url], version=e.version, turn=t.turns + 1, parent="", reading=False)
-    nodes[e.url] = node
-    parent = _parent(nodes, e.url)
-    depth = nodes[parent].depth + 1 if parent else 1
-    nodes[e.url] = replace(node, parent=parent, depth=depth, reading=True)
-    after = Relays(nodes, t.turns + 1)
+    t, turn = _quiet(t, e.url), t.turns + 1
+    readers, node = t.readers, t.nodes[e.url]
+    depth, name = 1, _parent(t, e.url, e.version)
+    if name:
+        parent = t.nodes[name]
+        depth = parent.depth + 1
+        if parent.host != node.host:
+            readers = {**readers, parent.host: e.url}
+    me = replace(node, version=e.version, turn=turn, parent=name, reading=True, depth=depth)
+    after = Relays({**t.nodes, e.url: me}, readers, turn)
     return after, (Read(after.ancestors(e.url)),)
 
 
-def _parent(nodes: Mapping[str, Node], url: str) -> str:
+def _parent(t: Relays, url: str, version: int) -> str:
     """The best server to read from; empty: the trainer. Same host, same zone, least depth, rate."""
-    me = nodes[url]
-    version, host = me.version, me.host
-    count: dict[str, int] = {}
-    for n in nodes.values():
-        if n.reading and n.parent and (above := nodes[n.parent].host) != n.host:
-            count[above] = count.get(above, 0) + 1
-    busy = {above for above, readers in count.items() if readers >= DEGREE and above != host}
+    host, zone, busy = t.nodes[url].host, t.nodes[url].zone, t.readers
     # what leaves most of them out comes first: a thousand servers are looked through here
     free = [
-        (n.host != host, n.zone != me.zone, n.depth, -n.rate, u)
-        for u, n in nodes.items()
+        (n.host != host, n.zone != zone, n.depth, -n.rate, u)
+        for u, n in t.nodes.items()
         if n.version == version
-        and n.host not in busy
+        and (n.host not in busy or n.host == host)
         and n.depth < DEPTH
         and u != url
         and n.serves
         and not n.slow
-        and n.leaf_until < (version or 0)
+        and n.leaf_until < version
     ]
     return min(free)[-1] if free else ""
 
 
 def _answered(t: Relays, e: Answered) -> Outcome:
-    nodes = dict(t.nodes)
-    node = nodes[e.url]
+    node = t.nodes[e.url]
     if not node.reading or node.version != e.version:
         raise ProtocolError(f"event {e!r} is not about what the server reads: {node!r}")
+    above = t.above(node)
     if not e.ok:
-        nodes = _orphaned(nodes, e.url)
-        nodes[e.url] = replace(node, version=None, reading=False, parent="")
+        t, now = _quiet(t, e.url), replace(node, version=None, reading=False, parent="")
     else:
-        above = nodes.get(node.parent)
         # behind a slow one everybody is slow: only what is slower than its parent is to blame
         if above is not None:
             wanted = above.rate
         else:
-            wanted = max((n.rate for u, n in nodes.items() if u != e.url), default=0.0)
+            wanted = max((n.rate for u, n in t.nodes.items() if u != e.url), default=0.0)
         slow = e.rate * SLOW < wanted
-        nodes[e.url] = replace(node, reading=False, rate=e.rate, slow=slow)
+        t, now = _read_no_more(t, e.url), replace(node, reading=False, rate=e.rate, slow=slow)
+    nodes = {**t.nodes, e.url: now}
     for url in e.lost:
         # who went on to a newer version, or came anew, is not to blame
         if url in nodes and nodes[url].version == e.version:

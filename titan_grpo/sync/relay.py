@@ -103,7 +103,7 @@ class Relay:
         server first. None if there is none."""
         with self._lock:
             nodes = self._table.nodes
-            reading = {u: n.parent for u, n in nodes.items() if n.reading and n.parent}
+            reading = {u: n.parent for u, n in nodes.items() if n.reading and self._table.above(n)}
             both = [(p, u) for u, p in reading.items() if nodes[p].reading]
             return min(both, key=lambda pair: pair[0] not in reading, default=None)
 
