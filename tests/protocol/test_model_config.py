@@ -40,6 +40,10 @@ def test_the_same_model_in_another_form_does_not_differ(other) -> None:
         ({**QWEN, "rope_theta": 10000}, "rope.rope_theta 10000 (the trainer: 1000000)"),
         ({**QWEN, "rope_scaling": YARN}, "rope.rope_type 'yarn' (the trainer: 'default')"),
         ({**QWEN, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope.rope_type 'linear'"),
+        (
+            {**QWEN, "rope_scaling": {"type": "default", "rope_type": "yarn"}},
+            "rope.rope_type 'yarn'",
+        ),
         ({**QWEN, "rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 (the trainer: 1e-06)"),
         ({**QWEN, "num_attention_heads": 8}, "num_attention_heads 8"),
         ({**QWEN, "sliding_window": 4096, "use_sliding_window": True}, "sliding_window 4096"),

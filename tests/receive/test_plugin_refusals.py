@@ -15,7 +15,14 @@ from titan_grpo.titan.tiny import KINDS, write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-VLLM = """
+ROPE = """
+ROPE = {"rope_type": "yarn", "rope_theta": 7.0, "factor": 4.0,
+        "original_max_position_embeddings": 256}
+"""
+
+VLLM = (
+    ROPE
+    + """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
 from titan_grpo.layout.manifest import Manifest
@@ -52,6 +59,7 @@ print(json.dumps({
     "draft": problem(speculative_config={"method": "draft_model", "model": sys.argv[1], **tokens}),
     "eplb": problem({"enable_eplb": True}),
     "pipeline": problem({"pipeline_parallel_size": 2}),
+    "replicas": problem(data_parallel_size=2),
     "hosts": problem({"nnodes": 2}),
     "ray": problem({"distributed_executor_backend": "ray"}),
     "own processes": problem({"distributed_executor_backend": "mp"}),
@@ -62,14 +70,14 @@ print(json.dumps({
     "adapters, low rank": adapters(enable_lora=True, max_lora_rank=8),
     "adapters, no lora": adapters(),
     "fields": {model: fields(model) for model in sys.argv[1:]},
-    "theta": fields(
-        sys.argv[1],
-        hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
-    ),
+    "other rope": fields(sys.argv[1], hf_overrides={"rope_parameters": ROPE}),
 }))
 """
+)
 
-SGLANG = """
+SGLANG = (
+    ROPE
+    + """
 import json, sys
 import torch
 from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors, schemes
@@ -93,8 +101,8 @@ def quantised(method, scheme=None):
 name = "base_model.model.m.q_proj.lora_A.weight"
 adapters = Manifest.build([(name, "bfloat16", (16, 4))], 4096)
 
-def fields(model):
-    config = ModelConfig.from_server_args(ServerArgs(model))
+def fields(model, **options):
+    config = ModelConfig.from_server_args(ServerArgs(model, **options))
     return essential(config.hf_text_config.to_dict())
 
 moe = compressed_tensors.CompressedTensorsFusedMoEMethod
@@ -105,15 +113,20 @@ print(json.dumps({
     "placed": problem(init_expert_location="placement.json"),
     "draft": problem(speculative_algorithm="EAGLE"),
     "adapters": SglangModel.__new__(SglangModel).refuses(adapters),
+    "replicas": problem(dp_size=2),
     "hosts": problem(nnodes=2, dist_init_addr="127.0.0.1:1"),
     "pipeline": problem(pp_size=2),
     "fields": {model: fields(model) for model in sys.argv[1:]},
+    "other rope": fields(
+        sys.argv[1], json_model_override_args=json.dumps({"rope_parameters": ROPE})
+    ),
     "unquantised": quantised(UnquantizedLinearMethod),
     "restores": quantised(moe, schemes.CompressedTensorsWNA16MoE),
     "packs": quantised(Fp8LinearMethod),
     "scheme packs": quantised(moe, schemes.CompressedTensorsW8A8Fp8MoE),
 }))
 """
+)
 
 
 def answers(python: str, code: str, folder: Path, **env: str) -> dict[str, Any]:
@@ -129,8 +142,14 @@ def answers(python: str, code: str, folder: Path, **env: str) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
+    trainers = {
+        model: essential(json.loads((Path(model) / "config.json").read_text())) for model in models
+    }
+    rope = difference(trainers[models[0]], found.pop("other rope"))
+    assert "rope.rope_theta 7.0" in rope
+    assert "rope.rope_type 'yarn' (the trainer: 'default')" in rope
     for model, fields in found.pop("fields").items():
-        own = essential(json.loads((Path(model) / "config.json").read_text()))
+        own = trainers[model]
         assert difference(own, fields) == "", model
         assert {"model_type", "rms_norm_eps", "rope.rope_theta", "rope.rope_type"} <= fields.keys()
     return found
@@ -140,13 +159,13 @@ def test_vllm_refuses_load_balanced_experts_and_draft_weights_and_nothing_else(
     vllm_python: str, tmp_path: Path
 ) -> None:
     found = answers(vllm_python, VLLM, tmp_path, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
-    assert found.pop("theta")["rope.rope_theta"] == 7.0
     fine = [name for name, problem in found.items() if not problem]
     assert fine == ["plain", "ngram", "own processes", "online", "adapters"]
     assert "start it with --max-lora-rank 16" in found["adapters, low rank"]
     assert "start it with --enable-lora --max-lora-rank 16" in found["adapters, no lora"]
     assert "awq cannot be made anew from whole weights" in found["awq"]
     assert "fp8_per_tensor cannot be made anew on a CPU" in found["online, cpu"]
+    assert "start one server per replica" in found["replicas"]
     for name in ("pipeline", "hosts", "ray"):
         assert "tensor parallelism on one host" in found[name]
     assert "--enable-eplb" in found["eplb"]
@@ -161,6 +180,7 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
     fine = [name for name, problem in found.items() if not problem]
     assert fine == ["plain", "unquantised", "restores"]
     assert 'send merged weights (lora.sync = "merged")' in found["adapters"]
+    assert "start one server per replica" in found["replicas"]
     for name in ("pipeline", "hosts"):
         assert "tensor parallelism on one host" in found[name]
     for name in ("eplb", "redundant", "placed"):

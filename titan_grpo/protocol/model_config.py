@@ -41,9 +41,10 @@ def essential(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("use_sliding_window", True) and config.get("sliding_window") is not None:
         out["sliding_window"] = config["sliding_window"]
     # transformers 5 has both in rope_parameters; older ones have the base beside rope_scaling.
-    rope = {"rope_theta": config.get("rope_theta"), "rope_type": "default"}
-    rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope["rope_type"] = rope.pop("type", rope["rope_type"])
+    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    # The older name of the type: where an engine's copy has both, rope_type is what it computes.
+    kind = given.pop("type", "default")
+    rope = {"rope_theta": config.get("rope_theta"), "rope_type": kind} | given
     if rope["rope_theta"] is not None:
         out |= {f"{ROPE}.{name}": value for name, value in rope.items() if value is not None}
     return out
