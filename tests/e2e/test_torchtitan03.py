@@ -112,7 +112,7 @@ def test_what_has_no_counterpart_or_was_never_run_is_refused_by_its_name(ask):
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.jobconfig import parse
 said = []
-for option in ("--compile.enable", "--parallelism.expert_tensor_parallel_degree=2",
+for option in ("--parallelism.expert_tensor_parallel_degree=2",
                "--parallelism.enable_async_tensor_parallel", "--grpo.ptx_mixin_batchsize=32",
                "--activation_checkpoint.mode=memory_budget"):
     try:
@@ -124,7 +124,6 @@ print(json.dumps(said))
 """.replace("RECIPE", repr(str(Path("titan_grpo/titan/recipes/quickstart_cpu.toml").resolve())))
     )
     keys = (
-        "compile.enable",
         "parallelism.expert_tensor_parallel_degree",
         "parallelism.enable_async_tensor_parallel",
         "grpo.ptx_mixin_batchsize",

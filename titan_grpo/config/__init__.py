@@ -1,11 +1,10 @@
-"""Every knob of titan_grpo, validated. torchtitan merges these sections into its own JobConfig.
+"""Every knob of titan_grpo, validated. ``titan.merge`` adds these sections to torchtitan's.
 
-A job names this module with ``[job] custom_config_module = "titan_grpo.config"``; torchtitan then
+A job names this module with ``[job] custom_config_module = "titan_grpo.config"``; the merge then
 finds ``JobConfig`` here and adds the sections ``[grpo]``, ``[rollout]``, ``[weight_sync]``,
 ``[lora]``, ``[alerts]``, ``[dashboards]`` and ``[[evaluation]]`` to TOML and command line.
 
-No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as
-objects.
+No ``from __future__ import annotations`` in this file: the merge reads field types as objects.
 """
 
 from collections.abc import Iterator
@@ -158,8 +157,8 @@ class WeightSync:
 
 @dataclass
 class JobConfig:
-    """What torchtitan's ConfigManager merges into its own JobConfig; the name is torchtitan's
-    rule."""
+    """What is merged into torchtitan's JobConfig; torchtitan gave modules like this one the
+    name."""
 
     grpo: GRPO = field(default_factory=GRPO)
     rollout: Rollout = field(default_factory=Rollout)

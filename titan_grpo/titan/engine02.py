@@ -6,8 +6,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
@@ -17,6 +15,7 @@ from torchtitan.train import Trainer
 from titan_grpo.patches import torchtitan_pipeline_metrics
 from titan_grpo.titan import compat, flavors, lora
 from titan_grpo.titan.pipeline import Activations, Pipeline
+from titan_grpo.titan.reference import load_files
 
 logger = logging.getLogger(__name__)
 
@@ -121,14 +120,5 @@ class Engine(Trainer):
                 spec.parallelize_fn,
                 None,
             )
-        for part in parts:
-            part.to_empty(device=self.device.type)
-            with torch.no_grad():
-                part.init_weights(buffer_device=None)
-        compat.after_parallelize(parts)
-        adapter = spec.state_dict_adapter(self.model_args, path)
-        wrapper = ModelWrapper(parts)
-        hf_state = adapter.to_hf(wrapper.state_dict())
-        dcp.load(hf_state, storage_reader=adapter.get_hf_storage_reader(path, False))
-        wrapper.load_state_dict(adapter.from_hf(hf_state))
+        load_files(parts, spec.state_dict_adapter(self.model_args, path), path, self.device.type)
         return self._pipeline(schedule, parts) or parts[0]

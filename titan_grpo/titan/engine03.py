@@ -14,9 +14,7 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
-import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -41,6 +39,7 @@ from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
 
 from titan_grpo.titan import compat, flavors, lora, models03, sections
+from titan_grpo.titan.reference import load_files
 
 logger = logging.getLogger(__name__)
 
@@ -223,15 +222,7 @@ class Engine(Trainer):
             ac_config=c.activation_checkpoint,
             dump_folder=c.dump_folder,
         )
-        model.to_empty(device=self.device.type)
-        with torch.no_grad():
-            model.init_weights(buffer_device=None)  # type: ignore[operator]
-        compat.after_parallelize([model])
-        adapter = self._adapter(self.model_args, path)
-        wrapper = ModelWrapper(model)
-        hf_state = adapter.to_hf(wrapper.state_dict())
-        dcp.load(hf_state, storage_reader=adapter.get_hf_storage_reader(path, False))
-        wrapper.load_state_dict(adapter.from_hf(hf_state))
+        load_files([model], self._adapter(self.model_args, path), path, self.device.type)
         return model
 
 

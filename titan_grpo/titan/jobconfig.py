@@ -28,7 +28,7 @@ from titan_grpo.protocol.model_config import essential
 from titan_grpo.rollout.chat import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import files_of
 from titan_grpo.runkey import find_run_key
-from titan_grpo.titan import compat, flavors, named, rules
+from titan_grpo.titan import compat, flavors, merge, named, rules
 from titan_grpo.titan.server_urls import known_servers
 
 CONFIG_MODULE = "titan_grpo.config"
@@ -128,7 +128,7 @@ def load_toml(argv: Sequence[str]) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
         if text.startswith("\ufeff"):
-            # torchtitan reads the file once more, and would stop at it with a traceback.
+            # tomllib would call the first line invalid, in which an editor shows no mistake.
             raise ConfigError(
                 f"job.config_file must be TOML without a byte-order mark, {path!r} starts with one:"
                 ' save it as "UTF-8", not as "UTF-8 with BOM"'
@@ -166,9 +166,9 @@ def _refuse(broken: list[str]) -> None:
 
 def _merge(args: list[str], table: dict[str, Any]) -> Any:
     """torchtitan's and our sections with the values of the file and the arguments."""
-    manager = compat.upstream("models").config_manager()
+    sections = compat.upstream("models").torchtitan_sections()
     try:
-        merged = manager._maybe_add_custom_config(args, table)
+        merged = merge.with_custom(sections, merge.custom_module(args, table))
     except (Exception, SystemExit) as error:  # the boundary to the user's module
         raise ConfigError(
             "job.custom_config_module must be an importable module with a dataclass JobConfig:"
@@ -180,13 +180,13 @@ def _merge(args: list[str], table: dict[str, Any]) -> Any:
             f"job.custom_config_module must keep the sections of {CONFIG_MODULE} (subclass its"
             " JobConfig), got one without " + ", ".join(sorted(missing))
         )
-    # Types come before torchtitan's own reading, which takes any type and stops with a traceback at
-    # an unknown key.
+    # Before the values are filled in, which takes any type and stops with a traceback at an unknown
+    # key.
     _refuse(mismatches(merged, table))
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
-            return manager.parse_args(args)
+            return merge.with_arguments(merged, args, table)
     except SystemExit as stop:
         if not stop.code:
             raise

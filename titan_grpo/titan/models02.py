@@ -16,11 +16,12 @@ TOKENS = 2
 """Dimension of tokens in what attention gets: [rows, heads, tokens, dim]."""
 
 
-def config_manager() -> Any:
-    """What merges the sections of a TOML file with ours and with arguments."""
-    from torchtitan.config import ConfigManager
+def torchtitan_sections() -> type:
+    """The dataclass of the sections that a job's file has beside ours."""
+    from torchtitan.config import JobConfig
 
-    return ConfigManager()
+    kind: type = JobConfig
+    return kind
 
 
 def attention() -> type:

@@ -1,12 +1,12 @@
 """torchtitan 0.3: the configuration and the models, behind the calls that ``models02`` has too.
 
-0.3 reads no TOML, so a job's file is read here, with the sections of 0.2.2 (titan/sections.py), and
+0.3 has no sections of its own: a job is written in those of 0.2.2 (titan/sections.py), and
 ``engine03`` translates them. Models are 0.3's own, with plain causal attention.
 """
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from operator import attrgetter
 from types import SimpleNamespace
@@ -30,79 +30,11 @@ FUSED = ".qkv_linear.wqkv."
 """In the names of fused projections, which neither checkpoints nor adapters know."""
 
 
-class ConfigManager:
-    """Merges the sections of a TOML file with ours and with arguments, as 0.2.2's class of this
-    name did."""
+def torchtitan_sections() -> type:
+    """The dataclass of the sections that a job's file has beside ours."""
+    from titan_grpo.titan.sections import JobConfig
 
-    def _maybe_add_custom_config(self, args: list[str], table: Mapping[str, Any]) -> type:
-        """The merged dataclass of torchtitan's sections and those of job.custom_config_module."""
-        from titan_grpo.titan.sections import JobConfig
-
-        given = str(table.get("job", {}).get("custom_config_module", ""))
-        for position, arg in enumerate(args):
-            key, equals, value = arg.partition("=")
-            if key.replace("-", "_") == "__job.custom_config_module":
-                given = value if equals else args[position + 1]
-        return merged(JobConfig, importlib.import_module(given).JobConfig) if given else JobConfig
-
-    def parse_args(self, args: list[str]) -> Any:
-        """Argument beats TOML beats default. Raises ValueError for an unknown key, SystemExit for
-        an unknown argument."""
-        import tyro
-
-        from titan_grpo.titan.jobconfig import load_toml
-
-        registry = tyro.constructors.ConstructorRegistry()
-
-        @registry.primitive_rule
-        def comma_separated(info: Any) -> Any:
-            if info.type != list[str]:
-                return None
-            return tyro.constructors.PrimitiveConstructorSpec(
-                nargs=1,
-                metavar="A,B,C,...",
-                instance_from_str=lambda words: words[0].split(","),
-                is_instance=lambda value: all(isinstance(each, str) for each in value),
-                str_from_instance=lambda value: [",".join(value)],
-            )
-
-        table = load_toml(args)
-        kind = self._maybe_add_custom_config(args, table)
-        return tyro.cli(kind, args=args, default=filled(kind, table), registry=registry)
-
-
-def merged(base: Any, custom: Any) -> type:
-    """A dataclass with the fields of both; sections that both have are merged, other fields are
-    those of ``custom``."""
-    theirs = {f.name: f for f in fields(custom)}
-    out: list[Any] = []
-    for f in fields(base):
-        other = theirs.pop(f.name, None)
-        if other is not None and is_dataclass(f.type) and is_dataclass(other.type):
-            kind = merged(f.type, other.type)
-            out.append((f.name, kind, field(default_factory=kind)))
-        else:
-            chosen = other or f
-            out.append((f.name, chosen.type, chosen))
-    out += [(f.name, f.type, f) for f in theirs.values()]
-    return make_dataclass(f"Merged{base.__name__}", out, bases=(base,))
-
-
-def filled(kind: Any, table: Mapping[str, Any]) -> Any:
-    """The dataclass with the values of a table; jobconfig has checked the keys."""
-    types = {f.name: f.type for f in fields(kind)}
-    values = {
-        name: filled(types[name], value)
-        if is_dataclass(types[name]) and isinstance(value, Mapping)
-        else value
-        for name, value in table.items()
-    }
-    return kind(**values)
-
-
-def config_manager() -> Any:
-    """What merges the sections of a TOML file with ours and with arguments."""
-    return ConfigManager()
+    return JobConfig
 
 
 def attention() -> type:
@@ -250,6 +182,15 @@ def register_tiny_flavors() -> None:
     """Nothing: ``get_spec`` has them."""
 
 
+_SIZES: dict[str, Any] = {
+    "n_layers": SHAPE.layers,
+    "dim": SHAPE.hidden,
+    "n_heads": SHAPE.heads,
+    "n_kv_heads": SHAPE.kv_heads,
+}
+"""What every function of 0.3 that builds layers is given."""
+
+
 def _tiny_llama3(**options: Any) -> Any:
     import torchtitan.models.llama3 as llama3
 
@@ -270,10 +211,7 @@ def _tiny_llama3(**options: Any) -> Any:
             param_init=llama3._output_linear_init(s.hidden),
         ),
         layers=llama3._build_llama3_layers(
-            n_layers=s.layers,
-            dim=s.hidden,
-            n_heads=s.heads,
-            n_kv_heads=s.kv_heads,
+            **_SIZES,
             hidden_dim=s.ffn,
             rope=rope,
             attn_backend=options["attn_backend"],
@@ -298,10 +236,7 @@ def _tiny_qwen3(tied: bool, attn_backend: str) -> Any:
             in_features=s.hidden, out_features=s.vocab, param_init=qwen3._LINEAR_INIT
         ),
         layers=qwen3._build_qwen3_layers(
-            n_layers=s.layers,
-            dim=s.hidden,
-            n_heads=s.heads,
-            n_kv_heads=s.kv_heads,
+            **_SIZES,
             head_dim=s.head_dim,
             hidden_dim=s.ffn,
             attn_backend=attn_backend,
@@ -319,10 +254,7 @@ def _tiny_moe(attn_backend: str) -> Any:
     config = _tiny_qwen3(False, attn_backend)
     rope = config.layers[0].attention.rope
     config.layers = qwen3._build_qwen3_moe_layers(
-        n_layers=s.layers,
-        dim=s.hidden,
-        n_heads=s.heads,
-        n_kv_heads=s.kv_heads,
+        **_SIZES,
         head_dim=s.head_dim,
         moe_hidden_dim=s.expert_ffn,
         num_experts=s.experts,
@@ -379,7 +311,6 @@ def violations(config: Any) -> list[str]:
     a = config.activation_checkpoint
     never = "never run with torchtitan 0.3; take 0.2.2"
     found = [
-        (config.compile.enable, "compile.enable", f"false ({never})"),
         (
             config.parallelism.pipeline_parallel_degree != 1,
             "parallelism.pipeline_parallel_degree",

@@ -1,13 +1,17 @@
 """The reference model of the KL term: the same architecture and parallelism as the policy, weights
 from HF safetensors."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpoint import ModelWrapper
 
 from titan_grpo.errors import ConfigError, ProtocolError
+from titan_grpo.titan import compat
 
 
 def build_reference(trainer: Any, job_config: Any) -> torch.nn.Module:
@@ -24,6 +28,20 @@ def build_reference(trainer: Any, job_config: Any) -> torch.nn.Module:
     model: torch.nn.Module = trainer.second_model(path)
     model.requires_grad_(False)
     return model.eval()
+
+
+def load_files(parts: Sequence[Any], adapter: Any, path: str, device: str) -> None:
+    """Give the parts of a model, which are sharded and without memory, the weights of the Hugging
+    Face files in ``path``. ``adapter``: torchtitan's, of these files. Collective."""
+    for part in parts:
+        part.to_empty(device=device)
+        with torch.no_grad():
+            part.init_weights(buffer_device=None)
+    compat.after_parallelize(parts)
+    wrapper = ModelWrapper(list(parts))
+    hf_state = adapter.to_hf(wrapper.state_dict())
+    dcp.load(hf_state, storage_reader=adapter.get_hf_storage_reader(path, False))
+    wrapper.load_state_dict(adapter.from_hf(hf_state))
 
 
 @torch.no_grad()
