@@ -7,6 +7,7 @@ from tests.views.runs import Clock, Made, make_run, url_of
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.views import run
 from titan_grpo.views.run import TRAINER, read_run, read_trace
 from titan_grpo.views.timeline import figures, held, published, timeline
 
@@ -58,10 +59,19 @@ def test_the_summary_of_an_earlier_run_is_not_that_of_one_that_goes_on(tmp_path)
 def test_blocks_of_any_size_read_the_same(tmp_path) -> None:
     make_run(tmp_path, Made(steps=5))
     whole = read_trace(tmp_path / "trace.json")
-    for size in (7, 100, 1000):
+    for size in (1, 2, 7, 100, 1000):
         parts = read_trace(tmp_path / "trace.json", size)
         assert parts.spans.keys() == whole.spans.keys()
-        assert all((parts.spans[k].start == s.start).all() for k, s in whole.spans.items())
+        assert all(np.array_equal(parts.spans[k].start, s.start) for k, s in whole.spans.items())
+
+
+def test_processes_that_share_the_work_read_the_same(tmp_path, monkeypatch) -> None:
+    make_run(tmp_path, Made(steps=20))
+    alone = read_trace(tmp_path / "trace.json")
+    monkeypatch.setattr(run, "SHARED_BYTES", 1)
+    shared = read_trace(tmp_path / "trace.json", 1000)
+    assert shared.instants == alone.instants
+    assert all(np.array_equal(shared.spans[k].number, s.number) for k, s in alone.spans.items())
 
 
 def test_a_resumed_run_goes_on_where_it_stopped_also_on_a_clock_that_starts_anew(tmp_path) -> None:

@@ -1,5 +1,6 @@
 """Down-sampling for pictures, so that a run of any length fits on a page. Pure."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,8 +92,8 @@ def integral(times: Array, values: npt.NDArray[np.int64], begin: float, end: flo
 def rounded(values: Array | Sequence[float], digits: int = 4) -> list[float | None]:
     """Plain numbers with few significant digits, None for NaN: what goes into the page's data."""
     out: list[float | None] = []
-    for value in values:
-        if not np.isfinite(value):
+    for value in np.asarray(values).tolist():
+        if not math.isfinite(value):
             out.append(None)
         else:
             short = float(f"{value:.{digits}g}")

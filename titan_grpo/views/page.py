@@ -109,7 +109,7 @@ def page_data(run: Run, decode: Decode) -> dict[str, Any]:
     facts = facts_of(run)
     bounds = edges(len(run.rows), BUCKETS)
     shown = {name for chart in CHARTS for name, _ in chart.curves} | {names.REWARD_STD}
-    named = set[str]().union(*run.rows) - shown - {"step", "time_s"}
+    named = _named(run) - shown - {"step", "time_s"}
     # The timeline has the servers: four curves for each of many would be most of the page.
     left_out = (f"{names.SERVER}/", f"{names.EVALUATION}/")
     others = sorted(n for n in named if not n.startswith(left_out))
@@ -131,8 +131,8 @@ def page_data(run: Run, decode: Decode) -> dict[str, Any]:
 
 
 def _column(run: Run, name: str) -> npt.NDArray[np.float64]:
-    values = [row.get(name) for row in run.rows]
-    return np.array([np.nan if v is None else v for v in values], dtype=np.float64)
+    # None becomes NaN
+    return np.array([row.get(name) for row in run.rows], dtype=np.float64)
 
 
 def _chart(run: Run, bounds: npt.NDArray[np.int64], chart: Chart) -> dict[str, Any]:
@@ -202,15 +202,22 @@ def evaluated(run: Run) -> dict[str, dict[str, Points]]:
             for what, e in figures.items():
                 add(found.name, what, found.version, e.value, (e.low, e.high))
         return out
-    for row in run.rows:
+    own = {name for name in _named(run) if name.startswith(f"{names.EVALUATION}/")}
+    for row in run.rows if own else ():
         for key in row:
-            prefix, _, rest = key.partition("/")
-            name, _, what = rest.partition("/")
-            if prefix == names.EVALUATION and (what == "reward" or what[-1:].isdigit()):
+            if key not in own:
+                continue
+            _, name, what = key.split("/", 2)
+            if what == "reward" or what[-1:].isdigit():
                 ends = [row.get(f"{key}_{end}") for end in ("low", "high")]
-                version = row[f"{prefix}/{name}/version"]
+                version = row[f"{names.EVALUATION}/{name}/version"]
                 add(name, what.replace("pass_at_", "pass@"), version, row[key], ends)
     return out
+
+
+def _named(run: Run) -> set[str]:
+    """All names of metrics."""
+    return set[str]().union(*run.rows)
 
 
 def _tiles(run: Run, facts: Facts) -> Iterator[list[str]]:

@@ -5,12 +5,18 @@ and server), so its spans become columns and not objects.
 """
 
 import math
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, count
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,8 +27,14 @@ from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.observe.schema import Summary
 from titan_grpo.observe.shown import ShownStep
 
-BLOCK_BYTES = 1 << 24
-"""Of the trace, read at a time."""
+BLOCK_BYTES = 1 << 18
+"""Of the trace, read at a time: what fits into a processor's cache is decoded twice as fast."""
+
+SHARED_BYTES = 1 << 26
+"""Of a trace from which it is worth the processes' start."""
+
+READ_S = 600.0
+"""Longest time that the processes may take, in seconds."""
 
 TRAINER = "main thread"
 """Track of the trainer's own spans; a server's track is its URL."""
@@ -168,38 +180,31 @@ def _summary(path: Path, newest: Path) -> Summary | None:
 
 
 def read_trace(path: Path, block_bytes: int = BLOCK_BYTES) -> Trace:
-    """Read a trace of the recorder. A line that a kill tore, or that is still being written, is
-    left out."""
-    tracks: dict[int, tuple[int, str]] = {}
-    codes: dict[str, int] = {}
-    columns: list[tuple[npt.NDArray[np.float64], ...]] = []
-    points: list[_Event] = []
-    process = -1
-    for events in _events(path, block_bytes):
-        bars = []
-        for event in events:
-            if event.ph == "X":
-                bars.append(event)
-            elif event.ph == "i":
-                points.append(event)
-            elif event.name == "process_name":
-                process += 1
-            elif event.name == "thread_name":
-                # numbers of tracks are unique over the processes that appended to the file
-                tracks[event.tid] = (max(process, 0), event.args.name)
-        columns.append(_columns(bars, codes))
-    table = [np.concatenate(column) for column in zip(*columns, strict=True)]
-    return _assemble(tracks, list(codes), table, points)
+    """Read a trace of the recorder, a long one in a process for each core. A line that a kill tore,
+    or that is still being written, is left out."""
+    size = path.stat().st_size
+    block, begins = partial(_block, path, block_bytes), range(0, size, block_bytes)
+    if size < SHARED_BYTES:
+        return _assemble(list(map(block, begins)))
+    context = get_context("spawn")  # a fork would take the locks of other threads along
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context) as pool:
+        return _assemble(list(pool.map(block, begins, timeout=READ_S, chunksize=64)))
 
 
-def _events(path: Path, block_bytes: int) -> Iterator[list[_Event]]:
-    """Decode the file in blocks of whole lines."""
-    rest = b""
+def _block(path: Path, size: int, begin: int) -> "_Block":
+    """Decode the lines that begin in ``size`` bytes from ``begin`` on."""
     with path.open("rb") as file:
-        while block := file.read(block_bytes):
-            whole, _, rest = (rest + block).rpartition(b",\n")
-            yield _decoded(whole)
-    yield _decoded(rest)
+        file.seek(max(0, begin - 1))
+        data = file.read(size + 1) if begin else file.read(size)
+        if begin:
+            data = data.partition(b"\n")[2]
+        if data and not data.endswith(b"\n"):
+            data += file.readline()
+    names: defaultdict[str, int] = defaultdict(count().__next__)
+    events = _decoded(data)
+    bars = [event for event in events if event.ph == "X"]
+    others = [event for event in events if event.ph != "X"] if len(bars) < len(events) else []
+    return _Block(_columns(bars, names), list(names), others)
 
 
 def _decoded(lines: bytes) -> list[_Event]:
@@ -216,62 +221,121 @@ def _whole_lines(text: bytes) -> Iterator[_Event]:
             yield msgspec.json.decode(line.rstrip(b","), type=_Event)
 
 
-def _columns(bars: list[_Event], codes: dict[str, int]) -> tuple[npt.NDArray[np.float64], ...]:
-    """(track, code of the name, start s, duration s, number) of each bar; float64 holds them
-    all."""
-    named = [codes.setdefault(bar.name, len(codes)) for bar in bars]
-    arguments = [bar.args for bar in bars]
-    numbers = [a.step if (version := a.version) is None else version for a in arguments]
-    return (
-        np.array([bar.tid for bar in bars], dtype=np.float64),
-        np.array(named, dtype=np.float64),
-        np.array([bar.ts for bar in bars]) / 1e6,
-        np.array([bar.dur for bar in bars]) / 1e6,
-        np.array([-1 if n is None else n for n in numbers], dtype=np.float64),
+class _Bars(NamedTuple):
+    """Columns of spans in the file's order, [spans] each."""
+
+    track: npt.NDArray[np.int64]
+    code: npt.NDArray[np.int64]
+    """Of the name."""
+    start: npt.NDArray[np.float64]
+    """Seconds; so is ``stop``."""
+    stop: npt.NDArray[np.float64]
+    number: npt.NDArray[np.int64]
+    """As in Spans."""
+
+
+class _Block(NamedTuple):
+    """Lines of the trace, in the file's order."""
+
+    bars: _Bars
+    names: list[str]
+    """Of the bars, by code."""
+    others: list[_Event]
+
+
+def _columns(bars: list[_Event], codes: Mapping[str, int]) -> _Bars:
+    start = np.array([bar.ts for bar in bars], dtype=np.float64) / 1e6
+    length = np.array([bar.dur for bar in bars], dtype=np.float64) / 1e6
+    # None becomes NaN
+    number = np.array([bar.args.version for bar in bars], dtype=np.float64)
+    for at in np.flatnonzero(np.isnan(number)):
+        step = bars[at].args.step
+        number[at] = -1 if step is None else step
+    return _Bars(
+        np.array([bar.tid for bar in bars], dtype=np.int64),
+        np.array([codes[bar.name] for bar in bars], dtype=np.int64),
+        start,
+        start + length,
+        number.astype(np.int64),
     )
 
 
-def _assemble(
-    tracks: dict[int, tuple[int, str]],
-    names: list[str],
-    table: list[npt.NDArray[np.float64]],
-    points: list[_Event],
+def _assemble(blocks: list[_Block]) -> Trace:
+    tracks: dict[int, tuple[int, str]] = {}
+    points: list[_Event] = []
+    process = -1
+    for event in chain.from_iterable(block.others for block in blocks):
+        if event.ph == "i":
+            points.append(event)
+        elif event.name == "process_name":
+            process += 1
+        elif event.name == "thread_name":
+            # numbers of tracks are unique over the processes that appended to the file
+            tracks[event.tid] = (max(process, 0), event.args.name)
+    names = sorted(set[str]().union(*(block.names for block in blocks)))
+    parts = []
+    for bars, known, _ in blocks:
+        codes = np.array([names.index(name) for name in known], dtype=np.int64)
+        parts.append(bars._replace(code=codes[bars.code]))
+    table = _Bars(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return _trace(tracks, names, table, points)
+
+
+def _trace(
+    tracks: dict[int, tuple[int, str]], names: list[str], table: _Bars, points: list[_Event]
 ) -> Trace:
-    track, code, start, duration, number = table
-    by_track = {tid: rows for tid in tracks if (rows := np.flatnonzero(track == tid)).size}
-    shifts = _shifts(tracks, by_track, table, points)
-    parts: dict[tuple[str, str], list[npt.NDArray[np.float64]]] = {}
+    groups = _groups(table, tracks, len(names))
+    shifts = _shifts(tracks, table, groups, points)
+    found: dict[tuple[str, str], list[Spans]] = {}
     last = 0.0
-    for tid, rows in by_track.items():
+    for tid, rows in groups:
         process, label = tracks[tid]
         if process not in shifts:
             continue
-        for each in np.unique(code[rows]):
-            chosen = rows[code[rows] == each]
-            begin = start[chosen] + shifts[process]
-            columns = np.stack([begin, begin + duration[chosen], number[chosen]])
-            parts.setdefault((label, names[int(each)]), []).append(columns)
-            last = max(last, float(columns[1].max()))
-    spans = {}
-    for key, arrays in parts.items():
-        joined = np.concatenate(arrays, axis=1)
-        joined = joined[:, np.argsort(joined[0], kind="stable")]
-        spans[key] = Spans(joined[0], joined[1], joined[2].astype(np.int64))
+        shift = shifts[process]
+        part = Spans(table.start[rows] + shift, table.stop[rows] + shift, table.number[rows])
+        found.setdefault((label, names[table.code[rows[0]]]), []).append(part)
+        last = max(last, float(part.stop.max()))
+    spans = {key: _joined(each) for key, each in found.items()}
     instants = []
     for point in points:
         process, label = tracks.get(point.tid, (-1, ""))
         if process in shifts:
             at, version = point.ts / 1e6 + shifts[process], point.args.version
-            number_ = -1 if version is None else version
-            instants.append(Instant(at, label, point.name, point.args.message, number_))
+            number = -1 if version is None else version
+            instants.append(Instant(at, label, point.name, point.args.message, number))
     last = max([last, *(i.time_s for i in instants)])
     return Trace(spans, tuple(sorted(instants, key=lambda i: i.time_s)), last)
 
 
+def _groups(
+    table: _Bars, tracks: Iterable[int], names: int
+) -> list[tuple[int, npt.NDArray[np.int64]]]:
+    """(track, rows of one name) for every name on every known track, rows in the file's order."""
+    known = np.array(sorted(tracks), dtype=np.int64)
+    if not known.size or not table.track.size:
+        return []
+    place = np.minimum(np.searchsorted(known, table.track), known.size - 1)
+    group = np.where(known[place] == table.track, place * names + table.code, -1)
+    order = np.argsort(group, kind="stable")
+    parts = np.split(order, np.flatnonzero(np.diff(group[order])) + 1)
+    return [(int(table.track[rows[0]]), rows) for rows in parts if group[rows[0]] >= 0]
+
+
+def _joined(parts: list[Spans]) -> Spans:
+    """All spans, by start."""
+    start, stop, number = (
+        np.concatenate([getattr(part, column) for part in parts])
+        for column in ("start", "stop", "number")
+    )
+    order = np.argsort(start, kind="stable")
+    return Spans(start[order], stop[order], number[order])
+
+
 def _shifts(
     tracks: dict[int, tuple[int, str]],
-    by_track: dict[int, npt.NDArray[np.int64]],
-    table: list[npt.NDArray[np.float64]],
+    table: _Bars,
+    groups: list[tuple[int, npt.NDArray[np.int64]]],
     points: list[_Event],
 ) -> dict[int, float]:
     """Process -> seconds to add to its times, so that the run starts at 0 and time never goes back.
@@ -279,7 +343,6 @@ def _shifts(
     The processes before the last one that started at step 1 belong to an older run and are not
     among them. The clock of a resumed run is another one if its host was restarted.
     """
-    _, _, start, duration, number = table
     bounds: dict[int, tuple[float, float]] = {}
 
     def seen(tid: int, begin: float, end: float) -> None:
@@ -287,12 +350,14 @@ def _shifts(
         low, high = bounds.get(process, (begin, end))
         bounds[process] = (min(low, begin), max(high, end))
 
-    first = 0
-    for tid, rows in by_track.items():
-        seen(tid, float(start[rows].min()), float((start[rows] + duration[rows]).max()))
+    began: dict[int, int] = {}
+    """Process -> row of its trainer's first span."""
+    for tid, rows in groups:
+        seen(tid, float(table.start[rows].min()), float(table.stop[rows].max()))
         process, label = tracks[tid]
-        if label == TRAINER and number[rows[0]] == 1:
-            first = max(first, process)
+        if label == TRAINER:
+            began[process] = min(int(rows[0]), began.get(process, int(rows[0])))
+    first = max((process for process, row in began.items() if table.number[row] == 1), default=0)
     for point in points:
         if point.tid in tracks:
             seen(point.tid, point.ts / 1e6, point.ts / 1e6)
