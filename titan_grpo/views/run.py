@@ -199,6 +199,7 @@ def _block(path: Path, size: int, begin: int) -> "_Block":
         if begin:
             data = data.partition(b"\n")[2]
         if data and not data.endswith(b"\n"):
+            # no deadline: a file on a disk, up to the end of its line
             data += file.readline()
     names: defaultdict[str, int] = defaultdict(count().__next__)
     events = _decoded(data)
