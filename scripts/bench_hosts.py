@@ -56,6 +56,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, fo
 from tests.faults.netns import Host, Hosts, NotAllowed
 from tests.rigs.scores import Scores
 from tests.rigs.server_handle import served
+from tests.rigs.watched_sync import WatchedSync
 from titan_grpo.commands.processes import stop_on_sigterm
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess, SyncDriver
@@ -66,8 +67,7 @@ from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane_events import LaneEvent, Point
-from titan_grpo.sync.relay import Relay
-from titan_grpo.sync.worker import SyncOptions, SyncWorker
+from titan_grpo.sync.worker import SyncOptions
 from titan_grpo.titan.hosts import Here
 from titan_grpo.titan.tiny import TinyShape, write_tiny_model
 from titan_grpo.titan.weight_sync import TrainerSync
@@ -226,10 +226,11 @@ class Lead:
             make_control=lambda u: make_control(engine[u] or "vllm", ServerAccess(u, CALL_S)),
             remote_writers=sync.plan.others,
             leaders=sync.plan.leaders[1:],
-            lane_observer=killer.passed,
         )
-        self.worker = SyncWorker(sync.pool, config, self._recorder, made)
-        killer.relay = self.worker.relay
+        self.worker = WatchedSync(
+            sync.pool, config, self._recorder, made, watch=killer.passed, points={Point.EXTENT}
+        )
+        killer.sync = self.worker
         self.worker.start()
 
     def slot(self, paced: float) -> int | None:
@@ -280,17 +281,17 @@ class Killer:
 
     def __init__(self, marks: int) -> None:
         self._marks, self._passed = marks, Counter[str]()
-        self.relay: Relay | None = None
+        self.sync: WatchedSync | None = None
         self.version: int | None = None
 
     def passed(self, event: LaneEvent) -> None:
         """See lane_events.Observer."""
-        if self.relay is None or event.point is not Point.EXTENT or event.version != self.version:
+        if self.sync is None or event.version != self.version:
             return
         self._passed[event.url] += 1
-        inner = self.relay.inner()
+        inner = self.sync.inner
         if inner is not None and self._passed[inner[1]] == self._marks:
-            self.relay = None
+            self.sync = None
             print(json.dumps({"inner": inner[0], "reader": inner[1]}), flush=True)
 
 

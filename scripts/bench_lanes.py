@@ -44,7 +44,6 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied, Commit, Hello, Joined
 from titan_grpo.receive.receiver import Receiver
 from titan_grpo.rollout.httpd import HttpServer
-from titan_grpo.sync.process import SyncProcess
 from titan_grpo.sync.worker import SyncOptions
 
 ROLE = "TITAN_GRPO_BENCH_LANES"
@@ -177,7 +176,7 @@ def train(options: argparse.Namespace, urls: list[str], folder: str) -> dict[str
     if options.pin:
         pin(last=False)  # the sync process is started so
     sync = SyncOptions(urls=urls, engine="vllm")
-    with Trainer(manifest, config, Path(folder), sync, worker=SyncProcess) as trainer:
+    with Trainer(manifest, config, Path(folder), sync) as trainer:
         if options.pin:
             pin(last=True)
         trainer.start()

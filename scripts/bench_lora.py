@@ -37,7 +37,7 @@ from titan_grpo.config.lora import LINEAR
 from titan_grpo.engines import vllm
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.server import dialect, make_control
+from titan_grpo.engines.server import dialect
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import tensor_name
 from titan_grpo.observe import names
@@ -114,9 +114,7 @@ class Fleet:
         self._stack = ExitStack()
         self.server = self._stack.enter_context(Server(self.spec))
         self.access = ServerAccess(self.server.url, VERSION_S)
-        options = SyncOptions(
-            urls=[self.server.url], make_control=lambda _: make_control(vllm.NAME, self.access)
-        )
+        options = SyncOptions(urls=[self.server.url], engine=vllm.NAME)
         self.trainer = self._stack.enter_context(
             Trainer(self.manifest, config, folder / f"trace_{lora}", options)
         )

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,11 @@ from tests.conformance.crowd import prompt
 from tests.conformance.engine import MAX_DIFFERENCE, furthest
 from tests.conformance.reference import Reference
 from tests.rigs.trainer import Trainer
+from tests.rigs.watched_sync import WatchedSync
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.server import dialect, make_control
+from titan_grpo.engines.server import dialect
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe import names
 from titan_grpo.protocol.lane_events import LaneEvent, Point
@@ -165,11 +167,11 @@ def measure(options: Options, folder: Path) -> dict[str, Any]:
         access = ServerAccess(server.url, VERSION_S)
         sync = SyncOptions(
             urls=[server.url],
-            make_control=lambda _: make_control(options.engine, access),
-            lane_observer=watch,
+            engine=options.engine,
         )
+        watched = partial(WatchedSync, watch=watch)
         source, target = (torch.ones(manifest.total_bytes, dtype=torch.uint8) for _ in range(2))
-        with Trainer(manifest, config, folder / "trace", sync) as trainer:
+        with Trainer(manifest, config, folder / "trace", sync, sync=watched) as trainer:
             trainer.start()
             for version in range(1, options.rounds + 2):
                 weights = changed(start, version)

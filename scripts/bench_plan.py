@@ -98,7 +98,7 @@ def measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
             urls=list(servers),
             make_control=lambda url: DirectControl(servers[url]),
             # Not by their memory: the servers shall fetch over the link.
-            tamper=lambda images: images,
+            tamper=tuple,
         )
         trainer = stack.enter_context(
             Trainer(manifest, sync_config(options.delta), Path(folder), sync)

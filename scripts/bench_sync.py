@@ -50,7 +50,8 @@ from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.receive.commit import tensor_views
-from titan_grpo.sync.worker import SyncOptions, SyncWorker
+from titan_grpo.sync.process import SyncProcess
+from titan_grpo.sync.worker import SyncOptions
 from titan_grpo.titan.weight_sync import TrainerSync
 
 RANKS = 2
@@ -301,7 +302,7 @@ def memcpy(source: torch.Tensor, target: torch.Tensor, nbytes: int) -> float:
 
 
 def one_version(
-    sync: TrainerSync, worker: SyncWorker | None, recorder: Recorder | None, version: int
+    sync: TrainerSync, worker: SyncProcess | None, recorder: Recorder | None, version: int
 ) -> tuple[dict[str, float], int]:
     """Publish ``version`` and, on rank 0, wait for its commit: (figures of rank 0, the slot that
     was used)."""
@@ -366,7 +367,7 @@ def rounds(
         worker = None
         if recorder is not None:
             assert sync.pool is not None
-            worker = SyncWorker(
+            worker = SyncProcess(
                 sync.pool,
                 config,
                 recorder,

@@ -35,9 +35,9 @@ from tests.rigs.long_prompts import TASK
 from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.generation import Sampled, Sampling
-from titan_grpo.engines.http import ServerAccess, SyncDriver
+from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.server import dialect, make_control
+from titan_grpo.engines.server import dialect
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
@@ -124,7 +124,6 @@ class Run:
             out / "run",
             SyncOptions(
                 urls=[url],
-                make_control=lambda url: make_control("auto", ServerAccess(url, WAIT_S)),
                 observer=client,
             ),
         )

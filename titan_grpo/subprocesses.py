@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -111,6 +112,20 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
     matters.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def exit_with_parent(parent: int) -> None:
+    """Start a thread that ends this process, and it alone, when ``parent``, which started it, has
+    ended. A socket to it is not enough: a child that it forked holds the other end open."""
+
+    def watch() -> None:
+        if os.getppid() == parent:
+            with suppress(ProcessLookupError):
+                # no deadline: the parent's end is what the thread waits for
+                _readable(None, os.pidfd_open(parent))
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def wait_process(process: "subprocess.Popen[Any]", timeout_s: float) -> int:

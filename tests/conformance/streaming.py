@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tests.conformance.commits import difference
@@ -13,6 +14,7 @@ from tests.conformance.crowd import REQUEST_S, prompt
 from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, assert_aborted, assert_sound
 from tests.conformance.reference import BLOCK_BYTES, Weights
 from tests.rigs.trainer import SpoiledImages, Trainer
+from tests.rigs.watched_sync import WatchedSync
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.generation import Sampled, Sampling
 from titan_grpo.engines.server import AUTO
@@ -22,7 +24,7 @@ from titan_grpo.protocol.ledger import Standing
 from titan_grpo.protocol.messages import UNUSABLE, Label, new_run_id
 from titan_grpo.runkey import Key
 from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.worker import Images, SyncOptions
+from titan_grpo.sync.worker import SyncOptions
 
 BUCKET_BYTES = 64 << 10
 WAIT_S = 60.0
@@ -65,17 +67,24 @@ class LaneTrainer:
             urls=[self.url],
             make_control=lambda _: self.e.make(AUTO, self.e.access),
             run_key=self._key,
-            lane_observer=self._watch,
             guarded=False,
-            tamper=self._keep_images,
+            tamper=SpoiledImages,
         )
-        self._trainer = Trainer(manifest, CONFIG, self.folder / "run", options, self.run_id)
+        self._trainer = Trainer(
+            manifest,
+            CONFIG,
+            self.folder / "run",
+            options,
+            self.run_id,
+            partial(WatchedSync, watch=self._watch),
+        )
         self.servers = self._trainer.servers
         self._trainer.start()
 
-    def _keep_images(self, images: Images) -> Images:
-        self.images = SpoiledImages(images)
-        return self.images
+    def spoil(self, offset: int) -> None:
+        """Have the lane send another byte there, once."""
+        assert self._trainer is not None
+        self._trainer.worker.post("spoil", self.url, offset)
 
     def publish(self, version: int, weights: Weights) -> str:
         """The label that the server is to show."""
@@ -251,7 +260,7 @@ def a_byte_that_changed_on_its_way_quarantines_the_server_until_a_newer_version(
         (first, _), (second, path) = run.make(51), run.make(52)
         run.start(first.manifest)
         last = first.manifest.num_blocks - 1
-        run.images.spoil(run.url, first.manifest.block(last)[0][0])
+        run.spoil(first.manifest.block(last)[0][0])
         run.publish(1, first)
         run.until(Standing.QUARANTINED)
         with e.control() as control:

@@ -83,11 +83,12 @@ def _kill(bench: Bench, result: Result) -> None:
     mark = bench.mark()
     began = time.monotonic()
     after = bench.trainer
-    started = after.find(lambda e: e["event"] == "started")
-    assert started is not None
     held = bench.wait_held(after, bench.site.victim, 1, began)
-    if held is not None:
-        bench.judge_recovery(result, after, float(started["t"]), held)
+    # not the start of its processes, which import torch
+    url = bench.site.victim.url
+    lane = after.find(lambda e: e["event"] == "connecting" and e["url"] == url)
+    if held is not None and lane is not None:
+        bench.judge_recovery(result, after, float(lane["t"]), held)
     bench.at_rest(result, after)
     bench.judge_servers(result, mark)
 

@@ -13,8 +13,6 @@ from tests.rigs.server_process import CopiedModel
 from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
-from titan_grpo.engines.http import ServerAccess
-from titan_grpo.engines.vllm import VllmControl
 from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.sync.worker import SyncOptions
@@ -38,7 +36,7 @@ def test_what_it_says_that_it_serves_is_what_was_sent_also_after_its_receiver_wa
     with ServerProcess() as server:
         options = SyncOptions(
             urls=[server.url],
-            make_control=lambda url: VllmControl(ServerAccess(url, 10.0)),
+            engine=vllm.NAME,
             guarded=False,
         )
         with Trainer(manifest, CONFIG, tmp_path, options) as trainer:

@@ -1,11 +1,11 @@
-"""Rank 0's half of the weight sync in one process that holds all weights, without torchtitan: what
-fault matrix, soak and conformance suite send versions with."""
+"""Rank 0's half of the weight sync in a process that holds all weights, without torchtitan: what
+fault matrix, soak and conformance suite send versions with. Its sync process is a trainer's."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,11 +14,11 @@ from titan_grpo.layout.infer import matrix_shape
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.sync.part import ImagePool, Images
+from titan_grpo.sync.part import ImagePool
 from titan_grpo.sync.process import SyncProcess
 from titan_grpo.sync.publisher import Publisher
 from titan_grpo.sync.snapshot import FinishedCopy, Snapshotter
-from titan_grpo.sync.worker import SyncOptions, SyncWorker
+from titan_grpo.sync.worker import SyncOptions
 
 
 class Trainer:
@@ -38,15 +38,15 @@ class Trainer:
         recorder: Recorder | Path,
         options: SyncOptions,
         run_id: str = "",
-        worker: type[SyncWorker] | type[SyncProcess] = SyncWorker,
+        sync: Callable[..., SyncProcess] = SyncProcess,
     ) -> None:
-        """``recorder``, or the folder of one, is closed with the trainer. ``worker``: where the
-        lanes are."""
+        """``recorder``, or the folder of one, is closed with the trainer. ``sync``: SyncProcess, or
+        a WatchedSync."""
         self.manifest = manifest
         self.recorder = recorder if isinstance(recorder, Recorder) else Recorder(recorder)
         self.pool = ImagePool.create(manifest, config.slots, run_id)
         self.run_id = self.pool.run_id
-        self.worker = worker(self.pool, config, self.recorder, options)
+        self.worker = sync(self.pool, config, self.recorder, options)
         self._device, self._bucket = options.device, config.bucket_bytes
         self.servers = self.worker.servers
 
@@ -110,19 +110,10 @@ def copy_plan(manifest: Manifest) -> dict[str, list[CopyOp]]:
 
 class SpoiledImages(tuple[torch.Tensor, ...]):
     """The images as the lanes read them (``SyncOptions.tamper``): what one lane reads next is a
-    copy with a wrong byte, if ``spoil`` asked for it."""
+    copy with a wrong byte, if ``spoiled`` asks for it."""
 
-    spoiled: dict[str, int]
-
-    def __new__(cls, images: Images) -> "SpoiledImages":
-        """Nothing is spoiled yet."""
-        self = super().__new__(cls, images)
-        self.spoiled = {}
-        return self
-
-    def spoil(self, url: str, offset: int) -> None:
-        """Once, the byte at ``offset``, for the lane of ``url``."""
-        self.spoiled[f"lane {url}"] = offset
+    spoiled: ClassVar[dict[str, int]] = {}
+    """Name of a lane's thread -> offset, in this process."""
 
     def __getitem__(self, index: Any) -> Any:
         image = super().__getitem__(index)

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,13 @@ class TrainerProcess:
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
+
+    @property
+    def sync_pid(self) -> int | None:
+        """Its sync process, as it said last."""
+        with self._changed:
+            said = [event["sync_pid"] for event in self.events if "sync_pid" in event]
+        return int(said[-1]) if said else None
 
     @property
     def run_id(self) -> str:
@@ -208,12 +216,15 @@ class TrainerProcess:
         return self.wait(lambda e: e["event"] == "ended", END_S, "its end", since)
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send it, and its sync process, a signal."""
         if self._process.poll() is None:
             os.kill(self._process.pid, number)
+        if (pid := self.sync_pid) is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """SIGKILL; returns when it is gone. Its sync process ends with it."""
         self._process.kill()
         wait_process(self._process, ANSWER_S)
 

@@ -1,10 +1,10 @@
 """A light, real trainer as a process: ``python -m tests.rigs.trainer_process --fd N``, driven by
 JSON lines over that socket (trainer_handle.TrainerProcess).
 
-Real are the images, the snapshotter, the slots, the sealer, the lanes and their deadlines; the
-training step is a fixed amount of arithmetic, and every version's weights follow from its number
-(content.weights). It decides nothing: what happens at which point comes in, what happened goes
-out."""
+Real are the images, the snapshotter, and the sync process with slots, sealer, lanes and their
+deadlines; the training step is a fixed amount of arithmetic, and every version's weights follow
+from its number (content.weights). It decides nothing: what happens at which point comes in, what
+happened goes out."""
 
 import argparse
 import os
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,10 @@ from safetensors.torch import load_file
 
 from tests.rigs.content import weights
 from tests.rigs.holding import Holder, Wanted
-from tests.rigs.sockets import cut
 from tests.rigs.trainer import SpoiledImages, Trainer
+from tests.rigs.watched_sync import WatchedSync
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
-from titan_grpo.engines.http import ServerAccess
-from titan_grpo.engines.server import make_control
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe import names
@@ -36,7 +35,7 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane_events import Point
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.subprocesses import end_with_parent
-from titan_grpo.sync.worker import Images, SyncOptions
+from titan_grpo.sync.worker import SyncOptions
 from titan_grpo.unix_rpc import Channel
 
 SIDE = 384
@@ -128,11 +127,11 @@ class SendRecorder(Recorder):
         self._out = out
         super().__init__(folder)
 
-    def record_span(
+    def add_span(
         self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any
     ) -> None:
         """See Recorder."""
-        super().record_span(name, start_s, stop_s, track, **args)
+        super().add_span(name, start_s, stop_s, track, **args)
         if name == names.SEND_S and track is not None:
             self._out({"event": "send", "url": track, "seconds": stop_s - start_s})
 
@@ -207,16 +206,15 @@ class Run:
             SendRecorder(settings.run_dir, out),
             SyncOptions(
                 urls=settings.urls,
-                make_control=lambda url: make_control(
-                    settings.engine, ServerAccess(url, settings.deadline_s)
-                ),
+                engine=settings.engine,
                 observer=LedgerObserver(out),
                 device=self._device,
-                lane_observer=self._holder,
                 guarded=settings.guarded,
-                tamper=self._keep_images,
+                tamper=SpoiledImages,
             ),
+            sync=partial(WatchedSync, watch=self._holder, points=(), say=out),
         )
+        self._sync: WatchedSync = self._trainer.worker  # type: ignore[assignment]
         self._publishing, self._published = True, 0
         # Held over a publish: once publishing is off, no version is on its way that "newest" lacks.
         self._turn = threading.Lock()
@@ -224,10 +222,6 @@ class Run:
         self._schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._newest = -1
         self._errors: list[str] = []
-
-    def _keep_images(self, images: Images) -> Images:
-        self._images = SpoiledImages(images)
-        return self._images
 
     def run(self) -> None:
         """Train until told to stop, then flush and close, and say how long that took."""
@@ -238,6 +232,7 @@ class Run:
             {
                 "event": "started",
                 "pid": os.getpid(),
+                "sync_pid": self._sync.pid,
                 "run_id": trainer.run_id,
                 "image_bytes": trainer.manifest.total_bytes,
                 "settings": asdict(settings),
@@ -311,16 +306,16 @@ class Run:
     def _obey(self, command: Mapping[str, Any]) -> None:
         match command["do"]:
             case "hold":
-                self._holder.want(
-                    Wanted(command["url"], Point(command["point"]), int(command["occurrence"]))
-                )
+                wanted = Wanted(command["url"], Point(command["point"]), int(command["occurrence"]))
+                self._holder.want(wanted)
+                self._sync.watch_at(wanted.url, {wanted.point, Point.BEGIN})
             case "go":
                 self._holder.go(command)
             case "forget":
                 self._holder.want(None)
             case "spoil":
                 spec = self._trainer.manifest.tensors[-1 if command["last"] else 0]
-                self._images.spoil(command["url"], spec.offset)
+                self._sync.post("spoil", command["url"], spec.offset)
             case "publish":
                 with self._turn:
                     self._publishing = command["on"]
@@ -343,7 +338,7 @@ class Run:
         }
 
     def _cut(self, answer: Mapping[str, Any]) -> None:
-        self._out({"event": "cut", "connections": cut(int(answer["pid"]))})
+        self._sync.post("cut", int(answer["pid"]))
 
 
 def main(argv: list[str]) -> None:

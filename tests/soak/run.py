@@ -210,6 +210,8 @@ class Soak:
     def _measure(self, version: int, trainer: TrainerProcess) -> None:
         """Every process, and that there is none besides."""
         roles = {"trainer": trainer.pid}
+        if (sync := trainer.sync_pid) is not None:
+            roles["sync process"] = sync
         for index in range(len(self._servers)):
             now = self._look(index)
             if now is None:

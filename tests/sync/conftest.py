@@ -1,5 +1,5 @@
-"""Rank 0's half of the sync as the trainer builds it, two small matrices to send, and servers
-without an engine."""
+"""What the sync process runs, within this process, where a test can look inside; two small matrices
+to send, and servers without an engine."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +20,10 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane_events import Observer, no_observer
 from titan_grpo.runkey import Key
 from titan_grpo.sync.part import ImagePool
-from titan_grpo.sync.worker import SyncOptions, SyncWorker
+from titan_grpo.sync.publisher import Announcer, Publisher
+from titan_grpo.sync.server_set import JOIN_S
+from titan_grpo.sync.snapshot import Snapshotter
+from titan_grpo.sync.worker import SyncLanes, SyncOptions, server_set
 
 SHAPES = {"up": (2048, 1024), "down": (1024, 2048)}
 """4 MiB each in bfloat16: more than the sockets' buffers, so that a frozen receiver stops a
@@ -62,8 +65,8 @@ class Weights:
 
 
 class Rig:
-    """Servers, worker and the publisher of the only rank; ``publish`` sends
-    ``version`` as every element."""
+    """Servers, sealer and lanes, and the publisher of the only rank; ``publish`` sends ``version``
+    as every element."""
 
     def __init__(
         self,
@@ -102,32 +105,33 @@ class Rig:
         self.pool = ImagePool.create(
             manifest, self.config.slots, run_id, hashed_host="127.0.0.1" if hosts > 1 else ""
         )
-        self.worker = SyncWorker(
-            self.pool,
-            self.config,
-            self.recorder,
-            SyncOptions(
-                urls=urls,
-                make_control=self._control,
-                run_key=run_keys.get("trainer"),
-                remote_writers=remote_writers,
-                leaders=range(1, hosts),
-                lane_observer=watch,
-                drain=drain,
-                observer=observer,
-                owner=owner,
-                take_over=take_over,
-                look_s=look_s,
-                guarded=False,
-                tamper=(lambda images: images) if far else None,
-            ),
+        options = SyncOptions(
+            urls=urls,
+            make_control=self._control,
+            run_key=run_keys.get("trainer"),
+            remote_writers=remote_writers,
+            leaders=range(1, hosts),
+            lane_observer=watch,
+            drain=drain,
+            observer=observer,
+            owner=owner,
+            take_over=take_over,
+            look_s=look_s,
+            guarded=False,
+            tamper=tuple if far else None,
         )
-        self.server_set, self.slots = self.worker.servers, self.worker.slots
-        self.publisher = self.worker.publisher(ops[0])
+        self.server_set = server_set(
+            self.config, self.recorder, options, lambda _, *lane: self.lanes.open_lane(*lane)
+        )
+        self.lanes = SyncLanes(self.pool, self.config, self.recorder, options, self.server_set)
+        self.slots = self.lanes.slots
+        self._announcer = Announcer(0, "127.0.0.1", self.pool.store.port, WAIT_S)
+        copier = Snapshotter(ops[0], self.pool.tensors(), options.device, self.config.bucket_bytes)
+        self.publisher = Publisher(copier, self._announcer)
         self.hosts = [self._host(part, hosts) for part in range(1, hosts)]
 
     def _host(self, part: int, hosts: int) -> HostProcess:
-        link = self.worker._link
+        link = self.lanes._link
         keys = link.keys(self.pool.run_id, 0)
         return HostProcess(
             {
@@ -153,7 +157,8 @@ class Rig:
 
     def start(self) -> None:
         """Sealer and lanes."""
-        self.worker.start()
+        self.lanes.start()
+        self.server_set.start()
 
     def publish(self, version: int) -> int:
         """Publish as the trainer does; the slot."""
@@ -166,6 +171,7 @@ class Rig:
         """What the trainer's hosts do at a step boundary; none of it waits for anybody."""
         for host in self.hosts:
             host.publish(version, slot)
+        self.lanes.publish(version, slot, self.recorder.now())
         self.publisher.publish(version, slot, host_shards(SHAPES, self._hosts, version))
         self.publisher.fence()
 
@@ -190,12 +196,23 @@ class Rig:
         else:
             self.slots.unpin("test")
 
+    def flush(self, version: int, timeout_s: float) -> list[str]:
+        """See SyncProcess."""
+        self.lanes.seal()
+        return self.server_set.flush(version, timeout_s)
+
+    def end(self, within_s: float = JOIN_S) -> None:
+        """End lanes and sealer. Idempotent."""
+        if deadline := self.server_set.close(within_s):
+            self.lanes.end(deadline)
+
     def close(self) -> None:
-        self.worker.close()
+        self.end()
         for server in self.servers.values():
             server.close()
         for host in self.hosts:
             host.kill()
+        self._announcer.close(WAIT_S)
         self.publisher.close()
         self.recorder.close()
         self.pool.close()

@@ -11,15 +11,17 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.rigs.census import children
 from tests.rigs.trainer import Trainer
+from tests.rigs.watched_sync import WatchedSync
 from titan_grpo.config import WeightSync
-from titan_grpo.engines.http import ServerAccess
-from titan_grpo.engines.vllm import VllmControl
+from titan_grpo.engines import vllm
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.lane_events import LaneEvent, Point
 from titan_grpo.protocol.pause_guard import Deadlines
@@ -51,19 +53,14 @@ class GuardedTrainer(Trainer):
         tensors = [(name, "bfloat16", shape) for name, shape in SHAPES.items()]
         sync = SyncOptions(
             urls=[options["url"]],
-            make_control=lambda url: VllmControl(
-                ServerAccess(url, config.commit_deadline_s, None, options["api_key"])
-            ),
+            engine=vllm.NAME,
             keys=(options["api_key"], ""),
-            lane_observer=self.watch,
             guard_deadlines=DEADLINES,
         )
         manifest = Manifest.build(tensors, config.block_bytes)
-        super().__init__(manifest, config, Path(options["folder"]), sync)
-        assert self.worker.guard is not None
-        self.guard = self.worker.guard
+        watched = partial(WatchedSync, watch=self.watch, points={self.point})
+        super().__init__(manifest, config, Path(options["folder"]), sync, sync=watched)
         self.start()
-        say(pause_guard=self.guard.pid)
 
     def watch(self, passing: LaneEvent) -> None:
         if passing.point is not self.point or passing.version != 2:
@@ -91,8 +88,10 @@ def main() -> None:
         os._exit(0)
     for version in range(1, options["versions"] + 1):
         trainer.make(version)
+        if version == 1:
+            say(pause_guard=children(trainer.worker.pid)[0])
     trainer.close()
-    say(ended=True, restarts=trainer.guard.restarts, late=trainer.guard.late)
+    say(ended=True)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def test_the_engine_pins_its_receivers_memory_before_there_is_a_version(rig, mon
     assert r.servers["a"].versions == []
     r.publish(1)
     r.everyone(1)
-    assert pins == [r.worker.manifest.total_bytes]
+    assert pins == [r.pool.manifest.total_bytes]
 
 
 def test_versions_follow_each_other_through_one_epoch(rig):
@@ -248,7 +248,7 @@ def test_a_lane_inside_a_frozen_transfer_ends_when_it_is_told_to(rig, caplog):
     r.servers["a"].freeze_receiver()
     r.publish(2)
     r.until(lambda: r.server_set.entry("a").incoming == 2)
-    r.worker.close()
+    r.end()
     assert [r for r in caplog.records if r.name == server_set.logger.name] == []
 
 
@@ -319,7 +319,7 @@ def test_a_trainer_whose_clock_is_behind_that_of_the_run_before_takes_its_server
 def test_a_lane_that_was_fenced_before_its_load_learns_it_before_the_deadline_of_the_load(rig):
     def newer_epoch():
         fence(
-            DirectControl(r.servers["a"]), Access("127.0.0.1", 10.0, WAIT_S, ""), r.worker.run_id, 3
+            DirectControl(r.servers["a"]), Access("127.0.0.1", 10.0, WAIT_S, ""), r.pool.run_id, 3
         )
 
     strike = Strike(Point.LOAD, newer_epoch)

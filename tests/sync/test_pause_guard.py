@@ -200,9 +200,9 @@ def test_a_clean_end_ends_the_pause_guard_at_once_and_it_has_nothing_to_say(
     server: ServerProcess, tmp_path: Path
 ) -> None:
     with training(server, tmp_path, versions=3) as trainer:
-        ended = trainer.wait("ended")
+        trainer.wait("ended")
         trainer.pause_guard.wait(WAIT_S)
-        assert (ended["restarts"], ended["late"], trainer.log) == (0, 0, "")
+        assert trainer.log == ""
 
 
 LINK = LinkOptions("gloo", "127.0.0.1", "xxh3", 1 << 16, 10.0, run_key=None)

@@ -25,8 +25,8 @@ def test_the_live_server_is_flushed_and_a_frozen_and_a_dead_one_cost_one_deadlin
     r.until(lambda: all(r.server_set.entry(url).incoming == 2 for url in ("frozen", "frozen too")))
     r.until(lambda: r.server_set.entry("live").held == 2)
     start = time.monotonic()
-    assert r.worker.flush(2, TIMEOUT_S) == ["live"]
-    r.worker.close()
+    assert r.flush(2, TIMEOUT_S) == ["live"]
+    r.end()
     assert time.monotonic() - start < 2 * TIMEOUT_S, "each of them cost a deadline"
     assert r.servers["live"].versions == [1, 2]
     assert not any(server.paused for server in r.servers.values())
@@ -40,7 +40,7 @@ def test_without_a_flush_every_lane_ends_when_it_is_told_to(rig, caplog):
     r.servers["dead"].go_away()
     r.publish(2)
     r.until(lambda: r.server_set.entry("frozen").incoming == 2)
-    r.worker.close()
+    r.end()
     assert [r for r in caplog.records if r.name == server_set.logger.name] == []
 
 
@@ -51,11 +51,11 @@ def test_a_lane_that_does_not_end_is_waited_for_once(rig):
     r.loaded["stuck"].hold = threading.Event()
     r.publish(2)
     r.until(lambda: r.server_set.entry("stuck").standing is Standing.COMMITTING)
-    r.worker.close(within_s=1.0)
+    r.end(within_s=1.0)
     lane = r.server_set.lane("stuck")
     assert lane.is_alive()
     start = time.monotonic()
-    r.worker.close(within_s=120.0)
+    r.end(within_s=120.0)
     assert time.monotonic() - start < 60.0
     r.loaded["stuck"].hold.set()
 
@@ -75,8 +75,8 @@ def test_commits_that_hang_on_two_servers_share_the_deadline(rig):
     )
     r.until(lambda: r.server_set.entry("live").held == 2)
     start = time.monotonic()
-    assert r.worker.flush(2, TIMEOUT_S) == ["live"]
-    r.worker.close()
+    assert r.flush(2, TIMEOUT_S) == ["live"]
+    r.end()
     assert time.monotonic() - start < 2 * TIMEOUT_S, "each of them cost a deadline"
     goes_on.set()
     # Given up inside their commit: no record may say that they hold anything.

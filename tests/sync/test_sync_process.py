@@ -22,7 +22,6 @@ from titan_grpo.config import WeightSync
 from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.runkey import KEY_VARIABLE, Key
-from titan_grpo.sync.process import SyncProcess
 from titan_grpo.sync.worker import SyncOptions
 
 SHAPES = {"up": (512, 256), "down": (256, 512)}
@@ -59,7 +58,7 @@ def training(folder: Path, servers: int = 1, **options: Any) -> Iterator[tuple[T
         manifest = Manifest.build([(n, "bfloat16", s) for n, s in SHAPES.items()], 1 << 16)
         config = WeightSync(bind_host="127.0.0.1", block_bytes=1 << 16, backoff_s=0.1)
         sync = SyncOptions(urls=[s.url for s in up], engine="vllm", run_key=key, **options)
-        trainer = Trainer(manifest, config, folder, sync, worker=SyncProcess)
+        trainer = Trainer(manifest, config, folder, sync)
         stack.callback(trainer.close)
         trainer.start()
         assert trainer.publish(0, weights(0), WAIT_S)
@@ -130,23 +129,31 @@ def test_a_server_leaves_and_comes_again(tmp_path):
 
 
 ORPHAN = """
-import sys
+import os, sys
 from pathlib import Path
 from tests.sync.test_sync_process import training, steps
 with training(Path(sys.argv[1])) as (trainer, servers):
     print(trainer.worker.pid, flush=True)
+    if os.fork() == 0:
+        os.read(0, 1)
+        os._exit(0)
     steps(trainer, 1, 100_000)
 """
 
 
-def test_it_ends_with_rank_0(tmp_path):
+def test_it_ends_with_rank_0_also_where_a_child_of_that_has_its_sockets(tmp_path):
     rank0 = subprocess.Popen(
-        [sys.executable, "-c", ORPHAN, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT, text=True
+        [sys.executable, "-c", ORPHAN, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
     )
     try:
         assert rank0.stdout is not None
         child = psutil.Process(int(rank0.stdout.readline()))
+        rank0.kill()
+        child.wait(WAIT_S)
     finally:
         rank0.kill()
         rank0.communicate()
-    child.wait(WAIT_S)

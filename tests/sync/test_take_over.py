@@ -29,7 +29,7 @@ def test_a_live_run_keeps_its_server_and_the_other_one_says_whose_it_is(rig):
     other = second(rig, first, take_over=False)
     other.until(lambda: other.server_set.last_error("a") is not None)
     error = str(other.server_set.last_error("a"))
-    assert f"the live run {first.worker.run_id} has this server" in error
+    assert f"the live run {first.pool.run_id} has this server" in error
     assert "rollout.take_over = true" in error
     first.publish(2)
     first.everyone(2)
@@ -46,7 +46,7 @@ def test_a_run_that_takes_over_gets_the_server_and_the_loser_stops_with_its_name
     other.everyone(1)
     first.until(lambda: first.server_set.last_error("a") is not None)
     first.until(lambda: not first.server_set.lane("a").is_alive())
-    with pytest.raises(SyncError, match=f"run {other.worker.run_id} took over every server"):
+    with pytest.raises(SyncError, match=f"run {other.pool.run_id} took over every server"):
         first.server_set.reached(2)
 
 
@@ -63,7 +63,7 @@ def test_a_live_run_keeps_its_server_while_its_lane_is_in_backoff(rig, receiver)
     first.until(lambda: first.server_set.last_error("a") is not None)
     other = second(rig, first, take_over=False)
     other.until(lambda: other.server_set.last_error("a") is not None)
-    assert f"the live run {first.worker.run_id} has this server" in str(
+    assert f"the live run {first.pool.run_id} has this server" in str(
         other.server_set.last_error("a")
     )
     assert first.servers["a"].versions == [1]
@@ -73,7 +73,7 @@ def test_a_run_that_ends_leaves_its_server_to_the_next_one_at_once(rig):
     first = rig("a", commit_deadline_s=10 * WAIT_S)
     first.publish(1)
     first.everyone(1)
-    first.worker.close()
+    first.end()
     second(rig, first, take_over=False).everyone(1)
 
 

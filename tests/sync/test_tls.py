@@ -173,7 +173,7 @@ def test_a_server_that_meets_another_certificate_is_named_and_the_others_go_on(
     def elsewhere(control: DirectControl, hello: Mapping[str, Any]) -> None:
         """What a proxy at the trainer's address shows is not what the Hello says."""
         if control.url == "b":
-            keys = run.worker._link.keys(hello["run_id"], hello["epoch"])
+            keys = run.lanes._link.keys(hello["run_id"], hello["epoch"])
             changed = Hello.from_dict({**hello, "pin": other.pin, "proof": ""})
             hello = changed.proven(keys.messages).to_dict()
         greet(control, hello)

@@ -41,7 +41,7 @@ from titan_grpo.sync.server_set import JOIN_S, ServerSet
 from titan_grpo.sync.slots import Published, Reserved
 from titan_grpo.sync.snapshot import Copy
 from titan_grpo.sync.transports.nixl import nixl_problem
-from titan_grpo.sync.worker import End, SyncOptions, hashing_of, server_set
+from titan_grpo.sync.worker import SyncOptions, hashing_of, server_set
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Begin:
     """Host and port of ImagePool.hashed."""
     config: WeightSync
     options: SyncOptions
-    """Without what cannot be pickled."""
+    """Without what only rank 0 has."""
     run_key: str = field(repr=False)
     forwarded: bool
     """Whether rank 0 makes the calls of the servers' control planes."""
@@ -83,10 +83,11 @@ class Begin:
 Launched = tuple["subprocess.Popen[bytes]", socket.socket]
 
 
-def launch(config: WeightSync) -> Launched:
+def launch(config: WeightSync, module: str = "titan_grpo.sync.sync_main") -> Launched:
     """Start the process, which loads its modules and waits. Raises OSError."""
     cuda = {} if config.transport == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
-    return start_module("titan_grpo.sync.sync_main", env=helper_environment(os.environ) | cuda)
+    parent = "--parent", str(os.getpid())
+    return start_module(module, *parent, env=helper_environment(os.environ) | cuda)
 
 
 class RemoteLane:
@@ -171,7 +172,10 @@ class MainSlots:
 
 
 class SyncProcess:
-    """What SyncWorker is within one process."""
+    """The weight sync, as rank 0 has it: the one assembly of a trainer, its benches and its
+    tests."""
+
+    launch = staticmethod(launch)
 
     def __init__(
         self,
@@ -201,7 +205,6 @@ class SyncProcess:
         self._sealed = False
         self._controls: dict[str, Any] = {}
         self._ending = threading.Event()
-        self._end = End()
         self._announcer = Announcer(
             0,
             LOOPBACK,
@@ -212,7 +215,7 @@ class SyncProcess:
         self._manifest = pool.manifest.to_json()
         self._starts: list[float] = []
         self._begun = False
-        self._run(launched or launch(config))
+        self._run(launched or self.launch(config))
 
     def start(self) -> None:
         """Have it seal versions and open the lanes, one per server."""
@@ -238,23 +241,20 @@ class SyncProcess:
         self._announcer(version, slot, copy)
 
     def fingerprint(self, image: memoryview) -> str:
-        """See SyncLanes."""
+        """The fingerprint of a version with these bytes, under this run's key."""
         return fingerprint(self.manifest.digest, self.hashing.digests(image, self.manifest))
 
     def flush(self, version: int, timeout_s: float) -> list[str]:
-        """See End."""
-        return self._end.flush(self.servers, self._seal, version, timeout_s)
-
-    def _seal(self) -> None:
+        """No version follows; see ServerSet."""
         with self.lock:
             self._sealed = True
             self.post("seal")
+        return self.servers.flush(version, timeout_s)
 
     def close(self, within_s: float = JOIN_S) -> None:
-        """Stop all lanes and the process. See End."""
-        if not (deadline := self._end.deadline(within_s)):
+        """Stop all lanes and the process. See ServerSet."""
+        if not (deadline := self.servers.close(within_s)):
             return
-        self.servers.close(deadline)
         self._ending.set()
         self.post("end")
         try:
@@ -307,7 +307,6 @@ class SyncProcess:
             run_key=None,
             drain=None,
             lane_observer=no_observer,
-            remote_writers=(0, *o.remote_writers),
         )
         begin = Begin(
             run_id=pool.run_id,
@@ -361,7 +360,7 @@ class SyncProcess:
         terminal.print_status(text)
         while not self._ending.wait(self._rest_s()):
             try:
-                self._run(launch(self._config))
+                self._run(self.launch(self._config))
             except OSError as error:
                 logger.warning("the sync process cannot be started: %s", error)
                 continue

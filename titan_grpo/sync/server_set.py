@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 JOIN_S = 10.0
 """Seconds for all lanes to end, where no flush and no commit sets the deadline."""
 
+LEAST_S = 1.0
+"""Seconds that the lanes get at least to end, if a flush used up its deadline."""
+
 _KNOWN = (Standing.HOLDS, Standing.RECEIVING, Standing.COMMITTING)
 
 
@@ -163,6 +166,7 @@ class ServerSet:
         self._further = 0
         self._lost: SyncError | None = None
         self._ended = False
+        self._left_s = JOIN_S
 
     def __repr__(self) -> str:
         return "<ServerSet " + ", ".join(f"{u} {e!r}" for u, e in self.entries().items()) + ">"
@@ -173,19 +177,34 @@ class ServerSet:
             for url in self.urls:
                 self._open(url)
 
-    def close(self, deadline: float) -> None:
-        """Stop all lanes and wait for them until ``deadline`` (monotonic clock). Idempotent: lanes
-        that did not end by their deadline are not waited for again.
+    def flush(self, version: int, timeout_s: float) -> list[str]:
+        """Wait until the servers that answer hold ``version``, the last one; those that do.
+
+        ``timeout_s`` bounds this and the ``close`` that follows together: a quarter of it
+        (``JOIN_S`` at most) is kept for the ends of the lanes.
+        """
+        start = time.monotonic()
+        holding = self.wait_held(version, timeout_s - min(JOIN_S, timeout_s / 4), everyone=True)
+        self._left_s = max(LEAST_S, timeout_s - (time.monotonic() - start))
+        return holding
+
+    def close(self, within_s: float = JOIN_S) -> float:
+        """Stop all lanes and wait for them for ``within_s`` seconds, or less if a flush left less
+        of its own; the deadline (monotonic clock). 0 if it was closed already: lanes that did not
+        end by their deadline are not waited for again.
 
         A commit may end in that time; a lane that does not leaves its server to the pause guard.
         """
+        within_s = min(within_s, self._left_s)
+        deadline = time.monotonic() + within_s
         with self._changing, self._changed:
             if self._ended:
-                return
+                return 0.0
             self._ended = True
             self._changed.notify_all()
             lanes = [s.lane for s in self._servers.values() if s.lane is not None]
-        _end(lanes, deadline, min(1.0, max(0.0, deadline - time.monotonic()) / 4))
+        _end(lanes, deadline, min(1.0, within_s / 4))
+        return deadline
 
     # Who is in the run.
 

@@ -30,6 +30,7 @@ from titan_grpo.protocol.lane_events import LaneEvent, Point
 from titan_grpo.protocol.ledger import Entry
 from titan_grpo.protocol.messages import Label
 from titan_grpo.runkey import Key
+from titan_grpo.subprocesses import exit_with_parent
 from titan_grpo.sync.lane import ServerLane
 from titan_grpo.sync.part import LOOPBACK, ImagePool
 from titan_grpo.sync.pipe import Pipe
@@ -181,7 +182,7 @@ class Main:
             run_key=Key.parse(b.run_key, "rank 0's run key") if b.run_key else None,
             make_control=self._control if b.forwarded else None,
             drain=(lambda url: pipe.ask("drain", url)) if b.drains else None,
-            lane_observer=self._connecting,
+            lane_observer=self._passing,
         )
         self._lanes = SyncLanes(
             pool,
@@ -197,9 +198,9 @@ class Main:
         # Its methods are looked up by name in the interface.
         return cast(ServerControl, PipeControl(self._pipe, url))
 
-    def _connecting(self, passing: LaneEvent) -> None:
-        if passing.point is Point.GREET:
-            self._pipe.post("connecting", passing.url, self._reports.lanes[passing.url].epoch)
+    def _passing(self, event: LaneEvent) -> None:
+        if event.point is Point.GREET:
+            self._pipe.post("connecting", event.url, self._reports.lanes[event.url].epoch)
 
     def open_lane(self, url: str, epoch: int) -> None:
         """A server has come."""
@@ -217,7 +218,7 @@ class Main:
 
     def publish(self, version: int, slot: int, published_s: float) -> None:
         """See SyncLanes."""
-        self._lanes.publish(version, slot, None, published_s)
+        self._lanes.publish(version, slot, published_s)
 
     def keep(self, url: str) -> None:
         """See ImageSlots."""
@@ -239,18 +240,20 @@ class Main:
         os._exit(0)
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], make: type[Main] = Main) -> None:
     """Entry point of the process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args(argv)
+    exit_with_parent(options.parent)
     # A signal to the trainer's group ends the trainer, and the end of that ends this process: until
     # then its lanes finish their commits.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="titan_grpo sync %(process)d: %(message)s")
     torch.set_num_threads(1)
-    Main(socket.socket(fileno=options.fd)).run()
+    make(socket.socket(fileno=options.fd)).run()
     # Rank 0 is gone. Lanes may wait for their servers.
     os._exit(1)
 

@@ -1,12 +1,10 @@
-"""The sync of rank 0's host, assembled: ``SyncLanes`` seals images and has the lanes. A trainer has
-it in a process of its own (process.py, sync_main.py); ``SyncWorker`` is the same within one
-process, for harnesses.
+"""What runs in the sync process (sync_main.py): ``SyncLanes`` seals images and has the lanes.
 
 ::
 
-    main thread --publish--> [queue] --sealer--> image slots --pin--> lane --> server
-        ^                                            |
-        `------------- reserved slot <---------------'
+    rank 0 --publish--> [queue] --sealer--> image slots --pin--> lane --> server
+        ^                                       |
+        `----------- reserved slot <------------'
 """
 
 import logging
@@ -31,7 +29,6 @@ from titan_grpo.engines.http import ServerAccess, address_towards
 from titan_grpo.engines.server import AUTO, make_control
 from titan_grpo.errors import SyncError, TitanGrpoError
 from titan_grpo.layout.digest import fingerprint
-from titan_grpo.layout.plan import CopyOp
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane, members
@@ -46,19 +43,14 @@ from titan_grpo.sync.link import LinkOptions
 from titan_grpo.sync.part import LOOPBACK, Hashing, ImagePool, Images, own_certificate, wait_copied
 from titan_grpo.sync.patches import Made, Patches
 from titan_grpo.sync.pause_guard import PauseGuard, transfer_in_load_s
-from titan_grpo.sync.publisher import Publisher
 from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.server_set import JOIN_S, OpenLane, Reports, ServerObserver, ServerSet
 from titan_grpo.sync.slots import ImageSlots, Published
-from titan_grpo.sync.snapshot import Copy, Snapshotter
 from titan_grpo.sync.transports.nixl import NixlSource
 from titan_grpo.sync.transports.range_server import RangeServer
 from titan_grpo.sync.transports.store import store_errors
 
 logger = logging.getLogger(__name__)
-
-LEAST_S = 1.0
-"""Seconds that the lanes get at least to end, if a flush used up its deadline."""
 
 ANYWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737): the way to it is the default route."""
@@ -92,7 +84,6 @@ def load_deadline_s(config: WeightSync) -> float:
 class _Job:
     version: int
     slot: int
-    copy: Copy | None
     published_s: float
 
 
@@ -134,7 +125,8 @@ class SyncOptions:
     """Whether a pause guard's process watches the lanes."""
     guard_deadlines: Deadlines | None = None
     tamper: Callable[[Images], Images] | None = None
-    """For tests: what lanes send in place of the images whose bytes were hashed."""
+    """For tests, a function of a module: what lanes send in place of the images whose bytes were
+    hashed. Servers read no memory of the trainer then."""
 
     def link(self, config: WeightSync) -> LinkOptions:
         """What all connections have in common."""
@@ -205,6 +197,7 @@ class SyncLanes:
         self.pool, self.run_id, self.manifest = pool, pool.run_id, pool.manifest
         self._config, self._recorder, self._o = config, recorder, options
         self._reports = servers
+        self._writers = 0, *options.remote_writers
         self._source = RangeServer(certificate=own_certificate(config))
         spared = partial(recorder.count, names.SPARED_BYTES)
         self._patches = Patches(config, pool.manifest.total_bytes, spared)
@@ -270,24 +263,10 @@ class SyncLanes:
             self.guard.observe(passing)
         self._o.lane_observer(passing)
 
-    def publisher(self, ops: Mapping[str, list[CopyOp]]) -> Publisher:
-        """Rank 0's publisher: copies its shards by ``ops`` and announces them here."""
-        return Publisher(
-            Snapshotter(ops, self.pool.tensors(), self._o.device, self._config.bucket_bytes),
-            self.publish,
-        )
-
-    def publish(
-        self, version: int, slot: int, copy: Copy | None, published_s: float | None = None
-    ) -> None:
-        """This process has started its part of the copy of ``version`` into ``slot`` (None: it
-        writes no part). Never waits. ``published_s``: as in Published; None: now."""
-        at = self._recorder.now() if published_s is None else published_s
-        self._jobs.put(_Job(version, slot, copy, at))
-
-    def fingerprint(self, image: memoryview) -> str:
-        """The fingerprint of a version with these bytes, under this run's key."""
-        return fingerprint(self.manifest.digest, self.hashing.digests(image, self.manifest))
+    def publish(self, version: int, slot: int, published_s: float) -> None:
+        """The host's ranks have started to copy ``version`` into ``slot``. Never waits.
+        ``published_s``: as in Published."""
+        self._jobs.put(_Job(version, slot, published_s))
 
     def seal(self) -> None:
         """No version follows those that were published. Does not wait."""
@@ -309,9 +288,8 @@ class SyncLanes:
         try:
             # no deadline: close() of its owner puts None into the queue; the thread is a daemon
             while (job := self._jobs.get()) is not None:
-                writers = {*self._o.remote_writers, *self._o.leaders}
-                writers |= {0} if job.copy is not None else set()
-                self.slots.writing(job.version, job.slot, frozenset(writers))
+                writers = frozenset({*self._writers, *self._o.leaders})
+                self.slots.writing(job.version, job.slot, writers)
                 try:
                     self._seal(job)
                 except TitanGrpoError as error:
@@ -330,10 +308,7 @@ class SyncLanes:
     def _seal(self, job: _Job) -> None:
         timeout_s = self._config.lane_deadline_s
         self._forget_read()
-        if job.copy is not None:
-            self._recorder.observe(names.COPY_S, job.copy.wait(timeout_s))
-            self.slots.copied(job.version, 0)
-        for rank in self._o.remote_writers:
+        for rank in self._writers:
             key = wait_copied(self.pool, job.version, rank, timeout_s)
             self._read.append((job.version, self.pool.store, key))
             self.slots.copied(job.version, rank)
@@ -408,60 +383,3 @@ class SyncLanes:
                 " bytes"
             )
         return [raw[i : i + size] for i in range(0, len(raw), size)]
-
-
-class SyncWorker(SyncLanes):
-    """SyncLanes with its ``servers``, in one process."""
-
-    def __init__(
-        self, pool: ImagePool, config: WeightSync, recorder: Recorder, options: SyncOptions
-    ) -> None:
-        """See SyncLanes."""
-        self.servers = server_set(config, recorder, options, lambda _, *lane: self.open_lane(*lane))
-        super().__init__(pool, config, recorder, options, self.servers)
-        self._end = End()
-
-    def start(self) -> None:
-        """Start the sealer and the lanes, one per server."""
-        super().start()
-        self.servers.start()
-
-    def flush(self, version: int, timeout_s: float) -> list[str]:
-        """See End."""
-        return self._end.flush(self.servers, self.seal, version, timeout_s)
-
-    def close(self, within_s: float = JOIN_S) -> None:
-        """Stop all lanes and the sealer. See End."""
-        if deadline := self._end.deadline(within_s):
-            self.servers.close(deadline)
-            self.end(deadline)
-
-
-class End:
-    """The end of a run's sync: a flush, which may be left out, and what is left of its deadline."""
-
-    def __init__(self) -> None:
-        self._left_s = JOIN_S
-        self._closed = False
-
-    def flush(
-        self, servers: ServerSet, seal: Callable[[], object], version: int, timeout_s: float
-    ) -> list[str]:
-        """Accept no more versions and wait until the servers that answer hold ``version``; those
-        that do.
-
-        ``timeout_s`` bounds this and the ``close`` that follows together: a quarter of it
-        (``JOIN_S`` at most) is kept for the ends of the lanes.
-        """
-        start = time.monotonic()
-        seal()
-        wait_s = timeout_s - min(JOIN_S, timeout_s / 4)
-        holding = servers.wait_held(version, wait_s, everyone=True)
-        self._left_s = max(LEAST_S, timeout_s - (time.monotonic() - start))
-        return holding
-
-    def deadline(self, within_s: float) -> float:
-        """Of the close (monotonic clock): ``within_s`` seconds, or less if a flush left less of its
-        own. 0 if it was closed already: what did not end is not waited for again."""
-        closed, self._closed = self._closed, True
-        return 0.0 if closed else time.monotonic() + min(within_s, self._left_s)

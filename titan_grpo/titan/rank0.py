@@ -41,7 +41,7 @@ from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group
 from titan_grpo.subprocesses import run_command, without_torchrun
 from titan_grpo.sync.part import ImagePool, check_certificate
-from titan_grpo.sync.process import SyncProcess, launch
+from titan_grpo.sync.process import SyncProcess
 from titan_grpo.sync.worker import SyncOptions, load_deadline_s
 from titan_grpo.titan.data import Sampled, StepWork, varied_groups
 from titan_grpo.titan.evaluations import Evaluations
@@ -166,7 +166,7 @@ class Controller:
         traces = from_environment(os.environ, self._run_dir.name, time.perf_counter())
         self._recorder = Recorder(self._run_dir, traces=traces)
         self._listen(self._job.dashboards.metrics_address)
-        process = launch(sync)  # it loads its modules while servers and rollouts start
+        process = SyncProcess.launch(sync)  # it loads its modules while servers and rollouts start
         self._servers.start()
         self._servers.wait_healthy(sync.startup_deadline_s)
         known = known_servers(rollout, os.environ, self._servers.urls)

@@ -11,25 +11,24 @@ from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.receive.fetch import Content, Fetch, Open
+from titan_grpo.sync.part import Hashing, ImagePool
 from titan_grpo.sync.process import SyncProcess
 from titan_grpo.sync.slots import Published
 from titan_grpo.sync.transports.ranges import MemfdReader, TcpReader
-from titan_grpo.sync.worker import SyncWorker
 
 
 @contextmanager
 def whole_image(
-    worker: SyncWorker | SyncProcess, published: Published, config: WeightSync
+    pool: ImagePool, hashing: Hashing, published: Published, config: WeightSync
 ) -> Iterator[torch.Tensor]:
     """Its bytes, uint8[total_bytes]. With one host these are the slot's own; with several, memory
     for all of them. TransferFailed if a host does not serve its part; ConfigError if the memory is
     not there."""
-    manifest, mine = worker.manifest, worker.pool.images[published.slot]
+    manifest, mine = pool.manifest, pool.images[published.slot]
     if not published.elsewhere:
         yield mine.tensor()
         return
-    hashing, total = worker.hashing, manifest.total_bytes
-    wait_s = config.progress_deadline_s
+    total, wait_s = manifest.total_bytes, config.progress_deadline_s
     sources: dict[int, list[Open]] = {
         source.part: [partial(TcpReader, source, hashing.range_key, wait_s)]
         for source in published.elsewhere
@@ -46,7 +45,7 @@ def whole_image(
 
 
 def with_whole_image(
-    worker: SyncWorker | SyncProcess,
+    worker: SyncProcess,
     published: Published,
     config: WeightSync,
     use: Callable[[torch.Tensor], object],
@@ -55,7 +54,7 @@ def with_whole_image(
     memory for them, that are missing at its end must not cost a run."""
     with ExitStack() as stack:
         try:
-            image = stack.enter_context(whole_image(worker, published, config))
+            image = stack.enter_context(whole_image(worker.pool, worker.hashing, published, config))
         except (ConfigError, TransferFailed) as error:
             return f"{error}; titan-grpo export makes it from the last checkpoint"
         use(image)

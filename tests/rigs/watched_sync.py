@@ -1,0 +1,90 @@
+"""A sync process whose lanes ask at points of the protocol how to go on. All else is a trainer's:
+``Trainer(..., sync=partial(WatchedSync, watch=watch))``."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from tests.rigs.sockets import cut
+from tests.rigs.trainer import SpoiledImages
+from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point
+from titan_grpo.sync.process import SyncProcess, launch
+from titan_grpo.sync.sync_main import Main, main
+
+
+class WatchedSync(SyncProcess):
+    """Rank 0's end. ``inner``: a server that is read from and its reader, at the last point."""
+
+    launch = staticmethod(partial(launch, module="tests.rigs.watched_sync"))
+
+    def __init__(
+        self,
+        *assembly: Any,
+        watch: Observer,
+        points: Iterable[Point] = Point,
+        say: Callable[[Mapping[str, Any]], object] = len,
+    ) -> None:
+        """``watch`` is called for every lane's ``points``, on a thread of its own; the lane waits
+        for it, and a PeerError is met as if the server had failed. ``say`` gets events."""
+        self._watch, self._say = watch, say
+        self._points = "", frozenset(points)
+        self.inner: tuple[str, str] | None = None
+        super().__init__(*assembly)
+
+    def watch_at(self, url: str, points: Iterable[Point]) -> None:
+        """Have only the lane of ``url`` ask, at these points."""
+        with self.lock:
+            self._points = url, frozenset(points)
+            self.post("watch_at", *self._points)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._pipe.post("watch_at", *self._points)
+
+    def request(self, number: int, what: str, url: str, *arguments: Any) -> None:
+        """See SyncProcess."""
+        if what != "passing":
+            super().request(number, what, url, *arguments)
+            return
+        event, self.inner = arguments
+        work = partial(self._pipe.answer, number, lambda: self._watch(event))
+        threading.Thread(target=work, name=f"watch {url}", daemon=True).start()
+
+    def connecting(self, url: str, epoch: int) -> None:
+        """See SyncProcess."""
+        self._say({"event": "connecting", "url": url, "sync_pid": self.pid})
+        super().connecting(url, epoch)
+
+    def cut(self, connections: int) -> None:
+        """So many were cut."""
+        self._say({"event": "cut", "connections": connections})
+
+
+class WatchedMain(Main):
+    """The process's end."""
+
+    _points: tuple[str, frozenset[Point]] = "", frozenset()
+
+    def _passing(self, event: LaneEvent) -> None:
+        super()._passing(event)
+        url, points = self._points
+        if event.point in points and url in ("", event.url):
+            self._pipe.ask("passing", event.url, event, self._lanes.relay.inner())
+
+    def watch_at(self, url: str, points: frozenset[Point]) -> None:
+        """See WatchedSync."""
+        self._points = url, points
+
+    def spoil(self, url: str, offset: int) -> None:
+        """See SpoiledImages."""
+        SpoiledImages.spoiled[f"lane {url}"] = offset
+
+    def cut(self, pid: int) -> None:
+        """Shut every TCP connection to ``pid``."""
+        self._pipe.post("cut", cut(pid))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], WatchedMain)
