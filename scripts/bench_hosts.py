@@ -18,9 +18,9 @@ received beyond its usual bytes, over the image.
 With ``--engine`` the servers are real ones, which start with other weights (several names take
 turns), and ``difference`` is the largest one, in nats, of a log-probability to transformers in
 float32 on the version's weights; ``moved`` is the least that a version changed there. ``own`` is
-the difference of an engine that was started on the last version's files, in the same run: what the
-engine's arithmetic does at this shape. A ``difference`` beyond SPARE times as much fails the run,
-and so does a ``moved`` within it, by which a wrong version could not be told.
+the difference before the first version, on the files that the engines were started with: what
+their arithmetic does at this shape. A ``difference`` beyond SPARE times as much fails the run, and
+so does a ``moved`` within it, by which a wrong version could not be told.
 
 ``--step-s`` publishes a version that often instead, whether servers have the one before or not;
 ``lag`` is how many versions the slowest server is behind then. ``--delta`` and ``--changed`` show
@@ -43,6 +43,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import torch
@@ -83,8 +84,8 @@ SERVER_PORT = 8000
 WAIT_S = 500.0
 START_S = 1200.0
 CALL_S = 60.0
-SPARE = 1.5
-"""Versions before the last one have other weights, and their arithmetic errs a little otherwise."""
+SPARE = 2.0
+"""A version's weights are other ones and up to a fifth larger: arithmetic errs a little more."""
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -302,15 +303,15 @@ def held(url: str) -> str:
 
 
 def started(
-    stack: ExitStack, host: Host, command: Sequence[str], output: Any = subprocess.PIPE, **env: str
+    stack: ExitStack, inside: Sequence[str], command: Sequence[str], output: Any = PIPE, **env: str
 ) -> Any:
-    """A process on that host, which ends with ``stack``."""
+    """A process ``inside`` a host, which ends with ``stack``."""
     process = subprocess.Popen(
-        [*host.inside, *command],
+        [*inside, *command],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
         cwd=ROOT,
         stdout=output,
-        stderr=None if output == subprocess.PIPE else subprocess.STDOUT,
+        stderr=None if output == PIPE else subprocess.STDOUT,
         text=True,
     )
     stack.callback(process.wait)  # no deadline: after a kill
@@ -318,20 +319,18 @@ def started(
     return process
 
 
-def serving(
-    stack: ExitStack, host: Host, port: int, engine: str, folder: Path, model: str = "start"
-) -> Any:
+def serving(stack: ExitStack, host: Host, port: int, engine: str, folder: Path) -> Any:
     """A server on that host. One without an engine says a line when it listens."""
     if not engine:
         args = ["-m", "tests.rigs.server_process", "--host", host.address, "--port", str(port)]
-        return started(stack, host, [sys.executable, *args])
+        return started(stack, host.network, [sys.executable, *args])
     python = str(ROOT / f".venv-{engine}" / "bin" / "python")
     log = folder / f"{host.address}-{port}.log"
     spec = ServerSpec(
-        python, str(folder / model), str(log), engine, port, host.address, max_num_seqs=8
+        python, str(folder / "start"), str(log), engine, port, host.address, max_num_seqs=8
     )
     with log.open("ab") as output:
-        return started(stack, host, command(spec), output, **environment({}, spec))
+        return started(stack, host.inside, command(spec), output, **environment({}, spec))
 
 
 def wait_ready(url: str, engine: str, server: Any, folder: str) -> None:
@@ -363,10 +362,12 @@ def versions(trainers: Sequence[Host], options: argparse.Namespace, role: str) -
             if len(trainers) * options.ranks == 1:  # torchrun would only watch it
                 alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": host.address}
                 whole = [sys.executable, file]
-                nodes.append(started(stack, host, whole, MASTER_PORT=str(PORT), **alone, **env))
+                nodes.append(
+                    started(stack, host.inside, whole, MASTER_PORT=str(PORT), **alone, **env)
+                )
                 continue
             run = [sys.executable, "-m", "torch.distributed.run", *node.split(), file]
-            nodes.append(started(stack, host, run, **env))
+            nodes.append(started(stack, host.inside, run, **env))
         for line in nodes[0].stdout:
             if line.startswith("{"):
                 yield json.loads(line)
@@ -389,13 +390,17 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
         shape = TinyShape(hidden=256, layers=max(1, options.mib // 2), head_dim=64, ffn=1024)
         for name, seed in ("start", 100), ("model", 1):
             write_tiny_model("qwen3", Path(folder) / name, seed, std=0.05, shape=shape)
+    engines = [engine for _, _, engine in servers.values()]
     running = {url: serving(stack, *place, Path(folder)) for url, place in servers.items()}
     for url, server in running.items():
         wait_ready(url, servers[url][2], server, folder)
+    own = 0.0
+    if options.engine:
+        own = Scores(Path(folder) / "start").of_files(list(servers), engines)
     role = {key: getattr(options, key) for key in ("mib", "versions", "relay", "delta", "changed")}
     role |= {"urls": list(servers), "folder": folder, "kill": options.kill_inner}
     role |= {"model": f"{folder}/model" if options.engine else "", "step_s": options.step_s}
-    role |= {"engines": [engine for _, _, engine in servers.values()]}
+    role |= {"engines": engines}
     rows, links, killed = [], [], {}
     before = [host.moved() for host in hosts]
     for row in versions(hosts[:count], options, json.dumps(role)):
@@ -409,36 +414,22 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
             continue
         now = [host.moved() for host in hosts]
         rows.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
         links.append([(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, now, strict=True)])
         before = now
     reader = hosts.index(servers[killed["reader"]][0]) if killed else None
-    figures = figures_of(options, rows, links, killed, reader, image_bytes(options, folder))
-    if options.engine:
-        for server in running.values():
-            server.kill()
-            server.wait()  # no deadline: after a kill
-        kinds = sorted(set(options.engine))
-        figures |= judged(figures, {e: own(stack, hosts[count], e, folder) for e in kinds})
-    return figures
+    return figures_of(options, rows, links, killed, reader, image_bytes(options, folder)) | (
+        judged(rows, own) if options.engine else {}
+    )
 
 
-def own(stack: ExitStack, host: Host, engine: str, folder: str) -> float:
-    """How far, in nats, an engine is from float32 that has read the last version from files."""
-    port = SERVER_PORT - 1
-    server = serving(stack, host, port, engine, Path(folder), "model")
-    url = f"http://{host.address}:{port}"
-    wait_ready(url, engine, server, folder)
-    apart = Scores(Path(folder) / "model").of_files(url, engine)
-    server.kill()
-    server.wait()  # no deadline: after a kill
-    return apart
-
-
-def judged(figures: dict[str, Any], own: dict[str, float]) -> dict[str, Any]:
-    """``digests_equal`` of real engines: the log-probabilities say it."""
-    bound = SPARE * max(own.values())
-    equal = figures["difference"] <= bound < figures["moved"]
-    return {"own": own, "digests_equal": equal}
+def judged(rows: Sequence[Any], own: float) -> dict[str, Any]:
+    """What the log-probabilities of real engines say; ``digests_equal`` too. ``own``: theirs, in
+    nats, before the first version."""
+    difference = max(row["difference"] for row in rows if "difference" in row)
+    moved = min(row["moved"] for row in rows if "moved" in row)
+    equal = difference <= SPARE * own < moved
+    return {"own": own, "difference": difference, "moved": moved, "digests_equal": equal}
 
 
 def image_bytes(options: argparse.Namespace, folder: str) -> int:
@@ -469,9 +460,6 @@ def figures_of(
     if options.step_s:
         lags = [row["lag"] for row in rows if "lag" in row]
         more |= {"lag": statistics.median(lags), "most_lag": max(lags)}
-    if options.engine:
-        more |= {"difference": max(row["difference"] for row in rows if "difference" in row)}
-        more |= {"moved": min(row["moved"] for row in rows[1:] if "moved" in row)}
     # the first version finds lanes that are still connecting
     kept = [i for i in range(1, options.versions + 1) if "seconds" in rows[i]]
     settings = ("trainer_hosts", "ranks", "receivers", "per_host", "relay", "engine", "delta")

@@ -135,7 +135,13 @@ class Host:
         own = ("unshare", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child")
         named = ("sh", "-c", 'hostname trainer && exec "$@"', "sh")
         gloo = ("env", "GLOO_SOCKET_IFNAME=eth0")
-        return ("ip", "netns", "exec", self.name, *own, *named, *gloo)
+        return (*self.network, *own, *named, *gloo)
+
+    @property
+    def network(self) -> tuple[str, ...]:
+        """The command that runs its arguments in there, where they see each other's processes. Each
+        ``inside`` is like a container of its own."""
+        return ("ip", "netns", "exec", self.name)
 
     def limit(self, bytes_per_s: float) -> None:
         """Its link carries so much each way and no more. NotAllowed if the kernel cannot."""

@@ -3,7 +3,8 @@ while others read from them, die, lie, and stand still.
 
 The table of who reads from whom is production's (protocol.relay). An image has BLOCKS blocks, each
 the number of the version that lies there, or WRONG; a ticket is the turn of the question that it
-was made for. Each server is a host."""
+was made for. Each server is a host, or all are on one: then they read each other's memory, which
+may be another version's between the answer that a block is there and the read."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,8 @@ TRAINER = ""
 class Server(NamedTuple):
     """``asked``: turn of its order, 0: none; ``sources``: (server, ticket) and the trainer last,
     those that are left; ``serves``: ticket that it serves under; ``there``: blocks, from the first
-    on, that are there and checked."""
+    on, that are there and checked; ``told``: the next one is in the memory of the first source,
+    or was."""
 
     staged: int = 0
     version: int = 0
@@ -32,6 +34,7 @@ class Server(NamedTuple):
     lost: tuple[str, ...] = ()
     serves: int = 0
     there: int = 0
+    told: bool = False
     image: tuple[int, ...] = (0,) * BLOCKS
     frozen: bool = False
 
@@ -60,6 +63,10 @@ class Rules:
     """A server that begins a version has none of its blocks."""
     ends: bool = True
     """A server that begins a version serves the one before no more."""
+    checks_memory: bool = True
+    """And each block that it reads from another one's memory."""
+    waits: bool = True
+    """It reads a block there when the other one says that it has it."""
     trainer_last: bool = True
     """The trainer is asked when no other server is left."""
 
@@ -130,18 +137,30 @@ class _Model:
         if not server.sources:
             return  # it has nobody to ask: the search for a way to the end shows it
         (source, ticket), block = server.sources[0], server.there
-        turned = server._replace(sources=server.sources[1:], lost=(*server.lost, source))
+        turned = server._replace(
+            sources=server.sources[1:], lost=(*server.lost, source), told=False
+        )
         if source == TRAINER:
             first = block == 0 and server.version == w.newest
             sent = (*w.sent, server.version) if first else w.sent
             got = self._got(w, url, server, server.version)
             yield f"{url} reads block {block} from the trainer", got._replace(sent=sent)
             return
-        parent = dict(w.servers)[source]
-        if parent.frozen:
+        parent, nodes = dict(w.servers)[source], dict(w.nodes)
+        beside = source in nodes and nodes[source].host == nodes[url].host
+        if beside and (server.told or not self._rules.waits):
+            # memory is there whatever its server does meanwhile
+            if self._rules.checks_memory and parent.image[block] != server.version:
+                yield f"{source}'s memory is not version {server.version}", _with(w, url, turned)
+            else:
+                lies = parent.image[block]
+                yield f"{url} reads {source}'s memory", self._got(w, url, server, lies)
+        elif parent.frozen:
             yield f"{url} has waited for {source}", _with(w, url, turned)
         elif parent.serves > ticket or (parent.serves == 0 and parent.asked != ticket):
             yield f"{source} does not serve {url} any more", _with(w, url, turned)
+        elif parent.serves == ticket and parent.there > block and beside:
+            yield f"{source} has block {block}", _with(w, url, server._replace(told=True))
         elif parent.serves == ticket and parent.there > block:
             lies = parent.image[block]
             if self._rules.checks and lies != server.version:
@@ -153,12 +172,12 @@ class _Model:
 
     def _got(self, w: World, url: str, server: Server, lies: int) -> World:
         image = tuple(lies if i == server.there else b for i, b in enumerate(server.image))
-        return _with(w, url, server._replace(image=image, there=server.there + 1))
+        return _with(w, url, server._replace(image=image, there=server.there + 1, told=False))
 
     def _faults(self, w: World, url: str, server: Server) -> Iterator[Move]:
         failed = w._replace(faults=w.faults + 1)
         gone, _ = self.table(failed, r.Gone(url))
-        back, _ = self.table(gone, r.Came(url, url, "", True))
+        back, _ = self.table(gone, r.Came(url, dict(w.nodes)[url].host, "", True))
         yield f"{url} dies and is back", _with(back, url, Server())
         if server.frozen:
             yield (
@@ -182,6 +201,7 @@ def _check_parent(url: str, parent: str, w: World, before: dict[str, r.Node]) ->
         raise Violation(f"{url} reads from {parent}, which may wait for it: {nodes}")
     table = _table(w)
     reading = [n for n in nodes.values() if n.reading and table.above(n) is not None]
+    reading = [n for n in reading if n.host != nodes[parent].host]
     readers = sum(n.parent == parent for n in reading)
     if readers > 1:
         raise Violation(f"{parent} serves {readers} others at once")
@@ -202,9 +222,17 @@ class Bounds(NamedTuple):
     servers: int
     versions: int
     faults: int
+    beside: bool = False
+    """All on one host."""
 
 
-BOUNDS = (Bounds(2, 2, 1), Bounds(3, 2, 0), Bounds(3, 1, 1))
+BOUNDS = (
+    Bounds(2, 2, 1),
+    Bounds(3, 2, 0),
+    Bounds(3, 1, 1),
+    Bounds(2, 2, 1, beside=True),
+    Bounds(3, 2, 0, beside=True),
+)
 """Explored one after the other."""
 
 
@@ -224,7 +252,7 @@ def explore_relay(rules: Rules | None = None, bounds: Sequence[Bounds] = BOUNDS)
 
 def _explore(bounds: Bounds, rules: Rules) -> Result:
     model, names = _Model(rules, bounds.versions), "abcd"[: bounds.servers]
-    nodes = tuple((u, r.Node(u)) for u in names)
+    nodes = tuple((u, r.Node("one" if bounds.beside else u)) for u in names)
     return search_from(
         World(nodes, tuple((u, Server()) for u in names)),
         model.moves,
@@ -292,6 +320,14 @@ RELAY_BUGS: dict[str, tuple[str, Rules]] = {
     "a server serves the next version under the ticket of the one before": (
         "a server that is told of the next version ends its readers of this one",
         Rules(ends=False),
+    ),
+    "a server does not check what it reads in another one's memory": (
+        "memory that is written anew while another server reads it costs that one a block",
+        Rules(checks_memory=False),
+    ),
+    "a server reads another one's memory before that one has the block": (
+        "a server beside another one asks it for each block before it reads its memory",
+        Rules(waits=False),
     ),
     "the trainer is not asked where other servers were named": (
         "the trainer is the last source of every server",

@@ -8,7 +8,7 @@ from tests.model_check.relay import BOUNDS, RELAY_BUGS, explore_relay
 
 def test_servers_that_read_from_each_other_with_faults_at_every_step_break_no_rule():
     # scripts/explore.sh takes the large bounds too
-    result = explore_relay(bounds=(BOUNDS[0], BOUNDS[2]))
+    result = explore_relay(bounds=(BOUNDS[0], BOUNDS[2], BOUNDS[3]))
     assert (result.violation, result.trace) == ("", [])
     assert result.states > 10_000
 

@@ -16,8 +16,8 @@ from titan_grpo.protocol.messages import RangeSource
 from titan_grpo.receive.fetch import Content, Fetch, Open, Relaying
 from titan_grpo.receive.sharing import Sharing
 from titan_grpo.runkey import Key
-from titan_grpo.sync.transports.range_server import RangeServer
-from titan_grpo.sync.transports.ranges import TcpReader
+from titan_grpo.sync.transports.range_server import RangeServer, _Grant
+from titan_grpo.sync.transports.ranges import ADDRESS, BesideReader, MemfdReader, TcpReader
 
 BLOCK, BLOCKS = 4096, 24
 TICKET = "ab" * 16
@@ -40,6 +40,10 @@ class Server:
     def source(self, ticket: str = TICKET, wait_s: float = SOON_S, key: Key | None = None) -> Open:
         at = RangeSource(self.sharing.host, self.sharing.port, ticket)
         return partial(TcpReader, at, key, wait_s, whole=True)
+
+    def beside(self, wait_s: float = SOON_S) -> Open:
+        at = RangeSource(self.sharing.host, self.sharing.port, TICKET)
+        return partial(BesideReader, at, None, wait_s, manifest.parts[0])
 
     def fetch(self, *others: Open, trainer: Open) -> Fetch:
         relaying = Relaying(frozenset(others), self.sharing.arrived)
@@ -177,3 +181,80 @@ def test_a_reader_without_the_run_key_gets_no_byte_of_another_server(servers) ->
     with pytest.raises(TransferFailed):
         TcpReader(RangeSource(sharing.host, sharing.port, TICKET), None, SOON_S)
     sharing.close()
+
+
+@pytest.fixture
+def sent(monkeypatch) -> list[int]:
+    """Bytes of versions that sources send over sockets."""
+    out: list[int] = []
+    send = _Grant.send
+
+    def noted(self, sock, offset, nbytes) -> int:
+        out.append(send(self, sock, offset, nbytes))
+        return out[-1]
+
+    monkeypatch.setattr(_Grant, "send", noted)
+    return out
+
+
+def test_a_server_beside_another_takes_its_memory_and_no_byte_over_a_socket(
+    servers, trainer, sent
+) -> None:
+    first, second, _ = servers
+    second.begin()
+    # it begins before the first one has a byte
+    reading = later(lambda: second.fetch(first.beside(), trainer=trainer))
+    first.begin()
+    first.fetch(trainer=trainer)
+    reading.join(SOON_S)
+    assert second.whole()
+    assert sum(sent) == manifest.total_bytes
+
+
+def test_a_block_that_is_not_there_is_not_read_from_memory(servers) -> None:
+    first = servers[0]
+    first.begin()
+    first.image.tensor().copy_(good)
+    first.sharing.arrived(0, 0, BLOCK)
+    reader, got = first.beside(wait_s=0.5)(), bytearray(BLOCK)
+    reader.read_into(0, memoryview(got))
+    assert bytes(got) == bytes(good[:BLOCK].numpy())
+    with pytest.raises(TransferFailed, match="sent no byte within"):
+        reader.read_into(BLOCK, memoryview(got))
+    reader.close()
+
+
+def test_memory_that_is_written_anew_while_it_is_read_is_noticed(
+    servers, trainer, monkeypatch
+) -> None:
+    first, second, _ = servers
+    first.begin()
+    first.fetch(trainer=trainer)
+    read = MemfdReader.read_into
+
+    def late(self, offset: int, *views: memoryview) -> None:
+        first.image.tensor().zero_()  # the next version's first bytes
+        read(self, offset, *views)
+
+    monkeypatch.setattr(MemfdReader, "read_into", late)
+    second.begin()
+    told = first.beside()
+    fetch = second.fetch(told, trainer=trainer)
+    assert second.whole()
+    assert fetch.lost == {told}
+
+
+def test_a_server_whose_memory_may_not_be_read_is_read_over_the_connection(
+    servers, trainer, sent, monkeypatch
+) -> None:
+    first, second, _ = servers
+    first.begin()
+    first.fetch(trainer=trainer)
+    sent.clear()
+    # as in another pid namespace: that process is not there
+    monkeypatch.setattr(_Grant, "address", lambda self: ADDRESS.pack(2**31 - 1, 3, 1, 1))
+    second.begin()
+    fetch = second.fetch(first.beside(), trainer=trainer)
+    assert second.whole()
+    assert fetch.relay_bytes == sum(sent) == manifest.total_bytes
+    assert not fetch.lost

@@ -35,9 +35,9 @@ class Scores:
         apart = {"difference": self._apart(urls, engines, now, str(version))}
         return apart | ({"moved": max(map(furthest, now, before))} if before else {})
 
-    def of_files(self, url: str, engine: str) -> float:
-        """In nats: of a server that was started on the files in the folder."""
-        return self._apart([url], [engine], self._right(), "")
+    def of_files(self, urls: Sequence[str], engines: Sequence[str]) -> float:
+        """In nats: of servers that were started on the files in the folder."""
+        return self._apart(urls, engines, self._right(), "start")
 
     def _right(self) -> list[list[float]]:
         reference = Reference(self._folder)

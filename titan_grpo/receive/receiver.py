@@ -41,6 +41,7 @@ from titan_grpo.protocol.messages import (
     Kind,
     Order,
     Patch,
+    RangeSource,
     Staged,
     marks,
 )
@@ -50,7 +51,7 @@ from titan_grpo.runkey import EpochKeys
 from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
 from titan_grpo.sync.transports.channel import ReceiverChannel
 from titan_grpo.sync.transports.nixl import NixlReader, nixl_problem
-from titan_grpo.sync.transports.ranges import MemfdReader, TcpReader
+from titan_grpo.sync.transports.ranges import BesideReader, MemfdReader, TcpReader
 from titan_grpo.sync.transports.tls import Certificate, WrongCertificate
 
 if TYPE_CHECKING:
@@ -398,10 +399,7 @@ class Receiver:
         else:
             content = Content(manifest, expected, hello.digest_algorithm, self._block_key)
             patched = self._patch(image, order.patches)
-            others = [
-                partial(TcpReader, source, self._range_key, hello.relay_wait_s, whole=True)
-                for source in order.relays
-            ]
+            others = [self._other(source, manifest) for source in order.relays]
             relaying = None
             if sharing is not None:
                 sharing.begin(image, manifest, order.serve)
@@ -427,6 +425,13 @@ class Receiver:
             relay_bytes=relay_bytes,
             lost=lost,
         )
+
+    def _other(self, source: RangeSource, manifest: Manifest) -> Open:
+        """How to open another server, which may be on this host."""
+        key, wait_s = self._range_key, self._hello.relay_wait_s
+        if source.host == self._joined.relay_host and source.part < len(manifest.parts):
+            return partial(BesideReader, source, key, wait_s, manifest.parts[source.part])
+        return partial(TcpReader, source, key, wait_s, whole=True)
 
     def _patch(self, image: SharedImage, patches: Sequence[Patch]) -> int:
         """Change the staged image by all patches, or by some if one is lost or bad: the fetch reads

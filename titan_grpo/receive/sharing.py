@@ -47,7 +47,8 @@ class Sharing:
         self._server.arrived(ticket)
 
     def end(self) -> None:
-        """Serve nothing: when it returns, no byte of the image is read any more. Idempotent."""
+        """Serve nothing: when it returns, no byte of the image is sent any more. Who reads the
+        memfd on this host finds by its checks that the image is another one's. Idempotent."""
         with self._lock:
             tickets, self._tickets = self._tickets, ()
         for ticket in tickets:

@@ -34,6 +34,8 @@ from titan_grpo.sync.transports.channel import (
     read_header,
 )
 from titan_grpo.sync.transports.ranges import (
+    ADDRESS,
+    ADDRESS_ONLY,
     GREETING,
     NONCE_BYTES,
     PROOF_BYTES,
@@ -101,6 +103,13 @@ class _Grant:
         # one call for short pieces: each by itself would be a packet of its own
         return sock.sendmsg([self.view[a:b] for a, b in pieces])
 
+    def address(self) -> bytes:
+        """Where a reader on this host finds the image, as ADDRESS; zeros: in no memfd."""
+        if self.fd < 0:
+            return bytes(ADDRESS.size)
+        about = os.fstat(self.fd)
+        return ADDRESS.pack(os.getpid(), self.fd, about.st_size, about.st_ino)
+
 
 @dataclass(slots=True, eq=False)
 class _Peer:
@@ -115,6 +124,8 @@ class _Peer:
     out: memoryview = field(default_factory=lambda: memoryview(b""))
     offset: int = 0
     left: int = 0
+    address_only: bool = False
+    """It reads them from the memfd."""
     parked: bool = False
     """Its ticket, or the range that it asked for, has not come yet."""
     greeting: bytes = b""
@@ -476,7 +487,8 @@ class RangeServer:
         return True
 
     def _range(self, peer: _Peer, message: bytes) -> bool:
-        peer.offset, peer.left = RANGE.unpack(message)
+        peer.offset, nbytes = RANGE.unpack(message)
+        peer.address_only, peer.left = bool(nbytes & ADDRESS_ONLY), nbytes & ~ADDRESS_ONLY
         with self._lock:
             grant = self._grants.get(peer.ticket)
         return grant is not None and peer.offset + peer.left <= grant.part.nbytes
@@ -488,9 +500,10 @@ class RangeServer:
         return True
 
     def _write_all(self, peer: _Peer) -> bool:
-        while self._next_out(peer):
-            peer.out = peer.out[peer.sock.send(peer.out) :]
-        while peer.left:
+        while self._next_out(peer) or peer.left:
+            if peer.out:
+                peer.out = peer.out[peer.sock.send(peer.out) :]
+                continue
             # under the lock: after revoke() returns, no byte of the image is read any more
             with self._lock:
                 grant = self._grants.get(peer.ticket)
@@ -499,6 +512,9 @@ class RangeServer:
                 peer.parked = grant.has is not None and not grant.has(peer.offset, peer.left)
                 if peer.parked:
                     return True
+                if peer.address_only:
+                    peer.out, peer.left = memoryview(grant.address()), 0
+                    continue
                 sent = grant.send(peer.sock, peer.offset, peer.left)
             if sent == 0:
                 return False

@@ -13,8 +13,12 @@ connection, fixed sizes::
                                                 nbytes bytes of the part
     ... further ranges
 
+A reader on the source's host sets the highest bit of nbytes and gets the memfd's address (4 u64, as
+in ImageAddress; zeros: there is none) in place of the bytes, when they are there.
+
 Both proofs are HMACs over both nonces and the ticket under EpochKeys.ranges; zeros without a run
-key. A process of the same user on the same host reads the memfd itself (MemfdReader).
+key. A process of the same user on the same host reads the memfd itself: the trainer's
+(MemfdReader), or another server's (BesideReader).
 """
 
 import hmac
@@ -42,6 +46,12 @@ GREETING = struct.Struct(f"{NONCE_BYTES}s{TICKET_BYTES}s{PROOF_BYTES}s")
 
 RANGE = struct.Struct("!QQ")
 """One request: offset and length in bytes."""
+
+ADDRESS_ONLY = 1 << 63
+"""Of a request's length: answer with ADDRESS."""
+
+ADDRESS = struct.Struct("!QQQQ")
+"""Process, descriptor, bytes and inode of the image's memfd."""
 
 
 def proof(key: Key | None, who: str, ours: bytes, theirs: bytes, ticket: bytes) -> bytes:
@@ -128,9 +138,49 @@ class TcpReader:
         for view in views:
             _fill(self._socket, view, self._name, until)
 
+    def address(self, offset: int, nbytes: int) -> dict[str, int]:
+        """Where the image is on the source's host, once these bytes are there; TransferFailed as
+        for ``read_into``."""
+        _send(self._socket, RANGE.pack(offset, nbytes | ADDRESS_ONLY), self._name)
+        answer = bytearray(ADDRESS.size)
+        _fill(self._socket, memoryview(answer), self._name, time.monotonic() + self._range_s)
+        return ImageAddress(*ADDRESS.unpack(answer)).to_json()
+
     def close(self) -> None:
         """See RangeReader."""
         self._socket.close()
+
+
+class BesideReader:
+    """Reads from another server on this host: asks it for each range, and takes the bytes from its
+    memfd. Over the connection where the kernel does not let it: in containers of their own."""
+
+    def __init__(self, source: RangeSource, key: Key | None, timeout_s: float, part: Part) -> None:
+        """As TcpReader, for ``whole`` ranges; ``part``: the source's."""
+        self._tcp, self._part = TcpReader(source, key, timeout_s, whole=True), part
+        self._memfd: MemfdReader | None = None
+        self._apart = False
+
+    def read_into(self, offset: int, *views: memoryview) -> None:
+        """See RangeReader. That server may write its image anew meanwhile: the reader's check of
+        the blocks finds it."""
+        if not self._apart:
+            address = self._tcp.address(offset, sum(view.nbytes for view in views))
+            if self._memfd is None:
+                try:
+                    self._memfd = MemfdReader(address, self._part)
+                except TransferFailed:
+                    self._apart = True
+        if self._memfd is not None:
+            self._memfd.read_into(offset, *views)
+        else:
+            self._tcp.read_into(offset, *views)
+
+    def close(self) -> None:
+        """See RangeReader."""
+        self._tcp.close()
+        if self._memfd is not None:
+            self._memfd.close()
 
 
 def connect(
