@@ -97,6 +97,7 @@ def test_bytes_that_differ_from_their_digests_are_named_and_never_lent(
     assert site.engine.loads == 0
 
 
+@over_tcp
 def test_wrong_digests_do_not_end_the_epoch(site, weights) -> None:
     good, other = weights(1.0), weights(2.0)
     link = site.connect(good)
@@ -188,6 +189,7 @@ def test_a_commit_for_an_epoch_that_was_replaced_is_refused(site, weights) -> No
     assert site.deliver(new, 1, 1, w).ok
 
 
+@over_tcp
 def test_a_receiver_killed_between_staging_and_commit_leaves_the_old_version(site, weights) -> None:
     w = weights(1.0)
     link = site.connect(w)
@@ -201,6 +203,7 @@ def test_a_receiver_killed_between_staging_and_commit_leaves_the_old_version(sit
         link.wait_applied(1, 0.5)
 
 
+@over_tcp
 def test_a_receiver_gives_signs_of_life_between_transfers(site, weights) -> None:
     link = site.connect(weights(1.0))
     for version in (1, 2, 3):
@@ -209,6 +212,7 @@ def test_a_receiver_gives_signs_of_life_between_transfers(site, weights) -> None
     assert site.engine.value() == 3.0
 
 
+@over_tcp
 @pytest.mark.parametrize("end", ["killed", "replaced"])
 def test_a_receiver_that_is_gone_gives_no_sign_of_life(site, weights, end) -> None:
     w = weights(1.0)
@@ -224,6 +228,7 @@ def test_a_receiver_that_is_gone_gives_no_sign_of_life(site, weights, end) -> No
     assert time.monotonic() - began < 60.0, "a lost connection is noticed before the deadline"
 
 
+@over_tcp
 def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(site, weights) -> None:
     w = weights(1.0)
     link = site.connect(w)
