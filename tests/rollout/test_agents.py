@@ -207,16 +207,25 @@ def test_calls_of_tools_reach_the_agent_and_go_on_without_being_written_again(
     assert tail == f"{text}<eos>\ntool: 2\nassistant:"
 
 
-def test_an_agent_library_that_writes_the_json_of_a_call_in_its_own_way_goes_on(
-    group_of, codec
-) -> None:
+@pytest.fixture
+def library_agent():
+    """A factory: an endpoint and its key -> an agent of Pydantic AI that asks it."""
     pydantic_ai = pytest.importorskip("pydantic_ai")
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    async def agent(base_url, api_key, row):
+    def make(base_url, api_key):
         provider = OpenAIProvider(base_url=base_url, api_key=api_key)
-        asking = pydantic_ai.Agent(OpenAIChatModel("any", provider=provider))
+        return pydantic_ai.Agent(OpenAIChatModel("any", provider=provider))
+
+    return make
+
+
+def test_an_agent_library_that_writes_the_json_of_a_call_in_its_own_way_goes_on(
+    group_of, codec, library_agent
+) -> None:
+    async def agent(base_url, api_key, row):
+        asking = library_agent(base_url, api_key)
 
         @asking.tool_plain
         def add(a: int) -> int:
@@ -234,15 +243,10 @@ def test_an_agent_library_that_writes_the_json_of_a_call_in_its_own_way_goes_on(
 
 
 def test_an_empty_answer_that_an_agent_library_leaves_out_begins_a_second_completion(
-    group_of, codec
+    group_of, codec, library_agent
 ) -> None:
-    pydantic_ai = pytest.importorskip("pydantic_ai")
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
     async def agent(base_url, api_key, row):
-        provider = OpenAIProvider(base_url=base_url, api_key=api_key)
-        asking = pydantic_ai.Agent(OpenAIChatModel("any", provider=provider))
+        asking = library_agent(base_url, api_key)
         assert (await asking.run("hello")).output == "two"
         return 1.0
 

@@ -38,6 +38,14 @@ def next_error(run) -> str:
     return errors[0]
 
 
+def a_thawed_host_serves(run, version: int) -> None:
+    """The first host goes on, and the server gets this version."""
+    run.hosts[0].thaw()
+    published(run, version)
+    run.everyone(version)
+    assert run.loaded["a"].value() == float(version)
+
+
 def test_servers_hold_versions_of_which_each_host_has_hashed_and_served_its_rows(rig):
     key = Key.generate()
     run = rig("a", "b", hosts=2, run_keys={"trainer": key, "a": key, "b": key})
@@ -60,10 +68,7 @@ def test_a_host_that_stands_still_costs_the_version_that_it_does_not_hash_and_no
     assert "waiting for part 1 of version 2 from rank 1" in error, error
     assert run.server_set.entry("a").standing is Standing.HOLDS
     assert run.loaded["a"].value() == 1.0
-    run.hosts[0].thaw()
-    published(run, 3)
-    run.everyone(3)
-    assert run.loaded["a"].value() == 3.0
+    a_thawed_host_serves(run, 3)
 
 
 def test_a_host_that_stops_in_the_middle_of_serving_costs_its_readers_that_version(rig):
@@ -78,10 +83,7 @@ def test_a_host_that_stops_in_the_middle_of_serving_costs_its_readers_that_versi
     assert "version 2: send failed" in next_error(run)
     assert run.loaded["a"].value() == 1.0
     assert not run.servers["a"].paused
-    run.hosts[0].thaw()
-    published(run, 3)
-    run.everyone(3)
-    assert run.loaded["a"].value() == 3.0
+    a_thawed_host_serves(run, 3)
 
 
 def test_a_host_that_dies_leaves_servers_on_the_version_that_they_hold(rig):
