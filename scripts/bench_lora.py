@@ -83,7 +83,7 @@ class Versions:
         return load_file(self.folder / "model.safetensors")
 
     def merged(self, version: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The base with the adapter added in float64, as titan_grpo.sync.merged does."""
+        """The base with the adapter added in float64, as titan_grpo.layout.peft does."""
         out, adapters = self.base(), self.adapters(version)
         for name, weight in out.items():
             layer = name.removesuffix(".weight")

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from titan_grpo.observe.waiting import waiting, waiting_line
+from titan_grpo.observe.terminal import waiting, waiting_line
 
 
 def test_a_wait_says_at_once_what_for_and_then_how_long() -> None:

@@ -11,7 +11,7 @@ from tests.sync.snapshot_ranks import build
 from titan_grpo.config import Lora
 from titan_grpo.config.lora import LINEAR
 from titan_grpo.errors import ConfigError
-from titan_grpo.sync.merged import MergedRows
+from titan_grpo.layout.peft import MergedRows
 from titan_grpo.titan import jobconfig, lora
 
 JOB = ["--model.name=qwen3", "--model.flavor=grpo_tiny", "--rollout.servers=http://127.0.0.1:1"]

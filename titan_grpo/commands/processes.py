@@ -1,5 +1,5 @@
 """Run torchrun as a subprocess that ends with the command, and show the lines of its output for
-people."""
+people; find the recipes and the engines' interpreters that it starts."""
 
 import io
 import signal
@@ -86,3 +86,40 @@ def stop_on_sigterm() -> None:
     """Let SIGTERM end a command the way Ctrl-C does, so that its ``finally`` blocks run."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout; site-packages where the package is installed from a wheel."""
+
+RECIPES = ROOT / "titan_grpo" / "titan" / "recipes"
+
+TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+def in_checkout() -> bool:
+    """Whether scripts/setup.sh is there, which makes the engines' environments."""
+    return (ROOT / "scripts" / "setup.sh").is_file()
+
+
+def engine_python(engine: str) -> str:
+    """Interpreter of an engine's environment, as scripts/setup.sh makes it; empty without a
+    checkout."""
+    return str(ROOT / f".venv-{engine}/bin/python") if in_checkout() else ""
+
+
+def require_python(engine: str, path: str) -> None:
+    """Raise ConfigError, with what to do, where there is no interpreter of an engine's."""
+    if path and Path(path).exists():
+        return
+    key, title = f"--{engine}-python", TITLES[engine]
+    if in_checkout():
+        raise ConfigError(
+            f"{key} must be an interpreter, {path} does not exist: run scripts/setup.sh"
+        )
+    what = f"{path} does not exist" if path else "none is named"
+    raise ConfigError(
+        f"{key} must be the interpreter of an environment with {title} and titan_grpo, {what}: make"
+        f" one (python -m venv {engine}-env; {engine}-env/bin/pip install 'titan_grpo[{engine}]';"
+        f" without a GPU as scripts/setup.sh of a checkout does), then {key}"
+        f" {engine}-env/bin/python"
+    )

@@ -7,8 +7,15 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_grpo.commands import places
-from titan_grpo.commands.processes import run_logged, stop_on_sigterm, torchrun
+from titan_grpo.commands.processes import (
+    RECIPES,
+    TITLES,
+    engine_python,
+    require_python,
+    run_logged,
+    stop_on_sigterm,
+    torchrun,
+)
 from titan_grpo.engines.launch import ServerGroup, ServerSpec
 from titan_grpo.errors import ConfigError
 from titan_grpo.runkey import Key, find_run_key, with_run_key
@@ -47,10 +54,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank in place of weights")
     sent = "what servers get of --lora: merged weights (default), or the adapters"
     add("--lora-sync", choices=["merged", "adapter"], help=sent)
-    for engine, title in places.TITLES.items():
-        python = places.engine_python(engine)
+    for engine, title in TITLES.items():
+        python = engine_python(engine)
         add(f"--{engine}-python", default=python, help=f"interpreter of {title}'s environment")
-    config = places.RECIPES / "quickstart_cpu.toml"
+    config = RECIPES / "quickstart_cpu.toml"
     add("--config", default=str(config), help="TOML file of the run")
     options, rest = parser.parse_known_args(argv)
     options.rest = rest
@@ -71,7 +78,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
             " only, which needs Triton and so a GPU)"
         )
     for engine, path in options.pythons.items():
-        places.require_python(engine, path)
+        require_python(engine, path)
     folder = options.out = Path(options.out)
     # Two runs do not mix: the checkpoint of the earlier one would be resumed in silence.
     if (folder / "summary.json").exists() or (folder / "checkpoint").exists():

@@ -14,8 +14,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_grpo.commands import places
-from titan_grpo.commands.processes import stop_on_sigterm
+from titan_grpo.commands.processes import (
+    RECIPES,
+    TITLES,
+    engine_python,
+    require_python,
+    stop_on_sigterm,
+)
 from titan_grpo.errors import ConfigError
 
 TAMPERS = ("bytes", "mixed", "backwards", "modes")
@@ -42,10 +47,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     # its versions apart.
     add("--model", default="qwen3", choices=["qwen3", "qwen3_untied", "llama3"])
     add("--engine", default="vllm", choices=["vllm", "sglang"], help="of the server (default vllm)")
-    for engine, title in places.TITLES.items():
-        python = places.engine_python(engine)
+    for engine, title in TITLES.items():
+        python = engine_python(engine)
         add(f"--{engine}-python", default=python, help=f"interpreter of {title}'s environment")
-    config = places.RECIPES / "verify_2gpu.toml"
+    config = RECIPES / "verify_2gpu.toml"
     add("--config", default=str(config), help="TOML file of the runs")
     # The self-test (tests/e2e/test_verify.py): cause these violations; the run must fail.
     add("--tamper", default="", help=argparse.SUPPRESS)
@@ -62,7 +67,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
             f" {options.nproc}"
         )
     options.python = getattr(options, f"{options.engine}_python")
-    places.require_python(options.engine, options.python)
+    require_python(options.engine, options.python)
     out = Path(options.out or f"outputs/verify-{time.strftime('%Y%m%d-%H%M%S')}")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(

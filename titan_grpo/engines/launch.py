@@ -15,7 +15,7 @@ from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.server import dialect
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.observe import terminal
-from titan_grpo.observe.waiting import waiting
+from titan_grpo.observe.terminal import waiting
 from titan_grpo.runkey import Key, with_run_key
 from titan_grpo.subprocesses import Guarded, without_torchrun
 

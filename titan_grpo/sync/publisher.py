@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.errors import PeerError, SyncError
-from titan_grpo.sync.merged import MergedRows
+from titan_grpo.layout.peft import MergedRows
 from titan_grpo.sync.snapshot import Copy, Snapshotter
 from titan_grpo.sync.transports.store import join_store, store_errors
 

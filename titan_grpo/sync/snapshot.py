@@ -23,8 +23,8 @@ import torch
 from titan_grpo.errors import ProtocolError, SyncError
 from titan_grpo.layout.cuda_runtime import Block, CudaRuntime
 from titan_grpo.layout.infer import matrix_shape
+from titan_grpo.layout.peft import MergedRows
 from titan_grpo.layout.plan import CopyOp, written_pages
-from titan_grpo.sync.merged import MergedRows
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.layout.infer import Layout, ToHF, infer_layout, strip_prefixes
-from titan_grpo.layout.peft import adapter_config
-from titan_grpo.sync.merged import MergedRows
+from titan_grpo.layout.peft import MergedRows, adapter_config
 from titan_grpo.titan import compat, lora
 from titan_grpo.titan.hf_files import Written, copy_assets, write_adapter, write_weights
 

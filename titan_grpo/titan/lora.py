@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_grpo.config.lora import Lora
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.infer import HFTensor, Layout, Shape, ToHF, strip_prefixes
-from titan_grpo.layout.peft import tensor_name
+from titan_grpo.layout.peft import MergedRows, tensor_name
 from titan_grpo.layout.plan import chunk_of
-from titan_grpo.sync.merged import MergedRows
 
 A, B = ".lora_a", ".lora_b"
 """Ends of the adapters' parameter names."""

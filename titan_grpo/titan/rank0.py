@@ -28,8 +28,8 @@ from titan_grpo.layout.peft import adapter_config, has_adapters
 from titan_grpo.observe import alerts, names, prometheus, report, terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.observe.shown import ShownStep, choose
+from titan_grpo.observe.terminal import waiting
 from titan_grpo.observe.traces import from_environment
-from titan_grpo.observe.waiting import waiting
 from titan_grpo.protocol.model_config import essential
 from titan_grpo.receive.commit import tensor_views
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate

@@ -26,7 +26,7 @@ from titan_grpo.layout.plan import (
     merged,
     written_extents,
 )
-from titan_grpo.observe.waiting import waiting
+from titan_grpo.observe.terminal import waiting
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.part import LOOPBACK, Hashing, HostPart, ImagePool, own_certificate
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, local_shards

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from titan_grpo.observe import names
-from titan_grpo.observe.gaps import GREW, LEAST_GAP, ON_POLICY_GAP, likely_cause
+from titan_grpo.observe.alerts import GREW, LEAST_GAP, ON_POLICY_GAP, likely_cause
 from titan_grpo.views.timeline import ServerFigures
 
 SLOW_TRANSFER = 2.0
