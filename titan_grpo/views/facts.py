@@ -7,7 +7,7 @@ import numpy as np
 
 from titan_grpo.observe import names
 from titan_grpo.views.findings import Facts, Step
-from titan_grpo.views.run import Run, in_order
+from titan_grpo.views.run import Run, columns, in_order
 from titan_grpo.views.timeline import figures
 
 
@@ -47,5 +47,5 @@ def _step(row: dict[str, Any]) -> Step:
 def _means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Of what concerns the whole run: a server's values are most of a line, and in no finding."""
     shared = [n for n in set[str]().union(*rows) if not n.startswith(f"{names.SERVER}/")]
-    values = {n: [v for row in rows if (v := row.get(n)) is not None] for n in shared}
-    return {name: float(np.mean(each)) for name, each in values.items() if each}
+    known = {name: each[~np.isnan(each)] for name, each in columns(rows, shared).items()}
+    return {name: float(np.mean(each)) for name, each in known.items() if each.size}

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from titan_grpo.views.bands import band, edges, rounded
 from titan_grpo.views.completions import Decode
 from titan_grpo.views.facts import facts_of
 from titan_grpo.views.findings import Facts, duration, findings, percent, short
-from titan_grpo.views.run import Run
+from titan_grpo.views.run import Run, columns
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MARK = "{{data}}"
@@ -109,20 +109,20 @@ def page_data(run: Run, decode: Decode) -> dict[str, Any]:
     facts = facts_of(run)
     bounds = edges(len(run.rows), BUCKETS)
     shown = {name for chart in CHARTS for name, _ in chart.curves} | {names.REWARD_STD}
-    named = _named(run) - shown - {"step", "time_s"}
     # The timeline has the servers: four curves for each of many would be most of the page.
     left_out = (f"{names.SERVER}/", f"{names.EVALUATION}/")
-    others = sorted(n for n in named if not n.startswith(left_out))
-    first = [_chart(run, bounds, chart) for chart in CHARTS]
-    own = [_chart(run, bounds, Chart(name, "", ((name, name),))) for name in others]
-    steps = np.array([row["step"] for row in run.rows], dtype=np.float64)
+    named = {name for name in _named(run) if not name.startswith(left_out)}
+    table = columns(run.rows, named | {"step"})
+    others = sorted(named - shown - {"step", "time_s"})
+    first = [_chart(table, bounds, chart) for chart in CHARTS]
+    own = [_chart(table, bounds, Chart(name, "", ((name, name),))) for name in others]
     return {
         "run": run.name,
         "finished": run.summary is not None,
         "tiles": list(_tiles(run, facts)),
         "findings": [[finding.level, finding.text] for finding in findings(facts)],
         "waits": list(_waits(facts)),
-        "steps": rounded(band(steps, bounds).low, 9),
+        "steps": rounded(band(table["step"], bounds).low, 9),
         "charts": [c for c in (*first, *_evaluations(run, bounds)) if c["curves"]],
         "others": [chart for chart in own if chart["curves"]],
         "timeline": _timeline(run),
@@ -130,26 +130,22 @@ def page_data(run: Run, decode: Decode) -> dict[str, Any]:
     }
 
 
-def _column(run: Run, name: str) -> npt.NDArray[np.float64]:
-    # None becomes NaN
-    return np.array([row.get(name) for row in run.rows], dtype=np.float64)
-
-
-def _chart(run: Run, bounds: npt.NDArray[np.int64], chart: Chart) -> dict[str, Any]:
+def _chart(
+    table: Mapping[str, npt.NDArray[np.float64]], bounds: npt.NDArray[np.int64], chart: Chart
+) -> dict[str, Any]:
     """A chart's data, without the curves that the run has no value of."""
     curves = []
-    spread = _column(run, chart.spread) if chart.spread else None
     for number, (name, label) in enumerate(chart.curves):
-        values = _column(run, name)
-        if not np.isfinite(values).any():
+        values = table.get(name)
+        if values is None or not np.isfinite(values).any():
             continue
         found = band(values, bounds)
         curve: dict[str, Any] = {"label": label, "mean": rounded(found.mean)}
-        if len(run.rows) >= bounds.size:
+        if values.size >= bounds.size:
             curve |= {"low": rounded(found.low), "high": rounded(found.high)}
-        if spread is not None and number == 0:
-            around = band(spread, bounds).mean
-            curve["spread"] = rounded(np.nan_to_num(around))
+        if number == 0 and chart.spread in table:
+            around = np.nan_to_num(band(table[chart.spread], bounds).mean)
+            curve["spread"] = rounded(around)
         curves.append(curve | {"meaning": names.meaning(name)})
     return {
         "title": chart.title,

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -155,6 +155,17 @@ def read_run(folder: Path) -> Run:
         )
     except OSError as error:
         raise ConfigError(f"RUN must be readable, {folder} is not: {error.strerror}") from error
+
+
+def columns(
+    rows: Sequence[Mapping[str, Any]], names: Iterable[str]
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Name -> its value in each row, [rows] float64; NaN where a row has none."""
+    names = list(names)
+    # A row at a time: its dict is out of the processor's cache before the next name comes.
+    values = [list(map(row.get, names)) for row in rows]
+    table = np.array(values, dtype=np.float64).reshape(len(rows), len(names))
+    return dict(zip(names, np.ascontiguousarray(table.T), strict=True))
 
 
 def read_samples(path: Path) -> list[ShownStep]:
