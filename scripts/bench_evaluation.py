@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What an evaluation on a server of its own costs a training step.
 
-    python scripts/bench_evaluation.py [--steps 280] [--every 40] [--seconds 5] [--json PATH]
+    python scripts/bench_evaluation.py [--steps 800] [--every 80] [--seconds 2] [--json PATH]
 
 A real run: one CPU rank with the recipe's tiny model, recorded rollouts, a lane to a server of the
 rollouts and one to a server of evaluations. These have no engine: real receivers take the versions,
@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, fo
 
 from tests.e2e.conftest import RECIPE, Replay
 from tests.rigs.server_handle import ServerProcess
-from titan_grpo.commands.processes import torchrun
+from titan_grpo.commands.processes import stop_on_sigterm, torchrun
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.titan.tiny import write_tiny_model
@@ -47,7 +47,9 @@ SAMPLES, AT_ONCE, TOKENS, TOKEN_S = 4, 16, 10, 0.05
 NICE = 10
 """Of the servers, which have hosts of their own elsewhere."""
 
-WARM_STEPS = 10
+WARM_STEPS, LEAST = 10, 3
+"""Steps that are left out; evaluations that it takes."""
+
 DRAWS = 1000
 
 
@@ -141,14 +143,16 @@ def steps_of(run: Path) -> list[list[Step]]:
     rows = read_metrics(run / "metrics.jsonl")
     summary = json.loads((run / "summary.json").read_text())
     began = {each["version"] for each in summary["evaluations"]}
-    if summary["errors"] or len(began) < 3:
-        raise SystemExit(f"too few evaluations ({len(began)}), or errors: {summary['errors']}")
+    # The recorded completions are no engine's: their gap to the trainer is an alert.
+    errors = [error for error in summary["errors"] if not error.startswith("alert ")]
+    if errors or len(began) < LEAST:
+        raise SystemExit(f"too few evaluations ({len(began)}), or errors: {errors}")
     out: list[list[Step]] = [[]]
     key, beside, newest = f"{names.EVALUATION}/digits/version", False, -1
     for row in rows:
         # A server holds version n at some time in step n + 1, or a later one.
-        if row["step"] in began:
-            beside, newest = True, row["step"]
+        if row["step"] - 1 in began:
+            beside, newest = True, row["step"] - 1
             out.append([])
         waited = row[names.ROLLOUT_WAIT_S] + row[names.BLOCKED_S]
         if row["step"] > WARM_STEPS:
@@ -175,12 +179,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=280)
-    parser.add_argument("--every", type=int, default=40, help="versions between two evaluations")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of an evaluation")
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--every", type=int, default=80, help="versions between two evaluations")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of an evaluation")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds of the whole run")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    stop_on_sigterm()
     with tempfile.TemporaryDirectory() as scratch:
         train(options, Path(scratch))
         stretches = steps_of(Path(scratch) / "run")
