@@ -140,6 +140,51 @@ def group_of(version: int, index: int) -> Group:
 
 
 @pytest.mark.long
+def test_expert_parallel_trainers_replay_the_routes_of_an_expert_parallel_server(
+    root, sglang_python, tmp_path
+):
+    out, model = tmp_path / "run", tmp_path / "model"
+    tiny.write_tiny_model("qwen3_moe", model, SEED)
+    name, flavor = flavors.FLAVORS["qwen3_moe"]
+    log = str(tmp_path / "server.log")
+    spec = ServerSpec(
+        sglang_python,
+        str(model),
+        log,
+        "sglang",
+        routes=True,
+        tensor_parallel=2,
+        args=("--ep-size", "2"),
+    )
+    with Server(spec) as server:
+        server.wait_healthy(250.0)
+        settings = {
+            "rollout.servers": server.url,
+            "rollout.prompts_per_step": 4,
+            "rollout.group_size": 4,
+            "job.dump_folder": out,
+            "model.hf_assets_path": model,
+            "model.name": name,
+            "model.flavor": flavor,
+            "parallelism.expert_parallel_degree": 2,
+            "training.steps": 4,
+        }
+        words = [f"--{key}={value}" for key, value in settings.items()]
+        command = torchrun(2, RECIPE, [*words, "--grpo.router_replay"])
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=root, env=env, capture_output=True, text=True, timeout=300, check=False
+        )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    summary = json.loads((out / "summary.json").read_text())
+    rows = read_metrics(out / "metrics.jsonl")
+    print(f"{summary['logprob_gap_on_policy']} shares {[row[names.ROUTES_DIFFER] for row in rows]}")
+    assert len(rows) == 4
+    assert summary["logprob_gap_on_policy"]["mean"] <= GOAL
+    assert "no_routes" not in summary["dropped"]
+
+
+@pytest.mark.long
 def test_the_quickstart_trains_an_moe_on_the_routes_that_it_sampled_on(root, tmp_path):
     out = tmp_path / "run"
     words = ["scripts/quickstart.sh", "--engine", "sglang", "--model", "qwen3_moe"]

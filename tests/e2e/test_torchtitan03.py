@@ -134,6 +134,41 @@ print(json.dumps(said))
         assert "torchtitan 0.3" in text
 
 
+@pytest.mark.long
+def test_the_fence_is_before_each_optimizer_step_where_nothing_is_saved(ask, tmp_path):
+    write_tiny_model("qwen3", tmp_path / "model", seed=1)
+    recipe = Path("titan_grpo/titan/recipes/quickstart_cpu.toml").resolve()
+    arguments = [
+        f"--job.config_file={recipe}",
+        f"--model.hf_assets_path={tmp_path / 'model'}",
+        f"--job.dump_folder={tmp_path / 'run'}",
+        "--checkpoint.no-enable",
+        "--checkpoint.no-initial_load_in_hf",
+        "--grpo.num_microbatches=2",
+    ]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    rank["MASTER_PORT"] = str(free_port())
+    found = ask(
+        f"""
+import json, os
+os.environ |= {rank}
+from tests.titan.pipeline_rank import train_to
+from titan_grpo.titan.jobconfig import parse
+from titan_grpo.titan.trainer import GRPOTrainer
+trainer = GRPOTrainer(parse({arguments}, 1))
+trainer.controller = None
+order = []
+fence, step = trainer.sync.fence, trainer.optimizers.step
+trainer.sync.fence = lambda: (order.append("fence"), fence())
+trainer.optimizers.step = lambda: (order.append("step"), step())
+train_to(trainer, 2)
+trainer.close()
+print(json.dumps([order, os.path.exists("run/checkpoint")]))
+"""
+    )
+    assert found == [["fence", "step"] * 4, False]
+
+
 RANK = Path(__file__).parents[1] / "titan/engine_rank.py"
 
 
@@ -203,8 +238,9 @@ def test_models_of_03_pass_the_tests_of_022s(root, python03, name):
 
 
 @pytest.mark.long
-def test_resumed_ranks_on_03_end_with_the_very_weights_of_ranks_that_went_on(steps):
-    whole = steps("whole", 4)
-    first, second = steps("parts", 2), steps("parts", 4)
+@pytest.mark.parametrize("job", SPLIT.values(), ids=SPLIT)
+def test_resumed_ranks_on_03_end_with_the_very_weights_of_ranks_that_went_on(steps, python03, job):
+    whole = steps("whole", 4, python03, *job)
+    first, second = steps("parts", 2, python03, *job), steps("parts", 4, python03, *job)
     assert [*first["losses"], *second["losses"]] == whole["losses"]
     assert second["digest"] == whole["digest"] != first["digest"]

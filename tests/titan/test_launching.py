@@ -1,10 +1,10 @@
 """Servers that a run starts itself are given a run key; servers that are only named keep to the
 configured one."""
 
-from types import SimpleNamespace
 from typing import Any
 
-from titan_grpo.config import GRPO, Lora, Rollout, WeightSync
+from tests.rigs.jobs import job
+from titan_grpo.config import GRPO, Lora, Rollout
 from titan_grpo.config.rollout import violations
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.runkey import Key
@@ -17,14 +17,14 @@ def specs(
     grpo: GRPO | None = None,
     **rollout: Any,
 ) -> tuple[ServerSpec, ...]:
-    job = SimpleNamespace(
+    config = job(
         grpo=grpo or GRPO(),
         lora=lora or Lora(),
-        rollout=Rollout(**{"servers": ["launch"], "launch_python": "v"} | rollout),
-        job=SimpleNamespace(dump_folder="out"),
-        training=SimpleNamespace(seq_len=64),
+        rollout={"servers": ["launch"], "launch_python": "v"} | rollout,
+        job={"dump_folder": "out"},
+        training={"seq_len": 64},
     )
-    return launched(job, "m", True, run_key, ("a", ""))
+    return launched(config, "m", True, run_key, ("a", ""))
 
 
 def test_launched_servers_take_adapters_where_these_are_the_versions():
@@ -93,10 +93,7 @@ def test_gpus_that_cannot_be_shared_out_are_refused():
 
 def test_groups_from_outside_have_commits_take_the_kv_away():
     def kept(source: str) -> str:
-        rollout = Rollout(source=source)
-        return sync_settings(
-            SimpleNamespace(rollout=rollout, weight_sync=WeightSync())
-        ).kv_after_update
+        return sync_settings(job(rollout={"source": source})).kv_after_update
 
     assert [kept(source) for source in ("task", "atropos", "push")] == [
         "keep",

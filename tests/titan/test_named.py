@@ -3,13 +3,13 @@ which cannot act are named."""
 
 from dataclasses import fields, replace
 from itertools import accumulate
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from tests.algorithm.papers import LIMIT, PAPERS, Sample, gradient, logprobs, losses
+from tests.rigs.jobs import job
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import plan
 from titan_grpo.algorithm.distribution import token_logprobs
@@ -85,13 +85,8 @@ def leave_out(grpo: GRPO, ranks: list[list[dict]], steps: tuple[int, ...]) -> No
 
 def trained(grpo: GRPO) -> tuple[float, np.ndarray]:
     """Losses of all optimizer steps at POLICY, and their gradient, on two ranks."""
-    job = SimpleNamespace(
-        training=SimpleNamespace(local_batch_size=4, seq_len=16),
-        parallelism=SimpleNamespace(pipeline_parallel_degree=1),
-        grpo=grpo,
-        rollout=ROLLOUT,
-    )
-    batch = plan(GROUPS, 2, batch_options(job, TokenCost()))
+    config = job(training={"local_batch_size": 4, "seq_len": 16}, grpo=grpo, rollout=ROLLOUT)
+    batch = plan(GROUPS, 2, batch_options(config, TokenCost()))
     weights = torch.tensor(POLICY, requires_grad=True)
     old, reference = torch.tensor(OLD), torch.tensor(REFERENCE)
     total = torch.zeros((), dtype=torch.float64)
