@@ -158,11 +158,7 @@ class Bench:
         """Step time and the other server's lag, with the fault against without."""
         self.run_on(during[0] + BASE_S)
         during = during[0], max(during[1], during[0] + BASE_S)
-        steps = self._steps(trainer, *during)
-        result.steps, wrong, note = judge.judge_steps(
-            trainer.steps(*before), steps, self.deadline_s
-        )
-        self._add(result, wrong, note)
+        steps = self.judge_steps(result, trainer, before, during)
         lags, behind = self._lag(trainer, *before)
         lags_with, behind_with = self._lag(trainer, *during)
         result.behind = behind_with
@@ -170,6 +166,21 @@ class Bench:
             lags, lags_with, (behind, behind_with), judge.crowd(steps)
         )
         self._add(result, wrong, note)
+
+    def judge_steps(
+        self,
+        result: Result,
+        trainer: TrainerProcess,
+        before: tuple[float, float],
+        during: tuple[float, float],
+    ) -> list[judge.Step]:
+        """Step time alone; the steps with the fault."""
+        steps = self._steps(trainer, *during)
+        result.steps, wrong, note = judge.judge_steps(
+            trainer.steps(*before), steps, self.deadline_s
+        )
+        self._add(result, wrong, note)
+        return steps
 
     def judge_recovery(
         self, result: Result, trainer: TrainerProcess, since_s: float, until_s: float

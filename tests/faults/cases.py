@@ -3,7 +3,8 @@ makes no sense. Pure.
 
 ::
 
-    who     trainer | engine | server (all its processes) | receiver | link (the network)
+    who     trainer | sync (its sync process) | engine | server (all its processes) | receiver
+            | link (the network)
     point   protocol.lane_events.Point, in a lane's order
     kind    what happens there
 
@@ -25,6 +26,11 @@ class Who(Enum):
     """Where the fault strikes."""
 
     TRAINER = "trainer"
+    """Rank 0; its sync process ends with it, and is frozen with it."""
+
+    SYNC = "sync"
+    """The trainer's sync process alone."""
+
     ENGINE = "engine"
     """The process that holds the weights: vLLM's core, SGLang's scheduler. What answers HTTP is
     another one."""
@@ -81,7 +87,7 @@ MEANING: dict[Kind, str] = {
     ),
 }
 
-PROCESSES = (Who.TRAINER, Who.ENGINE, Who.SERVER, Who.RECEIVER)
+PROCESSES = (Who.TRAINER, Who.SYNC, Who.ENGINE, Who.SERVER, Who.RECEIVER)
 
 AFFLICTS: dict[Kind, tuple[tuple[Who, ...], str]] = {
     Kind.KILL: (PROCESSES, "a link has no process; it ends by reset, refuse or silence"),

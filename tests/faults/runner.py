@@ -45,7 +45,7 @@ def groups(cases: Sequence[Case]) -> dict[str, list[Case]]:
 def _group(case: Case) -> str:
     if case.kind in NETWORK:
         return "network"
-    if case.who is Who.TRAINER or case.kind in TRAINERS:
+    if case.who in (Who.TRAINER, Who.SYNC) or case.kind in TRAINERS:
         return "trainer"
     if case.kind in (Kind.OLD, Kind.OTHER):
         return str(case.kind.value)

@@ -43,6 +43,8 @@ def test_a_trainer_and_an_engine_can_die_freeze_and_be_replaced_at_every_point(e
         "trainer-kill",
         "trainer-freeze",
         "trainer-zombie",
+        "sync-kill",
+        "sync-freeze",
         "engine-kill",
         "engine-freeze",
         "engine-old",

@@ -1,12 +1,12 @@
-"""Cases in which the trainer itself is struck: killed, frozen, outlived by a later run; and a
-server that comes late."""
+"""Cases in which the trainer itself is struck, or its sync process: killed, frozen, outlived by a
+later run; and a server that comes late."""
 
 import signal
 import time
 
 from tests.faults import judge
 from tests.faults.bench import SETTLE_S, Bench
-from tests.faults.cases import Kind
+from tests.faults.cases import Kind, Who
 from tests.faults.instances import send, thaw
 from tests.faults.lanes import OVER_S, REACH_S, judge_recovery
 from tests.faults.report import Result
@@ -30,6 +30,9 @@ work."""
 
 def perform(bench: Bench, result: Result) -> None:
     """Run one case."""
+    if result.case.who is Who.SYNC:
+        _sync(bench, result)
+        return
     {
         Kind.KILL: _kill,
         Kind.FREEZE: _freeze,
@@ -115,6 +118,44 @@ def _freeze(bench: Bench, result: Result) -> None:
     # the step in which it was frozen is as long as the freeze
     during = max(lifted, back) + 0.5, time.monotonic() + 0.5
     bench.judge_time(result, trainer, before, during)
+    bench.at_rest(result, trainer)
+    bench.judge_servers(result, mark)
+
+
+def _sync(bench: Bench, result: Result) -> None:
+    """Training goes on meanwhile; what it left paused generates again; the next one, or itself when
+    it is thawed, brings the newest version."""
+    trainer, victim = bench.trainer, bench.site.victim
+    killed = result.case.kind is Kind.KILL
+    before = bench.window()
+    mark = bench.mark()
+    _hold(bench, result, trainer)
+    pid, since, struck_s = trainer.sync_pid, trainer.mark(), time.monotonic()
+    send(pid, signal.SIGKILL if killed else signal.SIGSTOP)
+    trainer.go()
+    try:
+        stood_s = 0.2 if killed else bench.deadline_s + OVER_S
+        bench.run_on(struck_s + stood_s)
+        _released(bench, result, struck_s + stood_s)
+    finally:
+        if not killed:
+            thaw(pid)
+    lifted = time.monotonic()
+    if killed:
+        # not the start of the next one, which imports torch
+        lane = trainer.wait(
+            lambda e: e["event"] == "connecting" and e["url"] == victim.url,
+            SETTLE_S,
+            "that the next sync process connects",
+            since,
+        )
+        lifted = float(lane["t"])
+        result.notes.append(f"connected again {lifted - struck_s:.1f} s after the kill")
+    judge_recovery(bench, result, trainer, lifted)
+    newest = max((v for v, t in trainer.published().items() if t <= lifted), default=1)
+    back = bench.wait_held(trainer, bench.site.witness, newest, 0.0) or lifted
+    bench.judge_time(result, trainer, before, (max(lifted, back) + 0.5, time.monotonic() + 0.5))
+    bench.judge_steps(result, trainer, before, (struck_s, lifted))
     bench.at_rest(result, trainer)
     bench.judge_servers(result, mark)
 
