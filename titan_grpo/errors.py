@@ -117,3 +117,20 @@ class TransferFailed(PeerError):
     def __init__(self, message: str, block: int | None = None) -> None:
         super().__init__(message)
         self.block = block
+
+
+CROSSING: dict[str, type[TitanGrpoError]] = {
+    kind.__name__: kind
+    for kind in (
+        *(ServerUnfit, ServerRefused, ServerUnreachable, TransferFailed, PeerError),
+        *(ConfigError, UpstreamError, ProtocolError, TitanGrpoError),
+    )
+}
+"""Errors that cross to another process, by name and text."""
+
+
+def kind_of(error: BaseException) -> str:
+    """The name in CROSSING under which an error crosses: the nearest that it is. What nobody raised
+    on purpose is a bug of ours."""
+    names = (kind.__name__ for kind in type(error).__mro__)
+    return next((name for name in names if name in CROSSING), ProtocolError.__name__)

@@ -11,10 +11,16 @@ from tests.rigs.sockets import free_port
 from titan_grpo.engines.control import Announced, Group
 from titan_grpo.engines.http import HttpRefused, ServerAccess
 from titan_grpo.engines.server import make_control
-from titan_grpo.errors import ProtocolError, ServerRefused, ServerUnreachable, TransferFailed
+from titan_grpo.errors import (
+    ProtocolError,
+    ServerRefused,
+    ServerUnreachable,
+    TransferFailed,
+    kind_of,
+)
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
-from titan_grpo.rollout.engine_calls import RemoteControl, kind_of, value_of
+from titan_grpo.rollout.engine_calls import RemoteControl, value_of
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
 from titan_grpo.rollout.messages import (
     EngineAnswer,

@@ -21,15 +21,11 @@ from titan_grpo.engines.control import ServerControl, StockRoutes
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.server import ASK_S, AUTO, make_control
 from titan_grpo.errors import (
-    ConfigError,
-    PeerError,
+    CROSSING,
     ProtocolError,
-    ServerRefused,
-    ServerUnfit,
     ServerUnreachable,
     TitanGrpoError,
-    TransferFailed,
-    UpstreamError,
+    kind_of,
 )
 from titan_grpo.rollout.messages import EngineAnswer, EngineCall
 from titan_grpo.rollout.spec import RolloutSpec
@@ -45,15 +41,6 @@ answered with."""
 
 MARGIN_S = 5.0
 """Seconds for the way there and back, on top of the call's own deadlines."""
-
-ERRORS: dict[str, type[TitanGrpoError]] = {
-    kind.__name__: kind
-    for kind in (
-        *(ServerUnfit, ServerRefused, ServerUnreachable, TransferFailed, PeerError),
-        *(ConfigError, UpstreamError, ProtocolError),
-    )
-}
-"""Errors that cross by name and text. Others cross as the nearest of them that they are."""
 
 
 class Method:
@@ -81,16 +68,10 @@ METHODS = methods_of(ServerControl) | {
 }
 
 
-def kind_of(error: BaseException) -> str:
-    """The name under which an error crosses; ProtocolError for an error that is a bug of ours."""
-    names = (kind.__name__ for kind in type(error).__mro__)
-    return next((name for name in names if name in ERRORS), ProtocolError.__name__)
-
-
 def value_of(answer: EngineAnswer) -> Any:
     """What a call returned, or raises what it raised."""
     if answer.kind:
-        raise ERRORS.get(answer.kind, ServerUnreachable)(answer.error)
+        raise CROSSING.get(answer.kind, ServerUnreachable)(answer.error)
     return answer.value
 
 

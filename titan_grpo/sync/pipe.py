@@ -11,28 +11,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from titan_grpo.errors import (
-    PeerError,
-    ProtocolError,
-    ServerRefused,
-    ServerUnfit,
-    ServerUnreachable,
-    TitanGrpoError,
-    TransferFailed,
-)
+from titan_grpo.errors import CROSSING, TitanGrpoError, kind_of
 
 BATCH = 256
 """Most calls in one message."""
-
-CROSSING: tuple[type[TitanGrpoError], ...] = (
-    ServerUnfit,
-    ServerRefused,
-    ServerUnreachable,
-    TransferFailed,
-    PeerError,
-    TitanGrpoError,
-)
-"""Errors that cross, by kind and text; others as the first of them that they are."""
 
 _Call = tuple[str, tuple[Any, ...]]
 
@@ -76,8 +58,8 @@ class Pipe:
         try:
             value = work()
         except Exception as raised:  # noqa: BLE001 - top of a thread: `ask` must not hang
-            kind = next((kind for kind in CROSSING if isinstance(raised, kind)), ProtocolError)
-            error = kind(str(raised) if isinstance(raised, TitanGrpoError) else repr(raised))
+            text = str(raised) if isinstance(raised, TitanGrpoError) else repr(raised)
+            error = CROSSING[kind_of(raised)](text)
         self.post("answered", number, value, error)
 
     def start(self) -> None:
