@@ -1,5 +1,5 @@
 """Another host of the trainer as a process of its own: its part of every version, hashed and served
-by the real HostPart. ``python -m tests.rigs.host_process SETTINGS`` reads a version and a slot from
+by the real HostSync. ``python -m tests.rigs.host_process SETTINGS`` reads a version and a slot from
 each line and publishes it, every element of its rows being the version's number.
 
 What it lacks of a real host are the other ranks, and training."""
@@ -9,23 +9,29 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+import threading
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from titan_grpo.config import WeightSync
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp, copy_ops
 from titan_grpo.runkey import Key
-from titan_grpo.sync.part import Hashing, HostPart, ImagePool
+from titan_grpo.sync.child import launch
+from titan_grpo.sync.host import HostBegin, HostSync
+from titan_grpo.sync.host_main import HostMain
+from titan_grpo.sync.part import Hashing, ImagePool
 from titan_grpo.sync.publisher import Publisher
 from titan_grpo.sync.snapshot import Snapshotter
-from titan_grpo.sync.transports.tls import Certificate
+from titan_grpo.sync.sync_main import main as sync_main
 
 ROOT = Path(__file__).resolve().parents[2]
-END_S = 60.0
+END_S = 90.0
 
 Shapes = dict[str, tuple[int, int]]
 
@@ -47,6 +53,34 @@ def host_shards(shapes: Shapes, hosts: int, version: int) -> dict[str, torch.Ten
     }
 
 
+class FarHost(HostSync):
+    """A host whose images no other process can open, as on another machine: servers must read over
+    TCP."""
+
+    launch = staticmethod(partial(launch, module="tests.rigs.host_process"))
+
+    def __init__(self, *assembly: Any) -> None:
+        """Returns when the process can hash."""
+        self._ready = threading.Event()
+        super().__init__(*assembly)
+        assert self._ready.wait(END_S)
+
+    def ready(self) -> None:
+        """The process says so."""
+        self._ready.set()
+
+
+class FarMain(HostMain):
+    """The process's end."""
+
+    def begin(self, b: HostBegin) -> None:
+        """See HostMain."""
+        super().begin(b)
+        for image in self.part.images:
+            image.address = replace(image.address, pid=0)
+        self._pipe.post("ready")
+
+
 class HostProcess:
     """The owner's side. ``bytes_held``: memory behind one of its images."""
 
@@ -62,7 +96,7 @@ class HostProcess:
         )
         assert self._process.stdout is not None
         # no deadline: the line comes, or the process has ended
-        self._pid, self.bytes_held = map(int, self._process.stdout.readline().split())
+        self._sync, self.bytes_held = map(int, self._process.stdout.readline().split())
 
     def publish(self, version: int, slot: int) -> None:
         """Have it copy ``version`` into ``slot``. Never waits for it."""
@@ -71,46 +105,47 @@ class HostProcess:
         self._process.stdin.flush()
 
     def freeze(self) -> None:
-        """It does nothing until ``thaw``; its sockets stay open."""
-        os.kill(self._pid, signal.SIGSTOP)
+        """Its sync process does nothing until ``thaw``; its sockets stay open."""
+        os.kill(self._sync, signal.SIGSTOP)
 
     def thaw(self) -> None:
         """The opposite of ``freeze``."""
-        os.kill(self._pid, signal.SIGCONT)
+        os.kill(self._sync, signal.SIGCONT)
+
+    def kill_sync(self) -> None:
+        """Kill its first sync process."""
+        os.kill(self._sync, signal.SIGKILL)
 
     def kill(self) -> None:
         """End it without a word. Idempotent."""
-        with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+        self._process.kill()
         self._process.communicate(timeout=END_S)
 
 
 def main(settings: dict[str, Any]) -> None:
     """``settings``: shapes, manifest, part, hosts, slots, store_port, address, algorithm, key,
-    timeout_s, bucket_bytes, tls (paths of a certificate and its key, empty: none)."""
+    config (of [weight_sync])."""
     torch.set_num_threads(1)
     manifest = Manifest.from_json(settings["manifest"])
     shapes, part, hosts = settings["shapes"], settings["part"], settings["hosts"]
     pool = ImagePool.create(manifest, settings["slots"], part=part)
-    # The images' addresses name the process that made them. With that one gone nobody opens them
-    # here, as nobody could on another machine: servers must read over TCP.
-    if os.fork():
-        os._exit(0)
     key = Key.parse(settings["key"], "the key for blocks") if settings["key"] else None
     rank0 = "127.0.0.1", int(settings["store_port"])
-    certificate = Certificate.load(*settings["tls"], ("certificate", "key"))
-    hashing = Hashing(settings["algorithm"], key, certificate)
-    here = HostPart(pool, (), hashing, settings["address"], rank0, settings["timeout_s"])
+    hashing = Hashing(settings["algorithm"], key)
+    config = WeightSync(**settings["config"])
+    here = FarHost(pool, (part,), hashing, settings["address"], rank0, config)
     ops = host_ops(shapes, manifest, part, hosts)
-    copier = Snapshotter(ops, pool.tensors(), torch.device("cpu"), settings["bucket_bytes"])
+    copier = Snapshotter(ops, pool.tensors(), torch.device("cpu"), config.bucket_bytes)
     publisher = Publisher(copier, here)
-    print(os.getpid(), os.fstat(pool.images[0].address.fd).st_blocks * 512, flush=True)
+    print(here.pid, os.fstat(pool.images[0].address.fd).st_blocks * 512, flush=True)
     for line in sys.stdin:
         version, slot = map(int, line.split())
         publisher.publish(version, slot, host_shards(shapes, hosts, version))
         publisher.fence()
-    os._exit(0)  # the store's thread stayed behind at the fork: torch would wait for it
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    if sys.argv[1] == "--fd":
+        sync_main(sys.argv[1:], FarMain)
+    else:
+        main(json.loads(sys.argv[1]))

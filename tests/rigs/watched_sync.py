@@ -10,7 +10,8 @@ from typing import Any
 from tests.rigs.sockets import cut
 from tests.rigs.trainer import SpoiledImages
 from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point
-from titan_grpo.sync.process import SyncProcess, launch
+from titan_grpo.sync.child import launch
+from titan_grpo.sync.process import SyncProcess
 from titan_grpo.sync.sync_main import Main, main
 
 

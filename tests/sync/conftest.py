@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -144,9 +145,7 @@ class Rig:
                 "address": f"127.0.0.{part + 1}",
                 "algorithm": link.algorithm,
                 "key": keys.blocks.hex() if keys is not None else "",
-                "timeout_s": self.config.lane_deadline_s,
-                "bucket_bytes": self.config.bucket_bytes,
-                "tls": (self.config.tls_certificate, self.config.tls_key),
+                "config": msgspec.to_builtins(self.config),
             }
         )
 

@@ -71,6 +71,16 @@ def test_a_host_that_stands_still_costs_the_version_that_it_does_not_hash_and_no
     a_thawed_host_serves(run, 3)
 
 
+def test_a_killed_sync_process_of_a_host_is_started_again_and_brings_the_next_version(rig):
+    run = rig("a", hosts=2)
+    run.publish(1)
+    run.everyone(1)
+    run.hosts[0].kill_sync()
+    published(run, 2)
+    run.everyone(2)
+    assert run.loaded["a"].value() == 2.0
+
+
 def test_a_host_that_stops_in_the_middle_of_serving_costs_its_readers_that_version(rig):
     run = rig("a", hosts=2, progress_deadline_s=2.0)
     run.publish(1)

@@ -13,13 +13,11 @@ they hold meanwhile.
 """
 
 import logging
-import os
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +31,8 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import ledger
 from titan_grpo.protocol.lane_events import no_observer
 from titan_grpo.protocol.messages import NIXL, Label
-from titan_grpo.subprocesses import helper_environment, start_module, wait_process
+from titan_grpo.sync.child import END_S, Child, Launched, launch
 from titan_grpo.sync.part import LOOPBACK, ImagePool
-from titan_grpo.sync.pipe import Pipe
 from titan_grpo.sync.publisher import Announcer
 from titan_grpo.sync.server_set import JOIN_S, ServerSet
 from titan_grpo.sync.slots import Published, Reserved
@@ -44,12 +41,6 @@ from titan_grpo.sync.transports.nixl import nixl_problem
 from titan_grpo.sync.worker import SyncOptions, hashing_of, server_set
 
 logger = logging.getLogger(__name__)
-
-RESTART_S = 10.0
-"""Least time between two starts of the process, but for the first two, in seconds."""
-
-END_S = 2.0
-"""Seconds for the process to end after its lanes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +69,6 @@ class Begin:
     """The slots that the main thread holds, or has published into without an end so far."""
     complete: Published | None
     """The newest complete version whose slot holds it still."""
-
-
-Launched = tuple["subprocess.Popen[bytes]", socket.socket]
-
-
-def launch(config: WeightSync, module: str = "titan_grpo.sync.sync_main") -> Launched:
-    """Start the process, which loads its modules and waits. Raises OSError."""
-    cuda = {} if config.transport == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
-    parent = "--parent", str(os.getpid())
-    return start_module(module, *parent, env=helper_environment(os.environ) | cuda)
 
 
 class RemoteLane:
@@ -171,11 +152,12 @@ class MainSlots:
         return self._owner.complete
 
 
-class SyncProcess:
+class SyncProcess(Child):
     """The weight sync, as rank 0 has it: the one assembly of a trainer, its benches and its
     tests."""
 
-    launch = staticmethod(launch)
+    launch = staticmethod(partial(launch, module="titan_grpo.sync.sync_main"))
+    NAME = "sync process"
 
     def __init__(
         self,
@@ -186,8 +168,9 @@ class SyncProcess:
         launched: Launched | None = None,
     ) -> None:
         """``launched``: the process, if it was started before."""
+        super().__init__(config)
         self.pool, self.manifest = pool, pool.manifest
-        self._config, self._recorder, self._o = config, recorder, options
+        self._recorder, self._o = recorder, options
         link = options.link(config)
         if link.transport == NIXL and (problem := nixl_problem()):
             raise ConfigError(problem)  # now: there it would end a process again and again
@@ -195,8 +178,6 @@ class SyncProcess:
         self.servers: ServerSet = server_set(
             config, recorder, options, lambda _, url, epoch: RemoteLane(self, url, epoch)
         )
-        self.lock = threading.RLock()
-        """Of what a restart hands over, and of the pipe that is there: never held over a wait."""
         self.slots = MainSlots(self, Reserved())
         self._lanes: dict[str, RemoteLane] = {}
         self._jobs: dict[int, tuple[int, float]] = {}
@@ -204,7 +185,6 @@ class SyncProcess:
         self.complete: Published | None = None
         self._sealed = False
         self._controls: dict[str, Any] = {}
-        self._ending = threading.Event()
         self._announcer = Announcer(
             0,
             LOOPBACK,
@@ -213,8 +193,6 @@ class SyncProcess:
             lambda seconds: recorder.observe(names.COPY_S, seconds),
         )
         self._manifest = pool.manifest.to_json()
-        self._starts: list[float] = []
-        self._begun = False
         self._run(launched or self.launch(config))
 
     def start(self) -> None:
@@ -223,11 +201,6 @@ class SyncProcess:
             self._begun = True
             self._begin()
         self.servers.start()
-
-    @property
-    def pid(self) -> int:
-        """Of the process that runs now."""
-        return self._process.pid
 
     def publish(self, version: int, slot: int, copy: Copy) -> None:
         """Rank 0 has started its part of the copy of ``version`` into ``slot``. Main thread; never
@@ -255,44 +228,15 @@ class SyncProcess:
         """Stop all lanes and the process. See ServerSet."""
         if not (deadline := self.servers.close(within_s)):
             return
-        self._ending.set()
-        self.post("end")
-        try:
-            if not self._begun:
-                self._process.kill()
-            wait_process(self._process, max(END_S, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            # What it left paused is its pause guard's.
-            self._process.kill()
+        self._end(max(END_S, deadline - time.monotonic()))
         for lane in list(self._lanes.values()):
             self.lane_ended(lane.url)
-        self._thread.join(END_S)
         self._announcer.close(END_S)
         self.slots.reserved.close()
 
     # The process.
 
-    def post(self, method: str, *arguments: Any) -> None:
-        """Call a method of sync_main.Main. Any thread; never waits."""
-        with self.lock:
-            self._pipe.post(method, *arguments)
-
-    def _run(self, launched: Launched) -> None:
-        """Have a process go on, and a thread perform what it posts until its end."""
-        process, sock = launched
-        self._starts = [*self._starts[-1:], time.monotonic()]
-        with self.lock:
-            self._process, self._pipe = process, Pipe(sock, self)
-            self._pipe.start()
-            if self._begun:
-                self._begin()
-        self._thread = threading.Thread(
-            target=self._receive, args=(self._pipe,), name="sync process", daemon=True
-        )
-        self._thread.start()
-
     def _begin(self) -> None:
-        """Under the lock: hand over what there is."""
         while self.slots.reserved.take() is not None:
             pass  # what the last process had reserved
         slots = {slot for slot, _ in self._jobs.values()}
@@ -337,37 +281,10 @@ class SyncProcess:
         if self._sealed:
             self._pipe.post("seal")
 
-    def _receive(self, pipe: Pipe) -> None:
-        """Thread: the process that runs now, to its end; then the next one."""
-        try:
-            pipe.receive()
-        except Exception:  # top of a thread: lanes would go on that no line follows
-            logger.exception("what the sync process said could not be performed")
-            self._process.kill()
-        try:
-            status = wait_process(self._process, END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            status = wait_process(self._process, END_S)
-        pipe.close()
-        if self._ending.is_set():
-            return
-        text = (
-            f"the sync process ended with exit code {status}: it is started again; the servers keep"
-            " their versions until then"
-        )
+    def _ended(self, text: str) -> None:
+        text += "; the servers keep their versions until then"
         self._recorder.error(text)
         terminal.print_status(text)
-        while not self._ending.wait(self._rest_s()):
-            try:
-                self._run(self.launch(self._config))
-            except OSError as error:
-                logger.warning("the sync process cannot be started: %s", error)
-                continue
-            return
-
-    def _rest_s(self) -> float:
-        return max(0.0, self._starts[0] + RESTART_S - time.monotonic()) * (len(self._starts) > 1)
 
     # Lanes.
 

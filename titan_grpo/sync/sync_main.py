@@ -145,16 +145,26 @@ class Reporting:
         self._pipe.post("lane_ended", url)
 
 
-class Main:
-    """Performs what rank 0 posts, one after the other."""
+class Performer:
+    """Performs what the rank posts that started the process, one call after the other."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._pipe = Pipe(sock, self)
 
     def run(self) -> None:
-        """Until rank 0 ends."""
+        """Until the rank ends."""
         self._pipe.start()
         self._pipe.receive()
+
+    def exit(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        logging.shutdown()
+        os._exit(0)
+
+
+class Main(Performer):
+    """Performs what rank 0 posts."""
 
     def answered(self, number: int, value: Any, error: Any) -> None:
         """See Pipe."""
@@ -235,13 +245,11 @@ class Main:
     def end(self) -> None:
         """The last of all calls, after the lanes have ended, or were given up."""
         self._lanes.end(time.monotonic() + JOIN_S)
-        self._pipe.close()
-        logging.shutdown()
-        os._exit(0)
+        self.exit()
 
 
-def main(argv: list[str], make: type[Main] = Main) -> None:
-    """Entry point of the process."""
+def main(argv: list[str], make: type[Performer] = Main) -> None:
+    """Entry point of a sync process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
@@ -254,7 +262,7 @@ def main(argv: list[str], make: type[Main] = Main) -> None:
     logging.basicConfig(level=logging.WARNING, format="titan_grpo sync %(process)d: %(message)s")
     torch.set_num_threads(1)
     make(socket.socket(fileno=options.fd)).run()
-    # Rank 0 is gone. Lanes may wait for their servers.
+    # The rank is gone. Lanes may wait for their servers.
     os._exit(1)
 
 

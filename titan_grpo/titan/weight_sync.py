@@ -28,7 +28,8 @@ from titan_grpo.layout.plan import (
 )
 from titan_grpo.observe.terminal import waiting
 from titan_grpo.runkey import EpochKeys, Key
-from titan_grpo.sync.part import LOOPBACK, Hashing, HostPart, ImagePool, own_certificate
+from titan_grpo.sync.host import HostSync
+from titan_grpo.sync.part import LOOPBACK, Hashing, ImagePool
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, local_shards
 from titan_grpo.sync.snapshot import Snapshotter
 from titan_grpo.titan import compat
@@ -273,7 +274,7 @@ class TrainerSync:
         )
         self._meetings = self._meet(here.group, here.run_key)
         self._publisher: Publisher | None = None
-        self._announcer: Announcer | HostPart | None = None
+        self._announcer: Announcer | HostSync | None = None
 
     def _meet(self, group: dist.ProcessGroup | None, run_key: Key | None) -> dict[int, Meeting]:
         """By leader."""
@@ -344,18 +345,16 @@ class TrainerSync:
             )
         self._publisher = Publisher(snapshotter, announce)
 
-    def _announce(self) -> Announcer | HostPart:
+    def _announce(self) -> Announcer | HostSync:
         plan, meetings, timeout_s = self.plan, self._meetings, self._config.connect_deadline_s
         if self.pool is None:
             port = meetings[plan.leaders[plan.part]].store_port
             return Announcer(dist.get_rank(), LOOPBACK, port, timeout_s)
         config, rank0 = self._config, meetings[0]
         key = Key.parse(rank0.key, "the run's key for blocks") if rank0.key else None
-        algorithm = KEYED if key is not None else config.digest
-        hashing = Hashing(algorithm, key, own_certificate(config))
-        return HostPart(
-            self.pool, plan.others, hashing, self._address, rank0.hashed, config.lane_deadline_s
-        )
+        hashing = Hashing(KEYED if key is not None else config.digest, key)
+        ranks = dist.get_rank(), *plan.others
+        return HostSync(self.pool, ranks, hashing, self._address, rank0.hashed, config)
 
     def publish(self, version: int, slot: int) -> None:
         """Start the copy of this rank's shards, adapters merged, or of its part of the adapters,
@@ -387,8 +386,8 @@ class TrainerSync:
         return "" if error is None else str(error)
 
     def close(self) -> None:
-        """Stop the thread and free the images; on rank 0 after its SyncProcess. Bounded;
-        idempotent."""
+        """Stop the thread, or the process, and free the images; on rank 0 after its SyncProcess.
+        Bounded; idempotent."""
         if self._announcer is not None:
             self._announcer.close(timeout_s=5.0)
         if self._publisher is not None:
