@@ -251,6 +251,7 @@ def test_a_key_that_was_set_and_cannot_act_is_one_line(changes, key, reason) -> 
     [
         ({"apply": "streamed"}, "relay"),
         ({"transport": "nccl"}, "zones"),
+        ({"transport": "nixl"}, "relay"),
         ({"relay": False}, "zones"),
     ],
 )

@@ -24,8 +24,9 @@ SMALL = Setup(
     server_link_gbit=8.0,
     step_s=10.0,
     hours=0.1,
+    sync=WeightSync(relay=False),
 )
-"""A trainer's link of 1 GB/s for 4 servers: 4 s a version."""
+"""A trainer's link of 1 GB/s for 4 servers that read from it alone: 4 s a version."""
 
 
 def test_servers_behind_one_link_get_a_version_in_their_number_times_its_bytes() -> None:
@@ -60,7 +61,7 @@ def test_dying_servers_cost_those_that_read_from_them_a_version_at_most() -> Non
 
 
 def test_patches_are_read_in_place_of_versions_where_links_are_slow() -> None:
-    patched = replace(SMALL, patch_share=0.05, sync=WeightSync(delta="auto"))
+    patched = replace(SMALL, patch_share=0.05, sync=WeightSync(relay=False, delta="auto"))
     result = Simulation(patched).run()
     assert quantile(result.send_s, 0.5) == pytest.approx(4.0 * 0.05, rel=0.1)
     quick = replace(patched, trainer_link_gbit=800.0, server_link_gbit=800.0, source_gb_s=100.0)
@@ -140,12 +141,12 @@ def test_readers_of_both_slots_cost_versions_and_a_third_slot_brings_them_back()
     """Slow servers read one slot and quick ones the other, for longer than a step."""
     wide = replace(SMALL, trainer_link_gbit=800.0, source_gb_s=100.0, step_s=0.8, hours=0.02)
     two = replace(wide, servers=8, slow=0.5, slow_factor=0.1, max_staleness=100, groups=1)
-    three = replace(two, sync=WeightSync(slots=3))
+    three = replace(two, sync=WeightSync(relay=False, slots=3))
     assert Simulation(two).run().skipped > Simulation(three).run().skipped
 
 
 def test_transfers_past_their_deadline_never_start_the_run() -> None:
-    sync = WeightSync(lane_deadline_s=1.0, min_rate=1_000_000_000)
+    sync = WeightSync(relay=False, lane_deadline_s=1.0, min_rate=1_000_000_000)
     setup = replace(SMALL, servers=20, sync=sync)
     result = Simulation(setup).run()
     assert result.steps == 0

@@ -70,15 +70,50 @@ def test_servers_stand_at_most_depth_behind_each_other() -> None:
 
 def test_a_server_half_as_fast_as_its_parent_is_a_leaf_and_those_behind_it_are_not() -> None:
     table = Table(a="1", b="2", c="3")
+    assert [table.asks(url)[:1] for url in "abc"] == [(), ("a",), ("b",)]
     for url, rate in (("a", 10.0), ("b", 4.0), ("c", 4.0)):
-        table.asks(url)
         table.do(Answered(url, 1, True, rate))
-    assert [table.now.nodes[url].slow for url in "ab"] == [False, True]
+    assert [table.now.nodes[url].slow for url in "abc"] == [False, True, False]
     table.asks("b", 2)
     assert table.asks("c", 2) == ()
     table.do(Answered("b", 2, True, 10.0))
     table.asks("b", 3)
     assert table.asks("c", 3) == ("b",)
+
+
+@pytest.mark.parametrize(("rate", "slow"), [(6.0, False), (4.0, True)])
+def test_one_that_reads_from_the_trainer_is_slow_beside_the_fastest_other(rate, slow) -> None:
+    table = Table(a="1", b="2")
+    table.asks("a", 1)
+    table.do(Answered("a", 1, True, 10.0))
+    assert table.asks("b", 2) == ()
+    table.do(Answered("b", 2, True, rate))
+    assert table.now.nodes["b"].slow is slow
+
+
+def test_the_same_zone_goes_before_the_shorter_way() -> None:
+    table = Table(a="1/x", b="2/y", c="3/y")
+    table.asks("a")
+    table.asks("b")
+    table.do(Answered("b", 1, True, 1.0))
+    assert table.asks("c") == ("b", "a")
+
+
+def test_the_faster_one_goes_before() -> None:
+    table = Table(a="1", b="2", c="3", d="4")
+    table.do(Came("c", "3", "", False))
+    for url, rate in (("a", 3.0), ("c", 3.0), ("b", 5.0)):
+        table.asks(url)  # c reads from a, so b reads from the trainer
+        table.do(Answered(url, 1, True, rate)) if url != "c" else None
+    table.do(Answered("c", 1, True, 3.0))
+    assert table.asks("d") == ("b",)
+
+
+def test_nobody_reads_from_a_server_that_gave_up() -> None:
+    table = Table(a="1", b="2")
+    table.asks("a")
+    table.do(Answered("a", 1, False))
+    assert table.asks("b") == ()
 
 
 def test_one_that_another_could_not_read_from_is_a_leaf_for_some_versions() -> None:
@@ -114,6 +149,9 @@ def test_an_event_of_a_server_that_has_not_come_is_an_error() -> None:
     with pytest.raises(ProtocolError, match="has not come"):
         step(Relays(), Asked("a", 1))
     table = Table(a="1")
+    with pytest.raises(ProtocolError, match="not about what the server reads"):
+        table.do(Answered("a", 1, True))
+    table.asks("a", 2)
     with pytest.raises(ProtocolError, match="not about what the server reads"):
         table.do(Answered("a", 1, True))
 

@@ -62,7 +62,7 @@ class WeightSync:
     times as long as making a patch, which is about 1 s for a GiB. What a patch does not make
     exactly is read from the version."""
 
-    relay: bool = False
+    relay: bool = True
     """Whether servers on other hosts than the trainer's read versions from each other, while they
     read them (staged by tcp): the trainer sends each version about once. What a server does not
     give in time, or gives wrongly, is read from the next one, at last from the trainer."""

@@ -208,6 +208,8 @@ def _weight_sync(r: Rollout, w: Any) -> Iterator[Row]:
     for key, value in ("apply", "streamed"), ("transport", "nccl"):
         why = f'weight_sync.{key} = "{value}" broadcasts: servers read nothing'
         yield getattr(w, key) == value, ("relay", "zones"), why
+    why = 'weight_sync.transport = "nixl": servers read from the trainer, one-sided'
+    yield w.transport == "nixl", ("relay", "zones"), why
     yield not w.relay, ("zones",), "weight_sync.relay = false"
     yield (
         r.in_flight_weight_updates,

@@ -146,7 +146,7 @@ class Setup:
     @property
     def relays(self) -> bool:
         """Whether servers read from each other."""
-        return self.sync.relay and self.sync.transport != "nccl" and not self.same_host
+        return self.sync.relay and self.sync.transport in ("auto", "tcp") and not self.same_host
 
     @property
     def hop_bytes(self) -> int:

@@ -163,9 +163,11 @@ class Receiver:
         """Where others may read from this server: fields of Joined."""
         place, hello = self._place, self._hello
         certificate = Certificate.load(*place.certificate, (CERTIFICATE, CERTIFICATE_KEY))
-        if place.host == NOWHERE or (hello.pin and certificate is None):
-            return {"relay_host": address_towards(hello.host, hello.port), "zone": place.zone}
-        host = place.host or address_towards(hello.host, hello.port)
+        here = address_towards(hello.host, hello.port)
+        host = place.host or here
+        # beside the trainer it reads that one's memory, and others are no nearer to it
+        if host in (NOWHERE, hello.host) or (hello.pin and certificate is None):
+            return {"relay_host": here, "zone": place.zone}
         self._sharing = Sharing(host, self._range_key, certificate)
         pin = certificate.pin if certificate is not None else ""
         port = self._sharing.port

@@ -202,7 +202,7 @@ class SyncLanes:
         spared = partial(recorder.count, names.SPARED_BYTES)
         self._patches = Patches(config, pool.manifest.total_bytes, spared)
         link = options.link(config)
-        relays = config.relay and link.transport in (TCP, NIXL)
+        relays = config.relay and link.transport == TCP
         relayed = partial(recorder.count, names.RELAYED_BYTES)
         self.relay = Relay(relays, relayed, config.zones)
         link = replace(link, source=self._source, patches=self._patches, relay=self.relay)
