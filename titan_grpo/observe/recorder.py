@@ -36,17 +36,6 @@ TAIL_BYTES = 1 << 20
 """Where the end of an earlier trace is looked for: no event is as long."""
 
 
-def read_events(path: Path) -> list[Event]:
-    """Read the events of a trace file. A line that a kill tore is left out."""
-    events: list[Event] = []
-    for line in path.read_text().splitlines():
-        with suppress(json.JSONDecodeError):
-            event = json.loads(line.rstrip(","))
-            if isinstance(event, dict):
-                events.append(event)
-    return events
-
-
 def read_metrics(path: Path, only: Collection[str] | None = None) -> list[dict[str, Any]]:
     """Read metrics.jsonl: one line per step in rising order, with step, time_s and the values in
     ``only`` (None: all).
