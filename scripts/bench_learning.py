@@ -231,7 +231,7 @@ class Learner:
 @lru_cache(1)
 def codec(model_dir: str) -> Codec:
     """Read once in each process."""
-    return codec_of(RolloutSpec(model_dir))
+    return codec_of(RolloutSpec(model_dir=model_dir))
 
 
 def run(setting: Setting, seed: int, steps: int, model_dir: str) -> Run:
@@ -240,7 +240,7 @@ def run(setting: Setting, seed: int, steps: int, model_dir: str) -> Run:
     logging.getLogger("titan_grpo").setLevel(logging.ERROR)  # Groups made again are counted.
     learner = Learner(setting, seed)
     spec = RolloutSpec(
-        model_dir,
+        model_dir=model_dir,
         seed=seed,
         prompts_per_step=PER_STEP,
         group_size=GROUP,

@@ -190,7 +190,7 @@ def least_s(setting: Setting) -> float:
 def spec_of(setting: Setting, model_dir: str) -> RolloutSpec:
     """The run's."""
     return RolloutSpec(
-        model_dir,
+        model_dir=model_dir,
         task="scripts.bench_tails:Tails",
         task_path=json.dumps(asdict(setting)),
         prompts_per_step=PER_STEP,

@@ -177,7 +177,7 @@ def collect(
         max_num_seqs=RUNNING,
     )
     spec = RolloutSpec(
-        str(model),
+        model_dir=str(model),
         task=TASK,
         prompts_per_step=PROMPTS,
         group_size=GROUP,

@@ -105,8 +105,8 @@ def test_a_conversation_is_of_the_engines_own_tokens_and_log_probabilities(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv(KEY_VARIABLE, site.access.api_key)
     spec = RolloutSpec(
-        site.server.spec.model,
-        VERSION,
+        model_dir=site.server.spec.model,
+        base_version=VERSION,
         agent="talking:talk",
         tool_parser="talking:often_a_call" if agent == PYDANTIC_AI else "hermes",
         prompts_per_step=2,

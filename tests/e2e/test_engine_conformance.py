@@ -95,8 +95,8 @@ def test_what_a_trainer_killed_half_way_through_a_streamed_version_left_the_next
 
 KEY_VARIABLE = "TITAN_GRPO_TEST_BROKEN_KEY"
 SAMPLED = RolloutSpec(
-    "",
-    13,
+    model_dir="",
+    base_version=13,
     prompts_per_step=2,
     group_size=6,
     max_completion_tokens=1000,

@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 API_KEY_VARIABLE = "TITAN_GRPO_TEST_IN_FLIGHT_KEY"
 PROMPTS, GROUP, TOKENS, BEFORE, AFTER = 4, 16, 400, 40, 41
 SPEC = RolloutSpec(
-    "",
-    BEFORE,
+    model_dir="",
+    base_version=BEFORE,
     prompts_per_step=PROMPTS,
     group_size=GROUP,
     max_completion_tokens=TOKENS,

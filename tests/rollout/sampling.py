@@ -26,7 +26,7 @@ class Letters:
 
 
 def sampler_of(task: str, model_dir: str, group_size: int, max_tokens: int) -> Sampler:
-    spec = RolloutSpec(model_dir, group_size=group_size, max_completion_tokens=max_tokens)
+    spec = RolloutSpec(model_dir=model_dir, group_size=group_size, max_completion_tokens=max_tokens)
     codec = Letters() if task == "calculator" else TextCodec(model_dir)
     return Sampler(spec, TaskRunner(load_task(task, TaskOptions()), codec, 8, 20.0))
 

@@ -50,7 +50,7 @@ def run_of_agents(model, tmp_path, monkeypatch):
     def make(**changes):
         usual = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 0}
         usual["agent"] = "own_agent:solve"
-        spec = RolloutSpec(model, **(usual | changes))
+        spec = RolloutSpec(model_dir=model, **(usual | changes))
         clients.append(RolloutClient(spec))
         clients[-1].start(60)
         return clients[-1]

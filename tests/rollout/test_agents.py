@@ -49,7 +49,7 @@ def group_of(model, completion_server):
     @asynccontextmanager
     async def made(agent, timeout_s, changes):
         sizes = {"group_size": 1, "max_completion_tokens": 400, "task_timeout_s": timeout_s}
-        spec = RolloutSpec(model, **(sizes | changes))
+        spec = RolloutSpec(model_dir=model, **(sizes | changes))
         task, codec = AgentRows(agent, None), codec_of(spec)
         runner = TaskRunner(task, codec, 8, timeout_s)
         agents = Agents(spec, task, runner, codec)
@@ -320,7 +320,7 @@ def test_an_episode_whose_tokens_were_thrown_away_begins_again_with_another_key(
             raise
 
     async def run():
-        spec = RolloutSpec(model, group_size=1, max_completion_tokens=100)
+        spec = RolloutSpec(model_dir=model, group_size=1, max_completion_tokens=100)
         task = AgentRows(counted, None)
         runner = TaskRunner(task, codec, 8, 20.0)
         agents = Agents(spec, task, runner, codec)
@@ -514,7 +514,7 @@ def test_an_agent_elsewhere_that_posts_nothing_costs_its_group(group_of, codec) 
 
 def test_a_tool_parser_that_breaks_is_the_users_error(model, codec, completion_server) -> None:
     async def run():
-        spec = RolloutSpec(model, group_size=1)
+        spec = RolloutSpec(model_dir=model, group_size=1)
         task = AgentRows(talker(1, tools=[ADD]), None)
         runner = TaskRunner(task, codec, 8, 20.0)
         agents = Agents(spec, task, runner, codec)

@@ -145,7 +145,7 @@ def test_the_rollout_process_goes_on_at_another_server_and_the_broken_one_gets_i
     )
     good.behaviour = lambda body: good.answer([9] * body["max_tokens"], [-2.0] * body["max_tokens"])
     spec = RolloutSpec(
-        model_dir,
+        model_dir=model_dir,
         prompts_per_step=1,
         group_size=2,
         max_completion_tokens=TOKENS,

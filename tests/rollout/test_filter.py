@@ -54,7 +54,7 @@ def started(tmp_path, monkeypatch, model_dir, completion_server):
         (tmp_path / "own_filter.py").write_text(source)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
         spec = RolloutSpec(
-            model_dir,
+            model_dir=model_dir,
             task="own_filter:Counted",
             max_staleness=0,
             group_size=GROUP,
@@ -172,11 +172,11 @@ def test_a_plain_filter_runs_in_a_thread_and_a_coroutine_in_the_loop() -> None:
 
 def test_a_filter_that_is_named_takes_the_place_of_the_tasks_own() -> None:
     task = SimpleNamespace(should_accept=len)
-    assert filter_of(RolloutSpec(""), task) is len
-    assert filter_of(RolloutSpec("", accept="math:isnan"), task).__name__ == "isnan"
-    assert filter_of(RolloutSpec(""), SimpleNamespace()) is None
+    assert filter_of(RolloutSpec(model_dir=""), task) is len
+    assert filter_of(RolloutSpec(model_dir="", accept="math:isnan"), task).__name__ == "isnan"
+    assert filter_of(RolloutSpec(model_dir=""), SimpleNamespace()) is None
     with pytest.raises(ConfigError, match=r"rollout\.accept 'no_such:f' cannot be imported"):
-        filter_of(RolloutSpec("", accept="no_such:f"), task)
+        filter_of(RolloutSpec(model_dir="", accept="no_such:f"), task)
 
 
 @pytest.mark.parametrize(

@@ -394,7 +394,7 @@ def started(tmp_path, monkeypatch, model_dir, completion_server):
         (tmp_path / "own_rewards.py").write_text(source)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
         spec = RolloutSpec(
-            model_dir,
+            model_dir=model_dir,
             reward=["own_rewards:reward"],
             dataset=write_rows(tmp_path / "rows.jsonl", SUMS),
             dataset_shuffle=False,
@@ -476,7 +476,7 @@ def test_the_example_of_an_own_reward_is_ten_lines_and_rewards_its_rows(
 
     server.behaviour = answers
     reward = [keys["--rollout.reward"]]
-    spec = RolloutSpec(model, reward=reward, dataset=path, group_size=4, max_staleness=0)
+    spec = RolloutSpec(model_dir=model, reward=reward, dataset=path, group_size=4, max_staleness=0)
     client = RolloutClient(spec)
     try:
         client.start(60)

@@ -90,6 +90,8 @@ def test_a_payload_without_a_json_form_is_the_tasks_mistake(value: object) -> No
 
 def test_the_spec_comes_back_as_it_was() -> None:
     state = {"cursor": {"low": 1, "above": [3]}}
-    spec = RolloutSpec("m", state=state, waiting={7: 2}, places=4, registration={"a": [1]})
+    spec = RolloutSpec(
+        model_dir="m", state=state, waiting={7: 2}, places=4, registration={"a": [1]}
+    )
     text = json.dumps(msgspec.to_builtins(spec, str_keys=True))
     assert decode(text, RolloutSpec) == spec

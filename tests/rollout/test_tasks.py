@@ -38,7 +38,7 @@ def runner(reward, limit=8, timeout_s=20.0):
 def test_a_request_has_the_stops_of_the_run_and_of_its_task(completion_server, model_dir) -> None:
     task = load_task("digits", TaskOptions())
     task.stop, task.stop_token_ids = ("\n",), [7]  # as a user's class would say them
-    spec = RolloutSpec(model_dir, group_size=1, stop=["END"], stop_token_ids=[9])
+    spec = RolloutSpec(model_dir=model_dir, group_size=1, stop=["END"], stop_token_ids=[9])
     made = Sampler(spec, TaskRunner(task, TextCodec(model_dir), 8, 20.0))
     completions = completion_server()
     server = Server(completions.url, 3, True, "r:3:f", "vllm")
@@ -51,7 +51,7 @@ def test_a_request_has_the_stops_of_the_run_and_of_its_task(completion_server, m
 def test_stops_of_a_task_that_are_none_are_refused_at_its_start(stops) -> None:
     task = SimpleNamespace(reward=None, **stops)
     with pytest.raises(ConfigError, match=f"a task's {next(iter(stops))} must be"):
-        Sampler(RolloutSpec(""), TaskRunner(task, Letters(), 8, 20.0))
+        Sampler(RolloutSpec(model_dir=""), TaskRunner(task, Letters(), 8, 20.0))
 
 
 def test_the_budget_is_spent_by_one_error_more_than_it_allows_in_any_window() -> None:
@@ -355,7 +355,7 @@ def start(model_dir):
     """A factory of started clients of the calculator; changes of the spec as keywords."""
     clients = []
     spec = RolloutSpec(
-        model_dir,
+        model_dir=model_dir,
         seed=5,
         max_staleness=0,
         prompts_per_step=2,

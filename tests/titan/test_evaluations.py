@@ -62,7 +62,7 @@ def begin(tmp_path, model_dir):  # noqa: F811 - the fixture
     def start(**keys):
         keys = {"name": "digits", "task": "digits", "rows": 3, "samples": 2, **keys}
         recorder, lanes, rollouts = Recorder(tmp_path / "run"), Lanes(), Rollouts()
-        spec = RolloutSpec(model_dir, max_completion_tokens=4)
+        spec = RolloutSpec(model_dir=model_dir, max_completion_tokens=4)
         table = Evaluation(**keys)
         one = Evaluations([table], spec, rollouts, recorder, lanes.keep, lanes.go_on)
         made.append((one, recorder))
@@ -213,7 +213,7 @@ def test_real_lanes_keep_a_server_on_the_version_that_is_evaluated_while_the_oth
 
     one = Speaking(
         [table],
-        RolloutSpec(model_dir, max_completion_tokens=4),
+        RolloutSpec(model_dir=model_dir, max_completion_tokens=4),
         Rollouts(),
         recorder,
         keep=lambda url: r.slots.keep(url),

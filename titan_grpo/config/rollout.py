@@ -18,12 +18,100 @@ LAUNCH = "launch"
 
 
 @dataclass
-class Rollout(TaskKeys):
-    """Where and how completions are sampled."""
+class WorkerKeys(TaskKeys):
+    """How completions are sampled: what the process that makes them is told."""
 
     engine: Literal["auto", "vllm", "sglang"] = "auto"
     """Which server software answers at the URLs; auto asks each server when its lane connects, and
     a fleet may mix."""
+
+    api_key_env: str = ""
+    """Name of the environment variable that holds the servers' API key; empty: no key is sent."""
+
+    admin_key_env: str = ""
+    """Name of the environment variable that holds the admin key of SGLang servers, which with one
+    take pauses and weights with that key only; empty: the API key is sent there too. vLLM has
+    none."""
+
+    source: Literal["task", "atropos", "push"] = "task"
+    """task: prompts of a task, sampled on the servers. atropos: batches of an Atropos API. push:
+    groups that environments POST."""
+
+    atropos_url: str = ""
+    """Base URL of the Atropos API. A step takes one batch, of prompts_per_step * group_size
+    sequences."""
+
+    push_address: str = "127.0.0.1:8900"
+    """host:port where environments POST groups (GET /schema there says how). Up to 1 +
+    max_staleness steps' worth may wait; a step takes as many groups as make prompts_per_step *
+    group_size completions."""
+
+    push_key_env: str = ""
+    """Name of the environment variable with the key that environments must show; empty: none, on a
+    loopback address only."""
+
+    seed: int = 0
+    """Seed of prompt order and of sampling; request seeds derive from it and from prompt and sample
+    index."""
+
+    prompts_per_step: int = 8
+    """Groups that one training step consumes."""
+
+    group_size: int = 8
+    """Completions per prompt."""
+
+    max_completion_tokens: int = 256
+    """Longest completion; with a task of several turns the longest episode after its prompt, the
+    task's tokens included."""
+
+    temperature: float = 1.0
+    """Sampling temperature; the trainer divides its logits by the same."""
+
+    stop: list[str] = field(default_factory=list)
+    """Texts at which a completion (of a task with turns: a turn) ends; the tokens that hold one are
+    part of it and are trained on. A task may name further ones."""
+
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens at which it ends, likewise, besides the model's own end tokens."""
+
+    max_staleness: int = 1
+    """Greatest trainer version minus the version that made a token; 0 is on-policy. Checked at
+    admission and again at use. (Elsewhere: max_trajectory_age_steps.)"""
+
+    max_stale_token_share: float = 0.0
+    """Use a completion that depends on older versions than max_staleness allows all the same, where
+    less than this share of its tokens was sampled by them (kept KV of theirs does not count); 0: no
+    such one. Acts with consume = "ready" or "freshest", whose slow groups else are made again, and
+    where engines name the version of each token (SGLang; vLLM from 0.33)."""
+
+    in_flight_weight_updates: bool = True
+    """true: a version is committed while requests run, which go on with it. false: a server
+    finishes its running requests first, and gets no others meanwhile; the other servers go on. No
+    completion is of two versions then."""
+
+    consume: Literal["started", "ready", "freshest"] = "started"
+    """Which groups a step takes. started: those of the next prompts in their order; it waits for
+    the slow ones among them, so that what is trained on does not depend on speed. ready: any that
+    are finished, the lowest prompts first; slow ones are overtaken until they are too stale, so
+    training sees fewer of them than there are. freshest: the same, those of the newest weights
+    first. Groups from outside have the order in which they come."""
+
+    max_concurrent_requests: int = 64
+    """Requests in flight on one server."""
+
+    request_timeout_s: float = 300.0
+    """Deadline of one generation request, in seconds. With stream_completions that of each silence
+    of its answer."""
+
+    stream_completions: bool = True
+    """Have completions sent in pieces of 32 tokens: when a connection breaks, they go on at another
+    server from the last piece. false: they come whole at their end, and a broken connection loses
+    what was made."""
+
+
+@dataclass
+class Rollout(WorkerKeys):
+    """Where and how completions are sampled."""
 
     servers: list[str] = field(default_factory=list)
     """Base URLs of the servers, or the single word "launch" to start them on this host. Those of
@@ -74,14 +162,6 @@ class Rollout(TaskKeys):
     launch_sglang_args: list[str] = field(default_factory=list)
     """Arguments added to a launched SGLang server's command line."""
 
-    api_key_env: str = ""
-    """Name of the environment variable that holds the servers' API key; empty: no key is sent."""
-
-    admin_key_env: str = ""
-    """Name of the environment variable that holds the admin key of SGLang servers, which with one
-    take pauses and weights with that key only; empty: the API key is sent there too. vLLM has
-    none."""
-
     controller: str = "local"
     """Where rollouts are made and engine calls go from. local: a child process of rank 0. A URL
     such as http://host:8910: a service that you start near the servers with `titan-grpo rollouts`;
@@ -97,87 +177,12 @@ class Rollout(TaskKeys):
     controller_deadline_s: float = 120.0
     """How long that service may be unreachable before the run stops, in seconds."""
 
-    source: Literal["task", "atropos", "push"] = "task"
-    """task: prompts of a task, sampled on the servers. atropos: batches of an Atropos API. push:
-    groups that environments POST."""
-
-    atropos_url: str = ""
-    """Base URL of the Atropos API. A step takes one batch, of prompts_per_step * group_size
-    sequences."""
-
-    push_address: str = "127.0.0.1:8900"
-    """host:port where environments POST groups (GET /schema there says how). Up to 1 +
-    max_staleness steps' worth may wait; a step takes as many groups as make prompts_per_step *
-    group_size completions."""
-
-    push_key_env: str = ""
-    """Name of the environment variable with the key that environments must show; empty: none, on a
-    loopback address only."""
-
-    seed: int = 0
-    """Seed of prompt order and of sampling; request seeds derive from it and from prompt and sample
-    index."""
-
-    prompts_per_step: int = 8
-    """Groups that one training step consumes."""
-
-    group_size: int = 8
-    """Completions per prompt."""
-
-    max_completion_tokens: int = 256
-    """Longest completion; with a task of several turns the longest episode after its prompt, the
-    task's tokens included."""
-
-    temperature: float = 1.0
-    """Sampling temperature; the trainer divides its logits by the same."""
-
     top_p: float = 1.0
     """Only 1: all of the distribution is sampled from. Log-probabilities of a truncated one are not
     those that the trainer recomputes, and every ratio would be biased."""
 
     top_k: int = -1
     """Only -1 (all words), for the same reason."""
-
-    stop: list[str] = field(default_factory=list)
-    """Texts at which a completion (of a task with turns: a turn) ends; the tokens that hold one are
-    part of it and are trained on. A task may name further ones."""
-
-    stop_token_ids: list[int] = field(default_factory=list)
-    """Tokens at which it ends, likewise, besides the model's own end tokens."""
-
-    max_staleness: int = 1
-    """Greatest trainer version minus the version that made a token; 0 is on-policy. Checked at
-    admission and again at use. (Elsewhere: max_trajectory_age_steps.)"""
-
-    max_stale_token_share: float = 0.0
-    """Use a completion that depends on older versions than max_staleness allows all the same, where
-    less than this share of its tokens was sampled by them (kept KV of theirs does not count); 0: no
-    such one. Acts with consume = "ready" or "freshest", whose slow groups else are made again, and
-    where engines name the version of each token (SGLang; vLLM from 0.33)."""
-
-    in_flight_weight_updates: bool = True
-    """true: a version is committed while requests run, which go on with it. false: a server
-    finishes its running requests first, and gets no others meanwhile; the other servers go on. No
-    completion is of two versions then."""
-
-    consume: Literal["started", "ready", "freshest"] = "started"
-    """Which groups a step takes. started: those of the next prompts in their order; it waits for
-    the slow ones among them, so that what is trained on does not depend on speed. ready: any that
-    are finished, the lowest prompts first; slow ones are overtaken until they are too stale, so
-    training sees fewer of them than there are. freshest: the same, those of the newest weights
-    first. Groups from outside have the order in which they come."""
-
-    max_concurrent_requests: int = 64
-    """Requests in flight on one server."""
-
-    request_timeout_s: float = 300.0
-    """Deadline of one generation request, in seconds. With stream_completions that of each silence
-    of its answer."""
-
-    stream_completions: bool = True
-    """Have completions sent in pieces of 32 tokens: when a connection breaks, they go on at another
-    server from the last piece. false: they come whole at their end, and a broken connection loses
-    what was made."""
 
     batch_timeout_s: float = 1800.0
     """How long the trainer waits for one step's groups before it stops the run, in seconds."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from titan_grpo.config import Rollout
+from titan_grpo.config.rollout import WorkerKeys
 from titan_grpo.errors import DataError
 
 
@@ -58,10 +59,10 @@ class Cursor:
             index += 1
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutSpec:
+@dataclass(kw_only=True)
+class RolloutSpec(WorkerKeys):
     """Everything the rollout process needs to know. Small, and without secrets (keys are named, not
-    held).
+    held). Not changed once it is made.
 
     ``base_version`` is the trainer's version at the start or at the resume; ``state`` what
     ``RolloutClient.state`` returned when the checkpoint was written (empty: from the first prompt).
@@ -70,60 +71,15 @@ class RolloutSpec:
     model_dir: str
     base_version: int = 0
     state: dict[str, Any] = field(default_factory=dict)
-    reward: list[str] = field(default_factory=list)
-    reward_weights: list[float] = field(default_factory=list)
-    dataset: str = ""
-    dataset_config: str = ""
-    dataset_split: str = "train"
-    dataset_filter: list[str] = field(default_factory=list)
-    dataset_shuffle: bool = True
-    prompt: str = ""
-    system_prompt: str = ""
-    tools: str = ""
-    chat_template: str = ""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    agent: str = ""
-    agent_address: str = "127.0.0.1:0"
-    agent_key_env: str = ""
-    tool_parser: str = "hermes"
-    task: str = "digits"
-    task_path: str = ""
-    task_concurrency: int = 64
-    task_timeout_s: float = 600.0
-    task_error_budget: int = 0
-    max_turns: int = 8
-    accept: str = ""
-    min_completion_tokens: int = 0
-    seed: int = 0
-    prompts_per_step: int = 8
-    group_size: int = 8
-    max_completion_tokens: int = 256
-    temperature: float = 1.0
-    stop: list[str] = field(default_factory=list)
-    stop_token_ids: list[int] = field(default_factory=list)
-    max_staleness: int = 1
-    max_stale_token_share: float = 0.0
-    in_flight_weight_updates: bool = True
-    consume: str = "started"
     kv_recomputed: bool = False
     """Servers throw the KV of running requests away at each commit
     (``weight_sync.kv_after_update``)."""
     router_replay: bool = False
     """Completions come with the experts of each token (``grpo.router_replay``)."""
-    max_concurrent_requests: int = 64
-    request_timeout_s: float = 300.0
-    stream_completions: bool = True
-    api_key_env: str = ""
-    admin_key_env: str = ""
-    engine: str = "auto"
     commit_deadline_s: float = 60.0
     """Of each engine call (EngineCall), in seconds."""
     load_deadline_s: float = 60.0
     """Of the load, which may wait for a transfer, in seconds."""
-    source: str = "task"
-    atropos_url: str = ""
-    push_address: str = ""
-    push_key_env: str = ""
     places: int = 0
     """Groups used since ``base_version``, less those that made no version; those that are
     ``waiting`` have places behind them."""
@@ -149,8 +105,7 @@ class RolloutSpec:
         state: dict[str, Any] | None = None,
     ) -> "RolloutSpec":
         """The spec of a validated ``[rollout]`` section; ``model_dir`` holds tokenizer.json."""
-        shared = {f.name for f in fields(cls)} & {f.name for f in fields(rollout)}
-        values = {name: getattr(rollout, name) for name in shared}
+        values = {f.name: getattr(rollout, f.name) for f in fields(WorkerKeys)}
         return cls(
             model_dir=model_dir, base_version=base_version, state=dict(state or {}), **values
         )
