@@ -26,6 +26,10 @@ so does a ``moved`` within it, by which a wrong version could not be told.
 ``lag`` is how many versions the slowest server is behind then. ``--delta`` and ``--changed`` show
 what patches (weight_sync.delta) do to it.
 
+``--stop-s`` then trains that many seconds, and as many with the last trainer host's sync process
+stopped (SIGSTOP): ``step_s`` are the medians of a step of all ranks, and every server gets the next
+version after it.
+
 ``seconds`` is publish to verified commit on all servers, ``fetch_s`` what the slowest lane needed
 for the bytes. Compare with a run with ``--trainer-hosts 1``.
 """
@@ -34,6 +38,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -68,6 +73,7 @@ from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane_events import LaneEvent, Point
+from titan_grpo.sync.host import HostSync
 from titan_grpo.sync.worker import SyncOptions
 from titan_grpo.titan.hosts import Here
 from titan_grpo.titan.tiny import TinyShape, write_tiny_model
@@ -84,6 +90,8 @@ SERVER_PORT = 8000
 WAIT_S = 500.0
 START_S = 1200.0
 CALL_S = 60.0
+WORK = 20
+"""Products of two matrices in a step."""
 SPARE = 2.0
 """A version's weights are other ones and up to a fifth larger: arithmetic errs a little more."""
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -115,6 +123,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="real servers; default: servers without an engine",
     )
     parser.add_argument("--step-s", type=float, default=0.0, help="seconds between two versions")
+    parser.add_argument("--stop-s", type=float, default=0.0, help="needs 2 trainer hosts")
     parser.add_argument("--delta", choices=("auto", "on", "off"), default="off")
     parser.add_argument(
         "--changed", type=float, default=1.0, help="share of each row that a version changes"
@@ -203,11 +212,48 @@ def rank_main(options: dict[str, Any]) -> None:
             print(json.dumps(row), flush=True)
         sync.fence()
         dist.barrier()
+    if options["stop_s"]:
+        beside_a_stopped_sync(options["stop_s"], sync, lead, (model, whole), version + 1)
     if lead is not None:
         lead.close()
     dist.barrier()
     sync.close()
     dist.destroy_process_group()
+
+
+def beside_a_stopped_sync(
+    stop_s: float, sync: TrainerSync, lead: "Lead | None", models: Sequence[Weights], version: int
+) -> None:
+    """Steps before the last host's sync process is stopped and while it is; then ``version`` or a
+    later one is brought to all servers."""
+    host = sync._announcer if dist.get_rank() == sync.plan.leaders[-1] else None
+    work, seconds = torch.randn(512, 512), ([], [])  # type: tuple[list[float], list[float]]
+    began, phase = time.perf_counter(), 0
+    while phase < 2:
+        start = time.perf_counter()
+        box: list[Any] = [int((start - began) / stop_s)]
+        dist.broadcast_object_list(box, src=0)
+        if isinstance(host, HostSync) and box[0] != phase:
+            os.kill(host.pid, signal.SIGSTOP if phase == 0 else signal.SIGCONT)
+        phase = box[0]
+        last = phase == 2
+        box = [None if lead is None else lead.slot(float(not last))]
+        dist.broadcast_object_list(box, src=0)
+        for _ in range(WORK):
+            work = torch.mm(work, work).clamp_(-1.0, 1.0)
+        for each in models:
+            each.change()
+        published = time.perf_counter()
+        if box[0] is not None:
+            sync.publish(version, box[0])
+        if last and lead is not None:
+            print(json.dumps({"step_s": [statistics.median(s) for s in seconds]}), flush=True)
+            print(json.dumps(lead.committed(version, published)), flush=True)
+        version += box[0] is not None
+        sync.fence()
+        dist.barrier()
+        if not last:
+            seconds[phase].append(time.perf_counter() - start)
 
 
 class Lead:
@@ -247,7 +293,7 @@ class Lead:
 
     def committed(self, version: int, began: float) -> dict[str, Any]:
         """When all servers have the version: figures, and what they hold."""
-        known, kill = self.worker.servers, version > self._o["versions"]
+        known, kill = self.worker.servers, self._o["kill"] and version > self._o["versions"]
         self._killer.version = version if kill else None
         holding = known.wait_held(version, WAIT_S, everyone=True)
         seconds = time.perf_counter() - began
@@ -400,6 +446,7 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
     role = {key: getattr(options, key) for key in ("mib", "versions", "relay", "delta", "changed")}
     role |= {"urls": list(servers), "folder": folder, "kill": options.kill_inner}
     role |= {"model": f"{folder}/model" if options.engine else "", "step_s": options.step_s}
+    role |= {"stop_s": options.stop_s}
     role |= {"engines": engines}
     rows, links, killed = [], [], {}
     before = [host.moved() for host in hosts]
@@ -460,6 +507,8 @@ def figures_of(
     if options.step_s:
         lags = [row["lag"] for row in rows if "lag" in row]
         more |= {"lag": statistics.median(lags), "most_lag": max(lags)}
+    if options.stop_s:
+        (more["step_s"],) = (row["step_s"] for row in rows if "step_s" in row)
     # the first version finds lanes that are still connecting
     kept = [i for i in range(1, options.versions + 1) if "seconds" in rows[i]]
     settings = ("trainer_hosts", "ranks", "receivers", "per_host", "relay", "engine", "delta")
