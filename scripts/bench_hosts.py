@@ -27,8 +27,7 @@ so does a ``moved`` within it, by which a wrong version could not be told.
 what patches (weight_sync.delta) do to it.
 
 ``--stop-s`` then trains that many seconds, and as many with the last trainer host's sync process
-stopped (SIGSTOP): ``step_s`` are the medians of a step of all ranks, and every server gets the next
-version after it.
+stopped: the last row's ``step_s`` are the medians of a step.
 
 ``seconds`` is publish to verified commit on all servers, ``fetch_s`` what the slowest lane needed
 for the bytes. Compare with a run with ``--trainer-hosts 1``.
@@ -90,8 +89,6 @@ SERVER_PORT = 8000
 WAIT_S = 500.0
 START_S = 1200.0
 CALL_S = 60.0
-WORK = 20
-"""Products of two matrices in a step."""
 SPARE = 2.0
 """A version's weights are other ones and up to a fifth larger: arithmetic errs a little more."""
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -224,11 +221,10 @@ def rank_main(options: dict[str, Any]) -> None:
 def beside_a_stopped_sync(
     stop_s: float, sync: TrainerSync, lead: "Lead | None", models: Sequence[Weights], version: int
 ) -> None:
-    """Steps before the last host's sync process is stopped and while it is; then ``version`` or a
-    later one is brought to all servers."""
+    """Steps before the last host's sync process is stopped and while it is; then a version."""
     host = sync._announcer if dist.get_rank() == sync.plan.leaders[-1] else None
-    work, seconds = torch.randn(512, 512), ([], [])  # type: tuple[list[float], list[float]]
-    began, phase = time.perf_counter(), 0
+    seconds: tuple[list[float], ...] = [], []
+    work, began, phase = torch.randn(512, 512), time.perf_counter(), 0
     while phase < 2:
         start = time.perf_counter()
         box: list[Any] = [int((start - began) / stop_s)]
@@ -236,24 +232,22 @@ def beside_a_stopped_sync(
         if isinstance(host, HostSync) and box[0] != phase:
             os.kill(host.pid, signal.SIGSTOP if phase == 0 else signal.SIGCONT)
         phase = box[0]
-        last = phase == 2
-        box = [None if lead is None else lead.slot(float(not last))]
+        box = [None if lead is None else lead.slot(float(phase < 2))]
         dist.broadcast_object_list(box, src=0)
-        for _ in range(WORK):
-            work = torch.mm(work, work).clamp_(-1.0, 1.0)
+        for _ in range(20):
+            torch.mm(work, work)
         for each in models:
             each.change()
-        published = time.perf_counter()
         if box[0] is not None:
             sync.publish(version, box[0])
-        if last and lead is not None:
-            print(json.dumps({"step_s": [statistics.median(s) for s in seconds]}), flush=True)
-            print(json.dumps(lead.committed(version, published)), flush=True)
-        version += box[0] is not None
         sync.fence()
         dist.barrier()
-        if not last:
+        if phase < 2:
             seconds[phase].append(time.perf_counter() - start)
+        elif lead is not None:
+            row = lead.committed(version, start)
+            print(json.dumps(row | {"step_s": [*map(statistics.median, seconds)]}), flush=True)
+        version += box[0] is not None
 
 
 class Lead:
@@ -446,8 +440,7 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
     role = {key: getattr(options, key) for key in ("mib", "versions", "relay", "delta", "changed")}
     role |= {"urls": list(servers), "folder": folder, "kill": options.kill_inner}
     role |= {"model": f"{folder}/model" if options.engine else "", "step_s": options.step_s}
-    role |= {"stop_s": options.stop_s}
-    role |= {"engines": engines}
+    role |= {"engines": engines, "stop_s": options.stop_s}
     rows, links, killed = [], [], {}
     before = [host.moved() for host in hosts]
     for row in versions(hosts[:count], options, json.dumps(role)):
@@ -507,8 +500,6 @@ def figures_of(
     if options.step_s:
         lags = [row["lag"] for row in rows if "lag" in row]
         more |= {"lag": statistics.median(lags), "most_lag": max(lags)}
-    if options.stop_s:
-        (more["step_s"],) = (row["step_s"] for row in rows if "step_s" in row)
     # the first version finds lanes that are still connecting
     kept = [i for i in range(1, options.versions + 1) if "seconds" in rows[i]]
     settings = ("trainer_hosts", "ranks", "receivers", "per_host", "relay", "engine", "delta")
