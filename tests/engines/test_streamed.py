@@ -254,7 +254,8 @@ def speaker() -> Iterator[Callable[[Callable[[Send], None]], str]]:
 
         servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler))
         servers[-1].daemon_threads = True
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        # Looks so often whether it is to end: each test would end half a second later.
+        threading.Thread(target=servers[-1].serve_forever, args=(0.02,), daemon=True).start()
         return f"http://127.0.0.1:{servers[-1].server_port}"
 
     yield start

@@ -71,7 +71,8 @@ class Board:
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         scheme = "http" if tls is None else "https"
         self.url = f"{scheme}://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        # Looks so often whether it is to end: each test would end half a second later.
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:
         self.over.set()

@@ -118,7 +118,8 @@ class CompletionServer:
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        # Looks so often whether it is to end: each test would end half a second later.
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def hang(self, body: dict[str, Any]) -> tuple[int, Any]:
         """Answer only once the test is over."""

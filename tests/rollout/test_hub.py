@@ -62,7 +62,8 @@ class Hub(BaseHTTPRequestHandler):
 @contextmanager
 def hub() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        # Looks so often whether it is to end: each test would end half a second later.
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
         finally:
