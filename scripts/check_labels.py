@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from tests.rigs.labels import Checker, Claim, Models, PrefixCache
+from tests.rigs.labels import PREFIX_CACHES, Checker, Claim, Models
 from tests.rigs.long_prompts import TASK
 from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
@@ -51,8 +51,6 @@ PROMPTS, GROUP, TOKENS = 4, 8, 48
 """Groups of a step, completions of a group, most tokens of a completion."""
 RUNNING = 8
 """Requests that the server runs at a time; the others wait in its queue."""
-PREFIX_CACHE = {"vllm": PrefixCache(128, whole=False), "sglang": PrefixCache(1, whole=True)}
-"""As the engine has it on a CPU."""
 NAMES_VERSIONS = {"vllm": False, "sglang": True}
 LEAST_SHARE = 0.05
 """Share of the completions that must have met a commit."""
@@ -228,7 +226,7 @@ def check(taken: list[tuple[int, Group]], asked: list[Asked], out: Path, result:
         ]
         result.unsalted += 1
         result.unsalted_difference = max(result.unsalted_difference, *off)
-    checker = Checker(models, PREFIX_CACHE[result.engine], result.tolerance)
+    checker = Checker(models, PREFIX_CACHES[result.engine], result.tolerance)
     for version, group in taken:
         for completion in group.completions:
             claim = claim_of(completion, result.engine)

@@ -16,7 +16,7 @@ import torch
 from tests.conformance.commits import sender
 from tests.conformance.engine import EngineUnderTest
 from tests.example_files import command_of
-from tests.rigs.labels import Checker, Claim, Models, PrefixCache
+from tests.rigs.labels import PREFIX_CACHES, Checker, Claim, Models
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
@@ -173,14 +173,15 @@ def served(root: Path, run: Path) -> Models:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_the_example_learns_to_ask_its_calculator_for_numbers(root, tmp_path) -> None:
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_example_learns_to_ask_its_calculator_for_numbers(engine, root, tmp_path) -> None:
     arguments = command_of(root / "examples" / "agent" / "agent.py")
     out, record = tmp_path / "run", tmp_path / "record.jsonl"
     arguments[arguments.index("--out") + 1] = str(out)
     saving = ["--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "0"]
     done = subprocess.run(
         [sys.executable, "-m", "titan_grpo.cli", "quickstart", *arguments, *saving]
-        + ["--rollout.record_path", str(record)],
+        + ["--engine", engine, "--rollout.record_path", str(record)],
         cwd=root,
         env=dict(os.environ),
         capture_output=True,
@@ -194,7 +195,7 @@ def test_the_example_learns_to_ask_its_calculator_for_numbers(root, tmp_path) ->
     assert steps[0]["reward/mean"] < 0.3
     assert max(step["reward/mean"] for step in steps[-5:]) > 0.8
     assert max(step["staleness/max"] for step in steps) == 1
-    checker = Checker(served(root, out), PrefixCache(128, whole=False), CLOSE)
+    checker = Checker(served(root, out), PREFIX_CACHES[engine], CLOSE)
     calls = over_commits = 0
     for line in record.read_text().splitlines():
         for group in msgspec.json.decode(line, type=Batch).groups:

@@ -91,6 +91,10 @@ class PrefixCache:
         return list(range(self.block, length + self.whole, self.block))[::-1]
 
 
+PREFIX_CACHES = {"vllm": PrefixCache(128, whole=False), "sglang": PrefixCache(1, whole=True)}
+"""As each engine has it on a CPU."""
+
+
 class Checker:
     """Explains completions by versions. ``tolerance``: of each log-probability, in nats."""
 
