@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.receive.site import Version
 from tests.receive.workers import Team
-from tests.rigs.receiver_server import BareEngine
 from titan_grpo.protocol.messages import Applied
 from titan_grpo.receive.checkpoint import INDEX, CheckpointNames
 from titan_grpo.receive.commit import EngineSide, tensor_views
@@ -165,20 +162,3 @@ def test_the_staged_image_is_mapped_once_per_epoch_and_let_go_of_at_the_next_hel
     assert site.deliver(link, 1, 3, weights(3.0)).ok
     assert len(staging_maps() - others) == 1
     assert site.engine.value() == 3.0
-
-
-def test_a_manifest_larger_than_a_stores_value_reaches_the_engine(make_site) -> None:
-    """A hundred thousand tensors, as large mixtures of experts have: 10 MB of names."""
-    layer = (
-        "model.language_model.layers.{}.block_sparse_moe.experts.{}.down_projection.weight_scale"
-    )
-    names = [layer.format(i // 1000, i % 1000) for i in range(100_000)]
-    version = Version({name: torch.full((1,), 3, dtype=torch.uint8) for name in names})
-    assert len(version.manifest.to_json()) > 8 << 20
-    site = make_site(engine=BareEngine(None), transport="tcp", timeout_s=60.0)
-    try:
-        report = site.deliver(site.connect(version), 1, 1, version)
-    finally:
-        site.close()
-    assert report.ok, report.error
-    assert report.loaded == 100_000
