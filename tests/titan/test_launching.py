@@ -1,12 +1,13 @@
 """Servers that a run starts itself are given a run key; servers that are only named keep to the
 configured one."""
 
+from dataclasses import replace
 from typing import Any
 
 from tests.rigs.jobs import job
 from titan_grpo.config import GRPO, Lora, Rollout
 from titan_grpo.config.rollout import violations
-from titan_grpo.engines.launch import ServerSpec
+from titan_grpo.engines.launch import ServerSpec, command
 from titan_grpo.runkey import Key
 from titan_grpo.titan.startup import launched, sync_settings
 
@@ -38,6 +39,15 @@ def test_launched_servers_send_routes_where_the_run_replays_them():
         False,
         True,
     ]
+
+
+def test_launched_servers_compute_logits_as_the_trainer_does():
+    made = [specs(grpo=grpo)[0] for grpo in (GRPO(), GRPO(fp32_lm_head=True))]
+    assert [spec.fp32_head for spec in made] == [False, True]
+    options = {"vllm": '{"head_dtype": "float32"}', "sglang": "--enable-fp32-lm-head"}
+    for engine, option in options.items():
+        asked = [option in command(replace(spec, engine=engine)) for spec in made]
+        assert asked == [False, True]
 
 
 def test_launched_servers_share_a_new_key():

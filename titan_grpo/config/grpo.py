@@ -248,7 +248,8 @@ class GRPO:
 
     fp32_lm_head: bool = False
     """Compute the logits in float32, whatever training.mixed_precision_param is: from the weights
-    and hidden states as they are in that type. Servers have a switch for it too."""
+    and hidden states as they are in that type. Launched servers do so too; others must be started
+    with --hf-overrides '{"head_dtype": "float32"}' (vLLM) or --enable-fp32-lm-head (SGLang)."""
 
     pack_sequences: bool = False
     """Several sequences in one row of up to token_budget tokens, with attention kept inside each,

@@ -502,6 +502,8 @@ def command(spec: "ServerSpec", keys_path: str = "") -> list[str]:
         out += ["--custom-weight-loader", LOADER]
     if spec.routes:
         out += [RETURN_ROUTES]
+    if spec.fp32_head:
+        out += ["--enable-fp32-lm-head"]
     if keys_path:
         out += ["--config", keys_path]
     return out + list(spec.args)

@@ -387,6 +387,8 @@ def command(spec: "ServerSpec") -> list[str]:
         out += ["--max-loras", "2", "--max-cpu-loras", "4"]
     if spec.routes:
         out += [RETURN_ROUTES]
+    if spec.fp32_head:
+        out += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
     return out + list(spec.args)
 
 

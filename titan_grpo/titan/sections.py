@@ -2,7 +2,7 @@
 torchtitan is installed. torchtitan 0.3 has no such file any more.
 
 Names, types and defaults are those of torchtitan 0.2.2's JobConfig (a test compares them), without
-[quantize]. What each key means is in torchtitan's docs; titan/torchtitan03.py has what becomes of
+[quantize]. What each key means is in torchtitan's docs; titan/engine03.py has what becomes of
 it with 0.3.
 
 No ``from __future__ import annotations`` in this file: the merge reads field types as types.

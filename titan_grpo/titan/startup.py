@@ -77,6 +77,7 @@ def launched(
             tensor_parallel=max(each, 1),
             lora_rank=job_config.lora.rank if sends_adapters(job_config.lora) else 0,
             routes=job_config.grpo.router_replay,
+            fp32_head=job_config.grpo.fp32_lm_head,
             env=devices(kind * rollout.launch_count + index),
         )
         for kind, engine in enumerate(rollout.launch_engines)
