@@ -109,6 +109,12 @@ def test_the_faster_one_goes_before() -> None:
     assert table.asks("d") == ("b",)
 
 
+def test_a_server_that_asks_again_does_not_read_from_itself() -> None:
+    table = Table(a="1", b="2")
+    table.asks("a")
+    assert table.asks("a") == ()
+
+
 def test_nobody_reads_from_a_server_that_gave_up() -> None:
     table = Table(a="1", b="2")
     table.asks("a")
