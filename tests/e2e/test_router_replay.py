@@ -76,8 +76,12 @@ def test_on_the_engines_routes_the_gap_is_arithmetic(sglang_python, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("load", ["tensors", "rows"])
-def test_a_run_trains_on_recorded_routes_and_leaves_out_what_has_none(root, tmp_path, load):
+@pytest.mark.parametrize(
+    ("load", "ranks"),
+    [("tensors", 1), ("rows", 1), ("rows", 2)],
+    ids=["tensors", "rows", "expert parallel"],
+)
+def test_a_run_trains_on_recorded_routes_and_leaves_out_what_has_none(root, tmp_path, load, ranks):
     out, model = tmp_path / "run", tmp_path / "model"
     tiny.write_tiny_model("qwen3_moe", model, SEED)
     record = GroupRecorder(str(tmp_path / "groups.jsonl"), 0)
@@ -97,11 +101,12 @@ def test_a_run_trains_on_recorded_routes_and_leaves_out_what_has_none(root, tmp_
             "model.name": name,
             "model.flavor": flavor,
             "training.steps": 2,
+            "parallelism.expert_parallel_degree": ranks,
         }
         words = [f"--{key}={value}" for key, value in settings.items()]
         words += ["--grpo.router_replay", "--grpo.fp32_lm_head"]
         words += ["--grpo.no-single_rank_load"] * (load == "rows")
-        command = torchrun(1, RECIPE, words)
+        command = torchrun(ranks, RECIPE, words)
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             command, cwd=root, env=env, capture_output=True, text=True, timeout=300, check=False
@@ -137,51 +142,6 @@ def group_of(version: int, index: int) -> Group:
         )
 
     return Group(prompt, (completion(0), completion(1)))
-
-
-@pytest.mark.long
-def test_expert_parallel_trainers_replay_the_routes_of_an_expert_parallel_server(
-    root, sglang_python, tmp_path
-):
-    out, model = tmp_path / "run", tmp_path / "model"
-    tiny.write_tiny_model("qwen3_moe", model, SEED)
-    name, flavor = flavors.FLAVORS["qwen3_moe"]
-    log = str(tmp_path / "server.log")
-    spec = ServerSpec(
-        sglang_python,
-        str(model),
-        log,
-        "sglang",
-        routes=True,
-        tensor_parallel=2,
-        args=("--ep-size", "2"),
-    )
-    with Server(spec) as server:
-        server.wait_healthy(250.0)
-        settings = {
-            "rollout.servers": server.url,
-            "rollout.prompts_per_step": 4,
-            "rollout.group_size": 4,
-            "job.dump_folder": out,
-            "model.hf_assets_path": model,
-            "model.name": name,
-            "model.flavor": flavor,
-            "parallelism.expert_parallel_degree": 2,
-            "training.steps": 4,
-        }
-        words = [f"--{key}={value}" for key, value in settings.items()]
-        command = torchrun(2, RECIPE, [*words, "--grpo.router_replay"])
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=root, env=env, capture_output=True, text=True, timeout=300, check=False
-        )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    summary = json.loads((out / "summary.json").read_text())
-    rows = read_metrics(out / "metrics.jsonl")
-    print(f"{summary['logprob_gap_on_policy']} shares {[row[names.ROUTES_DIFFER] for row in rows]}")
-    assert len(rows) == 4
-    assert summary["logprob_gap_on_policy"]["mean"] <= GOAL
-    assert "no_routes" not in summary["dropped"]
 
 
 @pytest.mark.long
