@@ -113,6 +113,7 @@ def test_a_server_that_asks_again_does_not_read_from_itself() -> None:
     table = Table(a="1", b="2")
     table.asks("a")
     assert table.asks("a") == ()
+    assert (table.now.nodes["a"].parent, table.now.nodes["a"].depth) == ("", 1)
 
 
 def test_nobody_reads_from_a_server_that_gave_up() -> None:
