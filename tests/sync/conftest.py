@@ -2,7 +2,7 @@
 to send, and servers without an engine."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +166,16 @@ class Rig:
         self.publish_into(version, slot)
         return slot
 
-    def publish_into(self, version: int, slot: int) -> None:
-        """What the trainer's hosts do at a step boundary; none of it waits for anybody."""
+    def publish_into(
+        self, version: int, slot: int, shards: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """What the trainer's hosts do at a step boundary; none of it waits for anybody. ``shards``:
+        of this host, in place of ``version`` as every element."""
         for host in self.hosts:
             host.publish(version, slot)
         self.lanes.publish(version, slot, self.recorder.now())
-        self.publisher.publish(version, slot, host_shards(SHAPES, self._hosts, version))
+        shards = shards or host_shards(SHAPES, self._hosts, version)
+        self.publisher.publish(version, slot, shards)
         self.publisher.fence()
 
     def until(self, fact: Callable[[], bool]) -> None:

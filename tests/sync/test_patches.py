@@ -22,8 +22,7 @@ def publish(rig: Rig, version: int) -> None:
     shards = {fqn: torch.zeros(shape) for fqn, shape in SHAPES.items()}
     for tensor in shards.values():
         tensor.view(-1)[: 10 * version] = float(version)
-    rig.publisher.publish(version, slot, shards)
-    rig.publisher.fence()
+    rig.publish_into(version, slot, shards)
     rig.everyone(version)
 
 

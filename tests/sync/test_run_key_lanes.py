@@ -22,7 +22,7 @@ def test_only_the_server_with_the_trainers_key_is_synced_and_the_others_are_name
     assert "this end has none" in str(run.server_set.last_error("none"))
     assert [run.servers[url].versions for url in ("other", "none")] == [[], []]
     assert not any(run.servers[url].paused for url in run.servers)
-    assert key.hex() not in repr(run.worker._context) + str(run.server_set.take_error())
+    assert key.hex() not in repr(run.lanes._context) + str(run.server_set.take_error())
 
 
 def test_a_trainer_without_a_key_is_refused_by_a_server_that_has_one(rig):
