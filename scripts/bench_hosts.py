@@ -73,7 +73,7 @@ from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane_events import LaneEvent, Point
 from titan_grpo.sync.host import HostSync
-from titan_grpo.sync.worker import SyncOptions
+from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.titan.hosts import Here
 from titan_grpo.titan.tiny import TinyShape, write_tiny_model
 from titan_grpo.titan.weight_sync import TrainerSync

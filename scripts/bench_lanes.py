@@ -44,7 +44,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied, Commit, Hello, Joined
 from titan_grpo.receive.receiver import Receiver
 from titan_grpo.rollout.httpd import HttpServer
-from titan_grpo.sync.worker import SyncOptions
+from titan_grpo.sync.lanes import SyncOptions
 
 ROLE = "TITAN_GRPO_BENCH_LANES"
 DESCRIPTORS = 1024

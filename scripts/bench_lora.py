@@ -41,7 +41,7 @@ from titan_grpo.engines.server import dialect
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import tensor_name
 from titan_grpo.observe import names
-from titan_grpo.sync.worker import SyncOptions
+from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.titan.tiny import QWEN3_0_6B, SHAPE, write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -43,7 +43,7 @@ from titan_grpo.engines.server import dialect
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe import names
 from titan_grpo.protocol.lane_events import LaneEvent, Point
-from titan_grpo.sync.worker import SyncOptions
+from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.titan.tiny import QWEN3_0_6B, SHAPE, write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]

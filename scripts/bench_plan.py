@@ -35,7 +35,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe import names
 from titan_grpo.plan.setup import Setup
 from titan_grpo.plan.simulation import Simulation, quantile
-from titan_grpo.sync.worker import SyncOptions
+from titan_grpo.sync.lanes import SyncOptions
 
 INSIDE = "TITAN_GRPO_BENCH_PLAN_INSIDE"
 WAIT_S = 300.0

@@ -50,8 +50,8 @@ from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.receive.commit import tensor_views
+from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.process import SyncProcess
-from titan_grpo.sync.worker import SyncOptions
 from titan_grpo.titan.weight_sync import TrainerSync
 
 RANKS = 2

@@ -42,7 +42,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Completion, Group
-from titan_grpo.sync.worker import SyncOptions
+from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.titan.tiny import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]

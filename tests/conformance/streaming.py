@@ -23,8 +23,8 @@ from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point, no_obser
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.protocol.messages import UNUSABLE, Label, new_run_id
 from titan_grpo.runkey import Key
+from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.worker import SyncOptions
 
 BUCKET_BYTES = 64 << 10
 WAIT_S = 60.0

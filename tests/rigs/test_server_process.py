@@ -15,7 +15,7 @@ from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
 from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.sync.worker import SyncOptions
+from titan_grpo.sync.lanes import SyncOptions
 
 WAIT_S = 60.0
 SHAPES = {"up": (1024, 512), "down": (512, 1024), "norm": (512,)}

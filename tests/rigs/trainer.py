@@ -14,11 +14,11 @@ from titan_grpo.layout.infer import matrix_shape
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.part import ImagePool
 from titan_grpo.sync.process import SyncProcess
 from titan_grpo.sync.publisher import Publisher
 from titan_grpo.sync.snapshot import FinishedCopy, Snapshotter
-from titan_grpo.sync.worker import SyncOptions
 
 
 class Trainer:

@@ -35,7 +35,7 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane_events import Point
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.subprocesses import end_with_parent
-from titan_grpo.sync.worker import SyncOptions
+from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.unix_rpc import Channel
 
 SIDE = 384

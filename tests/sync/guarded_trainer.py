@@ -25,7 +25,7 @@ from titan_grpo.engines import vllm
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.lane_events import LaneEvent, Point
 from titan_grpo.protocol.pause_guard import Deadlines
-from titan_grpo.sync.worker import SyncOptions
+from titan_grpo.sync.lanes import SyncOptions
 
 SHAPES = {"up": (512, 256), "down": (256, 512)}
 DEADLINES = Deadlines(pause_s=3.0, greet_s=30.0, again_s=0.5)

@@ -22,7 +22,7 @@ from titan_grpo.config import WeightSync
 from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.runkey import KEY_VARIABLE, Key
-from titan_grpo.sync.worker import SyncOptions
+from titan_grpo.sync.lanes import SyncOptions
 
 SHAPES = {"up": (512, 256), "down": (256, 512)}
 WAIT_S = 120.0

@@ -18,8 +18,8 @@ from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from tests.sync.snapshot_ranks import build, fsdp, fsdp_tensor_parallel, hsdp
 from titan_grpo.config import WeightSync
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.process import SyncProcess
-from titan_grpo.sync.worker import SyncOptions
 from titan_grpo.titan.hosts import Here
 from titan_grpo.titan.weight_sync import TrainerSync, named_tensors
 

@@ -1,7 +1,7 @@
 """One trainer host's part of every version: its images, how its blocks are hashed, and when its
 ranks have copied.
 
-Rank 0's host hashes it in its sealer (sync.worker), every other host in its own sync process
+Rank 0's host hashes it in its sealer (sync.lanes), every other host in its own sync process
 (sync.host)."""
 
 import time

@@ -32,13 +32,13 @@ from titan_grpo.protocol import ledger
 from titan_grpo.protocol.lane_events import no_observer
 from titan_grpo.protocol.messages import NIXL, Label
 from titan_grpo.sync.child import END_S, Child, Launched, launch
+from titan_grpo.sync.lanes import SyncOptions, hashing_of, server_set
 from titan_grpo.sync.part import LOOPBACK, ImagePool
 from titan_grpo.sync.publisher import Announcer
 from titan_grpo.sync.server_set import JOIN_S, ServerSet
 from titan_grpo.sync.slots import Published, Reserved
 from titan_grpo.sync.snapshot import Copy
 from titan_grpo.sync.transports.nixl import nixl_problem
-from titan_grpo.sync.worker import SyncOptions, hashing_of, server_set
 
 logger = logging.getLogger(__name__)
 

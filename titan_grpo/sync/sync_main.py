@@ -32,13 +32,13 @@ from titan_grpo.protocol.messages import Label
 from titan_grpo.runkey import Key
 from titan_grpo.subprocesses import exit_with_parent
 from titan_grpo.sync.lane import ServerLane
+from titan_grpo.sync.lanes import SyncLanes
 from titan_grpo.sync.part import LOOPBACK, ImagePool
 from titan_grpo.sync.pipe import Pipe
 from titan_grpo.sync.process import Begin
 from titan_grpo.sync.server_set import JOIN_S
 from titan_grpo.sync.slots import ImageSlots, Published, Reserved
 from titan_grpo.sync.transports.store import join_store
-from titan_grpo.sync.worker import SyncLanes
 
 
 class PipeRecorder(Recorder):

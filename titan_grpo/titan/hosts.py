@@ -15,8 +15,8 @@ from titan_grpo.engines.http import address_towards
 from titan_grpo.errors import ConfigError, SyncError
 from titan_grpo.layout.image import ImageAddress, SharedImage, open_memfd
 from titan_grpo.runkey import Key
+from titan_grpo.sync.lanes import ANYWHERE
 from titan_grpo.sync.part import LOOPBACK
-from titan_grpo.sync.worker import ANYWHERE
 
 TOKEN_BYTES = 32
 

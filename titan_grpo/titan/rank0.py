@@ -40,9 +40,9 @@ from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group
 from titan_grpo.subprocesses import run_command, without_torchrun
+from titan_grpo.sync.lanes import SyncOptions, load_deadline_s
 from titan_grpo.sync.part import ImagePool, check_certificate
 from titan_grpo.sync.process import SyncProcess
-from titan_grpo.sync.worker import SyncOptions, load_deadline_s
 from titan_grpo.titan.data import Sampled, StepWork, varied_groups
 from titan_grpo.titan.evaluations import Evaluations
 from titan_grpo.titan.hf_files import copy_assets, read_config, write_adapter, write_weights

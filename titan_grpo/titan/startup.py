@@ -19,7 +19,7 @@ from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.rollout.transport import LocalTransport, WorkerTransport
 from titan_grpo.runkey import Key
-from titan_grpo.sync.worker import load_deadline_s
+from titan_grpo.sync.lanes import load_deadline_s
 
 Rollouts = RolloutClient | ReplayClient
 
