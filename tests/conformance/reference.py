@@ -16,12 +16,13 @@ BLOCK_BYTES = 64 << 10
 
 
 class Reference:
-    """The model in ``folder``. ``end_ids``: the tokens that end an answer."""
+    """The model in ``folder``, in float32 or ``dtype``. ``end_ids``: the tokens that end an
+    answer."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         ends = self._model.generation_config.eos_token_id
         self.end_ids: frozenset[int] = frozenset(ends if isinstance(ends, list) else [ends])
 
@@ -29,7 +30,7 @@ class Reference:
         """Log-probability of every token but the first, in nats."""
         ids = torch.tensor([token_ids], dtype=torch.int64)
         with torch.inference_mode():
-            logits = self._model(ids).logits[0, :-1] / temperature
+            logits = self._model(ids).logits[0, :-1].float() / temperature
         values: list[float] = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
         return values
 

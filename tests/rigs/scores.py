@@ -18,8 +18,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Scores:
-    """What the model in ``folder`` gives to some prompts, by transformers in float32, and how far
-    from it servers are."""
+    """What the model in ``folder`` gives to some prompts, by transformers, and how far from it
+    servers are."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._last = folder, list[list[float]]()
@@ -28,19 +28,20 @@ class Scores:
     def of_version(
         self, version: int, tensors: Tensors, urls: Sequence[str], engines: Sequence[str]
     ) -> dict[str, float]:
-        """In nats: of servers and these weights, and of these weights and those before."""
+        """Largest differences to these weights in float32, in nats: ``difference`` of the servers,
+        ``rounding`` of transformers in bfloat16, ``moved`` of the weights before."""
         save_file(tensors, self._folder / "model.safetensors", metadata={"format": "pt"})
-        now, before = self._right(), self._last
+        now, before = self._right(torch.float32), self._last
         self._last = now
-        apart = {"difference": self._apart(urls, engines, now, str(version))}
-        return apart | ({"moved": max(map(furthest, now, before))} if before else {})
+        rounded = self._right(torch.bfloat16)
+        found = {
+            "difference": self._apart(urls, engines, now, str(version)),
+            "rounding": max(map(furthest, rounded, now)),
+        }
+        return found | ({"moved": max(map(furthest, now, before))} if before else {})
 
-    def of_files(self, urls: Sequence[str], engines: Sequence[str]) -> float:
-        """In nats: of servers that were started on the files in the folder."""
-        return self._apart(urls, engines, self._right(), "start")
-
-    def _right(self) -> list[list[float]]:
-        reference = Reference(self._folder)
+    def _right(self, dtype: torch.dtype) -> list[list[float]]:
+        reference = Reference(self._folder, dtype)
         return [reference.logprobs(ids) for ids in self._asked]
 
     def _apart(
