@@ -10,26 +10,22 @@ compares the server's log-probabilities with transformers in fp32 on the same bf
 code 1 if one differs by more than 0.05.
 """
 
-import argparse
-import json
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from scripts.common import ENGINES, options_of, serving, write_json
 from tests.conformance.commits import difference, sender
 from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, remake
-from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.errors import PeerError
 from titan_grpo.titan.tiny import Kind
-
-ROOT = Path(__file__).resolve().parent.parent
-STARTUP_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -57,23 +53,11 @@ class Row:
 def measure(engine: str, kind: Kind, tp: int, folder: Path) -> Row:
     """Start, sync twice, compare."""
     model = remake(100, folder / "start", kind)
-    python = ROOT / f".venv-{engine}" / "bin" / "python"
-    args = (
-        ("--tensor-parallel-size", str(tp), "--distributed-executor-backend", "mp")
-        if engine == "vllm" and tp > 1
-        else ()
-    )
-    parallel = tp if engine == "sglang" else 1
-    spec = ServerSpec(
-        str(python),
-        str(model),
-        str(folder / "server.log"),
-        engine,
-        tensor_parallel=parallel,
-        args=args,
-    )
-    with Server(spec) as server:
-        server.wait_healthy(STARTUP_S)
+    parallel: dict[str, Any] = {"tensor_parallel": tp}
+    if engine == "vllm":
+        args = ("--tensor-parallel-size", str(tp), "--distributed-executor-backend", "mp")
+        parallel = {"args": args if tp > 1 else ()}
+    with serving(engine, model, folder / "server.log", **parallel) as server:
         e = EngineUnderTest.of(server, folder, remake=partial(remake, kind=kind))
         with sender(e) as trainer:
             before = difference(e, trainer.make(1)[1])
@@ -83,44 +67,32 @@ def measure(engine: str, kind: Kind, tp: int, folder: Path) -> Row:
 
 def main() -> int:
     """Print the table; 1 if a row is not right."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--engine", nargs="+", choices=("vllm", "sglang"), default=("vllm", "sglang")
-    )
+    parser = options_of(__doc__)
+    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--kind", nargs="+", choices=get_args(Kind), default=get_args(Kind))
     parser.add_argument("--tp", nargs="+", type=int, default=(1, 2))
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: list[Row] = []
     print(
         f"{'engine':8}{'model':14}{'tp':>3}{'before':>9}{'after v1':>10}{'after v2':>10}"
         f"{'seconds':>9}"
     )
-    for engine in options.engine:
-        for kind in options.kind:
-            for tp in options.tp:
-                start = time.monotonic()
-                with tempfile.TemporaryDirectory() as folder:
-                    try:
-                        row = measure(engine, kind, tp, Path(folder))
-                    except (PeerError, AssertionError) as error:
-                        row = Row(
-                            engine, kind, tp, 0.0, (), (str(error).splitlines() or ["failed"])[0]
-                        )
-                rows.append(row)
-                took = time.monotonic() - start
-                values = "".join(f"{value:10.4f}" for value in row.after) or f"  {row.failure}"
-                print(
-                    f"{engine:8}{kind:14}{tp:3}{row.before:9.3f}{values}{took:9.1f} "
-                    f" {'ok' if row.ok else 'WRONG'}",
-                    flush=True,
-                )
-    if options.json:
-        options.json.write_text(
-            json.dumps([asdict(row) | {"ok": row.ok} for row in rows], indent=1) + "\n"
+    for engine, kind, tp in product(options.engine, options.kind, options.tp):
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                row = measure(engine, kind, tp, Path(folder))
+            except (PeerError, AssertionError) as error:
+                row = Row(engine, kind, tp, 0.0, (), (str(error).splitlines() or ["failed"])[0])
+        rows.append(row)
+        took = time.monotonic() - start
+        values = "".join(f"{value:10.4f}" for value in row.after) or f"  {row.failure}"
+        print(
+            f"{engine:8}{kind:14}{tp:3}{row.before:9.3f}{values}{took:9.1f} "
+            f" {'ok' if row.ok else 'WRONG'}",
+            flush=True,
         )
+    write_json(options.json, [asdict(row) | {"ok": row.ok} for row in rows])
     wrong = [row for row in rows if not row.ok]
     worst = max((max(row.after) for row in rows if row.after), default=0.0)
     print(

@@ -11,8 +11,6 @@ slices, since a step of AdamW is by element. A rate is image bytes over processo
 thread. Every patched slice has the digest of the slice that it must be.
 """
 
-import argparse
-import json
 import math
 import sys
 import time
@@ -20,12 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_gpu import SHAPES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for every script
 
+from scripts.bench_gpu import SHAPES
+from scripts.common import options_of, write_json
 from titan_grpo.layout import delta
-from titan_grpo.layout.digest import digest_block
+from titan_grpo.layout.image import digest_block
 
 GIB = 2**30
 SLICE = 1 << 24
@@ -39,13 +38,10 @@ def image_of(master: torch.Tensor) -> np.ndarray:
 
 def main(argv: list[str]) -> int:
     """0: every patched slice is what it must be."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3_0.6b")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--json", default="", metavar="PATH", help="write every figure there")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -94,8 +90,7 @@ def main(argv: list[str]) -> int:
             f" apply {image_bytes / GIB / used:.2f} GiB/s"
         )
     print(f"digests equal: {equal}")
-    if options.json:
-        Path(options.json).write_text(json.dumps(out, indent=1) + "\n")
+    write_json(options.json, out)
     return 0 if equal else 1
 
 

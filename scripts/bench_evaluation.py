@@ -34,14 +34,15 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from tests.e2e.conftest import RECIPE, Replay
+from scripts.common import RECIPE, ROOT, options_of, words, write_json
+from tests.e2e.conftest import Replay
 from tests.rigs.server_handle import ServerProcess
 from titan_grpo.commands.processes import stop_on_sigterm, torchrun
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.titan.tiny import write_tiny_model
 
-ROOT = Path(__file__).resolve().parent.parent
+RUN_S = 1800.0
 LIMIT_PERCENT = 2.0
 SAMPLES, AT_ONCE, TOKENS, TOKEN_S = 4, 16, 10, 0.05
 NICE = 10
@@ -121,7 +122,7 @@ def train(options: argparse.Namespace, out: Path) -> None:
             "rollout.servers": rollouts.url,
             "training.steps": options.steps,
         }
-        arguments = [f"--{key}={value}" for key, value in settings.items()] + replay.arguments
+        arguments = words(settings) + replay.arguments
         command = ["taskset", "-c", str(first)]
         command += torchrun(1, str(job(options, out, own.url)), arguments)
         log = stack.enter_context((out / "log").open("w+"))
@@ -130,7 +131,7 @@ def train(options: argparse.Namespace, out: Path) -> None:
         )
         with moved(trainer.pid, others or [first]):
             try:
-                status = trainer.wait(options.timeout)
+                status = trainer.wait(RUN_S)
             finally:
                 trainer.kill()
     if status:
@@ -176,14 +177,10 @@ def difference(stretches: Sequence[Sequence[Step]], what: str) -> float:
 
 def main() -> int:
     """Train, print; 1 if the trainer's waiting differs by more than the limit."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--every", type=int, default=80, help="versions between two evaluations")
     parser.add_argument("--seconds", type=float, default=2.0, help="of an evaluation")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds of the whole run")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     stop_on_sigterm()
     with tempfile.TemporaryDirectory() as scratch:
@@ -205,8 +202,7 @@ def main() -> int:
         figures[f"{what}_percent_low"], figures[f"{what}_percent_high"] = again[25], again[-26]
     for name, value in figures.items():
         print(f"{name:<22} {value:.4f}")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write_json(options.json, figures)
     return int(figures["waited_percent"] > LIMIT_PERCENT)
 
 

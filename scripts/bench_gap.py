@@ -10,8 +10,6 @@ and in bfloat16 with its head in float32 (``grpo.fp32_lm_head``). Printed are me
 differences in nats: the on-policy gap that a run with these weights would show.
 """
 
-import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -22,18 +20,18 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from scripts.common import ENGINES, options_of, serving, write_json
 from titan_grpo.algorithm.distribution import token_logprobs
 from titan_grpo.engines.generation import Sampled, Sampling
 from titan_grpo.engines.http import SyncDriver
-from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.engines.launch import Server
 from titan_grpo.engines.server import dialect
 from titan_grpo.titan import compat, tiny
 
 compat.prepare()
 
-from titan_grpo.titan.head import compute_head_in_fp32  # noqa: E402 - the patches come first
+from titan_grpo.titan.modules import compute_head_in_fp32  # noqa: E402 - the patches come first
 
-ROOT = Path(__file__).resolve().parents[1]
 FLAVORS = {"tiny": (tiny.SHAPE, "grpo_tiny"), "qwen3_0.6b": (tiny.QWEN3_0_6B, "0.6B")}
 STARTUP_S, ANSWER_S = 900.0, 600.0
 STD = {"tiny": 0.1, "qwen3_0.6b": 0.02}
@@ -42,19 +40,16 @@ STD = {"tiny": 0.1, "qwen3_0.6b": 0.02}
 Answers = Sequence[tuple[tuple[int, ...], Sampled]]
 
 
-def answers(spec: ServerSpec, prompts: Sequence[tuple[int, ...]], tokens: int) -> Answers:
-    """What a new server samples."""
-    generate = dialect(spec.engine).generate
-    with Server(spec) as server, SyncDriver(server.url) as driver:
-        server.wait_healthy(STARTUP_S)
-        ask = Sampling(tokens, ignore_eos=True)
+def answers(server: Server, prompts: Sequence[tuple[int, ...]], tokens: int) -> Answers:
+    """What it samples."""
+    generate, ask = dialect(server.spec.engine).generate, Sampling(tokens, ignore_eos=True)
+    with SyncDriver(server.url) as driver:
         return [(each, driver.run(generate(each, ask, ANSWER_S))) for each in prompts]
 
 
 def trainers(folder: Path, flavor: str) -> torch.nn.Module:
     """torchtitan's model with the weights of ``folder``, in float32."""
     models = compat.upstream("models")
-    models.register_tiny_flavors()
     spec = models.get_spec("qwen3")
     args = spec.model_args[flavor]
     model: torch.nn.Module = spec.model_cls(args)
@@ -93,18 +88,14 @@ STEPS: dict[str, Callable[[torch.nn.Module], None]] = {
 
 def main() -> int:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser = options_of(__doc__)
+    parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--shape", choices=sorted(FLAVORS), default="qwen3_0.6b")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     shape, flavor = FLAVORS[options.shape]
     prompts = [(5 + n, 17, 40, 90 - n) for n in range(options.prompts)]
-    python = str(ROOT / f".venv-{options.engine}" / "bin" / "python")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = tiny.write_tiny_model(
@@ -112,11 +103,10 @@ def main() -> int:
         )
         found = {}
         for head, fp32 in (("bfloat16", False), ("float32", True)):
+            settings = {"max_num_seqs": 8, "fp32_head": fp32}
             log = folder / f"{head}.log"
-            spec = ServerSpec(
-                python, str(path), str(log), options.engine, max_num_seqs=8, fp32_head=fp32
-            )
-            found[head] = answers(spec, prompts, options.tokens)
+            with serving(options.engine, path, log, STARTUP_S, **settings) as server:
+                found[head] = answers(server, prompts, options.tokens)
         model = trainers(path, flavor)
         rows = []
         for precision, change in STEPS.items():
@@ -129,8 +119,7 @@ def main() -> int:
                     f" {row['max']:.5f}",
                     flush=True,
                 )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(options.json, rows)
     return 0
 
 

@@ -12,12 +12,11 @@ the commit, and is as long as the commit, if nothing else stands in the way of t
 = "recompute"`` the first step after it computes the KV of all requests anew.
 """
 
-import argparse
-import json
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -26,16 +25,14 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from scripts.common import ENGINES, options_of, serving, write_json
 from tests.conformance.commits import BUCKET_BYTES, NUMBER, STEP_S, sender
 from tests.conformance.crowd import prompt
 from tests.conformance.engine import EngineUnderTest, remake
 from titan_grpo.engines.generation import DONE, Events, Sampling
-from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.engines.server import dialect
 
-ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 900
-STARTUP_S = 300.0
 STREAM_S = 120.0
 QUIET_S = 0.5
 
@@ -85,54 +82,29 @@ class Listener(threading.Thread):
         return max(gaps, default=0.0), sum(start <= t <= end for t in self.times)
 
 
-class Crowd:
-    """Listeners at work."""
-
-    def __init__(self, engine: str, url: str, count: int) -> None:
-        self.listeners = [Listener(engine, url, seed) for seed in range(1, count + 1)]
-
-    def start(self) -> None:
-        """Start them all, and wait until each has tokens."""
-        for listener in self.listeners:
-            listener.start()
-        for listener in self.listeners:
-            assert listener.began.wait(60.0), "no tokens came"
-
-    def between(self, start: float, end: float) -> tuple[float, int]:
-        """(longest gap of any, pieces of all)."""
-        found = [listener.between(start, end) for listener in self.listeners]
-        return max(gap for gap, _ in found), sum(count for _, count in found)
-
-    def join(self) -> None:
-        """To the end of every one; none may be cut short."""
-        for listener in self.listeners:
-            listener.join(120.0)
-            assert len(listener.times) >= TOKENS / 2, len(listener.times)
+def between(listeners: Sequence[Listener], start: float, end: float) -> tuple[float, int]:
+    """(longest gap of any, pieces of all)."""
+    found = [listener.between(start, end) for listener in listeners]
+    return max(gap for gap, _ in found), sum(count for _, count in found)
 
 
 def measure(engine: str, requests: int, kv: str, stretch_s: float, folder: Path) -> Gaps:
     """One server, one crowd of requests, one version."""
     model = remake(100, folder / "start")
-    python = ROOT / f".venv-{engine}" / "bin" / "python"
-    spec = ServerSpec(
-        str(python),
-        str(model),
-        str(folder / "server.log"),
-        engine,
-        max_model_len=1024,
-        max_num_seqs=max(8, requests),
-    )
-    with Server(spec) as server:
-        server.wait_healthy(STARTUP_S)
+    settings = {"max_model_len": 1024, "max_num_seqs": max(8, requests)}
+    with serving(engine, model, folder / "server.log", **settings) as server:
         e = EngineUnderTest.of(server, folder)
         never = threading.Event()
         with sender(e) as trainer:
             trainer.sync(1, 1)
             weights, _ = trainer.make(2)
             buckets = -(-weights.manifest.total_bytes // BUCKET_BYTES)
-            crowd = Crowd(engine, server.url, requests)
+            crowd = [Listener(engine, server.url, seed) for seed in range(1, requests + 1)]
             with trainer.link(weights) as link:
-                crowd.start()
+                for listener in crowd:
+                    listener.start()
+                for listener in crowd:
+                    assert listener.began.wait(60.0), "no tokens came"
                 quiet = time.monotonic()
                 never.wait(QUIET_S)
                 sent = time.monotonic()
@@ -150,19 +122,20 @@ def measure(engine: str, requests: int, kv: str, stretch_s: float, folder: Path)
                 trainer.control.finish(trainer.label(2))
                 trainer.control.resume()
                 resumed = time.monotonic()
-                assert all(one.is_alive() for one in crowd.listeners), (
-                    "the requests must be longer: one has ended"
-                )
+                alive = all(listener.is_alive() for listener in crowd)
+                assert alive, "the requests must be longer: one has ended"
                 never.wait(QUIET_S / 2)
-            crowd.join()
-    transfer, count = crowd.between(sent, paused)
+            for listener in crowd:
+                listener.join(120.0)
+                assert len(listener.times) >= TOKENS / 2, "one was cut short"
+    transfer, count = between(crowd, sent, paused)
     return Gaps(
         engine,
         requests,
         kv,
-        crowd.between(quiet, sent)[0],
+        between(crowd, quiet, sent)[0],
         transfer,
-        crowd.between(paused, resumed)[0],
+        between(crowd, paused, resumed)[0],
         count,
         resumed - paused,
     )
@@ -170,16 +143,11 @@ def measure(engine: str, requests: int, kv: str, stretch_s: float, folder: Path)
 
 def main() -> int:
     """Print one line per engine; 1 if an engine stood still during a transfer."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--engine", nargs="+", choices=("vllm", "sglang"), default=("vllm", "sglang")
-    )
+    parser = options_of(__doc__)
+    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--kv", nargs="+", choices=("keep", "recompute"), default=("keep",))
     parser.add_argument("--stretch", type=float, default=1.0)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = []
     heads = ("quiet", "transfer", "commit", "pause..resume", "tokens in transfer")
@@ -195,8 +163,7 @@ def main() -> int:
             f"{g.pause_to_resume_s:15.3f}{g.tokens_during_transfer:20}",
             flush=True,
         )
-    if options.json:
-        options.json.write_text(json.dumps([asdict(g) for g in found], indent=1) + "\n")
+    write_json(options.json, [asdict(g) for g in found])
     stood = [
         g.engine
         for g in found

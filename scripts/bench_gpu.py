@@ -7,9 +7,6 @@ Snapshotter. Server's half: the real plugin half and receiver process, and an "e
 every tensor to its own on the GPU.
 """
 
-import argparse
-import json
-import statistics
 import sys
 import threading
 import time
@@ -17,21 +14,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for scripts
+
+from scripts.common import options_of, write_json
+from titan_grpo.config import WeightSync
 from titan_grpo.layout.cuda_runtime import CudaRuntime
-from titan_grpo.layout.digest import block_digests, fingerprint
-from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.image import SharedImage, block_digests, fingerprint
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import copy_ops
 from titan_grpo.protocol.messages import new_run_id
-from titan_grpo.receive.commit import EngineSide, OneWorker
-from titan_grpo.receive.device import WorkerDevice
+from titan_grpo.receive.commit import EngineSide, WorkerDevice, Workers
 from titan_grpo.sync.link import LaneLink, LinkOptions
-from titan_grpo.sync.snapshot import Snapshotter
+from titan_grpo.sync.publisher import Snapshotter
 
 GIB = 2**30
 CHUNK = 64 << 20
@@ -102,10 +102,6 @@ def unpinned() -> Iterator[None]:
         CudaRuntime.register = register  # type: ignore[method-assign]
 
 
-def median(values: list[float]) -> float:
-    return statistics.median(values)
-
-
 def on_device(work: Callable[[], object]) -> float:
     """Seconds of the device from before ``work`` to after it on the current stream."""
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -144,12 +140,25 @@ class Trainer:
         torch.cuda.synchronize()
         return blocked_s, copy_s, copy.fenced_s
 
-    def beside(self, work: Callable[[], object]) -> tuple[float, float]:
-        """(Device seconds of ``work`` while a copy is made, the copy's)."""
-        torch.cuda.synchronize()
-        copy = self._snapshotter.start(self.masters, 0)
-        work_s = on_device(work)
-        return work_s, copy.wait(LONG_S)
+    def slowed(self, once: Callable[[], object], copy_s: float, tries: int) -> float:
+        """How many times as long the device takes beside a copy for ``once``, again and again: as
+        long as the copy, so that all of it is under the copy."""
+        on_device(once)
+        rounds = max(8, int(0.8 * copy_s / on_device(once)))
+
+        def work() -> None:
+            for _ in range(rounds):
+                once()
+
+        def beside() -> float:
+            torch.cuda.synchronize()
+            copy = self._snapshotter.start(self.masters, 0)
+            seconds = on_device(work)
+            copy.wait(LONG_S)
+            return seconds
+
+        pairs = [(on_device(work), beside()) for _ in range(tries)]
+        return median([beside_s / alone_s for alone_s, beside_s in pairs])
 
 
 def raw_rate(nbytes: int, to_host: bool) -> float:
@@ -178,34 +187,13 @@ def trainer_figures(name: str, versions: int) -> Iterator[Figure]:
         yield Figure(name, "copy, cast from float32, pinned", rate, "GiB/s")
         yield Figure(name, "the same / a raw pinned copy", rate / raw, "", least=0.8)
         yield Figure(name, "fence at once: device's stall / copy", fenced / copied, "", most=1.05)
-        # as long as the copy, so that all of it is under the copy
-        side = 8192
-        a = torch.randn(side, side, device="cuda", dtype=torch.bfloat16)
-        once = on_device(lambda: a @ a)
-        once = on_device(lambda: a @ a)
-        rounds = max(8, int(0.8 * copied / once))
-
-        def backward() -> None:
-            for _ in range(rounds):
-                a @ a
-
-        pairs = [(on_device(backward), trainer.beside(backward)[0]) for _ in range(versions)]
-        slower = median([beside / alone for alone, beside in pairs])
+        a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        slower = trainer.slowed(lambda: a @ a, copied, versions)
         yield Figure(name, "matrix products beside the copy / alone", slower, "", most=1.05)
         b = torch.randn(64 << 20, device="cuda")
-        once = on_device(lambda: b.mul_(1.0))
-        once = on_device(lambda: b.mul_(1.0))
-        streamed = max(8, int(0.8 * copied / once))
-
-        def optimizer() -> None:
-            for _ in range(streamed):
-                b.mul_(1.0)
-
-        pairs = [(on_device(optimizer), trainer.beside(optimizer)[0]) for _ in range(versions)]
-        slower = median([beside / alone for alone, beside in pairs])
-        yield Figure(
-            name, "device memory's bandwidth beside the copy / alone", slower, "", most=1.2
-        )
+        slower = trainer.slowed(lambda: b.mul_(1.0), copied, versions)
+        what = "device memory's bandwidth beside the copy / alone"
+        yield Figure(name, what, slower, "", most=1.2)
         del trainer
     torch.cuda.empty_cache()
     with unpinned(), ExitStack() as stack:
@@ -248,9 +236,11 @@ class Server:
     def __init__(self, manifest: Manifest, image: SharedImage, stack: ExitStack) -> None:
         self.image = image
         self.model = GpuModel(manifest)
-        self._side = EngineSide(self.model, OneWorker(), "")
+        self._side = EngineSide(self.model, Workers(), "")
         stack.callback(self._side.close)
-        options = LinkOptions("tcp", "127.0.0.1", "xxh3", CHUNK, LONG_S)
+        options = LinkOptions(
+            WeightSync(bucket_bytes=CHUNK, lane_deadline_s=LONG_S), "tcp", "127.0.0.1"
+        )
         self._link = LaneLink(new_run_id(time.time()), 1, manifest, options)
         stack.callback(self._link.close)
         self._side.hello(self._link.open().to_dict())
@@ -332,12 +322,9 @@ def server_figures(name: str, versions: int) -> Iterator[Figure]:
 
 def main(argv: list[str]) -> int:
     """Exit code 1 if a figure is not as it should be, 2 without a GPU."""
-    parser = argparse.ArgumentParser(
-        prog="bench_gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--shapes", default="qwen3_0.6b,llama3_8b", help=", ".join(SHAPES))
     parser.add_argument("--versions", type=int, default=7, help="of which medians are taken")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args(argv)
     names = options.shapes.split(",")
     if unknown := set(names) - SHAPES.keys():
@@ -359,9 +346,8 @@ def main(argv: list[str]) -> int:
                 figures.append(figure)
                 print(figure.line(), flush=True)
             torch.cuda.empty_cache()
-    if options.json:
-        rows = [asdict(figure) | {"good": figure.good} for figure in figures]
-        options.json.write_text(json.dumps({"machine": machine, "figures": rows}, indent=1))
+    rows = [asdict(figure) | {"good": figure.good} for figure in figures]
+    write_json(options.json, {"machine": machine, "figures": rows})
     return 0 if all(figure.good for figure in figures) else 1
 
 

@@ -52,15 +52,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from scripts.common import ENGINES, ROOT, options_of, python_of, write_json
 from tests.faults.netns import Host, Hosts, NotAllowed
-from tests.rigs.scores import Scores
-from tests.rigs.server_handle import served
+from tests.rigs.scores import Scores, apart, right, said
+from tests.rigs.server_handle import served_digest
 from tests.rigs.watched_sync import WatchedSync
 from titan_grpo.commands.processes import stop_on_sigterm
 from titan_grpo.config import WeightSync
@@ -68,17 +69,15 @@ from titan_grpo.engines.http import ServerAccess, SyncDriver
 from titan_grpo.engines.launch import ServerSpec, command, environment
 from titan_grpo.engines.server import dialect, make_control
 from titan_grpo.errors import ServerRefused, ServerUnreachable
-from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol.lane_events import LaneEvent, Point
+from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.sync.host import HostSync
 from titan_grpo.sync.lanes import SyncOptions
-from titan_grpo.titan.hosts import Here
 from titan_grpo.titan.tiny import TinyShape, write_tiny_model
-from titan_grpo.titan.weight_sync import TrainerSync
+from titan_grpo.titan.weight_sync import Here, TrainerSync
+from titan_grpo.verify.recording import content_digest, tensor_digest
 
-ROOT = Path(__file__).resolve().parents[1]
 ROLE = "TITAN_GRPO_BENCH_RANK"
 """Environment variable of a rank: its options as JSON."""
 
@@ -104,22 +103,15 @@ def rate(text: str) -> float:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--trainer-hosts", type=int, default=2, help="hosts that train")
     parser.add_argument("--ranks", type=int, default=2, help="ranks on each of them")
     parser.add_argument("--receivers", type=int, default=4, help="hosts with a server each")
     parser.add_argument("--per-host", type=int, default=1, help="servers on each of these hosts")
     parser.add_argument("--relay", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--kill-inner", action="store_true", help="needs --relay and 3 receivers")
-    parser.add_argument(
-        "--engine",
-        nargs="+",
-        choices=("vllm", "sglang"),
-        default=[],
-        help="real servers; default: servers without an engine",
-    )
+    real = "real servers; default: servers without an engine"
+    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=[], help=real)
     parser.add_argument("--step-s", type=float, default=0.0, help="seconds between two versions")
     parser.add_argument("--stop-s", type=float, default=0.0, help="needs 2 trainer hosts")
     parser.add_argument("--delta", choices=("auto", "on", "off"), default="off")
@@ -129,7 +121,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rate", type=rate, default="20mbit", help="of each link, each way")
     parser.add_argument("--mib", type=int, default=8, help="bytes of one version, in MiB")
     parser.add_argument("--versions", type=int, default=3, help="measured ones, after the first")
-    parser.add_argument("--json", default="", metavar="PATH", help="write every figure there")
     return parser.parse_args(argv)
 
 
@@ -258,7 +249,7 @@ class Lead:
         self, options: dict[str, Any], config: WeightSync, sync: TrainerSync, whole: Weights
     ) -> None:
         assert sync.pool is not None
-        self._o, self._whole, self._scores = options, whole, Scores(Path(options["model"]))
+        self._o, self._whole, self._scores = options, whole, Scores()
         urls = self._urls = options["urls"]
         engine = dict(zip(urls, options["engines"], strict=True))
         killer = Killer(sync.plan.manifest.total_bytes // config.bucket_bytes // 3)
@@ -298,7 +289,7 @@ class Lead:
             holding = [u for u, held in known.versions().items() if held == version]
         if len(holding) != len(self._urls) - (kill and not back):
             raise SystemExit(f"version {version} is at {holding}: {known.take_error()}")
-        totals = self._recorder.totals()
+        totals = self._recorder.history().totals
         figures = {
             "seconds": seconds,
             "fetch_s": max(self._recorder.series(names.SEND_S)[-len(self._urls) :]),
@@ -306,11 +297,24 @@ class Lead:
             "spared": totals.get(names.SPARED_BYTES, 0),
         }
         if not self._o["model"]:
-            equal = {held(url) for url in self._urls} == {self._whole.digest()}
-            return figures | {"digests_equal": equal}
+            digests = {served_digest(url, CALL_S) for url in self._urls}
+            return figures | {"digests_equal": digests == {self._whole.digest()}}
+        return figures | self._differences(version, holding)
+
+    def _differences(self, version: int, holding: Sequence[str]) -> dict[str, float]:
+        """Largest ones to these weights in float32, in nats: ``difference`` of the servers,
+        ``rounding`` of transformers in bfloat16, ``moved`` of the version before."""
+        folder = Path(self._o["model"])
         engines = dict(zip(self._urls, self._o["engines"], strict=True))
-        asked = [engines[url] for url in holding]
-        return figures | self._scores.of_version(version, self._whole.wire(), holding, asked)
+        save_file(self._whole.wire(), folder / "model.safetensors", metadata={"format": "pt"})
+        now, before = right(folder), self._scores
+        self._scores = now
+        servers = (said(ServerAccess(url, CALL_S), engines[url], str(version)) for url in holding)
+        found = {
+            "difference": max(apart(scores, now) for scores in servers),
+            "rounding": apart(right(folder, torch.bfloat16), now),
+        }
+        return found | ({"moved": apart(now, before)} if before else {})
 
     def close(self) -> None:
         """End the lanes."""
@@ -327,7 +331,7 @@ class Killer:
         self.version: int | None = None
 
     def passed(self, event: LaneEvent) -> None:
-        """See lane_events.Observer."""
+        """See protocol.lane.Observer."""
         if self.sync is None or event.version != self.version:
             return
         self._passed[event.url] += 1
@@ -335,12 +339,6 @@ class Killer:
         if inner is not None and self._passed[inner[1]] == self._marks:
             self.sync = None
             print(json.dumps({"inner": inner[0], "reader": inner[1]}), flush=True)
-
-
-def held(url: str) -> str:
-    """Digest of what the server's memory holds."""
-    with SyncDriver(url) as driver:
-        return str(driver.run(served(timeout_s=CALL_S))["digest"])
 
 
 def started(
@@ -365,10 +363,9 @@ def serving(stack: ExitStack, host: Host, port: int, engine: str, folder: Path) 
     if not engine:
         args = ["-m", "tests.rigs.server_process", "--host", host.address, "--port", str(port)]
         return started(stack, host.network, [sys.executable, *args])
-    python = str(ROOT / f".venv-{engine}" / "bin" / "python")
-    log = folder / f"{host.address}-{port}.log"
+    log, model = folder / f"{host.address}-{port}.log", str(folder / "start")
     spec = ServerSpec(
-        python, str(folder / "start"), str(log), engine, port, host.address, max_num_seqs=8
+        python_of(engine), model, str(log), engine, port, host.address, max_num_seqs=8
     )
     with log.open("ab") as output:
         return started(stack, host.inside, command(spec), output, **environment({}, spec))
@@ -393,22 +390,14 @@ def wait_ready(url: str, engine: str, server: Any, folder: str) -> None:
 
 def versions(trainers: Sequence[Host], options: argparse.Namespace, role: str) -> Iterator[Any]:
     """What rank 0 says of each version, as it says it."""
-    env = {ROLE: role}
     with ExitStack() as stack:
         nodes = []
         for number, host in enumerate(trainers):
             node = f"--nnodes={len(trainers)} --node_rank={number} --master_port={PORT}"
             node += f" --nproc_per_node={options.ranks} --master_addr={trainers[0].address}"
             file = str(Path(__file__).resolve())
-            if len(trainers) * options.ranks == 1:  # torchrun would only watch it
-                alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": host.address}
-                whole = [sys.executable, file]
-                nodes.append(
-                    started(stack, host.inside, whole, MASTER_PORT=str(PORT), **alone, **env)
-                )
-                continue
             run = [sys.executable, "-m", "torch.distributed.run", *node.split(), file]
-            nodes.append(started(stack, host.inside, run, **env))
+            nodes.append(started(stack, host.inside, run, **{ROLE: role}))
         for line in nodes[0].stdout:
             if line.startswith("{"):
                 yield json.loads(line)
@@ -537,8 +526,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"bench_hosts: no namespaces with limited links here: {error}", file=sys.stderr)
             return 2
     print(json.dumps({key: value for key, value in figures.items() if key != "versions"}, indent=1))
-    if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
+    write_json(options.json, figures)
     return 0 if figures["digests_equal"] else 1
 
 

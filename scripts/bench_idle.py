@@ -14,7 +14,6 @@ of user and system time, in percent of one core.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -32,15 +31,13 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from scripts.common import ENGINES, RECIPE, ROOT, options_of, serving, words, write_json
 from tests.rigs.sockets import free_port
 from titan_grpo.commands.processes import GRACE_S, torchrun
-from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.runkey import Key, with_run_key
 from titan_grpo.subprocesses import end
 from titan_grpo.titan.tiny import write_tiny_model
 
-ROOT = Path(__file__).resolve().parent.parent
-RECIPE = "train_configs/quickstart_cpu.toml"
 LIMIT_PERCENT = 2.0
 GROUP = 8
 TOKENS = 900
@@ -50,7 +47,7 @@ ROLES = {
     "rank 0": "titan_grpo.train",
     "rollouts": "titan_grpo.rollout.worker",
     "service": "titan_grpo.cli",
-    "sync": "titan_grpo.sync.sync_main",
+    "sync": "titan_grpo.sync.process",
     "pause_guard": "titan_grpo.sync.pause_guard_main",
 }
 """Process -> module that it runs. torchrun, which starts the ranks, and the other rank are not the
@@ -85,7 +82,7 @@ def arguments(options: argparse.Namespace, url: str, out: Path, controller: str)
         "job.dump_folder": out / "run",
         "model.hf_assets_path": out / "model",
     }
-    return [text for key, value in values.items() for text in (f"--{key}", str(value))]
+    return words(values)
 
 
 @contextmanager
@@ -94,19 +91,11 @@ def training(
 ) -> Iterator[psutil.Process]:
     """A run, from its start to its end."""
     env = {**with_run_key(os.environ, key), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    address = f"127.0.0.1:{free_port()}"
-    commands = (
-        [[sys.executable, "-m", "titan_grpo.cli", "rollouts", "--bind", address]]
-        if options.remote
-        else []
-    )
-    commands.append(
-        torchrun(
-            2,
-            RECIPE,
-            arguments(options, url, out, f"http://{address}" if options.remote else "local"),
-        )
-    )
+    address, controller, commands = f"127.0.0.1:{free_port()}", "local", []
+    if options.remote:
+        controller = f"http://{address}"
+        commands.append([sys.executable, "-m", "titan_grpo.cli", "rollouts", "--bind", address])
+    commands.append(torchrun(2, RECIPE, arguments(options, url, out, controller)))
     with (out / "train.log").open("w") as log, ExitStack() as stack:
         for command in commands:
             started = subprocess.Popen(
@@ -153,11 +142,8 @@ def wait_outstanding(
 ) -> dict[str, psutil.Process]:
     """Until the rollout process has that many requests at the server; the controller's
     processes."""
-    deadline, count, roles = (
-        time.monotonic() + START_S,
-        options.requests,
-        len(ROLES) - (not options.remote),
-    )
+    deadline, count = time.monotonic() + START_S, options.requests
+    roles = len(ROLES) - (not options.remote)
     while time.monotonic() < deadline and run.is_running() and run.status() != psutil.STATUS_ZOMBIE:
         found = controller()
         if len(found) == roles and outstanding(found["rollouts"], url) >= count:
@@ -186,10 +172,8 @@ def window(processes: dict[str, psutil.Process], seconds: float) -> Window:
     """Look twice."""
     began, before = time.monotonic(), {role: used(process) for role, process in processes.items()}
     NEVER.wait(seconds)
-    took, after = (
-        time.monotonic() - began,
-        {role: used(process) for role, process in processes.items()},
-    )
+    took = time.monotonic() - began
+    after = {role: used(process) for role, process in processes.items()}
     return Window(
         {role: 100.0 * (after[role][0] - before[role][0]) / took for role in processes},
         {role: (after[role][1] - before[role][1]) / took for role in processes},
@@ -200,48 +184,36 @@ def measure(options: argparse.Namespace, out: Path) -> list[Window]:
     """One server, one run, several windows. SystemExit if a request ended meanwhile."""
     key = Key.generate()
     model = write_tiny_model("qwen3", out / "model", seed=1)
-    python = ROOT / f".venv-{options.engine}" / "bin" / "python"
-    spec = ServerSpec(
-        str(python),
-        str(model),
-        str(out / "server.log"),
-        options.engine,
-        max_model_len=1024,
-        max_num_seqs=options.requests,
-        run_key=key,
-    )
-    with Server(spec) as server:
-        server.wait_healthy(START_S)
-        with training(options, server.url, out, key) as run:
-            processes = wait_outstanding(run, server.url, options, out / "train.log")
-            server.signal(SIGSTOP)
-            NEVER.wait(SETTLE_S)
-            found = [window(processes, options.window) for _ in range(options.windows)]
-            left = outstanding(processes["rollouts"], server.url)
-            if left < options.requests:
-                raise SystemExit(
-                    f"{options.requests} requests must be outstanding to the end, {left} were"
-                )
-            # A run that is told to end while its server stands still waits for it.
-            server.signal(SIGCONT)
+    settings = {"max_model_len": 1024, "max_num_seqs": options.requests, "run_key": key}
+    with (
+        serving(options.engine, model, out / "server.log", **settings) as server,
+        training(options, server.url, out, key) as run,
+    ):
+        processes = wait_outstanding(run, server.url, options, out / "train.log")
+        server.signal(SIGSTOP)
+        NEVER.wait(SETTLE_S)
+        found = [window(processes, options.window) for _ in range(options.windows)]
+        left = outstanding(processes["rollouts"], server.url)
+        if left < options.requests:
+            raise SystemExit(
+                f"{options.requests} requests must be outstanding to the end, {left} were"
+            )
+        # A run that is told to end while its server stands still waits for it.
+        server.signal(SIGCONT)
     return found
 
 
 def main() -> int:
     """Print a line per process; 1 if rank 0, rollouts and service together use more than 2 % of a
     core to wait."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser = options_of(__doc__)
+    parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--remote", action="store_true", help="with a rollout service")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--window", type=float, default=20.0, help="seconds")
     parser.add_argument("--windows", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("outputs/bench_idle"))
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    out = options.out.resolve()
+    out = Path("outputs/bench_idle").resolve()
     out.mkdir(parents=True, exist_ok=True)
     found = measure(options, out)
     print(
@@ -261,16 +233,9 @@ def main() -> int:
         f"{'controller':12}{total:13.2f}   all but the pause guard; at most {LIMIT_PERCENT:g} when"
         " idle"
     )
-    if options.json:
-        record = {
-            "engine": options.engine,
-            "remote": options.remote,
-            "requests": options.requests,
-            "controller_percent": total,
-        }
-        options.json.write_text(
-            json.dumps(record | {"windows": [asdict(w) for w in found]}, indent=1) + "\n"
-        )
+    record = {key: getattr(options, key) for key in ("engine", "remote", "requests")}
+    windows = [asdict(w) for w in found]
+    write_json(options.json, record | {"controller_percent": total, "windows": windows})
     return int(total > LIMIT_PERCENT)
 
 

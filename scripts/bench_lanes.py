@@ -36,6 +36,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from scripts.common import deliver, options_of, write_json
 from tests.rigs.server_process import CopiedModel, Server
 from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
@@ -166,9 +167,8 @@ def train(options: argparse.Namespace, urls: list[str], folder: str) -> dict[str
     rows = (options.mib << 20) // 2048
     manifest = Manifest.build([("w", "bfloat16", (rows, 1024))], 1 << 20)
     config = WeightSync(
-        transport=options.transport, bind_host="127.0.0.1", block_bytes=1 << 20,
-        bucket_bytes=1 << 20, connect_deadline_s=120.0, commit_deadline_s=60.0,
-        progress_deadline_s=60.0,
+        bind_host="127.0.0.1", block_bytes=1 << 20, bucket_bytes=1 << 20,
+        connect_deadline_s=120.0, commit_deadline_s=60.0, progress_deadline_s=60.0,
     )  # fmt: skip
     if options.pin:
         pin(last=True)
@@ -181,11 +181,7 @@ def train(options: argparse.Namespace, urls: list[str], folder: str) -> dict[str
             pin(last=True)
         trainer.start()
         weights = {"w": torch.randn(rows, 1024)}
-        trainer.publish(1, weights, WAIT_S)
-        held = trainer.servers.wait_held(1, WAIT_S, everyone=True)
-        if len(held) < len(urls):
-            error = trainer.servers.take_error()
-            raise SystemExit(f"{len(held)} of {len(urls)} servers hold the first version: {error}")
+        deliver(trainer, 1, weights, WAIT_S)
         time.sleep(SETTLE_S)
         before, began = holdings(), time.monotonic()
         time.sleep(options.window)
@@ -209,7 +205,7 @@ def train(options: argparse.Namespace, urls: list[str], folder: str) -> dict[str
         reached = trainer.servers.wait_held(published[-1], WAIT_S, everyone=True)
         figures["published"] = len(published)
         figures["lost"] = len(urls) - len(reached)
-        commits = trainer.recorder.commits()
+        commits = trainer.recorder.history().commits
         figures["deliveries"] = sum(len(versions) for versions in commits.values())
     return figures
 
@@ -230,16 +226,12 @@ def run_trainer(argv: list[str], urls: list[str]) -> dict[str, float]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--servers", type=int, default=256)
     parser.add_argument("--mib", type=int, default=1, help="bytes of a version, in MiB")
     parser.add_argument("--versions", type=int, default=20, help="published, one a second")
     parser.add_argument("--window", type=float, default=60.0, help="seconds in which all is idle")
     parser.add_argument("--pin", action="store_true", help="rank 0's process on the last core")
-    parser.add_argument("--transport", default="auto")
-    parser.add_argument("--json", default="", metavar="PATH", help="write the figures there")
     return parser.parse_args(argv)
 
 
@@ -260,8 +252,7 @@ def main(argv: list[str]) -> int:
         "one": one,
         "all": some,
     }
-    if options.json:
-        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+    write_json(options.json, record)
     print(
         f"{count} idle servers, each costs the trainer's processes {per['threads']:.2f} threads,"
         f" {per['descriptors']:.2f} descriptors, {per['wakes']:.2f} wakes a second"

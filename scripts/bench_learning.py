@@ -19,8 +19,6 @@ brackets. "Equal time" is the value at the second at which the fastest setting t
 prompts alike ended. "Per step" is the mean over all steps: what the same number of steps is worth.
 """
 
-import argparse
-import json
 import logging
 import statistics
 import sys
@@ -38,6 +36,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from scripts.common import options_of, write_json
 from scripts.timed_rollouts import (
     PROMPT_TOKENS,
     Pace,
@@ -50,8 +49,8 @@ from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.distribution import token_logprobs
 from titan_grpo.algorithm.loss import grpo_loss
 from titan_grpo.config import GRPO
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.tasks.base import Codec
+from titan_grpo.rollout.messages import RolloutSpec
+from titan_grpo.rollout.task_runner import Codec
 from titan_grpo.rollout.tasks.functions import codec_of
 from titan_grpo.samples import Group, Prompt
 from titan_grpo.titan.tiny import write_tiny_model
@@ -160,8 +159,7 @@ class Learner:
         self._options = BatchOptions(
             token_budget=1 << 14,
             max_len=TOKENS * TAIL + PROMPT_TOKENS,
-            normalization="sequence",
-            num_minibatches=MINIBATCHES,
+            grpo=GRPO(loss_normalization="sequence", num_microbatches=MINIBATCHES),
         )
         self._versions = list[tuple[Array, Array]]()
         self.values, self.tail_values = list[float](), list[float]()
@@ -331,16 +329,8 @@ def report(found: Sequence[Run]) -> list[Line]:
         of_tail = [one for one in found if one.setting.tail is tail]
         early_s = min(one.seconds[-1] for one in of_tail if one.setting.consume == "started")
         print(f"\n{'one kind six times as long' if tail else 'all lengths equal'}")
-        columns = (
-            "seconds",
-            "stale",
-            "mixed",
-            "tail",
-            "equal time",
-            "per step",
-            "end",
-            "tail's end",
-        )
+        columns = ("seconds", "stale", "mixed", "tail")
+        columns += ("equal time", "per step", "end", "tail's end")
         widths = (9, 7, 7, 7, 19, 19, 19, 19)
         print(f"{'':34}" + "".join(f"{n:>{w}}" for n, w in zip(columns, widths, strict=True)))
         mine = []
@@ -408,15 +398,12 @@ def draw(found: Sequence[Run], path: Path) -> None:
 
 def main() -> int:
     """Run all settings; 0 unless a run fails."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 8])
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     bounds = sorted({0, *options.staleness})
     pairs = [(s, seed) for seed in range(options.seeds) for s in settings_of(bounds)]
@@ -431,9 +418,8 @@ def main() -> int:
     lines = report(found)
     if options.picture:
         draw(found, options.picture)
-    if options.json:
-        records = {"runs": [asdict(r) for r in found], "lines": [asdict(each) for each in lines]}
-        options.json.write_text(json.dumps(records) + "\n")
+    records = {"runs": [asdict(r) for r in found], "lines": [asdict(each) for each in lines]}
+    write_json(options.json, records)
     return 0
 
 

@@ -12,7 +12,6 @@ other. ``sync_s``: from the call that publishes a version until the server is kn
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -30,29 +29,23 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from tests.conformance.crowd import prompt
-from tests.rigs.trainer import Trainer
-from titan_grpo.config import WeightSync
-from titan_grpo.config.lora import LINEAR
+from scripts.bench_pause import SHAPES
+from scripts.common import deliver, options_of, python_of, write_json
+from tests.rigs.scores import PROMPTS, Scores, said
+from tests.rigs.trainer import Trainer, manifest_of
+from titan_grpo.config import LINEAR, WeightSync
 from titan_grpo.engines import vllm
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.server import dialect
-from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import tensor_name
 from titan_grpo.observe import names
 from titan_grpo.sync.lanes import SyncOptions
-from titan_grpo.titan.tiny import QWEN3_0_6B, SHAPE, write_tiny_model
+from titan_grpo.titan.tiny import write_tiny_model
 
-ROOT = Path(__file__).resolve().parents[1]
-SHAPES = {"tiny": SHAPE, "qwen3_0.6b": QWEN3_0_6B}
 STARTUP_S, VERSION_S = 600.0, 300.0
 STD, SCALE = 0.02, 2.0
-SEEDS = range(1, 4)
-"""Prompts that are scored after each version."""
 
 Tensors = Mapping[str, torch.Tensor]
-Scores = list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -99,20 +92,17 @@ class Fleet:
     def __init__(self, versions: Versions, folder: Path, lora: bool) -> None:
         """Start the server; ``lora``: versions are adapters."""
         self.versions, self.lora = versions, lora
-        self.spec = ServerSpec(
-            str(ROOT / ".venv-vllm" / "bin" / "python"),
+        spec = ServerSpec(
+            python_of(vllm.NAME),
             str(versions.folder),
             str(folder / f"server_{lora}.log"),
             max_num_seqs=8,
             lora_rank=versions.rank if lora else 0,
         )
         config = WeightSync()
-        self.manifest = Manifest.build(
-            [(n, "bfloat16", tuple(t.shape)) for n, t in self.tensors(0).items()],
-            config.block_bytes,
-        )
+        self.manifest = manifest_of(self.tensors(0), config.block_bytes)
         self._stack = ExitStack()
-        self.server = self._stack.enter_context(Server(self.spec))
+        self.server = self._stack.enter_context(Server(spec))
         self.access = ServerAccess(self.server.url, VERSION_S)
         options = SyncOptions(urls=[self.server.url], engine=vllm.NAME)
         self.trainer = self._stack.enter_context(
@@ -133,13 +123,7 @@ class Fleet:
     def send(self, version: int) -> dict[str, float]:
         """What the version costs."""
         weights, began = self.tensors(version), time.monotonic()
-        if not self.trainer.publish(version, weights, VERSION_S):
-            raise SystemExit(f"no slot was free for version {version}: the lane hangs")
-        if not self.trainer.servers.wait_held(version, VERSION_S, everyone=True):
-            raise SystemExit(
-                f"version {version} must be committed within {VERSION_S:g} s, it was not:"
-                f" {self.trainer.servers.take_error()}; see {self.spec.log_path}"
-            )
+        deliver(self.trainer, version, weights, VERSION_S)
         return {
             "bytes": self.manifest.total_bytes,
             "sync_s": time.monotonic() - began,
@@ -153,15 +137,6 @@ class Fleet:
         self._stack.close()
 
 
-def scores(access: ServerAccess, version: int) -> Scores:
-    """Log-probabilities of the prompts at a server."""
-    with access.driver() as driver:
-        ask = dialect(vllm.NAME).score
-        return [
-            list(driver.run(ask(prompt(seed), VERSION_S, f"{version} {seed}"))) for seed in SEEDS
-        ]
-
-
 def differences(one: Scores, other: Scores) -> list[float]:
     """Of each token."""
     pairs = zip(chain.from_iterable(one), chain.from_iterable(other), strict=True)
@@ -173,8 +148,8 @@ def expected(versions: Versions, version: int, model: Any) -> Scores:
     _, unknown = model.load_state_dict(versions.merged(version, torch.float32), strict=False)
     assert not unknown, unknown
     out = []
-    for seed in SEEDS:
-        ids = torch.tensor([prompt(seed)])
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
         with torch.inference_mode():
             found = model(ids).logits[0, :-1].log_softmax(-1)
         out.append(found.gather(1, ids[0, 1:, None])[:, 0].tolist())
@@ -183,14 +158,11 @@ def expected(versions: Versions, version: int, model: Any) -> Scores:
 
 def main() -> int:
     """Measure, print a table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3_0.6b")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5, help="measured ones, after one warm-up")
     parser.add_argument("--targets", nargs="+", choices=LINEAR, default=list(LINEAR))
-    parser.add_argument("--json", default="", metavar="PATH")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -211,7 +183,7 @@ def main() -> int:
                 wanted, got = expected(versions, version, reference), {}
                 for kind, fleet in fleets.items():
                     costs[kind].append(fleet.send(version))
-                    got[kind] = scores(fleet.access, version)
+                    got[kind] = said(fleet.access, vllm.NAME, f"{version}")
                     apart[kind] += differences(got[kind], wanted)
                     print(kind, version, costs[kind][-1], max(apart[kind]), flush=True)
                 apart["both"] += differences(*got.values())
@@ -234,8 +206,7 @@ def report(
     for key, values in apart.items():
         out[key] = {"mean": statistics.fmean(values), "max": max(values)}
         print(f"{key:8} apart by {statistics.fmean(values):.5f} nats on average, {max(values):.5f}")
-    if options.json:
-        Path(options.json).write_text(json.dumps(out, indent=1) + "\n")
+    write_json(options.json, out)
     return int(max(out["merged"]["max"], out["adapter"]["max"]) > 0.05)
 
 

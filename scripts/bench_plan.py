@@ -12,7 +12,6 @@ Then the planner simulates the same: as many servers, bytes, link and step.
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -28,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from scripts.common import options_of, write_json
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
@@ -46,9 +46,7 @@ FRAMES = 1514 / 1448
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Arguments."""
-    out = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    out = options_of(__doc__)
     out.add_argument("--servers", type=int, default=8)
     out.add_argument("--mib", type=int, default=8, help="bytes of a version, in MiB")
     out.add_argument("--rate-mbit", type=float, default=200.0, help="of the trainer's link")
@@ -58,7 +56,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--delta", choices=("auto", "on", "off"), default="off",
         help="weight_sync.delta of the real run, which the planner does not know",
     )  # fmt: skip
-    out.add_argument("--json", default="", metavar="PATH", help="write every figure there")
     return out.parse_args(argv)
 
 
@@ -183,8 +180,7 @@ def compare(options: argparse.Namespace, real: dict[str, Any], plan: dict[str, A
     skips = real["skipped"] / options.versions, plan["skipped"] / plan["steps"]
     print(f"{'share of versions skipped':30} measured {skips[0]:8.3f}  planned {skips[1]:8.3f}")
     out |= {"lag_mean": lags, "skipped_share": skips, "within_25_percent": ok}
-    if options.json:
-        Path(options.json).write_text(json.dumps(out, indent=1) + "\n")
+    write_json(options.json, out)
     return 0 if ok else 1
 
 

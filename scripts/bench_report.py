@@ -10,8 +10,6 @@ keeps it, and takes it as it is if it is there. Printed: median, least and large
 processor time of the command as a process of its own, and the size of the page.
 """
 
-import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -23,9 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from scripts.common import ROOT, options_of, write_json
 from tests.views.runs import Made, make_run
 
-ROOT = Path(__file__).resolve().parent.parent
 PACE_STEPS = 50
 DEADLINE_S = 300.0
 LINE_BYTES = 1 << 16
@@ -61,12 +59,11 @@ def timed(run: Path, out: Path) -> tuple[float, float]:
 
 def main() -> None:
     """Make the run if it is not there, time the report, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--servers", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--run", type=Path)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         run = options.run or Path(scratch) / "run"
@@ -81,8 +78,7 @@ def main() -> None:
         figures |= {f"{name}_min": min(column), f"{name}_max": max(column)}
     for name, value in figures.items():
         print(f"{name:<12} {value:.2f}")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(options.json, figures)
 
 
 if __name__ == "__main__":

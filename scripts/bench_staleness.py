@@ -15,7 +15,6 @@ tells.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -23,15 +22,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for scripts
+
+from scripts.common import ENGINES, RECIPE, options_of, serving, words, write_json
 from titan_grpo.commands.processes import run_logged, torchrun
-from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.runkey import Key, with_run_key
 from titan_grpo.titan.tiny import write_tiny_model
 
-ROOT = Path(__file__).resolve().parent.parent
-RECIPE = "train_configs/quickstart_cpu.toml"
 LAST = 5
 FAR = ("--optimizer.lr", "1e-2", "--grpo.num_microbatches", "4")
 UNCORRECTED = ("--grpo.rollout_is_threshold", "0", "--grpo.allow_uncorrected_off_policy")
@@ -78,9 +77,9 @@ def train(
         "training.steps": options.steps,
         "debug.seed": seed,
     }
-    arguments = [text for key, value in values.items() for text in (f"--{key}", str(value))]
     mode = "async-weight-update" if setting.bound else "no-async-weight-update"
-    arguments += [f"--grpo.{mode}", *FAR, *(() if setting.corrected else UNCORRECTED)]
+    arguments = [*words(values), f"--grpo.{mode}", *FAR]
+    arguments += () if setting.corrected else UNCORRECTED
     run_logged(torchrun(2, RECIPE, arguments), out / "train.log", env, None)
     rows = list(read_metrics(out / "metrics.jsonl"))
     rewards = [row[names.REWARD] for row in rows]
@@ -113,25 +112,19 @@ def report(found: list[Outcome]) -> int:
 
 def main() -> int:
     """Run all settings; see ``report`` for the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--out", default="outputs/bench_staleness")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     out, key = Path(options.out), Key.generate()
     write_tiny_model("qwen3", out / "model", seed=1)
     write_tiny_model("qwen3", out / "server_model", seed=2)
     env = {**with_run_key(os.environ, key), "OMP_NUM_THREADS": "1"}
-    python = str(ROOT / f".venv-{options.engine}" / "bin" / "python")
-    model, log = str(out / "server_model"), str(out / "server.log")
-    spec = ServerSpec(python, model, log, options.engine, run_key=key)
     found: list[Outcome] = []
-    with Server(spec) as server:
-        server.wait_healthy()
+    model, log = out / "server_model", out / "server.log"
+    with serving(options.engine, model, log, run_key=key) as server:
         print(f"{'bound':16}{'seed':>5}{'final':>9}{'whole run':>11}{'staleness':>11}", flush=True)
         for seed in range(options.seeds):
             for setting in SETTINGS:
@@ -139,8 +132,7 @@ def main() -> int:
                 found.append(result)
                 columns = f"{result.final:9.3f}{result.overall:11.3f}{result.staleness:11.2f}"
                 print(f"{result.setting:16}{result.seed:5}{columns}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(run) for run in found], indent=1) + "\n")
+    write_json(options.json, [asdict(run) for run in found])
     return report(found)
 
 

@@ -13,7 +13,6 @@ in milliseconds per 1000 tokens. Rounds of all intervals alternate; medians are 
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
@@ -26,15 +25,15 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from scripts.common import ENGINES, options_of, serving, write_json
 from tests.conformance.crowd import prompt
 from titan_grpo.engines.generation import Answer, Sampling
 from titan_grpo.engines.http import AsyncDriver
-from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.engines.launch import Server
 from titan_grpo.engines.server import dialect
 from titan_grpo.titan.tiny import write_tiny_model
 
-ROOT = Path(__file__).resolve().parent.parent
-STARTUP_S, REQUEST_S = 300.0, 300.0
+REQUEST_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -86,21 +85,13 @@ async def round_of(engine: str, server: Server, requests: int, tokens: int, inte
 def measure(engine: str, options: argparse.Namespace, folder: Path) -> list[dict]:
     """One server; all numbers of requests and all intervals."""
     model = write_tiny_model("qwen3", folder / "model", 100, std=0.05, dtype="bfloat16")
-    python, most = ROOT / f".venv-{engine}" / "bin" / "python", max(options.requests)
-    log = folder / "server.log"
-    spec = ServerSpec(
-        str(python),
-        str(model),
-        str(log),
-        engine,
-        max_model_len=1024,
-        max_num_seqs=most,
-        weight_transfer=False,
-        args=tuple(options.args),
-    )
+    settings = {
+        "max_model_len": 1024,
+        "max_num_seqs": max(options.requests),
+        "weight_transfer": False,
+    }
     out = []
-    with Server(spec) as server:
-        server.wait_healthy(STARTUP_S)
+    with serving(engine, model, folder / "server.log", **settings) as server:
         asyncio.run(round_of(engine, server, 8, 64, 0))
         for requests in options.requests:
             rounds: dict[int, list[Cost]] = {interval: [] for interval in options.intervals}
@@ -128,18 +119,12 @@ def measure(engine: str, options: argparse.Namespace, folder: Path) -> list[dict
 
 def main() -> int:
     """Print one line per engine, number of requests and interval."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--engine", nargs="+", choices=("vllm", "sglang"), default=("vllm", "sglang")
-    )
+    parser = options_of(__doc__)
+    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--requests", nargs="+", type=int, default=(64, 256))
     parser.add_argument("--intervals", nargs="+", type=int, default=(0, 1, 8, 32))
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--args", nargs="*", default=())
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(
         f"{'engine':8}{'requests':>9}{'interval':>10}{'tokens/s':>11}{'client ms':>12}"
@@ -149,8 +134,7 @@ def main() -> int:
     for engine in options.engine:
         with tempfile.TemporaryDirectory() as folder:
             found += measure(engine, options, Path(folder))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(options.json, found)
     return 0
 
 

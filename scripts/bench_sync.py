@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,26 +39,27 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from scripts.common import options_of, spread, write_json
 from tests.faults.netns import Namespace, NotAllowed
-from tests.rigs.certificates import certificate
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
-from tests.rigs.server_handle import ServerProcess, served
+from tests.rigs.server_handle import ServerProcess, served_digest
+from tests.rigs.sockets import certificate
 from titan_grpo.config import WeightSync
-from titan_grpo.engines.http import ServerAccess, SyncDriver
-from titan_grpo.engines.server import make_control
-from titan_grpo.layout.digest import content_digest, tensor_digest
+from titan_grpo.engines.http import ServerAccess
+from titan_grpo.engines.server import ServerControl, make_control
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.receive.commit import tensor_views
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.process import SyncProcess
 from titan_grpo.titan.weight_sync import TrainerSync
+from titan_grpo.verify.recording import content_digest, tensor_digest
 
 RANKS = 2
 MEMCPY_BYTES = 256 << 20
 """Of the buffer that memcpy reads again and again: far over any cache."""
 
-COLUMNS = 4096
+LAYERS, COLUMNS = 16, 4096
 WAIT_S = 120.0
 ROLE = "TITAN_GRPO_BENCH"
 """Variable with a rank's Role in JSON."""
@@ -92,60 +93,15 @@ MEANING = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to measure."""
-
-    mib: int
-    layers: int
-    rounds: int
-    wire_dtype: str
-    bucket_mib: int
-    block_mib: int
-    digest: str
-    transport: str
-    hosts: str
-    tls: bool
-    json: str
-
-
-def parse(argv: list[str]) -> Options:
-    defaults = WeightSync()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--mib", type=int, default=256, help="bytes of one version on the wire, in MiB"
-    )
-    parser.add_argument(
-        "--layers", type=int, default=16, help="number of parameters that make it up"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="measured rounds after one warm-up round"
-    )
-    parser.add_argument("--wire-dtype", choices=sorted(WIRE_BYTES), default=defaults.wire_dtype)
-    parser.add_argument(
-        "--bucket-mib",
-        type=int,
-        default=defaults.bucket_bytes >> 20,
-        help="bytes of one broadcast, in MiB",
-    )
-    parser.add_argument(
-        "--block-mib",
-        type=int,
-        default=defaults.block_bytes >> 20,
-        help="bytes under one digest, in MiB",
-    )
-    parser.add_argument("--digest", choices=("xxh3", "blake3"), default=defaults.digest)
-    parser.add_argument("--transport", choices=("auto", "tcp"), default=defaults.transport)
-    parser.add_argument(
-        "--hosts", choices=("same", "two"), default="same", help="two: namespaces, needs root"
-    )
-    parser.add_argument("--tls", action="store_true", help="encrypt (with --hosts two)")
-    parser.add_argument(
-        "--json", default="", metavar="PATH", help="write every figure of every round there"
-    )
-    options = Options(**vars(parser.parse_args(argv)))
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = options_of(__doc__)
+    add = parser.add_argument
+    add("--mib", type=int, default=256, help="bytes of one version on the wire, in MiB")
+    add("--rounds", type=int, default=5, help="measured rounds after one warm-up round")
+    add("--wire-dtype", choices=sorted(WIRE_BYTES), default=WeightSync().wire_dtype)
+    add("--hosts", choices=("same", "two"), default="same", help="two: namespaces, needs root")
+    add("--tls", action="store_true", help="encrypt (with --hosts two)")
+    options = parser.parse_args(argv)
     if options.hosts == "two" and os.geteuid() != 0:
         parser.error("--hosts two makes namespaces, which needs root")
     return options
@@ -166,18 +122,17 @@ class Weights(torch.nn.Module):
     """Matrices of ``COLUMNS`` columns that make up ``options.mib`` MiB on the wire; masters are
     float32."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
-        rows = (options.mib << 20) // (options.layers * COLUMNS * WIRE_BYTES[options.wire_dtype])
+        rows = (options.mib << 20) // (LAYERS * COLUMNS * WIRE_BYTES[options.wire_dtype])
         if rows < RANKS:
             raise SystemExit(
-                f"--mib {options.mib} must leave {RANKS} or more rows for each of --layers"
-                f" {options.layers}"
+                f"--mib {options.mib} must leave {RANKS} or more rows for each of {LAYERS} layers"
             )
         generator = torch.Generator().manual_seed(7)
         self.layers = torch.nn.ParameterList(
             torch.nn.Parameter(torch.randn(rows, COLUMNS, generator=generator))
-            for _ in range(options.layers)
+            for _ in range(LAYERS)
         )
 
     def change(self) -> None:
@@ -236,54 +191,35 @@ class RawSocket:
         self._peer.close()
 
 
-class SameHost:
-    """The server in rank 0's process, with a receiver process of its own."""
+@dataclass(frozen=True)
+class BenchServer:
+    """``digest``: of the content that it got as the first version."""
 
-    def __init__(self, server: ReceiverServer, visitor: "Visitor") -> None:
-        self.url, self._visitor = server.url, visitor
-        self.control = DirectControl(server)
-
-    def digest(self) -> str:
-        """Of the content of the first version, as the server's commit visited it."""
-        return content_digest(self._visitor.seen)
-
-
-class OtherHost:
-    """The server at the other end of a link."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.control = make_control("vllm", ServerAccess(url, WAIT_S))
-
-    def digest(self) -> str:
-        """Of the content that the server holds."""
-        with SyncDriver(self.url) as driver:
-            return str(driver.run(served(timeout_s=WAIT_S))["digest"])
-
-
-class Visitor:
-    """Hashes the tensors of the first version that a server loads."""
-
-    def __init__(self) -> None:
-        self.wanted = True
-        self.seen: dict[str, str] = {}
-
-    def __call__(self, name: str, tensor: torch.Tensor) -> None:
-        if self.wanted:
-            self.seen[name] = tensor_digest(tensor)
+    url: str
+    control: ServerControl
+    digest: Callable[[], str]
 
 
 @contextlib.contextmanager
-def opened(url: str, visitor: Visitor) -> Iterator[SameHost | OtherHost]:
-    """The server; on the other host if it has a URL."""
+def opened(url: str) -> Iterator[BenchServer]:
+    """The one at ``url``, at the other end of a link; without one, in rank 0's process with a
+    receiver process of its own."""
     if url:
-        yield OtherHost(url)
-    else:
-        with ReceiverServer("http://127.0.0.1/bench", visitor) as server:
-            yield SameHost(server, visitor)
+        control = make_control("vllm", ServerAccess(url, WAIT_S))
+        yield BenchServer(url, control, lambda: served_digest(url, WAIT_S))
+        return
+    seen: dict[str, str] = {}
+
+    def visit(name: str, tensor: torch.Tensor) -> None:
+        # Only the first version is hashed: that of the others would be measured.
+        if name not in seen:
+            seen[name] = tensor_digest(tensor)
+
+    with ReceiverServer("http://127.0.0.1/bench", visit) as server:
+        yield BenchServer(server.url, DirectControl(server), lambda: content_digest(seen))
 
 
-def compare(server: SameHost | OtherHost, sync: TrainerSync, slot: int) -> None:
+def compare(server: BenchServer, sync: TrainerSync, slot: int) -> None:
     """Raise SystemExit unless the server got the bytes that the trainer published."""
     assert sync.pool is not None
     tensors = tensor_views(sync.pool.images[slot].tensor(), sync.plan.manifest)
@@ -339,19 +275,15 @@ def one_version(
 
 
 def rounds(
-    options: Options, rank: int, folder: str, url: str, space: Namespace | None
+    options: argparse.Namespace, role: Role, space: Namespace | None
 ) -> list[dict[str, float]]:
-    """All measured rounds; empty on rank 1. ``url``: of the server in ``space``; empty: on this
-    host."""
+    """All measured rounds; empty on rank 1."""
+    rank, folder = role.rank, role.folder
     mesh = init_device_mesh("cpu", (RANKS,))
     model = Weights(options)
     fully_shard(model, mesh=mesh)
     config = WeightSync(
-        wire_dtype=options.wire_dtype,  # type: ignore[arg-type]
-        block_bytes=options.block_mib << 20,
-        bucket_bytes=options.bucket_mib << 20,
-        digest=options.digest,  # type: ignore[arg-type]
-        transport=options.transport,  # type: ignore[arg-type]
+        wire_dtype=options.wire_dtype,
         bind_host=space.outer if space else "",
     )
     if options.tls:
@@ -359,24 +291,19 @@ def rounds(
         config.tls_certificate, config.tls_key = certificate(Path(folder), f"rank{rank}")
     sync = TrainerSync(model, dict, config, torch.device("cpu"))
     nbytes = sync.plan.manifest.total_bytes
-    visitor = Visitor()
     recorder = Recorder(folder) if rank == 0 else None
     raw = RawSocket(rank, nbytes, config.bucket_bytes, space)
     out = []
-    with opened(url, visitor) as server:
+    with opened(role.url) as server:
         worker = None
         if recorder is not None:
             assert sync.pool is not None
-            worker = SyncProcess(
-                sync.pool,
-                config,
-                recorder,
-                SyncOptions(
-                    urls=[server.url],
-                    make_control=lambda _: server.control,
-                    remote_writers=sync.plan.others,
-                ),
+            made = SyncOptions(
+                urls=[server.url],
+                make_control=lambda _: server.control,
+                remote_writers=sync.plan.others,
             )
+            worker = SyncProcess(sync.pool, config, recorder, made)
             worker.start()
         sync.start(worker.publish if worker is not None else None)
         size = min(nbytes, MEMCPY_BYTES)
@@ -389,7 +316,6 @@ def rounds(
             more, slot = one_version(sync, worker, recorder, version)
             if rank == 0 and version == 0:
                 compare(server, sync, slot)
-                visitor.wanted = False
             out.append(figures | more)
         if worker is not None:
             worker.close()
@@ -397,23 +323,19 @@ def rounds(
     raw.close()
     if recorder is not None:
         recorder.close()
-    return (
-        out[2:] if rank == 0 else []
-    )  # the compared version, and one warm-up with both slots used
+    # Without the compared version, and one warm-up with both slots used.
+    return out[2:] if rank == 0 else []
 
 
-def rank_main(options: Options, role: Role) -> None:
+def rank_main(options: argparse.Namespace, role: Role) -> None:
     """One rank: measure, and on rank 0 write rounds.json."""
-    rank, folder = role.rank, role.folder
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
-    )
-    space = Namespace(of=role.maker) if role.url else None
-    measured = rounds(options, rank, folder, role.url, space)
+    meeting = f"file://{role.folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=meeting, rank=role.rank, world_size=RANKS)
+    measured = rounds(options, role, Namespace(of=role.maker) if role.url else None)
     dist.destroy_process_group()
-    if rank == 0:
-        Path(folder, "rounds.json").write_text(json.dumps(measured))
+    if role.rank == 0:
+        Path(role.folder, "rounds.json").write_text(json.dumps(measured))
 
 
 def machine() -> str:
@@ -426,7 +348,7 @@ def machine() -> str:
     return f"{os.cpu_count()} {platform.machine()} cores, {gpu}, torch {torch.__version__}"
 
 
-def result(options: Options, measured: list[dict[str, float]]) -> dict[str, Any]:
+def result(options: argparse.Namespace, measured: list[dict[str, float]]) -> dict[str, Any]:
     """Medians, shares and everything they were made of, as JSON."""
     median = {key: statistics.median(r[key] for r in measured) for key in MEANING}
     shares = {
@@ -436,7 +358,7 @@ def result(options: Options, measured: list[dict[str, float]]) -> dict[str, Any]
         "total_over_copy_plus_socket": median["total_s"] / (median["copy_s"] + median["socket_s"]),
     }
     return {
-        "options": asdict(options) | {"ranks": RANKS},
+        "options": vars(options) | {"ranks": RANKS},
         "machine": machine(),
         "median": median,
         "goodput_gib_s": options.mib / 1024 / median["total_s"],
@@ -457,11 +379,7 @@ def table(record: dict[str, Any]) -> str:
         "",
     ]
     for key, meaning in MEANING.items():
-        values = [r[key] for r in record["rounds"]]
-        lines.append(
-            f"{key:9} {record['median'][key]:8.4f}  [{min(values):.4f} .. {max(values):.4f}] "
-            f" {meaning}"
-        )
+        lines.append(f"{key:9} {spread([r[key] for r in record['rounds']])}  {meaning}")
     lines += [
         "",
         (
@@ -516,8 +434,7 @@ def main(argv: list[str]) -> int:
         if run_ranks(argv, folder, url):
             return 1
         record = result(options, json.loads(Path(folder, "rounds.json").read_text()))
-    if options.json:
-        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+    write_json(options.json, record)
     print(table(record))
     return 0
 

@@ -21,7 +21,6 @@ of the least that any order can take that trains prompts in their order: the gre
   + longest group of step k) + training, where V(k) is when version k exists.
 """
 
-import argparse
 import asyncio
 import json
 import sys
@@ -31,10 +30,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from scripts.common import options_of, write_json
 from scripts.timed_rollouts import (
     Pace,
     Played,
@@ -46,8 +47,8 @@ from scripts.timed_rollouts import (
 )
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.tasks.base import Codec, TaskOptions
+from titan_grpo.rollout.messages import RolloutSpec
+from titan_grpo.rollout.task_runner import Codec, TaskOptions
 from titan_grpo.rollout.tasks.functions import codec_of, task_of
 from titan_grpo.samples import Prompt
 from titan_grpo.titan.tiny import write_tiny_model
@@ -280,43 +281,36 @@ def report(found: list[Outcome]) -> int:
 
 def main() -> int:
     """Run all settings; see ``report`` for the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--slow", type=float, nargs="+", default=[3.0, 6.0])
     parser.add_argument("--share", type=float, default=0.1)
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--capacity", type=int, default=8, help="groups that are made at once")
-    parser.add_argument("--unit", type=float, default=0.25, help="seconds of a fast group")
-    parser.add_argument("--train", type=float, default=0.125, help="seconds of a training step")
     parser.add_argument(
         "--no-process", dest="process", action="store_false", help="simulated time only"
     )
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = []
     with tempfile.TemporaryDirectory() as model_dir:
         write_tiny_model("qwen3", Path(model_dir), seed=1)
-        for slow in options.slow:
-            for staleness in options.staleness:
-                for consume, known, share in WAYS:
-                    setting = Setting(
-                        consume,
-                        known,
-                        staleness,
-                        slow,
-                        options.share,
-                        options.steps,
-                        options.capacity,
-                        options.unit,
-                        options.train,
-                        share,
-                    )
-                    found.append(train(setting, model_dir, options.process))
-                    print(found[-1], file=sys.stderr, flush=True)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+        for slow, staleness, way in product(options.slow, options.staleness, WAYS):
+            consume, known, share = way
+            setting = Setting(
+                consume=consume,
+                lengths_known=known,
+                staleness=staleness,
+                slow=slow,
+                share=options.share,
+                steps=options.steps,
+                capacity=options.capacity,
+                unit_s=0.25,  # of a fast group
+                train_s=0.125,
+                stale_share=share,
+            )
+            found.append(train(setting, model_dir, options.process))
+            print(found[-1], file=sys.stderr, flush=True)
+    write_json(options.json, [asdict(one) for one in found])
     return report(found)
 
 

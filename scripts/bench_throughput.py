@@ -19,7 +19,6 @@ than the ideal where it leaves out versions.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -32,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from scripts.common import RECIPE, ROOT, options_of, python_of, words, write_json
 from tests.faults.netns import Namespace, NotAllowed
 from titan_grpo.commands.processes import run_logged, stop_on_sigterm, torchrun
 from titan_grpo.engines.launch import Server, ServerSpec
@@ -41,9 +41,14 @@ from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import write_tiny_model
 
-ROOT = Path(__file__).resolve().parents[1]
 STARTUP_S = 300.0
 STALENESS = 2
+PROMPTS = 8
+"""Of a step, with 8 completions each."""
+
+TOKENS = 96
+"""Most of a completion."""
+
 SLOWER = 5.0
 SLOW_SHARE = 40
 WARM_STEPS = 4
@@ -59,19 +64,6 @@ MODES = {
         "1",  # no request outlives a commit, so more is refused
     ),
 }
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to run."""
-
-    shares: list[int]
-    steps: int
-    prompts: int
-    tokens: int
-    epochs: int
-    picture: str
-    json: str
 
 
 @dataclass(frozen=True)
@@ -92,20 +84,12 @@ class Seen:
     versions: int
 
 
-def parse(argv: list[str]) -> Options:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--shares", nargs="+", type=int, default=[10, 40, 70], help="per cent of a sync step"
-    )
+def parse() -> argparse.Namespace:
+    parser, per_cent = options_of(__doc__), "per cent of a sync step"
+    parser.add_argument("--shares", nargs="+", type=int, default=[10, 40, 70], help=per_cent)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--prompts", type=int, default=8, help="of a step, 8 completions each")
-    parser.add_argument("--tokens", type=int, default=96, help="a completion's most")
-    parser.add_argument("--epochs", type=int, default=2, help="passes of the trainer over a batch")
-    parser.add_argument("--picture", default="", metavar="PATH.png")
-    parser.add_argument("--json", default="", metavar="PATH")
-    options = Options(**vars(parser.parse_args(argv)))
+    parser.add_argument("--picture", type=Path, metavar="PATH.png")
+    options = parser.parse_args()
     if options.steps <= WARM_STEPS:
         parser.error(f"--steps must be over {WARM_STEPS}, which are not counted")
     if not all(0 < share < 100 for share in options.shares):
@@ -135,7 +119,7 @@ def host(number: int, model: Path, folder: Path) -> Iterator[Host]:
         # With its own /proc it cannot open the trainer's memory: versions go over the link.
         python.write_text(
             f"#!/bin/sh\nexec {' '.join(space.host)}"
-            f' taskset -c {last_core()} {ROOT / ".venv-vllm" / "bin" / "python"} "$@"\n'
+            f' taskset -c {last_core()} {python_of("vllm")} "$@"\n'
         )
         python.chmod(0o755)
         spec = ServerSpec(
@@ -157,32 +141,35 @@ def last_core() -> int:
 
 
 def run(
-    options: Options, folder: Path, hosts: Sequence[Host], name: str, arguments: Sequence[str]
+    options: argparse.Namespace,
+    folder: Path,
+    hosts: Sequence[Host],
+    name: str,
+    arguments: Sequence[str],
 ) -> list[dict[str, Any]]:
     """One training run; its lines of metrics.jsonl that count."""
     out = folder / name.replace(" ", "_").replace(",", "")
     model, flavor = FLAVORS["qwen3"]
     settings: dict[str, object] = {
-        "--rollout.servers": ",".join(h.server.url for h in hosts),
-        "--weight_sync.bind-host": hosts[0].space.outer,
-        "--weight_sync.transport": "tcp",
-        "--job.dump_folder": out,
-        "--training.steps": options.steps,
-        "--training.local_batch_size": options.prompts * 8,
-        "--training.seq_len": 64 + options.tokens,
-        "--model.name": model,
-        "--model.flavor": flavor,
-        "--model.hf_assets_path": folder / "model",
-        "--rollout.prompts_per_step": options.prompts,
-        "--rollout.max_completion_tokens": options.tokens,
-        "--rollout.max_staleness": STALENESS,
-        "--grpo.num_epochs": options.epochs,
+        "rollout.servers": ",".join(h.server.url for h in hosts),
+        "weight_sync.bind-host": hosts[0].space.outer,
+        "weight_sync.transport": "tcp",
+        "job.dump_folder": out,
+        "training.steps": options.steps,
+        "training.local_batch_size": PROMPTS * 8,
+        "training.seq_len": 64 + TOKENS,
+        "model.name": model,
+        "model.flavor": flavor,
+        "model.hf_assets_path": folder / "model",
+        "rollout.prompts_per_step": PROMPTS,
+        "rollout.max_completion_tokens": TOKENS,
+        "rollout.max_staleness": STALENESS,
+        "grpo.num_epochs": 2,
         # The weights change as little as they can: lengths stay as they are.
-        "--optimizer.lr": 1e-9,
+        "optimizer.lr": 1e-9,
     }
-    given = [str(text) for pair in settings.items() for text in pair] + list(arguments)
-    config = str(ROOT / "train_configs" / "quickstart_cpu.toml")
-    command = ["taskset", "-c", str(min(os.sched_getaffinity(0))), *torchrun(1, config, given)]
+    core, given = str(min(os.sched_getaffinity(0))), [*words(settings), *arguments]
+    command = ["taskset", "-c", core, *torchrun(1, str(ROOT / RECIPE), given)]
     log = folder / f"{out.name}.log"
     run_logged(command, log, {**os.environ, "OMP_NUM_THREADS": "1"}, None)
     return read_metrics(out / "metrics.jsonl")[WARM_STEPS:]
@@ -258,7 +245,7 @@ def draw(path: Path, found: Sequence[Seen], ideal: dict[int, float]) -> None:
     FigureCanvasAgg(figure).print_png(path)
 
 
-def measure(options: Options, folder: Path) -> dict[str, Any]:
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All runs, one after the other."""
     model = write_tiny_model("qwen3", folder / "model", 1, std=0.05, dtype="bfloat16")
     image_bytes = (model / "model.safetensors").stat().st_size
@@ -301,7 +288,7 @@ def measure(options: Options, folder: Path) -> dict[str, Any]:
             other.limit(rate(SLOW_SHARE) / SLOWER)
             compare(SLOW_SHARE, [one, other])
     if options.picture:
-        draw(Path(options.picture), found, ideal)
+        draw(options.picture, found, ideal)
     return {
         "image_bytes": image_bytes,
         "train_s": train_s,
@@ -314,7 +301,7 @@ def measure(options: Options, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Run all, print a table."""
-    options = parse(sys.argv[1:])
+    options = parse()
     stop_on_sigterm()
     with tempfile.TemporaryDirectory() as name:
         try:
@@ -322,8 +309,7 @@ def main() -> int:
         except (NotAllowed, TitanGrpoError) as error:
             print(f"bench_throughput: {error}", file=sys.stderr)
             return 2
-    if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    write_json(options.json, found)
     return 0
 
 

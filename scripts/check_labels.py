@@ -14,7 +14,6 @@ than the bound on staleness allows, or if too few ran over a commit for this to 
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -30,22 +29,21 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
+from scripts.common import ENGINES, options_of, python_of, write_json
 from tests.rigs.labels import PREFIX_CACHES, Checker, Claim, Models
-from tests.rigs.long_prompts import TASK
-from tests.rigs.trainer import Trainer
+from tests.rigs.tasks import LONG
+from tests.rigs.trainer import Trainer, manifest_of
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.generation import Sampled, Sampling
 from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.engines.server import dialect
-from titan_grpo.layout.manifest import Manifest
 from titan_grpo.rollout.client import RolloutClient
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.samples import Completion, Group
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.titan.tiny import write_tiny_model
 
-ROOT = Path(__file__).resolve().parents[1]
 WAIT_S = 300.0
 PROMPTS, GROUP, TOKENS = 4, 8, 48
 """Groups of a step, completions of a group, most tokens of a completion."""
@@ -89,17 +87,14 @@ class Result:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     add = parser.add_argument
-    add("--engine", choices=("vllm", "sglang"), required=True)
+    add("--engine", choices=ENGINES, required=True)
     add("--python", default="", help="interpreter of the engine (default: .venv-ENGINE's)")
     add("--staleness", type=int, default=2, help="rollout.max_staleness")
     add("--completions", type=int, default=200, help="how many to check at least")
     add("--kv", choices=("keep", "recompute"), default="keep", help="kv_after_update")
     add("--tolerance", type=float, default=0.02, help="of each log-probability, in nats")
-    add("--json", default="", metavar="PATH", help="write the figures there")
     add("--out", default="", metavar="DIR", help="keep weights, log and completions there")
     return parser.parse_args()
 
@@ -110,21 +105,10 @@ class Run:
     def __init__(self, out: Path, url: str, client: RolloutClient, kv: str) -> None:
         self._out, self._client = out, client
         tensors = load_file(self.folder(0) / "model.safetensors")
-        config = WeightSync(
-            bind_host="127.0.0.1", kv_after_update="keep" if kv == "keep" else "recompute"
-        )
-        manifest = Manifest.build(
-            [(n, "bfloat16", tuple(t.shape)) for n, t in tensors.items()], config.block_bytes
-        )
-        self.trainer = Trainer(
-            manifest,
-            config,
-            out / "run",
-            SyncOptions(
-                urls=[url],
-                observer=client,
-            ),
-        )
+        config = WeightSync(bind_host="127.0.0.1", kv_after_update=kv)
+        manifest = manifest_of(tensors, config.block_bytes)
+        sync = SyncOptions(urls=[url], observer=client)
+        self.trainer = Trainer(manifest, config, out / "run", sync)
 
     def folder(self, version: int) -> Path:
         """The directory of a version's weights, made when it is first asked for."""
@@ -163,10 +147,9 @@ def collect(
 ) -> tuple[list[tuple[int, Group]], list[Asked]]:
     """(trainer's version at use, group) of at least ``--completions`` completions, and the requests
     without a salt."""
-    python = args.python or str(ROOT / f".venv-{args.engine}" / "bin" / "python")
     model = write_tiny_model("qwen3", out / "start", 7, std=0.05, dtype="float32")
     server = ServerSpec(
-        python=python,
+        python=args.python or python_of(args.engine),
         model=str(model),
         log_path=str(out / "server.log"),
         engine=args.engine,
@@ -176,7 +159,7 @@ def collect(
     )
     spec = RolloutSpec(
         model_dir=str(model),
-        task=TASK,
+        task=LONG,
         prompts_per_step=PROMPTS,
         group_size=GROUP,
         max_completion_tokens=TOKENS,
@@ -264,8 +247,7 @@ def main() -> int:
         str((c.version_first, c.version_last)) for _, g in taken for c in g.completions
     )
     figures = asdict(result) | {"bounds": dict(bounds), "seconds": time.monotonic() - begin}
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
+    write_json(args.json, figures)
     print(
         f"{result.engine}: {result.completions} completions of {result.versions} versions in"
         f" {made_s:.0f} s, {result.over_a_commit} over a commit; {result.fit} fit the versions that"

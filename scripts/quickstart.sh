@@ -7,6 +7,8 @@
 #                         [--torchtitan 0.2|0.3] [--help]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# Before there is an environment that could say more: help makes none.
+case " $* " in *" --help "* | *" -h "*) [ -x .venv/bin/python ] || { sed -n '2,7s/^# \{0,1\}//p' scripts/quickstart.sh; exit 0; } ;; esac
 # See scripts/test.sh.
 unset PYTHONDONTWRITEBYTECODE
 engine=vllm torchtitan=0.2 previous="" arguments=()

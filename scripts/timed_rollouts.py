@@ -24,11 +24,9 @@ from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.dispatch import Dispatcher
+from titan_grpo.rollout.messages import OnMessage, RolloutSpec, RolloutStopped
 from titan_grpo.rollout.sampler import Sampler
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import TaskRunner
-from titan_grpo.rollout.tasks.base import AnyTask, Codec
-from titan_grpo.rollout.transport import OnMessage, RolloutStopped
+from titan_grpo.rollout.task_runner import AnyTask, Codec, TaskRunner
 from titan_grpo.samples import Group
 
 T = TypeVar("T")

@@ -9,6 +9,8 @@
 #   scripts/verify_grpo_2gpu.sh --faults all|NAMES [--list] [--engine vllm|sglang] [--deadline S] [--json PATH] [--out DIR]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# Before there is an environment that could say more: help makes none.
+case " $* " in *" --help "* | *" -h "*) [ -x .venv/bin/python ] || { sed -n '2,9s/^# \{0,1\}//p' scripts/verify_grpo_2gpu.sh; exit 0; } ;; esac
 # See scripts/test.sh.
 unset PYTHONDONTWRITEBYTECODE
 torchtitan=0.2 previous="" arguments=()

@@ -162,7 +162,7 @@ def nothing_outlives_the_tests() -> Iterator[None]:
         for p in psutil.Process().children(recursive=True)
         if "resource_tracker" not in " ".join(_command(p))
     ]
-    _, alive = psutil.wait_procs(left, timeout=5)
+    _, alive = psutil.wait_procs(left, timeout=60)
     names = [" ".join(_command(p))[:200] for p in alive]
     for process in alive:
         process.kill()

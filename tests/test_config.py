@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from titan_grpo.config import GRPO, Evaluation, JobConfig, Rollout, WeightSync, violations
-from titan_grpo.config.evaluation import inherited
 from titan_grpo.config.grpo import resolve_aliases
 from titan_grpo.config.inert import inert
 from titan_grpo.config.rollout import is_loopback
+from titan_grpo.config.task import in_table, inherited
 
 ROLLOUT = Rollout(
     servers=["http://a:1"], prompts_per_step=4, max_completion_tokens=64, max_staleness=2
@@ -33,135 +33,93 @@ def found(section: GRPO | Rollout | WeightSync) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("section", "changes", "message"),
+    ("section", "changes", "rule"),
     [
-        (
-            GRPO(),
-            {"clip_ratio_lower_bound": 0.0},
-            "clip_ratio_lower_bound must be in (0, 1], got 0.0",
-        ),
-        (GRPO(), {"kl_beta": -1.0}, "kl_beta must be 0 or greater, got -1.0"),
-        (GRPO(), {"num_microbatches": 0}, "num_microbatches must be 1 or greater, got 0"),
-        (GRPO(), {"num_microbatches": 5}, "num_microbatches must be at most rollout.prompts_per"),
-        (GRPO(), {"rollout_is_threshold": 0.5}, "rollout_is_threshold must be 0 (off) or at least"),
-        (
-            GRPO(),
-            {"rollout_is_threshold": 0.0},
-            "rollout_is_threshold must be 1 or more when rollout.max_staleness > 0",
-        ),
+        (GRPO(), {"clip_ratio_lower_bound": 0.0}, "in (0, 1], got 0.0"),
+        (GRPO(), {"kl_beta": -1.0}, "0 or greater, got -1.0"),
+        (GRPO(), {"num_microbatches": 0}, "1 or greater, got 0"),
+        (GRPO(), {"num_microbatches": 5}, "at most rollout.prompts_per"),
+        (GRPO(), {"rollout_is_threshold": 0.5}, "0 (off) or at least"),
+        (GRPO(), {"rollout_is_threshold": 0.0}, "1 or more when rollout.max_staleness > 0"),
         (
             GRPO(num_microbatches=2),
             {"proximal_logprobs": "interpolate"},
             "num_microbatches must be 1 with",
         ),
-        (
-            GRPO(),
-            {"rollout_is_threshold_lower": 0.5},
-            "rollout_is_threshold_lower must be 0 unless",
-        ),
-        (GRPO(), {"rollout_is_veto_threshold": 1.0}, "rollout_is_veto_threshold must be in [0, 1)"),
-        (GRPO(), {"ref_model_ema": 0.9}, "ref_model_ema must be 0 while grpo.kl_beta is 0"),
-        (GRPO(kl_beta=0.1), {"ref_model_ema": 1.5}, "ref_model_ema must be in [0, 1], got 1.5"),
-        (
-            GRPO(kl_beta=0.1),
-            {"kl_estimator_type": "k1"},
-            "kl_estimator_type must be k2 or k3 (or grpo.kl_in_reward = true) unless every token",
-        ),
-        (GRPO(kl_beta=0.1), {"kl_estimator_type": "abs"}, "kl_estimator_type must be k2 or k3"),
-        (GRPO(), {"clip_ratio_dual": 1.2}, "clip_ratio_dual must be 0 (off) or greater than 1 +"),
-        (GRPO(), {"cispo_weight_max": 0.5}, "cispo_weight_max must be 1 or greater"),
-        (GRPO(), {"top_entropy_share": 0.0}, "top_entropy_share must be in (0, 1], got 0.0"),
-        (
-            GRPO(overlong_cache_tokens=8),
-            {"overlong_cache_share": 0.5},
-            "overlong_cache_share must be 0 while",
-        ),
-        (
-            GRPO(proximal_logprobs="interpolate"),
-            {"num_epochs": 2},
-            'num_epochs must be 1 with grpo.proximal_logprobs = "interpolate"',
-        ),
-        (GRPO(), {"reference_model": "x"}, "reference_model must be empty while grpo.kl_beta is 0"),
+        (GRPO(), {"rollout_is_threshold_lower": 0.5}, "0 unless"),
+        (GRPO(), {"rollout_is_veto_threshold": 1.0}, "in [0, 1)"),
+        (GRPO(), {"ref_model_ema": 0.9}, "0 while grpo.kl_beta is 0"),
+        (GRPO(kl_beta=0.1), {"ref_model_ema": 1.5}, "in [0, 1], got 1.5"),
+        (GRPO(kl_beta=0.1), {"kl_estimator_type": "k1"}, "k2 or k3 (or grpo.kl_in_reward = true)"),
+        (GRPO(kl_beta=0.1), {"kl_estimator_type": "abs"}, "k2 or k3"),
+        (GRPO(), {"clip_ratio_dual": 1.2}, "0 (off) or greater than 1 +"),
+        (GRPO(), {"cispo_weight_max": 0.5}, "1 or greater"),
+        (GRPO(), {"top_entropy_share": 0.0}, "in (0, 1], got 0.0"),
+        (GRPO(overlong_cache_tokens=8), {"overlong_cache_share": 0.5}, "0 while"),
+        (GRPO(proximal_logprobs="interpolate"), {"num_epochs": 2}, "1 with grpo.proximal_logprobs"),
+        (GRPO(), {"reference_model": "x"}, "empty while grpo.kl_beta is 0"),
         (
             GRPO(normalize_advantage_std=False),
             {"advantage_normalization": "batch"},
-            "advantage_normalization must be",
+            '"group" while grpo.normalize_advantage_std is false',
         ),
         (
-            GRPO(grpo_by_token=True),
-            {"loss_normalization": "constant"},
-            "grpo_by_token must be unset",
+            GRPO(loss_normalization="constant"),
+            {"grpo_by_token": True},
+            'unset with grpo.loss_normalization = "constant"',
         ),
-        (
-            GRPO(),
-            {"overlong_cache_tokens": 65},
-            "overlong_cache_tokens must be at most rollout.max",
-        ),
-        (GRPO(), {"temperature": 0.7}, "temperature must be 0, or the same as rollout.temperature"),
-        (GRPO(), {"max_unhealthy_steps": 0}, "max_unhealthy_steps must be 1 or greater"),
-        (GRPO(), {"ptx_scale": 0.0}, "ptx_scale must be greater than 0"),
-        (ROLLOUT, {"servers": []}, 'servers must be a list of URLs, or ["launch"]'),
-        (ROLLOUT, {"servers": ["http://a:1", "http://A:1/"]}, "servers must be without repetition"),
-        (
-            ROLLOUT,
-            {"servers": ["http://localhost:1", "http://127.0.0.1:1/"]},
-            "servers must be with",
-        ),
-        (
-            LAUNCHED,
-            {"launch_python": ""},
-            'launch_python must be set when rollout.servers = ["launch',
-        ),
+        (GRPO(), {"overlong_cache_tokens": 65}, "at most rollout.max"),
+        (GRPO(), {"temperature": 0.7}, "0, or the same as rollout.temperature"),
+        (GRPO(), {"max_unhealthy_steps": 0}, "1 or greater"),
+        (GRPO(), {"ptx_scale": 0.0}, "greater than 0"),
+        (ROLLOUT, {"servers": []}, 'a list of URLs, or ["launch"]'),
+        (ROLLOUT, {"servers": ["http://a:1", "http://A:1/"]}, "without repetition"),
+        (ROLLOUT, {"servers": ["http://localhost:1", "http://127.0.0.1:1/"]}, "without"),
+        (LAUNCHED, {"launch_python": ""}, 'set when rollout.servers = ["launch'),
         (LAUNCHED, {"launch_engines": ["sglang"]}, "launch_sglang_python must be set"),
-        (LAUNCHED, {"launch_engines": ["trt"]}, 'launch_engines must be "vllm", "sglang" or both'),
-        (LAUNCHED, {"engine": "sglang"}, 'engine must be "auto" for launched servers of vllm'),
+        (LAUNCHED, {"launch_engines": ["trt"]}, '"vllm", "sglang" or both'),
+        (LAUNCHED, {"engine": "sglang"}, '"auto" for launched servers of vllm'),
         (ROLLOUT, {"source": "atropos"}, "atropos_url must be a URL such as http://host:8000 with"),
-        (PUSHED, {"push_address": "8900"}, "push_address must be host:port"),
+        (PUSHED, {"push_address": "8900"}, "host:port"),
         (PUSHED, {"push_address": "0.0.0.0:8900"}, "push_key_env must be set while"),
-        (AGENTS, {"agent": "module"}, 'agent must be "package.module:function", or "outside"'),
-        (AGENTS, {"agent_address": "8900"}, "agent_address must be host:port"),
+        (AGENTS, {"agent": "module"}, '"package.module:function", or "outside"'),
+        (AGENTS, {"agent_address": "8900"}, "host:port"),
         (AGENTS, {"agent_address": "0.0.0.0:0"}, "agent_key_env must be set while"),
-        (AGENTS, {"reward": ["m:f"]}, "reward must be empty with rollout.agent"),
-        (AGENTS, {"task": "calculator"}, "task must be left out with rollout.agent"),
-        (AGENTS, {"chat_template": "none"}, "chat_template must be a template with rollout.agent"),
-        (AGENTS, {"source": "push"}, 'source must be "task" with rollout.agent'),
-        (ROLLOUT, {"group_size": 1}, "group_size must be 2 or more"),
+        (AGENTS, {"reward": ["m:f"]}, "empty with rollout.agent"),
+        (AGENTS, {"task": "calculator"}, "left out with rollout.agent"),
+        (AGENTS, {"chat_template": "none"}, "a template with rollout.agent"),
+        (AGENTS, {"source": "push"}, '"task" with rollout.agent'),
+        (ROLLOUT, {"group_size": 1}, "2 or more"),
         (ROLLOUT, {"task": "gsm8k"}, 'task_path must be set for task = "gsm8k"'),
-        (ROLLOUT, {"task_error_budget": 101}, "task_error_budget must be 0 to 100"),
-        (
-            ROLLOUT,
-            {"top_p": 0.9},
-            "top_p must be 1 (engines give log-probabilities of what is left",
-        ),
-        (ROLLOUT, {"top_k": 50}, "top_k must be -1 (engines give"),
-        (ROLLOUT, {"stop": ["</answer>", ""]}, "stop must be without an empty text"),
-        (ROLLOUT, {"stop_token_ids": [-1]}, "stop_token_ids must be of token ids"),
-        (ROLLOUT, {"servers_port": 0}, "servers_port must be a port"),
-        (REMOTE, {"controller": "remote"}, 'controller must be "local" or a URL such as'),
-        (REMOTE, {"controller": "http://:8910"}, 'controller must be "local" or a URL'),
-        (REMOTE, {"controller_key_env": ""}, "controller_key_env must be set while rollout.contr"),
-        (REMOTE, {"callback_address": "10.0.0.2:0"}, "callback_address must be left out"),
-        (REMOTE, {"controller_deadline_s": 0.0}, "controller_deadline_s must be greater than 0"),
-        (
-            replace(REMOTE, launch_python="p"),
-            {"servers": ["launch"]},
-            "servers must be URLs while rollout.controller is on another host",
-        ),
+        (ROLLOUT, {"task_error_budget": 101}, "0 to 100"),
+        (ROLLOUT, {"top_p": 0.9}, "1 (engines give log-probabilities of what is left"),
+        (ROLLOUT, {"top_k": 50}, "-1 (engines give"),
+        (ROLLOUT, {"stop": ["</answer>", ""]}, "without an empty text"),
+        (ROLLOUT, {"stop_token_ids": [-1]}, "of token ids"),
+        (ROLLOUT, {"servers_port": 0}, "a port"),
+        (REMOTE, {"controller": "remote"}, '"local" or a URL such as'),
+        (REMOTE, {"controller": "http://:8910"}, '"local" or a URL'),
+        (REMOTE, {"controller_key_env": ""}, "set while rollout.contr"),
+        (REMOTE, {"callback_address": "10.0.0.2:0"}, "left out"),
+        (REMOTE, {"controller_deadline_s": 0.0}, "greater than 0"),
+        (replace(REMOTE, launch_python="p"), {"servers": ["launch"]}, "URLs while rollout.control"),
         (REMOTE, {"replay_path": "r.jsonl"}, 'controller must be "local" with rollout.replay_path'),
-        (DRAINING, {"max_staleness": 2}, "max_staleness must be 0 or 1 unless"),
+        (DRAINING, {"max_staleness": 2}, "0 or 1 unless"),
         (DRAINING, {"source": "push"}, "in_flight_weight_updates must be true with rollout.source"),
-        (WeightSync(), {"slots": 1}, "slots must be 2 or more"),
-        (WeightSync(), {"block_bytes": 5000}, "block_bytes must be a positive multiple of 4096"),
-        (WeightSync(), {"bucket_bytes": 5000}, "bucket_bytes must be a positive multiple of"),
-        (WeightSync(), {"backoff_max_s": 0.1}, "backoff_max_s must be at least"),
-        (WeightSync(), {"commit_deadline_s": 0.0}, "commit_deadline_s must be greater than 0"),
+        (WeightSync(), {"slots": 1}, "2 or more"),
+        (WeightSync(), {"block_bytes": 5000}, "a positive multiple of 4096"),
+        (WeightSync(), {"bucket_bytes": 5000}, "a positive multiple of"),
+        (WeightSync(), {"backoff_max_s": 0.1}, "at least"),
+        (WeightSync(), {"commit_deadline_s": 0.0}, "greater than 0"),
     ],
 )
-def test_a_broken_rule_is_one_line_with_key_rule_and_value(section, changes, message) -> None:
+def test_a_broken_rule_is_one_line_with_key_rule_and_value(section, changes, rule) -> None:
+    """``rule``: of the key that is changed, unless it names another one."""
     assert found(section) == [] or isinstance(section, GRPO)
     (line,) = found(replace(section, **changes))
-    names = {GRPO: "grpo", Rollout: "rollout", WeightSync: "weight_sync"}
-    assert line.startswith(f"{names[type(section)]}.{message}"), line
+    name = {GRPO: "grpo", Rollout: "rollout", WeightSync: "weight_sync"}[type(section)]
+    rule = rule if " must be " in rule else f"{next(iter(changes))} must be {rule}"
+    assert line.startswith(f"{name}.{rule}"), line
 
 
 @pytest.mark.parametrize("url", ["http://user:password@a:1", "http://a:99999", "http://a:1?x=1"])
@@ -340,6 +298,10 @@ EVALUATION = Evaluation(name="test", rows=8, every=10)
         ({"timeout_s": float("inf")}, "timeout_s must be greater than 0, and finite"),
         ({"task_concurrency": 0}, "task_concurrency must be greater than 0"),
         ({"reward": ["a:b"]}, "dataset must be set with rollout.reward"),
+        (
+            {"agent": "a:b", "dataset": "d.jsonl"},
+            "agent must be empty: an evaluation calls no agent",
+        ),
     ],
 )
 def test_a_mistake_in_an_evaluation_is_one_line_with_its_name(changes, rule) -> None:
@@ -361,3 +323,12 @@ def test_an_evaluation_takes_from_rollout_what_it_leaves_out_but_no_part_of_anot
     assert (same.reward, same.dataset, same.system_prompt) == (["a:b"], "test.jsonl", "s")
     other = Evaluation(**inherited({"name": "x", "task": "digits"}, rollout))
     assert (other.reward, other.dataset, other.system_prompt, other.max_turns) == ([], "", "", 3)
+    agent = Rollout(agent="a:b", dataset="train.jsonl")
+    of_agent = Evaluation(**inherited({"name": "x", "task": "digits"}, agent))
+    assert (of_agent.agent, of_agent.dataset) == ("", "")
+
+
+def test_a_message_about_a_table_has_the_tables_keys_and_the_users_paths_as_they_are() -> None:
+    said = "rollout.dataset 'rollout.reward:f' and rollout.servers in /a/rollout.task/x"
+    wanted = "evaluation 'x'.dataset 'rollout.reward:f' and rollout.servers in /a/rollout.task/x"
+    assert in_table(said, "x") == wanted

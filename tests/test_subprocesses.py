@@ -18,10 +18,16 @@ import psutil
 import pytest
 
 from titan_grpo.runkey import KEY_VARIABLE
-from titan_grpo.subprocesses import Guarded, end, helper_environment, wait_process
+from titan_grpo.subprocesses import (
+    Guarded,
+    end,
+    helper_environment,
+    start_module,
+    wait_process,
+)
 
 LONG = [sys.executable, "-c", "input()"]
-END_S = 30.0
+END_S = 60.0
 SHARED = Path("/dev/shm")
 
 
@@ -79,7 +85,7 @@ def test_two_threads_may_wait_for_it_and_none_uses_the_processor_meanwhile() -> 
 
     def wait(process: "subprocess.Popen[bytes]") -> None:
         before = time.thread_time()
-        found.append((wait_process(process, 20.0), time.thread_time() - before))
+        found.append((wait_process(process, END_S), time.thread_time() - before))
 
     with subprocess.Popen(LONG, stdin=subprocess.PIPE) as process:
         threads = [threading.Thread(target=wait, args=(process,)) for _ in range(2)]
@@ -87,9 +93,9 @@ def test_two_threads_may_wait_for_it_and_none_uses_the_processor_meanwhile() -> 
             thread.start()
         # in which a wait that polls would use far more than is allowed
         threading.Event().wait(1.0)
-        process.communicate(b"\n", 20.0)
+        process.communicate(b"\n", END_S)
         for thread in threads:
-            thread.join(20.0)
+            thread.join(END_S)
     assert [status for status, _ in found] == [0, 0]
     assert max(seconds for _, seconds in found) < 0.1
 
@@ -156,7 +162,8 @@ def test_a_guard_works_where_its_owner_has_more_than_1024_descriptors_open(
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
         for _ in range(1100):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
-        one = ready("import signal; print(1, flush=True); signal.pause()", guarded)
+        # A grace that a command which ends by SIGTERM does not need.
+        one = ready("import signal; print(1, flush=True); signal.pause()", guarded, END_S)
         with pytest.raises(subprocess.TimeoutExpired):
             wait_process(one.guard, 0.3)
         one.stop()
@@ -205,3 +212,20 @@ def test_a_named_semaphore_of_a_command_goes_with_it(guarded: list[Guarded]) -> 
     assert (SHARED / f"sem.{name}").exists()
     one.stop()
     assert not (SHARED / f"sem.{name}").exists()
+
+
+def test_a_module_that_is_started_is_there_once(tmp_path) -> None:
+    """Loaded again, under its name, its records would be of other classes than its own."""
+    (tmp_path / "started.py").write_text(
+        "import pickle\n"
+        "class Record: pass\n"
+        "def main(sock, parent, *arguments):\n"
+        "    same = pickle.loads(b'cstarted\\nRecord\\n.') is Record\n"
+        "    sock.sendall(f'{same} {parent} {arguments}'.encode())\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    process, sock = start_module("started", "-1", env=environment)
+    with sock:
+        sock.settimeout(END_S)
+        assert sock.recv(1 << 10).decode() == f"True {os.getpid()} ('-1',)"
+    assert wait_process(process, END_S) == 0

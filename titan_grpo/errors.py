@@ -102,7 +102,7 @@ class ServerUnfit(ServerRefused):
 
 
 class ServerTaken(ServerRefused):
-    """Another run is in force on a server: ``run_id``, with ``term`` (protocol.fence), ``age_s``
+    """Another run is in force on a server: ``run_id``, with ``term`` (protocol.server), ``age_s``
     seconds old."""
 
     def __init__(self, message: str, run_id: str, term: int, age_s: float) -> None:
@@ -130,7 +130,7 @@ CROSSING: dict[str, type[TitanGrpoError]] = {
 
 
 def kind_of(error: BaseException) -> str:
-    """The name in CROSSING under which an error crosses: the nearest that it is. What nobody raised
-    on purpose is a bug of ours."""
+    """The name in CROSSING under which an error crosses: the nearest that it is. What was not
+    raised on purpose is a bug of ours."""
     names = (kind.__name__ for kind in type(error).__mro__)
     return next((name for name in names if name in CROSSING), ProtocolError.__name__)

@@ -1,9 +1,7 @@
 """Start, watch and end subprocesses. Every subprocess of the package is started here.
 
-``python -m titan_grpo.subprocesses --fd N --grace SECONDS -- COMMAND...`` is the guard that
-``Guarded`` starts between itself and a command."""
+``main`` is the guard that ``Guarded`` starts between itself and a command."""
 
-import argparse
 import ctypes
 import os
 import select
@@ -19,9 +17,11 @@ from typing import IO, Any
 
 from titan_grpo.runkey import KEY_VARIABLES
 
-TORCHRUN_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
-TORCHRUN_NAMES |= {"GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"}
-TORCHRUN_NAMES |= {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets for each of its processes: all of them, or none."""
+
+TORCHRUN_NAMES = {*TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE", "OMP_NUM_THREADS"}
+TORCHRUN_NAMES |= {"ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"}
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "PET_")
 
 PR_SET_PDEATHSIG = 1
@@ -64,13 +64,15 @@ def start_module(
     stderr: Output = None,
     new_session: bool = False,
 ) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-    """Start ``python -m MODULE --fd N ARGUMENTS``, where N is one end of a socket pair. Returns the
-    process and the other end, which closes when this process ends, however it ends.
+    """Start a process that calls ``main(socket, parent, *arguments)`` of a module: with one end of
+    a socket pair, and this process's id. Returns the process and the other end, which closes when
+    this process ends, however it ends.
 
     ``new_session``: signals to our group or terminal do not reach the process. Raises OSError.
     """
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", module, "--fd", str(theirs.fileno()), *arguments]
+    ends = str(theirs.fileno()), str(os.getpid())
+    command = [sys.executable, "-m", "titan_grpo.run_main", module, *ends, *arguments]
     try:
         with theirs:
             process = subprocess.Popen(
@@ -189,7 +191,7 @@ class Guarded:
         self._grace_s = grace_s
         self.guard, self._owner = start_module(
             "titan_grpo.subprocesses",
-            *("--grace", str(grace_s), "--", *command),
+            *(str(grace_s), *command),
             env=env,
             stdout=stdout,
             stderr=stderr,
@@ -269,32 +271,26 @@ def _shared_memory(in_group: Callable[[int], bool]) -> set[int]:
     return out
 
 
-def _guard(argv: Sequence[str]) -> int:
+def main(owner: socket.socket, _: int, grace_s: str, *command: str) -> int:
     """Run the command until it ends, its owner does, or SIGTERM comes; then end what is left of it.
     Returns the command's exit status (128 + number after a signal).
 
     What the group leaves in /dev/shm is removed: SGLang's schedulers leave 25 MB each at tensor
     parallel 2 and a semaphore, and containers often have 64 MB.
     """
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--grace", type=float, required=True)
-    parser.add_argument("command", nargs="+")
-    options = parser.parse_args(argv)
-    owner = socket.socket(fileno=options.fd)
     woken, wake = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno())
     signal.signal(signal.SIGTERM, lambda *_: None)
     child = subprocess.Popen(
-        options.command, process_group=0, preexec_fn=end_with_parent, stdin=subprocess.DEVNULL
+        command, process_group=0, preexec_fn=end_with_parent, stdin=subprocess.DEVNULL
     )
     with suppress(OSError):
         owner.sendall(f"{child.pid}\n".encode())
     # no deadline: the owner's end, a signal, or the command's end
     _readable(None, owner.fileno(), woken.fileno(), os.pidfd_open(child.pid))
     left = _shared_memory(lambda group: group == child.pid)
-    end(child, options.grace)
+    end(child, float(grace_s))
     left -= _shared_memory(lambda group: group != child.pid)
     for path in SHARED_MEMORY.iterdir():
         with suppress(OSError):
@@ -302,7 +298,3 @@ def _guard(argv: Sequence[str]) -> int:
                 path.unlink()
     status = wait_process(child, KILL_S)
     return status if status >= 0 else 128 - status
-
-
-if __name__ == "__main__":
-    sys.exit(_guard(sys.argv[1:]))

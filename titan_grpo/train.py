@@ -31,13 +31,9 @@ def _stop_on_signals() -> None:
 
 def _check_environment() -> None:
     from titan_grpo.errors import ConfigError
+    from titan_grpo.subprocesses import TORCHRUN
 
-    missing = [
-        name
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
-        if name not in os.environ
-    ]
-    if missing:
+    if missing := [name for name in TORCHRUN if name not in os.environ]:
         raise ConfigError(
             f"titan_grpo.train must be started by torchrun, which sets {', '.join(missing)}: "
             "torchrun --nproc_per_node N -m titan_grpo.train --job.config_file X.toml"

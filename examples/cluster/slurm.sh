@@ -28,7 +28,7 @@ else
     serve=(--nodes="$SERVER_NODES" --nodelist="$SERVER_HOSTS")
 fi
 
-# Servers and trainer share one secret, so nobody else writes weights.
+# Servers and trainer share one secret, so no other process writes weights.
 key="$(mktemp -p "$HOME" .titan_grpo_key.XXXXXX)"
 trap 'rm -f "$key"' EXIT
 python3 -c 'import secrets; print(secrets.token_hex(32))' >"$key"

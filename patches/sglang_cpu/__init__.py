@@ -27,7 +27,7 @@ WHY = (
 APPLIES_TO: Range = ("sglang", "0.5.20", "0.5.24")
 DELETE_WHEN = (
     "SGLang's CPU kernels, or a build for CPU that needs none, come from PyPI, and"
-    " tests/e2e/test_sglang_launch.py passes"
+    " tests/e2e/test_sglang.py passes"
 )
 
 CALLS_VARIABLE = "TITAN_GRPO_SGL_KERNEL_CALLS"

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.algorithm.table_model import ALL_ON, Tables, step
-from titan_grpo.algorithm import metrics
 from titan_grpo.algorithm.batch import BatchOptions
 from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy, token_logprobs
-from titan_grpo.algorithm.metrics import pack as pack_metrics
-from titan_grpo.algorithm.metrics import summarize, unpack
+from titan_grpo.algorithm.loss import flags, reasons, summarize, unpack
+from titan_grpo.algorithm.loss import pack as pack_metrics
+from titan_grpo.config import GRPO
 from titan_grpo.errors import ConfigError
 from titan_grpo.samples import Completion, Group, Prompt
 
@@ -88,7 +88,7 @@ def make_groups():
 def train_step(num_ranks, rank, pack):
     """This rank's part of a step over ``num_ranks``, with every term of the loss on."""
     table = torch.arange(WORDS * WORDS, dtype=torch.float64).view(WORDS, WORDS).sin()
-    options = BatchOptions(token_budget=16, max_len=8, num_minibatches=2, pack=pack)
+    options = BatchOptions(16, 8, pack=pack, grpo=GRPO(num_microbatches=2))
     tables = Tables(table, table.flip(0))
     return step(make_groups(), tables, ALL_ON, options, range(rank, rank + 1), num_ranks)
 
@@ -118,9 +118,9 @@ def agreed(rank):
     """What both ranks say of a step in which only the last one has a NaN, and only the first knows
     that rewards collapsed."""
     loss = torch.tensor(float("nan") if rank == 1 else 0.5)
-    found = metrics.flags(loss, torch.tensor(2.0), 3.0, collapsed=rank == 0)
+    found = flags(loss, torch.tensor(2.0), 3.0, collapsed=rank == 0)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return metrics.reasons(found.tolist())
+    return reasons(found.tolist())
 
 
 def main():
@@ -128,7 +128,7 @@ def main():
     torch.set_num_threads(1)
     store = dist.FileStore(sys.argv[2], 2)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=180)
     )
     mesh = init_device_mesh("cpu", (2,))
     figures = {

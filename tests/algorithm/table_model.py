@@ -8,8 +8,7 @@ import torch
 
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy, token_logprobs
-from titan_grpo.algorithm.loss import LogitTerms, grpo_loss
-from titan_grpo.algorithm.metrics import Metrics, accumulate
+from titan_grpo.algorithm.loss import LogitTerms, Metrics, accumulate, grpo_loss
 from titan_grpo.config import GRPO
 from titan_grpo.samples import Group
 

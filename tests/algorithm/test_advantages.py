@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,31 +7,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.algorithm.advantages import (
-    AdvantageOptions,
-    LengthPenalty,
-    Overlong,
     Scored,
     has_spread,
     length_rewards,
     overlong_penalty,
     step_advantages,
 )
-from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.config import GRPO
+from titan_grpo.errors import DataError
 from titan_grpo.samples import Completion
 
-GROUP, NONE, BATCH = (AdvantageOptions(normalization=kind) for kind in ("group", "none", "batch"))
+KINDS = {
+    "group": GRPO(),
+    "none": GRPO(normalize_advantage_std=False),
+    "batch": GRPO(advantage_normalization="batch"),
+}
+GROUP, NONE, BATCH = KINDS.values()
+LONGEST = 40
 rewards = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=16)
 
 
 def one(values, options=GROUP):
-    (out,) = step_advantages([[Scored(float(value), 5, 5) for value in values]], options)
+    (out,) = step_advantages([[Scored(float(value), 5, 5) for value in values]], options, LONGEST)
     return out
 
 
 def test_the_docstring_example() -> None:
     assert one((1, 0, 0, 1)) == pytest.approx((1, -1, -1, 1), abs=3e-6)
     assert one((1, 0, 0, 1), NONE) == (0.5, -0.5, -0.5, 0.5)
-    loo = AdvantageOptions(baseline="leave_one_out", normalization="none")
+    loo = replace(NONE, advantage_baseline="leave_one_out")
     assert one((1, 0, 0, 1), loo) == pytest.approx((2 / 3, -2 / 3, -2 / 3, 2 / 3))
 
 
@@ -38,7 +43,7 @@ def test_the_docstring_example() -> None:
 @pytest.mark.parametrize("group", [(), (3.0,), (0.1, 0.1, 0.1), (1e9,) * 7])
 def test_a_group_without_differences_has_exact_zeros(group, options) -> None:
     assert one(group, options) == (0.0,) * len(group)
-    assert not has_spread([Scored(r, 5, 5) for r in group], options)
+    assert not has_spread([Scored(r, 5, 5) for r in group], options, LONGEST)
 
 
 def test_nearly_equal_rewards_are_not_blown_up() -> None:
@@ -71,27 +76,24 @@ def reference(groups, options):
     for group in groups:
         r = np.array([reward for reward, _ in group], dtype=np.float64)
         n = np.array([tokens for _, tokens in group], dtype=np.float64)
-        if options.overlong is not None:
-            start = options.overlong.max_tokens - options.overlong.cache_tokens
-            penalty = np.where(n <= start, 0.0, (start - n) / options.overlong.cache_tokens)
-            r = r + options.overlong.factor * np.where(
-                n >= options.overlong.max_tokens, -1.0, penalty
-            )
-        if options.scale_by_len:
+        if cache := options.overlong_cache_tokens:
+            penalty = np.where(n <= LONGEST - cache, 0.0, (LONGEST - cache - n) / cache)
+            r = r + options.overlong_penalty * np.where(n >= LONGEST, -1.0, penalty)
+        if options.scale_adv_by_len:
             r = r * (n - 1)  # the sampled ones: each completion here has a token of context
-        if options.baseline == "leave_one_out":
+        if options.advantage_baseline == "leave_one_out":
             centred.append(np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))]))
         else:
             centred.append(r - r.mean())
         deviations.append(r.std())
-    if options.normalization == "none":
+    if not options.normalize_advantage_std:
         return centred
-    if options.normalization == "batch":
+    if options.advantage_normalization == "batch":
         return [c / (np.sqrt(np.mean(np.concatenate(centred) ** 2)) + 1e-6) for c in centred]
     return [c / (s + 1e-6) for c, s in zip(centred, deviations, strict=True)]
 
 
-@pytest.mark.parametrize("overlong", [None, Overlong(40, 15, 0.7)])
+@pytest.mark.parametrize("overlong", [0, 15])
 @pytest.mark.parametrize("scale_by_len", [False, True])
 @pytest.mark.parametrize("normalization", ["group", "batch", "none"])
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
@@ -103,20 +105,27 @@ def test_advantages_are_those_of_the_formulas(
         [(float(rng.normal()), int(rng.integers(1, 45))) for _ in range(size)]
         for size in (2, 3, 8, 5)
     ]
-    options = AdvantageOptions(baseline, normalization, scale_by_len, overlong)
-    ours = step_advantages([[Scored(r, n - 1, n) for r, n in group] for group in groups], options)
+    options = replace(
+        KINDS[normalization],
+        advantage_baseline=baseline,
+        scale_adv_by_len=scale_by_len,
+        overlong_cache_tokens=overlong,
+        overlong_penalty=0.7,
+    )
+    scored = [[Scored(r, n - 1, n) for r, n in group] for group in groups]
+    ours = step_advantages(scored, options, LONGEST)
     for mine, theirs in zip(ours, reference(groups, options), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-12)
 
 
 def test_a_short_completion_gains_only_where_it_is_correct() -> None:
     group = [Scored(reward, n, n) for reward, n in ((0.0, 10), (1.0, 20), (1.0, 30), (0.0, 30))]
-    penalty = LengthPenalty(0.4, 0.5)
+    penalty = GRPO(length_penalty=0.4)
     assert length_rewards(group, penalty) == pytest.approx([0.0, 0.0, -0.2, -0.2])
     assert length_rewards(group[2:], penalty) == [0.0, 0.0]
     assert length_rewards([], penalty) == []
     correct = [Scored(1.0, n, n) for n in (10, 15, 30)]
-    (advantages,) = step_advantages([correct], AdvantageOptions(length_penalty=penalty))
+    (advantages,) = step_advantages([correct], penalty, LONGEST)
     shaped = np.array([1.2, 1.1, 0.8])
     np.testing.assert_allclose(advantages, (shaped - shaped.mean()) / (shaped.std() + 1e-6))
 
@@ -127,29 +136,23 @@ def test_the_overlong_penalty_counts_what_the_length_limit_counts() -> None:
     )
     assert Scored.of(turns) == (1.0, 2, 3)
     short = Completion((5,), (-1.0,), "stop", 0, 0, "s", 1.0)
-    options = AdvantageOptions(normalization="none", overlong=Overlong(3, 1))
-    ((first, second),) = step_advantages([[Scored.of(turns), Scored.of(short)]], options)
+    options = replace(NONE, overlong_cache_tokens=1)
+    ((first, second),) = step_advantages([[Scored.of(turns), Scored.of(short)]], options, 3)
     assert (first, second) == (-0.5, 0.5)
 
 
 def test_the_batch_scale_is_the_same_for_every_group_and_the_group_scale_is_not() -> None:
     groups = [[Scored(0.0, 1, 1), Scored(last, 1, 1)] for last in (1.0, 10.0)]
-    assert step_advantages(groups, GROUP)[0] == pytest.approx(
-        step_advantages(groups, GROUP)[1], rel=1e-5
-    )
-    small, large = step_advantages(groups, BATCH)
+    small, large = step_advantages(groups, GROUP, LONGEST)
+    assert small == pytest.approx(large, rel=1e-5)
+    small, large = step_advantages(groups, BATCH, LONGEST)
     assert large[1] == pytest.approx(10 * small[1])
 
 
 def test_the_overlong_penalty_begins_in_the_cache_and_is_whole_at_the_limit() -> None:
-    options = Overlong(max_tokens=100, cache_tokens=20)
-    assert [overlong_penalty(n, options) for n in (1, 80, 90, 100, 130)] == [0, 0, -0.5, -1, -1]
+    for options in (GRPO(overlong_cache_tokens=20), GRPO(overlong_cache_share=0.195)):
+        found = [overlong_penalty(n, options, 100) for n in (1, 80, 90, 100, 130)]
+        assert found == [0, 0, -0.5, -1, -1]
     equal = [Scored(1.0, 80, 80), Scored(1.0, 80, 100)]
-    assert not has_spread(equal, GROUP)
-    assert has_spread(equal, AdvantageOptions(overlong=options))
-
-
-@pytest.mark.parametrize("cache", [0, -1, 101])
-def test_an_overlong_cache_without_room_is_refused(cache) -> None:
-    with pytest.raises(ConfigError, match="overlong_cache_tokens"):
-        Overlong(100, cache)
+    assert not has_spread(equal, GROUP, 100)
+    assert has_spread(equal, options, 100)

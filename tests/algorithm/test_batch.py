@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.rows import IGNORE_INDEX
+from titan_grpo.config import GRPO
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.samples import Completion, Group, Prompt
 
@@ -78,7 +79,7 @@ def test_spans_that_do_not_cover_a_completion_are_no_lengths_of_it() -> None:
     [("token", 1 / 4, 1 / 4), ("sequence", 1 / 2, 1 / 6), ("constant", 1 / 20, 1 / 20)],
 )
 def test_the_weights_of_the_docstring_example(normalization, one_token, three_tokens) -> None:
-    options = replace(OPTIONS, normalization=normalization, constant=10)
+    options = replace(OPTIONS, grpo=GRPO(loss_normalization=normalization), longest=10)
     weights = only_micro_batch([group(completion((7,)), completion((7, 8, 9)))], options)["weights"]
     by_count = {int((row != 0).sum()): row[row != 0] for row in weights}
     assert by_count[1].tolist() == pytest.approx([one_token])
@@ -112,7 +113,7 @@ def test_a_defective_completion_takes_its_group_out_and_no_other(reason, bad) ->
 
 def test_a_truncated_completion_can_be_left_out_but_its_reward_counts() -> None:
     cut = replace(completion((7, 8), reward=0.0), finish_reason="length")
-    options = replace(OPTIONS, mask_truncated=True)
+    options = replace(OPTIONS, grpo=GRPO(mask_truncated=True))
     batch = plan([group(completion((9,), reward=1.0), cut)], 1, options)
     assert batch.dropped == {"truncated": 1}
     [mb] = batch.micro_batches()[0]
@@ -124,7 +125,8 @@ def test_a_truncated_completion_can_be_left_out_but_its_reward_counts() -> None:
 def test_a_step_of_truncated_completions_alone_is_one_without_a_gradient() -> None:
     cut = [replace(completion((7, 8), reward=float(n)), finish_reason="length") for n in range(2)]
     for normalization in ("token", "sequence", "constant"):
-        options = replace(OPTIONS, mask_truncated=True, normalization=normalization, constant=4)
+        grpo = GRPO(mask_truncated=True, loss_normalization=normalization)
+        options = replace(OPTIONS, grpo=grpo, longest=4)
         batch = plan([group(*cut)], 1, options)
         assert batch.sequences == 2
         assert not batch.micro_batches()[0][0]["weights"].any()
@@ -143,9 +145,8 @@ def test_what_the_policy_did_not_sample_is_context_only() -> None:
     turns = replace(
         completion((7, 8, 9), logprobs=(-1.0, 1.0, -2.0), reward=1.0), sampled=(True, False, True)
     )
-    batch = plan(
-        [group(turns, completion((3,), reward=0.0))], 1, replace(OPTIONS, normalization="sequence")
-    )
+    options = replace(OPTIONS, grpo=GRPO(loss_normalization="sequence"))
+    batch = plan([group(turns, completion((3,), reward=0.0))], 1, options)
     [mb] = batch.micro_batches()[0]
     x = IGNORE_INDEX
     assert batch.tokens == 3
@@ -218,7 +219,7 @@ def test_a_group_stays_on_one_rank_unless_it_may_be_split(pack) -> None:
     prompts = [prompts_of(rank) for rank in whole.micro_batches()]
     assert sum(len(p) for p in prompts) == 5
     assert sorted(map(len, prompts)) == [1, 2, 2]
-    split = plan(groups, 3, replace(OPTIONS, pack=pack, split_groups=True))
+    split = plan(groups, 3, replace(OPTIONS, pack=pack, grpo=GRPO(balance_split_groups=True)))
     assert max(split.loads) - min(split.loads) < max(whole.loads) - min(whole.loads)
 
 
@@ -231,7 +232,8 @@ def test_work_is_balanced_against_what_dealing_would_give() -> None:
     batch = plan(groups, 2, replace(OPTIONS, cost=cost))
     assert batch.work == (2 * cost.of(30) + 2 * cost.of(2),) * 2
     assert batch.dealt_work == (4 * cost.of(30), 4 * cost.of(2))
-    assert plan(groups, 2, replace(OPTIONS, cost=cost, balance=False)).work == batch.dealt_work
+    dealt = replace(OPTIONS, cost=cost, grpo=GRPO(balance_batch=False))
+    assert plan(groups, 2, dealt).work == batch.dealt_work
 
 
 def test_a_prompt_without_tokens_is_dropped_because_nothing_predicts_its_first_token() -> None:
@@ -261,19 +263,9 @@ def test_ranks_without_rows_get_an_all_masked_micro_batch() -> None:
     assert batch.fill == 3 / 24
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"token_budget": 16}, "32 tokens, got 16"),
-        ({"max_len": 0}, "max_len must be greater than 0"),
-        ({"pad_multiple": 0}, "pad_multiple must be greater than 0"),
-        ({"normalization": "constant"}, "divisor"),
-        ({"normalization": "mean"}, "token, sequence or constant"),
-    ],
-)
-def test_impossible_options_are_refused(change, message) -> None:
-    with pytest.raises(ConfigError, match=message):
-        replace(OPTIONS, **change)
+def test_a_budget_without_room_for_the_longest_row_is_refused() -> None:
+    with pytest.raises(ConfigError, match="32 tokens, got 16"):
+        replace(OPTIONS, token_budget=16)
 
 
 a_completion = st.builds(
@@ -293,7 +285,7 @@ a_group = st.builds(
 def test_packed_and_padded_batches_hold_the_same_sequences_with_the_same_weights(
     groups, num_ranks, split, balance
 ) -> None:
-    options = replace(OPTIONS, split_groups=split, balance=balance)
+    options = replace(OPTIONS, grpo=GRPO(balance_split_groups=split, balance_batch=balance))
     try:
         padded = plan(groups, num_ranks, options)
     except DataError:
@@ -326,7 +318,7 @@ def test_a_batch_holds_every_short_enough_completion_once_within_the_budget(
         for c in g.completions
         if len(g.prompt.token_ids) + len(c.token_ids) <= 32
     ]
-    options = replace(OPTIONS, normalization=normalization, constant=34)
+    options = replace(OPTIONS, grpo=GRPO(loss_normalization=normalization), longest=34)
     if not fits:
         with pytest.raises(DataError):
             plan(groups, num_ranks, options)
@@ -372,7 +364,7 @@ def test_with_pipeline_stages_every_rank_has_a_multiple_of_them_and_padding_coun
     groups = [
         group(*(completion(range(4, 4 + n)) for n in (3, 17)), index=index) for index in range(3)
     ]
-    options = replace(OPTIONS, stages=2, num_minibatches=1, split_groups=True)
+    options = replace(OPTIONS, stages=2, grpo=GRPO(balance_split_groups=True))
     found = plan(groups, 2, options)
     assert found.steps == (2,)
     [one, other] = found.micro_batches()

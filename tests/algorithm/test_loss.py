@@ -12,15 +12,15 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from tests.algorithm.loss_reference import Sequence, sequence_loss
 from tests.algorithm.table_model import ALL_ON
 from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy, token_logprobs
-from titan_grpo.algorithm.kl import kl_estimate, kl_returns
-from titan_grpo.algorithm.loss import LogitTerms, grpo_loss
-from titan_grpo.algorithm.metrics import Metrics, accumulate, flags
+from titan_grpo.algorithm.loss import LogitTerms, Metrics, accumulate, flags, grpo_loss
 from titan_grpo.algorithm.objective import (
     Spans,
     Weights,
     clipped_objective,
     gmpo_objective,
     interpolated,
+    kl_estimate,
+    kl_returns,
     least_left_out,
     policy_ratio,
     rollout_weights,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.rows import IGNORE_INDEX, Layout, Row, attention_rows, build, compact
+from titan_grpo.config import GRPO
 from titan_grpo.errors import DataError
 from titan_grpo.samples import Completion, Group, Prompt
 
@@ -64,9 +65,8 @@ def same(one, other):
 def test_a_rank_builds_from_what_it_is_sent_the_very_tensors_that_rank_0_builds_for_it(
     groups, num_ranks, pack, minibatches
 ) -> None:
-    options = BatchOptions(
-        64, 32, 1, pack=pack, num_minibatches=minibatches, normalization="sequence"
-    )
+    grpo = GRPO(num_microbatches=minibatches, loss_normalization="sequence")
+    options = BatchOptions(64, 32, 1, pack=pack, grpo=grpo)
     try:
         batch = plan(groups, num_ranks, options)
     except DataError:

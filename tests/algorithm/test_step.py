@@ -14,12 +14,12 @@ import torch
 from tests.algorithm.loss_reference import Sequence, sequence_loss
 from tests.algorithm.table_model import ALL_ON, Tables, step
 from titan_grpo.algorithm.batch import BatchOptions
-from titan_grpo.algorithm.metrics import summarize
+from titan_grpo.algorithm.loss import summarize
 from titan_grpo.config import GRPO
 from titan_grpo.samples import Completion, Group, Prompt
 
 WORDS, TEMPERATURE = 6, 0.7
-OPTIONS = BatchOptions(token_budget=32, max_len=16, pad_multiple=4, constant=9)
+OPTIONS = BatchOptions(token_budget=32, max_len=16, pad_multiple=4, longest=9)
 POLICY, OLD, REFERENCE = (
     torch.tensor(np.random.default_rng(seed).normal(size=(WORDS, WORDS))) for seed in (1, 2, 3)
 )
@@ -101,14 +101,15 @@ def test_loss_and_gradient_of_a_step_are_the_references_on_one_rank_and_on_many(
 ) -> None:
     loss, gradient = expected(grpo, normalization, old_given)
     assert gradient.abs().max() > 1e-3
-    options = replace(OPTIONS, normalization=normalization)
+    options = replace(OPTIONS, grpo=GRPO(loss_normalization=normalization))
     one = measured(grpo, options, 1, old_given)
     # 1e-6: advantages and weights are float32 tensors by contract; everything else is float64.
     assert one[0] == pytest.approx(loss, rel=1e-6, abs=1e-7)
     torch.testing.assert_close(one[1], gradient, rtol=2e-6, atol=2e-7)
     others = [(options, ranks) for ranks in (2, 3, 7, 40)]
     others.append((replace(options, token_budget=400, pad_multiple=1), 3))
-    others.append((replace(options, pack=True, split_groups=True), 3))
+    split = replace(options.grpo, balance_split_groups=True)
+    others.append((replace(options, pack=True, grpo=split), 3))
     for changed, num_ranks in others:
         many = measured(grpo, changed, num_ranks, old_given)
         assert many[0] == pytest.approx(one[0], rel=1e-12)

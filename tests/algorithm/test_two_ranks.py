@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.ranks import run_ranks
-from titan_grpo.algorithm.metrics import REASONS
+from titan_grpo.algorithm.loss import REASONS
 
 SCRIPT = Path(__file__).with_name("rank_of_two.py")
 

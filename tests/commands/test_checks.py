@@ -3,35 +3,21 @@ import re
 import msgspec
 import pytest
 
-from titan_grpo.commands import doctor_checks
-from titan_grpo.commands.doctor_checks import RANGES, ServerFacts, numbers, server
+from titan_grpo.commands import doctor_host
+from titan_grpo.commands.doctor_host import RANGES, numbers
+from titan_grpo.commands.doctor_servers import Needs, Options, ServerFacts, server
 from titan_grpo.config import WeightSync
 from titan_grpo.protocol.messages import Joined
 
-TORCHRUN_ENV = {
-    "RANK": "1",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "2",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
+TORCHRUN_ENV = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN_ENV |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 JOINED = Joined(True, "", "0.1.0", 4242, "0000000003e8-00000000", 7, "f" * 32, True)
 
 
 def facts(**changes) -> ServerFacts:
-    good = {
-        "url": "http://s:8000",
-        "healthy": True,
-        "version": "0.32.0",
-        "label": "7",
-        "paused": False,
-        "backend": "titan_grpo",
-        "joined": JOINED,
-        "errors": {},
-    }
-    return ServerFacts(**{**good, **changes})
+    good = {"version": "0.32.0", "label": "7", "paused": False, "backend": "titan_grpo"}
+    return ServerFacts("http://s:8000", **{**good, "joined": JOINED, **changes})
 
 
 @pytest.mark.parametrize(
@@ -46,7 +32,7 @@ def facts(**changes) -> ServerFacts:
 def test_the_numbers_of_a_version_are_its_leading_ones(
     version: str, expected: tuple[int, ...]
 ) -> None:
-    assert doctor_checks.numbers(version) == expected
+    assert doctor_host.numbers(version) == expected
 
 
 @pytest.mark.parametrize(
@@ -65,42 +51,23 @@ def test_the_numbers_of_a_version_are_its_leading_ones(
 def test_a_package_outside_its_range_is_named_with_the_command_that_mends_it(
     name, version, status
 ) -> None:
-    finding = doctor_checks.package(name, version, RANGES[name])
+    finding = doctor_host.package(name, version, RANGES[name])
     assert finding.status == status
     assert (f"pip install '{name}>=" in finding.remedy) == (status != "ok")
 
 
 @pytest.mark.parametrize(
-    ("joined", "ours", "status", "words"),
+    ("said", "ours", "status", "words"),
     [
-        (JOINED, False, "ok", "it demands no run key"),
-        (
-            msgspec.structs.replace(JOINED, keyed=True),
-            False,
-            "warning",
-            "it demands a run key, and there is none here",
-        ),
-        (
-            msgspec.structs.replace(JOINED, keyed=True),
-            True,
-            "ok",
-            "it has proven that it has our run key",
-        ),
-        (
-            msgspec.structs.replace(JOINED, keyed=True, ok=False, error="another run key"),
-            True,
-            "problem",
-            "refuse a trainer from here: a",
-        ),
-        (
-            msgspec.structs.replace(JOINED, ok=False, error="this end has none"),
-            True,
-            "problem",
-            "this end has none",
-        ),
+        ({}, False, "ok", "it demands no run key"),
+        ({"keyed": True}, False, "warning", "it demands a run key, and there is none here"),
+        ({"keyed": True}, True, "ok", "it has proven that it has our run key"),
+        ({"keyed": True, "ok": False, "error": "another"}, True, "problem", "from here: another"),
+        ({"ok": False, "error": "this end has none"}, True, "problem", "this end has none"),
     ],
 )
-def test_what_a_server_says_about_run_keys(joined, ours, status, words) -> None:
+def test_what_a_server_says_about_run_keys(said, ours, status, words) -> None:
+    joined = msgspec.structs.replace(JOINED, **said)
     finding = server(facts(joined=joined, our_key=ours))[-1]
     assert (finding.status, words in finding.text) == (status, True)
     assert bool(finding.remedy) == (status != "ok")
@@ -117,14 +84,14 @@ def test_the_ranges_are_those_of_the_packaging(root) -> None:
 
 
 def test_an_old_python_is_a_problem() -> None:
-    assert doctor_checks.python((3, 10, 12)).status == "problem"
-    assert doctor_checks.python((3, 11, 0)).status == "ok"
+    assert doctor_host.python((3, 10, 12)).status == "problem"
+    assert doctor_host.python((3, 11, 0)).status == "ok"
 
 
 @pytest.mark.parametrize("missing", ["", *TORCHRUN_ENV])
 def test_torchrun_variables_are_fine_if_all_or_none_are_set(missing: str) -> None:
-    assert doctor_checks.torchrun({}).status == "ok"
-    finding = doctor_checks.torchrun({k: v for k, v in TORCHRUN_ENV.items() if k != missing})
+    assert doctor_host.torchrun({}).status == "ok"
+    finding = doctor_host.torchrun({k: v for k, v in TORCHRUN_ENV.items() if k != missing})
     assert finding.status == ("problem" if missing else "ok")
     assert missing in finding.text
 
@@ -134,7 +101,7 @@ def test_torchrun_variables_are_fine_if_all_or_none_are_set(missing: str) -> Non
     [(64 << 20, 0, "ok"), (64 << 20, 1, "ok"), (64 << 20, 2, "problem"), (None, 0, "warning")],
 )
 def test_shared_memory_matters_to_several_gpus_only(size, accelerators, status) -> None:
-    assert doctor_checks.shared_memory(size, accelerators).status == status
+    assert doctor_host.shared_memory(size, accelerators).status == status
 
 
 @pytest.mark.parametrize(
@@ -144,7 +111,7 @@ def test_shared_memory_matters_to_several_gpus_only(size, accelerators, status) 
 def test_memory_counts_every_slot_and_says_whether_fewer_would_fit(
     available, slots, remedy
 ) -> None:
-    found = doctor_checks.memory(available << 30, 4 << 30, slots)
+    found = doctor_host.memory(available << 30, 4 << 30, slots)
     assert remedy in found.remedy
     assert bool(remedy) == (found.status == "problem")
 
@@ -158,17 +125,17 @@ GIB = 1 << 30
 )
 def test_the_start_waits_as_long_as_a_first_version_may_take(nbytes, startup_s, status) -> None:
     sync = WeightSync(min_rate=50 << 20, startup_deadline_s=startup_s)
-    finding = doctor_checks.first_version(nbytes, sync)
+    finding = doctor_host.first_version(nbytes, sync)
     assert finding is not None
     assert finding.status == status
     if status == "warning":
         # 60 to join, 120 + 16 GiB / 50 MiB/s = 327.68 to transfer, 60 to commit
         assert ("568" in finding.remedy) == (nbytes == 16 * GIB)
-    assert doctor_checks.first_version(None, sync) is None
+    assert doctor_host.first_version(None, sync) is None
 
 
 def test_the_deadline_that_is_advised_is_enough() -> None:
-    short = doctor_checks.first_version(GIB >> 20, WeightSync(startup_deadline_s=240.0))
+    short = doctor_host.first_version(GIB >> 20, WeightSync(startup_deadline_s=240.0))
     assert short is not None
     assert "to 241 or more" in short.remedy
 
@@ -180,16 +147,16 @@ def test_the_deadline_that_is_advised_is_enough() -> None:
 def test_open_files_are_compared_with_servers_and_their_requests(
     limit, servers, requests, status
 ) -> None:
-    assert doctor_checks.descriptors(limit, servers, requests).status == status
+    assert doctor_host.descriptors(limit, servers, requests).status == status
 
 
 def test_locked_memory_matters_to_a_card_that_reads_memory_itself() -> None:
-    assert doctor_checks.locked_memory(8 << 20, False).status == "ok"
-    assert doctor_checks.locked_memory(-1, True).status == "ok"
-    assert doctor_checks.locked_memory(8 << 20, True).status == "warning"
+    assert doctor_host.locked_memory(8 << 20, False).status == "ok"
+    assert doctor_host.locked_memory(-1, True).status == "ok"
+    assert doctor_host.locked_memory(8 << 20, True).status == "warning"
 
 
-FREE, USED = doctor_checks.Gpu(80 * GIB, 80 * GIB), doctor_checks.Gpu(10 * GIB, 80 * GIB)
+FREE, USED = doctor_host.Gpu(80 * GIB, 80 * GIB), doctor_host.Gpu(10 * GIB, 80 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -207,26 +174,23 @@ FREE, USED = doctor_checks.Gpu(80 * GIB, 80 * GIB), doctor_checks.Gpu(10 * GIB, 
 def test_gpus_of_ranks_and_of_launched_servers_are_told_apart(
     found, launched, statuses, words
 ) -> None:
-    findings = doctor_checks.gpus(found, launched, 16 * GIB)
+    findings = doctor_host.gpus(found, launched, 16 * GIB)
     assert [finding.status for finding in findings] == statuses
     assert words in " ".join(finding.text for finding in findings)
 
 
 def test_two_versions_of_nccl_are_a_problem_that_names_both() -> None:
-    assert doctor_checks.nccl("2.28.9", "2.28.9", "p").status == "ok"
-    finding = doctor_checks.nccl("2.28.9", "2.27.5", "p")
+    assert doctor_host.nccl("2.28.9", "2.28.9", "p").status == "ok"
+    finding = doctor_host.nccl("2.28.9", "2.27.5", "p")
     assert finding.status == "problem"
     assert "2.28.9 here and 2.27.5 for p" in finding.text
 
 
 SGLANG = {"engine": "sglang", "version": "0.5.23"}
+SERVES = [("ok", "server"), ("ok", "server routes")]
 SERVERS: dict[str, tuple[dict, list[tuple[str, str]], str]] = {
-    "good": ({}, [("ok", "server"), ("ok", "server routes"), ("ok", "server plugin")], ""),
-    "good sglang": (
-        SGLANG,
-        [("ok", "server"), ("ok", "server routes"), ("ok", "server plugin")],
-        "",
-    ),
+    "good": ({}, [*SERVES, ("ok", "server plugin")], ""),
+    "good sglang": (SGLANG, [*SERVES, ("ok", "server plugin")], ""),
     "dead": (
         {"healthy": False, "errors": {"health": "http://s:8000: GET /health got no answer"}},
         [("problem", "server")],
@@ -239,29 +203,29 @@ SERVERS: dict[str, tuple[dict, list[tuple[str, str]], str]] = {
     ),
     "another backend": (
         {"backend": "nccl", "joined": None},
-        [("ok", "server"), ("ok", "server routes"), ("problem", "server plugin")],
+        [*SERVES, ("problem", "server plugin")],
         "--middleware titan_grpo.receive.vllm_http.WeightsMiddleware",
     ),
     "no call back": (
         {"joined": None, "errors": {"joined": "the deadline passed"}},
-        [("ok", "server"), ("ok", "server routes"), ("problem", "server plugin")],
+        [*SERVES, ("problem", "server plugin")],
         "bind_host",
     ),
     "half-loaded weights": (
         {"joined": msgspec.structs.replace(JOINED, intact=False)},
-        [("ok", "server"), ("ok", "server routes"), ("problem", "server plugin")],
+        [*SERVES, ("problem", "server plugin")],
         "half-loaded",
     ),
     "paused": (
         {**SGLANG, "paused": True},
-        [("ok", "server"), ("ok", "server routes"), ("warning", "server"), ("ok", "server plugin")],
+        [*SERVES, ("warning", "server"), ("ok", "server plugin")],
         "continue_generation",
     ),
     "old": ({"version": "0.31.2", "backend": None}, [("problem", "server")], "vllm>=0.32"),
     "old sglang": ({**SGLANG, "version": "0.5.20"}, [("problem", "server")], "sglang>=0.5.21"),
     "sglang without the plugin": (
         {**SGLANG, "backend": None, "joined": None, "errors": {"backend": "404"}},
-        [("ok", "server"), ("ok", "server routes"), ("problem", "server plugin")],
+        [*SERVES, ("problem", "server plugin")],
         "--custom-weight-loader",
     ),
     "a refused key": (
@@ -293,29 +257,85 @@ def test_the_findings_about_a_server_that_is(state: str) -> None:
 def test_an_engine_environment_has_a_new_enough_engine_and_the_receiver(
     name, version, plugin, statuses
 ) -> None:
-    found = doctor_checks.engine("p", {name: version, f"{name}_plugin": plugin}, "", name)
+    found = doctor_host.engine("p", {name: version, f"{name}_plugin": plugin}, name)
     assert [f.status for f in found] == statuses
-    assert "gone" in doctor_checks.engine("p", None, "gone", name)[0].text
+    assert "gone" in doctor_host.engine("p", "gone", name)[0].text
+
+
+NEEDED = {
+    "no adapters": (Options(8), Options(), "start it with --enable-lora --max-lora-rank 8"),
+    "a lower rank": (Options(12), Options(8), "rank 8 at most, lora.rank is 12"),
+    "adapters for whole weights": (Options(), Options(8), "the job sends whole weights"),
+    "no routes": (
+        Options(routes=True),
+        Options(),
+        "start it with --enable-return-routed-experts",
+    ),
+}
+
+
+def of_options(needed: Options, found: Options, **changes) -> list[tuple[str, str]]:
+    findings = server(facts(options=found, **changes), Needs(needed))
+    return [(f.status, f.line()) for f in findings if f.subject == "options"]
+
+
+@pytest.mark.parametrize("lacking", NEEDED)
+def test_an_option_that_the_job_needs_and_the_server_lacks_is_a_problem(lacking) -> None:
+    needed, found, text = NEEDED[lacking]
+    [(status, line)] = of_options(needed, found)
+    assert status == "problem"
+    assert text in line
+
+
+def test_adapters_are_refused_for_an_sglang() -> None:
+    [(status, line)] = of_options(Options(8), Options(), **SGLANG)
+    assert status == "problem"
+    assert "takes no adapters" in line
+
+
+def test_a_server_with_what_the_job_needs_is_ok_and_nothing_needed_is_not_looked_at() -> None:
+    assert [s for s, _ in of_options(Options(8, True), Options(16, True))] == ["ok", "ok"]
+    assert of_options(Options(), Options(0, True)) == []
+
+
+@pytest.mark.parametrize(
+    ("there", "status", "words"),
+    [
+        ([1, 2, 3, 4], "ok", "has the trainer's"),
+        ([1, 2, 3, 5], "warning", "token 3 of a sample text is 4 here and 5 there"),
+        ([1, 2, 3], "warning", "4 tokens here, 3 there"),
+    ],
+)
+def test_ids_that_differ_are_a_warning(there, status, words) -> None:
+    found = server(facts(tokens=there), Needs(tokens=[1, 2, 3, 4]))[-1]
+    assert (found.subject, found.status, words in found.text) == ("tokenizer", status, True)
+    assert bool(found.remedy) == (status == "warning")
+
+
+def test_tokenizers_are_compared_where_both_are_known() -> None:
+    for here, there in (([1], None), (None, [1])):
+        found = server(facts(tokens=there), Needs(tokens=here))
+        assert [f for f in found if f.subject == "tokenizer"] == []
 
 
 def test_every_finding_that_is_not_good_says_what_to_do() -> None:
     found = [
-        doctor_checks.python((3, 9, 0)),
-        *(doctor_checks.package(name, None, allowed) for name, allowed in RANGES.items()),
-        doctor_checks.torchrun({"RANK": "0"}),
-        doctor_checks.shared_memory(None, 0),
-        doctor_checks.shared_memory(1, 8),
-        doctor_checks.memory(1, 1, 2),
-        doctor_checks.bind("10.9.9.9", "no such address"),
-        doctor_checks.first_version(1 << 40, WeightSync()) or doctor_checks.ok("", ""),
-        doctor_checks.descriptors(1, 1, 1),
-        doctor_checks.locked_memory(1, True),
-        *doctor_checks.gpus([], [1], None),
-        *doctor_checks.gpus([USED], [0, 7], 1 << 40),
-        doctor_checks.nccl("", "2.28.9", "p"),
-        *doctor_checks.engine("p", None, "gone"),
-        *doctor_checks.engine("p", {"vllm": "", "vllm_plugin": "no"}, ""),
-        *doctor_checks.engine("p", {"sglang": "", "sglang_plugin": "no"}, "", "sglang"),
+        doctor_host.python((3, 9, 0)),
+        *(doctor_host.package(name, None, allowed) for name, allowed in RANGES.items()),
+        doctor_host.torchrun({"RANK": "0"}),
+        doctor_host.shared_memory(None, 0),
+        doctor_host.shared_memory(1, 8),
+        doctor_host.memory(1, 1, 2),
+        doctor_host.bind("203.0.113.1"),
+        doctor_host.first_version(1 << 40, WeightSync()) or doctor_host.ok("", ""),
+        doctor_host.descriptors(1, 1, 1),
+        doctor_host.locked_memory(1, True),
+        *doctor_host.gpus([], [1], None),
+        *doctor_host.gpus([USED], [0, 7], 1 << 40),
+        doctor_host.nccl("", "2.28.9", "p"),
+        *doctor_host.engine("p", "gone"),
+        *doctor_host.engine("p", {"vllm": "", "vllm_plugin": "no"}),
+        *doctor_host.engine("p", {"sglang": "", "sglang_plugin": "no"}, "sglang"),
         *server(facts(engine="sglang", version="0.5.1", paused=True, backend=None, joined=None)),
         *server(facts(errors={"key": "refused with 401"})),
         *server(facts(healthy=False)),

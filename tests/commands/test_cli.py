@@ -14,7 +14,7 @@ import pytest
 
 from titan_grpo.cli import COMMANDS
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 HEAVY = ("torch", "torchtitan", "numpy", "transformers", "matplotlib", "vllm", "sglang")
 
@@ -55,18 +55,19 @@ def test_help_is_help_and_works_without_torch_and_without_an_engine(command):
     ],
 )
 def test_a_reader_that_goes_away_ends_a_command_without_a_word(command, code, root):
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        assert process.stdout is not None
-        process.stdout.close()
-        _, said = process.communicate(timeout=WAIT_S)
-    assert (said, process.returncode) == ("", code)
+    reader, writer = os.pipe()
+    os.close(reader)  # before the command has written anything
+    with open(writer, "wb") as ended:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=root,
+            stdout=ended,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+    assert (done.stderr, done.returncode) == ("", code)
 
 
 def command_in(folder: Path) -> Path:
@@ -140,3 +141,13 @@ def test_zsh_completes_them_too(tmp_path) -> None:
         finally:
             process.kill()
             os.close(leader)
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "verify_grpo_2gpu.sh"])
+def test_a_scripts_help_makes_no_environment(root, tmp_path, script) -> None:
+    (tmp_path / "scripts").mkdir()
+    # As in an empty clone, and without setup.sh, which would be called.
+    copied = shutil.copy(root / "scripts" / script, tmp_path / "scripts")
+    shown = subprocess.run([copied, "--help"], capture_output=True, text=True, timeout=60)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert f"scripts/{script} [--engine" in shown.stdout

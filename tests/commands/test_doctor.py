@@ -10,7 +10,17 @@ import pytest
 from tests.rigs.board import Board
 from tests.rigs.sockets import free_port
 from titan_grpo import cli
-from titan_grpo.commands import doctor_checks, doctor_facts
+from titan_grpo.commands import doctor_host
+from titan_grpo.commands.doctor_servers import (
+    Access,
+    Needs,
+    Options,
+    address_towards_server,
+    server,
+    server_facts,
+    tokens_here,
+)
+from titan_grpo.titan.tiny import write_tiny_model
 
 
 @contextmanager
@@ -50,7 +60,7 @@ def test_a_server_with_another_backend_is_never_greeted() -> None:
         "/server_info": {"vllm_config": {"weight_transfer_config": {"backend": "nccl"}}},
     }
     with http_server(answers) as (url, seen):
-        found = doctor_facts.server_facts(url, doctor_facts.Access(5))
+        found = server_facts(url, Access(60))
     assert (found.backend, found.joined) == ("nccl", None)
     assert [request for request in seen if request.startswith("POST")] == []
 
@@ -64,7 +74,7 @@ def test_a_server_without_its_rl_routes_is_told_to_open_them(capsys) -> None:
 @pytest.mark.parametrize(("ahead_s", "words"), [(60, "ahead of"), (-60, "behind"), (3, "")])
 def test_a_server_whose_clock_is_off_by_five_seconds_is_a_warning(ahead_s, words, capsys) -> None:
     with http_server({"/health": None, "/version": {"version": "0.32.0"}}, ahead_s) as (url, _):
-        found = doctor_checks.server(doctor_facts.server_facts(url, doctor_facts.Access(5)))
+        found = server(server_facts(url, Access(60)))
     clocks = [f for f in found if f.subject == "clocks"]
     assert [f.status for f in clocks] == (["warning"] if words else [])
     assert all(words in f.text and "NTP" in f.remedy for f in clocks)
@@ -88,7 +98,7 @@ def test_a_vllm_without_our_middleware_is_told_what_it_lacks(status, lacking) ->
     }
     for path, answer in answers.items():
         board.routes[f"GET {path}"] = lambda _, answer=answer: (200, answer)
-    found = doctor_checks.server(doctor_facts.server_facts(board.url, doctor_facts.Access(5)))
+    found = server(server_facts(board.url, Access(60)))
     board.close()
     said = [each for each in found if each.subject == "middleware"]
     assert [each.status for each in said] == ["warning"] * lacking
@@ -103,7 +113,7 @@ def test_a_receiver_that_never_calls_back_is_reported_by_the_deadline() -> None:
         "/init_weight_transfer_engine": {},
     }
     with http_server(answers) as (url, seen):
-        found = doctor_facts.server_facts(url, doctor_facts.Access(3))
+        found = server_facts(url, Access(3))
     assert "POST /init_weight_transfer_engine" in seen
     assert found.joined is None
     assert "the deadline of 3.0 s passed" in found.errors["joined"]
@@ -132,38 +142,28 @@ def test_the_keys_that_sglang_tells_everybody_are_not_shown(capsys) -> None:
     assert "its-own-secret" not in "".join(capsys.readouterr())
 
 
-def test_servers_of_a_file_are_looked_at_too(tmp_path, root, capsys) -> None:
+@pytest.fixture
+def job(root) -> list[str]:
+    """A doctor of the quickstart's job."""
+    return ["doctor", "--job.config_file", str(root / "train_configs" / "quickstart_cpu.toml")]
+
+
+def test_servers_of_a_file_are_looked_at_too(tmp_path, job, capsys) -> None:
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
     listed = tmp_path / "servers"
     listed.write_text(f"{urls[1]}\n")
-    job = [
-        "--job.config_file",
-        str(root / "train_configs" / "quickstart_cpu.toml"),
-        "--rollout.servers",
-        urls[0],
-    ]
-    assert cli.main(["doctor", *job, "--rollout.servers_file", str(listed)]) == 1
+    job += [f"--rollout.servers={urls[0]}", f"--rollout.servers_file={listed}"]
+    assert cli.main(job) == 1
     assert f"{urls[1]}: GET /health" in capsys.readouterr().out
     listed.write_text("no url\n")
-    assert cli.main(["doctor", *job, "--rollout.servers_file", str(listed)]) == 1
+    assert cli.main(job) == 1
     assert "line 1: a server must be a URL" in capsys.readouterr().out
 
 
-def test_both_engines_of_a_launched_fleet_are_looked_for(root, capsys) -> None:
-    job = [
-        "--job.config_file",
-        str(root / "train_configs" / "quickstart_cpu.toml"),
-        "--rollout.servers",
-        "launch",
-    ]
-    job += [
-        "--rollout.launch_engines",
-        "vllm,sglang",
-        "--rollout.launch_python",
-        "/no/v",
-        "--rollout.launch_sglang_python",
-    ]
-    assert cli.main(["doctor", *job, "/no/s"]) == 1
+def test_both_engines_of_a_launched_fleet_are_looked_for(job, capsys) -> None:
+    job += ["--rollout.servers=launch", "--rollout.launch_engines=vllm,sglang"]
+    job += ["--rollout.launch_python=/no/v", "--rollout.launch_sglang_python=/no/s"]
+    assert cli.main(job) == 1
     out = capsys.readouterr().out
     assert "/no/v does not run" in out
     assert "/no/s does not run" in out
@@ -177,16 +177,10 @@ def test_a_missing_api_key_variable_exits_with_2_and_one_line(monkeypatch, capsy
     assert err.count("\n") == 1
 
 
-def test_left_over_torchrun_variables_are_a_problem(monkeypatch, capsys) -> None:
-    monkeypatch.setenv("RANK", "0")
-    assert cli.main(["doctor"]) == 1
-    assert "WORLD_SIZE" in capsys.readouterr().out
-
-
 def test_the_engine_interpreter_is_asked_for_its_plugin() -> None:
-    answer, error = doctor_facts.engine_answer(sys.executable)
-    assert (answer["vllm_plugin"], answer["sglang_plugin"], error) == ("yes", "yes", "")
-    assert doctor_facts.engine_answer("/no/such/python")[0] is None
+    answer = doctor_host.engine_answer(sys.executable)
+    assert (answer["vllm_plugin"], answer["sglang_plugin"]) == ("yes", "yes")
+    assert isinstance(doctor_host.engine_answer("/no/such/python"), str)
 
 
 def test_model_elements_are_read_from_the_headers_of_all_files(tmp_path) -> None:
@@ -200,14 +194,14 @@ def test_model_elements_are_read_from_the_headers_of_all_files(tmp_path) -> None
         (tmp_path / f"model-{number}.safetensors").write_bytes(
             struct.pack("<Q", len(header)) + header.encode()
         )
-    assert doctor_facts.model_elements(tmp_path) == 35
-    assert doctor_facts.model_elements(tmp_path / "nothing") is None
+    assert doctor_host.model_elements(tmp_path) == 35
+    assert doctor_host.model_elements(tmp_path / "nothing") is None
 
 
 def test_the_way_to_a_local_server_is_the_loopback_address() -> None:
-    assert doctor_facts.address_towards_server("http://127.0.0.1:8000") == "127.0.0.1"
-    assert doctor_facts.listen_error("127.0.0.1") == ""
-    assert doctor_facts.listen_error("203.0.113.1") != ""
+    assert address_towards_server("http://127.0.0.1:8000") == "127.0.0.1"
+    assert doctor_host.bind("127.0.0.1").status == "ok"
+    assert doctor_host.bind("203.0.113.1").status == "problem"
 
 
 @pytest.mark.parametrize(("argv", "code"), [([], 2), (["--help"], 0), (["no-such-command"], 2)])
@@ -223,7 +217,31 @@ def test_the_installed_command_starts_without_loading_torch() -> None:
     code = "import sys, titan_grpo.cli as c; c.main(['--help']); sys.exit('torch' in sys.modules)"
     assert (
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, timeout=60, check=False
+            [sys.executable, "-c", code], capture_output=True, timeout=120, check=False
         ).returncode
         == 0
     )
+
+
+def test_both_engines_descriptions_are_read() -> None:
+    config = {
+        "lora_config": {"max_lora_rank": 16},
+        "aux_output_config": {"enable_return_routed_experts": True},
+    }
+    assert Options.of_server("vllm", {"vllm_config": config}) == Options(16, True)
+    assert Options.of_server("vllm", {"vllm_config": {"lora_config": None}}) == Options()
+    assert Options.of_server("sglang", {"enable_return_routed_experts": True}) == Options(0, True)
+    assert Options.of_server("sglang", None) == Options()
+
+
+def test_a_server_is_asked_for_its_tokens_and_options_where_a_job_needs_them(tmp_path) -> None:
+    here = tokens_here(str(write_tiny_model("qwen3", tmp_path / "model", seed=1)))
+    assert here
+    assert tokens_here(str(tmp_path)) is None
+    with http_server({**SGLANG, "/tokenize": {"tokens": here}}) as (url, seen):
+        assert server_facts(url, Access(60)).tokens is None
+        assert "POST /tokenize" not in seen
+        found = server_facts(url, Access(60, needs=Needs(tokens=here)))
+    assert (found.tokens, found.options) == (here, Options())
+    with http_server(SGLANG) as (url, _):
+        assert server_facts(url, Access(60, needs=Needs(tokens=here))).tokens is None

@@ -22,8 +22,10 @@ def diagnosis(tmp_path, monkeypatch, capsys):
     subjects = ("reward", "dataset", "first prompt", "chat template", "task", "agent")
 
     def run(**changes):
+        job = changes.pop("job", "")
         keys = {"reward": "doctored_rewards:right", "dataset": "rows.jsonl"} | changes
-        arguments = [f"--rollout.{name}={value}" for name, value in keys.items() if value]
+        arguments = [f"--job.config_file={job}"] if job else []
+        arguments += [f"--rollout.{name}={value}" for name, value in keys.items() if value]
         # A server elsewhere that is not there is one problem, and not of the task's.
         arguments += ["--rollout.servers=http://127.0.0.1:9", f"--model.hf_assets_path={model}"]
         arguments += ["--model.name=qwen3", "--model.flavor=grpo_tiny", "--training.seq_len=512"]
@@ -104,3 +106,27 @@ def test_an_agent_is_imported_and_shown_its_first_row(diagnosis, tmp_path) -> No
     assert template.startswith("ok       chat template '<bos>user: hello")
     (problem,) = diagnosis(agent="doctored_agent:other", reward="")
     assert problem.startswith("problem  agent         rollout.agent 'doctored_agent:other' must be")
+
+
+EVALUATION = """
+[grpo]
+async_weight_update = true
+
+[[evaluation]]
+name = "held_out"
+reward = ["{reward}"]
+dataset = "rows.jsonl"
+"""
+
+
+def test_an_evaluation_is_looked_at_like_the_run(diagnosis, tmp_path) -> None:
+    job = tmp_path / "job.toml"
+    given = {"reward": "doctored_rewards:right", "job": str(job)}
+    job.write_text(EVALUATION.format(reward="doctored_rewards:right"))
+    *_, prompt = diagnosis(**given)
+    assert prompt.startswith("ok       first prompt  evaluation 'held_out': 22 tokens: 'user: ")
+    job.write_text(EVALUATION.format(reward="doctored_rewards:wrong"))
+    lines = diagnosis(**given)
+    problems = [line for line in lines if line.startswith("problem")]
+    start = "problem  reward        evaluation 'held_out'.reward 'doctored_rewards:wrong'"
+    assert [line.startswith(start) for line in problems] == [True]

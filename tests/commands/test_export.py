@@ -34,17 +34,9 @@ sys.exit(cli.main(export))
 def job(kind: str, model: Path, dump: Path) -> list[str]:
     name, flavor = FLAVORS[kind]
     return [
-        *(
-            "--job.dump_folder",
-            str(dump),
-            "--model.name",
-            name,
-            "--model.flavor",
-            flavor,
-            "--model.hf_assets_path",
-            str(model),
-        ),
-        *("--rollout.servers", "http://127.0.0.1:1", "--training.seq_len", "512"),
+        *(f"--job.dump_folder={dump}", f"--model.name={name}", f"--model.flavor={flavor}"),
+        *(f"--model.hf_assets_path={model}", "--rollout.servers=http://127.0.0.1:1"),
+        "--training.seq_len=512",
     ]
 
 
@@ -101,49 +93,19 @@ def test_a_checkpoint_that_two_sharded_ranks_wrote_is_exported_whole(tmp_path, r
     model = write_tiny_model("llama3", tmp_path / "model", seed=5)
     arguments = job("llama3", model, tmp_path / "dump")
     train = [
-        *arguments[:8],
-        "--training.seq_len",
-        "32",
-        "--training.steps",
-        "2",
-        "--training.local_batch_size",
-        "1",
+        *(*arguments[:4], "--training.seq_len=32", "--training.steps=2", "--optimizer.lr=0"),
+        *("--training.local_batch_size=1", "--checkpoint.enable", "--checkpoint.interval=1"),
+        *("--checkpoint.initial_load_in_hf", "--checkpoint.no-last-save-model-only"),
     ]
-    train += [
-        "--optimizer.lr",
-        "0",
-        "--checkpoint.enable",
-        "--checkpoint.interval",
-        "1",
-        "--checkpoint.initial_load_in_hf",
-    ]
-    train += ["--checkpoint.no-last-save-model-only"]
     script = str(root / "tests" / "titan" / "stock_run.py")
     trained = python(
         "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script, *train
     )
     assert trained.returncode == 0, trained.stderr[-3000:]
-    export = [
-        "export",
-        "--version",
-        "2",
-        "--dtype",
-        "float32",
-        "--out",
-        str(tmp_path / "out"),
-        *arguments,
-    ]
-    absent = ["export", "--version", "9", "--out", str(tmp_path / "new"), *arguments]
-    other = [
-        "export",
-        "--version",
-        "2",
-        "--out",
-        str(tmp_path / "new"),
-        *arguments,
-        "--model.flavor",
-        "debugmodel",
-    ]
+    out, new = f"--out={tmp_path / 'out'}", f"--out={tmp_path / 'new'}"
+    export = ["export", "--version=2", "--dtype=float32", out, *arguments]
+    absent = ["export", "--version=9", new, *arguments]
+    other = ["export", "--version=2", new, *arguments, "--model.flavor=debugmodel"]
     done = python("-c", CLI, json.dumps([export, export, absent, other]))
     assert done.stdout.splitlines()[-1] == "[0, 2, 2, 2]", done.stderr
     assert_equal(tmp_path / "out", model)

@@ -77,4 +77,4 @@ def test_a_killed_command_leaves_nothing_of_what_it_ran(tmp_path: Path) -> None:
         below = [rank, *rank.parents()[:2]]
         assert owner.pid not in [process.pid for process in below]
         owner.kill()
-        assert psutil.wait_procs(below, timeout=60)[1] == []
+        assert psutil.wait_procs(below, timeout=120)[1] == []

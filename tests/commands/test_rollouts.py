@@ -1,8 +1,8 @@
 import pytest
 
-from titan_grpo.commands import doctor_checks, doctor_facts, rollouts
+from titan_grpo.commands import rollouts
+from titan_grpo.commands.doctor_servers import controller
 from titan_grpo.errors import ConfigError
-from titan_grpo.rollout.messages import FORMAT
 from titan_grpo.rollout.service import Service
 
 
@@ -41,19 +41,11 @@ def test_the_doctor_looks_at_the_service_of_a_job():
     service = Service("127.0.0.1:0", "secret", 60.0, str)
     url = f"http://{service.address}"
     try:
-        answer, error = doctor_facts.controller_answer(url, "secret", 10.0)
-        assert doctor_checks.controller(url, answer, error, FORMAT).line().endswith("is free")
-        other = doctor_checks.controller(url, answer, error, "another form")
+        assert controller(url, "secret", 60.0).line().endswith("is free")
+        other = controller(url, "secret", 60.0, "another form")
         assert (other.status, other.text) == ("problem", f"{url} runs another titan_grpo")
-        refused = doctor_checks.controller(
-            url, *doctor_facts.controller_answer(url, "wrong", 10.0), FORMAT
-        )
+        refused = controller(url, "wrong", 60.0)
         assert (refused.status, "refused with 401" in refused.text) == ("problem", True)
     finally:
         service.close()
-    assert (
-        doctor_checks.controller(
-            url, *doctor_facts.controller_answer(url, "secret", 10.0), FORMAT
-        ).status
-        == "problem"
-    )
+    assert controller(url, "secret", 60.0).status == "problem"

@@ -4,7 +4,7 @@
 ``commits.py`` (weights). What a third engine needs, in this order:
 
 1. ``engines/<name>.py``: the functions of ``engines.server.Dialect``, a
-   ``engines.control.ServerControl``, and how a server of it is started; its lines in
+   ``engines.server.ServerControl``, and how a server of it is started; its lines in
    ``engines/server.py``;
 2. ``receive/<name>_plugin.py``, which runs inside the server: a ``receive.commit.Engine`` around
    its model, and a way in for the hello and the commit;

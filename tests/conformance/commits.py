@@ -21,13 +21,14 @@ from tests.conformance.engine import (
 )
 from tests.conformance.reference import Reference, Weights
 from tests.rigs.paced_source import PacedSource
-from titan_grpo.engines.control import ServerControl
+from titan_grpo.config import WeightSync
 from titan_grpo.engines.generation import Sampling
+from titan_grpo.engines.server import ServerControl
 from titan_grpo.errors import PeerError, ServerRefused
 from titan_grpo.protocol import pause_guard
 from titan_grpo.protocol.messages import Applied, Joined, Label, ServerState, Staged, new_run_id
 from titan_grpo.rollout.client import RolloutClient
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.sync import pause_guard_main
 from titan_grpo.sync.link import LaneLink, LinkOptions
 
@@ -70,9 +71,8 @@ class Sender:
     def __init__(self, e: EngineUnderTest, control: ServerControl) -> None:
         self.e, self.control = e, control
         self.run_id = new_run_id(time.time())
-        self.options = LinkOptions(
-            "tcp", "127.0.0.1", "xxh3", BUCKET_BYTES, STEP_S, run_key=e.run_key
-        )
+        config = WeightSync(bucket_bytes=BUCKET_BYTES, lane_deadline_s=STEP_S)
+        self.options = LinkOptions(config, "tcp", "127.0.0.1", run_key=e.run_key)
         self.folder = e.folder / self.run_id
         self.joined: Joined | None = None
         self.epoch = 0
@@ -191,8 +191,8 @@ def requests_are_answered_between_any_two_buckets_of_a_transfer(e: EngineUnderTe
     source = PacedSource()
     with sender(e) as trainer:
         trainer.sync(16, 16)
-        paced = {"connections": 1, "progress_s": REQUEST_S, "source": source}
-        trainer.options = replace(trainer.options, **paced)
+        config = replace(trainer.options.config, connections=1, progress_deadline_s=REQUEST_S)
+        trainer.options = replace(trainer.options, config=config, source=source)
         weights, _ = trainer.make(17)
         asked: list[int] = []
 
@@ -356,13 +356,13 @@ def rollouts_name_the_versions_that_made_them(e: EngineUnderTest) -> None:
         weights, _ = trainer.make(21)
         with trainer.link(weights) as link:
             client.set_server(ServerState(e.access.url, 20, True, trainer.label(20), e.engine))
-            deadline = time.monotonic() + STEP_S
+            deadline = time.monotonic() + REQUEST_S
             while not client.in_flight().get(e.access.url):
                 assert time.monotonic() < deadline, "no request was made"
             assert trainer.commit(link, weights, 21).ok
             client.set_server(ServerState(e.access.url, 21, True, trainer.label(21), e.engine))
             batches = [
-                client.next_batch(version, ROLLOUTS.prompts_per_step, STEP_S)
+                client.next_batch(version, ROLLOUTS.prompts_per_step, REQUEST_S)
                 for version in (20, 21)
             ]
     completions = [c for batch in batches for group in batch for c in group.completions]
@@ -378,7 +378,7 @@ def _rollouts(e: EngineUnderTest) -> Iterator[RolloutClient]:
     os.environ[KEY_VARIABLE] = e.access.api_key
     client = RolloutClient(replace(ROLLOUTS, model_dir=str(e.model)))
     try:
-        client.start(STEP_S)
+        client.start(REQUEST_S)
         yield client
     finally:
         client.close()
@@ -390,7 +390,7 @@ def nobody_without_the_run_key_writes_weights(e: EngineUnderTest) -> None:
     assert e.run_key is not None, "start the server with a run key"
     before = e.run(e.speak.label())
     with sender(e) as thief:
-        thief.options = LinkOptions("tcp", "127.0.0.1", "xxh3", BUCKET_BYTES, STEP_S)
+        thief.options = replace(thief.options, run_key=None)
         weights, _ = thief.make(13)
         refused: Any = None
         try:

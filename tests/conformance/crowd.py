@@ -41,8 +41,8 @@ FEW = 16
 
 
 ABORT_ALL = {
-    vllm.NAME: Call("POST", "/abort_requests", 10.0, ignore, json={"request_ids": []}),
-    sglang.NAME: Call("POST", "/abort_request", 10.0, ignore, json={"abort_all": True}, admin=True),
+    vllm.NAME: Call("POST", "/abort_requests", 60.0, ignore, json={"request_ids": []}),
+    sglang.NAME: Call("POST", "/abort_request", 60.0, ignore, json={"abort_all": True}, admin=True),
 }
 """Engine -> the call that ends all requests in flight, each with what it has."""
 

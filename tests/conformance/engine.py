@@ -12,11 +12,17 @@ from typing import Any, TypeVar
 from tests.conformance.crowd import CROWD, FROZEN_S, REQUEST_S, Crowd, prompt
 from tests.conformance.reference import Reference
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.generation import Sampled, Sampling
 from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, SyncDriver
 from titan_grpo.engines.launch import Server
-from titan_grpo.engines.server import AUTO, Dialect, MakeControl, detect, dialect, make_control
+from titan_grpo.engines.server import (
+    AUTO,
+    Dialect,
+    ServerControl,
+    detect,
+    dialect,
+    make_control,
+)
 from titan_grpo.errors import ServerRefused
 from titan_grpo.runkey import Key
 from titan_grpo.titan.tiny import Kind, write_tiny_model
@@ -63,7 +69,7 @@ class EngineUnderTest:
     restart: Callable[[], None] | None = None
     keeps_prefixes: bool = True
     follows_seeds: bool = True
-    make: MakeControl = make_control
+    make: Callable[[str, ServerAccess], ServerControl] = make_control
 
     @classmethod
     def of(
@@ -109,7 +115,7 @@ class EngineUnderTest:
 
     def require_alive(self) -> None:
         """Have the server's front answer, which it does paused too."""
-        self.run(sglang.alive() if self.engine == sglang.NAME else vllm.health())
+        self.run(sglang.alive(REQUEST_S) if self.engine == sglang.NAME else vllm.health(REQUEST_S))
 
     def run(self, call: Call[T]) -> T:
         """One call with both keys."""
@@ -183,7 +189,7 @@ def a_server_says_what_it_is(e: EngineUnderTest) -> None:
     e.run(e.speak.health())
     assert e.run(e.speak.label())
     with e.driver() as driver:
-        assert detect(driver, 10.0) == e.engine
+        assert detect(driver, REQUEST_S) == e.engine
 
 
 def sampled_tokens_come_with_their_log_probabilities(e: EngineUnderTest) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from titan_grpo.layout.digest import block_digests, fingerprint
+from titan_grpo.layout.image import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.sync.link import LinkOptions
 

@@ -1,6 +1,7 @@
 """What every engine must do with weights streamed into it (``weight_sync.apply = "streamed"``),
 driven by real lanes."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from titan_grpo.config import WeightSync
 from titan_grpo.engines.generation import Sampled, Sampling
 from titan_grpo.engines.server import AUTO
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point, no_observer
+from titan_grpo.protocol.lane import LaneEvent, Observer, Point, no_observer
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.protocol.messages import UNUSABLE, Label, new_run_id
 from titan_grpo.runkey import Key
@@ -27,7 +28,10 @@ from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.link import LinkOptions
 
 BUCKET_BYTES = 64 << 10
-WAIT_S = 60.0
+HALF = 8
+"""A bucket at which the engine has taken tensors: the first tensor is shorter than this many, less
+those that wait in the ring. Broken off before, the engine is intact and keeps its version."""
+WAIT_S = 120.0
 """Deadline of what must happen, in seconds."""
 
 CONFIG = WeightSync(
@@ -52,7 +56,10 @@ class LaneTrainer:
         self.run_id = new_run_id(time.time())
         self.folder = e.folder / self.run_id
         self.options = LinkOptions(
-            "gloo", CONFIG.bind_host, "xxh3", BUCKET_BYTES, 30.0, apply="streamed", run_key=key
+            WeightSync(apply="streamed", bucket_bytes=BUCKET_BYTES, lane_deadline_s=30.0),
+            "gloo",
+            CONFIG.bind_host,
+            run_key=key,
         )
         self._trainer: Trainer | None = None
 
@@ -152,7 +159,7 @@ def a_transfer_that_breaks_off_is_known_until_a_whole_one_is_in(e: EngineUnderTe
             assert looked.wait(WAIT_S)
         if passing.point is Point.EXTENT and passing.version == 2:
             broken.append(passing.version)
-            if len(broken) == 2:
+            if len(broken) == HALF:
                 run.break_off()
 
     with trainer(e, watch) as run:
@@ -181,8 +188,10 @@ def a_transfer_that_breaks_off_is_known_until_a_whole_one_is_in(e: EngineUnderTe
 def the_next_trainer_repairs_what_another_one_left_half_loaded(e: EngineUnderTest) -> None:
     """It knows of it by the label alone where no receiver remembers."""
 
+    buckets = itertools.count(1)
+
     def watch(passing: LaneEvent) -> None:
-        if passing.point is Point.EXTENT:
+        if passing.point is Point.EXTENT and next(buckets) == HALF:
             lane = dead.servers.lane(dead.url)
             assert lane is not None
             lane.stop()

@@ -6,10 +6,11 @@ import os
 import random
 import re
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,10 +32,10 @@ from titan_grpo.observe.terminal import Cause, status_of
 from titan_grpo.patches import sglang_cpu
 from titan_grpo.protocol.messages import Label
 from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.records import GroupRecorder
 from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.service import Service
-from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.runkey import Key
 from titan_grpo.samples import Completion, Group, Prompt
 from titan_grpo.subprocesses import end
@@ -45,7 +46,7 @@ RECIPE = "train_configs/quickstart_cpu.toml"
 API_KEY, API_KEY_VARIABLE = "the-engines-own-key", "TITAN_GRPO_TEST_API_KEY"
 ADMIN_KEY, ADMIN_KEY_VARIABLE = "the-admins-own-key", "TITAN_GRPO_TEST_ADMIN_KEY"
 KEYS = {API_KEY_VARIABLE: API_KEY, ADMIN_KEY_VARIABLE: ADMIN_KEY}
-WAIT_S = 240.0
+WAIT_S = 400.0
 """Deadline of what a run must come to, in seconds: nothing takes nearly as long, whoever shares the
 cores."""
 
@@ -53,6 +54,26 @@ UNPAUSED_S = 60.0
 """Deadline of a pause guard's work after its trainer's end, in seconds."""
 
 STEP = re.compile(r"^step +(\d+)/")
+
+
+def run_cli(
+    root: Path, *words: object, timeout_s: float = WAIT_S
+) -> "subprocess.CompletedProcess[str]":
+    """``titan-grpo`` with these words, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "titan_grpo.cli", *map(str, words)],
+        cwd=root,
+        env=os.environ | KEYS,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def keys(settings: Mapping[str, object]) -> list[str]:
+    """A job's keys as arguments."""
+    return [f"--{key}={value}" for key, value in settings.items()]
 
 
 class Training:
@@ -188,7 +209,7 @@ class Site:
 
     def label(self) -> Label:
         """What it says that it serves."""
-        label = Label.parse(self.driver.run(self.speak.label()))
+        label = Label.parse(self.driver.run(self.speak.label(WAIT_S)))
         assert label is not None, "it serves weights of its own"
         return label
 
@@ -207,10 +228,10 @@ class Site:
     def assert_serves(self) -> None:
         """Healthy, and a request is answered, once the pause guard of a trainer that ended in a
         commit has let it go."""
-        self.driver.run(self.speak.health())
+        self.driver.run(self.speak.health(WAIT_S))
         assert wait_until(lambda: not self.paused(), UNPAUSED_S), "it is left paused"
         assert self.driver.run(
-            self.speak.generate([1, 40, 41], Sampling(max_tokens=4), 30.0)
+            self.speak.generate([1, 40, 41], Sampling(max_tokens=4), WAIT_S)
         ).token_ids
 
 
@@ -245,8 +266,7 @@ class Runs:
             "rollout.admin_key_env": ADMIN_KEY_VARIABLE,
             "weight_sync.backoff_max_s": 1.0,
         }
-        options = [f"--{key}={value}" for key, value in settings.items()]
-        command = torchrun(nproc, RECIPE, [*options, *arguments])
+        command = torchrun(nproc, RECIPE, [*keys(settings), *arguments])
         standalone = command.index("--standalone")
         command[standalone : standalone + 1] = node
         return Training([*inside, *command], self.root)
@@ -270,6 +290,12 @@ class Runs:
         summary = json.loads((out / "summary.json").read_text())
         schema.check(summary)
         return summary
+
+    def same_weights(self, one: Path, other: Path) -> bool:
+        """Whether two runs exported the very same, and others than they began with."""
+        a, b, begun = (self.weights(folder) for folder in (one / "hf", other / "hf", self.model))
+        assert any(not torch.equal(a[n], begun[n]) for n in a), "training must have changed them"
+        return all(torch.equal(a[n], b[n]) for n in a)
 
     @staticmethod
     def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -295,7 +321,7 @@ class Replay:
             "rollout.group_size": self.group,
             "rollout.max_completion_tokens": self.tokens,
         }
-        return [f"--{key}={value}" for key, value in settings.items()]
+        return keys(settings)
 
     def write(self, versions: int) -> "Replay":
         """One batch for each of the versions 0, 1, ..."""
@@ -329,6 +355,19 @@ def runs(root, tmp_path_factory) -> Runs:
     return Runs(root, write_tiny_model("qwen3", tmp_path_factory.mktemp("model"), seed=1))
 
 
+@contextmanager
+def running(spec: ServerSpec, api_key: str) -> Iterator[Site]:
+    """A healthy server, which a test may have restarted when it ends."""
+    server = Server(spec)
+    with SyncDriver(server.url, api_key, spec.admin_key) as driver:
+        shared = Site(server, driver)
+        try:
+            server.wait_healthy(280)
+            yield shared
+        finally:
+            shared.server.stop()
+
+
 @pytest.fixture(scope="session")
 def site(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator[Site]:
     """A real server that starts with other weights than the trainers', and refuses clients without
@@ -337,14 +376,11 @@ def site(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator[
     It records every commit beside its log (verify.site.recorded).
     """
     folder = tmp_path_factory.mktemp("site")
-    spec = server_spec(
-        vllm_python, write_tiny_model("qwen3", folder / "model", seed=2), folder, Devices("cpu")
-    )
+    model = write_tiny_model("qwen3", folder / "model", seed=2)
+    spec = server_spec(vllm_python, model, folder, Devices("cpu"))
     env = {**spec.env, "VLLM_API_KEY": API_KEY}
-    with Server(replace(spec, max_model_len=CONTEXT, env=env)) as server:
-        server.wait_healthy(280)
-        with SyncDriver(server.url, API_KEY) as driver:
-            yield Site(server, driver)
+    with running(replace(spec, max_model_len=CONTEXT, env=env), API_KEY) as shared:
+        yield shared
 
 
 @pytest.fixture(scope="session")
@@ -354,15 +390,9 @@ def sglang_site(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> 
     model = write_tiny_model("qwen3", folder / "model", seed=2)
     spec = server_spec(sglang_python, model, folder, Devices("cpu"), engine="sglang")
     env = {**spec.env, sglang_cpu.CALLS_VARIABLE: str(folder / "kernel_calls")}
-    keys = {"api_key": API_KEY, "admin_key": ADMIN_KEY}
-    server = Server(replace(spec, max_model_len=CONTEXT, env=env, **keys))
-    with SyncDriver(server.url, API_KEY, ADMIN_KEY) as driver:
-        shared = Site(server, driver)
-        try:
-            server.wait_healthy(280)
-            yield shared
-        finally:
-            shared.server.stop()
+    keyed = {"api_key": API_KEY, "admin_key": ADMIN_KEY}
+    with running(replace(spec, max_model_len=CONTEXT, env=env, **keyed), API_KEY) as shared:
+        yield shared
 
 
 @pytest.fixture(scope="session")
@@ -399,7 +429,7 @@ def through_service(monkeypatch) -> Iterator[Callable[[EngineUnderTest], EngineU
             stack.callback(service.close)
             client = RolloutClient(spec, "", RemoteTransport(f"http://{service.address}", ""))
             stack.callback(client.close)
-            client.start(60.0)
+            client.start(WAIT_S)
 
             def keyless(engine, access):
                 return client.control(engine, replace(access, api_key="", admin_key=""))

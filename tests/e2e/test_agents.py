@@ -2,8 +2,6 @@
 log-probabilities of a conversation, and a model that learns from them."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import groupby
@@ -15,19 +13,20 @@ import torch
 
 from tests.conformance.commits import sender
 from tests.conformance.engine import EngineUnderTest
+from tests.e2e.conftest import run_cli
 from tests.example_files import command_of
 from tests.rigs.labels import PREFIX_CACHES, Checker, Claim, Models
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.records import Batch
-from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Completion, Group
 from titan_grpo.titan import export, jobconfig
 
 pytest.importorskip("openai")
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 VERSION, TURNS, TOKENS, WAIT_S = 60, 6, 8, 120.0
 KEY_VARIABLE = "TITAN_GRPO_TEST_AGENTS_KEY"
@@ -179,16 +178,8 @@ def test_the_example_learns_to_ask_its_calculator_for_numbers(engine, root, tmp_
     out, record = tmp_path / "run", tmp_path / "record.jsonl"
     arguments[arguments.index("--out") + 1] = str(out)
     saving = ["--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "titan_grpo.cli", "quickstart", *arguments, *saving]
-        + ["--engine", engine, "--rollout.record_path", str(record)],
-        cwd=root,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=1150,
-        check=False,
-    )
+    words = [*arguments, *saving, "--engine", engine, "--rollout.record_path", record]
+    done = run_cli(root, "quickstart", *words, timeout_s=1150)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = read_metrics(out / "metrics.jsonl")
     assert len(steps) <= 40

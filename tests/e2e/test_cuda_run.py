@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.e2e.conftest import keys
 from tests.rigs.server_handle import ServerProcess
 from titan_grpo.commands.processes import run_logged, torchrun
 from titan_grpo.runkey import Key, with_run_key
@@ -24,9 +25,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("apply", ["staged"])
 def test_every_committed_version_has_the_bytes_that_training_had(
-    runs, make_replay, tmp_path: Path, apply: str
+    runs, make_replay, tmp_path: Path
 ) -> None:
     replay = make_replay(tmp_path / "replay.jsonl", 4, 8, 16).write(STEPS)
     record, out = tmp_path / "commits.jsonl", tmp_path / "run"
@@ -39,10 +39,8 @@ def test_every_committed_version_has_the_bytes_that_training_had(
             "model.hf_assets_path": runs.model,
             "training.steps": STEPS,
             "weight_sync.transport": "tcp",
-            "weight_sync.apply": apply,
         }
-        arguments = [f"--{key}={value}" for key, value in settings.items()]
-        command = torchrun(1, RECIPE, [*arguments, *replay.arguments])
+        command = torchrun(1, RECIPE, [*keys(settings), *replay.arguments])
         at = command.index("titan_grpo.train")
         evidence = ["--evidence", str(out / "evidence"), "--"]
         command[at : at + 1] = ["titan_grpo.titan.verify_train", *evidence]

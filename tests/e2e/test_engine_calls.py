@@ -6,7 +6,7 @@ import pytest
 from tests.conformance import commits, streaming
 from tests.conformance.engine import EngineUnderTest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,15 @@
 """Evaluations beside a real training run on a real vLLM, and of its weights alone."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import API_KEY_VARIABLE, KEYS, Training
+from tests.e2e.conftest import API_KEY_VARIABLE, Training, keys, run_cli
 from titan_grpo.commands.processes import torchrun
 from titan_grpo.observe.recorder import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 STEPS, ROWS, SAMPLES = 12, 12, 4
 """Of the run; of the example's table."""
@@ -33,7 +30,7 @@ def arguments(runs, site, out: Path) -> list[str]:
         "rollout.api_key_env": API_KEY_VARIABLE,
         "training.steps": STEPS,
     }
-    return [f"--{key}={value}" for key, value in settings.items()] + ["--grpo.async-weight-update"]
+    return [*keys(settings), "--grpo.async-weight-update"]
 
 
 def test_a_run_is_evaluated_at_its_start_in_between_and_at_its_end_and_its_weights_alone_as_well(
@@ -69,17 +66,8 @@ def test_a_run_is_evaluated_at_its_start_in_between_and_at_its_end_and_its_weigh
 
     # The last version is still on the server: the same prompts and seeds.
     result = tmp_path / "alone.json"
-    alone = [sys.executable, "-m", "titan_grpo.cli", "evaluate", "--server", site.url]
-    alone += ["--out", str(result), f"--job.config_file={path}", *arguments(runs, site, out)]
-    done = subprocess.run(
-        alone,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=runs.root,
-        env=os.environ | KEYS,
-    )
+    alone = ["--out", result, f"--job.config_file={path}", *arguments(runs, site, out)]
+    done = run_cli(runs.root, "evaluate", "--server", site.url, *alone, timeout_s=200)
     assert done.returncode == 0, done.stderr
     (again,) = json.loads(result.read_text())
     assert (again["version"], again["server"]) == (STEPS, site.url)

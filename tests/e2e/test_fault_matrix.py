@@ -16,30 +16,38 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.faults.bench import Bench
+from tests.faults.bench import SETTLE_S, Bench, site_bench
 from tests.faults.cases import select
-from tests.faults.instances import Process, engineless_launcher
 from tests.faults.report import Result
-from tests.faults.runner import Launches, Runner, groups, site_bench
-from tests.faults.site import Site
+from tests.faults.runner import Launches, Runner, groups
+from tests.faults.site import Launch, Process, Site, engineless_launcher
 from tests.rigs.proxy import Act
+from tests.rigs.trainer_handle import wait_until
 from tests.rigs.trainer_process import Settings
+from titan_grpo.protocol.lane import Point
 from titan_grpo.verify.server import recorded
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 ENGINELESS = "engine-kill@extent,link-corrupt@extent"
+CAUGHT = {"labelled v0 of run", "its label went back"}
 NASTIEST = "receiver-kill@staged,engine-freeze@load,link-lose@load:update,trainer-kill@load"
 
 
-def verify(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.faults", *arguments]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=560)
+def bench_on(stack: ExitStack, runs, folder: Path, victim: Launch | None = None) -> Bench:
+    """Servers without an engine, but for the victim if it is given, and a run on them."""
+    tensors = load_file(runs.model / "model.safetensors")
+    base = {name: tensor.float() for name, tensor in tensors.items()}
+    place = Site(engineless_launcher(runs.model), folder / "servers", base, victim)
+    settings = Settings(str(runs.model), [], "", 0)
+    return site_bench(stack, place, Bench(place, settings, folder, os.environ, print))
 
 
 def test_faults_without_an_engine_through_the_command(root, tmp_path):
-    arguments = ["--servers", "engineless", "--faults", ENGINELESS, "--out", str(tmp_path / "out")]
-    done = verify(root, *arguments, "--json", str(tmp_path / "faults.json"))
+    command = [sys.executable, "-m", "tests.faults", "--servers", "engineless"]
+    command += ["--faults", ENGINELESS, "--out", str(tmp_path / "out")]
+    command += ["--json", str(tmp_path / "faults.json")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "faults.json").read_text())
     assert record["counts"] == {"passed": 2, "failed": 0, "skipped": 0}
@@ -75,15 +83,10 @@ def results(runs, site, tmp_path) -> Iterator[list[Result]]:
         recorded(folder).symlink_to(recorded(Path(site.server.spec.log_path).parent))
         return Shared(site.server)
 
-    base = {
-        name: tensor.float() for name, tensor in load_file(runs.model / "model.safetensors").items()
-    }
     plain = engineless_launcher(runs.model)
     found: list[Result] = []
     with ExitStack() as stack:
-        place = Site(plain, tmp_path / "servers", base, shared)
-        settings = Settings(str(runs.model), [], "", 0)
-        bench = site_bench(stack, place, Bench(place, settings, tmp_path, os.environ, print))
+        bench = bench_on(stack, runs, tmp_path, shared)
         Runner(bench, Launches(plain, plain), None, found.append).run(groups(select(NASTIEST)))
     yield found
     site.assert_serves()
@@ -95,22 +98,26 @@ def test_the_nastiest_faults_on_a_real_server(results):
 
 
 def test_a_server_that_shows_another_label_than_that_of_its_weights_is_caught(runs, tmp_path):
-    base = {
-        name: tensor.float() for name, tensor in load_file(runs.model / "model.safetensors").items()
-    }
     with ExitStack() as stack:
-        place = Site(engineless_launcher(runs.model), tmp_path / "servers", base)
-        settings = Settings(str(runs.model), [], "", 0)
-        bench = site_bench(stack, place, Bench(place, settings, tmp_path, os.environ, print))
+        bench = bench_on(stack, runs, tmp_path)
         trainer, mark = bench.trainer, bench.mark()
         found = Result(select("link-twice@label")[0])
         bench.judge_servers(found, mark)
         assert found.violations == []
-        place.victim.proxy.script(
+        victim = bench.site.victim
+        bench.hold(found)
+        assert wait_until(lambda: any(s.label for s in victim.instance.samples(mark.t)), SETTLE_S)
+        victim.proxy.script(
             Act.REWRITE, "/finish_weight_update", {"weight_version": f"{trainer.run_id}:0:planted"}
         )
-        bench.window()
-        bench.judge_servers(found, mark)
-    assert any("labelled v0 of run" in violation for violation in found.violations)
-    assert any("its label went back" in violation for violation in found.violations)
+        # Held before it reads the label back: until it goes on, the server generates under it.
+        trainer.hold(victim.url, Point.RESUMED, 1)
+        trainer.go()
+
+        def seen() -> set[str]:
+            found.violations.clear()
+            bench.judge_servers(found, mark)
+            return {what for what in CAUGHT if any(what in said for said in found.violations)}
+
+        assert wait_until(lambda: seen() == CAUGHT, SETTLE_S), found.violations
     assert not any("witness" in violation for violation in found.violations)

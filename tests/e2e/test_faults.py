@@ -11,7 +11,7 @@ from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.titan.export import versions_in
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 WAIT_S = 60.0
 
@@ -26,7 +26,7 @@ def wait_idle(site, training) -> None:
 
 def receiver_of(server: Server) -> psutil.Process:
     children = psutil.Process(server.group).children(recursive=True)
-    (receiver,) = [p for p in children if "titan_grpo.receive.receiver_main" in p.cmdline()]
+    (receiver,) = [p for p in children if "titan_grpo.receive.process" in p.cmdline()]
     return receiver
 
 
@@ -77,16 +77,8 @@ IN_SMALL_SHM = 'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
 def small_shm(size: str) -> tuple[str, ...]:
     """A command line that runs its arguments with a /dev/shm of that size; skips where namespaces
     are not permitted."""
-    command = (
-        "unshare",
-        "--mount",
-        "--propagation",
-        "private",
-        "bash",
-        "-c",
-        IN_SMALL_SHM.format(size=size),
-        "bash",
-    )
+    command = ("unshare", "--mount", "--propagation", "private")
+    command += ("bash", "-c", IN_SMALL_SHM.format(size=size), "bash")
     tried = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
         pytest.skip(f"mount namespaces are not permitted here: {tried.stderr.strip()}")
@@ -133,7 +125,9 @@ def test_one_of_two_servers_is_killed_and_training_goes_on_with_the_other(
     summary = runs.summary(tmp_path)
     committed = summary["versions_committed"][site.url]["committed"]
     assert committed == sorted(set(committed))
-    assert committed[-1] == steps[-1]
+    # A step is made of rollouts of the version before the last one at the earliest; and a stop
+    # flushes nothing.
+    assert -1 <= steps[-1] - committed[-1] <= 2
     assert summary["versions_committed"][second.url]["last"] < steps[-1]
     assert summary["digest_mismatches"] == 0
     assert any(second.url in error for error in summary["errors"])

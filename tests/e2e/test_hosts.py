@@ -8,9 +8,13 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from tests.faults.instances import Record, engineless_launcher, recorded
+from tests.conformance.commits import difference
+from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest
 from tests.faults.netns import Hosts, NotAllowed
-from titan_grpo.layout.digest import tensor_digest
+from tests.faults.site import Record, engineless_launcher, launcher, recorded
+from titan_grpo.titan.tiny import write_tiny_model
+from titan_grpo.verify.recording import tensor_digest
+from titan_grpo.verify.server import Devices
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -33,21 +37,11 @@ def meeting(rendezvous: str, first: str, own: str, number: int) -> tuple[str, ..
     """torchrun's arguments for one of the two hosts. Their names are alike and lead nowhere, so
     each says its address."""
     if rendezvous == "static":
-        return (
-            "--nnodes=2",
-            f"--node_rank={number}",
-            f"--master_addr={first}",
-            f"--master_port={PORT}",
-        )
-    where = f"--rdzv_endpoint={first}:{PORT}"
-    return (
-        "--nnodes=2",
-        "--rdzv_backend=c10d",
-        "--rdzv_id=7",
-        where,
-        f"--local_addr={own}",
-        f"--rdzv_conf=is_host={int(number == 0)}",
-    )
+        node = f"--node_rank={number} --master_addr={first} --master_port={PORT}"
+    else:
+        node = f"--rdzv_backend=c10d --rdzv_id=7 --rdzv_endpoint={first}:{PORT}"
+        node += f" --local_addr={own} --rdzv_conf=is_host={int(number == 0)}"
+    return ("--nnodes=2", *node.split())
 
 
 def train(runs, hosts, rendezvous, out, urls, arguments) -> None:
@@ -75,7 +69,9 @@ def test_servers_hold_every_version_of_a_run_on_two_hosts(
             stack.callback(server.stop)
             server.wait_healthy(60.0)
         urls = [server.url for server in servers]
-        arguments = [*replay.arguments, f"--training.steps={STEPS}"]
+        # An asynchronous run skips versions where its steps are quicker than its commits.
+        mode = "--grpo.no-async-weight-update"
+        arguments = [*replay.arguments, f"--training.steps={STEPS}", mode]
         train(runs, hosts, rendezvous, out, urls, arguments)
     held = [{c.version: c.tensors for c in Record(recorded(f)).commits()} for f in folders]
     assert set(held[0]) == set(held[1]) == set(range(STEPS + 1))
@@ -119,3 +115,44 @@ def test_a_run_of_two_hosts_is_resumed_on_one_and_ends_with_the_same_weights(
     assert last.version == STEPS
     on_the_wire = {name: tensor_digest(t.to(torch.bfloat16)) for name, t in got.items()}
     assert on_the_wire == {name: last.tensors[name] for name in got}
+
+
+def test_both_engines_compute_what_two_hosts_train_and_what_one_host_goes_on_with(
+    runs, make_replay, hosts, tmp_path, vllm_python, sglang_python
+):
+    replay = make_replay(tmp_path / "replay.jsonl", 4, 3, 16).write(STEPS)
+    arguments = [*replay.arguments, f"--training.steps={STEPS}", "--checkpoint.interval=2"]
+    other = write_tiny_model("qwen3", tmp_path / "other", seed=2)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    with ExitStack() as stack:
+        servers = []
+        for engine, python in (("vllm", vllm_python), ("sglang", sglang_python)):
+            start = launcher(engine, python, other, Devices("cpu"), hosts.address, "")
+            servers.append(start(tmp_path / engine))
+            stack.callback(servers[-1].stop)
+        for server in servers:
+            server.wait_healthy(280)
+        urls = [server.url for server in servers]
+        engines = [EngineUnderTest.of(server, tmp_path) for server in servers]
+        apart = [difference(e, runs.model) for e in engines]
+        assert min(apart) > 4 * MAX_DIFFERENCE, "the servers must start with other weights"
+        train(runs, hosts, "static", whole, urls, arguments)
+        apart = [difference(e, whole / "hf") for e in engines]
+        print("after two hosts of two ranks:", apart)
+        assert max(apart) <= MAX_DIFFERENCE
+        shutil.copytree(whole / "checkpoint/step-2", resumed / "checkpoint/step-2")
+        one = hosts.hosts[0]
+        node = ("--nnodes=1", f"--master_addr={one.address}", f"--master_port={PORT + 1}")
+        again = runs.start(resumed, urls, *arguments, nproc=3, inside=one.inside, node=node)
+        with again as training:
+            assert training.finish(400.0) == 0, training.log
+        apart = [difference(e, resumed / "hf") for e in engines]
+        print("after one host of three ranks:", apart)
+        assert max(apart) <= MAX_DIFFERENCE
+    loaded = [Record(recorded(tmp_path / e)).commits() for e in ("vllm", "sglang")]
+    for commits in loaded:
+        assert [c.version for c in commits].count(STEPS) == 2
+    first, second = ({(c.run_id, c.version): c.tensors for c in commits} for commits in loaded)
+    both = first.keys() & second.keys()
+    print("versions that both loaded:", sorted(version for _, version in both))
+    assert all(first[key] == second[key] for key in both)

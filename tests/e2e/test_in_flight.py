@@ -1,26 +1,25 @@
 """A version is committed under 64 running requests of the rollout process, on a real vLLM: none is
 lost, none made twice."""
 
-import http.server
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import httpx
 import pytest
 
 from tests.conformance.commits import Sender, sender
 from tests.conformance.crowd import without_end
 from tests.conformance.engine import EngineUnderTest, remake
+from tests.rigs.proxy import Proxy
 from titan_grpo.engines.generation import Sampling
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.messages import RolloutSpec
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 API_KEY_VARIABLE = "TITAN_GRPO_TEST_IN_FLIGHT_KEY"
 PROMPTS, GROUP, TOKENS, BEFORE, AFTER = 4, 16, 400, 40, 41
@@ -58,7 +57,7 @@ def client(site, monkeypatch) -> Iterator[RolloutClient]:
     one.close()
 
 
-class Witness:
+class Witness(Proxy):
     """Stands before the server: which requests came by, and which answers went back. A request's
     seed is its own.
 
@@ -66,53 +65,25 @@ class Witness:
     a slow machine.
     """
 
+    upstream_s = WAIT_S
+
     def __init__(self, site) -> None:
         self.asked: list[int] = []
         self.answered: list[int] = []
-        witness, changed = self, threading.Condition()
-        self._changed = changed
-        limits = httpx.Limits(max_connections=PROMPTS * GROUP)
-        self._client = httpx.Client(
-            base_url=site.url, timeout=WAIT_S, trust_env=False, limits=limits
-        )
+        self._changed = threading.Condition()
+        parts = urlsplit(site.url)
+        super().__init__((parts.hostname, parts.port))
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                seed, headers = (
-                    json.loads(body)["seed"],
-                    {k: self.headers[k] for k in ("Authorization", "Content-Type")},
-                )
-                with changed:
-                    witness.asked.append(seed)
-                    changed.notify_all()
-                    changed.wait_for(witness.all_asked, WAIT_S)
-                answer = witness._client.post(self.path, content=body, headers=headers)
-                with changed:
-                    witness.answered.append(seed)
-                self.send_response(answer.status_code)
-                self.send_header("Content-Length", str(len(answer.content)))
-                self.end_headers()
-                self.wfile.write(answer.content)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Quiet."""
-
-        class Server(http.server.ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = PROMPTS * GROUP
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        # Looks so often whether it is to end: each test would end half a second later.
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._client.close()
+    def forward(self, method, target, headers, body):
+        seed = json.loads(body)["seed"]
+        with self._changed:
+            self.asked.append(seed)
+            self._changed.notify_all()
+            self._changed.wait_for(self.all_asked, WAIT_S)
+        answer = super().forward(method, target, headers, body)
+        with self._changed:
+            self.answered.append(seed)
+        return answer
 
     def all_asked(self) -> bool:
         return len(self.asked) >= PROMPTS * GROUP
@@ -130,7 +101,7 @@ class Witness:
 
 @pytest.fixture
 def witness(site) -> Iterator[Witness]:
-    with closing(Witness(site)) as one:
+    with Witness(site) as one:
         yield one
 
 

@@ -1,10 +1,13 @@
-"""Adapters, merged on the trainer: a real server serves them, the base stays as it was, and a
-checkpoint goes on and is exported."""
+"""Adapters. Merged on the trainer: a real server serves them, the base stays as it was, and a
+checkpoint goes on and is exported. As versions: a real vLLM loads each by its own LoRA under the
+version's label, and computes what base and adapter do together."""
 
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +15,21 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
-from titan_grpo.config.lora import LINEAR
+from tests.conformance.engine import furthest
+from tests.conformance.reference import Reference
+from tests.e2e.conftest import API_KEY, Site, running
+from titan_grpo.config import LINEAR
+from titan_grpo.engines.generation import Sampling
+from titan_grpo.engines.http import Call
+from titan_grpo.engines.launch import ServerSpec
+from titan_grpo.layout.peft import tensor_name
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 RANK, ALPHA = 4, 10.0
 STEPS = ["--training.steps=4", "--checkpoint.interval=2", "--optimizer.lr=2e-2"]
 LORA = [f"--lora.rank={RANK}", f"--lora.alpha={ALPHA}"]
+ADAPTER = "--lora.sync=adapter"
 PROBE = [1, *range(20, 52)]
 
 
@@ -69,14 +80,9 @@ def export(out, whole, runs, arguments, *options):
 
 def test_a_server_of_other_weights_gives_the_merged_models_log_probabilities(runs, whole):
     out, served = whole
-    model = AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float32)
-    ids = torch.tensor([PROBE])
-    with torch.no_grad():
-        logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        base = AutoModelForCausalLM.from_pretrained(runs.model, dtype=torch.float32)
-        before = base(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    assert float((logprobs - before).abs().max()) > 0.1, "training must have changed the policy"
-    assert float((logprobs - torch.tensor(served)).abs().max()) < 0.01
+    trained, before = (Reference(folder).logprobs(PROBE) for folder in (out / "hf", runs.model))
+    assert furthest(trained, before) > 0.1, "training must have changed the policy"
+    assert furthest(trained, served) < 0.01
 
 
 def test_only_the_weights_with_adapters_move_and_only_adapters_have_optimizer_state(runs, whole):
@@ -127,5 +133,58 @@ def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(
     shutil.copytree(out / "checkpoint/step-2", tmp_path / "checkpoint/step-2")
     summary = runs.complete(tmp_path, [site.url], *arguments, nproc=2)
     assert summary["steps"] == 2
-    expected, resumed = runs.weights(out / "hf"), runs.weights(tmp_path / "hf")
-    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    assert runs.same_weights(out, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def lora_site(
+    nothing_outlives_the_tests, tmp_path_factory, vllm_python: str, runs
+) -> Iterator[Site]:
+    """A server of the trainer's own base model, with vLLM's LoRA."""
+    log = str(tmp_path_factory.mktemp("lora_site") / "server.log")
+    spec = ServerSpec(vllm_python, str(runs.model), log, lora_rank=RANK, api_key=API_KEY)
+    with running(spec, API_KEY) as shared:
+        yield shared
+
+
+def merged(base: Path, adapter: Path, out: Path) -> Path:
+    """The base model with what PEFT's files add to it, in float32."""
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        a, b = (tensors.pop(tensor_name(name.removesuffix(".weight"), end), None) for end in "AB")
+        if a is not None and b is not None:
+            scale = settings["lora_alpha"] / settings["r"]
+            parameter.data += scale * (b.float() @ a.float())
+    assert not tensors
+    model.save_pretrained(out)
+    return out
+
+
+@pytest.mark.long
+def test_a_server_computes_the_base_with_the_adapter_of_its_label_and_has_no_older_one(
+    runs, lora_site, small_replay, tmp_path
+) -> None:
+    site, arguments = lora_site, [*small_replay.arguments, *STEPS, *LORA, ADAPTER]
+    summary = runs.complete(tmp_path, [site.url], *arguments, nproc=2)
+    label = site.label()
+    assert (summary["digest_mismatches"], label.version) == (0, 4)
+    served = site.driver.run(site.speak.score(PROBE, 30.0))
+    whole = merged(runs.model, tmp_path / "adapter", tmp_path / "merged")
+    trained, before = (Reference(folder).logprobs(PROBE) for folder in (whole, runs.model))
+    assert furthest(trained, before) > 0.1, "training must have changed the policy"
+    assert furthest(trained, served) < 0.01
+    models = Call("GET", "/v1/models", 10.0, lambda a: [m["id"] for m in a["data"]])
+    assert site.driver.run(models)[1:] == [str(label)]
+    sampled = site.driver.run(site.speak.generate(PROBE, Sampling(5, ignore_eos=True), 30.0))
+    assert sampled.versions == ((str(label), 0, 5),)
+
+
+@pytest.mark.long
+def test_a_server_without_lora_is_refused_with_what_to_start(runs, site, small_replay, tmp_path):
+    arguments = [*small_replay.arguments, *STEPS, *LORA, ADAPTER]
+    arguments.append("--weight_sync.startup_deadline_s=60")
+    with runs.start(tmp_path, [site.url], *arguments) as training:
+        assert training.finish() != 0
+    assert "start it with --enable-lora --max-lora-rank 8" in training.log

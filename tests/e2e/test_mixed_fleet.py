@@ -1,16 +1,22 @@
 """A fleet of one vLLM and one SGLang server: whichever of them freezes, the other one and the
-trainer go on."""
+trainer go on; one joins late, the first one leaves and comes back."""
 
+import json
 import signal
 import statistics
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
+from tests.e2e.conftest import WAIT_S, Site, run_cli
+from tests.rigs.proxy import Proxy
+from titan_grpo.engines.sglang import GENERATE
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
+from titan_grpo.protocol.messages import Label
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 FREEZE_S, DEADLINE_S = 8.0, 4
 STEPS = 20
@@ -34,6 +40,12 @@ def busy_seconds(found: list[dict]) -> list[float]:
     return [row[names.TRAIN_S] + row[names.BLOCKED_S] for row in found]
 
 
+def shown(server: Site) -> tuple[str, int]:
+    """Run and version of a server's label, which rise; none: weights of its own."""
+    label = Label.parse(server.driver.run(server.speak.label(WAIT_S)))
+    return ("", -1) if label is None else (label.run_id, label.version)
+
+
 def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
     runs, site, sglang_site, make_replay, tmp_path, record_property
 ):
@@ -42,11 +54,12 @@ def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
     # steps are short here: a freeze is hundreds of versions long
     arguments = [*replay.arguments, *deadlines, "--weight_sync.max_lag=0", "--training.steps=12000"]
     servers = (site, sglang_site)
+    before = max(shown(server) for server in servers)
     with runs.start(tmp_path, [server.url for server in servers], *arguments, nproc=2) as training:
         training.wait_step(30)
-        assert training.wait_until(lambda: all(server.label().version > 0 for server in servers)), (
-            training.log
-        )
+        # Training begins with the first server that holds a version.
+        assert training.wait_until(lambda: min(map(shown, servers)) > before), training.log
+        (run,) = {shown(server)[0] for server in servers}
         spans = [(10, training.step)]
         for frozen, other in ((sglang_site, site), (site, sglang_site)):
             began = training.step
@@ -54,13 +67,13 @@ def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
             training.run_on(FREEZE_S)
             training.wait_step(began + STEPS)
             ended = training.step
-            assert training.wait_until(lambda at=ended, to=other: to.label().version >= at), (
+            assert training.wait_until(lambda at=ended, to=other: shown(to) >= (run, at)), (
                 f"versions of {other.url} stand still: {training.log}"
             )
             frozen.server.signal(signal.SIGCONT)
             spans.append((began + 1, ended))
             # a new lane, and on it the newest version whole
-            assert training.wait_until(lambda at=ended, to=frozen: to.label().version >= at), (
+            assert training.wait_until(lambda at=ended, to=frozen: shown(to) >= (run, at)), (
                 training.log
             )
         training.stop()
@@ -83,3 +96,75 @@ def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
         assert max(blocked) < DEADLINE_S / 2, figures
     for server in servers:
         server.assert_serves()
+
+
+COMMIT = ("/titan_grpo/hello", "/titan_grpo/load", "/continue_generation")
+"""What a lane asks of SGLang, in its order."""
+
+
+PROMPTS = 4
+SPARSE = [
+    f"--rollout.prompts_per_step={PROMPTS}",
+    "--rollout.group_size=2",
+    "--rollout.max_completion_tokens=4",
+]
+"""Two completions of four tokens, and a digit is rare: many groups have no spread, and dynamic
+sampling takes others."""
+
+
+def no_spread(out: Path) -> float:
+    """Groups without spread that the run has dropped so far."""
+    return max((row.get(names.dropped("no_spread"), 0) for row in rows(out, 1, 5000)), default=0)
+
+
+def test_a_late_server_gets_the_newest_version_before_its_first_rollout_and_the_first_one_may_leave(
+    runs, site, sglang_site, tmp_path
+):
+    out, parts = tmp_path / "out", urlsplit(sglang_site.url)
+
+    def servers(*words, run=out):
+        return run_cli(runs.root, "servers", *words, "--run", run)
+
+    arguments = [*SPARSE, "--grpo.dynamic_sampling", "--training.steps=5000"]
+    assert servers("list", run=tmp_path).returncode == 1, "no run yet"
+    # The proxy notes what the late server is asked, and in which order.
+    with (
+        Proxy((parts.hostname, parts.port)) as late,
+        runs.start(out, [site.url], *arguments) as training,
+    ):
+        training.wait_step(2)
+        added = servers("add", late.url)
+        assert (added.returncode, late.url in added.stdout) == (0, True), added.stderr
+        assert training.wait_until(lambda: GENERATE in late.granted), training.log
+        assert servers("add", late.url).returncode == 1
+        lines = {line["url"]: line for line in json.loads(servers("list", "--json").stdout)}
+        assert set(lines) == {site.url, late.url}
+        assert all(line["accepting"] for line in lines.values() if line["standing"] == "holds")
+
+        removed = servers("remove", site.url)
+        assert removed.returncode == 0, removed.stderr
+        left_at, label = training.step, site.label()
+        site.assert_serves()
+        training.wait_step(left_at + 4)
+        assert site.label() == label, "a server that left gets no more versions"
+        refused = servers("remove", late.url)
+        assert (refused.returncode, "last server" in refused.stderr) == (1, True)
+
+        assert servers("add", site.url).returncode == 0
+        assert training.wait_until(lambda: site.label().version > label.version), training.log
+        # Each gives its place back: without that, so many would leave no place to start another
+        # group in.
+        assert training.wait_until(lambda: no_spread(out) > 2 * PROMPTS), training.log
+        training.wait_step(training.step + 2)
+        training.stop()
+    for server in (site, sglang_site):
+        server.assert_serves()
+    order = [late.granted.index(path) for path in (*COMMIT, GENERATE)]
+    assert order == sorted(order), late.granted[:40]
+    summary = runs.summary(out)
+    changes = [(change["server"], change["event"]) for change in summary["membership"]]
+    assert changes == [(late.url, "joined"), (site.url, "left"), (site.url, "joined")]
+    assert summary["versions_committed"][late.url]["committed"][0] >= 1
+    assert summary["digest_mismatches"] == 0
+    assert summary["errors"] == []
+    assert max(row[names.STALENESS_MAX] for row in read_metrics(out / "metrics.jsonl")) <= 1

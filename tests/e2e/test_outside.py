@@ -18,7 +18,7 @@ from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.subprocesses import end
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 GROUP, PROMPTS, TOKENS, STEPS = 4, 4, 12, 5
 END_S = 10.0

@@ -1,5 +1,7 @@
-"""The wheel and the sdist: what they hold, and that the commands work where nothing else is."""
+"""The wheel and the sdist: what they hold, and that the commands work where nothing else is. And
+scripts/setup.sh: only the environments that were asked for, few lines, and pip's in a log."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -7,6 +9,8 @@ import sys
 import tomllib
 import venv
 import zipfile
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -19,11 +23,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 WAIT_S = 300.0
 
 
-def said_by(command: list[str], cwd: Path, code: int = 0) -> str:
+BARE = {"PATH": "/usr/bin:/bin"}
+"""An environment without the PYTHONPATH of this checkout."""
+
+
+def said_by(
+    command: Sequence[str], cwd: Path, code: int = 0, env: Mapping[str, str] | None = None
+) -> str:
+    """What a command that ends with ``code`` says, on either stream."""
     done = subprocess.run(
         command,
         cwd=cwd,
-        env={"PATH": "/usr/bin:/bin"},  # without the PYTHONPATH of this checkout
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -45,15 +56,8 @@ def built(root, tmp_path_factory) -> Path:
         shutil.copytree(root / name, source / name, symlinks=True, ignore=kept)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(root / name, source)
-    done = subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist")],
-        cwd=source,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist")]
+    said_by(build, source)
     return folder / "dist"
 
 
@@ -66,14 +70,7 @@ def wheel(built) -> Path:
 def test_both_pass_twine_check(built) -> None:
     files = sorted(map(str, built.iterdir()))
     assert [Path(file).suffix for file in files] == [".whl", ".gz"]
-    done = subprocess.run(
-        [sys.executable, "-m", "twine", "check", "--strict", *files],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    said_by([sys.executable, "-m", "twine", "check", "--strict", *files], built)
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel, root, tracked) -> None:
@@ -91,10 +88,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel, root, tracked) -> N
 
 def test_its_commands_work_without_torch_and_torchtitan(wheel, tmp_path) -> None:
     """Also the page of a run, with what the extra "report" names."""
+    bare = partial(said_by, cwd=tmp_path, env=BARE)
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=True)
     python = str(environment / "bin" / "python")
-    said_by([python, "-m", "pip", "install", "--no-deps", str(wheel)], tmp_path)
+    bare([python, "-m", "pip", "install", "--no-deps", str(wheel)])
     (metadata,) = environment.rglob("titan_grpo-*.dist-info")
     needs = [
         re.split(r"\s*;", need)[0]
@@ -103,18 +101,18 @@ def test_its_commands_work_without_torch_and_torchtitan(wheel, tmp_path) -> None
     ]
     light = [need for need in needs if not need.startswith("torch")]
     assert len(light) == len(needs) - 1
-    said_by([python, "-m", "pip", "install", *light], tmp_path)
+    bare([python, "-m", "pip", "install", *light])
 
     command = str(environment / "bin" / "titan-grpo")
-    assert "  quickstart  " in said_by([command, "--help"], tmp_path)
-    assert re.fullmatch(r"titan_grpo \d+\.\d+\.\d+\n", said_by([command, "--version"], tmp_path))
-    assert said_by([command, "config"], tmp_path).startswith("# Configuration")
+    assert "  quickstart  " in bare([command, "--help"])
+    assert re.fullmatch(r"titan_grpo \d+\.\d+\.\d+\n", bare([command, "--version"]))
+    assert bare([command, "config"]).startswith("# Configuration")
     for name in ("quickstart", "verify"):
-        told = said_by([command, name], tmp_path, code=2)
+        told = bare([command, name], code=2)
         assert told.count("\n") == 1
         assert "vllm-env/bin/pip install 'titan_grpo[vllm]'" in told
     make_run(tmp_path / "run", Made())
-    assert "open it in a browser" in said_by([command, "report", "run"], tmp_path)
+    assert "open it in a browser" in bare([command, "report", "run"])
 
 
 def test_the_extras_name_what_the_package_imports(root) -> None:
@@ -164,3 +162,60 @@ def test_the_dockerfiles_copy_what_there_is(root) -> None:
             if words[0] == "ARG" and words[1].startswith("BASE="):
                 assert ":" in words[1], "the base has a tag"
         assert not any(":latest" in word for words in lines for word in words)
+
+
+@pytest.fixture
+def checkout(root, tmp_path) -> Path:
+    """What the set-up reads of this checkout, without an environment."""
+    folder = tmp_path / "checkout"
+    shutil.copytree(root / "scripts", folder / "scripts")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environments"),
+    [
+        ([], [".venv", ".venv-vllm"]),
+        (["--engine", "sglang"], [".venv", ".venv-sglang"]),
+        (["--model", "qwen3_moe", "--router-replay"], [".venv", ".venv-sglang"]),
+        (["--engine=both"], [".venv", ".venv-vllm", ".venv-sglang"]),
+        (["--torchtitan", "0.3"], [".venv-titan03", ".venv-vllm"]),
+    ],
+)
+def test_the_quickstart_sets_up_what_its_engines_need_and_no_more(
+    arguments, environments, checkout, root
+) -> None:
+    # All are there as links, which the set-up leaves alone: it names what it looks at.
+    for name in (".venv", ".venv-vllm", ".venv-sglang", ".venv-atropos"):
+        (checkout / name).symlink_to((root / name).resolve())
+    (checkout / ".venv-titan03").symlink_to((root / ".venv").resolve())
+    command, env = ["scripts/quickstart.sh", *arguments, "--help"], {"PYTHONPATH": str(root)}
+    lines = said_by(command, checkout, env=os.environ | env).splitlines()
+    looked_at = [line.split()[2] for line in lines if "is a link" in line]
+    assert sorted(looked_at) == sorted(environments)
+
+
+def test_a_set_up_that_fails_says_why_in_a_few_lines_and_keeps_pips_in_a_log(checkout) -> None:
+    env = os.environ | {"TORCH": "torch==0.0.1", "PIP_NO_INDEX": "1"}
+    lines = said_by(["scripts/setup.sh", "--only", "trainer"], checkout, 1, env).splitlines()
+    assert lines[-1].startswith("setup: torch==0.0.1 cannot be installed"), lines
+    assert len(lines) < 25
+    log = (checkout / ".venv" / "setup.log").read_text()
+    reasons = [line for line in log.splitlines() if line.startswith("ERROR")]
+    assert reasons
+    assert {f"  | {reason[:200]}" for reason in reasons[-1:]} <= set(lines), lines
+    assert not [line for line in lines if line.startswith("Looking in")], "pip's own lines"
+    assert not (checkout / ".venv" / ".titan_grpo_stamp").exists()
+
+
+def test_cuda_is_refused_in_one_line_where_there_is_no_gpu(checkout, tmp_path) -> None:
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    (fake / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (fake / "nvidia-smi").chmod(0o755)
+    env = os.environ | {"PATH": f"{fake}{os.pathsep}{os.environ['PATH']}"}
+    (line,) = said_by(["scripts/setup.sh", "--cuda"], checkout, 1, env).splitlines()
+    assert line.startswith("setup: --cuda is for a machine with NVIDIA GPUs")
+    assert not (checkout / ".venv").exists()

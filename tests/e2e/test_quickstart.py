@@ -1,5 +1,7 @@
-"""scripts/quickstart.sh: the main job on two cores, and that nothing of it stays behind."""
+"""scripts/quickstart.sh: the main job on two cores, and that nothing of it stays behind; and an
+example of it, run by the command in its first comment."""
 
+import importlib
 import json
 import os
 import re
@@ -15,7 +17,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+# That command starts an engine and a run of its own. What it adds to the quickstart is the task,
+# which tests/rollout/test_functions.py runs in a rollout process.
+from tests.e2e.conftest import run_cli
+from tests.example_files import command_of
 from tests.rigs.trainer_handle import wait_until
+from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.runkey import Key, with_run_key
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -75,17 +82,8 @@ def test_the_reward_rises_beside_both_engines_and_every_promised_file_is_there(
 ):
     out = tmp_path / "run"
     run_key = Key.generate()
-    with start(
-        runs.root,
-        mark,
-        "--engine",
-        "both",
-        "--steps",
-        str(STEPS),
-        "--out",
-        str(out),
-        run_key=run_key,
-    ) as process:
+    words = ["--engine", "both", "--steps", str(STEPS), "--out", str(out)]
+    with start(runs.root, mark, *words, run_key=run_key) as process:
         said, _ = process.communicate(timeout=350)
     assert process.returncode == 0, said
     assert marked(mark) == []
@@ -177,3 +175,45 @@ def test_a_killed_quickstart_leaves_nothing(runs, mark, tmp_path) -> None:
         alive = psutil.wait_procs(left, timeout=STOP_S)[1]
         print(f"ended {time.monotonic() - began:.1f} s after SIGKILL")
         assert [left[one] for one in alive] == []
+
+
+EXAMPLE_STEPS = 16
+
+
+@pytest.mark.long
+def test_an_own_reward_on_own_rows_trains_the_quickstarts_model_in_its_chat_template(
+    root, tmp_path
+) -> None:
+    source = root / "examples" / "own_reward" / "rewards.py"
+    arguments = command_of(source)
+    out, record = tmp_path / "run", tmp_path / "record.jsonl"
+    arguments[arguments.index("--out") + 1] = str(out)
+    arguments += ["--steps", str(EXAMPLE_STEPS), "--rollout.record_path", str(record)]
+    # What scripts/quickstart.sh does once the environments are there.
+    done = run_cli(root, "quickstart", *arguments, timeout_s=350)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == EXAMPLE_STEPS
+    assert summary["reward_last"] > summary["reward_first"] + 0.05
+    # Every prompt is a row in the template, and every reward the function's.
+    number = importlib.import_module("examples.own_reward.rewards").number
+    rows = [json.loads(line) for line in (source.parent / "data.jsonl").read_text().splitlines()]
+    codec, groups = TextCodec(str(out / "model")), groups_of(record)
+    assert len(groups) == EXAMPLE_STEPS * 8
+    for group in groups:
+        row = rows[group["prompt"]["payload"]["row"]]
+        text = f"user: {row['prompt']}\nassistant:"
+        assert tuple(group["prompt"]["token_ids"]) == (1, *codec.encode(text))
+        said = [codec.decode(each["token_ids"]) for each in group["completions"]]
+        expected = number(said, [row["answer"]] * len(said))
+        assert [each["reward"] for each in group["completions"]] == pytest.approx(expected)
+    # The first epoch has every row once.
+    assert len({group["prompt"]["payload"]["row"] for group in groups[: len(rows)]}) == len(rows)
+
+
+def groups_of(record):
+    """The groups of a record, in the order of their prompts."""
+    groups = [
+        group for line in record.read_text().splitlines() for group in json.loads(line)["groups"]
+    ]
+    return sorted(groups, key=lambda group: group["prompt"]["index"])

@@ -16,14 +16,14 @@ from titan_grpo.commands.rollouts import KEY_VARIABLE
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STEPS, PROMPTS = 8, 4
 
 GATED = """
 import asyncio
 from pathlib import Path
-from titan_grpo.rollout.tasks.digits import Digits
+from titan_grpo.rollout.tasks.built_in import Digits
 
 
 class Gated(Digits):

@@ -2,17 +2,16 @@
 the run of the quickstart."""
 
 import json
-import os
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.e2e.conftest import RECIPE
+from tests.e2e.conftest import Replay, keys
 from tests.rigs.server_handle import ServerProcess
 from tests.rigs.tiny_model import loaded
 from titan_grpo.algorithm.distribution import token_logprobs
-from titan_grpo.commands.processes import torchrun
 from titan_grpo.engines import sglang
 from titan_grpo.engines.generation import Sampling
 from titan_grpo.engines.http import SyncDriver
@@ -22,7 +21,7 @@ from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.rollout.records import GroupRecorder
 from titan_grpo.samples import Completion, Group, Prompt, whole_routes
 from titan_grpo.titan import flavors, tiny
-from titan_grpo.titan.router_replay import RouterReplay
+from titan_grpo.titan.modules import RouterReplay
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -81,7 +80,7 @@ def test_on_the_engines_routes_the_gap_is_arithmetic(sglang_python, tmp_path):
     [("tensors", 1), ("rows", 1), ("rows", 2)],
     ids=["tensors", "rows", "expert parallel"],
 )
-def test_a_run_trains_on_recorded_routes_and_leaves_out_what_has_none(root, tmp_path, load, ranks):
+def test_a_run_trains_on_recorded_routes_and_leaves_out_what_has_none(runs, tmp_path, load, ranks):
     out, model = tmp_path / "run", tmp_path / "model"
     tiny.write_tiny_model("qwen3_moe", model, SEED)
     record = GroupRecorder(str(tmp_path / "groups.jsonl"), 0)
@@ -89,34 +88,22 @@ def test_a_run_trains_on_recorded_routes_and_leaves_out_what_has_none(root, tmp_
         record.write(version, [group_of(version, index) for index in range(4)])
     record.close()
     name, flavor = flavors.FLAVORS["qwen3_moe"]
+    settings = {
+        "model.name": name,
+        "model.flavor": flavor,
+        "training.steps": 2,
+        "parallelism.expert_parallel_degree": ranks,
+    }
+    words = [*Replay(tmp_path / "groups.jsonl", 4, 2, 16).arguments, *keys(settings)]
+    words += ["--grpo.router_replay", "--grpo.fp32_lm_head"]
+    words += ["--grpo.no-single_rank_load"] * (load == "rows")
     with ServerProcess() as server:
-        settings = {
-            "rollout.servers": server.url,
-            "rollout.replay_path": tmp_path / "groups.jsonl",
-            "rollout.prompts_per_step": 4,
-            "rollout.group_size": 2,
-            "rollout.max_completion_tokens": 16,
-            "job.dump_folder": out,
-            "model.hf_assets_path": model,
-            "model.name": name,
-            "model.flavor": flavor,
-            "training.steps": 2,
-            "parallelism.expert_parallel_degree": ranks,
-        }
-        words = [f"--{key}={value}" for key, value in settings.items()]
-        words += ["--grpo.router_replay", "--grpo.fp32_lm_head"]
-        words += ["--grpo.no-single_rank_load"] * (load == "rows")
-        command = torchrun(ranks, RECIPE, words)
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=root, env=env, capture_output=True, text=True, timeout=300, check=False
-        )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        summary = replace(runs, model=model).complete(out, [server.url], *words, nproc=ranks)
     rows = read_metrics(out / "metrics.jsonl")
     assert [row["rollout/trained_sequences"] for row in rows] == [6, 6]
     # Random routes: hardly any token has its own experts in both layers.
     assert min(row[names.ROUTES_DIFFER] for row in rows) > 0.9
-    dropped = json.loads((out / "summary.json").read_text())["dropped"]
+    dropped = summary["dropped"]
     assert (dropped["completion_no_routes"], dropped["completion_group_of_defective"]) == (2, 2)
 
 

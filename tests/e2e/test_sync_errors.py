@@ -1,6 +1,7 @@
-"""What a run makes of a weight sync that fails: it says so at the next step, and stops where it is
-told to."""
+"""What a run makes of a weight sync that fails, and of a threshold of [alerts]: it says so at the
+next step, and stops where it is told to."""
 
+import sys
 from urllib.parse import urlsplit
 
 import pytest
@@ -10,7 +11,10 @@ from tests.rigs.server_handle import ServerProcess
 from tests.rigs.sockets import free_port
 from titan_grpo.observe.recorder import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+MAX_LAG = 200
+"""So many versions that their lane has long met the failure when the run ends."""
 
 
 @pytest.fixture
@@ -66,7 +70,9 @@ def test_with_continue_it_is_said_counted_and_tried_again(runs, between, endless
         failed_at = training.step
         assert training.wait_until(lambda: newest_held(training.shown) > failed_at), training.log
         training.stop()
-    (error,) = runs.summary(tmp_path)["errors"][:1]
+    # The alert of made-up log-probabilities may come before it.
+    errors = runs.summary(tmp_path)["errors"]
+    error = next(each for each in errors if not each.startswith("alert "))
     assert f"{between.url}, version " in error
     assert "500" in error
 
@@ -94,15 +100,45 @@ def test_a_server_without_the_last_version_at_the_end_is_an_error_of_the_summary
 def test_a_fleet_that_commits_nothing_for_max_lag_versions_stops_the_run_naming_every_server(
     runs, between, endless, tmp_path
 ):
-    with runs.start(tmp_path, [between.url], *endless, "--weight_sync.max_lag=25") as training:
+    with runs.start(
+        tmp_path, [between.url], *endless, f"--weight_sync.max_lag={MAX_LAG}"
+    ) as training:
         training.wait_step(3)
         between.shut()
         assert training.finish() != 0
     assert training.exitcode == 1
     assert (
-        "no server has committed anything for 25 versions (weight_sync.max_lag)" in training.cause
+        f"no server has committed anything for {MAX_LAG} versions (weight_sync.max_lag)"
+        in training.cause
     ), training.log
     assert f"{between.url} unknown, last error: " in training.cause
     steps = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
     last = runs.summary(tmp_path)["versions_committed"][between.url]["last"]
-    assert steps[-1] - last <= 25 + 2, "the commit may be noticed one boundary late"
+    assert steps[-1] - last <= MAX_LAG + 2, "the commit may be noticed one boundary late"
+
+
+@pytest.mark.long
+def test_a_run_that_an_alert_stops_saves_its_state_and_goes_on_from_it(runs, site, tmp_path):
+    out, told = tmp_path / "out", tmp_path / "told"
+    script = tmp_path / "tell.py"
+    script.write_text(f"import sys\nopen({str(told)!r}, 'a').write(sys.argv[1] + '\\n')\n")
+    size = ["--training.steps=8", "--rollout.prompts_per_step=2", "--rollout.group_size=2"]
+    alerts = [
+        "--alerts.run=version >= 1",
+        f"--alerts.command={sys.executable} {script}",
+        "--alerts.stop=reward/mean >= 0 for 4",
+    ]
+    with runs.start(out, [site.url], *size, *alerts, nproc=2) as training:
+        assert training.finish() != 0, training.log
+        assert "alerts.stop reward/mean >= 0 for 4" in training.cause
+    assert [row["step"] for row in read_metrics(out / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert (out / "checkpoint" / "step-4" / ".metadata").is_file()
+    errors = runs.summary(out)["errors"]
+    assert [text.partition(" (")[0] for text in errors] == [
+        "alert at step 2: version >= 1",
+        "alert at step 4: reward/mean >= 0 for 4",
+    ]
+    assert told.read_text().startswith("step 2: version >= 1")
+
+    summary = runs.complete(out, [site.url], *size, nproc=2)
+    assert (summary["steps"], summary["resumes"]) == (8, [5])

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,14 +25,14 @@ def python03(root) -> str:
     return str(python)
 
 
-@pytest.fixture
-def ask(root, python03, tmp_path):
-    """``ask(code)``: the JSON that Python code with torchtitan 0.3 prints last."""
+@pytest.fixture(scope="session")
+def ask(root, python03):
+    """``ask(folder, code)``: the JSON that Python code with torchtitan 0.3 prints last."""
 
-    def run(code: str) -> object:
+    def run(folder: Path, code: str) -> Any:
         env = {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(
-            [python03, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+            [python03, "-c", code], cwd=folder, env=env, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(done.stdout.splitlines()[-1])
@@ -39,22 +40,21 @@ def ask(root, python03, tmp_path):
     return run
 
 
-PREPARED = """
+QUICK = Path("titan_grpo/titan/recipes/quickstart_cpu.toml").resolve()
+
+FOUND = f"""
 import json
 from math import prod
 import torch
 from titan_grpo.titan import compat
 compat.prepare()
-from titan_grpo.titan import models03
+from titan_grpo.errors import ConfigError
 from titan_grpo.layout.infer import infer_layout
-"""
-
-
-def test_every_element_of_a_fused_projection_reaches_the_servers(ask):
-    found = ask(
-        PREPARED
-        + """
-out = {}
+from titan_grpo.titan import models03
+from titan_grpo.titan.engine03 import translated
+from titan_grpo.titan.jobconfig import parse
+from titan_grpo.titan.jobfile import JobConfig
+parts = {{}}
 pairs = (("qwen3", "grpo_tiny"), ("qwen3", "grpo_tiny_untied"), ("llama3", "grpo_tiny"))
 for name, flavor in pairs:
     spec = models03.get_spec(name)
@@ -65,71 +65,62 @@ for name, flavor in pairs:
         torch.nn.init.normal_(parameter)
     to_hf = spec.state_dict_adapter(args, None).to_hf
     parameters = dict(model.named_parameters())
-    layout = infer_layout(to_hf, {n: p.shape for n, p in parameters.items()}, models03.TIED)
+    layout = infer_layout(to_hf, {{n: p.shape for n, p in parameters.items()}}, models03.TIED)
     upstream = spec.state_dict_adapter(args, None).to_hf(model.state_dict())
-    ours = {t.name: parameters[t.fqn].flatten(0, -2)[t.row_ids()].reshape(t.shape)
-            if parameters[t.fqn].ndim > 1 else parameters[t.fqn][t.row_ids()]
-            for t in layout.tensors}
-    out[f"{name}/{flavor}"] = {
+    ours = {{t.name: parameters[t.fqn].flatten(0, -2)[t.row_ids()].reshape(t.shape)
+             if parameters[t.fqn].ndim > 1 else parameters[t.fqn][t.row_ids()]
+             for t in layout.tensors}}
+    parts[f"{{name}}/{{flavor}}"] = {{
         "fused": sum(models03.FUSED in fqn for fqn in parameters),
         "parameters": sum(p.numel() for p in parameters.values()),
         "exported": sum(prod(t.shape) for t in layout.tensors),
         "equal": ours.keys() == upstream.keys()
         and all(torch.equal(ours[n], upstream[n]) for n in ours),
-    }
-print(json.dumps(out))
-"""
-    )
-    assert len(found) == 3
-    for each in found.values():
-        assert each["fused"] == 2, "0.3 fuses q, k and v of each layer"
-        assert each["parameters"] == each["exported"] > 500_000
-        assert each["equal"], "as upstream's own state dict splits them"
-
-
-def test_attention_is_plain_causal_attention_and_cuda_graphs_are_off(ask):
-    found = ask(
-        PREPARED
-        + """
-from titan_grpo.titan.engine03 import translated
-from titan_grpo.titan.sections import JobConfig
-spec = models03.get_spec("qwen3")
-kinds = {type(each.attention.inner_attention).__qualname__
-         for each in spec.model_args["0.6B"].config.layers}
+    }}
+kinds = {{type(each.attention.inner_attention).__qualname__
+         for each in models03.get_spec("qwen3").model_args["0.6B"].config.layers}}
 made = translated(JobConfig())
-print(json.dumps([sorted(kinds), made["training"].disable_cuda_graphs,
-                  made["parallelism"].spmd_backend]))
-"""
-    )
-    # Not 0.3's spmd types, with which tensor parallel weights are plain tensors that hold a part.
-    assert found == [["ScaledDotProductAttention.Config"], True, "partial_dtensor"]
-
-
-def test_what_has_no_counterpart_or_was_never_run_is_refused_by_its_name(ask):
-    found = ask(
-        PREPARED
-        + """
-from titan_grpo.errors import ConfigError
-from titan_grpo.titan.jobconfig import parse
 said = []
 for option in ("--parallelism.expert_tensor_parallel_degree=2",
                "--parallelism.enable_async_tensor_parallel", "--grpo.ptx_mixin_batchsize=32",
                "--activation_checkpoint.mode=memory_budget"):
     try:
-        parse(["--job.config_file", RECIPE, option])
+        parse(["--job.config_file", {str(QUICK)!r}, option])
         said.append("")
     except ConfigError as error:
         said.append(str(error))
-print(json.dumps(said))
-""".replace("RECIPE", repr(str(Path("titan_grpo/titan/recipes/quickstart_cpu.toml").resolve())))
-    )
+graphs, backend = made["training"].disable_cuda_graphs, made["parallelism"].spmd_backend
+print(json.dumps([parts, [sorted(kinds), graphs, backend], said]))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(ask, tmp_path_factory) -> Any:
+    """Answers of one process: its imports take most of the time."""
+    return ask(tmp_path_factory.mktemp("found"), FOUND)
+
+
+def test_every_element_of_a_fused_projection_reaches_the_servers(found):
+    assert len(found[0]) == 3
+    for each in found[0].values():
+        assert each["fused"] == 2, "0.3 fuses q, k and v of each layer"
+        assert each["parameters"] == each["exported"] > 500_000
+        assert each["equal"], "as upstream's own state dict splits them"
+
+
+def test_attention_is_plain_causal_attention_and_cuda_graphs_are_off(found):
+    # Not 0.3's spmd types, with which tensor parallel weights are plain tensors that hold a part.
+    assert found[1] == [["ScaledDotProductAttention.Config"], True, "partial_dtensor"]
+
+
+def test_what_has_no_counterpart_or_was_never_run_is_refused_by_its_name(found):
     keys = (
         "parallelism.expert_tensor_parallel_degree",
         "parallelism.enable_async_tensor_parallel",
         "grpo.ptx_mixin_batchsize",
         "activation_checkpoint.mode",
     )
-    for text, key in zip(found, keys, strict=True):
+    for text, key in zip(found[2], keys, strict=True):
         assert text.startswith(f"{key} must be"), text
         assert "torchtitan 0.3" in text
 
@@ -137,9 +128,8 @@ print(json.dumps(said))
 @pytest.mark.long
 def test_the_fence_is_before_each_optimizer_step_where_nothing_is_saved(ask, tmp_path):
     write_tiny_model("qwen3", tmp_path / "model", seed=1)
-    recipe = Path("titan_grpo/titan/recipes/quickstart_cpu.toml").resolve()
     arguments = [
-        f"--job.config_file={recipe}",
+        f"--job.config_file={QUICK}",
         f"--model.hf_assets_path={tmp_path / 'model'}",
         f"--job.dump_folder={tmp_path / 'run'}",
         "--checkpoint.no-enable",
@@ -149,6 +139,7 @@ def test_the_fence_is_before_each_optimizer_step_where_nothing_is_saved(ask, tmp
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     rank["MASTER_PORT"] = str(free_port())
     found = ask(
+        tmp_path,
         f"""
 import json, os
 os.environ |= {rank}
@@ -164,7 +155,7 @@ trainer.optimizers.step = lambda: (order.append("step"), step())
 train_to(trainer, 2)
 trainer.close()
 print(json.dumps([order, os.path.exists("run/checkpoint")]))
-"""
+""",
     )
     assert found == [["fence", "step"] * 4, False]
 
@@ -224,7 +215,7 @@ def test_ranks_train_the_same_on_both_torchtitans_and_publish_every_element(step
         assert each["adapters_alone_trained"] == ("--lora.rank=4" in job)
 
 
-OF_BOTH = ("test_packed", "test_head", "test_router_replay")
+OF_BOTH = ("test_modules", "test_recipes")
 """Tests of tests/titan that hold with either torchtitan."""
 
 

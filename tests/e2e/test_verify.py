@@ -15,19 +15,10 @@ STEPS = 4
 
 
 def verify(
-    root: Path, out: Path, *arguments: str
+    root: Path, out: Path, *arguments: str, program: tuple[str, ...] = ("titan_grpo.cli", "verify")
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """Exit code and output, and the JSON result."""
-    command = [
-        sys.executable,
-        "-m",
-        "titan_grpo.cli",
-        "verify",
-        "--device",
-        "cpu",
-        "--steps",
-        str(STEPS),
-    ]
+    command = [sys.executable, "-m", *program, "--device", "cpu", "--steps", str(STEPS)]
     command += ["--out", str(out / "run"), "--json", str(out / "result.json"), *arguments]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=500)
     assert (out / "result.json").exists(), done.stdout + done.stderr
@@ -61,9 +52,8 @@ def tampered(
     root, tmp_path_factory, vllm_python
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """One verification, on one server, in which every kind of violation is caused."""
-    return verify(
-        root, tmp_path_factory.mktemp("tampered"), "--tamper", "bytes,mixed,backwards,modes"
-    )
+    out = tmp_path_factory.mktemp("tampered")
+    return verify(root, out, program=("tests.rigs.tampered_verify",))
 
 
 @pytest.mark.long

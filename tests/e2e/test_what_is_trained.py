@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.rigs.uneven_tasks import FLAT, SLOW, is_flat, is_slow
+from tests.rigs.tasks import FLAT, SLOW, is_flat, is_slow
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.long]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.long]
 
 PROMPTS, GROUP = 8, 8
 """The defaults of rollout.prompts_per_step and group_size."""

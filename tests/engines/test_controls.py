@@ -9,6 +9,8 @@ from titan_grpo.engines.sglang import SglangControl
 from titan_grpo.engines.vllm import VllmControl
 from titan_grpo.errors import ConfigError, ServerRefused, ServerUnfit, ServerUnreachable
 
+CALL_S = 60.0
+
 SGLANG = {"GET /model_info": lambda _: (200, {"weight_version": "default", "model_path": "m"})}
 VLLM = {
     "GET /weight_info": lambda _: (200, {"weight_version": "7"}),
@@ -26,7 +28,7 @@ def plugin(**state):
     return {
         "GET /titan_grpo/state": lambda _: (
             200,
-            {"paused": False, "workers": 2, **state},
+            {"paused": False, **state},
         )
     }
 
@@ -36,24 +38,20 @@ TOKEN = {
     "meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 1, None]]},
 }
 
-UPDATE = {
-    "POST /begin_weight_update": 200,
-    "POST /update_weights_from_tensor": 200,
-    "POST /end_weight_update": 200,
-    "POST /update_weight_version": 200,
-}
+UPDATE = {"POST /titan_grpo/load": 200, "POST /titan_grpo/finish": 200}
+STOCK_END = {"POST /end_weight_update": 200, "POST /update_weight_version": 200}
 
 
 @pytest.fixture
 def sglang(board):
-    control = SglangControl(ServerAccess(board.url, 2.0, None, "api", "admin"))
+    control = SglangControl(ServerAccess(board.url, CALL_S, None, "api", "admin"))
     yield control
     control.close()
 
 
 def ask(board) -> str:
     with SyncDriver(board.url) as driver:
-        return detect(driver, 2.0)
+        return detect(driver, CALL_S)
 
 
 def test_each_engine_is_recognised_by_what_only_it_answers(board) -> None:
@@ -84,7 +82,7 @@ def test_a_refused_key_or_a_server_in_trouble_is_not_taken_for_a_stranger(board,
 
 
 def test_a_server_that_came_back_as_another_engine_is_met_as_that_one(board) -> None:
-    control = make_control("auto", ServerAccess(board.url, 2.0))
+    control = make_control("auto", ServerAccess(board.url, CALL_S))
     assert control.engine == ""
     board.routes = SGLANG | {"POST /titan_grpo/hello": 200}
     control.greet({})
@@ -97,33 +95,34 @@ def test_a_server_that_came_back_as_another_engine_is_met_as_that_one(board) -> 
 
 def test_a_named_engine_is_not_asked_for(board) -> None:
     for engine, kind in (("vllm", VllmControl), ("sglang", SglangControl)):
-        control = make_control(engine, ServerAccess(board.url, 2.0))
+        control = make_control(engine, ServerAccess(board.url, CALL_S))
         assert isinstance(control, kind)
         assert control.engine == engine
         control.close()
     assert board.asked == []
     with pytest.raises(ConfigError, match="auto"):
-        make_control("trt", ServerAccess(board.url, 2.0))
+        make_control("trt", ServerAccess(board.url, CALL_S))
 
 
-def test_a_commit_is_one_update_and_then_the_label_with_the_admin_key(board, sglang) -> None:
+def test_a_commit_is_one_call_for_the_load_and_one_for_the_label_with_the_admin_key(
+    board, sglang
+) -> None:
     sent = []
-    board.routes = SGLANG | UPDATE | plugin()
-    board.routes["POST /update_weights_from_tensor"] = lambda body: sent.append(body) or (200, {})
+    board.routes = {path: lambda body: sent.append(body) or (200, {}) for path in UPDATE}
     sglang.load({"number": 1})
     sglang.finish("r:1:f")
-    commit = [p for p in board.paths if p.startswith("POST")]
-    assert commit == list(UPDATE)
+    assert board.paths == list(UPDATE)
     assert {key for _, key in board.asked} == {"admin"}
-    assert len(sent[0]["serialized_named_tensors"]) == 2
+    assert sent == [{"number": 1}, {"label": "r:1:f"}]
 
 
-def test_an_update_that_a_dead_lane_left_open_is_ended_first(board, sglang) -> None:
-    answers = iter([400, 200])
-    board.routes = UPDATE | plugin() | {"POST /begin_weight_update": lambda _: (next(answers), {})}
-    sglang.load({})
-    begin, end = "POST /begin_weight_update", "POST /end_weight_update"
-    assert [p for p in board.paths if p in (begin, end)] == [begin, end, begin]
+@pytest.mark.parametrize("absent", [401, 404])
+def test_without_the_plugin_sglangs_own_calls_end_an_update_and_set_the_label(
+    board, sglang, absent
+) -> None:
+    board.routes = STOCK_END | {"POST /titan_grpo/finish": absent}
+    sglang.finish("r:1:f")
+    assert board.paths == ["POST /titan_grpo/finish", *STOCK_END]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def test_a_vllm_that_can_never_take_our_weights_is_unfit_with_the_remedy(
     board, routes, words
 ) -> None:
     board.routes = routes
-    control = VllmControl(ServerAccess(board.url, 2.0, None, "api"))
+    control = VllmControl(ServerAccess(board.url, CALL_S, None, "api"))
     with pytest.raises(ServerUnfit, match=words):
         control.greet({})
     control.close()
@@ -147,7 +146,7 @@ def test_a_vllm_that_can_never_take_our_weights_is_unfit_with_the_remedy(
 
 def test_a_vllm_whose_plugin_failed_is_asked_again(board) -> None:
     board.routes = {"POST /init_weight_transfer_engine": 500, **backend("titan_grpo")}
-    control = VllmControl(ServerAccess(board.url, 2.0, None, "api"))
+    control = VllmControl(ServerAccess(board.url, CALL_S, None, "api"))
     with pytest.raises(HttpRefused) as refusal:
         control.greet({})
     assert not isinstance(refusal.value, ServerUnfit)
@@ -165,7 +164,7 @@ def test_dropping_kv_is_believed_only_where_the_engine_says_that_it_did(board, s
 
 @pytest.mark.parametrize("answer", [{"success": False}, {}])
 def test_a_vllm_that_does_not_say_that_it_dropped_kv_is_refused(board, answer) -> None:
-    control = VllmControl(ServerAccess(board.url, 2.0))
+    control = VllmControl(ServerAccess(board.url, CALL_S))
     board.routes = {"POST /reset_prefix_cache": lambda _: (200, {"success": True})}
     control.drop_kv()
     board.routes = {"POST /reset_prefix_cache": lambda _: (200, answer)}
@@ -175,35 +174,21 @@ def test_a_vllm_that_does_not_say_that_it_dropped_kv_is_refused(board, answer) -
 
 
 def test_a_restarted_server_does_not_take_the_label(board, sglang) -> None:
-    board.routes = UPDATE | plugin()
-    sglang.load({})
-    board.routes["POST /end_weight_update"] = 400
+    board.routes = STOCK_END | {"POST /end_weight_update": 400}
     with pytest.raises(ServerRefused, match="end_weight_update"):
         sglang.finish("r:1:f")
     assert "POST /update_weight_version" not in board.paths
 
 
-def test_a_load_asks_nothing_that_was_known_before_the_pause(board, sglang) -> None:
-    board.routes = UPDATE | plugin()
-    assert not sglang.paused()
-    del board.paths[:]
-    sglang.load({})
-    sglang.finish("r:1:f")
-    assert board.paths == list(UPDATE)
-
-
 @pytest.mark.parametrize("absent", [401, 404])
 def test_a_server_without_the_plugin_says_what_to_install(board, sglang, absent) -> None:
-    board.routes = (
-        SGLANG | UPDATE | {"POST /titan_grpo/hello": absent, "GET /titan_grpo/state": absent}
-    )
+    board.routes = dict.fromkeys(("POST /titan_grpo/hello", "POST /titan_grpo/load"), absent)
     for act in (lambda: sglang.greet({}), lambda: sglang.load({})):
         with pytest.raises(
             ServerRefused,
             match=r"--custom-weight-loader titan_grpo\.receive\.sglang_plugin\.commit",
         ):
             act()
-    assert "POST /begin_weight_update" not in board.paths
 
 
 def test_the_plugin_says_whether_the_server_is_paused(board, sglang) -> None:
@@ -226,7 +211,7 @@ def test_without_the_plugin_a_server_that_was_thought_ill_and_generates_is_not_p
 
 
 def test_without_the_plugin_a_server_that_gives_no_token_and_answers_is_paused(board) -> None:
-    control = SglangControl(ServerAccess(board.url, 2.0))
+    control = SglangControl(ServerAccess(board.url, 4.0))
     board.routes = SGLANG | {"GET /ready": 503}
     board.silent = {"POST /generate"}
     assert control.paused() is True

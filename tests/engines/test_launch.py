@@ -191,7 +191,7 @@ READS_ITS_KEYS = (
 def test_sglangs_keys_are_in_a_file_of_ours_alone_and_only_until_it_runs(tmp_path) -> None:
     log = tmp_path / "log" / "server.log"
     with Server(replace(spec(tmp_path, READS_ITS_KEYS), engine="sglang", api_key="ours")) as server:
-        server.wait_healthy(30)
+        server.wait_healthy(90)
         assert [path.name for path in log.parent.iterdir()] == ["server.log"]
     assert log.read_text().startswith('0o600 {"api-key": "ours"}')
     assert log.stat().st_mode & 0o077 == 0, "SGLang writes its arguments, so its keys, into its log"
@@ -216,4 +216,4 @@ def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path
         Server(spec(tmp_path, dying)) as server,
         pytest.raises(ServerUnreachable, match=r"exit code 3(.|\n)*no such model"),
     ):
-        server.wait_healthy(30)
+        server.wait_healthy(90)

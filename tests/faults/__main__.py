@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.faults import network, report
-from tests.faults.bench import Bench
+from tests.faults import report
+from tests.faults.bench import Bench, site_bench
 from tests.faults.cases import Case, listing, select
-from tests.faults.computed import Reference
-from tests.faults.instances import Software, engineless_launcher, launcher
-from tests.faults.runner import Launches, Runner, groups, site_bench
-from tests.faults.site import Site
+from tests.faults.netns import Namespace
+from tests.faults.runner import Launches, Reference, Runner, groups, run_network
+from tests.faults.site import Launch, Site, engineless_launcher, launcher
 from tests.rigs.trainer_process import Settings
 from titan_grpo.cli import guarded
 from titan_grpo.commands.processes import stop_on_sigterm
@@ -152,59 +151,47 @@ class Matrix:
 
     def run(self, cases: Sequence[Case], extra: dict[str, Any]) -> None:
         """All groups; the network's on a site of its own."""
-        wanted = groups(cases)
+        wanted, out = groups(cases), self._o.out
         slow = wanted.pop("network", [])
         if wanted:
             with ExitStack() as stack:
-                site = Site(self._launch("server_model"), self._o.out, self._base)
-                bench = site_bench(
-                    stack, site, Bench(site, self._settings(), self._o.out, self._env, say)
-                )
-                check = (
-                    Reference(self._o.out / "model", site.runs, self._o.out).check
-                    if self._o.servers == "real"
-                    else None
-                )
-                Runner(
-                    bench,
-                    Launches(self._launch("server_model"), self._launch("other_model")),
-                    check,
-                    self._done,
-                ).run(wanted)
+                bench = self._bench(stack, out)
+                real = self._o.servers == "real"
+                check = Reference(out / "model", bench.site.runs, out).check if real else None
+                launches = Launches(self._launch("server_model"), self._launch("other_model"))
+                Runner(bench, launches, check, self._done).run(wanted)
         if slow:
-            found = network.run(self._network(), slow, self._done)
-            extra["network"] = found
 
-    def _settings(self) -> Settings:
+            def make(stack: ExitStack, space: Namespace) -> Bench:
+                victim = self._launch("server_model", space.inner, space.inside)
+                return self._bench(stack, out / "network", victim, space.outer)
+
+            extra["network"] = run_network(slow, make, self._done)
+
+    def _bench(
+        self, stack: ExitStack, out: Path, victim: Launch | None = None, bind: str = "127.0.0.1"
+    ) -> Bench:
+        """On a site of its own. ``victim``: how its struck server is started, if otherwise."""
         cuda = self._devices.kind == "cuda"
-        return Settings(
+        settings = Settings(
             model=str(self._o.out / "model"),
             urls=[],
             run_dir="",
             salt=0,
             deadline_s=self._o.deadline,
+            bind_host=bind,
             transport=self._devices.transport,
             device="cuda:0" if cuda else "cpu",
             engine=self._o.engine,
         )
+        site = Site(self._launch("server_model"), out, self._base, victim)
+        return site_bench(stack, site, Bench(site, settings, out, self._env, say))
 
-    def _launch(self, model: str, host: str = "127.0.0.1", inside: str = "") -> Any:
-        folder = self._o.out / model
-        if self._o.servers == "engineless":
-            return engineless_launcher(folder, host)
-        return launcher(
-            Software(self._o.engine, self._o.python, folder, self._devices), host, inside
-        )
-
-    def _network(self) -> network.Plan:
-        return network.Plan(
-            launch=lambda host, inside: self._launch("server_model", host, inside),
-            settings=self._settings(),
-            base=self._base,
-            out=self._o.out / "network",
-            env=self._env,
-            say=say,
-        )
+    def _launch(self, model: str, host: str = "127.0.0.1", inside: str = "") -> Launch:
+        o, folder = self._o, self._o.out / model
+        if o.servers == "engineless":
+            return engineless_launcher(folder, host, inside)
+        return launcher(o.engine, o.python, folder, self._devices, host, inside)
 
 
 def devices_of(wanted: str) -> Devices:

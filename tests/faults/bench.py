@@ -5,17 +5,17 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.faults import judge
-from tests.faults.instances import Instance
 from tests.faults.report import Result
-from tests.faults.site import Say, Seat, Site
-from tests.rigs.trainer_handle import RunFailed, TrainerProcess, wait_until
+from tests.faults.site import Instance, Say, Seat, Site
+from tests.rigs.trainer_handle import Event, RunFailed, TrainerProcess, wait_until
 from tests.rigs.trainer_process import Settings
 from titan_grpo.errors import ServerRefused, ServerUnreachable
+from titan_grpo.protocol.lane import Point
 
 BASE_S = 2.0
 """How long a run is watched without a fault before each case."""
@@ -24,12 +24,18 @@ SETTLE_S = 150.0
 """Longest wait for something that must happen anyway; what has a bound of its own is judged by
 that."""
 
+REACH_S = 120.0
+"""Longest wait for a lane to come to a point."""
 
-LOOK_S = 10.0
+LOOK_S = 60.0
 """Deadline of each question to a server at rest."""
 
-REPORT_S = 10.0
+REPORT_S = 60.0
 """Longest wait for steps to be reported."""
+
+
+Window = tuple[float, float]
+"""From and until when, on the monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +75,12 @@ class Bench:
             self.wait_taken_over(self._trainer)
         return self._trainer
 
-    def start_run(self, **changes: object) -> TrainerProcess:
+    def start_run(self) -> TrainerProcess:
         """A later run than all before, not yet in force."""
         self._salt += 1
         folder = self.out / f"run{self._salt}"
         urls = [seat.url for seat in self.site.seats]
-        settings = replace(  # type: ignore[arg-type]
-            self._settings,
-            urls=urls,
-            run_dir=str(folder),
-            salt=self._salt,
-            **changes,
-        )
+        settings = replace(self._settings, urls=urls, run_dir=str(folder), salt=self._salt)
         trainer = TrainerProcess(settings, self.out / f"run{self._salt}.log", self.env)
         try:
             self.site.runs.register(trainer.run_id, self._salt)
@@ -100,6 +100,21 @@ class Bench:
         if trainer is not None:
             trainer.__exit__(None, None, None)
 
+    def close(self) -> None:
+        """End the current run, and wait until its pause guard has let go what it left paused: the
+        guard reaches the servers through the site's proxies, which end next."""
+        self.end_run()
+        wait_until(
+            lambda: not any(self._paused(seat.instance) for seat in self.site.seats), SETTLE_S
+        )
+
+    def _paused(self, instance: Instance) -> bool:
+        try:
+            with closing(instance.control(LOOK_S)) as control:
+                return control.paused()
+        except (ServerUnreachable, ServerRefused):
+            return False  # it has ended
+
     def wait_taken_over(self, trainer: TrainerProcess) -> None:
         """Until both servers hold a version of this run. RunFailed if not."""
         for seat in self.site.seats:
@@ -116,23 +131,29 @@ class Bench:
     ) -> float | None:
         """When the ledger said, after ``since_s``, that a server holds ``version`` or newer; None
         if it does not."""
-        url = seat.url
 
-        def match(event: Mapping[str, object]) -> bool:
-            held, t = event.get("held"), event["t"]
-            is_server = event["event"] == "server" and event["url"] == url
-            return (
-                is_server
-                and isinstance(held, int)
-                and held >= version
-                and isinstance(t, float)
-                and t >= since_s
-            )
+        def match(event: Event) -> bool:
+            if event["event"] != "server" or event["url"] != seat.url or event["held"] is None:
+                return False
+            return bool(event["held"] >= version and event["t"] >= since_s)
 
         event = trainer.await_event(match, SETTLE_S)
         return None if event is None else float(event["t"])
 
-    def window(self, seconds: float = BASE_S) -> tuple[float, float]:
+    def hold(self, result: Result, point: Point | None = None) -> Event:
+        """Hold the victim's lane at the case's point, or another one; what it says there."""
+        trainer, point = self.trainer, point or result.case.point
+        since = trainer.mark()
+        trainer.hold(self.site.victim.url, point, result.case.occurrence)
+        at = trainer.await_event(lambda e: e["event"] == "held_at", REACH_S, since)
+        if at is None:
+            trainer.forget()
+            raise RunFailed(
+                f"the lane did not come to {point.value} within {REACH_S:g} s: {trainer.tail()}"
+            )
+        return at
+
+    def window(self, seconds: float = BASE_S) -> Window:
         """Let the run train that long."""
         start = time.monotonic()
         self.run_on(start + seconds)
@@ -149,30 +170,21 @@ class Bench:
         return Mark(time.monotonic(), {id(i): len(i.commits) for i in self._instances()})
 
     def judge_time(
-        self,
-        result: Result,
-        trainer: TrainerProcess,
-        before: tuple[float, float],
-        during: tuple[float, float],
+        self, result: Result, trainer: TrainerProcess, before: Window, during: Window
     ) -> None:
         """Step time and the other server's lag, with the fault against without."""
         self.run_on(during[0] + BASE_S)
         during = during[0], max(during[1], during[0] + BASE_S)
         steps = self.judge_steps(result, trainer, before, during)
         lags, behind = self._lag(trainer, *before)
-        lags_with, behind_with = self._lag(trainer, *during)
-        result.behind = behind_with
+        lags_with, result.behind = self._lag(trainer, *during)
         result.lag, wrong, note = judge.judge_lag(
-            lags, lags_with, (behind, behind_with), judge.crowd(steps)
+            lags, lags_with, (behind, result.behind), judge.crowd(steps)
         )
         self._add(result, wrong, note)
 
     def judge_steps(
-        self,
-        result: Result,
-        trainer: TrainerProcess,
-        before: tuple[float, float],
-        during: tuple[float, float],
+        self, result: Result, trainer: TrainerProcess, before: Window, during: Window
     ) -> list[judge.Step]:
         """Step time alone; the steps with the fault."""
         steps = self._steps(trainer, *during)
@@ -181,6 +193,29 @@ class Bench:
         )
         self._add(result, wrong, note)
         return steps
+
+    def judge_held(self, result: Result, trainer: TrainerProcess, lifted_s: float) -> None:
+        """The struck server must hold the newest version within two lane deadlines after the
+        fault."""
+        newest = trainer.newest(lifted_s)
+        held_s = self.wait_held(trainer, self.site.victim, newest, lifted_s - self.deadline_s)
+        if held_s is None:
+            result.violations.append(
+                f"it did not hold version {newest} within {SETTLE_S:g} s: {trainer.tail()}"
+            )
+        else:
+            self.judge_recovery(result, trainer, lifted_s, held_s)
+
+    def judge_both(
+        self, result: Result, trainer: TrainerProcess, before: Window, lifted_s: float
+    ) -> None:
+        """As ``judge_held`` and ``judge_time``, where the other lane stood still too: that server's
+        lag counts from when it is back."""
+        self.judge_held(result, trainer, lifted_s)
+        newest = trainer.newest(lifted_s)
+        back = self.wait_held(trainer, self.site.witness, newest, 0.0) or lifted_s
+        during = max(lifted_s, back) + 0.5, time.monotonic() + 0.5
+        self.judge_time(result, trainer, before, during)
 
     def judge_recovery(
         self, result: Result, trainer: TrainerProcess, since_s: float, until_s: float
@@ -248,9 +283,9 @@ class Bench:
         finally:
             trainer.publish(True)
 
-    def at_rest(self, result: Result, trainer: TrainerProcess) -> None:
+    def at_rest(self, result: Result, trainer: TrainerProcess, mark: Mark) -> None:
         """Stop publishing, wait until both servers hold the newest version, and look whether
-        everything agrees."""
+        everything agrees, and did since the mark."""
         with self.quiet(trainer) as newest:
             report = trainer.report()
             for seat in self.site.seats:
@@ -263,6 +298,7 @@ class Bench:
                     f"{seat.name}: {text}"
                     for text in self.look(seat.instance, trainer.run_id, newest)
                 ]
+        self.judge_servers(result, mark)
 
     def _all_hold(self, trainer: TrainerProcess, version: int) -> bool:
         servers = trainer.report()["servers"].values()
@@ -290,3 +326,11 @@ class Bench:
                 if instance not in self.known:
                     self.known.append(instance)
         return self.known
+
+
+def site_bench(stack: ExitStack, site: Site, bench: Bench) -> Bench:
+    """Start the site and make sure that run and servers end with ``stack``."""
+    stack.enter_context(site)
+    stack.callback(bench.close)
+    site.wait_healthy(bench.say)
+    return bench

@@ -5,7 +5,7 @@ makes no sense. Pure.
 
     who     trainer | sync (its sync process) | engine | server (all its processes) | receiver
             | link (the network)
-    point   protocol.lane_events.Point, in a lane's order
+    point   protocol.lane.Point, in a lane's order
     kind    what happens there
 
 Names: ``receiver-kill@staged``, with a variant where one place has several:
@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.errors import ConfigError
-from titan_grpo.protocol.lane_events import Point
+from titan_grpo.protocol.lane import Point
 
 
 class Who(Enum):
@@ -160,14 +160,8 @@ CALLS: dict[str, dict[Point, dict[str, str]]] = {
         },
         Point.STAGED: {"": "/model_info"},
         Point.PAUSE: {"": "/pause_generation"},
-        Point.LOAD: {
-            "start": "/begin_weight_update",
-            "update": "/update_weights_from_tensor",
-        },
-        Point.LABEL: {
-            "": "/update_weight_version",
-            "end": "/end_weight_update",
-        },
+        Point.LOAD: {"": "/titan_grpo/load"},
+        Point.LABEL: {"": "/titan_grpo/finish"},
         Point.RESUME: {"": "/continue_generation"},
         Point.RESUMED: {"": "/model_info"},
         Point.HELD: {"": "/model_info"},

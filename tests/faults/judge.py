@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from tests.rigs.trainer_handle import Step
 from titan_grpo.protocol.messages import UNUSABLE, Label
-from titan_grpo.verify.evidence import Committed
-from titan_grpo.verify.outcome import differing
+from titan_grpo.verify.outcome import Committed, differing
 
 TOLERANCE = 0.02
 """A fault may cost the trainer's step, or another server's lag, this share."""
@@ -113,14 +112,8 @@ def judge_steps(
     if ratio.within or wrong:
         return ratio, wrong, ""
     parts = f"{no_core:+.1%} without a core, {ran:+.1%} arithmetic, {slept:+.1%} waiting"
-    return (
-        ratio,
-        [],
-        (
-            f"steps x {ratio.value:.2f} ({parts}); the machine cannot tell more, the servers share"
-            " its cores"
-        ),
-    )
+    more = "the machine cannot tell more, the servers share its cores"
+    return ratio, [], f"steps x {ratio.value:.2f} ({parts}); {more}"
 
 
 def crowd(steps: Sequence[Step]) -> str:
@@ -167,14 +160,8 @@ def judge_lag(
     if not ratio.enough or ratio.within:
         return ratio, wrong, ""
     if not ratio.tells:
-        return (
-            ratio,
-            wrong,
-            (
-                f"the machine cannot tell the other server's lag x {ratio.value:.2f}: noise"
-                f" {ratio.noise:.0%}"
-            ),
-        )
+        lag = f"the machine cannot tell the other server's lag x {ratio.value:.2f}"
+        return ratio, wrong, f"{lag}: noise {ratio.noise:.0%}"
     slower = f"the other server's lag was {ratio.value:.2f} times as long"
     return (ratio, wrong, f"{slower}; {crowded}") if crowded else (ratio, [*wrong, slower], "")
 

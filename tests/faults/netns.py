@@ -5,7 +5,7 @@ import ctypes
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from titan_grpo.errors import TitanGrpoError
@@ -65,61 +65,61 @@ class Namespace:
     def limit(self, bytes_per_s: float) -> None:
         """Both directions carry so much and no more (token bucket). NotAllowed if the kernel can
         not."""
-        self._shape(*_bucket(bytes_per_s))
+        self._shape(_bucket(bytes_per_s))
 
     def limit_all_but(self, port: int, bytes_per_s: float) -> None:
         """As limit, except for what comes from or goes to a server's ``port`` in there
         (hierarchical token buckets). NotAllowed if the kernel cannot."""
         self.free()
         bits = max(8, round(bytes_per_s * 8))
-        sides = (((), self._ours, "dport"), (("netns", "exec", self.name), self._theirs, "sport"))
-        for where, device, end in sides:
-            of_class = f"class add dev {device} parent 1: classid"
-            for line in (
-                f"qdisc add dev {device} root handle 1: htb default 10",
-                f"{of_class} 1:10 htb rate {bits}bit burst {BURST_BYTES} cburst {BURST_BYTES}",
-                f"{of_class} 1:20 htb rate 10gbit",
-                f"filter add dev {device} parent 1: protocol ip prio 1 u32"
-                f" match ip {end} {port} 0xffff flowid 1:20",
-            ):
-                _run(_tc(where, line.split()))
+        for (tc, device), end in zip(self._ends, ("dport", "sport"), strict=True):
+            of_class = f"{tc} class add dev {device} parent 1: classid"
+            _run(f"{tc} qdisc add dev {device} root handle 1: htb default 10")
+            _run(f"{of_class} 1:10 htb rate {bits}bit burst {BURST_BYTES} cburst {BURST_BYTES}")
+            _run(f"{of_class} 1:20 htb rate 10gbit")
+            _run(
+                f"{tc} filter add dev {device} parent 1: protocol ip prio 1 u32"
+                f" match ip {end} {port} 0xffff flowid 1:20"
+            )
 
     def delay(self, milliseconds: float) -> None:
         """Every packet takes so much longer each way (netem). NotAllowed if the kernel cannot."""
-        self._shape("netem", "delay", f"{milliseconds:g}ms")
+        self._shape(f"netem delay {milliseconds:g}ms")
 
     def free(self) -> None:
         """No limit and no delay. Idempotent."""
-        for where, device in ((), self._ours), (("netns", "exec", self.name), self._theirs):
-            _try(_tc(where, ["qdisc", "del", "dev", device, "root"]))
+        for tc, device in self._ends:
+            _try(f"{tc} qdisc del dev {device} root")
 
     def __enter__(self) -> "Namespace":
         try:
-            _run(["ip", "netns", "add", self.name])
-            _run(["ip", "link", "add", self._ours, "type", "veth", "peer", "name", self._theirs])
-            _run(["ip", "link", "set", self._theirs, "netns", self.name])
-            _run(["ip", "addr", "add", f"{self.outer}/30", "dev", self._ours])
-            _run(["ip", "link", "set", self._ours, "up"])
-            for arguments in (
-                ["addr", "add", f"{self.inner}/30", "dev", self._theirs],
-                ["link", "set", self._theirs, "up"],
-            ):
-                _run(["ip", "-n", self.name, *arguments])
-            _run(["ip", "-n", self.name, "link", "set", "lo", "up"])
+            _run(f"ip netns add {self.name}")
+            _run(f"ip link add {self._ours} type veth peer name {self._theirs}")
+            _run(f"ip link set {self._theirs} netns {self.name}")
+            _run(f"ip addr add {self.outer}/30 dev {self._ours}")
+            _run(f"ip link set {self._ours} up")
+            _run(f"ip -n {self.name} addr add {self.inner}/30 dev {self._theirs}")
+            _run(f"ip -n {self.name} link set {self._theirs} up")
+            _run(f"ip -n {self.name} link set lo up")
             # All of our addresses are reached through this pair, and so within its limit.
-            _run(["ip", "-n", self.name, "route", "add", "default", "via", self.outer])
+            _run(f"ip -n {self.name} route add default via {self.outer}")
         except NotAllowed:
             self.__exit__(None, None, None)
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _try(["ip", "link", "del", self._ours])
-        _try(["ip", "netns", "del", self.name])
+        _try(f"ip link del {self._ours}")
+        _try(f"ip netns del {self.name}")
 
-    def _shape(self, *discipline: str) -> None:
-        for where, device in ((), self._ours), (("netns", "exec", self.name), self._theirs):
-            _run(_tc(where, ["qdisc", "replace", "dev", device, "root", *discipline]))
+    @property
+    def _ends(self) -> tuple[tuple[str, str], ...]:
+        """Of the pair, ours first: the command that shapes it there, and the device."""
+        return ("tc", self._ours), (f"{self.inside} tc", self._theirs)
+
+    def _shape(self, discipline: str) -> None:
+        for tc, device in self._ends:
+            _run(f"{tc} qdisc replace dev {device} root {discipline}")
 
 
 class Host:
@@ -145,16 +145,17 @@ class Host:
 
     def limit(self, bytes_per_s: float) -> None:
         """Its link carries so much each way and no more. NotAllowed if the kernel cannot."""
-        for where, device in (("netns", "exec", self.name), "eth0"), ((), self._device):
-            _run(_tc(where, ["qdisc", "replace", "dev", device, "root", *_bucket(bytes_per_s)]))
+        bucket = _bucket(bytes_per_s)
+        _run(f"ip netns exec {self.name} tc qdisc replace dev eth0 root {bucket}")
+        _run(f"tc qdisc replace dev {self._device} root {bucket}")
 
     def cut(self) -> None:
         """Its link carries nothing until ``join``."""
-        _run(["ip", "link", "set", self._device, "down"])
+        _run(f"ip link set {self._device} down")
 
     def join(self) -> None:
         """The opposite of ``cut``."""
-        _run(["ip", "link", "set", self._device, "up"])
+        _run(f"ip link set {self._device} up")
 
     def moved(self) -> tuple[int, int]:
         """Bytes that it has sent and received, headers included."""
@@ -181,9 +182,9 @@ class Hosts:
 
     def __enter__(self) -> "Hosts":
         try:
-            _run(["ip", "link", "add", self._bridge, "type", "bridge"])
-            _run(["ip", "addr", "add", f"{self.address}/24", "dev", self._bridge])
-            _run(["ip", "link", "set", self._bridge, "up"])
+            _run(f"ip link add {self._bridge} type bridge")
+            _run(f"ip addr add {self.address}/24 dev {self._bridge}")
+            _run(f"ip link set {self._bridge} up")
             for host in self.hosts:
                 self._add(host)
         except NotAllowed:
@@ -193,47 +194,36 @@ class Hosts:
 
     def __exit__(self, *exc: object) -> None:
         for host in self.hosts:
-            _try(["ip", "link", "del", host._device])
-            _try(["ip", "netns", "del", host.name])
-        _try(["ip", "link", "del", self._bridge])
+            _try(f"ip link del {host._device}")
+            _try(f"ip netns del {host.name}")
+        _try(f"ip link del {self._bridge}")
 
     def _add(self, host: Host) -> None:
-        pair = ["ip", "link", "add", host._device, "type", "veth"]
-        _run(["ip", "netns", "add", host.name])
-        _run([*pair, "peer", "name", "eth0", "netns", host.name])
-        _run(["ip", "link", "set", host._device, "master", self._bridge, "up"])
-        for arguments in (
-            ["addr", "add", f"{host.address}/24", "dev", "eth0"],
-            ["link", "set", "eth0", "up"],
-            ["link", "set", "lo", "up"],
-        ):
-            _run(["ip", "-n", host.name, *arguments])
+        _run(f"ip netns add {host.name}")
+        _run(f"ip link add {host._device} type veth peer name eth0 netns {host.name}")
+        _run(f"ip link set {host._device} master {self._bridge} up")
+        _run(f"ip -n {host.name} addr add {host.address}/24 dev eth0")
+        _run(f"ip -n {host.name} link set eth0 up")
+        _run(f"ip -n {host.name} link set lo up")
 
 
-def _bucket(bytes_per_s: float) -> list[str]:
+def _bucket(bytes_per_s: float) -> str:
     bits = max(8, round(bytes_per_s * 8))
-    return f"tbf rate {bits}bit burst {BURST_BYTES} latency {QUEUE_MS}ms".split()
+    return f"tbf rate {bits}bit burst {BURST_BYTES} latency {QUEUE_MS}ms"
 
 
-def _tc(where: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    return [*(["ip", *where] if where else []), "tc", *arguments]
-
-
-def _try(command: Sequence[str]) -> str:
+def _try(command: str) -> str:
     """Why it failed; empty if it did not."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=COMMAND_S, check=False
+            command.split(), capture_output=True, text=True, timeout=COMMAND_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return (
-        ""
-        if done.returncode == 0
-        else (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-    )
+    said = done.stderr.strip().splitlines() or ["no reason given"]
+    return said[-1] if done.returncode else ""
 
 
-def _run(command: Sequence[str]) -> None:
+def _run(command: str) -> None:
     if why := _try(command):
-        raise NotAllowed(f"{' '.join(command)}: {why}")
+        raise NotAllowed(f"{command}: {why}")

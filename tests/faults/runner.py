@@ -1,27 +1,97 @@
 """Runs cases one after the other on one site, in an order that starts as few servers as
-possible."""
+possible; those of the network on another, whose struck server has a namespace of its own."""
 
+import statistics
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
 
 from tests.faults import lanes, trainers
 from tests.faults.bench import Bench
 from tests.faults.cases import Case, Kind, Who
-from tests.faults.instances import Instance, Launch
+from tests.faults.netns import Namespace, NotAllowed
 from tests.faults.report import Result
-from tests.faults.site import Site
-from tests.rigs.trainer_handle import RunFailed
-from titan_grpo.errors import PeerError, TitanGrpoError
+from tests.faults.site import Instance, Launch, Runs
+from tests.rigs.trainer import weights
+from tests.rigs.trainer_handle import RunFailed, TrainerProcess
+from titan_grpo.engines.http import SyncDriver
+from titan_grpo.engines.server import dialect
+from titan_grpo.errors import PeerError, ServerRefused, ServerUnreachable, TitanGrpoError
+from titan_grpo.protocol.messages import Label
+from titan_grpo.verify.outcome import distance
+from titan_grpo.verify.prober import REQUEST_S, ReferenceModel, fixed_prompts
 
 Done = Callable[[Result], None]
 Check = Callable[[Instance], tuple[str, str]]
-"""(what is wrong or empty, a note): see computed.Reference.check."""
+"""(what is wrong or empty, a note): see Reference.check."""
+
+TOLERANCE = 0.05
+"""Nats by which bfloat16 in the server may differ from float32 on the same weights, at any
+token."""
+
+WATCH_S = 12.0
+"""How long a run is watched without a limited network, and how long with one."""
+
+SLOWER = 10.0
+DELAY_MS = 20.0
 
 TRAINERS = (Kind.ZOMBIE, Kind.LATE, Kind.END)
 NETWORK = (Kind.RATE, Kind.DELAY)
+
+
+class Reference:
+    """Computes any version of any run. ``model``: the folder with the config; ``out``: room for one
+    version's file."""
+
+    def __init__(self, model: Path, runs: Runs, out: Path) -> None:
+        self._runs, self._file = runs, out / "reference.safetensors"
+        self._prompts = fixed_prompts()
+        self._model = ReferenceModel(model, self._prompts)
+
+    def check(self, instance: Instance) -> tuple[str, str]:
+        """(what is wrong or empty, a note) of a server at rest."""
+        try:
+            with SyncDriver(instance.url) as driver:
+                speak = dialect(instance.engine)
+                label = Label.parse(driver.run(speak.label()))
+                # a salt of its own: no answer may contain what other weights have left in the
+                # prefix cache
+                got = [
+                    driver.run(speak.score(prompt, REQUEST_S, uuid.uuid4().hex))
+                    for prompt in self._prompts
+                ]
+        except (ServerUnreachable, ServerRefused) as error:
+            return f"{instance.name}: it does not answer a request: {error}", ""
+        salt = self._runs.salt(label.run_id) if label is not None else None
+        if label is None or salt is None:
+            return f"{instance.name}: its label {label} is of no run", ""
+        right, before = self._of(label.version, salt), self._of(label.version - 1, salt)
+        off = max(distance(a, b) for a, b in zip(got, right, strict=True))
+        apart = min(distance(a, b) for a, b in zip(before, right, strict=True))
+        note = (
+            f"{instance.name} computes version {label.version}: {off:.4f} nats off, the one before"
+            f" is {apart:.2f} away"
+        )
+        return (
+            ""
+            if off <= TOLERANCE and off < apart / 2
+            else f"log-probabilities do not show that {note}"
+        ), note
+
+    def _of(self, version: int, salt: int) -> tuple[tuple[float, ...], ...]:
+        made = {
+            name: t.to(torch.bfloat16)
+            for name, t in weights(self._runs.base, version, salt).items()
+        }
+        save_file(made, self._file)
+        return self._model.logprobs(self._file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +205,71 @@ class Runner:
                 self._bench.site.victim.swap(own)
 
 
-def site_bench(stack: ExitStack, site: Site, bench: Bench) -> Bench:
-    """Start the site and make sure that run and servers end with ``stack``."""
-    stack.enter_context(site)
-    stack.callback(bench.end_run)
-    site.wait_healthy(bench.say)
-    return bench
+def run_network(
+    cases: Sequence[Case], make: Callable[[ExitStack, Namespace], Bench], done: Done
+) -> dict[str, Any]:
+    """Run the cases on the bench that is made around a namespace; figures for the JSON. Where
+    namespaces are not allowed each case is skipped, with the reason."""
+    figures: dict[str, Any] = {}
+    with ExitStack() as stack:
+        try:
+            space = stack.enter_context(Namespace())
+        except NotAllowed as error:
+            for case in cases:
+                done(Result(case, skipped=f"a network of its own is not allowed here: {error}"))
+            return figures
+        bench = make(stack, space)
+        bench.say(f"network: {len(cases)} cases; one server in namespace {space.name}")
+        for case in cases:
+            result, began = Result(case), time.monotonic()
+            try:
+                figures[case.name] = _slowed(bench, space, result)
+            except NotAllowed as error:
+                result.skipped = str(error)
+            except (RunFailed, PeerError) as error:
+                result.violations.append(str(error).replace("\n", " "))
+            finally:
+                space.free()
+            result.seconds = time.monotonic() - began
+            done(result)
+    return figures
+
+
+def _slowed(bench: Bench, space: Namespace, result: Result) -> dict[str, float]:
+    trainer, mark = bench.trainer, bench.mark()
+    bench.window()
+    before = bench.window(WATCH_S)
+    free_s = _sending(trainer, bench.site.victim.url, before)
+    if result.case.kind is Kind.RATE:
+        started = trainer.find(lambda e: e["event"] == "started")
+        assert started is not None
+        rate = float(started["image_bytes"]) / free_s / SLOWER
+        space.limit(rate)
+        note = f"limited to {rate / 2**20:.2f} MiB/s"
+    else:
+        space.delay(DELAY_MS)
+        note = f"{DELAY_MS:g} ms each way"
+    during = bench.window(WATCH_S)
+    slow_s = _sending(trainer, bench.site.victim.url, during)
+    space.free()
+    lifted = time.monotonic()
+    result.notes.append(
+        f"{note}: a transfer took {slow_s:.3f} s, {slow_s / free_s:.1f} times as long"
+    )
+    bench.judge_held(result, trainer, lifted)
+    bench.judge_time(result, trainer, before, during)
+    bench.at_rest(result, trainer, mark)
+    return {
+        "transfer_s": free_s,
+        "slowed_transfer_s": slow_s,
+        "step_ratio": result.steps.value,
+        "lag_ratio": result.lag.value,
+    }
+
+
+def _sending(trainer: TrainerProcess, url: str, window: tuple[float, float]) -> float:
+    """Median seconds of one transfer to a server in a window. RunFailed if there was none."""
+    seconds = [s for t, s in trainer.sends(url) if window[0] <= t <= window[1]]
+    if not seconds:
+        raise RunFailed(f"the server must get versions within {WATCH_S:g} s, it got none")
+    return statistics.median(seconds)

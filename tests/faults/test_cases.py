@@ -8,7 +8,7 @@ from tests.faults.lanes import STRIKES
 from tests.faults.runner import groups
 from titan_grpo.cli import guarded
 from titan_grpo.errors import ConfigError
-from titan_grpo.protocol.lane_events import Point
+from titan_grpo.protocol.lane import Point
 
 ENGINES = tuple(CALLS)
 
@@ -39,18 +39,8 @@ def test_every_kind_and_every_who_strikes_somewhere_and_every_point_is_struck(en
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_trainer_and_an_engine_can_die_freeze_and_be_replaced_at_every_point(engine):
     names = {case.name for case in all_cases(engine)}
-    for what in (
-        "trainer-kill",
-        "trainer-freeze",
-        "trainer-zombie",
-        "sync-kill",
-        "sync-freeze",
-        "engine-kill",
-        "engine-freeze",
-        "engine-old",
-        "engine-other",
-        "engine-end",
-    ):
+    both = [f"{who}-{kind}" for who in ("trainer", "sync", "engine") for kind in ("kill", "freeze")]
+    for what in (*both, "trainer-zombie", "engine-old", "engine-other", "engine-end"):
         assert {f"{what}@{point.value}" for point in Point} <= names
 
 

@@ -17,7 +17,7 @@ from tests.faults.judge import (
     served,
     wrong_bytes,
 )
-from titan_grpo.verify.evidence import Committed
+from titan_grpo.verify.outcome import Committed
 
 RUN, LATER = "0000000003e8-aaaaaaaa", "0000000007d0-bbbbbbbb"
 

@@ -7,10 +7,10 @@ import time
 from tests.faults import judge
 from tests.faults.bench import SETTLE_S, Bench
 from tests.faults.cases import Kind, Who
-from tests.faults.instances import send, thaw
-from tests.faults.lanes import OVER_S, REACH_S, judge_recovery
+from tests.faults.lanes import OVER_S
 from tests.faults.report import Result
-from tests.rigs.trainer_handle import Event, RunFailed, TrainerProcess, wait_until
+from tests.faults.site import send, thaw
+from tests.rigs.trainer_handle import wait_until
 
 RELEASE_S = 45.0
 """Within it a server that a dead or frozen trainer left paused must generate again: the tries of
@@ -42,19 +42,6 @@ def perform(bench: Bench, result: Result) -> None:
     }[result.case.kind](bench, result)
 
 
-def _hold(bench: Bench, result: Result, trainer: TrainerProcess) -> Event:
-    since = trainer.mark()
-    trainer.hold(bench.site.victim.url, result.case.point, result.case.occurrence)
-    at = trainer.await_event(lambda e: e["event"] == "held_at", REACH_S, since)
-    if at is None:
-        trainer.forget()
-        raise RunFailed(
-            f"the lane did not come to {result.case.point.value} within {REACH_S:g} s:"
-            f" {trainer.tail()}"
-        )
-    return at
-
-
 def _released(bench: Bench, result: Result, since_s: float) -> None:
     """Nothing may stay paused though its trainer is gone: the pause guard must have resumed it."""
     for seat in bench.site.seats:
@@ -77,7 +64,7 @@ def _released(bench: Bench, result: Result, since_s: float) -> None:
 def _kill(bench: Bench, result: Result) -> None:
     trainer = bench.trainer
     mark = bench.mark()
-    _hold(bench, result, trainer)
+    bench.hold(result)
     trainer.kill()
     killed_s = time.monotonic()
     bench.end_run()
@@ -92,15 +79,14 @@ def _kill(bench: Bench, result: Result) -> None:
     lane = after.find(lambda e: e["event"] == "connecting" and e["url"] == url)
     if held is not None and lane is not None:
         bench.judge_recovery(result, after, float(lane["t"]), held)
-    bench.at_rest(result, after)
-    bench.judge_servers(result, mark)
+    bench.at_rest(result, after, mark)
 
 
 def _freeze(bench: Bench, result: Result) -> None:
     trainer = bench.trainer
     before = bench.window()
     mark = bench.mark()
-    _hold(bench, result, trainer)
+    bench.hold(result)
     trainer.signal(signal.SIGSTOP)
     frozen_s = time.monotonic()
     try:
@@ -110,16 +96,10 @@ def _freeze(bench: Bench, result: Result) -> None:
         trainer.signal(signal.SIGCONT)
     lifted = time.monotonic()
     trainer.go()
-    judge_recovery(bench, result, trainer, lifted)
-    # its other lane was frozen too, and fenced if it was in a commit: that server's lag counts from
-    # when it is back
-    newest = max((v for v, t in trainer.published().items() if t <= lifted), default=1)
-    back = bench.wait_held(trainer, bench.site.witness, newest, 0.0) or lifted
-    # the step in which it was frozen is as long as the freeze
-    during = max(lifted, back) + 0.5, time.monotonic() + 0.5
-    bench.judge_time(result, trainer, before, during)
-    bench.at_rest(result, trainer)
-    bench.judge_servers(result, mark)
+    # the step in which it was frozen is as long as the freeze, and is not judged; its other lane
+    # was frozen too, and fenced if it was in a commit
+    bench.judge_both(result, trainer, before, lifted)
+    bench.at_rest(result, trainer, mark)
 
 
 def _sync(bench: Bench, result: Result) -> None:
@@ -129,7 +109,7 @@ def _sync(bench: Bench, result: Result) -> None:
     killed = result.case.kind is Kind.KILL
     before = bench.window()
     mark = bench.mark()
-    _hold(bench, result, trainer)
+    bench.hold(result)
     pid, since, struck_s = trainer.sync_pid, trainer.mark(), time.monotonic()
     send(pid, signal.SIGKILL if killed else signal.SIGSTOP)
     trainer.go()
@@ -151,19 +131,15 @@ def _sync(bench: Bench, result: Result) -> None:
         )
         lifted = float(lane["t"])
         result.notes.append(f"connected again {lifted - struck_s:.1f} s after the kill")
-    judge_recovery(bench, result, trainer, lifted)
-    newest = max((v for v, t in trainer.published().items() if t <= lifted), default=1)
-    back = bench.wait_held(trainer, bench.site.witness, newest, 0.0) or lifted
-    bench.judge_time(result, trainer, before, (max(lifted, back) + 0.5, time.monotonic() + 0.5))
+    bench.judge_both(result, trainer, before, lifted)
     bench.judge_steps(result, trainer, before, (struck_s, lifted))
-    bench.at_rest(result, trainer)
-    bench.judge_servers(result, mark)
+    bench.at_rest(result, trainer, mark)
 
 
 def _zombie(bench: Bench, result: Result) -> None:
     zombie = bench.trainer
     mark = bench.mark()
-    _hold(bench, result, zombie)
+    bench.hold(result)
     zombie.signal(signal.SIGSTOP)
     bench.put_in_force(None)
     try:
@@ -176,8 +152,7 @@ def _zombie(bench: Bench, result: Result) -> None:
         woken = time.monotonic()
         bench.run_on(woken + LINGER_S)
         bench.judge_time(result, after, before, (woken, time.monotonic()))
-        bench.at_rest(result, after)
-        bench.judge_servers(result, mark)
+        bench.at_rest(result, after, mark)
     finally:
         zombie.__exit__(None, None, None)
 
@@ -196,16 +171,15 @@ def _late(bench: Bench, result: Result) -> None:
     finally:
         victim.proxy.open()
     joined = time.monotonic()
-    judge_recovery(bench, result, trainer, joined)
+    bench.judge_held(result, trainer, joined)
     bench.judge_time(result, trainer, absent, (joined, time.monotonic()))
-    bench.at_rest(result, trainer)
-    bench.judge_servers(result, mark)
+    bench.at_rest(result, trainer, mark)
 
 
 def _end(bench: Bench, result: Result) -> None:
     trainer, victim, witness = bench.trainer, bench.site.victim, bench.site.witness
     mark = bench.mark()
-    _hold(bench, result, trainer)
+    bench.hold(result)
     engine = victim.instance.engine_pid()
     send(engine, signal.SIGSTOP)
     try:

@@ -1,9 +1,11 @@
-"""Block hashes and fingerprints."""
+"""Hashes of blocks, fingerprints, and digests of content: equal for equal values however they lie
+in memory, different for anything that differs."""
 
 import pytest
+import torch
 
 from titan_grpo.errors import ConfigError
-from titan_grpo.layout.digest import (
+from titan_grpo.layout.image import (
     BLOCK_HASHES,
     block_digests,
     digest_block,
@@ -11,6 +13,7 @@ from titan_grpo.layout.digest import (
     first_difference,
 )
 from titan_grpo.layout.manifest import Manifest
+from titan_grpo.verify.recording import content_digest, tensor_digest
 
 MANIFEST = Manifest.build([("a", "uint8", (1000,))], 256)
 
@@ -76,3 +79,24 @@ def test_an_unknown_algorithm_and_a_wrong_size_are_refused() -> None:
         digest_block(memoryview(b""), "md5")
     with pytest.raises(ValueError, match="1024 bytes, got 3"):
         block_digests(memoryview(b"abc"), MANIFEST, "xxh3")
+
+
+BASE = torch.arange(12, dtype=torch.float32).view(3, 4).bfloat16()
+
+
+def test_a_strided_view_has_the_digest_of_its_copy() -> None:
+    assert tensor_digest(BASE.t()) == tensor_digest(BASE.t().contiguous())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [BASE.view(4, 3), BASE.view(torch.float16), BASE.t(), torch.cat([-BASE[:1], BASE[1:]])],
+    ids=["shape", "dtype", "order", "one sign"],
+)
+def test_any_difference_changes_the_digest(other: torch.Tensor) -> None:
+    assert tensor_digest(BASE) != tensor_digest(other)
+
+
+def test_the_digest_of_all_depends_on_names_and_not_on_their_order() -> None:
+    assert content_digest({"a": "1", "b": "2"}) == content_digest({"b": "2", "a": "1"})
+    assert content_digest({"a": "1", "b": "2"}) != content_digest({"a": "2", "b": "1"})

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from titan_grpo.errors import ConfigError, ProtocolError, SyncError
-from titan_grpo.layout.image import ImageAddress, SharedImage, available_memory
+from titan_grpo.layout.image import ImageAddress, SharedImage
+from titan_grpo.layout.memory import available_memory
 
 
 def run(code: str, *argv: str) -> subprocess.CompletedProcess[str]:
@@ -18,7 +19,7 @@ def run(code: str, *argv: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", code, *argv],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
@@ -111,14 +112,14 @@ def in_a_small_shm(*command: str) -> list[str]:
 
 def test_an_image_of_256_mib_works_where_dev_shm_has_64_mb() -> None:
     probe = subprocess.run(
-        in_a_small_shm("true"), capture_output=True, text=True, timeout=30, check=False
+        in_a_small_shm("true"), capture_output=True, text=True, timeout=60, check=False
     )
     if probe.returncode != 0:
         pytest.skip(
             f"no mount namespace with its own /dev/shm can be made here: {probe.stderr.strip()}"
         )
     command = in_a_small_shm(sys.executable, "-c", SMALL_SHM)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == f"{256 << 20}\n", done.stderr
 
 

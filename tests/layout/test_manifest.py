@@ -8,7 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.layout.manifest import ALIGNMENT, ITEM_BYTES, Manifest
+from titan_grpo.layout.image import block_digests
+from titan_grpo.layout.manifest import (
+    ALIGNMENT,
+    ITEM_BYTES,
+    Manifest,
+    Part,
+    buckets,
+    fused,
+    names_problem,
+    parts_of,
+)
+from titan_grpo.layout.plan import merged
 
 ENTRIES = [("a", "bfloat16", (3, 5)), ("b", "float32", (2,)), ("c", "int64", ())]
 
@@ -131,3 +142,139 @@ def test_extents_never_overlap_and_blocks_tile_the_image(
     assert blocks[-1][1] == manifest.total_bytes
     assert all(a[1] == b[0] for a, b in itertools.pairwise(blocks))
     assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+LAYER = "model.layers.0."
+QKV = [f"{LAYER}self_attn.{x}_proj.weight" for x in "qkv"]
+MLP = [f"{LAYER}mlp.{x}_proj.weight" for x in ("gate", "up", "down")]
+SERVED = [
+    "model.embed_tokens.weight",
+    f"{LAYER}self_attn.qkv_proj.weight",
+    f"{LAYER}mlp.gate_up_proj.weight",
+    f"{LAYER}mlp.down_proj.weight",
+]
+
+
+def test_the_worked_example_of_the_docstring():
+    shapes = [(128,), (128,), (15,), (256,)]
+    manifest = Manifest.build(
+        [(f"t{i}", "bfloat16", shape) for i, shape in enumerate(shapes)], 4096
+    )
+    assert [[spec.name for spec in bucket] for bucket in buckets(manifest, 1024)] == [
+        ["t0", "t1", "t2"],
+        ["t3"],
+    ]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.integers(1, 700)), min_size=1, max_size=20
+    ),
+    st.integers(1, 5000),
+)
+def test_buckets_are_gapless_aligned_slices_that_hold_every_tensor_once(entries, bucket_bytes):
+    manifest = Manifest.build(
+        [(f"t{i}", dtype, (n,)) for i, (dtype, n) in enumerate(entries)], 4096
+    )
+    found = buckets(manifest, bucket_bytes)
+    assert [spec for bucket in found for spec in bucket] == list(manifest.tensors)
+    for bucket in found:
+        end = bucket[0].offset
+        for spec in bucket:
+            assert spec.offset == end
+            assert (spec.offset - bucket[0].offset) % ITEM_BYTES[spec.dtype] == 0
+            end += spec.nbytes
+        assert len(bucket) == 1 or end - bucket[0].offset <= bucket_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [
+        (QKV[0], SERVED[1]),
+        (f"{LAYER}self_attn.k_proj.bias", f"{LAYER}self_attn.qkv_proj.bias"),
+        (f"{LAYER}self_attn.o_proj.weight", f"{LAYER}self_attn.o_proj.weight"),
+        (MLP[1], SERVED[2]),
+        (f"{LAYER}mlp.experts.7.up_proj.weight", f"{LAYER}mlp.experts.w13_weight"),
+        (f"{LAYER}mlp.experts.7.down_proj.weight", f"{LAYER}mlp.experts.w2_weight"),
+        (f"{LAYER}mlp.gate.weight", f"{LAYER}mlp.gate.weight"),
+    ],
+)
+def test_tensors_find_the_parameter_that_takes_them(name, parameter):
+    assert fused(name) == parameter
+
+
+def test_the_right_model_has_no_problem_with_a_tied_head_on_either_side_or_none():
+    sent = ["model.embed_tokens.weight", *QKV, *MLP]
+    assert names_problem(sent, SERVED) == ""
+    assert names_problem([*sent, "lm_head.weight"], SERVED) == ""
+    assert names_problem(sent, [*SERVED, "lm_head.weight"]) == ""
+    assert names_problem([*sent, "lm_head.weight"], [*SERVED, "lm_head.weight"]) == ""
+
+
+def test_unknown_and_missing_names_are_named():
+    problem = names_problem(["model.embed_tokens.weight", *QKV, "model.nope.weight"], SERVED)
+    assert "unknown to the server: model.nope.weight" in problem
+    assert (
+        "missing: model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.gate_up_proj.weight"
+        in problem
+    )
+
+
+def test_a_part_of_a_fused_parameter_alone_is_not_enough():
+    sent = ["model.embed_tokens.weight", *QKV[:2], *MLP]
+    assert "sent in part: model.layers.0.self_attn.qkv_proj.weight" in names_problem(sent, SERVED)
+
+
+def test_padding_belongs_to_the_bytes_before_it() -> None:
+    written = [[(0, 500), (1024, 1524)], [(500, 1000), (1524, 2024)]]
+    assert [part.extents for part in parts_of(written, 2048, 256)] == [
+        ((0, 500), (1024, 1524)),
+        ((500, 1024), (1524, 2048)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        [[(0, 500)], [(400, 1024)]],
+        [[(0, 500)], [(500, 1024), (500, 1024)]],
+        [[(0, 500)], [(756, 1024)]],
+        [[(0, 500)], [(500, 768)]],
+        [[(1, 1024)], []],
+        [[], []],
+    ],
+)
+def test_bytes_that_no_host_or_two_write_are_refused(written) -> None:
+    with pytest.raises(ConfigError):
+        parts_of(written, 1024, 256)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 700))
+def test_the_blocks_of_all_parts_are_every_byte_once(owners, block_bytes) -> None:
+    total = 64 * len(owners)
+    manifest = Manifest.build([("a", "uint8", (total,))], block_bytes)
+    written = [
+        [(64 * i, 64 * i + 64) for i, owner in enumerate(owners) if owner == host]
+        for host in range(3)
+    ]
+    cut = manifest.with_parts(parts_of(written, manifest.total_bytes, 256))
+    pieces = [piece for index in range(cut.num_blocks) for piece in cut.block(index)]
+    assert sum(stop - start for start, stop in pieces) == manifest.total_bytes
+    assert {b for start, stop in pieces for b in range(start, stop)} == set(range(cut.total_bytes))
+    assert Manifest.from_json(cut.to_json()) == cut
+    image = memoryview(bytes(i % 251 for i in range(cut.total_bytes)))
+    each = [block_digests(image, cut, "xxh3", part=part) for part in range(3)]
+    assert sum(each, ()) == block_digests(image, cut, "xxh3")
+
+
+def test_a_range_of_a_part_is_in_several_places() -> None:
+    part = Part(((0, 500), (1024, 1524)))
+    assert list(part.pieces(400, 600)) == [(400, 500), (1024, 1124)]
+    with pytest.raises(IndexError):
+        list(part.pieces(900, 1001))
+
+
+def test_boxes_that_make_up_one_are_one() -> None:
+    quarters = [((r, c), (2, 2)) for r in (0, 2) for c in (0, 2)]
+    assert merged(quarters) == [((0, 0), (4, 4))]
+    assert merged([((0, 0), (2, 2)), ((2, 2), (2, 2))]) == [((0, 0), (2, 2)), ((2, 2), (2, 2))]

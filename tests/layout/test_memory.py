@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from titan_grpo.errors import ConfigError
-from titan_grpo.layout.image import available_memory, require_memory
+from titan_grpo.layout.memory import available_memory, require_memory
 
 GIB = 1 << 30
 

@@ -5,15 +5,16 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.model_check.bugs import BUGS, Bug
+from tests.model_check.bugs import BUGS
 from tests.model_check.hosts import HOST_BUGS, explore_hosts
-from tests.model_check.relay import RELAY_BUGS, explore_relay
+from tests.model_check.relay import BOUNDS, RELAY_BUGS, explore_relay
 from tests.model_check.rollouts import explore_rollouts
-from tests.model_check.search import Bounds, Explorer, Result
+from tests.model_check.search import Bounds, Explorer
+from tests.model_check.small import Bug, Result
 from titan_grpo.cli import guarded
 from titan_grpo.errors import ConfigError
 
@@ -26,6 +27,8 @@ LIMITS = {
 }
 """Least and greatest value of each bound."""
 
+ALL_BUGS = (*BUGS, *HOST_BUGS, *RELAY_BUGS)
+
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -36,24 +39,16 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
             " violation, or if a seeded bug is not caught."
         ),
     )
-    parser.add_argument(
-        "--ranks", type=int, default=2, help="trainer ranks that write a part of each version"
-    )
-    parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--versions", type=int, default=3)
-    parser.add_argument("--slots", type=int, default=2, help="version images in host memory")
-    parser.add_argument(
-        "--faults",
-        type=int,
-        default=1,
-        help="how many per run, at any step; -1: any number (large)",
-    )
-    parser.add_argument(
-        "--streamed", action="store_true", help='apply = "streamed" instead of "staged"'
-    )
-    parser.add_argument("--seconds", type=float, default=600.0, help="give up after this long")
-    parser.add_argument("--no-bugs", action="store_true", help="leave the seeded bugs out")
-    parser.add_argument("--json", type=Path, help="write the results there")
+    add = parser.add_argument
+    add("--ranks", type=int, default=2, help="trainer ranks that write a part of each version")
+    add("--servers", type=int, default=2)
+    add("--versions", type=int, default=3)
+    add("--slots", type=int, default=2, help="version images in host memory")
+    add("--faults", type=int, default=1, help="per run, at any step; -1: any number (large)")
+    add("--streamed", action="store_true", help='apply = "streamed" instead of "staged"')
+    add("--seconds", type=float, default=600.0, help="give up after this long")
+    add("--no-bugs", action="store_true", help="leave the seeded bugs out")
+    add("--json", type=Path, help="write the results there")
     return parser.parse_args(argv)
 
 
@@ -71,13 +66,14 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         deadline_s=options.seconds,
     )
     found = Explorer(bounds, progress=_progress).run()
-    rollouts = explore_rollouts(bounds.servers, bounds.versions)
-    hosts = explore_hosts(bounds.versions)
-    relay = explore_relay()
-    explored = {"weights": found, "rollouts": rollouts, "hosts": hosts, "relay": relay}
+    explored = {"weights": found}
+    if found.complete:
+        explored["rollouts"] = explore_rollouts(bounds.servers, bounds.versions)
+        explored["hosts"] = explore_hosts(bounds.versions)
+        explored["relay"] = explore_relay(bounds=BOUNDS)
     for name, result in explored.items():
         _show(name, result)
-    caught = [] if options.no_bugs else [*(_catch(bug, bounds) for bug in BUGS), *_catch_others()]
+    caught = [] if options.no_bugs else [_catch(bug) for bug in ALL_BUGS]
     missed = [bug["name"] for bug in caught if not bug["caught"]]
     if options.json is not None:
         report = {
@@ -112,37 +108,14 @@ def _show(name: str, result: Result) -> None:
         print(f"  {number:3} {step}")
 
 
-def _catch(bug: Bug, bounds: Bounds) -> dict[str, Any]:
-    """One server is enough for each of them."""
-    if bug.rollouts:
-        result = explore_rollouts(2, bug.versions, bug.tables, faults=bug.faults)
-    else:
-        bounds = replace(
-            bounds, servers=1, versions=bug.versions, faults=bug.faults, streamed=False
-        )
-        result = Explorer(bounds, bug.tables).run()
-    return _caught(bug.name, bug.breaks, result)
-
-
-def _catch_others() -> list[dict[str, Any]]:
-    """Of the hosts and of the relay. Three versions are enough for each of the hosts'."""
-    hosts = [
-        _caught(name, breaks, explore_hosts(3, rules))
-        for name, (breaks, rules) in HOST_BUGS.items()
-    ]
-    relay = [
-        _caught(name, breaks, explore_relay(rules)) for name, (breaks, rules) in RELAY_BUGS.items()
-    ]
-    return [*hosts, *relay]
-
-
-def _caught(name: str, breaks: str, result: Result) -> dict[str, Any]:
+def _catch(bug: Bug) -> dict[str, Any]:
+    result = bug.find()
     caught = bool(result.violation)
     how = f"{result.violation} (after {len(result.trace)} steps)" if caught else "NOT CAUGHT"
-    print(f"seeded bug: {name} ({breaks}): {how}", flush=True)
+    print(f"seeded bug: {bug.name} ({bug.breaks}): {how}", flush=True)
     return {
-        "name": name,
-        "breaks": breaks,
+        "name": bug.name,
+        "breaks": bug.breaks,
         "caught": caught,
         "how": result.violation,
         "trace": result.trace,

@@ -5,17 +5,15 @@ The slot table and what rank 0 thinks of a part are production's. Bytes are the 
 version that lies there, a digest is that number too, and TORN where bytes changed meanwhile."""
 
 import operator
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import NamedTuple
 
-from tests.model_check.search import Result
+from tests.model_check.small import Bug, Hope, Result, search_from
 from tests.model_check.tables import Violation
-from titan_grpo.errors import ProtocolError
 from titan_grpo.protocol import image_slots as b
-from titan_grpo.protocol.messages import RangeSource
-from titan_grpo.protocol.parts import Hashed, problem
+from titan_grpo.protocol.messages import Hashed, RangeSource
 
 TORN = -1
 FAILED = -2
@@ -61,7 +59,7 @@ class World(NamedTuple):
 class Rules:
     """What decides, which a seeded bug replaces."""
 
-    problem: Callable[[Hashed, int, int], str] = problem
+    problem: Callable[[Hashed, int, int], str] = Hashed.problem
     writers: frozenset[int] = frozenset({0, 1})
     matches: Callable[[tuple[int | None, int | None], tuple[int, int]], bool] = operator.eq
     leader_goes_on: bool = True
@@ -236,95 +234,30 @@ def explore_hosts(versions: int, rules: Rules | None = None, faults: int = 2) ->
     )
 
 
-class Faulty(Protocol):
-    """A state that counts the faults on the way to it."""
-
-    @property
-    def faults(self) -> int:
-        """So many."""
+def _bug(name: str, breaks: str, rules: Rules) -> Bug:
+    """Three versions are enough for each."""
+    return Bug(name, breaks, partial(explore_hosts, 3, rules))
 
 
-State = TypeVar("State", bound=Faulty)
-
-
-@dataclass(frozen=True, slots=True)
-class Hope(Generic[State]):
-    """From each ``held`` state, moves that are no faults lead to one that is ``done``.
-    ``otherwise``: the violation where they do not."""
-
-    done: Callable[[State], bool]
-    held: Callable[[State], bool]
-    otherwise: str
-
-
-def search_from(
-    start: State,
-    moves: Callable[[State], Iterator[tuple[str, State]]],
-    check: Callable[[State], None],
-    faults: int,
-    hope: Hope[State],
-) -> Result:
-    """All states with at most ``faults`` faults, and the hope."""
-    result, begun = Result(), time.monotonic()
-    parents: dict[State, tuple[State, str] | None] = {start: None}
-    calm: dict[State, list[State]] = {}
-    level, at, doing = [start], start, ""
-    try:
-        while level:
-            found = []
-            for at in level:
-                for doing, after in moves(at):
-                    if after.faults > faults:
-                        continue
-                    result.steps += 1
-                    if after.faults == at.faults:
-                        calm.setdefault(after, []).append(at)
-                    if after not in parents:
-                        parents[after] = at, doing
-                        check(after)
-                        found.append(after)
-            level = found
-        ends = [w for w in parents if hope.done(w)]
-        reached = set(ends)
-        while ends:
-            for before in calm.get(ends.pop(), ()):
-                if before not in reached:
-                    reached.add(before)
-                    ends.append(before)
-        for at in parents:
-            if hope.held(at) and at not in reached:
-                doing = "and no way leads from here to the last version"
-                raise Violation(hope.otherwise)
-    except (Violation, ProtocolError) as error:
-        result.violation, result.trace = str(error), [*_trace(parents, at), doing]
-    result.states, result.seconds = len(parents), time.monotonic() - begun
-    return result
-
-
-def _trace(parents: dict[State, tuple[State, str] | None], world: State) -> list[str]:
-    names = []
-    while (came := parents[world]) is not None:
-        world, name = came
-        names.append(name)
-    return names[::-1]
-
-
-HOST_BUGS: dict[str, tuple[str, Rules]] = {
-    "a part of an older version is taken for the one that is waited for": (
+HOST_BUGS = (
+    _bug(
+        "a part of an older version is taken for the one that is waited for",
         "a version is whole when every host has hashed that version",
         Rules(problem=lambda hashed, version, part: hashed.error),
     ),
-    "rank 0's host alone completes a version": (
+    _bug(
+        "rank 0's host alone completes a version",
         "a version is whole when every host has hashed that version",
         Rules(writers=frozenset({0})),
     ),
-    "a receiver does not check what a host sends": (
+    _bug(
+        "a receiver does not check what a host sends",
         "a slot that is reused under a late reader is noticed and never staged",
         Rules(matches=lambda got, wanted: True),
     ),
-    "a leader stops at a version that failed": (
+    _bug(
+        "a leader stops at a version that failed",
         "what a host does not hash in time costs that version and no other",
         Rules(leader_goes_on=False),
     ),
-}
-"""Name -> (the rule in the words of docs/protocol.md that it breaks, what decides then)."""
+)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTOCOL = Path("titan_grpo/protocol")
-SKIPPED = {"messages.py", "lane_events.py"}
+SKIPPED = {"messages.py"}
 """Records without decisions."""
 
 TIMEOUT_S = 600.0

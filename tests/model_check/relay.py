@@ -8,10 +8,10 @@ may be another version's between the answer that a block is there and the read."
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
-from tests.model_check.hosts import Hope, search_from
-from tests.model_check.search import Result
+from tests.model_check.small import Bug, Hope, Result, search_from
 from tests.model_check.tables import Violation
 from titan_grpo.protocol import relay as r
 
@@ -69,6 +69,12 @@ class Rules:
     """It reads a block there when the other one says that it has it."""
     trainer_last: bool = True
     """The trainer is asked when no other server is left."""
+
+    @property
+    def bounds(self) -> "Sequence[Bounds]":
+        """Where it shows what they break."""
+        beside = not (self.checks_memory and self.waits)
+        return BOUNDS[3:4] if beside else BOUNDS
 
 
 Move = tuple[str, World]
@@ -266,72 +272,82 @@ def _explore(bounds: Bounds, rules: Rules) -> Result:
     )
 
 
-def _anyone(t: r.Relays, e: r.Event) -> r.Outcome:
-    """As the table, but each reads from the first other one, whatever that one has."""
-    after, actions = r.step(t, e)
-    if not isinstance(e, r.Asked):
-        return after, actions
-    other = min(u for u in after.nodes if u != e.url)
-    nodes = {**after.nodes, e.url: replace(after.nodes[e.url], parent=other)}
-    return replace(after, nodes=nodes), (r.Read((other,)),)
+def _reads(choose: Callable[[r.Relays, r.Asked], str | None]) -> Rules:
+    """As the table, but who asks reads from the one that is chosen; None: as the table says."""
+
+    def step(t: r.Relays, e: r.Event) -> r.Outcome:
+        after, actions = r.step(t, e)
+        chosen = choose(after, e) if isinstance(e, r.Asked) else None
+        if chosen is None:
+            return after, actions
+        if chosen == TRAINER:
+            return after, (r.Read(()),)
+        nodes = {**after.nodes, e.url: replace(after.nodes[e.url], parent=chosen)}
+        return replace(after, nodes=nodes), (r.Read((chosen,)),)
+
+    return Rules(step=step)
 
 
-def _unbounded(t: r.Relays, e: r.Event) -> r.Outcome:
-    """As the table, but all read from the first one that has the version."""
-    after, actions = r.step(t, e)
-    if not isinstance(e, r.Asked):
-        return after, actions
-    has = [u for u, n in after.nodes.items() if u != e.url and n.version == e.version]
-    has = [u for u in has if after.nodes[u].leaf_until < e.version]
-    if not has:
-        return after, actions
-    first = min(has, key=lambda u: after.nodes[u].turn)
-    nodes = {**after.nodes, e.url: replace(after.nodes[e.url], parent=first)}
-    return replace(after, nodes=nodes), (r.Read((first,)),)
+def _first_other(t: r.Relays, e: r.Asked) -> str:
+    """Whatever that one has."""
+    return min(url for url in t.nodes if url != e.url)
 
 
-def _alone(t: r.Relays, e: r.Event) -> r.Outcome:
-    """As the table, but everybody reads from the trainer."""
-    after, actions = r.step(t, e)
-    return after, (r.Read(()),) if isinstance(e, r.Asked) else actions
+def _first_with_it(t: r.Relays, e: r.Asked) -> str | None:
+    """However many read from it."""
+    has = [u for u, n in t.nodes.items() if u != e.url and n.version == e.version]
+    has = [u for u in has if t.nodes[u].leaf_until < e.version]
+    return min(has, key=lambda u: t.nodes[u].turn) if has else None
 
 
-RELAY_BUGS: dict[str, tuple[str, Rules]] = {
-    "two servers may be told to read from each other": (
+def _bug(name: str, breaks: str, rules: Rules) -> Bug:
+    return Bug(name, breaks, partial(explore_relay, rules, rules.bounds))
+
+
+RELAY_BUGS = (
+    _bug(
+        "two servers may be told to read from each other",
         "a server reads from one that asked before it",
-        Rules(step=_anyone),
+        _reads(_first_other),
     ),
-    "a server serves any number of others": (
+    _bug(
+        "a server serves any number of others",
         "a host sends to so many readers at a time and no more",
-        Rules(step=_unbounded),
+        _reads(_first_with_it),
     ),
-    "every server reads from the trainer": (
+    _bug(
+        "every server reads from the trainer",
         "a version leaves the trainer once while no server fails",
-        Rules(step=_alone),
+        _reads(lambda t, e: TRAINER),
     ),
-    "a server does not check what another one sends": (
+    _bug(
+        "a server does not check what another one sends",
         "a server that lies costs its readers a block and no more",
         Rules(checks=False),
     ),
-    "a server that begins a version says that it has its blocks": (
+    _bug(
+        "a server that begins a version says that it has its blocks",
         "a server serves what it has checked and nothing else",
         Rules(clears=False),
     ),
-    "a server serves the next version under the ticket of the one before": (
+    _bug(
+        "a server serves the next version under the ticket of the one before",
         "a server that is told of the next version ends its readers of this one",
         Rules(ends=False),
     ),
-    "a server does not check what it reads in another one's memory": (
+    _bug(
+        "a server does not check what it reads in another one's memory",
         "memory that is written anew while another server reads it costs that one a block",
         Rules(checks_memory=False),
     ),
-    "a server reads another one's memory before that one has the block": (
+    _bug(
+        "a server reads another one's memory before that one has the block",
         "a server beside another one asks it for each block before it reads its memory",
         Rules(waits=False),
     ),
-    "the trainer is not asked where other servers were named": (
+    _bug(
+        "the trainer is not asked where other servers were named",
         "the trainer is the last source of every server",
         Rules(trainer_last=False),
     ),
-}
-"""Name -> (the rule in the words of docs/protocol.md that it breaks, what decides then)."""
+)

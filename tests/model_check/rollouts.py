@@ -1,11 +1,10 @@
 """All schedules of a few groups over a few servers: the bound on staleness holds at use, no place
 is lost, and the trainer is never starved."""
 
-import time
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from tests.model_check.search import Result
+from tests.model_check.small import Result, search_from
 from tests.model_check.tables import Tables, Violation
 from titan_grpo.errors import ProtocolError
 from titan_grpo.protocol.admission import (
@@ -24,12 +23,12 @@ Made = tuple[int, int]
 
 class State(NamedTuple):
     """``waiting``: prompts to be started; ``held``: what each server holds; ``trained`` groups are
-    those of the prompts below ``next`` that are nowhere else. Sorted. ``faults`` are left."""
+    those of the prompts below ``next`` that are nowhere else. Sorted."""
 
     admission: Admission
     version: int
     held: tuple[int, ...]
-    faults: int
+    faults: int = 0
     next: int = 0
     waiting: tuple[int, ...] = ()
     running: tuple[Made, ...] = ()
@@ -59,46 +58,47 @@ def _admit(s: State, version: int, t: Tables) -> State:
     return s._replace(admission=after, next=s.next + 1, waiting=_add(s.waiting, s.next))
 
 
-def _moves(s: State, versions: int, t: Tables) -> list[tuple[str, State]]:
-    out = []
+def _moves(s: State, versions: int, t: Tables) -> Iterator[tuple[str, State]]:
     if len(s.unused) < s.admission.per_step * (s.admission.max_staleness + 3):
-        with suppress(ProtocolError):
-            out.append((f"prompt {s.next} gets its place", _admit(s, max(s.held), t)))
+        try:
+            admitted = _admit(s, max(s.held), t)
+        except ProtocolError:
+            pass  # No place is free.
+        else:
+            yield f"prompt {s.next} gets its place", admitted
     for held in sorted(set(s.held)):
         for prompt in s.waiting:
             try:
                 after = _start(s, prompt, held, t)
             except ProtocolError:
                 continue
-            out.append((f"the group of prompt {prompt} starts on v{held}", after))
+            yield f"the group of prompt {prompt} starts on v{held}", after
     for made in s.running:
         prompt, left = made[0], tuple(other for other in s.running if other != made)
         ready = tuple(sorted((*s.ready, made)))
-        out.append((f"the group of prompt {prompt} ends", s._replace(running=left, ready=ready)))
-        if s.faults:
-            failed = s._replace(running=left, faults=s.faults - 1)
-            again = failed._replace(waiting=_add(s.waiting, prompt))
-            out.append((f"the group of prompt {prompt} fails", again))
-            admission, _ = t.admission(s.admission, GiveUp(prompt))
-            given_up = _add(s.given_up, prompt)
-            gone = failed._replace(admission=admission, given_up=given_up)
-            out.append((f"prompt {prompt} is given up, and counted", gone))
+        yield f"the group of prompt {prompt} ends", s._replace(running=left, ready=ready)
+        failed = s._replace(running=left, faults=s.faults + 1)
+        again = failed._replace(waiting=_add(s.waiting, prompt))
+        yield f"the group of prompt {prompt} fails", again
+        admission, _ = t.admission(s.admission, GiveUp(prompt))
+        given_up = _add(s.given_up, prompt)
+        gone = failed._replace(admission=admission, given_up=given_up)
+        yield f"prompt {prompt} is given up, and counted", gone
     for held in sorted(set(s.held)):
         if held < s.version:
             at = s.held.index(held)
             servers = tuple(sorted((*s.held[:at], *s.held[at + 1 :], s.version)))
-            out.append((f"a server goes from v{held} to v{s.version}", s._replace(held=servers)))
+            yield f"a server goes from v{held} to v{s.version}", s._replace(held=servers)
     if s.version < versions:
-        out += _train(s, t)
-    return out
+        yield from _train(s, t)
 
 
-def _train(s: State, t: Tables) -> list[tuple[str, State]]:
+def _train(s: State, t: Tables) -> Iterator[tuple[str, State]]:
     """The trainer takes the groups that were started for it, or waits for them."""
     bound, taken = s.admission.max_staleness, s.unused[: s.admission.per_step]
     versions = dict(s.ready)
     if len(taken) < s.admission.per_step or not set(taken) <= versions.keys():
-        return []
+        return
     for prompt in taken:
         if too_stale(versions[prompt], s.version, bound) or versions[prompt] > s.version:
             raise Violation(
@@ -109,12 +109,10 @@ def _train(s: State, t: Tables) -> list[tuple[str, State]]:
     ready = tuple(made for made in s.ready if made[0] not in taken)
     trained = tuple(sorted((*s.trained, *taken)))
     after = s._replace(admission=admission, ready=ready, trained=trained)
-    out = [("the trainer uses a batch", after._replace(version=s.version + 1))]
-    if s.faults:
-        admission, _ = t.admission(admission, Unversioned(len(taken)))
-        skipped = after._replace(admission=admission, faults=s.faults - 1)
-        out.append(("a batch makes no version", skipped))
-    return out
+    yield "the trainer uses a batch", after._replace(version=s.version + 1)
+    admission, _ = t.admission(admission, Unversioned(len(taken)))
+    skipped = after._replace(admission=admission, faults=s.faults + 1)
+    yield "a batch makes no version", skipped
 
 
 def _check(s: State, t: Tables) -> None:
@@ -135,7 +133,7 @@ def _check(s: State, t: Tables) -> None:
 
 def _progress(s: State, t: Tables) -> None:
     """With every server up to date and nothing more failing, the trainer gets its next step."""
-    settled, version = s._replace(faults=0, held=(s.version,)), s.version
+    settled, version = s._replace(held=(s.version,)), s.version
     try:
         while len(settled.unused) < s.admission.per_step:
             settled = _admit(settled, version, t)
@@ -145,7 +143,7 @@ def _progress(s: State, t: Tables) -> None:
     except ProtocolError as error:
         raise Violation(f"the trainer at {version} is starved: {error}") from error
     settled = settled._replace(ready=tuple(sorted((*settled.ready, *settled.running))), running=())
-    if not _train(settled, t):
+    if not any(True for _ in _train(settled, t)):
         raise Violation(f"the trainer at {version} waits for ever for {settled.unused}")
 
 
@@ -159,24 +157,10 @@ def explore_rollouts(
 ) -> Result:
     """Every reachable state of admission, servers and groups. A fault is a group that fails or is
     given up, or a step that makes no version."""
-    t, start, result = tables or Tables(), time.monotonic(), Result()
-    first = State(Admission(0, per_step, bound), 0, (0,) * servers, faults)
-    parents: dict[State, tuple[State, str] | None] = {first: None}
-    todo, at, doing = [first], first, ""
-    try:
-        while todo:
-            at = todo.pop()
-            for doing, after in _moves(at, versions, t):
-                result.steps += 1
-                if after not in parents:
-                    parents[after] = (at, doing)
-                    _check(after, t)
-                    todo.append(after)
-    except (Violation, ProtocolError) as error:
-        result.violation = str(error)
-        result.trace = [doing]
-        while (parent := parents[at]) is not None:
-            at, name = parent
-            result.trace.insert(0, name)
-    result.states, result.seconds = len(parents), time.monotonic() - start
-    return result
+    t = tables or Tables()
+    return search_from(
+        State(Admission(0, per_step, bound), 0, (0,) * servers),
+        lambda s: _moves(s, versions, t),
+        lambda s: _check(s, t),
+        faults,
+    )

@@ -17,7 +17,7 @@ and no cycle puts anybody off for ever."""
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from tests.model_check import server as srv
 from tests.model_check import trainer as trn
 from tests.model_check.machines import Machines
+from tests.model_check.small import Result
 from tests.model_check.tables import Tables, Violation
 from titan_grpo.errors import ConfigError, ProtocolError
 from titan_grpo.protocol import lane as lanes
@@ -54,19 +55,6 @@ class Bounds:
     faults: int = 1
     streamed: bool = False
     deadline_s: float = 600.0
-
-
-@dataclass(slots=True)
-class Result:
-    """``violation`` is empty if there is none; ``trace`` are the moves that lead to it.
-    ``complete``: in time."""
-
-    states: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-    violation: str = ""
-    trace: list[str] = field(default_factory=list)
-    complete: bool = True
 
 
 class Worlds(NamedTuple):

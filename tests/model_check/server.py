@@ -12,8 +12,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from tests.model_check.tables import Violation
-from titan_grpo.protocol import fence, ledger, staging
 from titan_grpo.protocol import lane as lanes
+from titan_grpo.protocol import ledger, server
 from titan_grpo.protocol.messages import Label
 
 NOW, BEFORE, LONG_AGO = "1", "0", "-"
@@ -60,9 +60,9 @@ class Server(NamedTuple):
     paused: bool = False
     label: str = OWN
     session: bool = False
-    engine: fence.EngineState = fence.EngineState()
+    engine: server.EngineState = server.EngineState()
     receiver: tuple[str, int] | None = None
-    memory: staging.Staging = staging.Staging()
+    memory: server.Staging = server.Staging()
     meddled: bool = False
 
 
@@ -131,11 +131,11 @@ def canonical(s: Server) -> Server:
         or (s.stray is not None and s.stray.kind == "load")
     )
     if not busy and s.memory.phase in (
-        staging.Phase.STAGED,
-        staging.Phase.EMPTY,
-        staging.Phase.WRITING,
+        server.Phase.STAGED,
+        server.Phase.EMPTY,
+        server.Phase.WRITING,
     ):
-        s = s._replace(memory=staging.Staging())
+        s = s._replace(memory=server.Staging())
     seen: dict[str, set[int]] = {NOW: {s.lane.epoch}, BEFORE: set(), LONG_AGO: set()}
     pairs = [(r.run, r.epoch) for r in (s.request, s.stray, s.loading) if r is not None]
     pairs += [

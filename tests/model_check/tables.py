@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_grpo.protocol import admission, fence, image_slots, lane, ledger, staging
+from titan_grpo.protocol import admission, image_slots, lane, ledger, server
 from titan_grpo.protocol.recovery import settle
 
 BACKWARDS = {"1": "-", "0": "0", "-": "1"}
@@ -22,8 +22,8 @@ class Tables:
     boundary: Step = image_slots.step
     lane: Step = lane.step
     ledger: Step = ledger.step
-    fence: Step = fence.step
-    staging: Step = staging.step
+    fence: Step = server.fence
+    staging: Step = server.staging
     admission: Step = admission.step
     settle: Callable[..., tuple[Any, ...]] = settle
     same_slot: bool = True
@@ -33,10 +33,10 @@ class Tables:
     @classmethod
     def with_clocks_behind(cls, **changed: Any) -> "Tables":
         """Each trainer's clock is behind that of the one before it: its run id is less."""
-        step = changed.pop("fence", fence.step)
+        step = changed.pop("fence", server.fence)
 
-        def reversed_step(state: fence.EngineState, event: Any) -> Any:
-            if not isinstance(event, fence.OpenEpoch):
+        def reversed_step(state: server.EngineState, event: Any) -> Any:
+            if not isinstance(event, server.OpenEpoch):
                 return step(state, event)
             run, epoch = state.in_force
             new, actions = step(

@@ -5,16 +5,16 @@ import os
 import pytest
 
 from titan_grpo.commands import watch
-from titan_grpo.config.alerts import Alerts
+from titan_grpo.config import Alerts
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import alerts, names
-from titan_grpo.observe.alerts import Threshold, Watched, rules, step, watched
+from titan_grpo.observe.alerts import Threshold, rules, step, watched
 from titan_grpo.observe.recorder import Recorder
 
 
 def crossings(text: str, values: list[float | None]) -> list[int]:
     """At which of the steps a threshold on the KL is given."""
-    state, found = (Watched(Threshold.parse(text, "key")),), []
+    state, found = (Threshold.parse(text, "key"),), []
     for number, value in enumerate(values):
         state, crossed = step(state, {} if value is None else {names.KL: value})
         found += [number] * len(crossed)
@@ -70,7 +70,7 @@ def test_an_unknown_metric_is_refused_and_those_of_servers_and_evaluations_are_k
 
 def test_each_threshold_has_the_action_of_its_key() -> None:
     found = watched(Alerts(warn=["loss/kl > 1"], run=["loss/kl > 2"], stop=["loss/kl > 3"]))
-    assert [(each.action, each.threshold.bound) for each in found] == [
+    assert [(each.action, each.bound) for each in found] == [
         ("warn", 1),
         ("run", 2),
         ("stop", 3),
@@ -144,7 +144,7 @@ def test_a_check_needs_something_to_look_for_and_a_step_to_look_at(run, tmp_path
 
 
 def test_the_thresholds_that_hold_are_those_of_the_last_step() -> None:
-    thresholds = [Watched(Threshold.parse(t, "k")) for t in ("loss/kl > 1", "reward/mean < 1")]
+    thresholds = [Threshold.parse(t, "k") for t in ("loss/kl > 1", "reward/mean < 1")]
     rows = [{names.KL: 2.0, names.REWARD: 0.5}, {names.KL: 0.5}]
     (held,) = alerts.over(thresholds, rows)
     assert str(held) == "reward/mean < 1 (0.5)"

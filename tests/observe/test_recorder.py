@@ -175,9 +175,9 @@ def test_many_threads_record_at_once_and_nothing_is_lost(tmp_path) -> None:
     for thread in threads:
         thread.join(30)
     assert recorder.close() == []
-    assert recorder.totals()[names.SYNC_COUNT] == 1600
+    assert recorder.history().totals[names.SYNC_COUNT] == 1600
     assert len(recorder.series(names.SEND_S)) == 1600
-    assert all(versions == list(range(200)) for versions in recorder.commits().values())
+    assert all(versions == list(range(200)) for versions in recorder.history().commits.values())
     rows = Counter(bar["tid"] for bar in bars(tmp_path / "trace.json"))
     assert sorted(rows.values()) == [200] * 8
 
@@ -202,7 +202,7 @@ def test_a_full_disk_is_one_error_of_the_run_and_the_other_files_are_whole(tmp_p
         recorder.step(step, {names.REWARD: 1.0})
         recorder.instant("x", detail="y" * 100)
     (error,) = recorder.close()
-    assert recorder.errors() == [error]
+    assert recorder.history().errors == [error]
     assert "trace.json cannot be written: No space left" in error
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2000
 

@@ -206,7 +206,7 @@ def test_the_command_reads_a_file_of_options_and_writes_every_figure(tmp_path, c
     [
         ("server = 3\n", "unknown key 'server'"),
         ("servers = 3.5\n", "servers must be of type int"),
-        ("servers =\n", "is not TOML"),
+        ("servers =\n", "FILE must be a TOML file, got"),
     ],
 )
 def test_a_bad_sizes_file_is_one_line_and_exit_code_2(tmp_path, capsys, content, said) -> None:

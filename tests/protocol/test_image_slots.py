@@ -116,7 +116,7 @@ def test_a_revoked_reservation_is_what_it_was_before():
         "version 2 is complete and newer than what the reserved slot holds"
     )
     assert do(reserved, B.Revoke(slot)) == b
-    with pytest.raises(ProtocolError, match="only a reservation is revoked"):
+    with pytest.raises(ProtocolError, match="must be reserved to be revoked"):
         B.step(b, B.Revoke(slot))
 
 

@@ -133,7 +133,7 @@ def test_a_replaced_trainer_rests_and_keeps_its_term(earlier):
 def test_the_deadlines_of_a_commit_are_the_sum_of_its_steps():
     assert set(L.CALLS) == L.COMMITTING | {L.Phase.CONNECTING}
     assert L.step_s(L.Phase.RESUMING, 10.0, 60.0) == 10.0
-    assert L.commit_s(10.0, 60.0) == 180.0 + 60.0
+    assert L.commit_s(10.0, 60.0) == 170.0 + 60.0
 
 
 def test_an_event_that_a_state_does_not_list_raises_and_changes_nothing():

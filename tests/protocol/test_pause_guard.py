@@ -3,7 +3,7 @@
 import pytest
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol.lane_events import LaneEvent, Point
+from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.pause_guard import (
     CancelRecovery,
     Deadlines,
@@ -161,6 +161,6 @@ def test_a_server_that_a_newer_trainer_has_is_left_to_it():
 
 def test_a_lane_after_the_trainers_end_is_a_bug():
     state, _ = drive(Ended(clean=True, now=0.0))
-    for event in (passed(Point.PAUSE, 1.0), Ended(clean=True, now=1.0), "nonsense"):
+    for event in (passed(Point.PAUSE, 1.0), Ended(clean=True, now=1.0)):
         with pytest.raises(ProtocolError, match="not listed"):
             step(state, event)

@@ -16,7 +16,7 @@ from titan_grpo.protocol.admission import (
     step,
     too_stale,
 )
-from titan_grpo.rollout.spec import Cursor
+from titan_grpo.rollout.messages import Cursor
 
 SCHEDULES, MOVES = 10_000, 40
 

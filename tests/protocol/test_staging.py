@@ -6,19 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol.fence import Grant, Refuse
-from titan_grpo.protocol.staging import (
+from titan_grpo.protocol.server import (
     TRANSITIONS,
     Arrived,
     Begin,
+    Grant,
     LendRequested,
     Phase,
+    Refuse,
     Returned,
     Spent,
     Staging,
     Write,
-    step,
 )
+from titan_grpo.protocol.server import staging as step
 
 STAGED = (Begin(1, 7), Arrived(1, 7, "ff", True))
 LENT = (*STAGED, LendRequested(1, 7, "ff"))

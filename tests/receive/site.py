@@ -1,17 +1,19 @@
 """An engine that is a dict of tensors, a real receiver process beside it, and real lanes."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 
-from titan_grpo.layout.digest import block_digests, fingerprint
+from titan_grpo.config import WeightSync
+from titan_grpo.layout.image import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.messages import Applied, Joined, new_run_id
-from titan_grpo.receive.commit import EngineSide, OneWorker
+from titan_grpo.protocol.messages import PROBE, Applied, Joined, new_run_id
+from titan_grpo.receive.commit import EngineSide, Workers
 from titan_grpo.runkey import Key
 from titan_grpo.sync.link import LaneLink, LinkOptions
-from titan_grpo.sync.probe import Probe
+from titan_grpo.sync.probe import ask_receiver
 
 BLOCK, BUCKET = 4096, 16384
 SHAPES = {"a": (torch.bfloat16, (64, 1024)), "b": (torch.float32, (1000,))}
@@ -85,16 +87,16 @@ class Site:
     """One engine with its plugin half, and the lanes that a test opens to it."""
 
     def __init__(self, run_key: Key | None = None, engine: Any = None, **options: Any) -> None:
-        """``options``: of LinkOptions."""
+        """``options``: of LinkOptions, or of its config."""
         self.run_key = run_key
         self.engine = engine or DictEngine()
-        self.side = EngineSide(self.engine, OneWorker(), "", run_key)
+        self.side = EngineSide(self.engine, Workers(), "", run_key)
         self.run_id = new_run_id(1_700_000_000.0)
         self.epoch = 0
         self.transport = options.get("transport", "tcp")
         self.links: list[LaneLink] = []
         self.joined: Joined | None = None
-        self._options = {"timeout_s": 20.0, "run_key": run_key} | options
+        self._options = {"run_key": run_key} | options
 
     def link(
         self,
@@ -106,17 +108,11 @@ class Site:
     ) -> LaneLink:
         """A lane of the next epoch, not opened."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
-        options = {
-            "transport": "tcp",
-            "bind_host": "127.0.0.1",
-            "digest_algorithm": "xxh3",
-            "bucket_bytes": BUCKET,
-            **self._options,
-            **options,
-        }
-        link = LaneLink(
-            run_id or self.run_id, self.epoch, version.manifest, LinkOptions(**options), term
-        )
+        own = {"transport": "tcp", "bind_host": "127.0.0.1"} | self._options | options
+        config = {"bucket_bytes": BUCKET, "lane_deadline_s": 60.0}
+        config |= {key: own.pop(key) for key in set(own) - {f.name for f in fields(LinkOptions)}}
+        made = LinkOptions(WeightSync(**config), **own)
+        link = LaneLink(run_id or self.run_id, self.epoch, version.manifest, made, term)
         self.links.append(link)
         return link
 
@@ -142,9 +138,7 @@ class Site:
 
     def probe(self, key: Key | None = None) -> Joined:
         """What a doctor asks."""
-        probe = Probe("127.0.0.1", 60.0, key)
-        self.side.hello(probe.hello.to_dict())
-        return probe.wait()
+        return ask_receiver(self.side.hello, "127.0.0.1", 60.0, key, transport=PROBE)
 
     def close(self) -> None:
         for link in self.links:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from titan_grpo.layout.digest import block_digests, fingerprint
+from titan_grpo.config import WeightSync
+from titan_grpo.layout.image import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.sync.link import LaneLink, LinkOptions
 
@@ -25,17 +26,15 @@ def main(folder: Path, buckets: int) -> None:
     image = torch.frombuffer(good, dtype=torch.uint8)
     if options["bad_byte"] >= 0:
         image[options["bad_byte"]] ^= 1
-    link = LaneLink(
-        run_id, epoch, manifest,
-        LinkOptions("gloo", "127.0.0.1", "xxh3", bucket, options["timeout_s"], apply="streamed"),
-    )  # fmt: skip
+    config = WeightSync(apply="streamed", bucket_bytes=bucket, lane_deadline_s=options["timeout_s"])
+    link = LaneLink(run_id, epoch, manifest, LinkOptions(config, "gloo", "127.0.0.1"))
     print(link.open().to_json(), flush=True)
-    link.wait_joined(60.0)
+    link.wait_joined(180.0)
     assert link.send_manifest().ok
     staged = link.offer(1, options["version"], digests, print_)
     print(link.commit(staged).to_json(), flush=True)
     for start in range(0, buckets * bucket, bucket):
-        link._connected().broadcast(image[start : start + bucket], 30.0)
+        link._connected().broadcast(image[start : start + bucket], 60.0)
     print("sent", flush=True)
     sys.stdin.read()  # until killed, or until the parent is gone
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.receive.site import DictEngine, Site, Weights
-from titan_grpo.receive.device import WorkerDevice
+from titan_grpo.receive.commit import WorkerDevice
 
 pytestmark = [
     pytest.mark.e2e,
@@ -108,7 +108,7 @@ def test_a_whole_lane_runs_over_nccl_on_one_gpu(monkeypatch: pytest.MonkeyPatch)
         weights = Weights(1.0)
         link = site.greet(weights)
         monkeypatch.setenv("NCCL_HOSTID", "trainer")
-        link.wait_joined(60.0)
+        link.wait_joined(180.0)
         assert link.send_manifest().ok
         for number in (1, 2, 3):
             weights = Weights(float(number))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.receive.site import DictEngine, Weights
-from titan_grpo.receive.device import WorkerDevice
+from titan_grpo.receive.commit import WorkerDevice
 
 pytestmark = pytest.mark.e2e
 

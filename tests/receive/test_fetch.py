@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from titan_grpo.errors import TransferFailed
-from titan_grpo.layout.digest import block_digests
-from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.image import SharedImage, block_digests
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import RangeSource, marks
 from titan_grpo.receive import fetch as module
-from titan_grpo.receive.fetch import Content, Fetch, Open
+from titan_grpo.receive.fetch import Content, Fetch, Open, RangeReader, TcpReader
 from titan_grpo.sync.transports.range_server import RangeServer
-from titan_grpo.sync.transports.ranges import RangeReader, TcpReader
 
 BLOCK, BLOCKS = 4096, 24
 SOON_S = 60.0

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.receive.site import Version
+from titan_grpo.config import WeightSync
 from titan_grpo.errors import TitanGrpoError, TransferFailed
 from titan_grpo.layout import image
 from titan_grpo.protocol.messages import Joined, Staged
@@ -16,16 +17,21 @@ from titan_grpo.receive.receiver import Receiver
 from titan_grpo.sync.link import LaneLink, LinkOptions
 
 PIECE = 1 << 20
-PROGRESS_S = 0.5
+PROGRESS_S = 3.0
+TRIES = 10
 
 
 def connect(mib: int) -> tuple[Staged, float]:
     """A lane hands the manifest of an image of ``mib`` MiB to a receiver; its answer, and after how
     many seconds."""
     version = Version({"w": torch.zeros(mib << 20, dtype=torch.uint8)})
-    options = LinkOptions(
-        "tcp", "127.0.0.1", "xxh3", PIECE, 20.0, min_rate=1 << 40, progress_s=PROGRESS_S
+    config = WeightSync(
+        bucket_bytes=PIECE,
+        lane_deadline_s=60.0,
+        min_rate=1 << 40,
+        progress_deadline_s=PROGRESS_S,
     )
+    options = LinkOptions(config, "tcp", "127.0.0.1")
     link = LaneLink("000000000001-memory00", 2, version.manifest, options)
     receiver = Receiver(link.open(), Joined(True, "", "test", 0, "", -1, "", True), None)
 
@@ -35,7 +41,7 @@ def connect(mib: int) -> tuple[Staged, float]:
 
     threading.Thread(target=serve, daemon=True).start()
     try:
-        assert link.wait_joined(20.0).ok
+        assert link.wait_joined(180.0).ok
         began = time.monotonic()
         return link.send_manifest(), time.monotonic() - began
     finally:
@@ -63,10 +69,10 @@ def slow_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], ob
 def test_memory_that_takes_longer_than_any_deadline_of_a_piece_is_waited_for(
     mib: int, slow_memory: Callable[[Callable[[int], object]], None]
 ) -> None:
-    slow_memory(lambda _: threading.Event().wait(PROGRESS_S / 2))
+    slow_memory(lambda _: threading.Event().wait(1.2 * PROGRESS_S / mib))
     staged, seconds = connect(mib)
     assert staged.ok
-    assert seconds >= mib * PROGRESS_S / 2 > PROGRESS_S
+    assert seconds > PROGRESS_S
 
 
 def test_memory_that_does_not_come_is_given_up_after_the_progress_deadline(
@@ -86,15 +92,21 @@ def test_other_threads_run_while_memory_is_mapped(monkeypatch: pytest.MonkeyPatc
         while not done.wait(0.001):
             ticks[0] += 1
 
+    def often(made: image.SharedImage) -> bool:
+        before, began = ticks[0], time.monotonic()
+        with image.SharedImage.attach(made.address):
+            ticked, seconds = ticks[0] - before, time.monotonic() - began
+        return ticked > 100 * seconds
+
     nbytes = 512 << 20
     monkeypatch.setattr(image, "PIECE_BYTES", nbytes)  # one call of the kernel
     ticker = threading.Thread(target=tick)
     with image.SharedImage.create(nbytes, "test threads") as made:
         ticker.start()
-        before, began = ticks[0], time.monotonic()
-        with image.SharedImage.attach(made.address):
-            ticked, seconds = ticks[0] - before, time.monotonic() - began
-    done.set()
-    ticker.join()
-    # A call that holds the interpreter's lock lets no other thread run: one tick or two in all.
-    assert ticked > 100 * seconds
+        try:
+            # A call that holds the interpreter's lock lets no other thread run: one tick or two in
+            # all, however often it is made. Other processes may have the cores for a while.
+            assert any(often(made) for _ in range(TRIES))
+        finally:
+            done.set()
+            ticker.join()

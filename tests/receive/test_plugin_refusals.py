@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from titan_grpo.patches import sglang_cpu
-from titan_grpo.protocol.model_config import difference, essential
+from titan_grpo.receive.checkpoint import difference, essential
 from titan_grpo.titan.tiny import KINDS, write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -26,8 +26,8 @@ VLLM = (
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.model_config import essential
-from titan_grpo.receive import vllm_lora
+from titan_grpo.receive.checkpoint import essential
+from titan_grpo.receive import vllm_http
 from titan_grpo.receive.vllm_plugin import problem_of
 
 def configured(model=sys.argv[1], **options):
@@ -38,7 +38,7 @@ def adapters(**options):
     tensors = [(f"base_model.model.m.q_proj.lora_{end}.weight", "bfloat16", shape)
                for end, shape in (("A", (16, 4)), ("B", (4, 16)))]
     sent = Manifest.build(tensors, 4096)
-    return vllm_lora.problem(sent, configured(**options).lora_config, {})
+    return vllm_http.adapter_problem(sent, configured(**options).lora_config, {})
 
 def problem(parallel=None, quantization=None, device="cuda", **options):
     config = configured(**options)
@@ -86,7 +86,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.model_config import essential
+from titan_grpo.receive.checkpoint import essential
 from titan_grpo.receive.sglang_plugin import LOADER, SglangModel, compatibility, model_problem
 
 def problem(**options):

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from titan_grpo.layout.digest import tensor_digest
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.verify.recording import PLUGIN, RecordedEngine, install
+from titan_grpo.verify.recording import PLUGIN, RecordedEngine, install, tensor_digest
 
 
 class Loader:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from titan_grpo.config import WeightSync
 from titan_grpo.errors import PeerError, TransferFailed
-from titan_grpo.layout.digest import fingerprint
+from titan_grpo.layout.image import fingerprint
 from titan_grpo.protocol.messages import Joined, Kind, Order
 from titan_grpo.runkey import KEY_VARIABLE, Key
 from titan_grpo.sync.link import LaneLink, LinkOptions
@@ -34,7 +35,7 @@ def guarded(make_site) -> Iterator:
 
 
 def block_key(site, run_id: str | None = None) -> bytes:
-    key = LinkOptions("gloo", "", "", BUCKET, 1.0, run_key=RUN_KEY).block_key(run_id or site.run_id)
+    key = LinkOptions(WeightSync(), "gloo", "", run_key=RUN_KEY).block_key(run_id or site.run_id)
     assert key is not None
     return key
 
@@ -89,11 +90,11 @@ def test_a_trainer_without_the_key_gets_the_reason_and_the_one_in_force_goes_on(
     before = deliver(1)
     stranger = guarded.greet(weights(9.0), run_key=key)
     with pytest.raises(PeerError, match=words) as caught:
-        stranger.wait_joined(60.0)
+        stranger.wait_joined(180.0)
     assert RUN_KEY.hex() not in str(caught.value)
     # not even with a run that claims to be the latest
     with pytest.raises(PeerError, match=words):
-        guarded.greet(weights(9.0), run_key=key, run_id="ffffffffffff-00000000").wait_joined(60.0)
+        guarded.greet(weights(9.0), run_key=key, run_id="ffffffffffff-00000000").wait_joined(180.0)
     assert guarded.engine.value() == before
     deliver(2)
 
@@ -108,14 +109,14 @@ def test_a_recorded_hello_an_older_run_and_an_older_epoch_are_refused_though_the
         link = guarded.greet(weights(9.0), run_id=run_id, epoch=epoch)
         guarded.epoch = last
         with pytest.raises(PeerError, match="is not newer"):
-            link.wait_joined(60.0)
+            link.wait_joined(180.0)
     assert guarded.engine.value() == before
     deliver(2)
 
 
 def test_a_manifest_that_is_not_the_announced_one_is_refused(guarded, weights) -> None:
     link = guarded.greet(weights(9.0))
-    link.wait_joined(60.0)
+    link.wait_joined(180.0)
     link._manifest = weights(9.0, names=("b",)).manifest  # as an attacker on the way would swap it
     staged = link.send_manifest()
     assert not staged.ok
@@ -143,7 +144,7 @@ def test_a_forged_commit_is_not_loaded_and_the_true_one_is(guarded, trainer, wei
     with pytest.raises(TransferFailed, match="waiting for the engine"):
         link.wait_applied(1, 0.2)  # a forger cannot make the trainer believe that its commit failed
     guarded.side.commit(true.to_dict())
-    assert link.wait_applied(1, 10.0).ok
+    assert link.wait_applied(1, 60.0).ok
     assert guarded.engine.value() == held + 1
 
 
@@ -180,7 +181,7 @@ def test_streamed_versions_are_held_to_the_key_too(make_site, weights) -> None:
         wrong, right = weights(9.0, key=OTHER_KEY.raw), weights(1.0, key=block_key(site))
         for version, expected in ((wrong, 0.0), (right, 1.0)):
             link = site.greet(version, apply="streamed")
-            link.wait_joined(60.0)
+            link.wait_joined(180.0)
             assert link.send_manifest().ok
             staged = link.offer(1, 1, version.digests, version.fingerprint)
             loading = threading.Thread(
@@ -192,8 +193,8 @@ def test_streamed_versions_are_held_to_the_key_too(make_site, weights) -> None:
                     link.stream(version.image)
             else:
                 link.stream(version.image)
-            applied = link.wait_applied(1, 20.0)
-            loading.join(20.0)
+            applied = link.wait_applied(1, 60.0)
+            loading.join(60.0)
             assert (applied.ok, applied.intact) == (version is right, True)
             assert site.engine.value() == expected
     finally:
@@ -203,7 +204,7 @@ def test_streamed_versions_are_held_to_the_key_too(make_site, weights) -> None:
 def test_a_server_without_the_key_is_refused_by_the_trainer_that_has_one(site, weights) -> None:
     link = site.greet(weights(1.0), run_key=RUN_KEY)
     with pytest.raises(PeerError, match="Hello proves a run key and this end has none"):
-        link.wait_joined(60.0)
+        link.wait_joined(180.0)
     assert site.side.receiver.pid is None
 
 
@@ -212,14 +213,14 @@ def test_a_server_that_only_claims_to_have_the_key_is_refused(weights) -> None:
         "run",
         1,
         weights(1.0).manifest,
-        LinkOptions("gloo", "127.0.0.1", "xxh3", BUCKET, 20.0, run_key=RUN_KEY),
+        LinkOptions(WeightSync(), "gloo", "127.0.0.1", run_key=RUN_KEY),
     )
     hello = link.open()
-    channel = ReceiverChannel((hello.host, hello.port), hello.ticket, None, 10.0, print)
+    channel = ReceiverChannel((hello.host, hello.port), hello.ticket, None, 60.0, print)
     joined = Joined(True, "", "titan_grpo", 1, "", -1, "", True, keyed=True)
     channel.send(Kind.JOINED, 0, joined.to_json().encode())
     with pytest.raises(PeerError, match="Joined carries no proof of the run key"):
-        link.wait_joined(10.0)
+        link.wait_joined(180.0)
     link.close()
 
 
@@ -239,6 +240,6 @@ def test_a_trainer_of_another_version_gets_an_answer_at_once(site, weights) -> N
     with pytest.raises(
         PeerError, match="unknown field `invented_later`; both ends must run the same titan_grpo"
     ):
-        link.wait_joined(60.0)
+        link.wait_joined(180.0)
     assert time.monotonic() - began < 30.0
     assert site.side.receiver.pid is None

@@ -9,20 +9,30 @@ import pytest
 import torch
 
 from titan_grpo.errors import TransferFailed
-from titan_grpo.layout.digest import block_digests
-from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.image import SharedImage, block_digests
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import RangeSource
-from titan_grpo.receive.fetch import Content, Fetch, Open, Relaying
-from titan_grpo.receive.sharing import Sharing
+from titan_grpo.receive.fetch import (
+    BesideReader,
+    Content,
+    Fetch,
+    MemfdReader,
+    Open,
+    Relaying,
+    Sharing,
+    TcpReader,
+)
 from titan_grpo.runkey import Key
+from titan_grpo.sync.transports.channel import ADDRESS
 from titan_grpo.sync.transports.range_server import RangeServer, _Grant
-from titan_grpo.sync.transports.ranges import ADDRESS, BesideReader, MemfdReader, TcpReader
 
 BLOCK, BLOCKS = 4096, 24
 TICKET = "ab" * 16
 SOON_S = 60.0
 """What ends for another reason than its deadline ends within it, however busy the machine is."""
+
+PATIENT_S = 3.0
+"""For a test that waits for it: longer than a block that is there takes on a busy machine."""
 
 manifest = Manifest.build([("a", "uint8", (BLOCK * BLOCKS - 100,))], BLOCK)
 
@@ -124,7 +134,7 @@ def test_a_block_that_is_not_there_is_not_sent(servers) -> None:
     first.begin()
     first.image.tensor().copy_(good)
     first.sharing.arrived(0, 0, BLOCK)
-    reader = first.source(wait_s=0.5)()
+    reader = first.source(wait_s=PATIENT_S)()
     got = bytearray(BLOCK)
     reader.read_into(0, memoryview(got))
     assert bytes(got) == bytes(good[:BLOCK].numpy())
@@ -155,7 +165,7 @@ def test_a_server_that_stops_costs_the_blocks_that_are_missing(servers, trainer)
     for block in range(BLOCKS // 2):
         stuck.sharing.arrived(0, block * BLOCK, (block + 1) * BLOCK)
     second.begin()
-    told = stuck.source(wait_s=0.5)
+    told = stuck.source(wait_s=PATIENT_S)
     fetch = second.fetch(told, trainer=trainer)
     assert second.whole()
     assert fetch.relay_bytes == BLOCKS // 2 * BLOCK
@@ -216,7 +226,7 @@ def test_a_block_that_is_not_there_is_not_read_from_memory(servers) -> None:
     first.begin()
     first.image.tensor().copy_(good)
     first.sharing.arrived(0, 0, BLOCK)
-    reader, got = first.beside(wait_s=0.5)(), bytearray(BLOCK)
+    reader, got = first.beside(wait_s=PATIENT_S)(), bytearray(BLOCK)
     reader.read_into(0, memoryview(got))
     assert bytes(got) == bytes(good[:BLOCK].numpy())
     with pytest.raises(TransferFailed, match="sent no byte within"):

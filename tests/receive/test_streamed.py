@@ -24,9 +24,12 @@ from titan_grpo.sync.link import LaneLink
 
 pytestmark = pytest.mark.e2e
 
-DEADLINE_S = 120.0
-SOON_S = 60.0
+DEADLINE_S = 240.0
+SOON_S = 120.0
 """What ends for another reason than its deadline ends within it, however busy the machine is."""
+
+STALL_S = 6.0
+"""A deadline that a test waits for; also that of the communicator's opening."""
 
 WINDOW = WINDOW_BUCKETS * BUCKET
 SHAPES = {
@@ -106,7 +109,7 @@ class WindowedSite(Site):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(
-            engine=LayerEngine(), transport="gloo", timeout_s=DEADLINE_S, apply="streamed"
+            engine=LayerEngine(), transport="gloo", lane_deadline_s=DEADLINE_S, apply="streamed"
         )
         self._folder = folder
         self._senders: list[subprocess.Popen[str]] = []
@@ -118,7 +121,7 @@ class WindowedSite(Site):
         loading = Loading(self.side, link.commit(staged).to_dict())
         link.stream(weights.image)
         loading.report(DEADLINE_S)
-        return link.wait_applied(number, 10.0)
+        return link.wait_applied(number, SOON_S)
 
     def stray(
         self,
@@ -185,7 +188,7 @@ def test_a_receiver_gives_a_sign_of_life_after_each_streamed_version(site) -> No
     link = site.connect(version)
     for number in (1, 3):
         assert site.deliver(link, number, number, version).ok
-        link.ping(number + 1, 10.0)
+        link.ping(number + 1, SOON_S)
 
 
 def test_the_server_holds_a_window_and_no_whole_image(site) -> None:
@@ -236,11 +239,11 @@ def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_unt
 
 @pytest.mark.parametrize("buckets", [1, FIRST_BUCKETS])
 def test_a_stalled_sender_frees_the_engine_by_the_deadline(site, buckets) -> None:
-    sender, loading = site.stray(Random(1), 1, buckets, timeout_s=2.0)
+    sender, loading = site.stray(Random(1), 1, buckets, timeout_s=STALL_S)
     assert sender.stdout.readline().strip() == "sent"
     os.kill(sender.pid, signal.SIGSTOP)
     report = loading.report(SOON_S)
-    assert 1.5 < report.apply_s < SOON_S
+    assert 0.75 * STALL_S < report.apply_s < SOON_S
     assert not report.ok
     assert report.intact == (buckets == 1)
     version = Random(2)
@@ -274,7 +277,7 @@ def test_the_lane_reads_which_block_differed_although_its_own_sending_broke(site
     with pytest.raises(TransferFailed):
         link.stream(bad)
     loading.report(SOON_S)
-    report = link.wait_applied(1, 10.0)
+    report = link.wait_applied(1, SOON_S)
     assert (report.ok, report.intact, report.bad_block) == (False, True, 1)
 
 
@@ -298,7 +301,7 @@ def test_a_lane_that_gives_up_frees_the_engine_at_once_and_reads_its_report(site
     report = loading.report(SOON_S)
     assert not report.ok
     assert report.intact
-    assert link.wait_applied(1, 10.0) == report
+    assert link.wait_applied(1, SOON_S) == report
 
 
 def test_an_engine_that_refuses_ends_the_sending(site) -> None:
@@ -309,7 +312,7 @@ def test_an_engine_that_refuses_ends_the_sending(site) -> None:
     report = Loading(site.side, wrong).report(SOON_S)
     assert not report.ok
     assert report.intact
-    assert not link.wait_applied(1, 10.0).ok
+    assert not link.wait_applied(1, SOON_S).ok
     with pytest.raises(TransferFailed):
         link.stream(version.image)
 

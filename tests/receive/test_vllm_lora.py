@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.receive.test_vllm_http import Inner, ask
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters, tensor_name
-from titan_grpo.receive import vllm_lora
+from titan_grpo.receive import vllm_http
 from titan_grpo.receive.vllm_http import WeightsMiddleware
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -30,7 +30,7 @@ def manifest(rows: int = 6, layer: str = LAYER) -> Manifest:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(vllm_lora.VARIABLE, str(tmp_path / "adapters"))
+    monkeypatch.setenv(vllm_http.VARIABLE, str(tmp_path / "adapters"))
     return tmp_path / "adapters"
 
 
@@ -39,7 +39,7 @@ def write(value: float = 1.0) -> None:
     sizes = {"A": (3, 4), "B": (6, 3)}
     image = torch.full((30,), value)
     parts = dict(zip(sizes, image.split([12, 18]), strict=True))
-    vllm_lora.write_staged((tensor_name(LAYER, k), parts[k].view(v)) for k, v in sizes.items())
+    vllm_http.write_staged((tensor_name(LAYER, k), parts[k].view(v)) for k, v in sizes.items())
 
 
 def finish(app: WeightsMiddleware, label: str) -> tuple[int, Any]:
@@ -74,19 +74,19 @@ def test_a_server_that_cannot_take_the_adapters_says_what_to_start(
     sent, lora, routes, message, monkeypatch
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", routes)
-    problem = vllm_lora.problem(sent, lora, BASE)
+    problem = vllm_http.adapter_problem(sent, lora, BASE)
     assert message in problem
     assert bool(problem) == bool(message)
 
 
 def test_a_committed_adapter_is_written_as_peft_does(folder: Path) -> None:
     write(2.0)
-    written = load_file(folder / vllm_lora.STAGED / "adapter_model.safetensors")
+    written = load_file(folder / vllm_http.STAGED / "adapter_model.safetensors")
     assert {name: tuple(t.shape) for name, t in written.items()} == {
         f"base_model.model.{LAYER}.lora_A.weight": (3, 4),
         f"base_model.model.{LAYER}.lora_B.weight": (6, 3),
     }
-    settings = json.loads((folder / vllm_lora.STAGED / "adapter_config.json").read_text())
+    settings = json.loads((folder / vllm_http.STAGED / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"], settings["target_modules"]) == (3, 3, ["q_proj"])
 
 
@@ -110,7 +110,7 @@ def test_a_request_gets_the_adapter_of_the_newest_label_and_older_ones_are_unloa
 
 
 def test_an_adapter_stays_until_its_last_request_is_answered() -> None:
-    adapters = vllm_lora.Adapters()
+    adapters = vllm_http.Adapters()
     adapters.loaded(FIRST)
     assert (adapters.began(), adapters.began()) == (FIRST, FIRST)
     adapters.loaded(SECOND)
@@ -129,7 +129,7 @@ def test_the_same_label_again_is_not_loaded_twice(folder: Path) -> None:
         assert finish(app, FIRST)[0] == 200
     assert sum("load_lora" in path for path, _ in inner.came) == 1
     assert model_of(app, inner) == FIRST
-    assert not (folder / vllm_lora.STAGED).exists()
+    assert not (folder / vllm_http.STAGED).exists()
 
 
 def test_a_load_that_vllm_refuses_ends_the_update_with_its_reason(folder: Path) -> None:

@@ -65,7 +65,7 @@ def run(source: Source, size: int, fails: int = -1) -> list[tuple[dict[str, torc
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30.0)
+        thread.join(150.0)
     return results
 
 

@@ -9,7 +9,7 @@ class Team:
     BrokenBarrierError."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=20.0)
+        self.barrier = threading.Barrier(size, timeout=120.0)
         self.values: list[Any] = [None] * size
         self.members = [Member(self, rank) for rank in range(size)]
 

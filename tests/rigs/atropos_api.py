@@ -14,7 +14,7 @@ from titan_grpo.errors import PeerError, ServerUnreachable
 from titan_grpo.subprocesses import Guarded
 
 START_S = 120.0
-END_S = 20.0
+END_S = 60.0
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = START_S) -> None:
@@ -32,16 +32,8 @@ class AtroposApi:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._driver = SyncDriver(self.url)
-        self._command = [
-            python,
-            "-m",
-            "uvicorn",
-            "atroposlib.api:app",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-        ]
+        self._command = [python, "-m", "uvicorn", "atroposlib.api:app"]
+        self._command += ["--host", "127.0.0.1", "--port", str(port)]
         self._process: Guarded | None = None
         self.start()
 
@@ -72,12 +64,8 @@ class AtroposApi:
 
     def environment(self, group_size: int) -> int:
         """Register one, which works once a trainer took its first batch; its number."""
-        body = {
-            "max_token_length": 64,
-            "desired_name": "test",
-            "weight": 1.0,
-            "group_size": group_size,
-        }
+        body = {"max_token_length": 64, "desired_name": "test"}
+        body |= {"weight": 1.0, "group_size": group_size}
         answers: list[Mapping[str, Any]] = []
 
         def registered() -> bool:

@@ -17,9 +17,9 @@ class Board:
     """``routes``: "METHOD /path" -> a status, or a function of the JSON body that gives (status,
     answer); others get 404.
 
-    ``asked``: (route, bearer token) in order; ``paths`` and ``ports`` (of the client): the same
-    calls. A route in ``silent`` gets no answer before the test is over. ``tls``: serve https.
-    ``ahead_s``: of its clock.
+    ``asked``: (route, bearer token) in order; ``paths``, ``queries`` and ``ports`` (of the client):
+    the same calls. A route in ``silent`` gets no answer before the test is over. ``tls``: serve
+    https. ``ahead_s``: of its clock.
     """
 
     def __init__(self, tls: ssl.SSLContext | None = None, ahead_s: float = 0.0) -> None:
@@ -27,6 +27,7 @@ class Board:
         self.silent: set[str] = set()
         self.asked: list[tuple[str, str]] = []
         self.paths: list[str] = []
+        self.queries: list[str] = []
         self.ports: list[int] = []
         self.over = threading.Event()
         board = self
@@ -42,14 +43,16 @@ class Board:
                 self.answer("POST", json.loads(raw) if raw else None)
 
             def answer(self, method: str, body: Any) -> None:
-                route = f"{method} {self.path.partition('?')[0]}"
+                path, _, query = self.path.partition("?")
+                route = f"{method} {path}"
+                board.queries.append(query)
                 board.ports.append(self.client_address[1])
                 board.paths.append(route)
                 board.asked.append(
                     (route, (self.headers.get("Authorization") or "").removeprefix("Bearer "))
                 )
                 if route in board.silent:
-                    board.over.wait(20)
+                    board.over.wait(120)
                     return
                 found = board.routes.get(route, 404)
                 status, content = (found, {}) if isinstance(found, int) else found(body)
@@ -69,6 +72,7 @@ class Board:
         self._server.daemon_threads = True
         if tls is not None:
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
+        self.address = "127.0.0.1", self._server.server_port
         scheme = "http" if tls is None else "https"
         self.url = f"{scheme}://127.0.0.1:{self._server.server_port}"
         # Looks so often whether it is to end: each test would end half a second later.

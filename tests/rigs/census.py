@@ -4,7 +4,7 @@ Linux only."""
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -25,10 +25,6 @@ class Holdings:
     fds: int
     memfds: int
     threads: int
-
-    def to_json(self) -> dict[str, int]:
-        """As a dict of numbers."""
-        return asdict(self)
 
 
 def _lines(path: Path) -> dict[str, str]:

@@ -7,11 +7,11 @@ What it lacks of a real host are the other ranks, and training."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,13 @@ from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp, copy_ops
 from titan_grpo.runkey import Key
-from titan_grpo.sync.child import launch
-from titan_grpo.sync.host import HostBegin, HostSync
-from titan_grpo.sync.host_main import HostMain
-from titan_grpo.sync.part import Hashing, ImagePool
-from titan_grpo.sync.publisher import Publisher
-from titan_grpo.sync.snapshot import Snapshotter
-from titan_grpo.sync.sync_main import main as sync_main
+from titan_grpo.sync.child import perform
+from titan_grpo.sync.host import HostBegin, HostMain, HostSync
+from titan_grpo.sync.images import Hashing, ImagePool
+from titan_grpo.sync.publisher import Publisher, Snapshotter
 
 ROOT = Path(__file__).resolve().parents[2]
-END_S = 90.0
+END_S = 150.0
 
 Shapes = dict[str, tuple[int, int]]
 
@@ -57,7 +54,7 @@ class FarHost(HostSync):
     """A host whose images no other process can open, as on another machine: servers must read over
     TCP."""
 
-    launch = staticmethod(partial(launch, module="tests.rigs.host_process"))
+    MODULE = "tests.rigs.host_process"
 
     def __init__(self, *assembly: Any) -> None:
         """Returns when the process can hash."""
@@ -85,7 +82,7 @@ class HostProcess:
     """The owner's side. ``bytes_held``: memory behind one of its images."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        """``settings``: see ``main``. Returns when it can publish."""
+        """``settings``: see ``hold``. Returns when it can publish."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.rigs.host_process", json.dumps(settings)],
             stdin=subprocess.PIPE,
@@ -122,7 +119,7 @@ class HostProcess:
         self._process.communicate(timeout=END_S)
 
 
-def main(settings: dict[str, Any]) -> None:
+def hold(settings: dict[str, Any]) -> None:
     """``settings``: shapes, manifest, part, hosts, slots, store_port, address, algorithm, key,
     config (of [weight_sync])."""
     torch.set_num_threads(1)
@@ -144,8 +141,10 @@ def main(settings: dict[str, Any]) -> None:
         publisher.fence()
 
 
+def main(sock: socket.socket, parent: int) -> None:
+    """Entry point of its sync process."""
+    perform(sock, parent, FarMain)
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "--fd":
-        sync_main(sys.argv[1:], FarMain)
-    else:
-        main(json.loads(sys.argv[1]))
+    hold(json.loads(sys.argv[1]))

@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from titan_grpo import config
-from titan_grpo.titan.merge import merged
-from titan_grpo.titan.sections import JobConfig
+from titan_grpo.titan.jobfile import JobConfig, merged
 
 
 def job(**given: Any) -> Any:

@@ -14,25 +14,28 @@ import http.client
 import json
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from titan_grpo.errors import ServerUnreachable
-
-UPSTREAM_S = 60.0
-"""Deadline of the server's answer, in seconds."""
 
 HELD_S = 600.0
 """Longest silence of a request that is never answered, in seconds; the caller's own deadline ends
 it."""
 
-HEAD_LIMIT = 64 << 10
+POLL_S = 0.02
+"""How soon a proxy that is shut has stopped listening."""
+
 HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "host", "content-length"})
 """Headers that belong to one connection."""
+
+Headers = list[tuple[str, str]]
 
 
 class Act(Enum):
@@ -56,38 +59,23 @@ class Rule:
     change: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request as it was read. ``path`` is without the query."""
-
-    method: str
-    target: str
-    headers: tuple[tuple[str, str], ...]
-    body: bytes
-
-    @property
-    def path(self) -> str:
-        """The target without its query."""
-        return self.target.partition("?")[0]
-
-
 class Proxy:
     """Forwards to ``target`` whatever no rule strikes. A context manager; any thread may script
     it."""
 
+    upstream_s = 60.0
+    """Deadline of the server's answer, in seconds."""
+
     def __init__(self, target: tuple[str, int], host: str = "127.0.0.1") -> None:
         self._lock = threading.Lock()
-        self._target = target
-        self._host = host
+        self._target, self._host = target, host
         self._rules: list[Rule] = []
         self._struck: list[tuple[str, Act]] = []
         self._granted: list[str] = []
-        self._open: set[socket.socket] = set()
-        self._ended = threading.Event()
-        self._listener: socket.socket | None = _listen(host, 0)
-        self.port = int(self._listener.getsockname()[1])
+        self._ended = False
+        self._listener: _Listener | None = _Listener(self, host, 0)
+        self.port = self._listener.server_port
         self.url = f"http://{host}:{self.port}"
-        self._accept(self._listener)
 
     def script(self, act: Act, path: str, change: Mapping[str, Any] | None = None) -> None:
         """Strike the next request for ``path``; several rules for one path strike one request each,
@@ -115,34 +103,29 @@ class Proxy:
     def aim(self, target: tuple[str, int]) -> None:
         """From the next request on, another server answers under the same URL."""
         with self._lock:
-            self._target = target
-            connections = list(self._open)
-        for connection in connections:
-            _shut(connection)
+            self._target, listener = target, self._listener
+        if listener is not None:
+            listener.cut()
 
     def shut(self) -> None:
         """Refuse connections, and cut those that are open, until ``open``. Idempotent."""
         with self._lock:
             listener, self._listener = self._listener, None
-            connections = list(self._open)
         if listener is not None:
-            _shut(listener)
-            listener.close()
-        for connection in connections:
-            _shut(connection)
+            listener.shutdown()
+            listener.server_close()
+            listener.cut()
 
     def open(self) -> None:
         """Take connections again, on the same port. Idempotent."""
         with self._lock:
-            if self._listener is not None or self._ended.is_set():
-                return
-            self._listener = _listen(self._host, self.port)
-            listener = self._listener
-        self._accept(listener)
+            if self._listener is None and not self._ended:
+                self._listener = _Listener(self, self._host, self.port)
 
     def close(self) -> None:
         """End everything. Idempotent."""
-        self._ended.set()
+        with self._lock:
+            self._ended = True
         self.shut()
 
     def __enter__(self) -> "Proxy":
@@ -151,40 +134,8 @@ class Proxy:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _accept(self, listener: socket.socket) -> None:
-        threading.Thread(
-            target=self._accept_loop, args=(listener,), name=f"proxy {self.port}", daemon=True
-        ).start()
-
-    def _accept_loop(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return  # shut
-            with self._lock:
-                taken = self._listener is listener
-                if taken:
-                    self._open.add(connection)
-            if taken:
-                threading.Thread(
-                    target=self._serve, args=(connection,), name=f"proxy {self.port}", daemon=True
-                ).start()
-            else:
-                connection.close()
-
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            with connection, connection.makefile("rb") as reader:
-                while (request := _read(reader)) is not None and self._handle(connection, request):
-                    pass
-        except (OSError, http.client.HTTPException, ValueError):
-            pass  # either end went away in the middle: what a proxy is there to show
-        finally:
-            with self._lock:
-                self._open.discard(connection)
-
-    def _rule(self, path: str) -> Rule | None:
+    def take_rule(self, path: str) -> Rule | None:
+        """The one that strikes a request for ``path``, which has struck then."""
         with self._lock:
             for rule in self._rules:
                 if rule.path == path:
@@ -193,95 +144,112 @@ class Proxy:
                     return rule
         return None
 
-    def _handle(self, connection: socket.socket, request: Request) -> bool:
-        """Whether the connection goes on."""
-        rule = self._rule(request.path)
-        act = rule.act if rule is not None else None
-        if rule is not None and act is Act.REWRITE:
-            request = _rewritten(request, rule.change)
-        if act is Act.FAIL:
-            connection.sendall(
-                _answer(500, (("Content-Type", "application/json"),), b'{"error": "planted"}')
-            )
-            return True
-        if act is Act.RESET:
-            # no lingering: the kernel sends a reset instead of a farewell
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            return False
-        if act is Act.SILENCE:
-            connection.settimeout(HELD_S)
-            connection.recv(1)
-            return False
-        try:
-            status, headers, body = self._forward(request)
-            if act is Act.TWICE:
-                self._forward(request)
-        except OSError as error:
-            connection.sendall(_answer(502, (), f"the server is not there: {error}".encode()))
-            return False
-        if act is Act.LOSE:
-            return False
-        connection.sendall(_answer(status, headers, body))
-        return True
-
-    def _forward(self, request: Request) -> tuple[int, tuple[tuple[str, str], ...], bytes]:
+    def forward(
+        self, method: str, target: str, headers: Headers, body: bytes
+    ) -> tuple[int, Headers, bytes]:
+        """The server's answer."""
         with self._lock:
             host, port = self._target
-        upstream = http.client.HTTPConnection(host, port, timeout=UPSTREAM_S)
+        upstream = http.client.HTTPConnection(host, port, timeout=self.upstream_s)
         try:
-            upstream.request(
-                request.method, request.target, request.body or None, dict(request.headers)
-            )
+            upstream.request(method, target, body or None, dict(headers))
             response = upstream.getresponse()
-            body = response.read()
+            content = response.read()
             if response.status == http.client.OK:
                 with self._lock:
-                    self._granted.append(request.path)
-            return response.status, tuple(response.getheaders()), body
+                    self._granted.append(target.partition("?")[0])
+            return response.status, response.getheaders(), content
         finally:
             upstream.close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), backlog=64)
-    except OSError as error:
-        raise ServerUnreachable(
-            f"the proxy's port {host}:{port} must be free, it is not: {error}"
-        ) from error
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, proxy: Proxy, host: str, port: int) -> None:
+        self.proxy = proxy
+        self._open: set[socket.socket] = set()
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise ServerUnreachable(
+                f"the proxy's port {host}:{port} must be free, it is not: {error}"
+            ) from error
+        threading.Thread(target=self.serve_forever, args=(POLL_S,), daemon=True).start()
+
+    def cut(self) -> None:
+        """Every connection that is open."""
+        for connection in tuple(self._open):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        # On the thread that accepts: once that has ended, ``cut`` knows every connection.
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        # No farewell before it is closed: one that does not linger would be no reset.
+        self._open.discard(request)
+        self.close_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # Either end went away in the middle: what a proxy is there to show.
+        if not isinstance(sys.exception(), OSError | http.client.HTTPException | ValueError):
+            super().handle_error(request, client_address)
 
 
-def _shut(end: socket.socket) -> None:
-    with suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Listener
+
+    def do_POST(self) -> None:
+        proxy, body = self.server.proxy, self.rfile.read(int(self.headers["Content-Length"] or 0))
+        rule = proxy.take_rule(self.path.partition("?")[0])
+        act = rule.act if rule is not None else None
+        if rule is not None and act is Act.REWRITE:
+            body = _rewritten(body, rule.change)
+        if act is Act.FAIL:
+            self._answer(500, [("Content-Type", "application/json")], b'{"error": "planted"}')
+            return
+        # These three answer nothing, and end the connection.
+        self.close_connection = act in (Act.RESET, Act.SILENCE, Act.LOSE)
+        if act is Act.RESET:
+            # no lingering: the kernel sends a reset instead of a farewell
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        elif act is Act.SILENCE:
+            self.connection.settimeout(HELD_S)
+            self.connection.recv(1)
+        else:
+            try:
+                asked = self.command, self.path, _kept(self.headers.items()), body
+                answer = proxy.forward(*asked)
+                if act is Act.TWICE:
+                    proxy.forward(*asked)
+            except OSError as error:
+                answer = 502, [], f"the server is not there: {error}".encode()
+            if act is not Act.LOSE:
+                self._answer(*answer)
+
+    do_GET = do_POST
+
+    def _answer(self, status: int, headers: Headers, body: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in (*_kept(headers), ("Content-Length", str(len(body)))):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
 
 
-def _read(reader: Any) -> Request | None:
-    """The next request of a connection; None at its end."""
-    line = reader.readline(HEAD_LIMIT)
-    if not line.strip():
-        return None
-    method, target, _ = line.decode("latin-1").split(" ", 2)
-    headers = []
-    while (line := reader.readline(HEAD_LIMIT).decode("latin-1").strip()) != "":
-        name, _, value = line.partition(":")
-        headers.append((name.strip(), value.strip()))
-    length = next((int(value) for name, value in headers if name.lower() == "content-length"), 0)
-    kept = tuple((name, value) for name, value in headers if name.lower() not in HOP)
-    return Request(method, target, kept, reader.read(length) if length else b"")
+def _kept(headers: Any) -> Headers:
+    return [(name, value) for name, value in headers if name.lower() not in HOP]
 
 
-def _answer(status: int, headers: tuple[tuple[str, str], ...], body: bytes) -> bytes:
-    reason = http.client.responses.get(status, "unknown")
-    lines = [f"HTTP/1.1 {status} {reason}"]
-    lines += [f"{name}: {value}" for name, value in headers if name.lower() not in HOP]
-    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode("latin-1") + body
-
-
-def _rewritten(request: Request, change: Mapping[str, Any]) -> Request:
-    body = json.loads(request.body)
-    _replace(body, change)
-    return Request(request.method, request.target, request.headers, json.dumps(body).encode())
+def _rewritten(body: bytes, change: Mapping[str, Any]) -> bytes:
+    content = json.loads(body)
+    _replace(content, change)
+    return json.dumps(content).encode()
 
 
 def _replace(value: Any, change: Mapping[str, Any]) -> None:

@@ -19,8 +19,8 @@ import torch
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Label
-from titan_grpo.receive.commit import EngineSide, OneWorker
-from titan_grpo.receive.handle import ReceiverHandle
+from titan_grpo.receive.commit import EngineSide, Workers
+from titan_grpo.receive.process import ReceiverHandle
 from titan_grpo.runkey import Key
 
 OWN_LABEL = "default"
@@ -72,7 +72,7 @@ class ReceiverServer:
         until a lane greets it. ``make_side``: of another engine than BareEngine."""
         self.url = url
         self._new_side = make_side or (
-            lambda: EngineSide(BareEngine(inspect), OneWorker(), "", run_key)
+            lambda: EngineSide(BareEngine(inspect), Workers(), "", run_key)
         )
         self._changed = threading.Condition()
         # An engine answers one call at a time, on a thread that lives as long as it does: the
@@ -198,7 +198,7 @@ class ReceiverServer:
 
 
 class DirectControl:
-    """``engines.control.ServerControl`` of a ReceiverServer in this process: calls instead of HTTP,
+    """``engines.server.ServerControl`` of a ReceiverServer in this process: calls instead of HTTP,
     same order and errors."""
 
     engine = ""

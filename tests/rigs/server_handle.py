@@ -27,10 +27,16 @@ GRACE_S = 2.0
 """How long the guard leaves the process to end by itself, in seconds."""
 
 
-def served(after: int = 0, timeout_s: float = 10.0) -> Call[dict[str, Any]]:
+def served(after: int = 0, timeout_s: float = 60.0) -> Call[dict[str, Any]]:
     """What GET /served says; ``visible``, the (label, digest) pairs that requests could meet, from
     entry ``after`` on."""
     return Call("GET", "/served", timeout_s, dict, params={"after": str(after)})
+
+
+def served_digest(url: str, timeout_s: float) -> str:
+    """Of what a server's memory holds."""
+    with SyncDriver(url) as driver:
+        return str(driver.run(served(timeout_s=timeout_s))["digest"])
 
 
 class ServerProcess:

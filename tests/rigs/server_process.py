@@ -28,13 +28,12 @@ import torch
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from titan_grpo.engines.vllm import COMPLETIONS
 from titan_grpo.errors import TitanGrpoError
-from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import coverage_problem
-from titan_grpo.receive.commit import EngineSide, OneWorker
+from titan_grpo.receive.commit import EngineSide, Workers
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
 from titan_grpo.runkey import find_run_key
-from titan_grpo.verify.recording import RecordingSide
+from titan_grpo.verify.recording import RecordingSide, content_digest, tensor_digest
 
 TOKEN = 21
 """What its completions are made of."""
@@ -100,7 +99,7 @@ class Server:
     ) -> None:
         """``record``: a file that gets a line per commit (verify.recording). ``side``: another half
         of ours than the real one. ``token_s``: seconds of a token; 0: there are no completions."""
-        key, workers = find_run_key(os.environ), OneWorker()
+        key, workers = find_run_key(os.environ), Workers()
 
         def real() -> EngineSide:
             if record is None:

@@ -1,7 +1,9 @@
-"""TCP connections between this process and another one of this host, cut; and a free port."""
+"""TCP connections of this process to another one of this host, cut; free ports; certificates."""
 
 import os
+import random
 import socket
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,8 +44,29 @@ def _port(address: str) -> int:
     return int(address.rpartition(":")[2], 16)
 
 
+PORTS = 12_000
+"""Ports that ``free_port`` chooses from."""
+
+
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free now. The kernel gives it to no connection meanwhile: it is below those
+    that it chooses from itself, unless these begin too low."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    below = range(lowest - PORTS, lowest) if lowest > PORTS + 1024 else (0,)
+    while True:
+        with suppress(OSError), socket.socket() as probe:
+            # Another process chooses otherwise, also where a test has set the common generator.
+            probe.bind(("127.0.0.1", random.SystemRandom().choice(below)))
+            return int(probe.getsockname()[1])
+
+
+CURVE = "ec_paramgen_curve:prime256v1"
+MAKE = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", CURVE, "-nodes", "-days", "2"]
+
+
+def certificate(folder: Path, name: str) -> tuple[str, str]:
+    """Paths of a new certificate and its key, made by openssl as a user makes them."""
+    pem, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
+    files = ["-subj", f"/CN={name}", "-keyout", key, "-out", pem]
+    subprocess.run([*MAKE, *files], check=True, capture_output=True, timeout=60)
+    return pem, key

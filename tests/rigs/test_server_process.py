@@ -13,9 +13,9 @@ from tests.rigs.server_process import CopiedModel
 from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
-from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.sync.lanes import SyncOptions
+from titan_grpo.verify.recording import content_digest, tensor_digest
 
 WAIT_S = 60.0
 SHAPES = {"up": (1024, 512), "down": (512, 1024), "norm": (512,)}

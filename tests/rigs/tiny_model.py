@@ -7,7 +7,6 @@ import torch
 from titan_grpo.titan import compat, flavors, tiny
 
 compat.prepare()
-flavors.register_tiny_flavors()
 
 
 def loaded(kind: tiny.Kind, weights: Mapping[str, torch.Tensor] | None = None) -> torch.nn.Module:

@@ -1,5 +1,6 @@
 """Rank 0's half of the weight sync in a process that holds all weights, without torchtitan: what
-fault matrix, soak and conformance suite send versions with. Its sync process is a trainer's."""
+fault matrix, soak and conformance suite send versions with. Its sync process is a trainer's. And
+what every version of a fault run's weights is, which both ends know without asking."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -14,11 +15,19 @@ from titan_grpo.layout.infer import matrix_shape
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.sync.images import ImagePool
 from titan_grpo.sync.lanes import SyncOptions
-from titan_grpo.sync.part import ImagePool
 from titan_grpo.sync.process import SyncProcess
-from titan_grpo.sync.publisher import Publisher
-from titan_grpo.sync.snapshot import FinishedCopy, Snapshotter
+from titan_grpo.sync.publisher import Copy, Publisher, Snapshotter
+from titan_grpo.verify.recording import tensor_digest
+
+GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, never come close to each other: neighbouring versions differ in every
+tensor."""
+
+SPREAD = 0.25
+SALT_STRIDE = 100_003
+"""Versions between two runs' contents: equal versions of two runs are different weights."""
 
 
 class Trainer:
@@ -78,7 +87,7 @@ class Trainer:
         slot = self.worker.slots.wait_reserved(wait_s)
         assert slot is not None, f"no slot was free within {wait_s:g} s"
         self.pool.tensors()[slot].copy_(image)
-        self.worker.publish(version, slot, FinishedCopy(0.0))
+        self.worker.publish(version, slot, Copy(0.0))
 
     def close(self) -> None:
         """End lanes, sealer and files, and free the images."""
@@ -95,6 +104,13 @@ class Trainer:
         self.close()
 
 
+def manifest_of(
+    tensors: Mapping[str, torch.Tensor], block_bytes: int, dtype: str = "bfloat16"
+) -> Manifest:
+    """Of these tensors, which are sent as ``dtype``."""
+    return Manifest.build([(n, dtype, tuple(t.shape)) for n, t in tensors.items()], block_bytes)
+
+
 def copy_plan(manifest: Manifest) -> dict[str, list[CopyOp]]:
     """Every tensor goes where it is, whole: this process holds all of them under their own
     names."""
@@ -106,6 +122,28 @@ def copy_plan(manifest: Manifest) -> dict[str, list[CopyOp]]:
             CopyOp(spec.name, slice(0, rows, 1), spec.offset, stride, rows, cols, spec.dtype)
         ]
     return plan
+
+
+def _factor(version: int, index: int, salt: int) -> float:
+    """What tensor ``index`` is multiplied by at ``version`` of run ``salt``: between 1 and 1 +
+    SPREAD."""
+    return 1.0 + SPREAD * (((version + SALT_STRIDE * salt + 1) * (index + 1) * GOLDEN) % 1.0)
+
+
+def weights(base: Mapping[str, torch.Tensor], version: int, salt: int) -> dict[str, torch.Tensor]:
+    """The version's float32 masters. ``base``: float32 tensors by name, in the manifest's order."""
+    return {
+        name: tensor * _factor(version, index, salt)
+        for index, (name, tensor) in enumerate(base.items())
+    }
+
+
+def digests(base: Mapping[str, torch.Tensor], version: int, salt: int) -> dict[str, str]:
+    """Digest of every tensor as a server must get it, in bfloat16."""
+    return {
+        name: tensor_digest(tensor.to(torch.bfloat16))
+        for name, tensor in weights(base, version, salt).items()
+    }
 
 
 class SpoiledImages(tuple[torch.Tensor, ...]):

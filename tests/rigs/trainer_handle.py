@@ -13,12 +13,12 @@ from typing import Any
 
 from tests.rigs.trainer_process import QUIET_S, SEND_S, Settings
 from titan_grpo.errors import PeerError, TitanGrpoError
-from titan_grpo.protocol.lane_events import Point
+from titan_grpo.protocol.lane import Point
 from titan_grpo.subprocesses import start_module, wait_process
 from titan_grpo.unix_rpc import Channel
 
-START_S = 90.0
-ANSWER_S = 30.0
+START_S = 150.0
+ANSWER_S = 60.0
 END_S = 60.0
 Event = Mapping[str, Any]
 
@@ -134,23 +134,20 @@ class TrainerProcess:
 
     def steps(self, since_s: float, until_s: float) -> list[Step]:
         """The steps that ended in a window of the monotonic clock."""
-        with self._changed:
-            rows = [Step(*row) for e in self.events if e["event"] == "steps" for row in e["rows"]]
+        rows = [Step(*row) for e in self._of("steps") for row in e["rows"]]
         return [step for step in rows if since_s <= step.t <= until_s]
 
     def published(self) -> dict[int, float]:
         """Version -> when it was published."""
-        with self._changed:
-            return {e["version"]: e["t"] for e in self.events if e["event"] == "published"}
+        return {e["version"]: e["t"] for e in self._of("published")}
+
+    def newest(self, until_s: float) -> int:
+        """The newest version that was published until then."""
+        return max((v for v, t in self.published().items() if t <= until_s), default=1)
 
     def held(self, url: str) -> list[tuple[float, int | None]]:
         """(when, version held) of every change of a server's line in the ledger."""
-        with self._changed:
-            return [
-                (e["t"], e["held"])
-                for e in self.events
-                if e["event"] == "server" and e["url"] == url
-            ]
+        return [(e["t"], e["held"]) for e in self._of("server") if e["url"] == url]
 
     def after(self, number: int, timeout_s: float) -> list[Event]:
         """The events from ``number`` on, once there is one; none past the deadline. RunFailed if
@@ -163,12 +160,11 @@ class TrainerProcess:
 
     def sends(self, url: str) -> list[tuple[float, float]]:
         """(when, seconds) of every transfer to a server, also of those that failed."""
+        return [(e["t"], e["seconds"]) for e in self._of("send") if e["url"] == url]
+
+    def _of(self, kind: str) -> list[Event]:
         with self._changed:
-            return [
-                (e["t"], e["seconds"])
-                for e in self.events
-                if e["event"] == "send" and e["url"] == url
-            ]
+            return [event for event in self.events if event["event"] == kind]
 
     def tail(self) -> str:
         """The last line of its log."""

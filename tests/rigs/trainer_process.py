@@ -1,19 +1,17 @@
-"""A light, real trainer as a process: ``python -m tests.rigs.trainer_process --fd N``, driven by
-JSON lines over that socket (trainer_handle.TrainerProcess).
+"""A light, real trainer as a process, driven by JSON lines over a socket
+(trainer_handle.TrainerProcess).
 
 Real are the images, the snapshotter, and the sync process with slots, sealer, lanes and their
 deadlines; the training step is a fixed amount of arithmetic, and every version's weights follow
 from its number (content.weights). It decides nothing: what happens at which point comes in, what
 happened goes out."""
 
-import argparse
 import os
 import queue
 import socket
-import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,17 +20,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.rigs.content import weights
-from tests.rigs.holding import Holder, Wanted
-from tests.rigs.trainer import SpoiledImages, Trainer
+from tests.rigs.trainer import SpoiledImages, Trainer, manifest_of, weights
 from tests.rigs.watched_sync import WatchedSync
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
-from titan_grpo.errors import PeerError, TitanGrpoError
-from titan_grpo.layout.manifest import Manifest
+from titan_grpo.errors import PeerError, TitanGrpoError, TransferFailed
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol.lane_events import Point
+from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.subprocesses import end_with_parent
 from titan_grpo.sync.lanes import SyncOptions
@@ -96,6 +91,84 @@ class Settings:
         )
 
 
+HOLD_S = 120.0
+"""Longest time that a lane is held, in seconds: whoever asked for it may have gone."""
+
+Emit = Callable[[Mapping[str, Any]], None]
+Strike = Callable[[Mapping[str, Any]], None]
+"""Does what ``go`` asks for in the lane's thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Hold the lane to ``url`` at its ``occurrence``-th passing of ``point`` from now on."""
+
+    url: str
+    point: Point
+    occurrence: int
+
+    @property
+    def between_epochs(self) -> bool:
+        """Whether the point is passed by a new epoch only, which an idle, healthy lane never
+        opens."""
+        return self.point in (Point.GREET, Point.CONNECTED)
+
+
+class Holder:
+    """Observer of a fault run's lanes. Decides nothing: it stops where it is told, says so, and
+    waits."""
+
+    def __init__(self, emit: Emit, strike: Strike) -> None:
+        self._emit, self._strike = emit, strike
+        self._changed = threading.Condition()
+        self._wanted: Wanted | None = None
+        self._passed = 0
+        self._answer: Mapping[str, Any] | None = None
+
+    def want(self, wanted: Wanted | None) -> None:
+        """Watch for it; None: for nothing. Any thread."""
+        with self._changed:
+            self._wanted, self._passed, self._answer = wanted, 0, None
+
+    def go(self, answer: Mapping[str, Any]) -> None:
+        """Let the held lane go on as ``answer["with"]`` says. Any thread."""
+        with self._changed:
+            self._answer = answer
+            self._changed.notify_all()
+
+    def __call__(self, passing: LaneEvent) -> None:
+        """See protocol.lane.Observer; here it blocks, which only a fault run may."""
+        if not self._due(passing):
+            return
+        self._emit(
+            {"event": "held_at", "point": passing.point.value, "url": passing.url} | _of(passing)
+        )
+        with self._changed:
+            self._changed.wait_for(lambda: self._answer is not None, HOLD_S)
+            answer, self._answer = self._answer or {"with": "continue"}, None
+        if answer["with"] == "fail":
+            raise TransferFailed("planted: the transfer ends here")
+        if answer["with"] != "continue":
+            self._strike(answer)
+
+    def _due(self, passing: LaneEvent) -> bool:
+        with self._changed:
+            wanted = self._wanted
+            if wanted is None or passing.url != wanted.url:
+                return False
+            if wanted.between_epochs and passing.point is Point.BEGIN:
+                raise TransferFailed("planted: the epoch ends here, so that the next one begins")
+            self._passed += passing.point is wanted.point
+            if passing.point is not wanted.point or self._passed < wanted.occurrence:
+                return False
+            self._wanted = None
+            return True
+
+
+def _of(passing: LaneEvent) -> dict[str, Any]:
+    return {"epoch": passing.epoch, "version": passing.version, "run_id": passing.run_id}
+
+
 class Out:
     """Events, sent by a thread of its own: a full socket must not stop a step or a lane."""
 
@@ -112,7 +185,7 @@ class Out:
     def close(self) -> None:
         """Send what is queued."""
         self._events.put(None)
-        self._thread.join(5.0)
+        self._thread.join(SEND_S)
 
     def _run(self) -> None:
         # no deadline: close() ends it, and the thread is a daemon
@@ -196,10 +269,7 @@ class Run:
         self._masters = {name: t.clone() for name, t in self._base.items()}
         self._holder = Holder(out, self._cut)
         config = settings.config
-        manifest = Manifest.build(
-            [(n, config.wire_dtype, tuple(t.shape)) for n, t in self._base.items()],
-            config.block_bytes,
-        )
+        manifest = manifest_of(self._base, config.block_bytes, config.wire_dtype)
         self._trainer = Trainer(
             manifest,
             config,
@@ -329,7 +399,7 @@ class Run:
             url: {"standing": e.standing.value, "held": e.held, "incoming": e.incoming}
             for url, e in self._trainer.servers.entries().items()
         }
-        mismatches = self._trainer.recorder.totals().get(names.DIGEST_MISMATCHES, 0)
+        mismatches = self._trainer.recorder.history().totals.get(names.DIGEST_MISMATCHES, 0)
         return {
             "servers": servers,
             "newest": self._newest,
@@ -341,11 +411,9 @@ class Run:
         self._sync.post("cut", int(answer["pid"]))
 
 
-def main(argv: list[str]) -> None:
+def main(sock: socket.socket, _: int) -> None:
     """The first message is the settings."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True)
-    channel = Channel(socket.socket(fileno=parser.parse_args(argv).fd))
+    channel = Channel(sock)
     end_with_parent()  # a process that is stopped does not read the end of its socket
     first = channel.receive(QUIET_S)
     if first is None:
@@ -355,7 +423,3 @@ def main(argv: list[str]) -> None:
     Run(Settings(**first), channel, out).run()
     out.close()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,24 +1,35 @@
 """A sync process whose lanes ask at points of the protocol how to go on. All else is a trainer's:
 ``Trainer(..., sync=partial(WatchedSync, watch=watch))``."""
 
-import sys
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from tests.rigs.sockets import cut
 from tests.rigs.trainer import SpoiledImages
-from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point
-from titan_grpo.sync.child import launch
-from titan_grpo.sync.process import SyncProcess
-from titan_grpo.sync.sync_main import Main, main
+from titan_grpo.protocol.lane import LaneEvent, Observer, Point
+from titan_grpo.sync.child import perform
+from titan_grpo.sync.process import Main, SyncProcess
+from titan_grpo.sync.relay import Relay
+
+
+def inner_server(relays: Relay) -> tuple[str, str] | None:
+    """A server that reads and is read from now, and its reader; one that reads from another server
+    first. None if there is none."""
+    with relays._lock:
+        nodes = relays._table.nodes
+        reading = {u: n.parent for u, n in nodes.items() if n.reading and relays._table.above(n)}
+        both = [(p, u) for u, p in reading.items() if nodes[p].reading]
+        return min(both, key=lambda pair: pair[0] not in reading, default=None)
 
 
 class WatchedSync(SyncProcess):
     """Rank 0's end. ``inner``: a server that is read from and its reader, at the last point."""
 
-    launch = staticmethod(partial(launch, module="tests.rigs.watched_sync"))
+    MODULE = "tests.rigs.watched_sync"
 
     def __init__(
         self,
@@ -26,10 +37,12 @@ class WatchedSync(SyncProcess):
         watch: Observer,
         points: Iterable[Point] = Point,
         say: Callable[[Mapping[str, Any]], object] = len,
+        note: Callable[[LaneEvent, float], object] = lambda *_: None,
     ) -> None:
         """``watch`` is called for every lane's ``points``, on a thread of its own; the lane waits
-        for it, and a PeerError is met as if the server had failed. ``say`` gets events."""
-        self._watch, self._say = watch, say
+        for it, and a PeerError is met as if the server had failed. ``say`` gets events. ``note``
+        gets every point and when it was passed (monotonic clock); no lane waits for that."""
+        self._watch, self._say, self.passed = watch, say, note
         self._points = "", frozenset(points)
         self.inner: tuple[str, str] | None = None
         super().__init__(*assembly)
@@ -70,9 +83,10 @@ class WatchedMain(Main):
 
     def _passing(self, event: LaneEvent) -> None:
         super()._passing(event)
+        self._pipe.post("passed", event, time.monotonic())
         url, points = self._points
         if event.point in points and url in ("", event.url):
-            self._pipe.ask("passing", event.url, event, self._lanes.relay.inner())
+            self._pipe.ask("passing", event.url, event, inner_server(self.lanes.relay))
 
     def watch_at(self, url: str, points: frozenset[Point]) -> None:
         """See WatchedSync."""
@@ -87,5 +101,6 @@ class WatchedMain(Main):
         self._pipe.post("cut", cut(pid))
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:], WatchedMain)
+def main(sock: socket.socket, parent: int) -> None:
+    """Entry point of the process."""
+    perform(sock, parent, WatchedMain)

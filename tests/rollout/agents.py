@@ -31,7 +31,7 @@ def client_of(base_url, api_key):
     """A client that repeats nothing by itself."""
     import openai
 
-    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=20.0)
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60.0)
 
 
 def talker(turns=3, **options):

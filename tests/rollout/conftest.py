@@ -123,7 +123,7 @@ class CompletionServer:
 
     def hang(self, body: dict[str, Any]) -> tuple[int, Any]:
         """Answer only once the test is over."""
-        self.released.wait(60)
+        self.released.wait(120)
         return good(body)
 
     def wait_for_requests(self, count: int) -> None:

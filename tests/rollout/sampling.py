@@ -5,13 +5,12 @@ from collections.abc import Sequence
 
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.rollout.codec import TextCodec
-from titan_grpo.rollout.messages import Ticket
+from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.partial import Partial
-from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.sampler import Sampler
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import TaskRunner
-from titan_grpo.rollout.tasks.base import TaskOptions, load_task
+from titan_grpo.rollout.schedule import Server
+from titan_grpo.rollout.task_runner import TaskOptions, TaskRunner
+from titan_grpo.rollout.tasks.functions import load_task
 from titan_grpo.samples import Group
 
 
@@ -28,7 +27,7 @@ class Letters:
 def sampler_of(task: str, model_dir: str, group_size: int, max_tokens: int) -> Sampler:
     spec = RolloutSpec(model_dir=model_dir, group_size=group_size, max_completion_tokens=max_tokens)
     codec = Letters() if task == "calculator" else TextCodec(model_dir)
-    return Sampler(spec, TaskRunner(load_task(task, TaskOptions()), codec, 8, 20.0))
+    return Sampler(spec, TaskRunner(load_task(task, TaskOptions()), codec, 8, 60.0))
 
 
 def sample(sampler: Sampler, parts: list[Partial], server: Server, attempt: int = 0) -> Group:

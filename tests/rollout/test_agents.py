@@ -18,15 +18,13 @@ from titan_grpo.errors import DataError, PeerError
 from titan_grpo.rollout.agent_sampler import AgentSampler
 from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.codec import TextCodec
-from titan_grpo.rollout.messages import Ticket
+from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.partial import Partial
-from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.sampler import GroupDropped
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
-from titan_grpo.rollout.tasks.agent import AgentRows
+from titan_grpo.rollout.tasks.agent import AgentRows, hermes
 from titan_grpo.rollout.tasks.functions import codec_of
-from titan_grpo.rollout.tool_calls import hermes
 from titan_grpo.titan.tiny import EOS, UNK, write_tiny_model
 
 openai = pytest.importorskip("openai")
@@ -58,7 +56,7 @@ def group_of(model, completion_server):
         finally:
             await agents.close()
 
-    def make(agent, behaviours, /, timeout_s=20.0, look=None, **changes):
+    def make(agent, behaviours, /, timeout_s=60.0, look=None, **changes):
         """One attempt for each behaviour of an engine, each on another server; the last is the
         group's. ``look``: called with the endpoint before the first."""
 
@@ -322,7 +320,7 @@ def test_an_episode_whose_tokens_were_thrown_away_begins_again_with_another_key(
     async def run():
         spec = RolloutSpec(model_dir=model, group_size=1, max_completion_tokens=100)
         task = AgentRows(counted, None)
-        runner = TaskRunner(task, codec, 8, 20.0)
+        runner = TaskRunner(task, codec, 8, 60.0)
         agents = Agents(spec, task, runner, codec)
         sampler = AgentSampler(spec, runner, agents, hermes)
         engine, first = completion_server(), says(codec, "one")
@@ -460,7 +458,7 @@ def test_prompts_with_nothing_in_common_drop_the_group(group_of, codec, tmp_path
 
 
 def call(address, method, path, key="", body=None):
-    connection = http.client.HTTPConnection(address, timeout=20)
+    connection = http.client.HTTPConnection(address, timeout=60)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     data = None if body is None else json.dumps(body).encode()
     connection.request(method, path, data if method == "GET" else data or b"", headers)
@@ -493,7 +491,7 @@ def test_agents_elsewhere_take_episodes_and_post_their_rewards(
         threads[0].start()
 
     group = group_of(None, [says(codec, "one")], look=look, agent="outside", agent_key_env="AGENTS")
-    threads[0].join(20)
+    threads[0].join(60)
     assert seen == [401, {"index": 0, "seed": 0}, 400, 401, 200]
     assert group.completions[0].reward == 0.25
 
@@ -516,7 +514,7 @@ def test_a_tool_parser_that_breaks_is_the_users_error(model, codec, completion_s
     async def run():
         spec = RolloutSpec(model_dir=model, group_size=1)
         task = AgentRows(talker(1, tools=[ADD]), None)
-        runner = TaskRunner(task, codec, 8, 20.0)
+        runner = TaskRunner(task, codec, 8, 60.0)
         agents = Agents(spec, task, runner, codec)
 
         def parser(text):

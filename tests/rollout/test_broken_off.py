@@ -15,11 +15,10 @@ from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
-from titan_grpo.rollout.messages import Ticket
+from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.partial import Made, Partial
-from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.sampler import GroupDropped, Sampler, TokenStream
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.schedule import Server
 from titan_grpo.samples import whole_routes
 
 WAIT_S = 60.0

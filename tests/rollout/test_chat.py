@@ -5,8 +5,7 @@ import json
 import pytest
 
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.rollout.chat import ChatTemplate, check_messages
-from titan_grpo.rollout.codec import TextCodec
+from titan_grpo.rollout.codec import ChatTemplate, TextCodec, check_messages
 from titan_grpo.titan.tiny import write_tiny_model
 
 FEATURES = """

@@ -12,9 +12,12 @@ from titan_grpo.engines.generation import salt
 from titan_grpo.errors import DataError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient, RolloutStopped
+from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.dispatch import MAX_DROPS
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.records import ReplayClient
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.task_runner import TaskOptions
+from titan_grpo.rollout.tasks.functions import load_task
 
 PER_STEP, GROUP = 2, 3
 
@@ -25,7 +28,7 @@ def spec(model_dir):
         "prompts_per_step": PER_STEP,
         "group_size": GROUP,
         "max_completion_tokens": 4,
-        "request_timeout_s": 20.0,
+        "request_timeout_s": 120.0,
     }
     return RolloutSpec(model_dir=model_dir, seed=5, max_staleness=1, **sizes)
 
@@ -49,7 +52,7 @@ def start(spec):
 def test_a_batch_has_checked_groups_with_versions_and_rewards(start, completion_server) -> None:
     server, client = completion_server(), start(max_staleness=0)
     client.set_server(ServerState(server.url, 0, True, "run/0"))
-    batch = client.next_batch(0, PER_STEP, 20)
+    batch = client.next_batch(0, PER_STEP, 60)
     assert [g.prompt.index for g in batch] == [0, 1]
     for group in batch:
         assert len(group.completions) == GROUP
@@ -71,28 +74,29 @@ def test_generation_runs_ahead_of_the_trainer_by_the_bound_and_no_further(
 ) -> None:
     server, client = completion_server(), start()
     client.set_server(ServerState(server.url, 0, True, "0"))
-    client.next_batch(0, PER_STEP, 20)
-    client.next_batch(1, PER_STEP, 20)
+    client.next_batch(0, PER_STEP, 60)
+    client.next_batch(1, PER_STEP, 60)
     with pytest.raises(RolloutStopped, match="0 of 2 groups for version 2"):
         client.next_batch(2, PER_STEP, 0.5)
     assert len(server.bodies) == 2 * PER_STEP * GROUP
     client.set_server(ServerState(server.url, 1, True, "1"))
-    assert {g.version for g in client.next_batch(2, PER_STEP, 20)} == {1}
+    assert {g.version for g in client.next_batch(2, PER_STEP, 60)} == {1}
 
 
 def test_a_step_waits_for_the_slow_group_that_was_started_for_it_however_many_are_ready(
-    start, completion_server
+    start, completion_server, spec
 ) -> None:
     server, client = completion_server(), start()
-    server.behaviour = lambda b: (
-        server.hang(b) if b["prompt"] == server.bodies[0]["prompt"] else server.good(b)
-    )
+    # By its tokens: whichever request comes first may be one of the next step.
+    task = load_task("digits", TaskOptions(spec.seed))
+    slow = list(task.prompt(0, TextCodec(spec.model_dir)).token_ids)
+    server.behaviour = lambda b: server.hang(b) if b["prompt"] == slow else server.good(b)
     client.set_server(ServerState(server.url, 0, True, "0"))
     assert wait_until(lambda: client.counters()["ready"] == 2 * PER_STEP - 1, 60.0)
     with pytest.raises(RolloutStopped, match="1 of 2 groups for version 0"):
         client.next_batch(0, PER_STEP, 0.1)
     server.released.set()
-    batches = [client.next_batch(version, PER_STEP, 20) for version in (0, 1)]
+    batches = [client.next_batch(version, PER_STEP, 60) for version in (0, 1)]
     assert [[g.prompt.index for g in batch] for batch in batches] == [[0, 1], [2, 3]]
     assert not any(name.startswith("dropped") for name in client.counters())
 
@@ -100,13 +104,14 @@ def test_a_step_waits_for_the_slow_group_that_was_started_for_it_however_many_ar
 def test_what_was_made_and_what_was_trained_on_is_counted_by_length_and_what_is_thrown_away(
     start, completion_server
 ) -> None:
-    server, client = completion_server(), start()
+    # Only of the step that is taken: whichever request comes first is one of its groups.
+    server, client = completion_server(), start(max_staleness=0)
     broken = ([5, 6], [-1.0, None])
     server.behaviour = lambda b: (
         server.answer(*broken) if b["seed"] == server.bodies[0]["seed"] else server.good(b)
     )
     client.set_server(ServerState(server.url, 0, True, "0"))
-    client.next_batch(0, PER_STEP, 20)
+    client.next_batch(0, PER_STEP, 60)
     counters = client.counters()
     assert counters["trained.4"] == PER_STEP * GROUP
     assert counters["made.4"] >= counters["trained.4"]
@@ -120,7 +125,7 @@ def test_with_consume_ready_slow_groups_are_overtaken(start, completion_server) 
         server.hang(b) if b["prompt"] == server.bodies[0]["prompt"] else server.good(b)
     )
     client.set_server(ServerState(server.url, 0, True, "0"))
-    batch = client.next_batch(0, PER_STEP, 20)
+    batch = client.next_batch(0, PER_STEP, 60)
     # whichever prompt's request came first: nothing promises an order of arrival
     assert server.bodies[0]["prompt"] not in [list(g.prompt.token_ids) for g in batch]
     server.released.set()
@@ -129,9 +134,9 @@ def test_with_consume_ready_slow_groups_are_overtaken(start, completion_server) 
 def test_groups_that_made_no_version_leave_room_for_as_many_more(start, completion_server) -> None:
     server, client = completion_server(), start(max_staleness=0)
     client.set_server(ServerState(server.url, 0, True, "0"))
-    client.next_batch(0, PER_STEP, 20)
+    client.next_batch(0, PER_STEP, 60)
     client.used_without_version(1)
-    assert len(client.next_batch(0, 1, 20)) == 1
+    assert len(client.next_batch(0, 1, 60)) == 1
     with pytest.raises(RolloutStopped, match="0 of 1 groups"):
         client.next_batch(0, 1, 0.3)
     assert client.counters()["unversioned_groups"] == 1
@@ -140,10 +145,10 @@ def test_groups_that_made_no_version_leave_room_for_as_many_more(start, completi
 def test_over_stale_groups_are_dropped_counted_and_made_again(start, completion_server) -> None:
     server, client = completion_server(), start()
     client.set_server(ServerState(server.url, 0, True, "0"))
-    client.next_batch(0, PER_STEP, 20)
+    client.next_batch(0, PER_STEP, 60)
     server.wait_for_requests(2 * PER_STEP * GROUP)
     client.set_server(ServerState(server.url, 5, True, "5"))
-    batch = client.next_batch(5, PER_STEP, 20)
+    batch = client.next_batch(5, PER_STEP, 60)
     assert {g.version for g in batch} == {5}
     counters = client.counters()
     assert counters.get("dropped.stale", 0) + counters.get("dropped.stale_in_flight", 0) == PER_STEP
@@ -166,7 +171,7 @@ def test_a_broken_completion_drops_its_group_and_is_counted(
 
     server.behaviour = behaviour
     client.set_server(ServerState(server.url, 0, True, "0"))
-    batch = client.next_batch(0, PER_STEP, 20)
+    batch = client.next_batch(0, PER_STEP, 60)
     assert client.counters()["dropped.bad_logprob"] == 1
     assert all(len(c.token_ids) == 4 for g in batch for c in g.completions)
 
@@ -182,7 +187,7 @@ def test_a_prompt_that_always_fails_is_skipped_and_the_run_goes_on(
 
     server.behaviour = behaviour
     client.set_server(ServerState(server.url, 0, True, "0"))
-    batch = client.next_batch(0, PER_STEP, 20)
+    batch = client.next_batch(0, PER_STEP, 60)
     assert len(batch) == PER_STEP
     counters = client.counters()
     assert (counters["skipped"], counters["dropped.refused"]) == (1, 3)
@@ -196,7 +201,7 @@ def test_a_server_that_refuses_every_prompt_stops_the_run_with_its_reason(
     server.behaviour = lambda body: (400, {"message": "no such parameter"})
     client.set_server(ServerState(server.url, 0, True, "0"))
     with pytest.raises(DataError, match="no such parameter"):
-        client.next_batch(0, PER_STEP, 20)
+        client.next_batch(0, PER_STEP, 60)
 
 
 def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versions_and_budget(
@@ -207,7 +212,7 @@ def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versi
     def cut_the_first(body):
         if body["seed"] != cutting.bodies[0]["seed"]:
             return cutting.good(body)
-        cutting.released.wait(20)
+        cutting.released.wait(60)
         return cutting.answer([70, 71, 72], [-0.5, -0.25, -0.125], "abort")
 
     cutting.behaviour = cut_the_first
@@ -218,10 +223,10 @@ def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versi
     cutting.wait_for_requests(2 * PER_STEP * GROUP)
     client.set_server(ServerState(cutting.url, 0, False, "0"))
     client.set_server(ServerState(other.url, 1, True, "1"))
-    assert client.in_flight(20.0)[cutting.url] > 0
+    assert client.in_flight(60.0)[cutting.url] > 0
     cutting.released.set()
-    groups = client.next_batch(0, PER_STEP, 20)
-    groups += client.next_batch(1, 2 * PER_STEP, 20)  # all that the bound lets start
+    groups = client.next_batch(0, PER_STEP, 60)
+    groups += client.next_batch(1, 2 * PER_STEP, 60)  # all that the bound lets start
     (cut,) = [c for g in groups for c in g.completions if c.token_ids[:3] == (70, 71, 72)]
     assert cut.token_ids == (70, 71, 72, 80)
     assert cut.logprobs == (-0.5, -0.25, -0.125, -3.0)
@@ -255,7 +260,7 @@ def test_what_ran_over_commits_is_used_while_less_than_a_share_of_its_tokens_is_
     def half_old(body):
         if body["cache_salt"] != salt("r:0:f"):
             return server.hang(body)
-        committed.wait(20)
+        committed.wait(60)
         status, content = server.good(body)
         content["choices"][0]["weight_versions"] = [
             {"version": "r:0:f", "start": 0, "end": 2},
@@ -268,7 +273,7 @@ def test_what_ran_over_commits_is_used_while_less_than_a_share_of_its_tokens_is_
     server.wait_for_requests(2 * PER_STEP * GROUP)
     client.set_server(ServerState(server.url, 2, True, "r:2:f"))
     client.set_trainer_version(2)
-    client.in_flight(20.0)  # it has heard of version 2
+    client.in_flight(60.0)  # it knows version 2
     committed.set()
     if dropped:
         # The client drops what is stale when a batch is asked for, the worker what it still has.
@@ -278,7 +283,7 @@ def test_what_ran_over_commits_is_used_while_less_than_a_share_of_its_tokens_is_
             client.next_batch(2, PER_STEP, 0.1)
         assert client.counters()[dropped] == 2 * PER_STEP
         return
-    batch = client.next_batch(2, PER_STEP, 20)
+    batch = client.next_batch(2, PER_STEP, 60)
     assert {c.token_spans for g in batch for c in g.completions} == {((0, 2), (2, 2))}
     assert {g.version for g in batch} == {0}
     assert not any(name.startswith("dropped") for name in client.counters())
@@ -294,21 +299,21 @@ def test_a_drain_waits_for_what_runs_and_gives_up_past_its_deadline(
     client.set_server(ServerState(server.url, 0, False, "0"))
     with ThreadPoolExecutor(1) as pool:
         drained = pool.submit(client.drain, server.url, 60.0)
-        assert client.in_flight(20.0) == {server.url: PER_STEP * GROUP}
+        assert client.in_flight(60.0) == {server.url: PER_STEP * GROUP}
         assert not drained.done()
         server.released.set()
-        drained.result(20.0)
-    assert client.in_flight(20.0) == {server.url: 0}
-    assert {g.version for g in client.next_batch(0, PER_STEP, 20)} == {0}
+        drained.result(60.0)
+    assert client.in_flight(60.0) == {server.url: 0}
+    assert {g.version for g in client.next_batch(0, PER_STEP, 60)} == {0}
     stuck = completion_server()
     stuck.behaviour = stuck.hang
     client.set_server(ServerState(stuck.url, 1, True, "1"))
     stuck.wait_for_requests(PER_STEP * GROUP)
     client.set_server(ServerState(stuck.url, 1, False, "1"))
     client.drain(stuck.url, 0.2)
-    assert client.in_flight(20.0)[stuck.url] == 0
+    assert client.in_flight(60.0)[stuck.url] == 0
     client.set_server(ServerState(server.url, 1, True, "1"))
-    assert {c.server for g in client.next_batch(1, PER_STEP, 20) for c in g.completions} == {
+    assert {c.server for g in client.next_batch(1, PER_STEP, 60) for c in g.completions} == {
         server.url
     }
     counters = client.counters()
@@ -330,10 +335,10 @@ def test_a_drain_ends_with_the_run_and_with_the_departure_of_its_server(
         server.wait_for_requests(GROUP)
         client.set_server(ServerState(server.url, 0, False, "0"))
         with ThreadPoolExecutor(1) as pool:
-            drained = pool.submit(client.drain, server.url, 60.0)
-            assert client.in_flight(20.0)[server.url] > 0
+            drained = pool.submit(client.drain, server.url, 120.0)
+            assert client.in_flight(60.0)[server.url] > 0
             end(client, server)
-            drained.result(10.0)
+            drained.result(60.0)
 
 
 def test_a_group_whose_server_became_unknown_meanwhile_is_dropped(start, completion_server) -> None:
@@ -343,9 +348,9 @@ def test_a_group_whose_server_became_unknown_meanwhile_is_dropped(start, complet
     server.wait_for_requests(GROUP)
     client.set_server(ServerState(server.url, None, False, ""))
     client.set_server(ServerState(other.url, 0, True, "0"))
-    assert client.in_flight(20.0)[server.url] > 0  # its answer comes after both messages were read
+    assert client.in_flight(60.0)[server.url] > 0  # its answer comes after both messages were read
     server.released.set()
-    batch = client.next_batch(0, PER_STEP, 20)
+    batch = client.next_batch(0, PER_STEP, 60)
     assert {c.server for g in batch for c in g.completions} == {other.url}
 
 
@@ -361,7 +366,7 @@ def test_a_prompt_that_is_too_stale_more_often_than_the_drops_of_a_bad_one_is_tr
     server.behaviour = server.good
     client.set_server(ServerState(server.url, 2 * MAX_DROPS, True, "last"))
     begun = PER_STEP * (2 * MAX_DROPS + 1)
-    batch = client.next_batch(2 * MAX_DROPS, begun, 20)
+    batch = client.next_batch(2 * MAX_DROPS, begun, 60)
     assert client.counters()["dropped.stale_in_flight"] >= 2 * MAX_DROPS
     assert {g.prompt.index for g in batch} == set(range(begun))
     assert "skipped" not in client.counters()
@@ -371,12 +376,12 @@ def test_a_prompt_that_is_too_stale_more_often_than_the_drops_of_a_bad_one_is_tr
 def test_a_resumed_run_goes_on_with_the_unused_prompts(start, completion_server) -> None:
     server, client = completion_server(), start(max_staleness=0)
     client.set_server(ServerState(server.url, 0, True, "0"))
-    before = client.next_batch(0, PER_STEP, 20)
+    before = client.next_batch(0, PER_STEP, 60)
     state = client.state()
     client.close()
     resumed = start(state=state, base_version=1, max_staleness=0)
     resumed.set_server(ServerState(server.url, 1, True, "1"))
-    after = resumed.next_batch(1, PER_STEP, 20)
+    after = resumed.next_batch(1, PER_STEP, 60)
     assert [g.prompt.index for g in before + after] == [0, 1, 2, 3]
     assert resumed.counters()["consumed_groups"] == 4
 
@@ -389,7 +394,7 @@ def test_the_same_seed_gives_the_same_data_and_its_record_replays_bit_for_bit(
     for record_path in ("", path):
         client = start(record_path, max_staleness=0)
         client.set_server(ServerState(server.url, 0, True, "0"))
-        runs.append(client.next_batch(0, PER_STEP, 20))
+        runs.append(client.next_batch(0, PER_STEP, 60))
         client.record(0, runs[-1])
         client.close()
     assert runs[0] == runs[1] == ReplayClient(path).next_batch(0, PER_STEP, 1)
@@ -402,11 +407,11 @@ def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_
     leaving.behaviour = leaving.hang
     client.set_server(ServerState(leaving.url, 0, True, "0"))
     leaving.wait_for_requests(2 * PER_STEP * GROUP)
-    assert client.in_flight(20.0) == {leaving.url: 2 * PER_STEP * GROUP}
+    assert client.in_flight(60.0) == {leaving.url: 2 * PER_STEP * GROUP}
     client.remove_server(leaving.url)
     staying = completion_server()
     client.set_server(ServerState(staying.url, 0, True, "0"))
-    batches = [client.next_batch(version, PER_STEP, 20) for version in (0, 1)]
+    batches = [client.next_batch(version, PER_STEP, 60) for version in (0, 1)]
     groups = [group for batch in batches for group in batch]
     assert sorted(g.prompt.index for g in groups) == list(
         range(2 * PER_STEP)
@@ -415,13 +420,13 @@ def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_
     counters = client.counters()
     assert counters["moved"] == 2 * PER_STEP
     assert not any(name.startswith("dropped") or name == "outages" for name in counters)
-    assert client.in_flight(20.0) == {staying.url: 0}
+    assert client.in_flight(60.0) == {staying.url: 0}
 
 
 def test_a_server_that_left_may_come_back(start, completion_server) -> None:
     server, client = completion_server(), start(max_staleness=0)
     client.set_server(ServerState(server.url, 0, True, "0"))
-    client.next_batch(0, PER_STEP, 20)
+    client.next_batch(0, PER_STEP, 60)
     client.remove_server(server.url)
     client.set_server(ServerState(server.url, 1, True, "1"))
-    assert {g.version for g in client.next_batch(1, PER_STEP, 20)} == {1}
+    assert {g.version for g in client.next_batch(1, PER_STEP, 60)} == {1}

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.rigs.sockets import free_port
-from titan_grpo.engines.control import Announced, Group
 from titan_grpo.engines.http import HttpRefused, ServerAccess
-from titan_grpo.engines.server import make_control
+from titan_grpo.engines.server import ASK_S, make_control
+from titan_grpo.engines.sglang_stock import Announced, Group
 from titan_grpo.errors import (
     ProtocolError,
     ServerRefused,
@@ -26,17 +26,19 @@ from titan_grpo.rollout.messages import (
     EngineAnswer,
     EngineCall,
     FromWorker,
+    RolloutSpec,
     ToWorker,
     decode,
     encode,
 )
 from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.service import Service
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.transport import LocalTransport
+from titan_grpo.rollout.worker import LocalTransport
 
 ANY, ENGINE_KEY, KEY_VARIABLE = "127.0.0.1:0", "the-engines-own-key", "TITAN_GRPO_TEST_ENGINE_KEY"
-CALL_S, WAIT_S = 10.0, 20.0
+CALL_S, WAIT_S = 60.0, 60.0
+HOLD_S = 2 * CALL_S
+"""A call that is held ends by its own deadline before."""
 
 VLLM = {
     "GET /weight_info": {"weight_version": "r:1:f"},
@@ -85,7 +87,7 @@ class Engine:
         self.asked.append((route, request.body.decode()))
         if route == self.held:
             self.holding.set()
-            self.released.wait(WAIT_S)
+            self.released.wait(HOLD_S)
         return Reply(200, self.routes[route]) if route in self.routes else Reply(404, {})
 
     @property
@@ -130,7 +132,7 @@ class Far:
         self.start()
 
     def start(self) -> None:
-        self.service = Service(self.address, "", 30.0, lambda _: None)
+        self.service = Service(self.address, "", 120.0, lambda _: None)
 
     def restart(self) -> None:
         self.service.close()
@@ -212,7 +214,7 @@ def test_errors_keep_their_types_and_words(client, engine) -> None:
     with pytest.raises(ProtocolError, match=r"must be one of .*got '__class__'"):
         value_of(client.engine_call(server.url, "__class__", (), CALL_S))
     nobody = client.control("auto", ServerAccess(f"http://127.0.0.1:{free_port()}", CALL_S))
-    with pytest.raises(ServerUnreachable, match="got no answer within 10 s"):
+    with pytest.raises(ServerUnreachable, match=f"got no answer within {ASK_S:g} s"):
         nobody.label()
 
 
@@ -238,17 +240,26 @@ def test_an_outcome_that_is_late_is_dropped_and_what_waited_too_long_is_not_call
     server = engine()
     server.held = "GET /weight_info"
     assert control(client, server).engine == ""
-    # The last one only lets time pass at the other end, which may have got the pause late.
-    for method, within_s in (("paused", 0.3), ("pause", 0.1), ("paused", 2.0)):
+
+    def given_up(method: str, within_s: float) -> None:
         with pytest.raises(
             ServerUnreachable,
             match=f"no outcome of {method} came from the rollouts within {within_s:g} s",
         ):
             client.engine_call(server.url, method, (), within_s)
+
+    with ThreadPoolExecutor(1) as pool:
+        hanging = pool.submit(given_up, "paused", 5.0)
+        assert server.holding.wait(WAIT_S)
+        given_up("pause", 0.1)
+        client.in_flight(WAIT_S)  # by its answer the pause has come too, and is behind the other
+        given_up("paused", 0.5)
+        hanging.result(WAIT_S)
     server.released.set()
     control(client, server).resume()
     assert "POST /pause" not in server.paths
-    assert client.counters()["late_engine_answers"] == 3
+    # What is late before it is sent has no answer at all.
+    assert 1 <= client.counters()["late_engine_answers"] <= 3
 
 
 def test_no_call_is_made_after_the_end(client, engine) -> None:

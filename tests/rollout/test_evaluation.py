@@ -1,20 +1,34 @@
 """One evaluation: reward functions on rows, refusals, failures; against an HTTP server that stands
-for an engine's faults."""
+for an engine's faults. Its figures against their definitions, by counting."""
 
 import asyncio
 import json
 from collections import Counter
+from itertools import combinations
 
 import pytest
 
-from titan_grpo.config.evaluation import Evaluation, inherited
 from titan_grpo.config.rollout import Rollout
+from titan_grpo.config.task import Evaluation, inherited
 from titan_grpo.errors import PeerError
 from titan_grpo.rollout import evaluation
-from titan_grpo.rollout.evaluation import EvaluationFailed, Job, evaluate
-from titan_grpo.rollout.scores import Scores
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.evaluation import (
+    Estimate,
+    EvaluationFailed,
+    Job,
+    Prompted,
+    Scores,
+    estimate,
+    evaluate,
+    line,
+    metrics,
+    of_version,
+    pass_at_k,
+    passes,
+)
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed
+from titan_grpo.samples import Completion, Group, Prompt
 
 ROWS, SAMPLES = 5, 3
 
@@ -108,7 +122,7 @@ def test_a_server_that_fails_for_a_moment_costs_an_attempt_and_one_that_stays_so
 def test_a_mistake_in_a_reward_function_is_shown_with_its_row(job, completion_server) -> None:
     with pytest.raises(TaskFailed) as failed:
         run(job(completion_server().url, "broken"))
-    text = evaluation.failure_text(failed.value)
+    text = evaluation.failure(job(""), failed.value).text
     assert "my own mistake" in text
     assert "own_rewards.py" in text
     assert "row" in text
@@ -119,3 +133,69 @@ def test_an_evaluation_that_takes_too_long_has_no_result(job, completion_server)
     server.behaviour = server.hang
     with pytest.raises(EvaluationFailed, match=r"it was not over after 0\.5 s"):
         run(job(server.url, timeout_s=0.5))
+
+
+@pytest.mark.parametrize("samples", [1, 4, 7])
+def test_pass_at_k_is_the_share_of_all_choices_of_k_completions_that_have_one_that_passes(
+    samples,
+) -> None:
+    for passed in range(samples + 1):
+        outcomes = [True] * passed + [False] * (samples - passed)
+        for k in range(1, samples + 1):
+            chosen = [any(each) for each in combinations(outcomes, k)]
+            assert pass_at_k(samples, passed, k) == pytest.approx(sum(chosen) / len(chosen))
+
+
+def test_an_estimate_is_the_mean_with_1_96_standard_errors_to_either_side() -> None:
+    found = estimate([0.0, 1.0, 1.0, 0.0])
+    assert found.value == 0.5
+    # deviation sqrt(1 / 3), over sqrt(4) prompts
+    assert found.high - 0.5 == pytest.approx(1.959964 * (1 / 3) ** 0.5 / 2)
+    assert 0.5 - found.low == pytest.approx(found.high - 0.5)
+    assert estimate([0.25]) == Estimate(0.25), "one prompt says nothing of its spread"
+
+
+def test_completions_of_one_prompt_make_the_interval_no_narrower() -> None:
+    once = passes([Prompted((1.0,), (3,)), Prompted((0.0,), (3,))], 1, 1.0)
+    many = passes([Prompted((1.0,) * 50, (3,) * 50), Prompted((0.0,) * 50, (3,) * 50)], 1, 1.0)
+    assert once == many
+
+
+def test_a_completion_passes_with_at_least_the_least_reward() -> None:
+    prompts = [Prompted((0.5, 0.4), (3, 3)), Prompted((0.1, 0.2), (3, 3))]
+    assert passes(prompts, 1, 0.5).value == 0.25
+    assert passes(prompts, 2, 0.5).value == 0.5
+    assert passes(prompts, 1, 0.0).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "spans", "kept"),
+    [
+        (5, 5, (), True),
+        (5, 5, ((5, 2),), True),
+        (5, 6, ((5, 1), (6, 1)), False),
+        (4, 5, ((5, 2),), False),
+        (6, 6, ((6, 2),), False),
+    ],
+)
+def test_only_tokens_of_the_version_on_its_own_kv_count(first, last, spans, kept) -> None:
+    whole = Completion((7, 8), (-1.0, -1.0), "stop", 5, 5, "a")
+    other = Completion((7, 8), (-1.0, -1.0), "stop", first, last, "a", spans=spans)
+    assert of_version(Group(Prompt(0, (1,)), (whole, other)), 5) is kept
+
+
+def test_the_metrics_have_the_evaluations_name_and_no_bound_that_there_is_not() -> None:
+    one = Estimate(0.5)
+    found = Scores("test", 7, "a", 1, 2, one, {2: Estimate(1.0, 0.5, 1.5)}, one, 3, 2.0)
+    assert metrics(found) == {
+        "evaluation/test/version": 7.0,
+        "evaluation/test/refused": 3.0,
+        "evaluation/test/seconds": 2.0,
+        "evaluation/test/reward": 0.5,
+        "evaluation/test/tokens": 0.5,
+        "evaluation/test/pass_at_2": 1.0,
+        "evaluation/test/pass_at_2_low": 0.5,
+        "evaluation/test/pass_at_2_high": 1.5,
+    }
+    assert "pass@2 1.000 (0.500 to 1.500)" in line(found)
+    assert "3 refused" in line(found)

@@ -14,7 +14,7 @@ from titan_grpo.config import GRPO, JobConfig, Rollout, violations
 from titan_grpo.errors import ConfigError, TaskError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.functions import filter_of
 from titan_grpo.samples import Completion, Group, Prompt
@@ -83,7 +83,7 @@ def test_a_step_is_made_of_the_groups_that_the_filter_keeps(
     started, source, accept, consume
 ) -> None:
     client, server = started(source, accept=accept, consume=consume)
-    kept = [g.prompt.index for g in client.next_batch(0, 3, 20)]
+    kept = [g.prompt.index for g in client.next_batch(0, 3, 60)]
     assert (sorted(kept) if consume == "ready" else kept) == [0, 2, 4]
     counters = client.counters()
     # The next prompt takes the place of a dropped group, which is not made again.
@@ -97,17 +97,17 @@ def test_a_step_is_made_of_the_groups_that_the_filter_keeps(
 
 def test_rewards_of_dropped_groups_are_given_out_once_for_the_mean_of_all(started) -> None:
     client, _ = started(TASK + EVEN, accept="own_filter:even")
-    client.next_batch(0, 3, 20)
+    client.next_batch(0, 3, 60)
     assert {1.0, 3.0} <= set(client.take_left_out()) <= {1.0, 3.0, 5.0}
     assert client.take_left_out() == []
 
 
 def test_a_resumed_run_does_not_ask_again_for_what_was_dropped(started) -> None:
     client, _ = started(TASK + EVEN, accept="own_filter:even")
-    client.next_batch(0, 3, 20)
+    client.next_batch(0, 3, 60)
     state = client.state()
     resumed, _ = started(TASK + EVEN, accept="own_filter:even", state=state)
-    assert [g.prompt.index for g in resumed.next_batch(0, 3, 20)] == [6, 8, 10]
+    assert [g.prompt.index for g in resumed.next_batch(0, 3, 60)] == [6, 8, 10]
     assert state["cursor"]["low"] >= 5
 
 
@@ -123,7 +123,7 @@ def test_a_group_with_a_completion_below_the_least_length_is_dropped_and_not_mad
         return answer([7, 2], [-1.0] * 2, "stop") if body["seed"] in short else good(body)
 
     client, server = started(TASK, one_short, min_completion_tokens=3)
-    assert [g.prompt.index for g in client.next_batch(0, 3, 20)] == [0, 2, 3]
+    assert [g.prompt.index for g in client.next_batch(0, 3, 60)] == [0, 2, 3]
     assert client.counters()["dropped.too_short"] == 1
     assert sum(body["prompt"][1] == 5 for body in server.bodies) == GROUP
 
@@ -139,7 +139,7 @@ def test_a_mistake_in_the_filter_shows_its_traceback_and_no_line_of_ours(started
     source = TASK + "\ndef broken(group):\n    return group.no_such_field\n"
     client, _ = started(source, accept="own_filter:broken")
     with pytest.raises(TaskError) as caught:
-        client.next_batch(0, 3, 20)
+        client.next_batch(0, 3, 60)
     text = str(caught.value)
     assert text.startswith("the task's should_accept failed: AttributeError")
     line = source.splitlines().index("    return group.no_such_field") + 1
@@ -195,7 +195,7 @@ def test_keys_of_the_filter_out_of_their_range_are_refused(changes) -> None:
 
 
 def runner(accept):
-    return TaskRunner(SimpleNamespace(), Letters(), 8, 20.0, accept)
+    return TaskRunner(SimpleNamespace(), Letters(), 8, 60.0, accept)
 
 
 def group():

@@ -2,7 +2,6 @@
 mistakes are said."""
 
 import asyncio
-import inspect
 import json
 import re
 import threading
@@ -12,15 +11,15 @@ import pytest
 
 from tests.example_files import command_of, lines_written
 from titan_grpo.config import GRPO, JobConfig, Rollout, violations
+from titan_grpo.config.rollout import WorkerKeys
 from titan_grpo.errors import ConfigError, DataError, TaskError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
-from titan_grpo.rollout.tasks.base import TaskOptions, load_task
+from titan_grpo.rollout.messages import RolloutSpec
+from titan_grpo.rollout.task_runner import TaskFailed, TaskOptions, TaskRunner
 from titan_grpo.rollout.tasks.dataset import Condition, Rows, open_table
-from titan_grpo.rollout.tasks.functions import FunctionOptions, FunctionTask, Reward, read_rewards
+from titan_grpo.rollout.tasks.functions import FunctionTask, Reward, load_task, read_rewards
 from titan_grpo.samples import Completion
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -46,7 +45,7 @@ def task(tmp_path):
 
     def make(rows, *functions, weights=None, **options):
         path = write_rows(tmp_path / "rows.jsonl", rows)
-        chosen = FunctionOptions(dataset=path, **options)
+        chosen = WorkerKeys(dataset=path, **options)
         conditions = [Condition.parse(text) for text in chosen.dataset_filter]
         table = Rows(open_table(path), "rows", conditions, chosen.seed, chosen.dataset_shuffle)
         weights = weights or [1.0] * len(functions)
@@ -65,7 +64,7 @@ def rewards_of(task, codec, texts, index=0):
     """Of a group of the task's prompt."""
 
     async def run():
-        runner = TaskRunner(task, codec, 4, 20.0)
+        runner = TaskRunner(task, codec, 4, 60.0)
         return await runner.rewards(runner.prompt(index), [completed(text) for text in texts])
 
     return asyncio.run(run())
@@ -149,7 +148,7 @@ def test_rewards_are_weighted_and_a_function_may_not_apply(task, codec) -> None:
 
 
 def test_plain_functions_run_in_threads_and_all_functions_of_a_group_at_once(task, codec) -> None:
-    met = threading.Barrier(2, timeout=20)
+    met = threading.Barrier(2, timeout=60)
 
     def first(completions):
         assert threading.current_thread() is not threading.main_thread()
@@ -168,7 +167,8 @@ def test_plain_functions_run_in_threads_and_all_functions_of_a_group_at_once(tas
 
 
 @pytest.mark.parametrize(
-    "answer", [[1.0], [1.0, 2.0, 3.0], 0.5, None, ["a", "b"], [float("nan"), 0.0], [1e999, 0.0]]
+    "answer",
+    [[1.0], [1.0, 2.0, 3.0], 0.5, None, "12", ["a", "b"], [float("nan"), 0.0], [1e999, 0.0]],
 )
 def test_an_answer_that_is_no_list_of_rewards_is_the_functions_mistake(answer) -> None:
     with pytest.raises(DataError, match="must return a list of 2 finite numbers"):
@@ -184,7 +184,7 @@ def test_what_a_future_cannot_hold_does_not_hang_a_group(task, codec, error) -> 
         rewards_of(task(SUMS, lost), codec, ["x"])
     # Of a class too, whose functions are called by the same code.
     single = SimpleNamespace(reward=lambda *_: lost(0))
-    runner = TaskRunner(single, codec, 4, 20.0)
+    runner = TaskRunner(single, codec, 4, 60.0)
     with pytest.raises(TaskFailed, match=f"{error.__name__} left the function"):
         asyncio.run(runner.reward(None, completed("x")))
 
@@ -279,6 +279,7 @@ def test_files_of_all_kinds_and_patterns_are_read(tmp_path) -> None:
     [
         (None, r"must be an existing file or pattern, got '.*rows\.jsonl'"),
         ("", r"rows\.jsonl' has no rows"),
+        ("\n \n", r"rows\.jsonl' has no rows"),
         ('{"a": 1}\nnot json\n', r"rows\.jsonl:2 must be a JSON object"),
         ('{"a": 1}\n[1]\n', r"rows\.jsonl:2 must be a JSON object"),
     ],
@@ -289,6 +290,21 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path, content, message) -> N
         path.write_text(content)
     with pytest.raises((ConfigError, DataError), match=message):
         open_table(str(path))
+
+
+def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(tmp_path) -> None:
+    (tmp_path / "rows.txt").write_text("hello\n")
+    with pytest.raises(ConfigError, match=r"must be a file of \.jsonl, .*, got '.*rows\.txt'"):
+        open_table(str(tmp_path / "rows.txt"))
+
+
+def test_a_text_that_is_not_utf8_is_one_line_with_its_row(tmp_path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('{"prompt": "a"}\n{"prompt": "\xe9"}\n'.encode("latin-1"))
+    rows = Rows(open_table(str(path)), "rows")
+    assert rows[0] == {"prompt": "a"}
+    with pytest.raises(DataError, match=r"row 1 of rollout\.dataset 'rows' must be UTF-8"):
+        rows[1]
 
 
 @pytest.mark.parametrize(
@@ -322,6 +338,22 @@ def test_a_row_that_is_no_prompt_is_named(task, codec) -> None:
 
 
 @pytest.mark.parametrize(
+    ("prompt", "tools", "message"),
+    [
+        ("{prompt.text}", None, "rollout.prompt '{prompt.text}' does not fit: 'str' object has no"),
+        ("{prompt[key]}", None, "does not fit: string indices must be integers"),
+        ("{prompt:d}", None, "does not fit: Unknown format code 'd'"),
+        ("", "[no JSON", "column 'tools' must be JSON"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_named(task, codec, prompt, tools, message) -> None:
+    made = task([{"prompt": "2?", "tools": tools}], right_or_wrong, prompt=prompt)
+    with pytest.raises(DataError, match=f"row 0 of rows: .*{re.escape(message)}") as caught:
+        made.prompt(0, codec)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"reward": ["m:f"]}, "dataset must be set with rollout.reward"),
@@ -352,9 +384,6 @@ def test_every_key_of_a_function_task_reaches_the_rollout_process() -> None:
     changes |= {"chat_template_kwargs": {"enable_thinking": False}}
     spec = RolloutSpec.from_config(Rollout(**changes), "m")
     assert {name: getattr(spec, name) for name in changes} == changes
-    options = FunctionOptions.of(spec)
-    ours = set(changes) & set(inspect.signature(FunctionOptions).parameters)
-    assert {name: getattr(options, name) for name in ours} == {n: changes[n] for n in ours}
 
 
 def test_gsm8k_is_a_function_over_rows_in_the_models_template(tmp_path, codec) -> None:

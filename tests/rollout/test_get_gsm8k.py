@@ -18,7 +18,7 @@ def run(root, *arguments: str) -> "subprocess.CompletedProcess[str]":
         [sys.executable, str(script), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 

@@ -1,5 +1,6 @@
 """A real server socket: it sleeps until a client connects, and ends on request."""
 
+import http.client
 import http.server
 import socketserver
 import threading
@@ -9,7 +10,7 @@ import pytest
 
 from titan_grpo.engines.http import Call, SyncDriver
 from titan_grpo.errors import ServerUnreachable
-from titan_grpo.rollout.httpd import Serving
+from titan_grpo.rollout.httpd import HttpServer, Reply, Serving
 
 UPSTREAMS_LOOK_S = 0.5
 """How often socketserver's own loop wakes."""
@@ -36,7 +37,7 @@ class Unix(Serving, socketserver.UnixStreamServer):
     pass
 
 
-ASK = Call("GET", "/", 5.0, bool)
+ASK = Call("GET", "/", 60.0, bool)
 
 
 def switches(thread: threading.Thread) -> int:
@@ -77,3 +78,22 @@ def test_it_ends_also_twice(tmp_path) -> None:
     server.end()
     server.end()
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"), [({}, 200), ({"Transfer-Encoding": "chunked"}, 400)]
+)
+def test_a_post_without_a_length_has_no_body_unless_it_comes_in_chunks(headers, status) -> None:
+    server = HttpServer("127.0.0.1:0", "", lambda asked: Reply(200, {"got": len(asked.body)}), "x")
+    connection = http.client.HTTPConnection(server.address, timeout=20)
+    try:
+        # As "curl -X POST URL/episodes" does.
+        connection.putrequest("POST", "/episodes")
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        assert answer.status == status, answer.read()
+    finally:
+        connection.close()
+        server.close()

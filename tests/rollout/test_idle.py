@@ -8,8 +8,8 @@ from pathlib import Path
 
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.transport import LocalTransport
+from titan_grpo.rollout.messages import RolloutSpec
+from titan_grpo.rollout.worker import LocalTransport
 
 REQUESTS, QUIET_S, TRIES = 64, 1.0, 20
 MOST_WAKES = 6
@@ -49,7 +49,7 @@ def test_waiting_for_completions_costs_nothing(completion_server, model_dir) -> 
     client.set_server(ServerState(server.url, 0, True, "0"))
     server.wait_for_requests(REQUESTS)
     assert ours
-    assert sum(client.in_flight(20).values()) == REQUESTS
+    assert sum(client.in_flight(60).values()) == REQUESTS
 
     def quiet() -> bool:
         before = used(transport.pid), used(os.getpid(), ours)

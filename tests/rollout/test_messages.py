@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from titan_grpo.errors import DataError, PeerError
 from titan_grpo.rollout import messages
-from titan_grpo.rollout.messages import FromWorker, ToWorker, decode, encode
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.messages import FromWorker, RolloutSpec, ToWorker, decode, encode
 from titan_grpo.samples import Completion, Group, Prompt
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)

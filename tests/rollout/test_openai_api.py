@@ -6,7 +6,7 @@ import json
 import pytest
 
 from titan_grpo.rollout.openai_api import Refused, parse, plain
-from titan_grpo.rollout.tool_calls import hermes, llama3_json
+from titan_grpo.rollout.tasks.agent import hermes, llama3_json
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}

@@ -17,12 +17,13 @@ from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.engines.generation import Sampled
 from titan_grpo.errors import DataError
 from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout import atropos, push
-from titan_grpo.rollout.pool import Pool
+from titan_grpo.rollout import atropos, external
+from titan_grpo.rollout.messages import Cursor
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
 from titan_grpo.rollout.sampler import completion_fault, made_by, request_seed
-from titan_grpo.rollout.spec import Cursor
-from titan_grpo.rollout.tasks.base import TaskOptions, load_task
+from titan_grpo.rollout.schedule import Pool
+from titan_grpo.rollout.task_runner import TaskOptions
+from titan_grpo.rollout.tasks.functions import load_task
 from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt, defect
 
 GOOD = Completion((5, 6), (-0.5, -1.25), "stop", 3, 4, "http://a", 0.5)
@@ -69,7 +70,7 @@ def test_rollouts_and_sources_from_outside_bear_the_same_rounding(logprob: float
     sound = logprob <= LARGEST_LOGPROB
     assert (defect(Prompt(0, (1,)), completion) == "") == sound
     for error, read in (
-        (DataError, lambda: push.parse(json.dumps({"groups": [group]}).encode())),
+        (DataError, lambda: external.parse(json.dumps({"groups": [group]}).encode())),
         (
             atropos.Rejected,
             lambda: atropos.group_of(item | {"inference_logprobs": [[1.0, logprob]]}, 0),

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.rollout import httpd, push
+from titan_grpo.rollout import external, httpd
+from titan_grpo.rollout.external import PushQueue, PushServer, parse
 from titan_grpo.rollout.httpd import Reply
-from titan_grpo.rollout.push import PushQueue, PushServer, parse
 
 
 def body(**changes):
@@ -166,7 +166,7 @@ def loop():
     thread.start()
     yield loop
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join(60)
     loop.close()
 
 
@@ -193,7 +193,7 @@ def client(server):
         base_url=f"http://{server.address}",
         headers={"Authorization": "Bearer secret"},
         trust_env=False,
-        timeout=10,
+        timeout=60,
     ) as c:
         yield c
 
@@ -218,7 +218,7 @@ def test_groups_are_taken_until_enough_wait(client) -> None:
 
 
 def test_the_schema_is_published(client) -> None:
-    assert client.get("/schema").json() == json.loads(json.dumps(push.SCHEMA))
+    assert client.get("/schema").json() == json.loads(json.dumps(external.SCHEMA))
 
 
 def test_what_can_not_be_read_is_refused_and_the_server_goes_on(client) -> None:
@@ -234,7 +234,7 @@ def test_what_can_not_be_read_is_refused_and_the_server_goes_on(client) -> None:
 
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_read(server) -> None:
-    connection = http.client.HTTPConnection(server.address, timeout=10)
+    connection = http.client.HTTPConnection(server.address, timeout=60)
     connection.putrequest("POST", "/groups")
     connection.putheader("Authorization", "Bearer secret")
     connection.putheader("Content-Length", str(httpd.MAX_BYTES + 1))
@@ -259,7 +259,7 @@ def test_a_loop_that_has_ended_is_503() -> None:
     server = PushServer("127.0.0.1:0", "", ended, lambda _: Reply(202, {}), lambda: Reply(200, {}))
     try:
         reply = httpx.post(
-            f"http://{server.address}/groups", json=body(), trust_env=False, timeout=10
+            f"http://{server.address}/groups", json=body(), trust_env=False, timeout=60
         )
         assert (reply.status_code, reply.headers["Retry-After"]) == (503, "1")
     finally:

@@ -11,7 +11,7 @@ from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.samples import Group
 from titan_grpo.titan.tiny import write_tiny_model
 

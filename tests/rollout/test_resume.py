@@ -11,8 +11,8 @@ from titan_grpo.errors import PeerError
 from titan_grpo.rollout.client import consumption_order
 from titan_grpo.rollout.messages import GroupDone, Ticket
 from titan_grpo.rollout.partial import Made, Partial, oldest, worth_keeping
-from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.sampler import kv_survived
+from titan_grpo.rollout.schedule import Server
 from titan_grpo.samples import Completion, Group, Prompt
 
 BUDGET = 20

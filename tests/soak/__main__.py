@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.rigs.server_handle import ServerProcess
+from tests.soak.faults import Kind
 from tests.soak.judge import Verdict, judge, record
-from tests.soak.plan import Kind
 from tests.soak.run import NAMES, Options, Soak
 from titan_grpo.errors import TitanGrpoError
 
@@ -39,52 +39,26 @@ def parse(argv: Sequence[str]) -> tuple[Options, str]:
     parser = Parser(
         prog="soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--versions", type=int, default=1000, help="versions to publish (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seconds-per-version",
-        type=float,
-        default=0.2,
-        help="length of a step (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the schedule of faults (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--fault-every",
-        type=int,
-        default=8,
-        help="versions per fault; 0: no faults (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--window",
-        type=int,
-        default=50,
-        help="versions between two measurements (default: %(default)s)",
-    )
-    parser.add_argument("--json", default="", metavar="PATH", help="write every figure there")
+    add = parser.add_argument
+    add("--versions", type=int, default=1000, help="versions to publish (default: %(default)s)")
+    step = "length of a step (default: %(default)s)"
+    add("--seconds-per-version", type=float, default=0.2, help=step)
+    add("--seed", type=int, default=0, help="of the schedule of faults (default: %(default)s)")
+    every = "versions per fault; 0: no faults (default: %(default)s)"
+    add("--fault-every", type=int, default=8, help=every)
+    between = "versions between two measurements (default: %(default)s)"
+    add("--window", type=int, default=50, help=between)
+    add("--json", default="", metavar="PATH", help="write every figure there")
     values = parser.parse_args(argv)
-    for name, low in (
-        ("versions", 1),
-        ("window", 1),
-        ("fault_every", 0),
-        ("seconds_per_version", 0),
-    ):
-        if getattr(values, name) < low:
-            parser.error(
-                f"--{name.replace('_', '-')} must be {low} or greater, got {getattr(values, name)}"
-            )
-    path = values.json
+    least = {"versions": 1, "window": 1, "fault_every": 0, "seconds_per_version": 0}
+    for name, low in least.items():
+        if (value := getattr(values, name)) < low:
+            parser.error(f"--{name.replace('_', '-')} must be {low} or greater, got {value}")
+    path = vars(values).pop("json")
     if path and not Path(path).absolute().parent.is_dir():
         parser.error(f"--json must name a file in a directory that exists, got {path}")
-    window = min(values.window, values.versions)
-    return (
-        Options(
-            values.versions, values.seconds_per_version, values.seed, values.fault_every, window
-        ),
-        path,
-    )
+    values.window = min(values.window, values.versions)
+    return Options(**vars(values)), path
 
 
 def say(line: str) -> None:
@@ -107,24 +81,16 @@ def run(options: Options, logs: Path) -> tuple[list[Verdict], dict[str, Any]]:
         soak = Soak(options, servers, logs, say)
         seen = soak.run()
     soak.after()
-    struck = {kind.value: count for kind, count in soak.injector.struck.items()} | {
-        Kind.CORRUPT.value: soak.corrupted
-    }
+    struck = {kind.value: count for kind, count in soak.injector.struck.items()}
+    struck[Kind.CORRUPT.value] = soak.corrupted
     faults = ", ".join(f"{count} {name}" for name, count in struck.items())
-    missed = f"; missed: {', '.join(soak.injector.missed)}" if soak.injector.missed else ""
-    published = Verdict(
-        "versions published",
-        f"{len(seen.digests)}",
-        f"{options.versions}",
-        len(seen.digests) == options.versions,
-    )
-    injected = Verdict(
-        "faults",
-        f"{sum(struck.values())}: {faults}{missed}",
-        f"{len(soak.faults)}",
-        not soak.injector.missed,
-    )
-    verdicts = [published, injected, *judge(seen)]
+    missed, made = soak.injector.missed, len(seen.digests)
+    faults = f"{sum(struck.values())}: {faults}" + (f"; missed: {', '.join(missed)}" * bool(missed))
+    verdicts = [
+        Verdict("versions published", f"{made}", f"{options.versions}", made == options.versions),
+        Verdict("faults", faults, f"{len(soak.faults)}", not missed),
+        *judge(seen),
+    ]
     took = {"seconds": time.monotonic() - start, "seed": options.seed, "faults": struck}
     return verdicts, took | record(seen, verdicts)
 

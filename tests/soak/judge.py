@@ -1,8 +1,8 @@
 """What a soak has seen, and whether it passes. Pure: numbers in, verdicts out."""
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tests.rigs.census import Holdings
@@ -188,15 +188,12 @@ def judge(seen: Seen) -> list[Verdict]:
 
 def record(seen: Seen, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """As JSON."""
-    rows: list[Mapping[str, Any]] = [
-        {"what": v.what, "figure": v.figure, "demanded": v.demanded, "ok": v.ok} for v in verdicts
-    ]
     return {
         "passed": all(v.ok for v in verdicts),
-        "rows": rows,
+        "rows": [asdict(v) for v in verdicts],
         "published": len(seen.digests),
         "background_errors": seen.errors,
         "recoveries_s": seen.recoveries,
         "steps": len(seen.steps),
-        "calms": [{role: held.to_json() for role, held in calm.items()} for calm in seen.calms],
+        "calms": [{role: asdict(held) for role, held in calm.items()} for calm in seen.calms],
     }

@@ -11,18 +11,17 @@ from typing import Any
 from safetensors.torch import load_file
 
 from tests.rigs.census import descendants, holdings, shm_entries, shm_of
-from tests.rigs.content import digests
 from tests.rigs.proxy import Proxy
 from tests.rigs.server_handle import ServerProcess, served
-from tests.rigs.trainer_handle import Event, RunFailed, Step, TrainerProcess
+from tests.rigs.trainer import digests
+from tests.rigs.trainer_handle import Event, RunFailed, Step, TrainerProcess, wait_until
 from tests.rigs.trainer_process import Settings
-from tests.soak.faults import Injector
+from tests.soak.faults import Fault, Injector, Kind, calm_versions, schedule
 from tests.soak.judge import Seen
-from tests.soak.plan import Fault, Kind, calm_versions, schedule
 from titan_grpo.errors import PeerError
-from titan_grpo.layout.digest import content_digest
 from titan_grpo.protocol.messages import Label
 from titan_grpo.titan.tiny import write_tiny_model
+from titan_grpo.verify.recording import content_digest
 
 SEED = 1
 """Of the model."""
@@ -46,6 +45,9 @@ starting receivers."""
 
 NEWS_S = 120.0
 """Longest silence of the trainer, in seconds."""
+
+ENDED_S = 20.0
+"""How long a process that was told to end may still be there, in seconds."""
 
 SETTLE_S = 0.05
 """Between two looks at the same thing, in seconds."""
@@ -174,7 +176,14 @@ class Soak:
         start = time.monotonic()
         behind = list(range(len(self._servers)))
         while behind and time.monotonic() - start < CALM_S:
-            behind = [index for index in behind if not self._holds(index, version)]
+            # Both: a lane that lost the last answer of a commit makes that anew.
+            told = trainer.report()["servers"]
+            behind = [
+                index
+                for index in behind
+                if not (_at_rest(told[self._proxies[index].url], version))
+                or not self._holds(index, version)
+            ]
             pause.wait(SETTLE_S if behind else 0.0)
         self.seen.recoveries.append(time.monotonic() - start)
         self.seen.late += [
@@ -226,11 +235,8 @@ class Soak:
                 self.seen.wrong_now.append(
                     f"server {NAMES[index]} holds {now['digest'][:8]} at version {version}"
                 )
-        guards = {server.guard_pid for server in self._servers}
-        strangers = set(descendants(os.getpid())) - set(roles.values()) - guards
-        self.seen.strangers += [
-            f"process {pid} after version {version}" for pid in sorted(strangers)
-        ]
+        known = {*roles.values(), *(server.guard_pid for server in self._servers)}
+        self.seen.strangers += [f"process {pid} after version {version}" for pid in _staying(known)]
         for pid in roles.values():
             self._shm |= shm_of(pid)
         self.seen.calms.append(
@@ -248,7 +254,7 @@ class Soak:
 
     def after(self) -> None:
         """What is left when everything was stopped."""
-        self.seen.strangers += [f"process {pid} at the end" for pid in descendants(os.getpid())]
+        self.seen.strangers += [f"process {pid} at the end" for pid in _staying(set())]
         self.seen.shm_left += sorted(self._shm & shm_entries())
 
     def _tell_progress(self, count: int) -> None:
@@ -262,3 +268,15 @@ class Soak:
         now_s, recovered_s = time.monotonic() - self._started_s, self.seen.recoveries[-1]
         done = f"version {count}/{self._o.versions}  faults {struck}/{len(self.faults)}"
         self._progress(f"{now_s:6.0f} s  {done}  recovered in {recovered_s:.1f} s  trainer {rss}")
+
+
+def _at_rest(entry: dict[str, Any], version: int) -> bool:
+    """Whether the ledger's line of a server says that it holds ``version``, and no more is on its
+    way."""
+    return (entry["standing"], entry["held"]) == ("holds", version)
+
+
+def _staying(known: set[int]) -> list[int]:
+    """Processes below ours but the ``known`` ones, which do not end by themselves."""
+    wait_until(lambda: set(descendants(os.getpid())) <= known, ENDED_S)
+    return sorted(set(descendants(os.getpid())) - known)

@@ -14,17 +14,15 @@ from tests.rigs.host_process import HostProcess, host_ops, host_shards
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from titan_grpo.config import WeightSync
 from titan_grpo.layout.infer import infer_layout
-from titan_grpo.layout.manifest import ALIGNMENT
-from titan_grpo.layout.parts import parts_of
+from titan_grpo.layout.manifest import ALIGNMENT, parts_of
 from titan_grpo.layout.plan import written_extents
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol.lane_events import Observer, no_observer
+from titan_grpo.protocol.lane import Observer, no_observer
 from titan_grpo.runkey import Key
+from titan_grpo.sync.images import ImagePool
 from titan_grpo.sync.lanes import SyncLanes, SyncOptions, server_set
-from titan_grpo.sync.part import ImagePool
-from titan_grpo.sync.publisher import Announcer, Publisher
+from titan_grpo.sync.publisher import Announcer, Publisher, Snapshotter
 from titan_grpo.sync.server_set import JOIN_S
-from titan_grpo.sync.snapshot import Snapshotter
 
 SHAPES = {"up": (2048, 1024), "down": (1024, 2048)}
 """4 MiB each in bfloat16: more than the sockets' buffers, so that a frozen receiver stops a

@@ -164,7 +164,7 @@ class Lazy(TorchDispatchMode):
 @contextmanager
 def fake_cuda(monkeypatch: Any, seed: int) -> Iterator[Device]:
     """torch's CUDA calls go to a device of ours, within it."""
-    from titan_grpo.sync import snapshot
+    from titan_grpo.sync import publisher
 
     device = Device(seed)
 
@@ -190,5 +190,5 @@ def fake_cuda(monkeypatch: Any, seed: int) -> Iterator[Device]:
         "device": anywhere,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(snapshot, "CudaRuntime", Runtime)
+    monkeypatch.setattr(publisher, "CudaRuntime", Runtime)
     yield device

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-ENDLESS_S = 20.0
+ENDLESS_S = 60.0
 """A wait that is longer counts as one without end."""
 
 POLL_S = 0.01
@@ -109,8 +109,8 @@ class Work:
 
 @contextmanager
 def fake_nccl(monkeypatch: Any) -> Iterator[type[ProcessGroupNCCL]]:
-    """``nccl.py`` finds this group, and a device that is the host."""
-    from titan_grpo.sync.transports import nccl
+    """``broadcast.py`` finds this group, and a device that is the host."""
+    from titan_grpo.sync.transports import broadcast
 
     class Group(ProcessGroupNCCL):
         """With statics of its own."""
@@ -127,9 +127,9 @@ def fake_nccl(monkeypatch: Any) -> Iterator[type[ProcessGroupNCCL]]:
         uint8=torch.uint8,
         Tensor=torch.Tensor,
     )
-    monkeypatch.setattr(nccl, "torch", host)
+    monkeypatch.setattr(broadcast, "torch", host)
     monkeypatch.setattr(
-        nccl,
+        broadcast,
         "dist",
         SimpleNamespace(ProcessGroupNCCL=Group, BroadcastOptions=dist.BroadcastOptions),
     )

@@ -9,7 +9,9 @@ it forked outlives it, until stdin ends.
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -23,13 +25,13 @@ from tests.rigs.watched_sync import WatchedSync
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.lane_events import LaneEvent, Point
+from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.sync.lanes import SyncOptions
 
 SHAPES = {"up": (512, 256), "down": (256, 512)}
-DEADLINES = Deadlines(pause_s=3.0, greet_s=30.0, again_s=0.5)
-WAIT_S = 60.0
+DEADLINES = Deadlines(pause_s=8.0, greet_s=60.0, again_s=0.5)
+WAIT_S = 120.0
 
 
 def say(**event: Any) -> None:
@@ -46,7 +48,7 @@ class GuardedTrainer(Trainer):
             block_bytes=1 << 16,
             bucket_bytes=1 << 16,
             apply=options["apply"],
-            commit_deadline_s=5.0,
+            commit_deadline_s=15.0,
             backoff_s=0.05,
             backoff_max_s=0.2,
         )
@@ -68,7 +70,9 @@ class GuardedTrainer(Trainer):
         self.left -= 1
         if self.left == 0:
             say(signalled=passing.point.value, epoch=passing.epoch, label=passing.label)
-            os.kill(os.getpid(), self.number)
+            # To this thread: of one to the process another thread may take notice, and this one
+            # answers the lane before it is stopped.
+            signal.pthread_kill(threading.get_ident(), self.number)
 
     def make(self, version: int) -> None:
         """Publish a version, and wait until it is held."""

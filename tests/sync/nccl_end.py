@@ -32,9 +32,11 @@ def main(rank: int, port: int, scenario: str) -> None:
     import torch.distributed as dist
 
     from titan_grpo.errors import TransferFailed
-    from titan_grpo.sync.transports.base import TransportOptions
-    from titan_grpo.sync.transports.nccl import NcclTransport
-    from titan_grpo.sync.transports.store import limit_nccl_opening
+    from titan_grpo.sync.transports.broadcast import (
+        NcclTransport,
+        TransportOptions,
+        limit_nccl_opening,
+    )
 
     deadline_s = 3.0 if scenario == "absent" else 60.0
     limit_nccl_opening(deadline_s)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.plan import assign_writers, chunk_of, copy_ops
-from titan_grpo.sync.snapshot import Snapshotter
+from titan_grpo.sync.publisher import Snapshotter
 from titan_grpo.titan.compat import prepare
 
 prepare()  # once for all ranks, which are forked after this
@@ -160,7 +160,7 @@ def main(rank: int, world: int, kind: str, folder: Path) -> None:
         image = share_image(manifest.total_bytes, rank)
         local = {fqn: p.to_local() if isinstance(p, DTensor) else p for fqn, p in params.items()}
         snapshotter = Snapshotter(ops, [image.tensor()], torch.device("cpu"), 1 << 16)
-        snapshotter.start(local, 0).wait(10.0)
+        snapshotter.start(local, 0).wait(60.0)
         dist.barrier()
         if rank == 0:
             wanted = expected_bytes(adapter, full, torch.bfloat16)

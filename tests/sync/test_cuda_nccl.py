@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from titan_grpo.sync.transports.store import host_store
+from titan_grpo.sync.transports.broadcast import host_store
 
 pytestmark = [
     pytest.mark.e2e,

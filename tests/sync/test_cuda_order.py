@@ -10,7 +10,7 @@ import torch
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.plan import copy_ops
-from titan_grpo.sync.snapshot import Copy, CudaCopy, Snapshotter
+from titan_grpo.sync.publisher import Copy, CudaCopy, Snapshotter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 

@@ -8,34 +8,27 @@ import torch
 
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.runkey import Key
-from titan_grpo.titan.whole_image import whole_image
+from titan_grpo.titan.hf_files import whole_image
 
 pytestmark = pytest.mark.e2e
 
-COPY_S = 1.0
-"""The longest that publishing a version takes: the copy of some MiB."""
+COPY_S = 8.0
+"""The longest that publishing a version takes, the copy of some MiB: less than any deadline for
+which it could wait here."""
 
 
 def published(run, version: int) -> None:
     """Publish as the trainer does, which must wait for nobody."""
-    slot = run.slots.wait_reserved(60.0)
+    slot = run.slots.wait_reserved(120.0)
     assert slot is not None
     began = time.monotonic()
     run.publish_into(version, slot)
     assert time.monotonic() - began < COPY_S
 
 
-def next_error(run) -> str:
-    """The first error that is latched from now on."""
-    errors = []
-
-    def failed() -> bool:
-        error = run.server_set.take_error()
-        errors.extend([str(error)] if error is not None else [])
-        return bool(errors)
-
-    run.until(failed)
-    return errors[0]
+def error_with(run, words: str) -> None:
+    """Wait for an error that has these words."""
+    run.until(lambda: words in str(run.server_set.take_error()))
 
 
 def a_thawed_host_serves(run, version: int) -> None:
@@ -59,13 +52,12 @@ def test_servers_hold_versions_of_which_each_host_has_hashed_and_served_its_rows
 
 
 def test_a_host_that_stands_still_costs_the_version_that_it_does_not_hash_and_no_other(rig):
-    run = rig("a", hosts=2, lane_deadline_s=3.0, min_rate=64 << 20)
+    run = rig("a", hosts=2, lane_deadline_s=12.0, min_rate=64 << 20)
     run.publish(1)
     run.everyone(1)
     run.hosts[0].freeze()
     published(run, 2)
-    error = next_error(run)
-    assert "waiting for part 1 of version 2 from rank 1" in error, error
+    error_with(run, "waiting for part 1 of version 2 from rank 1")
     assert run.server_set.entry("a").standing is Standing.HOLDS
     assert run.loaded["a"].value() == 1.0
     a_thawed_host_serves(run, 3)
@@ -82,7 +74,7 @@ def test_a_killed_sync_process_of_a_host_is_started_again_and_brings_the_next_ve
 
 
 def test_a_host_that_stops_in_the_middle_of_serving_costs_its_readers_that_version(rig):
-    run = rig("a", hosts=2, progress_deadline_s=2.0)
+    run = rig("a", hosts=2, progress_deadline_s=4.0)
     run.publish(1)
     run.everyone(1)
     run.slots.keep("a")
@@ -90,14 +82,14 @@ def test_a_host_that_stops_in_the_middle_of_serving_costs_its_readers_that_versi
     run.complete(2)
     run.hosts[0].freeze()
     run.slots.go_on("a")
-    assert "version 2: send failed" in next_error(run)
+    error_with(run, "version 2: send failed")
     assert run.loaded["a"].value() == 1.0
     assert not run.servers["a"].paused
     a_thawed_host_serves(run, 3)
 
 
 def test_a_host_that_dies_leaves_servers_on_the_version_that_they_hold(rig):
-    run = rig("a", hosts=2, progress_deadline_s=2.0)
+    run = rig("a", hosts=2, progress_deadline_s=4.0)
     run.publish(1)
     run.everyone(1)
     run.slots.keep("a")
@@ -105,6 +97,6 @@ def test_a_host_that_dies_leaves_servers_on_the_version_that_they_hold(rig):
     run.complete(2)
     run.hosts[0].kill()
     run.slots.go_on("a")
-    assert "source at 127.0.0.2" in next_error(run)
+    error_with(run, "source at 127.0.0.2")
     assert run.loaded["a"].value() == 1.0
     assert not run.servers["a"].paused

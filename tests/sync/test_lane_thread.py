@@ -9,15 +9,16 @@ import pytest
 from tests.rigs.receiver_server import DirectControl
 from titan_grpo.observe import names
 from titan_grpo.protocol import lane as table
-from titan_grpo.protocol.lane_events import LaneEvent, Point
+from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.ledger import Standing
-from titan_grpo.receive.device import WorkerDevice
+from titan_grpo.receive.commit import WorkerDevice
+from titan_grpo.runkey import Key
 from titan_grpo.sync import server_set
 from titan_grpo.sync.pause_guard_main import Access, fence
 
 pytestmark = pytest.mark.e2e
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class Strike:
@@ -56,7 +57,7 @@ def test_a_version_reaches_every_server_and_is_read_back(rig):
         assert not server.paused
         assert r.loaded[url].value() == 1.0
         assert r.server_set.entry(url).accepting
-    assert r.recorder.commits() == {"a": [1], "b": [1]}
+    assert r.recorder.history().commits == {"a": [1], "b": [1]}
     assert r.server_set.take_error() is None
 
 
@@ -109,7 +110,7 @@ def test_a_frozen_receiver_does_not_delay_the_other_server_and_gets_the_newest_i
     assert r.servers["a"].wait_version(5, WAIT_S)
     assert r.servers["a"].versions == [1, 5]
     assert r.loaded["a"].value() == 5.0
-    assert r.recorder.totals()[names.SYNC_FAILURES] == 1
+    assert r.recorder.history().totals[names.SYNC_FAILURES] == 1
 
 
 def test_a_receiver_that_thaws_in_time_goes_on_and_then_takes_the_newest(rig):
@@ -125,7 +126,7 @@ def test_a_receiver_that_thaws_in_time_goes_on_and_then_takes_the_newest(rig):
     r.servers["a"].thaw_receiver()
     assert r.servers["a"].wait_version(4, WAIT_S)
     assert r.servers["a"].versions == [1, 2, 4]
-    assert names.SYNC_FAILURES not in r.recorder.totals()
+    assert names.SYNC_FAILURES not in r.recorder.history().totals
 
 
 def test_two_frozen_servers_keep_no_slot_from_a_healthy_one_past_the_progress_deadline(rig):
@@ -204,7 +205,7 @@ def test_bytes_that_changed_after_their_digest_are_counted_retried_and_never_loa
     r.complete(1)
     r.pool.images[slot].buffer[5_000_000] ^= 1
     r.servers["a"].come_back()
-    r.until(lambda: r.recorder.totals().get(names.DIGEST_MISMATCHES, 0) >= 1)
+    r.until(lambda: r.recorder.history().totals.get(names.DIGEST_MISMATCHES, 0) >= 1)
     assert r.servers["a"].versions == []
     assert r.loaded["a"].values == {}
     r.until(lambda: getattr(r.server_set.last_error("a"), "block", None) is not None)
@@ -231,7 +232,7 @@ def test_a_half_loaded_server_stays_paused_until_a_whole_load(rig):
     r.everyone(1)
     r.loaded["a"].breaks.set()
     r.publish(2)
-    r.until(lambda: bool(r.recorder.totals().get(names.QUARANTINES)))
+    r.until(lambda: bool(r.recorder.history().totals.get(names.QUARANTINES)))
     assert (r.servers["a"].versions, r.servers["a"].paused) == ([1], True)
     looked.set()
     assert r.servers["a"].wait_version(2, WAIT_S)
@@ -288,7 +289,7 @@ def test_a_server_restarted_before_its_label_is_not_given_it_although_it_would_t
     assert r.loaded["a"].value() == 1.0
     assert len(strike.times(Point.BEGIN)) == 2, "the second time to the server that came back"
     assert len(strike.times(Point.HELD)) == 1
-    assert r.recorder.commits() == {"a": [1]}
+    assert r.recorder.history().commits == {"a": [1]}
     assert "setlabel failed" in str(r.server_set.take_error())
 
 
@@ -299,6 +300,7 @@ def test_a_receiver_killed_after_its_load_is_replaced_at_once_and_nothing_is_sen
     strike = Strike(point, lambda: r.servers["a"].kill_receiver())
     r = rig("a", watch=strike, commit_deadline_s=2 * WAIT_S)
     r.publish(1)
+    assert strike.wait(Point.GREET, 2)
     r.everyone(1)
     assert len(strike.times(Point.BEGIN)) == 1
     assert not r.servers["a"].paused
@@ -331,3 +333,53 @@ def test_a_lane_that_was_fenced_before_its_load_learns_it_before_the_deadline_of
     assert r.servers["a"].versions == [1]
     assert not r.servers["a"].paused
     assert greeted - strike.times(Point.LOAD)[0] < WAIT_S
+
+
+def test_a_draining_server_generates_and_takes_nothing_new_while_the_other_one_commits(rig):
+    held, gone = threading.Event(), threading.Event()
+
+    def drain(url):
+        if url == "a":
+            held.set()
+            assert gone.wait(WAIT_S)
+
+    r = rig("a", "b", drain=drain)
+    r.publish(1)
+    assert held.wait(WAIT_S)
+    for version in (2, 3):
+        r.publish(version)
+        assert r.servers["b"].wait_version(version, WAIT_S)
+    entry = r.server_set.entry("a")
+    assert entry.standing is Standing.COMMITTING
+    assert not entry.accepting
+    assert not r.servers["a"].paused
+    gone.set()
+    r.everyone(3)
+    assert r.servers["a"].versions == [1, 3]
+    assert r.recorder.series(names.DRAIN_S)
+    assert r.server_set.take_error() is None
+
+
+def test_only_the_server_with_the_trainers_key_is_synced_and_the_others_are_named(rig):
+    key = Key.generate()
+    run = rig(
+        "same", "other", "none", run_keys={"trainer": key, "same": key, "other": Key.generate()}
+    )
+    for version in (1, 2):
+        run.publish(version)
+        run.until(lambda version=version: run.server_set.entry("same").held == version)
+    assert run.loaded["same"].value() == 2.0
+    run.until(lambda: all(run.server_set.last_error(url) for url in ("other", "none")))
+    assert "was proven with another run key" in str(run.server_set.last_error("other"))
+    assert "this end has none" in str(run.server_set.last_error("none"))
+    assert [run.servers[url].versions for url in ("other", "none")] == [[], []]
+    assert not any(run.servers[url].paused for url in run.servers)
+    assert key.hex() not in repr(run.lanes._context) + str(run.server_set.take_error())
+
+
+def test_a_trainer_without_a_key_is_refused_by_a_server_that_has_one(rig):
+    run = rig("keyed", run_keys={"keyed": Key.generate()})
+    run.publish(1)
+    run.until(lambda: run.server_set.last_error("keyed") is not None)
+    assert "carries no proof of the run key" in str(run.server_set.last_error("keyed"))
+    assert run.loaded["keyed"].values == {}

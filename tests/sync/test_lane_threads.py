@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from titan_grpo.sync.lane_threads import LaneThreads
+from titan_grpo.sync.lanes import LaneThreads
 
-WAIT_S = 30.0
+WAIT_S = 90.0
 LATER_S = 3600.0
 
 

@@ -1,16 +1,19 @@
-"""Servers that come and go while versions are published, with real receiver processes."""
+"""Servers that come and go while versions are published; two runs and one server, one server under
+two names, and servers that can never serve a run. With real receiver processes."""
 
 import time
 
 import pytest
 
 from tests.rigs.receiver_server import ReceiverServer
-from titan_grpo.errors import ServerRefused
+from titan_grpo.errors import ServerRefused, SyncError
 from titan_grpo.protocol.ledger import Standing
+from titan_grpo.protocol.messages import new_run_id
+from titan_grpo.runkey import Key
 
 pytestmark = pytest.mark.e2e
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 def join(r, url: str) -> ReceiverServer:
@@ -33,7 +36,7 @@ def test_a_server_that_joins_gets_the_newest_version_and_only_then_accepts(rig):
     r.publish(4)
     r.everyone(4)
     assert late.versions == [3, 4]
-    assert r.recorder.commits()["late"] == [3, 4]
+    assert r.recorder.history().commits["late"] == [3, 4]
 
 
 def test_a_server_that_leaves_gets_no_more_versions_and_the_others_do(rig):
@@ -105,3 +108,123 @@ def test_a_server_is_not_added_twice_and_a_stranger_is_not_removed(rig):
         r.server_set.add("a")
     with pytest.raises(ServerRefused, match="not a server of this run"):
         r.server_set.remove("b", WAIT_S)
+
+
+def second(rig, first, **config):
+    """A later run on the server of the first one, with a version to send."""
+    run = rig("a", started=False, **config)
+    run.servers["a"] = first.servers["a"]
+    run.start()
+    run.publish(1)
+    return run
+
+
+def test_a_live_run_keeps_its_server_and_the_other_one_says_whose_it_is(rig):
+    first = rig("a")
+    first.publish(1)
+    first.everyone(1)
+    other = second(rig, first, take_over=False)
+    other.until(lambda: other.server_set.last_error("a") is not None)
+    error = str(other.server_set.last_error("a"))
+    assert f"the live run {first.pool.run_id} has this server" in error
+    assert "rollout.take_over = true" in error
+    first.publish(2)
+    first.everyone(2)
+    assert first.server_set.take_error() is None
+    assert first.servers["a"].versions == [1, 2]
+
+
+@pytest.mark.parametrize("config", [{"take_over": True}, {"take_over": False, "owner": "folder"}])
+def test_a_run_that_takes_over_gets_the_server_and_the_loser_stops_with_its_name(rig, config):
+    first = rig("a", owner="folder")
+    first.publish(1)
+    first.everyone(1)
+    other = second(rig, first, **config)
+    other.everyone(1)
+    first.until(lambda: first.server_set.last_error("a") is not None)
+    first.until(lambda: not first.server_set.lane("a").is_alive())
+    with pytest.raises(SyncError, match=f"run {other.pool.run_id} took over every server"):
+        first.server_set.reached(2)
+
+
+@pytest.mark.parametrize("receiver", ["killed", "alive"])
+def test_a_live_run_keeps_its_server_while_its_lane_is_in_backoff(rig, receiver):
+    first = rig("a", backoff_s=10 * WAIT_S, backoff_max_s=10 * WAIT_S, commit_deadline_s=WAIT_S)
+    first.publish(1)
+    first.everyone(1)
+    if receiver == "killed":
+        first.servers["a"].kill_receiver()
+    else:
+        first.server_set.lane("a").abort()
+    first.publish(2)
+    first.until(lambda: first.server_set.last_error("a") is not None)
+    other = second(rig, first, take_over=False)
+    other.until(lambda: other.server_set.last_error("a") is not None)
+    assert f"the live run {first.pool.run_id} has this server" in str(
+        other.server_set.last_error("a")
+    )
+    assert first.servers["a"].versions == [1]
+
+
+def test_a_run_that_ends_leaves_its_server_to_the_next_one_at_once(rig):
+    first = rig("a", commit_deadline_s=10 * WAIT_S)
+    first.publish(1)
+    first.everyone(1)
+    first.end()
+    second(rig, first, take_over=False).everyone(1)
+
+
+@pytest.mark.parametrize("owner", ["", "folder"])
+def test_a_frozen_run_blocks_the_next_one_for_a_commit_deadline_and_a_resumed_one_never(rig, owner):
+    # A lane that finds its receiver frozen greets again, and its run is live: this one rests.
+    rest = {"backoff_s": 10 * WAIT_S, "backoff_max_s": 10 * WAIT_S}
+    first = rig("a", commit_deadline_s=10 * WAIT_S if owner else 3.0, owner=owner, **rest)
+    first.publish(1)
+    first.everyone(1)
+    first.servers["a"].freeze_receiver()
+    second(rig, first, take_over=False, owner=owner).everyone(1)
+
+
+def test_a_later_run_whose_clock_was_behind_and_has_caught_up_gets_the_server(rig):
+    first = rig("a")
+    first.publish(1)
+    first.everyone(1)
+    second(rig, first, run_id=new_run_id(time.time() - 3600)).everyone(1)
+
+
+def test_an_earlier_run_that_comes_after_a_later_one_is_refused(rig):
+    earlier = rig("a", started=False)
+    later = rig("a", run_id=new_run_id(time.time() + 1))
+    later.publish(1)
+    later.everyone(1)
+    earlier.servers["a"] = later.servers["a"]
+    earlier.start()
+    earlier.until(lambda: earlier.server_set.last_error("a") is not None)
+    assert "another run has this server" in str(earlier.server_set.last_error("a"))
+    later.publish(2)
+    later.everyone(2)
+
+
+def test_one_server_under_two_names_is_refused_under_the_second(rig):
+    r = rig("a", "b", started=False)
+    r.servers["b"] = r.servers["a"]
+    r.start()
+    r.publish(1)
+    r.until(lambda: any(r.server_set.last_error(url) for url in "ab"))
+    (refused,) = [url for url in "ab" if r.server_set.last_error(url)]
+    kept = "a" if refused == "b" else "b"
+    assert f"it is in this run already as {kept}" in str(r.server_set.last_error(refused))
+    for version in (2, 3):
+        r.publish(version)
+        r.until(lambda version=version: r.server_set.entry(kept).held == version)
+    assert not r.server_set.last_error(kept)
+
+
+def test_a_wait_for_servers_that_can_never_serve_the_run_ends_at_once_with_each_reason(rig):
+    r = rig("a", "b", run_keys={"trainer": Key.generate(), "a": Key.generate()})
+    start = time.monotonic()
+    assert r.server_set.wait_held(1, 10 * WAIT_S, everyone=False) == []
+    assert time.monotonic() - start < WAIT_S
+    reasons = r.server_set.unfit()
+    assert "a: Hello was proven with another run key" in reasons
+    assert "b: Hello proves a run key and this end has none" in reasons

@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 from tests.sync.fake_nccl import ENDLESS_S, ProcessGroupNCCL, fake_nccl
 from titan_grpo.errors import TransferFailed
-from titan_grpo.sync.transports import nccl
-from titan_grpo.sync.transports.base import TransportOptions
-from titan_grpo.sync.transports.nccl import NcclTransport
+from titan_grpo.sync.transports import broadcast
+from titan_grpo.sync.transports.broadcast import NcclTransport, TransportOptions
 
 BYTES = 64
-WAIT_S = 30.0
+WAIT_S = 90.0
 
 
 @pytest.fixture
@@ -99,7 +98,7 @@ def test_a_device_without_memory_is_a_failed_transfer(
     def full(*_: Any, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(nccl.torch, "empty", full)
+    monkeypatch.setattr(broadcast.torch, "empty", full)
     with pytest.raises(TransferFailed, match="CUDA out of memory"):
         NcclTransport(new_store(), 0, 2, options())
 
@@ -115,7 +114,7 @@ def test_an_abort_ends_a_transfer_though_nccls_own_call_blocks_and_then_raises(
         raise RuntimeError("ncclCommAbort failed")
 
     trainer, receiver = pair(threads)
-    monkeypatch.setattr(nccl, "ABORT_S", 0.1)
+    monkeypatch.setattr(broadcast, "ABORT_S", 0.1)
     group.on_abort = staticmethod(blocks)
     held = torch.zeros(BYTES, dtype=torch.uint8)
     transfer = threads.submit(receiver.broadcast, held, WAIT_S)

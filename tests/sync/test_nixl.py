@@ -13,14 +13,12 @@ import torch
 
 from tests.receive.site import Site, Weights
 from titan_grpo.errors import ServerUnfit, TransferFailed
-from titan_grpo.layout.digest import block_digests
-from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.image import SharedImage, block_digests
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import RangeSource
-from titan_grpo.receive.fetch import Content, Fetch, Open
+from titan_grpo.receive.fetch import Content, Fetch, Open, TcpReader
 from titan_grpo.sync.transports.nixl import PACKAGES, NixlReader, NixlSource
 from titan_grpo.sync.transports.range_server import RangeServer
-from titan_grpo.sync.transports.ranges import TcpReader
 
 pytestmark = pytest.mark.e2e
 needs_nixl = pytest.mark.skipif(

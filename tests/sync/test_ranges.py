@@ -11,15 +11,10 @@ import torch
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.protocol.messages import RangeSource
+from titan_grpo.receive.fetch import MemfdReader, TcpReader
 from titan_grpo.runkey import Key
+from titan_grpo.sync.transports.channel import GREETING, NONCE_BYTES, proof
 from titan_grpo.sync.transports.range_server import RangeServer
-from titan_grpo.sync.transports.ranges import (
-    GREETING,
-    NONCE_BYTES,
-    MemfdReader,
-    TcpReader,
-    proof,
-)
 
 LOOPBACK = "127.0.0.1"
 SOON_S = 60.0

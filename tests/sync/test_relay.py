@@ -1,14 +1,16 @@
 """Servers that read versions from each other, with real receivers at an address that is not the
 trainer's: the trainer sends each version about once, and what fails costs no server its version."""
 
+import math
 import os
 import signal
 
 import pytest
 
 from titan_grpo.observe import names
+from titan_grpo.protocol import relay as table
 from titan_grpo.protocol.messages import Joined
-from titan_grpo.receive.receiver_main import RELAY_HOST
+from titan_grpo.receive.process import RELAY_HOST
 from titan_grpo.runkey import Key
 from titan_grpo.sync.relay import Relay
 
@@ -21,7 +23,7 @@ def elsewhere(monkeypatch) -> None:
 
 def relayed(run) -> tuple[int, int]:
     """Bytes that servers read, and of these from each other."""
-    totals = run.recorder.totals()
+    totals = run.recorder.history().totals
     return totals[names.SYNC_BYTES], totals[names.RELAYED_BYTES]
 
 
@@ -56,8 +58,10 @@ def test_a_server_on_the_trainers_host_reads_its_memory_and_serves_nobody() -> N
 
 @pytest.mark.e2e
 def test_three_servers_of_another_host_take_each_version_from_the_trainer_once(
-    rig, elsewhere
+    rig, elsewhere, monkeypatch
 ) -> None:
+    # which servers other work slows down is the machine's affair
+    monkeypatch.setattr(table, "SLOW", math.inf)
     key = Key.generate()
     keys = dict.fromkeys(("trainer", "a", "b", "c"), key)
     # on a busy machine too no server waits for another one in vain
@@ -73,8 +77,7 @@ def test_three_servers_of_another_host_take_each_version_from_the_trainer_once(
     read, from_others = (b - a for a, b in zip(before, relayed(run), strict=True))
     image = run.pool.manifest.total_bytes
     assert read == 2 * 3 * image
-    # two of three; on a busy machine one may be a leaf for a version, since it was slow
-    assert 3 * image <= from_others <= 4 * image
+    assert from_others == 2 * 2 * image, "two of three"
 
 
 @pytest.mark.e2e

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_grpo.sync.publisher import Announcer
-from titan_grpo.sync.snapshot import FinishedCopy
+from titan_grpo.sync.publisher import Announcer, Copy
 
 pytestmark = pytest.mark.e2e
 
@@ -73,21 +72,21 @@ def test_a_version_is_sealed_only_when_the_other_ranks_have_written_their_part(r
     announcer = Announcer(1, "127.0.0.1", r.pool.store.port, WAIT_S)
     slot = r.publish(1)
     assert r.servers["a"].receiver_pid is None or r.slots.newest() is None
-    announcer(1, slot, FinishedCopy(0.0))
+    announcer(1, slot, Copy(0.0))
     assert r.server_set.wait_held(1, WAIT_S, everyone=True) == ["a"]
     assert announcer.take_error() is None
     announcer.close(WAIT_S)
 
 
 def test_a_part_that_never_arrives_discards_the_version_latches_an_error_and_frees_the_slot(rig):
-    r = rig("a", remote_writers=(1,), lane_deadline_s=4.0)
+    r = rig("a", remote_writers=(1,), lane_deadline_s=8.0)
     slot = r.publish(1)
     assert {r.slots.wait_reserved(WAIT_S), r.slots.wait_reserved(0.0)} == {
         1 - slot,
         None,
     }  # one reservation at a time
     announcer = Announcer(1, "127.0.0.1", r.pool.store.port, WAIT_S)
-    announcer(2, 1 - slot, FinishedCopy(0.0))
+    announcer(2, 1 - slot, Copy(0.0))
     r.publish_into(2, 1 - slot)
     assert r.servers["a"].wait_version(2, WAIT_S)
     assert "version 1: could not be published" in str(r.server_set.take_error())

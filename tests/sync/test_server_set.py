@@ -17,7 +17,7 @@ from titan_grpo.protocol.messages import Label, ServerState
 from titan_grpo.sync.lane import fresh_label
 from titan_grpo.sync.server_set import ServerSet
 
-WAIT_S = 30.0
+WAIT_S = 90.0
 
 
 class Lane(threading.Thread):

@@ -19,7 +19,7 @@ from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.infer import Layout, infer_layout
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import Chunk, CopyOp, assign_writers, copy_ops
-from titan_grpo.sync.snapshot import CudaCopy, Snapshotter
+from titan_grpo.sync.publisher import CudaCopy, Snapshotter
 
 RANKS = Path(__file__).with_name("snapshot_ranks.py")
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def test_shards_of_every_model_make_the_bytes_of_its_hf_export(
     for chunks, written in zip(per_rank, assign_writers(per_rank, layout.shapes), strict=True):
         ops = {fqn: copy_ops(layout, manifest, fqn, *chunks[fqn]) for fqn in written}
         shards = {fqn: cut(full[fqn], chunks[fqn]) for fqn in written}
-        Snapshotter(ops, [image], CPU, 1 << 12).start(shards, 0).wait(1.0)
+        Snapshotter(ops, [image], CPU, 1 << 12).start(shards, 0).wait(60.0)
     assert image.numpy().tobytes() == exported(adapter.to_hf(full), manifest, getattr(torch, wire))
 
 
@@ -142,7 +142,7 @@ def test_slots_hold_their_own_versions() -> None:
     for slot, value in ((0, 1.0), (1, 2.0)):
         copy = snapshotter.start({"w": torch.full((4, 8), value), "other": torch.zeros(1)}, slot)
         copy.fence()
-        assert copy.wait(1.0) >= 0
+        assert copy.wait(60.0) >= 0
     assert [image[:64].view(torch.bfloat16).unique().tolist() for image in images] == [[1.0], [2.0]]
     snapshotter.close()
     snapshotter.close()
@@ -154,9 +154,9 @@ def test_a_copy_can_be_waited_for_in_another_thread() -> None:
         {"w": ops}, [torch.zeros(manifest.total_bytes, dtype=torch.uint8)], CPU, 64
     ).start({"w": torch.ones(4, 8)}, 0)
     seconds: list[float] = []
-    thread = threading.Thread(target=lambda: seconds.append(copy.wait(1.0)))
+    thread = threading.Thread(target=lambda: seconds.append(copy.wait(60.0)))
     thread.start()
-    thread.join(5.0)
+    thread.join(60.0)
     assert len(seconds) == 1
 
 
@@ -173,7 +173,7 @@ def test_a_missing_or_changed_shard_is_a_protocol_error() -> None:
 
 def test_a_rank_that_writes_nothing_makes_an_empty_copy() -> None:
     image = torch.zeros(256, dtype=torch.uint8)
-    Snapshotter({"w": []}, [image], CPU, 1 << 20).start({}, 0).wait(1.0)
+    Snapshotter({"w": []}, [image], CPU, 1 << 20).start({}, 0).wait(60.0)
     assert not image.any()
 
 
@@ -282,7 +282,7 @@ class Device:
 
     def synchronize(self) -> None:
         assert self.entered.device == GPU, "CUDA would make a context on another GPU"
-        assert self.done.wait(10.0)
+        assert self.done.wait(60.0)
         if self._error:
             raise RuntimeError(self._error)
 
@@ -299,7 +299,7 @@ def test_a_device_copy_is_waited_for_on_its_device_up_to_a_deadline_and_may_be_a
     with pytest.raises(SyncError, match=r"must end within 0\.01 s"):
         copy.wait(0.01)
     event.done.set()
-    assert copy.wait(5.0) == 0.25
+    assert copy.wait(60.0) == 0.25
 
 
 def test_an_error_of_the_device_reaches_who_waits_for_the_copy(

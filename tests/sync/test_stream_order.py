@@ -9,7 +9,7 @@ import torch
 from tests.sync.fake_cuda import Device, Event, Lazy, Stream, fake_cuda
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.plan import copy_ops
-from titan_grpo.sync.snapshot import Copy, CudaCopy, Snapshotter, _CudaSide
+from titan_grpo.sync.publisher import Copy, CudaCopy, Snapshotter, _CudaSide
 
 SHAPES = {"cast": (8, 6), "gather": (8, 6), "vector": (7,)}
 """A cast, rows in another order, and bytes that fill no row."""

@@ -19,10 +19,10 @@ import torch
 from tests.rigs.server_handle import ServerProcess, served
 from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
-from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.runkey import KEY_VARIABLE, Key
 from titan_grpo.sync.lanes import SyncOptions
+from titan_grpo.verify.recording import content_digest, tensor_digest
 
 SHAPES = {"up": (512, 256), "down": (256, 512)}
 WAIT_S = 120.0
@@ -97,7 +97,7 @@ def test_killed_in_the_middle_of_a_run_it_is_started_again_and_every_server_ends
         steps(trainer, 21, 20)
         until(lambda: trainer.worker.pid != killed)
         ends_on_the_newest(trainer, servers, 41)
-        (error,) = trainer.recorder.errors()
+        (error,) = trainer.recorder.history().errors
         assert "the sync process ended with exit code -9" in error
 
 

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rigs.certificates import certificate
 from tests.rigs.receiver_server import DirectControl
+from tests.rigs.sockets import certificate
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.observe import names
 from titan_grpo.protocol.messages import Hello, RangeSource
+from titan_grpo.receive.fetch import TcpReader
+from titan_grpo.receive.process import RELAY_HOST
 from titan_grpo.receive.receiver import CERTIFICATE, CERTIFICATE_KEY
-from titan_grpo.receive.receiver_main import RELAY_HOST
 from titan_grpo.runkey import Key
-from titan_grpo.sync.part import check_certificate
+from titan_grpo.sync.images import check_certificate
 from titan_grpo.sync.transports.range_server import RangeServer
-from titan_grpo.sync.transports.ranges import TcpReader
 from titan_grpo.sync.transports.tls import Certificate, WrongCertificate
 
 pytestmark = pytest.mark.e2e
@@ -200,7 +200,7 @@ def test_servers_serve_each_other_over_tls_or_not_at_all(rig, made, monkeypatch,
         run.publish(version)
         run.everyone(version)
     assert [run.loaded[url].value() for url in "ab"] == [2, 2]
-    assert (run.recorder.totals().get(names.RELAYED_BYTES, 0) > 0) is certified
+    assert (run.recorder.history().totals.get(names.RELAYED_BYTES, 0) > 0) is certified
 
 
 def test_a_server_whose_certificate_is_missing_says_so_and_the_others_go_on(

@@ -12,12 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, ProtocolError, TransferFailed
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.sync.link import LaneLink, LinkOptions
-from titan_grpo.sync.probe import Probe
-from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
-from titan_grpo.sync.transports.store import (
+from titan_grpo.sync.probe import ask_receiver
+from titan_grpo.sync.transports.broadcast import (
+    Transport,
+    TransportOptions,
+    broadcast_image,
     host_store,
     join_store,
     open_transport,
@@ -186,8 +189,8 @@ def test_joining_a_store_that_is_gone_names_its_address() -> None:
 
 def test_a_store_can_be_hosted_under_torchrun() -> None:
     code = (
-        "from titan_grpo.sync.transports.store import host_store, join_store\nh ="
-        " host_store('127.0.0.1'); j = join_store('127.0.0.1', h.port, 5.0); j.set('k', 'v');"
+        "from titan_grpo.sync.transports.broadcast import host_store, join_store\nh ="
+        " host_store('127.0.0.1'); j = join_store('127.0.0.1', h.port, 60.0); j.set('k', 'v');"
         " print(h.get('k').decode())"
     )
     env = dict(
@@ -203,7 +206,7 @@ def test_a_store_can_be_hosted_under_torchrun() -> None:
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     assert done.stdout.strip() == "v"
@@ -212,7 +215,8 @@ def test_a_store_can_be_hosted_under_torchrun() -> None:
 @pytest.fixture
 def link() -> Iterator[LaneLink]:
     manifest = Manifest.build([("a", "bfloat16", (10,))], 4096)
-    made = LaneLink("run", 1, manifest, LinkOptions("gloo", LOOPBACK, "xxh3", 4096, 10.0))
+    config = WeightSync(bucket_bytes=4096, lane_deadline_s=10.0)
+    made = LaneLink("run", 1, manifest, LinkOptions(config, "gloo", LOOPBACK))
     yield made
     made.close()
 
@@ -255,9 +259,9 @@ def test_orders_must_count_up_by_one(link) -> None:
 def test_a_hello_carries_what_the_receiver_needs(link) -> None:
     hello = link.open()
     assert (hello.block_bytes, hello.bucket_bytes) == (4096, 4096)
-    join_store(hello.host, hello.store_port, 5.0).set("seen", "yes")
+    join_store(hello.host, hello.store_port, SOON_S).set("seen", "yes")
 
 
 def test_a_server_without_the_plugin_leaves_a_probe_unanswered() -> None:
     with pytest.raises(TransferFailed, match="plugin"):
-        Probe(LOOPBACK, 0.3).wait()
+        ask_receiver(len, LOOPBACK, 0.3, transport="probe")

@@ -22,16 +22,15 @@ from torchtitan.distributed import utils as dist_utils  # noqa: E402
 
 from tests.sync.snapshot_ranks import share_image  # noqa: E402
 from titan_grpo.algorithm.distribution import token_logprobs  # noqa: E402
-from titan_grpo.layout.digest import tensor_digest  # noqa: E402
-from titan_grpo.sync.publisher import local_shards  # noqa: E402
-from titan_grpo.sync.snapshot import Snapshotter  # noqa: E402
+from titan_grpo.sync.publisher import Snapshotter, local_shards  # noqa: E402
 from titan_grpo.titan import lora  # noqa: E402
 from titan_grpo.titan.data import BatchLoader  # noqa: E402
 from titan_grpo.titan.flavors import FLAVORS  # noqa: E402
-from titan_grpo.titan.head import compute_head_in_fp32  # noqa: E402
 from titan_grpo.titan.jobconfig import check_files, parse  # noqa: E402
+from titan_grpo.titan.modules import compute_head_in_fp32  # noqa: E402
 from titan_grpo.titan.verify_train import image_of  # noqa: E402
 from titan_grpo.titan.weight_sync import named_tensors, plan_writes  # noqa: E402
+from titan_grpo.verify.recording import tensor_digest  # noqa: E402
 
 Engine: Any = compat.upstream("engine").Engine
 ROWS, LENGTH = 4, 32
@@ -105,7 +104,7 @@ def main(rank: int, world: int, port: str, job: list[str]) -> None:
     shards = {**local_shards(named_tensors(model), set(plan.ops)), **merged}
     if plan.ops:
         copier = Snapshotter(plan.ops, [image.tensor()], torch.device("cpu"), 1 << 16)
-        copier.start(shards, 0).wait(30.0)
+        copier.start(shards, 0).wait(60.0)
     stored = compat.upstream("models").stored_tensors(model, trainer.to_hf)
     stored += [pair for pair in named_tensors(model) if lora.is_adapter(pair[0])]
     full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in stored}

@@ -20,8 +20,7 @@ from titan_grpo.config import WeightSync
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.process import SyncProcess
-from titan_grpo.titan.hosts import Here
-from titan_grpo.titan.weight_sync import TrainerSync, named_tensors
+from titan_grpo.titan.weight_sync import Here, TrainerSync, named_tensors
 
 WAYS = {"fsdp": fsdp, "hsdp": hsdp, "fsdp_tensor_parallel": fsdp_tensor_parallel}
 VERSIONS = (0, 1, 2)

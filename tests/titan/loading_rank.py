@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.algorithm.batch import BatchOptions, plan
-from titan_grpo.config import JobConfig
+from titan_grpo.config import GRPO, JobConfig
 from titan_grpo.errors import DataError
 from titan_grpo.samples import Completion, Group, Prompt
 from titan_grpo.titan import compat
 
 compat.prepare()
 
-from titan_grpo.titan.data import BatchLoader, RunStopped, StepWork  # noqa: E402
+from titan_grpo.titan.data import BatchLoader, RunStopped, Share  # noqa: E402
 
 STATE = '{"cursor": 5}'
 
@@ -45,10 +45,8 @@ def groups():
 
 
 def work(pack, single):
-    batch = plan(
-        groups(), 2, BatchOptions(token_budget=48, max_len=24, num_minibatches=2, pack=pack)
-    )
-    return StepWork(batch.micro_batches() if single else batch.rows, batch.steps, 1, STATE)
+    batch = plan(groups(), 2, BatchOptions(48, 24, pack=pack, grpo=GRPO(num_microbatches=2)))
+    return Share(batch.steps, 1, STATE), batch.micro_batches() if single else batch.rows
 
 
 def refusal():
@@ -81,7 +79,7 @@ def main():
     torch.set_num_threads(1)
     store = dist.FileStore(sys.argv[2], 2)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=180)
     )
     loader = BatchLoader(rank)
     loader.connect(JobConfig())

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.sync.snapshot_ranks import build, expected_bytes, fsdp, fsdp_tensor_parallel, share_image
 from titan_grpo.config import Lora
 from titan_grpo.layout.plan import CopyOp
-from titan_grpo.sync.publisher import local_shards
-from titan_grpo.sync.snapshot import Snapshotter
+from titan_grpo.sync.publisher import Snapshotter, local_shards
 from titan_grpo.titan import lora
 from titan_grpo.titan.weight_sync import named_tensors, plan_writes
 
@@ -34,7 +33,8 @@ def adapters_alone(model: torch.nn.Module, adapter: Any, rank: int) -> list[str]
     plan = plan_writes(model, adapter.to_hf, "bfloat16", 4096, adapters_only=True)
     image = share_image(plan.manifest.total_bytes, rank)
     shards = lora.adapter_shards(model)
-    Snapshotter(plan.ops, [image.tensor()], torch.device("cpu"), 1 << 10).start(shards, 0).wait(9.0)
+    copier = Snapshotter(plan.ops, [image.tensor()], torch.device("cpu"), 1 << 10)
+    copier.start(shards, 0).wait(60.0)
     full = {name: whole(p) for name, p in named_tensors(model) if lora.is_adapter(name)}
     dist.barrier()
     held, wrong = image.tensor(), []
@@ -81,7 +81,7 @@ def main(rank: int, world: int, kind: str, folder: Path) -> None:
         ops: dict[str, list[CopyOp]] = plan.ops
         merged = lora.merged_shards(model, set(ops))
         shards = {**local_shards(named_tensors(model), set(ops)), **merged}
-        Snapshotter(ops, [image.tensor()], torch.device("cpu"), 1 << 10).start(shards, 0).wait(9.0)
+        Snapshotter(ops, [image.tensor()], torch.device("cpu"), 1 << 10).start(shards, 0).wait(60.0)
         layers = dict(lora.adapted(model))
         full = {}
         for fqn, tensor in named_tensors(model):

@@ -24,19 +24,18 @@ from safetensors.torch import load_file  # noqa: E402
 
 from tests.sync.snapshot_ranks import share_image  # noqa: E402
 from titan_grpo.algorithm.batch import plan  # noqa: E402
-from titan_grpo.layout.digest import tensor_digest  # noqa: E402
 from titan_grpo.samples import Completion, Group, Prompt  # noqa: E402
-from titan_grpo.sync.publisher import local_shards  # noqa: E402
-from titan_grpo.sync.snapshot import Snapshotter  # noqa: E402
+from titan_grpo.sync.publisher import Snapshotter, local_shards  # noqa: E402
 from titan_grpo.titan.data import Share, StepWork  # noqa: E402
 from titan_grpo.titan.export import checkpoint_of, export_version  # noqa: E402
 from titan_grpo.titan.jobconfig import check_files, parse  # noqa: E402
 from titan_grpo.titan.optimizer_step import reduce_metrics  # noqa: E402
 from titan_grpo.titan.rank0 import batch_options  # noqa: E402
-from titan_grpo.titan.shown import sequences  # noqa: E402
+from titan_grpo.titan.step_records import sequences  # noqa: E402
 from titan_grpo.titan.trainer import GRPOTrainer, token_cost  # noqa: E402
 from titan_grpo.titan.verify_train import image_of  # noqa: E402
 from titan_grpo.titan.weight_sync import named_tensors  # noqa: E402
+from titan_grpo.verify.recording import tensor_digest  # noqa: E402
 
 RECIPE = "titan_grpo/titan/recipes/quickstart_cpu.toml"
 
@@ -68,7 +67,7 @@ def train_to(trainer: GRPOTrainer, steps: int) -> list[dict[str, Any]]:
 
     def prepare() -> StepWork:
         batch = plan(groups_of(trainer.step), trainer.loader.num_shares, options)
-        return StepWork(batch.rows, batch.steps, None, "")
+        return Share(batch.steps), batch.rows
 
     while trainer.step < steps:
         trainer.step += 1
@@ -91,7 +90,7 @@ def published(trainer: GRPOTrainer) -> torch.Tensor:
     shards = local_shards(named_tensors(trainer.weights), set(plan.ops))
     if plan.ops:
         copier = Snapshotter(plan.ops, [image.tensor()], torch.device("cpu"), 1 << 16)
-        copier.start(shards, 0).wait(30.0)
+        copier.start(shards, 0).wait(60.0)
     dist.barrier()
     held = image.tensor().clone()
     image.close()

@@ -36,11 +36,12 @@ install()
 import torch  # noqa: E402 - the patches come first
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
-from torchtitan.protocols.train_spec import get_train_spec, register_train_spec  # noqa: E402
+from torchtitan.protocols.train_spec import register_train_spec  # noqa: E402
 from torchtitan.tools.logging import init_logger  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
 
-from titan_grpo.titan import compat, flavors  # noqa: E402
+from titan_grpo.patches import torchtitan_gloo_premul  # noqa: E402
+from titan_grpo.titan import models02  # noqa: E402
 
 
 class SyntheticLoader(BaseDataLoader):
@@ -71,15 +72,14 @@ class SyntheticLoader(BaseDataLoader):
 def main() -> None:
     init_logger()
     config = ConfigManager().parse_args(sys.argv[1:])
-    flavors.register_tiny_flavors()
-    spec = get_train_spec(config.model.name)
+    spec = models02.get_spec(config.model.name)
     register_train_spec(
         "stock_" + config.model.name, dataclasses.replace(spec, build_dataloader_fn=SyntheticLoader)
     )
     config.model.name = "stock_" + config.model.name
     trainer = Trainer(config)
     if SKIP != "premul":
-        compat.after_parallelize(trainer.model_parts)
+        torchtitan_gloo_premul.apply(trainer.model_parts)
     losses: list[float] = []
     norms: list[float] = []
     log = trainer.metrics_processor.log

@@ -1,6 +1,7 @@
 """When evaluations begin, and what a server that leaves its version costs them: the real process
 against an HTTP server that stands for an engine's faults."""
 
+import os
 import threading
 from contextlib import suppress
 
@@ -10,14 +11,15 @@ import pytest
 
 from tests.rollout.conftest import completion_server, model_dir  # noqa: F401 - fixtures
 from tests.sync.conftest import rig  # noqa: F401 - a fixture
-from titan_grpo.config.evaluation import Evaluation
+from titan_grpo.config.task import Evaluation
+from titan_grpo.errors import ConfigError
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.sync.server_set import NoObserver
 from titan_grpo.titan.evaluations import TRIES, Evaluations
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class Rollouts(NoObserver):
@@ -88,19 +90,54 @@ def test_a_version_is_evaluated_where_it_is_due_and_its_server_is_kept_meanwhile
 ) -> None:
     server = completion_server()
     one, lanes, rollouts, recorder = begin(every=4)
+    kept = []
     for version in (0, 1, 3, 5, 6):
         one.set_server(held(server, version))
-        assert lanes.kept == ({server.url} if version in (0, 5) else set())
+        kept += [("keep", server.url), ("go on", server.url)] if version in (0, 5) else []
+        assert kept[:-1] == lanes.calls[: len(kept) - 1], "before anything newer can be read"
         lanes.wait_free()
+        assert lanes.calls == kept
     assert versions(recorder) == [0, 5], "4 was skipped: the next one stands for it"
     values = one.take_values()
     assert values["evaluation/digits/version"] == 5
     assert one.take_values() == {}
     one.last(6)
     assert versions(recorder) == [0, 5, 6]
-    assert recorder.errors() == []
+    assert recorder.history().errors == []
     assert rollouts.told == [server.url] * 5
     assert len(server.bodies) == 3 * 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("reward", "dataset", "said"),
+    [
+        ("own_rewards:other", "rows.jsonl", ".reward 'own_rewards:other' must be a function"),
+        ("own_rewards:wants", "rows.jsonl", ".reward 'own_rewards:wants' asks for 'answer'"),
+        ("own_rewards:any", "empty.jsonl", ".dataset '{folder}/empty.jsonl' has no rows"),
+        ("ends:any", "rows.jsonl", " must load within 120 s, its process failed: "),
+        ("own_rewards:any", "rows.jsonl", ""),
+    ],
+)
+def test_a_table_that_cannot_be_begun_ends_the_start_in_one_line_with_its_own_key(
+    begin, tmp_path, monkeypatch, reward, dataset, said
+) -> None:
+    (tmp_path / "own_rewards.py").write_text(
+        "def wants(completions, answer):\n    return [0.0]\n\ndef any(**_):\n    return [0.0]\n"
+    )
+    (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    keys = {"name": "held_out", "task": "digits", "rows": 0, "chat_template": "none"}
+    one, *_ = begin(**keys, reward=[reward], dataset=str(tmp_path / dataset))
+    if not said:
+        one.check()
+        return
+    with pytest.raises(ConfigError) as caught:
+        one.check()
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"evaluation 'held_out'{said.format(folder=tmp_path)}")
+    assert "rollout." not in line
 
 
 def test_servers_of_its_own_get_no_rollouts_and_others_no_evaluation(
@@ -112,7 +149,7 @@ def test_servers_of_its_own_get_no_rollouts_and_others_no_evaluation(
     one.set_server(held(shared, 0))
     assert lanes.kept == set()
     one.set_server(held(own, 0))
-    assert lanes.kept == {own.url}
+    assert ("keep", own.url) in lanes.calls
     lanes.wait_free()
     assert versions(recorder) == [0]
     assert rollouts.told == [shared.url]
@@ -132,7 +169,7 @@ def test_an_evaluation_whose_server_is_lost_has_no_result_and_ends_at_once(
     one.set_server(ServerState(server.url, None, False, ""))
     lanes.wait_free()
     server.released.set()
-    (error,) = recorder.errors()
+    (error,) = recorder.history().errors
     assert "evaluation digits of version 0 has no result" in error
     assert "left version 0" in error
     assert versions(recorder) == []
@@ -174,7 +211,7 @@ def test_an_evaluation_that_dies_is_made_again_on_the_version_that_is_still_held
     lanes.wait_free()
     server.released.set()
     assert versions(recorder) == ([0] if deaths < TRIES else [])
-    assert len(recorder.errors()) == deaths
+    assert len(recorder.history().errors) == deaths
     assert lanes.calls[-1] == ("go on", server.url)
     assert [call for call, _ in lanes.calls].count("go on") == 1, "kept from the first try on"
 
@@ -189,7 +226,7 @@ def test_a_mistake_in_the_task_is_said_once_and_training_is_not_concerned(
     lanes.wait_free()
     one.set_server(held(server, 1))
     assert lanes.kept == set(), "not tried again before it is due"
-    (error,) = recorder.errors()
+    (error,) = recorder.history().errors
     assert "no_such_module" in error
 
 
@@ -231,6 +268,6 @@ def test_real_lanes_keep_a_server_on_the_version_that_is_evaluated_while_the_oth
     r.everyone(3)
     assert r.servers[evaluated.url].versions == [0, 3]
     assert versions(recorder) == [0]
-    assert recorder.errors() == []
+    assert recorder.history().errors == []
     one.close()
     recorder.close()

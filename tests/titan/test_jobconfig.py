@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from titan_grpo.config import Rollout
 from titan_grpo.errors import ConfigError, UpstreamError
-from titan_grpo.titan import compat, jobconfig, sections, tiny
+from titan_grpo.titan import compat, jobconfig, jobfile, tiny
 from titan_grpo.titan.flavors import FLAVORS
 
 MINIMAL = """
@@ -318,6 +318,15 @@ def test_a_flavor_that_computes_another_model_than_config_json_is_refused(
     assert words in str(caught.value)
 
 
+def test_a_config_module_of_the_working_directory_is_found_as_torchrun_finds_it(
+    parse, tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "my_settings.py").write_text("from titan_grpo.config import JobConfig\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    assert parse("", "--job.custom_config_module=my_settings").grpo is not None
+
+
 def test_what_prompts_are_made_of_is_looked_for_before_servers_start(parse, tmp_path) -> None:
     model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     rows = tmp_path / "rows.jsonl"
@@ -335,8 +344,20 @@ def test_what_prompts_are_made_of_is_looked_for_before_servers_start(parse, tmp_
     jobconfig.check_files(parse("", *keys, "--rollout.chat_template=none"))
 
 
+def test_an_evaluations_data_are_looked_for_too_and_named_by_the_tables_key(
+    parse, tmp_path
+) -> None:
+    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
+    table = '[[evaluation]]\nname = "held_out"\nreward = ["m:f"]\ndataset = "none.jsonl"\n'
+    keys = (f"--model.hf_assets_path={model}", "--grpo.async_weight_update")
+    with pytest.raises(ConfigError) as caught:
+        jobconfig.check_files(parse(table, *keys))
+    rule = "evaluation 'held_out'.dataset must be an existing file or pattern, got 'none.jsonl'"
+    assert str(caught.value) == rule
+
+
 def test_template_variables_that_are_no_table_are_refused() -> None:
-    (found,) = jobconfig.mismatches(Rollout, {"chat_template_kwargs": "x"}, "rollout.")
+    (found,) = jobfile.mismatches(Rollout, {"chat_template_kwargs": "x"}, "rollout.")
     assert found == "rollout.chat_template_kwargs must be a table, got 'x'"
 
 
@@ -410,7 +431,7 @@ def test_a_job_is_written_in_the_same_keys_whatever_torchtitan_is_installed() ->
         return out
 
     theirs = {k: v for k, v in keys(JobConfig).items() if not k.startswith("quantize.")}
-    assert keys(sections.JobConfig) == theirs
+    assert keys(jobfile.JobConfig) == theirs
 
 
 @pytest.mark.parametrize(
@@ -432,9 +453,9 @@ def test_the_installed_torchtitan_passes_the_gate() -> None:
     assert issubclass(UpstreamError, Exception)
 
 
-def test_keys_given_by_arguments_are_found_in_every_spelling() -> None:
+def test_keys_given_by_arguments_are_found_in_every_spelling_and_those_of_the_file() -> None:
     argv = ["--a.b-c", "1", "--a.no-d", "--e.f_g=2", "value"]
-    assert jobconfig.given_keys(argv) == {"a.b_c", "a.d", "e.f_g"}
+    assert jobfile.given_keys(argv, {"h": {"i": 1}}) == {"a.b_c", "a.d", "e.f_g", "h.i"}
 
 
 def test_the_start_says_what_an_algorithm_set_and_what_cannot_act(tmp_path) -> None:

@@ -8,8 +8,7 @@ import torch
 
 from tests.rigs.ranks import run_ranks
 from tests.sync.snapshot_ranks import build
-from titan_grpo.config import Lora
-from titan_grpo.config.lora import LINEAR
+from titan_grpo.config import LINEAR, Lora
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.peft import MergedRows
 from titan_grpo.titan import jobconfig, lora

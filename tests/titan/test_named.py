@@ -20,14 +20,14 @@ from titan_grpo.config import GRPO, JobConfig, Rollout, WeightSync, violations
 from titan_grpo.config.inert import inert
 from titan_grpo.errors import ConfigError
 from titan_grpo.samples import Completion, Group, Prompt
-from titan_grpo.titan import compat, named
+from titan_grpo.titan import compat, jobconfig
 
 compat.prepare()
 
 from titan_grpo.titan.rank0 import batch_options  # noqa: E402 - torchtitan after its preparation
 
 WORDS = 6
-NAMES = named.names()
+NAMES = jobconfig.algorithms()
 ROLLOUT = Rollout(servers=["http://a:1"], max_completion_tokens=LIMIT)
 
 
@@ -65,7 +65,7 @@ GROUPS, SAMPLES = make_groups()
 
 def algorithm(name: str) -> GRPO:
     grpo = GRPO(algorithm=name)
-    named.expand(grpo, named.keys_of(name), ())
+    jobconfig.expand(grpo, jobconfig.algorithm_keys(name), ())
     return grpo
 
 
@@ -137,15 +137,15 @@ def test_a_named_algorithm_is_not_grpo(name: str) -> None:
 def test_a_named_algorithm_keeps_every_rule_and_sets_no_key_in_vain(name: str) -> None:
     job = JobConfig(algorithm(name), replace(ROLLOUT, max_staleness=1), WeightSync())
     assert violations(job) == []
-    keys = named.keys_of(name)
+    keys = jobconfig.algorithm_keys(name)
     assert inert(job, {f"grpo.{key}" for key in keys}) == []
     assert set(keys) <= {field.name for field in fields(GRPO)}
 
 
 def test_a_key_of_the_job_wins_and_the_start_says_so() -> None:
     grpo = GRPO(algorithm="gspo", num_microbatches=2, grpo_by_token=True)
-    said = named.expand(
-        grpo, named.keys_of("gspo"), {"grpo.num_microbatches", "grpo.grpo_by_token"}
+    said = jobconfig.expand(
+        grpo, jobconfig.algorithm_keys("gspo"), {"grpo.num_microbatches", "grpo.grpo_by_token"}
     )
     assert (grpo.num_microbatches, grpo.policy_ratio_type) == (2, "sequence")
     assert said.startswith('grpo.algorithm = "gspo" sets policy_loss = "clip", policy_ratio_type =')
@@ -167,9 +167,9 @@ def test_a_file_that_is_no_algorithm_is_refused(content, message, tmp_path) -> N
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        named.keys_of(str(path))
+        jobconfig.algorithm_keys(str(path))
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"must be one of cispo, dapo, .*, got 'gpso'"):
-        named.keys_of("gpso")
+        jobconfig.algorithm_keys("gpso")

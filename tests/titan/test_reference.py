@@ -13,7 +13,7 @@ from titan_grpo.titan import compat
 
 compat.prepare()
 
-from titan_grpo.titan.reference import move_reference  # noqa: E402 - the patches come first
+from titan_grpo.titan.modules import move_reference  # noqa: E402 - the patches come first
 
 
 def make(seed):

@@ -1,20 +1,27 @@
-"""Dynamic sampling: what is kept, what is replaced, and where it ends."""
+"""What a step is made of: dynamic sampling, and how long other ranks wait for it."""
 
 import math
+from dataclasses import replace
 
-from titan_grpo.algorithm.advantages import AdvantageOptions, Overlong
+import torch
+import torch.distributed as dist
+
 from titan_grpo.algorithm.batch import BatchOptions, plan
+from titan_grpo.config import GRPO, JobConfig, Rollout, WeightSync
 from titan_grpo.observe import names
 from titan_grpo.samples import Completion, Group, Prompt
-from titan_grpo.titan import compat
-from titan_grpo.titan.text import text_weight
+from titan_grpo.titan import compat, rules
 
 compat.prepare()
 
-from titan_grpo.titan.data import varied_groups  # noqa: E402 - the patches come first
-from titan_grpo.titan.step_metrics import group_values, reward_values  # noqa: E402
+from titan_grpo.titan.data import (  # noqa: E402 - patches first
+    BatchLoader,
+    text_weight,
+    varied_groups,
+)
+from titan_grpo.titan.step_records import group_values, reward_values  # noqa: E402
 
-KIND = AdvantageOptions()
+KIND = BatchOptions(64, 32)
 
 
 def group(index, *rewards, lengths=(2, 2)):
@@ -75,9 +82,8 @@ def test_spread_is_that_of_the_shaped_rewards() -> None:
     groups = [group(0, 1, 1, lengths=(2, 8)), group(1, 0, 1)]
     found = varied_groups(lambda count: groups, lambda count: None, 2, 0, KIND)
     assert [g.prompt.index for g in found.groups] == [1]
-    found = varied_groups(
-        lambda count: groups, lambda count: None, 2, 0, AdvantageOptions(overlong=Overlong(8, 4))
-    )
+    overlong = replace(KIND, grpo=GRPO(overlong_cache_tokens=4), longest=8)
+    found = varied_groups(lambda count: groups, lambda count: None, 2, 0, overlong)
     assert [g.prompt.index for g in found.groups] == [0, 1]
 
 
@@ -117,3 +123,24 @@ def test_the_mean_reward_is_that_of_all_that_was_made_for_a_step_filtered_groups
     taken = [group(0, 1.0, 1.0), group(1, 0.5, 1.5)]
     assert reward_values(taken)[names.REWARD] == 1.0
     assert reward_values(taken, [0.0] * 4)[names.REWARD] == 0.5
+
+
+SHORT = JobConfig(GRPO(), Rollout(batch_timeout_s=60.0), WeightSync())
+
+
+def test_the_loaders_group_outlasts_a_start_of_servers_and_a_sync(tmp_path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        loader = BatchLoader(0)
+        loader.connect(SHORT)
+        options = loader.group._get_backend(torch.device("cpu")).options
+        # 600 s for servers and the first commit, 60 s for rollouts, 240 s for a sync.
+        assert options._timeout.total_seconds() > 600 + 60 + 240
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_long_flush_at_the_end_counts_too() -> None:
+    slow = replace(SHORT, weight_sync=WeightSync(shutdown_deadline_s=5000.0))
+    assert min(rules.rank0_waits_s(slow)) >= 5000

@@ -38,7 +38,7 @@ def mixin(model, tmp_path):
         config = jobconfig.parse([f"--{key}={value}" for key, value in settings.items()], 2)
         from torchtitan.protocols.train_spec import get_train_spec
 
-        from titan_grpo.titan.text import TextMixin
+        from titan_grpo.titan.data import TextMixin
 
         return TextMixin(get_train_spec("qwen3"), config, 2, rank)
 

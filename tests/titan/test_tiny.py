@@ -1,4 +1,5 @@
-"""Tiny models: what transformers, torchtitan and the tokenizer read from the same directory."""
+"""Tiny models: what transformers, torchtitan and the tokenizer read from the same directory, and
+the work of a sequence against a count by hand."""
 
 import json
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from tests.rigs.tiny_model import loaded
-from titan_grpo.titan import flavors, tiny
+from titan_grpo.titan import compat, flavors, tiny
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -29,10 +30,8 @@ def test_torchtitan_and_transformers_compute_the_same_logits(kind, tmp_path) -> 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_the_written_names_and_shapes_are_those_that_torchtitan_exports(kind) -> None:
-    from torchtitan.protocols.train_spec import get_train_spec
-
     name, flavor = flavors.FLAVORS[kind]
-    spec = get_train_spec(name)
+    spec = compat.upstream("models").get_spec(name)
     args = spec.model_args[flavor]
     with torch.device("meta"):
         model = spec.model_cls(args)
@@ -89,3 +88,29 @@ def test_an_expert_bias_that_can_not_be_exported_is_turned_off() -> None:
     assert flavors.disable_unexported_buffers(bare)
     assert bare.moe_args.load_balance_coeff is None
     assert not flavors.disable_unexported_buffers(bare)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama3", "qwen3_moe"])
+def test_the_work_of_a_sequence_is_what_the_dimensions_say(kind) -> None:
+    compat.prepare()
+    from titan_grpo.titan.trainer import token_cost
+
+    name, flavor = flavors.FLAVORS[kind]
+    spec = compat.upstream("models").get_spec(name)
+    args = spec.model_args[flavor]
+    with torch.device("meta"):
+        cost = token_cost(args, spec.model_cls(args))
+    s = tiny.SHAPE
+    attention = s.hidden * s.head_dim * (2 * s.heads + 2 * s.kv_heads)
+    mlp = (
+        3 * s.hidden * s.ffn
+        if kind != "qwen3_moe"
+        else s.hidden * (s.experts + 3 * s.experts_per_token * s.expert_ffn)
+    )
+    matrices = s.layers * (attention + mlp) + s.vocab * s.hidden
+    # Two operations per weight forward and four backward; norms are the small rest. qwen3 ties its
+    # output to the embedding.
+    tied = 6 * s.vocab * s.hidden if kind == "qwen3" else 0
+    assert 6 * matrices - tied <= cost.linear <= 6 * matrices * 1.01
+    # Scores and values, forward and backward, 2 operations each, and half of the square is masked.
+    assert cost.quadratic == s.layers * s.heads * s.head_dim * 2 * 6 / 2

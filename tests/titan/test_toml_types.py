@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from titan_grpo.config import WeightSync
-from titan_grpo.titan.jobconfig import fits, mismatches
+from titan_grpo.titan.jobfile import fits, mismatches
 
 
 @dataclass

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from titan_grpo.titan import compat
 compat.prepare()
 from torchtitan.components.metrics import LoggerContainer, WandBLogger
-from titan_grpo.titan.loggers import log_table, make_dispensable
+from titan_grpo.titan.step_records import log_table, make_dispensable
 
 processor = SimpleNamespace(logger=LoggerContainer())
 processor.logger.add_logger(WandBLogger(sys.argv[1], SimpleNamespace(to_dict=dict)))
@@ -41,7 +41,7 @@ def test_every_metric_of_a_step_is_in_the_file_of_an_offline_run(tmp_path) -> No
         env=os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

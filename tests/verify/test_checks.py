@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from titan_grpo.verify import outcome
-from titan_grpo.verify.evidence import START, Committed, Made, Probe, Reference, Run
+from titan_grpo.verify.outcome import START, Committed, Made, Probe, Reference, Run
 
 TOLERANCE = 0.05
 RUN_ID = "02-new"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.rigs.server_handle import ServerProcess, served
-from titan_grpo.verify.evidence import read_commits
-from titan_grpo.verify.tamper import commit_foreign
+from tests.rigs.tampered_verify import commit_foreign
+from titan_grpo.verify.outcome import read_commits
 
 pytestmark = pytest.mark.e2e
 

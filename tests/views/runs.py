@@ -8,9 +8,9 @@ import msgspec
 
 from titan_grpo.observe import names, report
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.observe.shown import Shown, ShownStep
+from titan_grpo.observe.schema import Shown, ShownStep
 from titan_grpo.rollout.messages import IN_FLIGHT
-from titan_grpo.titan.step_metrics import rollout_values, server_values
+from titan_grpo.titan.step_records import rollout_values, server_values
 
 STEP_S = 1.0
 """A step of a made run; a transfer takes a third of it."""

@@ -6,7 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_grpo.views.bands import band, covered, edges, integral, rounded, steps_at
+from titan_grpo.views.page import rounded
+from titan_grpo.views.run import band, edges
+from titan_grpo.views.timeline import covered, integral, steps_at
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 50))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.views.runs import Made, make_run
 from titan_grpo.views import page
-from titan_grpo.views.completions import decoder
+from titan_grpo.views.page import decoder
 from titan_grpo.views.run import read_run
 
 numbers = decoder([])
@@ -43,7 +43,7 @@ def opened(browser: str, html: Path) -> tuple[str, list[str]]:
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     command += ["--virtual-time-budget=5000", "--window-size=1300,1000"]
     command += [f"--user-data-dir={html.parent / 'browser'}", "--dump-dom", html.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 

@@ -3,8 +3,8 @@
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from titan_grpo.observe.shown import Shown, ShownStep, choose
-from titan_grpo.views.completions import decoder, pieces, table
+from titan_grpo.observe.schema import Shown, ShownStep, choose
+from titan_grpo.views.page import completions, decoder, pieces
 
 
 def completion(reward: float = 0.0, gap: float = 0.0, tokens: int = 2) -> Shown:
@@ -55,13 +55,13 @@ def test_without_a_tokenizer_ids_are_shown(tmp_path) -> None:
     assert pieces([5, 6], decoder([tmp_path])) == ["⟨5⟩", "⟨6⟩"]
 
 
-def step(number: int, *completions: Shown) -> ShownStep:
-    return ShownStep(number, number + 4, "", list(completions))
+def step(number: int, *shown: Shown) -> ShownStep:
+    return ShownStep(number, number + 4, "", list(shown))
 
 
 def test_a_row_has_the_figures_of_its_completion() -> None:
     shown = Shown("http://a:1", 0.123456, 3, 4, [1, 2], [5, 6], [-1.0, -2.0], [-1.25, None])
-    (row,) = table([step(1, shown)], decoder([]))
+    (row,) = completions([step(1, shown)], decoder([]))
     assert row["tokens"] == [["⟨5⟩", 250], ["⟨6⟩", None]]
     assert (row["reward"], row["stale"], row["server"], row["gap"]) == (0.1235, 2, "a:1", 0.25)
     assert row["prompt"] == "⟨1⟩⟨2⟩"
@@ -69,7 +69,7 @@ def test_a_row_has_the_figures_of_its_completion() -> None:
 
 def test_of_a_long_run_steps_that_lie_evenly_over_it_are_shown() -> None:
     steps = [step(k, completion(tokens=10)) for k in range(1, 101)]
-    rows = table(steps, decoder([]), limit=250)
+    rows = completions(steps, decoder([]), limit=250)
     assert [row["step"] for row in rows] == [1, 5, 9, *range(13, 101, 4)]
-    assert len(table(steps[:1], decoder([]), limit=3)) == 1
-    assert table([], decoder([])) == []
+    assert len(completions(steps[:1], decoder([]), limit=3)) == 1
+    assert completions([], decoder([])) == []

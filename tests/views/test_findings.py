@@ -11,9 +11,7 @@ from titan_grpo.views.timeline import ServerFigures
 def server(port: int = 1, **figures) -> ServerFigures:
     usual = {
         "commits": 10,
-        "last_version": 9,
         "connects": 1,
-        "connect_s": 1.0,
         "send_median_s": 0.4,
         "send_s": 4.0,
         "drain_s": 0.0,
@@ -22,7 +20,6 @@ def server(port: int = 1, **figures) -> ServerFigures:
         "served_s": 100.0,
         "lag": 0.5,
         "faults": 0,
-        "left": False,
     }
     return ServerFigures(f"http://host:{port}", **(usual | figures))
 
@@ -33,7 +30,6 @@ def facts(**given) -> Facts:
         "step_s": 100.0,
         "waited_s": 5.0,
         "blocked_s": 0.1,
-        "trained_s": 94.9,
         "median_step_s": 10.0,
         "longest": Step(4, 12.0, 1.0, 0.01),
         "servers": (server(1), server(2)),
@@ -127,6 +123,12 @@ def test_a_rule_is_silent_about_a_run_without_a_step(name) -> None:
 def test_a_slow_server_is_named_once() -> None:
     found = findings(facts(servers=(server(1), server(2, send_median_s=1.2, lag=3.0))))
     assert sum("host:2" in f.text for f in found) == 1
+
+
+@pytest.mark.parametrize(("lag", "level"), [(0.2, "note"), (2.0, "bad")])
+def test_slow_transfers_are_bad_only_where_the_server_falls_behind(lag, level) -> None:
+    run = facts(servers=(server(1), server(2, send_median_s=1.2, lag=lag)))
+    assert [f.level for f in rules.slow_transfers(run)] == [level]
 
 
 @pytest.mark.parametrize(("last", "level"), [(0.5, "good"), (0.31, "note"), (0.1, "bad")])

@@ -18,7 +18,7 @@ from rich.console import Console
 from tests.views.runs import Made, make_run, url_of
 from titan_grpo.observe import names, report
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.titan.dump_folder import held as dump_folder_held
+from titan_grpo.titan.startup import held as dump_folder_held
 from titan_grpo.views import live
 from titan_grpo.views.live import Follower, State, Tail, screen, spark, step_line, trainer_lives
 

@@ -11,7 +11,7 @@ from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.observe.report import write_report
 from titan_grpo.views import page
-from titan_grpo.views.completions import decoder
+from titan_grpo.views.page import decoder
 from titan_grpo.views.run import read_run
 
 numbers = decoder([])

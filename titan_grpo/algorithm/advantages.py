@@ -3,24 +3,23 @@
 With rewards r_1 .. r_G of one group, first shaped (overlong penalty, length penalty, then scaled by
 length):
 
-* baseline "mean": c_i = r_i - mean(r)   (GRPO, arXiv 2402.03300, section 4.1.2);
-* baseline "leave_one_out": c_i = r_i - mean of the others = G / (G - 1) * (r_i - mean(r))   (RLOO,
-  arXiv 2402.14740, eq. 5);
-* normalization "none": A_i = c_i   (Dr.GRPO, arXiv 2503.20783);
-* normalization "group": A_i = c_i / (std(r) + eps), the group's population deviation   (GRPO);
-* normalization "batch": A_i = c_i / (sqrt(mean of c^2 over every completion of the step) + eps),
-  one scale for all prompts (REINFORCE++ with a group baseline, arXiv 2501.03262; compared in
-  2508.08221).
+* advantage_baseline "mean": c_i = r_i - mean(r)   (GRPO, arXiv 2402.03300, section 4.1.2);
+* advantage_baseline "leave_one_out": c_i = r_i - mean of the others = G / (G - 1) * (r_i - mean(r))
+  (RLOO, arXiv 2402.14740, eq. 5);
+* without normalize_advantage_std: A_i = c_i   (Dr.GRPO, arXiv 2503.20783);
+* advantage_normalization "group": A_i = c_i / (std(r) + eps), the group's population deviation
+  (GRPO);
+* advantage_normalization "batch": A_i = c_i / (sqrt(mean of c^2 over every completion of the step)
+  + eps), one scale for all prompts (REINFORCE++ with a group baseline, arXiv 2501.03262;
+  compared in 2508.08221).
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.config import GRPO
+from titan_grpo.errors import DataError
 from titan_grpo.samples import Completion
 
 STD_EPSILON = 1e-6
@@ -68,72 +67,25 @@ def by_episode(completions: Sequence[Completion]) -> tuple[list[Scored], list[in
     return scored, places
 
 
-@dataclass(frozen=True, slots=True)
-class Overlong:
-    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13). Raises ConfigError where the cache
-    does not fit."""
+def overlong_penalty(tokens: int, grpo: GRPO, longest: int) -> float:
+    """What is added to the reward of a completion of ``tokens`` tokens: soft overlong punishment
+    (DAPO, arXiv 2503.14476, eq. 13).
 
-    max_tokens: int
-    """L_max: the longest completion that is sampled."""
-
-    cache_tokens: int
-    """L_cache: how many tokens before that the penalty begins."""
-
-    factor: float = 1.0
-    """The penalty at L_max."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.cache_tokens <= self.max_tokens:
-            raise ConfigError(
-                "grpo.overlong_cache_tokens must be in 1 .. rollout.max_completion_tokens"
-                f" ({self.max_tokens}), got {self.cache_tokens}: the penalty would have no room to"
-                " grow"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class LengthPenalty:
-    """A reward for being short in one's group (Kimi k1.5, arXiv 2501.12599, section 2.3.3)."""
-
-    weight: float
-
-    correct_reward: float
-    """A completion with at least this reward is correct."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdvantageOptions:
-    """How rewards become advantages; see the module's docstring."""
-
-    baseline: Literal["mean", "leave_one_out"] = "mean"
-    normalization: Literal["group", "batch", "none"] = "group"
-
-    scale_by_len: bool = False
-    """Multiply each reward by its completion's tokens before anything is compared."""
-
-    overlong: Overlong | None = None
-    """Penalty on long completions, before ``scale_by_len``."""
-
-    length_penalty: LengthPenalty | None = None
-    """Likewise."""
-
-
-def overlong_penalty(tokens: int, options: Overlong) -> float:
-    """What is added to the reward of a completion of ``tokens`` tokens.
-
-    0 up to L_max - L_cache tokens, then (L_max - L_cache - tokens) / L_cache, and -1 at L_max and
-    beyond; times the factor.
+    With L_max = ``longest`` and L_cache = ``grpo.overlong_cache_tokens``, or that share of L_max: 0
+    up to L_max - L_cache tokens, then (L_max - L_cache - tokens) / L_cache, and -1 at L_max and
+    beyond; times ``grpo.overlong_penalty``.
 
     Example: L_max 100, L_cache 20: 80 tokens 0, 90 tokens -0.5, 100 tokens -1.
     """
-    over = tokens - (options.max_tokens - options.cache_tokens)
-    return -options.factor * min(max(over / options.cache_tokens, 0.0), 1.0)
+    cache = grpo.overlong_cache_tokens or math.ceil(grpo.overlong_cache_share * longest)
+    over = tokens - (longest - cache)
+    return -grpo.overlong_penalty * min(max(over / cache, 0.0), 1.0) if cache else 0.0
 
 
-def length_rewards(group: Sequence[Scored], options: LengthPenalty) -> list[float]:
-    """What is added to the rewards of a group: weight * s, with s = 0.5 - (length - shortest) /
-    (longest - shortest) for a correct completion and min(s, 0) for another; 0 where all are of one
-    length.
+def length_rewards(group: Sequence[Scored], grpo: GRPO) -> list[float]:
+    """What is added to the rewards of a group for being short in it (Kimi k1.5, arXiv 2501.12599,
+    section 2.3.3): weight * s, with s = 0.5 - (length - shortest) / (longest - shortest) for a
+    correct completion and min(s, 0) for another; 0 where all are of one length.
 
     Example: weight 1, lengths 10, 20, 30, the last two correct -> 0 (wrong, so not 0.5), 0, -0.5.
     """
@@ -143,15 +95,16 @@ def length_rewards(group: Sequence[Scored], options: LengthPenalty) -> list[floa
         return [0.0] * len(group)
     shares = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
     return [
-        options.weight * (share if scored.reward >= options.correct_reward else min(share, 0.0))
+        grpo.length_penalty * (share if scored.reward >= grpo.correct_reward else min(share, 0.0))
         for scored, share in zip(group, shares, strict=True)
     ]
 
 
 def step_advantages(
-    groups: Sequence[Sequence[Scored]], options: AdvantageOptions
+    groups: Sequence[Sequence[Scored]], grpo: GRPO, longest: int
 ) -> list[tuple[float, ...]]:
-    """Advantages of every group of a step, in the order given.
+    """Advantages of every group of a step, in the order given. ``longest``: the longest completion
+    that is sampled (rollout.max_completion_tokens).
 
     Equal (shaped) rewards, and a group of one, give exact zeros: such a group teaches nothing.
 
@@ -161,11 +114,11 @@ def step_advantages(
 
     Raises DataError for a reward that is not finite: it would poison the whole group.
     """
-    shaped = [_shaped(group, options) for group in groups]
-    centred = [_centred(rewards, options.baseline) for rewards in shaped]
-    if options.normalization == "none":
+    shaped = [_shaped(group, grpo, longest) for group in groups]
+    centred = [_centred(rewards, grpo.advantage_baseline) for rewards in shaped]
+    if not grpo.normalize_advantage_std:
         return centred
-    if options.normalization == "batch":
+    if grpo.advantage_normalization == "batch":
         scales = [_root_mean_square([c for group in centred for c in group])] * len(centred)
     else:
         # The deviation of the rewards, whatever the baseline: leave-one-out moves all of a group
@@ -177,34 +130,24 @@ def step_advantages(
     ]
 
 
-def has_spread(group: Sequence[Scored], options: AdvantageOptions) -> bool:
+def has_spread(group: Sequence[Scored], grpo: GRPO, longest: int) -> bool:
     """Whether a group teaches anything: its shaped rewards are not all the same (DAPO's dynamic
     sampling keeps those)."""
-    return any(_centred(_shaped(group, options), options.baseline))
+    return any(_centred(_shaped(group, grpo, longest), grpo.advantage_baseline))
 
 
-def scaled_advantages(
-    advantages: torch.Tensor, pos_scaler: float, neg_scaler: float
-) -> torch.Tensor:
-    """A * pos_scaler where A > 0, else A * neg_scaler; any shape."""
-    return torch.where(advantages > 0, advantages * pos_scaler, advantages * neg_scaler)
-
-
-def _shaped(group: Sequence[Scored], options: AdvantageOptions) -> list[float]:
+def _shaped(group: Sequence[Scored], grpo: GRPO, longest: int) -> list[float]:
     for scored in group:
         if not math.isfinite(scored.reward):
             raise DataError(
                 f"a reward must be a finite number, got {scored.reward!r}: the group's advantages"
                 " would all be NaN"
             )
-    rewards = [scored.reward for scored in group]
-    if options.overlong is not None:
-        penalties = [overlong_penalty(scored.length, options.overlong) for scored in group]
-        rewards = [reward + penalty for reward, penalty in zip(rewards, penalties, strict=True)]
-    if options.length_penalty is not None:
-        added = length_rewards(group, options.length_penalty)
+    rewards = [s.reward + overlong_penalty(s.length, grpo, longest) for s in group]
+    if grpo.length_penalty:
+        added = length_rewards(group, grpo)
         rewards = [reward + more for reward, more in zip(rewards, added, strict=True)]
-    if options.scale_by_len:
+    if grpo.scale_adv_by_len:
         rewards = [reward * scored.tokens for reward, scored in zip(rewards, group, strict=True)]
     return rewards
 

@@ -4,11 +4,10 @@ that is decided on rank 0."""
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
-from typing import Literal
 
-from titan_grpo.algorithm.advantages import AdvantageOptions, by_episode, step_advantages
+from titan_grpo.algorithm.advantages import by_episode, step_advantages
 from titan_grpo.algorithm.balance import (
     TokenCost,
     cut_alike,
@@ -19,100 +18,39 @@ from titan_grpo.algorithm.balance import (
     partition,
 )
 from titan_grpo.algorithm.rows import Layout, MicroBatch, Row, Rows, build, compact
+from titan_grpo.config import GRPO
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.samples import Completion, Group, Prompt, defect, whole_routes
 
 
 @dataclass(frozen=True, slots=True)
-class BatchOptions:
-    """How rows are limited, padded and weighted. Raises ConfigError where they contradict each
-    other."""
+class BatchOptions(Layout):
+    """How a step's completions become rows. Raises ConfigError where the longest has no room."""
 
-    token_budget: int
-    """Rows times padded length of one micro-batch on one rank."""
+    grpo: GRPO = field(default_factory=GRPO)
 
-    max_len: int
-    """Most tokens of prompt plus completion, and the greatest padded length (the model's sequence
-    length)."""
-
-    pad_id: int = 0
-    """Input token at padded positions; any valid one, attention is causal and padding is on the
-    right."""
-
-    normalization: Literal["token", "sequence", "constant"] = "token"
-    """Which weights the loss gets; see ``_weighted``."""
-
-    advantage: AdvantageOptions = field(default_factory=AdvantageOptions)
-
-    mask_truncated: bool = False
-    """Leave out completions whose ``finish_reason`` is "length"."""
-
-    num_minibatches: int = 1
-    """Optimizer steps that the groups are dealt to; each is normalised over its own rows."""
-
-    constant: int = 0
-    """Tokens that every sequence is divided by when normalization = "constant"
-    (rollout.max_completion_tokens)."""
-
-    pad_multiple: int = 8
-    """Padded lengths are multiples of this (fewer shapes, and divisible by the tensor-parallel
-    degree)."""
+    longest: int = 0
+    """The longest completion that is sampled (rollout.max_completion_tokens)."""
 
     cost: TokenCost = field(default_factory=TokenCost)
     """Work of a sequence, which ranks get equal shares of."""
-
-    balance: bool = True
-    """Partition the work by ``partition``; false deals groups in the order in which they came."""
-
-    equal_counts: bool = False
-    """Balanced shares have the same number of groups, give or take one."""
-
-    split_groups: bool = False
-    """Balance single sequences; false keeps all of a group on one rank."""
-
-    pack: bool = False
-    """Several sequences in one row; false gives each a row of its own, padded."""
-
-    routes: int = 0
-    """Experts of a token over all layers, with grpo.router_replay: a completion without its routes
-    is a defective one. 0: routes are left out."""
 
     stages: int = 1
     """Pipeline-parallel ranks. With several, the micro-batches of an optimizer step have one shape,
     and their number is a multiple of this, so that every stage has work."""
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "max_len", "pad_multiple", "num_minibatches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be greater than 0, got {getattr(self, name)}")
         if self.max_len > self.token_budget:
             raise ConfigError(
                 f"grpo.token_budget must hold one row of the greatest length, {self.max_len}"
                 f" tokens, got {self.token_budget}: such a row would fit no micro-batch; raise the"
                 " budget or lower training.seq_len"
             )
-        if self.normalization not in ("token", "sequence", "constant"):
-            raise ConfigError(
-                "grpo.loss_normalization must be token, sequence or constant, got"
-                f" {self.normalization!r}"
-            )
-        if self.normalization == "constant" and self.constant < 1:
-            raise ConfigError(
-                'the divisor of loss_normalization = "constant" must be greater than 0, got'
-                f" {self.constant}"
-            )
 
     @property
     def layout(self) -> Layout:
         """What a rank needs of them to build its tensors."""
-        return Layout(
-            self.token_budget,
-            self.max_len,
-            self.pad_id,
-            self.pad_multiple,
-            self.pack,
-            self.routes,
-        )
+        return Layout(*(getattr(self, each.name) for each in fields(Layout)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +95,8 @@ def plan(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batc
 
     A group with a defective completion is left out whole, as in the rollouts: advantages compare
     its members, and a group without its failures of one kind would be biased. A completion with
-    more than ``max_len`` tokens, and with ``mask_truncated`` one that hit the length limit, is left
-    out but its reward counts for its group. All are counted in ``Batch.dropped``. If every
+    more than ``max_len`` tokens, and with ``grpo.mask_truncated`` one that hit the length limit, is
+    left out but its reward counts for its group. All are counted in ``Batch.dropped``. If every
     completion hit the limit, they are kept with weight 0: a step without a gradient.
     Ranks that run out of rows get micro-batches without any, because every rank must run every
     collective.
@@ -173,17 +111,21 @@ def plan(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batc
     steps: list[int] = []
     ranks: list[list[list[Row]]] = [[] for _ in range(num_ranks)]
     work, dealt_work = [0.0] * num_ranks, [0.0] * num_ranks
-    for minibatch in range(options.num_minibatches):
-        part = [row for row in rows if row.group % options.num_minibatches == minibatch]
+    for minibatch in range(options.grpo.num_microbatches):
+        part = [row for row in rows if row.group % options.grpo.num_microbatches == minibatch]
         if not part:
             continue
         items = [[row] for row in _weighted(part, options)]
-        if not options.split_groups:
+        if not options.grpo.balance_split_groups:
             of_groups = groupby((row for [row] in items), lambda row: row.group)
             items = [list(group) for _, group in of_groups]
         costs = [sum(options.cost.of(row.length) for row in item) for item in items]
         dealt = deal(len(items), num_ranks)
-        shares = partition(costs, num_ranks, options.equal_counts) if options.balance else dealt
+        shares = (
+            partition(costs, num_ranks, options.grpo.balance_equal_counts)
+            if options.grpo.balance_batch
+            else dealt
+        )
         cuts = _cuts([[row for item in share for row in items[item]] for share in shares], options)
         steps.append(len(cuts[0]))
         for rank in range(num_ranks):
@@ -228,7 +170,7 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], di
         dropped.update((why or "group_of_defective" for why in reasons) if spoilt else ())
         sound.append(() if spoilt else group.completions)
     scored, places = zip(*map(by_episode, sound), strict=True) if sound else ((), ())
-    for number, of_episodes in enumerate(step_advantages(scored, options.advantage)):
+    for number, of_episodes in enumerate(step_advantages(scored, options.grpo, options.longest)):
         prompt = groups[number].prompt
         advantages = [of_episodes[place] for place in places[number]]
         for completion, advantage in zip(sound[number], advantages, strict=True):
@@ -237,7 +179,7 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], di
                 continue
             advantage = 0.0 if completion.zero_advantage else advantage
             rows.append(Row(number, prompt, completion, advantage))
-    if options.mask_truncated:
+    if options.grpo.mask_truncated:
         whole = [row for row in rows if row.completion.finish_reason != "length"]
         dropped["truncated"] += len(rows) - len(whole)
         rows = whole or rows
@@ -254,19 +196,19 @@ def _weighted(rows: Sequence[Row], options: BatchOptions) -> list[Row]:
     """The rows of one optimizer step, each with the weight of its completion tokens.
 
     token: 1 / tokens of the step (DAPO). sequence: 1 / (sequences * the row's tokens) (GRPO).
-    constant: 1 / (sequences * constant) (Dr.GRPO). Example, rows of 1 and 3 tokens: token 1/4 each;
-    sequence 1/2 and 1/6; constant 10: 1/20 each.
+    constant: 1 / (sequences * longest) (Dr.GRPO). Example, rows of 1 and 3 tokens: token 1/4 each;
+    sequence 1/2 and 1/6; constant with longest = 10: 1/20 each.
     """
-    if options.mask_truncated and rows[0].completion.finish_reason == "length":
+    if options.grpo.mask_truncated and rows[0].completion.finish_reason == "length":
         # Only there where every row of the step is such a one.
         return list(rows)
-    match options.normalization:
+    match options.grpo.loss_normalization:
         case "token":
             divisors = [sum(row.completion.num_sampled for row in rows)] * len(rows)
         case "sequence":
             divisors = [len(rows) * row.completion.num_sampled for row in rows]
         case "constant":
-            divisors = [len(rows) * options.constant] * len(rows)
+            divisors = [len(rows) * options.longest] * len(rows)
     return [replace(row, weight=1 / div) for row, div in zip(rows, divisors, strict=True)]
 
 

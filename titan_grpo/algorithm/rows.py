@@ -48,14 +48,29 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How rows lie in the tensors of a micro-batch; the fields are those of ``BatchOptions``."""
+    """How rows lie in the tensors of a micro-batch."""
 
     token_budget: int
+    """Rows times padded length of one micro-batch on one rank."""
+
     max_len: int
-    pad_id: int
-    pad_multiple: int
-    pack: bool
+    """Most tokens of prompt plus completion, and the greatest padded length (the model's sequence
+    length)."""
+
+    pad_id: int = 0
+    """Input token at padded positions; any valid one, attention is causal and padding is on the
+    right."""
+
+    pad_multiple: int = 8
+    """Padded lengths are multiples of this (fewer shapes, and divisible by the tensor-parallel
+    degree)."""
+
+    pack: bool = False
+    """Several sequences in one row; false gives each a row of its own, padded."""
+
     routes: int = 0
+    """Experts of a token over all layers, with grpo.router_replay: a completion without its routes
+    is a defective one. 0: routes are left out."""
 
     def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
         """Rows and padded length of a micro-batch with sequences of these input lengths."""

@@ -45,10 +45,8 @@ class Key:
 
 
 def keys(section: type) -> Iterator[Key]:
-    """The keys of one section in the order of the source, with the docstring that follows each."""
-    for base in section.__bases__:
-        if is_dataclass(base):
-            yield from keys(base)
+    """The keys of one section in the order of the source, its own before those that it shares with
+    others, with the docstring that follows each."""
     body = ast.parse(inspect.getsource(section)).body[0]
     assert isinstance(body, ast.ClassDef)
     instance = section()
@@ -58,6 +56,9 @@ def keys(section: type) -> Iterator[Key]:
         name, kind = ast.unparse(field.target), ast.unparse(field.annotation)
         meaning = " ".join(str(ast.literal_eval(doc.value)).split())
         yield Key(name, kind.removeprefix("Literal"), repr(getattr(instance, name)), meaning)
+    for base in section.__bases__:
+        if is_dataclass(base):
+            yield from keys(base)
 
 
 def page() -> str:

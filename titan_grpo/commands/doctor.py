@@ -4,51 +4,39 @@ import argparse
 import resource
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from titan_grpo.commands import doctor_checks as checks
-from titan_grpo.commands import doctor_facts as facts
-from titan_grpo.commands import doctor_options, doctor_tokenizer
-from titan_grpo.commands.doctor_checks import Finding
-from titan_grpo.commands.doctor_options import Options
-from titan_grpo.config import LAUNCH, WeightSync
-from titan_grpo.config.lora import sends_adapters
+from titan_grpo.commands import doctor_host as host
+from titan_grpo.commands import doctor_servers as servers
+from titan_grpo.commands.doctor_host import Finding
+from titan_grpo.commands.doctor_servers import Needs
+from titan_grpo.config import LAUNCH, Evaluation, Rollout, WeightSync, sends_adapters
 from titan_grpo.errors import ConfigError
-from titan_grpo.layout.image import available_memory
-from titan_grpo.protocol.model_config import essential
-from titan_grpo.rollout.messages import FORMAT
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.layout.memory import available_memory
+from titan_grpo.plan.setup import WIRE_BYTES
+from titan_grpo.receive.checkpoint import essential
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.runkey import find_run_key
-
-WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass
 class Wanted:
     """What the run would use, from the job's configuration and the command line."""
 
-    servers: list[str] = field(default_factory=list)
-    api_key_env: str = ""
-    admin_key_env: str = ""
-    pythons: dict[str, str] = field(default_factory=dict)
+    servers: list[str]
+    pythons: dict[str, str]
     """Engine -> interpreter that launched servers of it use."""
+    rollout: Rollout
+    sync: WeightSync = field(default_factory=WeightSync)
     model: str = ""
     model_fields: Mapping[str, Any] = field(default_factory=dict)
-    """protocol.model_config.essential of it."""
-    sync: WeightSync = field(default_factory=WeightSync)
-    launch_gpus: list[int] = field(default_factory=list)
-    requests: int = 0
-    """In flight on one server at most."""
-    controller: str = ""
-    """URL of the rollout service, if there is to be one."""
-    controller_key_env: str = ""
-    options: Options = field(default_factory=Options)
-    """What a server must be started with."""
-    task: RolloutSpec | None = None
-    """What a rollout process of this host would make prompts and rewards of."""
+    """receive.checkpoint.essential of it."""
+    needs: Needs | None = None
+    """Of the servers; None without a valid job."""
+    evaluations: Sequence[Evaluation] = ()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,79 +63,68 @@ def wanted(
 ) -> tuple[Wanted, Finding | None]:
     """What to look at, and a finding about the configuration itself."""
     named = {"vllm": args.engine_python, "sglang": args.sglang_python}
+    keys = {"api_key_env": args.api_key_env, "admin_key_env": args.admin_key_env}
     out = Wanted(
-        servers=list(args.server),
-        api_key_env=args.api_key_env,
-        admin_key_env=args.admin_key_env,
-        pythons={engine: python for engine, python in named.items() if python},
+        list(args.server),
+        {engine: python for engine, python in named.items() if python},
+        Rollout(**keys, max_concurrent_requests=0),
     )
     if not rest:
         return out, None
     from titan_grpo.titan import jobconfig
     from titan_grpo.titan.hf_files import read_config
-    from titan_grpo.titan.server_urls import known_servers
+    from titan_grpo.titan.servers import known_servers
 
     try:
         config = jobconfig.parse(rest)
         out.model_fields = essential(read_config(config.model.hf_assets_path))
-        rollout, sync = config.rollout, config.weight_sync
+        rollout = config.rollout
         launched = rollout.servers == [LAUNCH]
         if not launched or rollout.servers_file or rollout.servers_slurm:
             known = known_servers(rollout, env).urls
             out.servers += [url for url in known if url not in out.servers]
     except ConfigError as error:
         remedy = "correct the TOML file or the command line"
-        return out, checks.problem("configuration", str(error), remedy)
+        return out, host.problem("configuration", str(error), remedy)
     if launched:
         pythons = {"vllm": rollout.launch_python, "sglang": rollout.launch_sglang_python}
         out.pythons = {engine: pythons[engine] for engine in rollout.launch_engines} | out.pythons
-    out.api_key_env = out.api_key_env or rollout.api_key_env
-    out.admin_key_env = out.admin_key_env or rollout.admin_key_env
-    out.model, out.sync = config.model.hf_assets_path, sync
+    out.rollout = replace(rollout, **{name: value for name, value in keys.items() if value})
+    out.model, out.sync = config.model.hf_assets_path, config.weight_sync
     adapters = config.lora.rank if sends_adapters(config.lora) else 0
-    out.options = Options(adapters, config.grpo.router_replay)
-    out.requests, out.launch_gpus = rollout.max_concurrent_requests, rollout.launch_gpus
-    out.controller = "" if rollout.controller == "local" else rollout.controller
-    out.controller_key_env = rollout.controller_key_env
-    if rollout.source == "task" and not rollout.replay_path and not out.controller:
-        out.task = RolloutSpec.from_config(rollout, out.model)
-    return out, checks.ok("configuration", "valid")
+    out.evaluations = config.evaluation
+    options = servers.Options(adapters, config.grpo.router_replay)
+    out.needs = Needs(options, servers.tokens_here(out.model))
+    return out, host.ok("configuration", "valid")
 
 
 def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
     """Look at this environment and this host."""
-    yield checks.python(sys.version_info[:3])
-    for name, allowed in checks.RANGES.items():
-        yield checks.package(name, facts.installed(name), allowed)
-    yield checks.torchrun(env)
-    elements = facts.model_elements(Path(want.model)) if want.model else None
+    yield host.python(sys.version_info[:3])
+    for name, allowed in host.RANGES.items():
+        yield host.package(name, host.installed(name), allowed)
+    yield host.torchrun(env)
+    elements = host.model_elements(Path(want.model)) if want.model else None
     size = None if elements is None else elements * WIRE_BYTES[want.sync.wire_dtype]
-    yield checks.memory(available_memory(), size, want.sync.slots)
-    gpus = facts.gpus()
-    yield from checks.gpus(gpus, want.launch_gpus, size)
-    yield checks.shared_memory(facts.shm_size(), len(gpus))
-    if (deadlines := checks.first_version(size, want.sync)) is not None:
+    yield host.memory(available_memory(), size, want.sync.slots)
+    gpus = host.found_gpus()
+    yield from host.gpus(gpus, want.rollout.launch_gpus, size)
+    yield host.shared_memory(host.shm_size(), len(gpus))
+    if (deadlines := host.first_version(size, want.sync)) is not None:
         yield deadlines
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield checks.descriptors(open_files, len(want.servers), want.requests)
+    requests = want.rollout.max_concurrent_requests
+    yield host.descriptors(open_files, len(want.servers), requests)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    yield checks.locked_memory(locked, facts.infiniband())
-    towards = {facts.address_towards_server(url) for url in want.servers} or {"127.0.0.1"}
-    for host in [want.sync.bind_host] if want.sync.bind_host else sorted(towards):
-        yield checks.bind(host, facts.listen_error(host))
+    yield host.locked_memory(locked, host.infiniband())
+    towards = {servers.address_towards_server(url) for url in want.servers} or {"127.0.0.1"}
+    for address in [want.sync.bind_host] if want.sync.bind_host else sorted(towards):
+        yield host.bind(address)
     for engine, python in want.pythons.items():
-        answer, error = facts.engine_answer(python)
-        yield from checks.engine(python, answer, error, engine)
-        if answer is not None and want.sync.transport == "nccl":
-            yield checks.nccl(facts.nccl(), answer["nccl"], python)
-
-
-def _key(env: Mapping[str, str], setting: str, name: str) -> str:
-    if name and not env.get(name):
-        raise ConfigError(
-            f"rollout.{setting} names {name}, which is not set: servers would refuse us; export it"
-        )
-    return env[name] if name else ""
+        answer = host.engine_answer(python)
+        yield from host.engine(python, answer, engine)
+        if isinstance(answer, dict) and want.sync.transport == "nccl":
+            yield host.nccl(host.nccl_version(), answer["nccl"], python)
 
 
 def findings(
@@ -155,33 +132,43 @@ def findings(
 ) -> Iterator[Finding]:
     """Look at everything, one finding after the other. Raises ConfigError for a missing key."""
     want, configuration = wanted(args, rest, env)
-    access = facts.Access(
+    rollout = want.rollout
+
+    def key(setting: str) -> str:
+        name = getattr(rollout, setting)
+        if name and not env.get(name):
+            raise ConfigError(
+                f"rollout.{setting} names {name}, which is not set: servers would refuse us;"
+                " export it"
+            )
+        return env[name] if name else ""
+
+    access = servers.Access(
         args.timeout,
         want.sync.bind_host,
-        _key(env, "api_key_env", want.api_key_env),
-        _key(env, "admin_key_env", want.admin_key_env),
+        key("api_key_env"),
+        key("admin_key_env"),
         find_run_key(env, want.sync.run_key_file),
         want.model_fields,
+        want.needs,
     )
     if configuration:
         yield configuration
     yield from machine(want, env)
-    if want.task:
+    elsewhere = rollout.controller != "local"
+    if want.needs:
         # Imported here: it needs packages whose absence the doctor has to be able to report.
         from titan_grpo.commands import doctor_task
 
-        yield from doctor_task.findings(want.task)
-    if want.controller:
-        key = _key(env, "controller_key_env", want.controller_key_env)
-        answer, error = facts.controller_answer(want.controller, key, args.timeout)
-        yield checks.controller(want.controller, answer, error, FORMAT)
+        spec = RolloutSpec.from_config(rollout, want.model)
+        if rollout.source == "task" and not rollout.replay_path and not elsewhere:
+            yield from doctor_task.findings(spec)
+        for table in want.evaluations:
+            yield from doctor_task.of_evaluation(table, spec)
+    if elsewhere:
+        yield servers.controller(rollout.controller, key("controller_key_env"), args.timeout)
     for url in want.servers:
-        found = facts.server_facts(url, access)
-        yield from checks.server(found)
-        if configuration and configuration.status == "ok":
-            yield from doctor_options.findings(url, found.engine, want.options, access)
-        if want.model and (of := doctor_tokenizer.finding(url, want.model, access)):
-            yield of
+        yield from servers.server(servers.server_facts(url, access), want.needs)
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:

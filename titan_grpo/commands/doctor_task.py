@@ -1,22 +1,23 @@
 """The doctor's look at what a run asks and how it rewards: the task's code, its dataset and the
 model's chat template, each with its own finding."""
 
-import os
-import sys
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 
-from titan_grpo.commands.doctor_checks import Finding, ok, problem
+from titan_grpo.commands.doctor_host import Finding, ok, problem
+from titan_grpo.config import Evaluation
+from titan_grpo.config.task import in_table
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
+from titan_grpo.rollout.evaluation import Job
+from titan_grpo.rollout.messages import RolloutSpec
+from titan_grpo.rollout.task_runner import AnyTask, TaskFailed, TaskOptions, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows, load_parser
-from titan_grpo.rollout.tasks.base import AnyTask, TaskOptions, load_task
 from titan_grpo.rollout.tasks.functions import (
-    FunctionOptions,
     FunctionTask,
     Reward,
     codec_of,
     load_function,
+    load_task,
     open_rows,
 )
 
@@ -29,9 +30,6 @@ SHOWN = 100
 
 def findings(spec: RolloutSpec) -> Iterator[Finding]:
     """Load what the rollout process would load, and make the first prompt."""
-    # The rollout process is started as a module, which finds the modules of its directory.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     if spec.agent:
         yield from _agent(spec)
     else:
@@ -42,18 +40,30 @@ def findings(spec: RolloutSpec) -> Iterator[Finding]:
         yield _filter(spec.accept)
 
 
+def of_evaluation(table: Evaluation, spec: RolloutSpec) -> Iterator[Finding]:
+    """The same of an [[evaluation]] table of a run with ``spec``."""
+    for found in findings(Job.of(table, spec).spec):
+        text, remedy = (in_table(each, table.name) for each in (found.text, found.remedy))
+        whose = f"evaluation {table.name!r}"
+        named = text if text.startswith(whose) else f"{whose}: {text}"
+        yield replace(found, text=named, remedy=remedy)
+
+
 def _class(spec: RolloutSpec) -> _Found:
     try:
         task = load_task(spec.task, TaskOptions(spec.seed, spec.task_path))
     except (ConfigError, DataError) as error:
         yield problem("task", str(error), "correct rollout.task, or what it names")
         return None
+    except TaskFailed as failed:
+        yield problem("task", str(failed), "correct that class")
+        return None
     yield ok("task", spec.task)
     return task
 
 
 def _functions(spec: RolloutSpec) -> _Found:
-    options, rewards = FunctionOptions.of(spec), []
+    rewards = []
     for path in spec.reward:
         try:
             rewards.append(Reward.load(path))
@@ -62,9 +72,9 @@ def _functions(spec: RolloutSpec) -> _Found:
         else:
             yield ok("reward", path)
     try:
-        rows = open_rows(options)
+        rows = open_rows(spec)
         # With the functions that there are: they may ask for columns that are not.
-        task = FunctionTask(options, rewards, rows)
+        task = FunctionTask(spec, rewards, rows)
     except (ConfigError, DataError) as error:
         yield problem("dataset", str(error), "correct the dataset, or the key that asks for it")
         return None

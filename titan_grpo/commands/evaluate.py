@@ -4,7 +4,6 @@ runs."""
 import argparse
 import asyncio
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from titan_grpo.config import LAUNCH
 from titan_grpo.errors import ConfigError, PeerError
 
 
@@ -54,25 +54,22 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
             f" {', '.join(names) or 'none'}; there are {', '.join(known) or 'none'}"
         )
     tables = [table for table in config.evaluation if table.name in names]
-    # As a module that is started would have it: the job's reward functions are found here.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     import msgspec
 
-    from titan_grpo.rollout import scores
+    from titan_grpo.rollout import evaluation
     from titan_grpo.rollout.evaluation import Job, evaluate
-    from titan_grpo.rollout.spec import RolloutSpec
+    from titan_grpo.rollout.messages import RolloutSpec
 
     key_name = config.rollout.api_key_env
     key = env.get(key_name, "") if key_name else ""
     model = str(args.model or config.model.hf_assets_path)
-    spec = replace(RolloutSpec.from_config(config.rollout, model))
+    spec = RolloutSpec.from_config(config.rollout, model)
     found = []
     with _server(args.server, config, model, key) as (url, engine, version, label):
         for table in tables:
             job = Job.of(table, spec).on(url, engine, version, label)
             result = asyncio.run(evaluate(job, key))
-            print(scores.line(result), flush=True)
+            print(evaluation.line(result), flush=True)
             found.append(msgspec.to_builtins(result, str_keys=True))
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
@@ -110,34 +107,31 @@ def _server(
 def _launched(
     config: Any, model: str, key: str, folder: str
 ) -> Iterator[tuple[str, str, int, str]]:
-    from titan_grpo.engines.launch import Server, ServerSpec
+    from titan_grpo.engines.launch import Server
     from titan_grpo.protocol.messages import Label
     from titan_grpo.titan import compat
+    from titan_grpo.titan.startup import launched
 
-    rollout = config.rollout
-    engine = rollout.launch_engines[0]
-    sglang = engine == "sglang"
-    python = rollout.launch_sglang_python if sglang else rollout.launch_python
-    if not python:
+    job = replace(config, rollout=replace(config.rollout, servers=[LAUNCH], launch_count=1))
+    spec = launched(job, model, compat.prepare(), None, (key, ""))[0]
+    sglang = spec.engine == "sglang"
+    if not spec.python:
         raise ConfigError(
             f"rollout.launch_{'sglang_' if sglang else ''}python must be the interpreter of the"
             " engine's environment, to start a server; or name one that runs: --server URL"
         )
-    label = str(Label("evaluate", 0, "0"))
-    args = (*rollout.launch_sglang_args, "--weight-version", label) if sglang else ()
-    spec = ServerSpec(
-        python=python,
-        model=model,
+    label = str(Label("evaluate", 0, "0")) if sglang else ""
+    # Whole weights from a directory: it takes no versions, and names no experts.
+    spec = replace(
+        spec,
         log_path=f"{folder}/server.log",
-        engine=engine,
-        max_model_len=config.training.seq_len,
-        max_num_seqs=rollout.max_concurrent_requests,
-        cpu=compat.prepare(),
         weight_transfer=False,
-        args=args if sglang else tuple(rollout.launch_args),
-        api_key=key,
+        lora_rank=0,
+        routes=False,
+        run_key=None,
+        args=(*spec.args, "--weight-version", label) if sglang else spec.args,
     )
     with Server(spec) as server:
-        print(f"starting {engine} for {model}", file=sys.stderr, flush=True)
+        print(f"starting {spec.engine} for {model}", file=sys.stderr, flush=True)
         server.wait_healthy(config.weight_sync.startup_deadline_s)
-        yield server.url, engine, 0, label if sglang else ""
+        yield server.url, spec.engine, 0, label

@@ -2,18 +2,18 @@
 
 import argparse
 import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from math import gcd
 from pathlib import Path
 from typing import Any
 
+from titan_grpo.commands import read_toml
 from titan_grpo.config import older
 from titan_grpo.config.rollout import server_url
 from titan_grpo.config.task import TEXT
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.terminal import next_command
-from titan_grpo.rollout.chat import ChatTemplate
+from titan_grpo.rollout.codec import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import open_table
 
 ANSWERS = ("answer", "solution", "target", "label")
@@ -230,16 +230,11 @@ def _template(model: str) -> str:
 
 def converted(path: str) -> str:
     """The TOML text of an older trainer's job. Raises ConfigError for a file that is none."""
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"--from must be a TOML file, got {path!r}: {error}") from error
-    return "\n".join([*_head(path), *_sections(table)]) + "\n"
-
-
-def _head(path: str) -> Iterator[str]:
-    yield f"# {path}, converted by titan-grpo init --from."
-    yield "# Keys that changed their names, meanings and defaults: docs/from_the_older_trainer.md."
+    head = (
+        f"# {path}, converted by titan-grpo init --from.",
+        "# Keys that changed their names, meanings and defaults: docs/from_the_older_trainer.md.",
+    )
+    return "\n".join([*head, *_sections(read_toml(path, "--from"))]) + "\n"
 
 
 def _sections(table: Mapping[str, Any]) -> Iterator[str]:

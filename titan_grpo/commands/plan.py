@@ -2,12 +2,12 @@
 
 import argparse
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from titan_grpo.commands import read_toml
 from titan_grpo.errors import ConfigError
 from titan_grpo.plan.setup import Setup
 
@@ -81,12 +81,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
 def of_file(path: Path) -> dict[str, Any]:
     """What a file says of a plan: a job's has tables, one of options has none."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"FILE {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"FILE {path} is not TOML: {error}") from error
+    table = read_toml(path, "FILE")
     if any(isinstance(value, dict | list) for value in table.values()):
         return of_job(path)
     for name, value in table.items():

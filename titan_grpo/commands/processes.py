@@ -1,6 +1,7 @@
 """Run torchrun as a subprocess that ends with the command, and show the lines of its output for
 people; find the recipes and the engines' interpreters that it starts."""
 
+import argparse
 import io
 import signal
 import subprocess
@@ -82,10 +83,25 @@ def run_logged(
         raise TrainingFailed(f"{cause.text} (exit code {status}; all output is in {log})")
 
 
+def print_progress(text: str) -> None:
+    """Print a line at once, where the command's own result does not go."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def stop_on_sigterm() -> None:
     """Let SIGTERM end a command the way Ctrl-C does, so that its ``finally`` blocks run."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+
+
+def in_foreground(command: Callable[[], int]) -> int:
+    """Run a command that starts processes; 130 where SIGTERM or Ctrl-C ends it."""
+    stop_on_sigterm()
+    try:
+        return command()
+    except KeyboardInterrupt:
+        print("\nstopped; every process that was started has ended", file=sys.stderr)
+        return 130
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +121,20 @@ def engine_python(engine: str) -> str:
     """Interpreter of an engine's environment, as scripts/setup.sh makes it; empty without a
     checkout."""
     return str(ROOT / f".venv-{engine}/bin/python") if in_checkout() else ""
+
+
+def add_tiny_run(
+    parser: argparse.ArgumentParser, recipe: str, steps: int, models: Sequence[str]
+) -> None:
+    """Add the options of a command that trains a tiny model beside servers that it starts."""
+    add = parser.add_argument
+    add("--steps", type=int, default=steps, help=f"training steps of a run (default {steps})")
+    add("--nproc", type=int, default=2, help="trainer ranks (default 2)")
+    add("--model", default=models[0], choices=models)
+    for engine, title in TITLES.items():
+        python = engine_python(engine)
+        add(f"--{engine}-python", default=python, help=f"interpreter of {title}'s environment")
+    add("--config", default=str(RECIPES / recipe), help="TOML file of a run")
 
 
 def require_python(engine: str, path: str) -> None:

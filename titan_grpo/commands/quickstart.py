@@ -2,18 +2,16 @@
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from titan_grpo.commands.processes import (
-    RECIPES,
-    TITLES,
-    engine_python,
+    add_tiny_run,
+    in_foreground,
+    print_progress,
     require_python,
     run_logged,
-    stop_on_sigterm,
     torchrun,
 )
 from titan_grpo.engines.launch import ServerGroup, ServerSpec
@@ -39,8 +37,6 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     which = "of the servers (default vllm; with --router-replay sglang)"
     add("--engine", choices=list(ENGINES), help=which)
     add("--servers", type=int, default=1, help="servers of each engine to start (default 1)")
-    add("--steps", type=int, default=30, help="training steps (default 30)")
-    add("--nproc", type=int, default=2, help="trainer ranks (default 2)")
     mode = parser.add_mutually_exclusive_group()
     background, waiting = "sync weights in the background (default)", "wait after every step"
     mode.add_argument("--async", dest="sync", action="store_false", help=background)
@@ -48,17 +44,13 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.set_defaults(sync=False)
     out = "outputs/quickstart"
     add("--out", default=out, help=f"directory of the run (default {out})")
-    add("--model", default="qwen3", choices=["qwen3", "qwen3_untied", "qwen3_moe", "llama3"])
+    models = ("qwen3", "qwen3_untied", "qwen3_moe", "llama3")
+    add_tiny_run(parser, "quickstart_cpu.toml", 30, models)
     replay = "of an MoE: train on the experts that the servers chose (grpo.router_replay)"
     add("--router-replay", action="store_true", help=replay)
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank in place of weights")
     sent = "what servers get of --lora: merged weights (default), or the adapters"
     add("--lora-sync", choices=["merged", "adapter"], help=sent)
-    for engine, title in TITLES.items():
-        python = engine_python(engine)
-        add(f"--{engine}-python", default=python, help=f"interpreter of {title}'s environment")
-    config = RECIPES / "quickstart_cpu.toml"
-    add("--config", default=str(config), help="TOML file of the run")
     options, rest = parser.parse_known_args(argv)
     options.rest = rest
     for name in ("servers", "steps", "nproc"):
@@ -92,14 +84,13 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Make models, start servers, train, print where the files are. Every process is gone at the
     end, however it ends."""
-    stop_on_sigterm()
     options = _arguments(argv)
+    return in_foreground(lambda: _train_and_tell(options, env))
+
+
+def _train_and_tell(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     began = time.monotonic()
-    try:
-        _train(options, env)
-    except KeyboardInterrupt:
-        print("\nstopped; every process that was started has ended", file=sys.stderr)
-        return 130
+    _train(options, env)
     summary = json.loads((options.out / "summary.json").read_text())
     reward = f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"
     print(f"done in {time.monotonic() - began:.0f} s: reward {reward}")
@@ -110,10 +101,6 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         f" ui.perfetto.dev) tb/ {trained}"
     )
     return 0
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
@@ -152,7 +139,7 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
     ]
     with ServerGroup(specs) as servers:
         names = ", ".join(Path(spec.log_path).stem for spec in specs)
-        _print(f"starting {names}, about a minute on two cores; logs in {out}/*.log")
+        print_progress(f"starting {names}, about a minute on two cores; logs in {out}/*.log")
         settings = {
             "--rollout.servers": ",".join(servers.urls),
             "--job.dump_folder": str(out),
@@ -173,7 +160,7 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
         # they take.
         job = jobconfig.parse(["--job.config_file", options.config, *arguments], options.nproc)
         jobconfig.check_files(job, env)
-        servers.wait_healthy(STARTUP_S * len(specs), _print)
+        servers.wait_healthy(STARTUP_S * len(specs), print_progress)
         log = out / "train.log"
-        _print(f"training: {options.nproc} ranks, {options.steps} steps; log in {log}")
-        run_logged(torchrun(options.nproc, options.config, arguments), log, env, _print)
+        print_progress(f"training: {options.nproc} ranks, {options.steps} steps; log in {log}")
+        run_logged(torchrun(options.nproc, options.config, arguments), log, env, print_progress)

@@ -1,7 +1,6 @@
 """``titan-grpo report RUN``: one self-contained HTML page about a run."""
 
 import argparse
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,18 +26,16 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     used."""
     args = parser().parse_args(argv)
     # Imported here: --help is answered before numpy is loaded.
+    from titan_grpo.observe.report import write_whole
     from titan_grpo.views import page
-    from titan_grpo.views.completions import decoder, tokenizers_of
     from titan_grpo.views.run import read_run
 
     out: Path = args.out or args.run / "report.html"
     found = read_run(args.run)
-    places = [args.tokenizer] if args.tokenizer else tokenizers_of(found, args.run)
-    text = page.render(found, decoder(places))
-    draft = out.with_name(out.name + ".partial")
+    places = [args.tokenizer] if args.tokenizer else page.tokenizers_of(found, args.run)
+    text = page.render(found, page.decoder(places))
     try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, out)
+        write_whole(out, text)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from error
     print(f"{out}: {len(text.encode()) / 1e6:.1f} MB; open it in a browser")

@@ -9,7 +9,7 @@ from typing import Any
 
 from titan_grpo.config.rollout import server_url
 from titan_grpo.errors import ConfigError
-from titan_grpo.titan.membership import ask
+from titan_grpo.titan.servers import ask
 
 COLUMNS = ("url", "standing", "held", "accepting", "in_flight", "last_error")
 

@@ -8,59 +8,32 @@ every violation is named.
 """
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_grpo.commands.processes import (
-    RECIPES,
-    TITLES,
-    engine_python,
-    require_python,
-    stop_on_sigterm,
-)
+from titan_grpo.commands.processes import add_tiny_run, in_foreground, require_python
 from titan_grpo.errors import ConfigError
 
-TAMPERS = ("bytes", "mixed", "backwards", "modes")
 
-
-def _arguments(argv: list[str]) -> argparse.Namespace:
+def arguments(argv: list[str]) -> argparse.Namespace:
+    """Parse and check. Raises ConfigError."""
     parser = argparse.ArgumentParser(
         prog="titan-grpo verify",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--device",
-        default="auto",
-        choices=["auto", "cpu", "cuda"],
-        help="auto: CUDA with two or more GPUs",
-    )
-    add("--steps", type=int, default=6, help="training steps of each run (default 6)")
-    add("--nproc", type=int, default=2, help="trainer ranks (default 2)")
+    devices = ["auto", "cpu", "cuda"]
+    add("--device", default="auto", choices=devices, help="auto: CUDA with two or more GPUs")
     add("--out", default="", help="new directory for evidence (default outputs/verify-<time>)")
     add("--json", default="", metavar="PATH", help="also write the result as JSON")
     # No mixture of experts: rounding in bf16 decides its routing, so log-probabilities do not tell
     # its versions apart.
-    add("--model", default="qwen3", choices=["qwen3", "qwen3_untied", "llama3"])
+    add_tiny_run(parser, "verify_2gpu.toml", 6, ("qwen3", "qwen3_untied", "llama3"))
     add("--engine", default="vllm", choices=["vllm", "sglang"], help="of the server (default vllm)")
-    for engine, title in TITLES.items():
-        python = engine_python(engine)
-        add(f"--{engine}-python", default=python, help=f"interpreter of {title}'s environment")
-    config = RECIPES / "verify_2gpu.toml"
-    add("--config", default=str(config), help="TOML file of the runs")
-    # The self-test (tests/e2e/test_verify.py): cause these violations; the run must fail.
-    add("--tamper", default="", help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args(argv)
     options.rest = rest
-    options.tampers = tuple(filter(None, options.tamper.split(",")))
-    if unknown := set(options.tampers) - set(TAMPERS):
-        raise ConfigError(
-            f"--tamper must name {', '.join(TAMPERS)}, got {', '.join(sorted(unknown))}"
-        )
     if options.steps < 3 or options.nproc < 1:
         raise ConfigError(
             f"--steps must be 3 or more and --nproc 1 or more, got {options.steps} and"
@@ -79,23 +52,12 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Run, judge, report. Every process is gone at the end, however it ends."""
-    stop_on_sigterm()
-    options = _arguments(argv)
-    # Imported here: --help and mistakes are answered before torch is loaded.
-    from titan_grpo.commands.verify_runs import verify
-    from titan_grpo.verify.outcome import table
+    options = arguments(argv)
 
-    began = time.monotonic()
-    try:
-        result = verify(options, env)
-    except KeyboardInterrupt:
-        print("\nstopped; every process that was started has ended", file=sys.stderr)
-        return 130
-    result["seconds"] = time.monotonic() - began
-    text = json.dumps(result, indent=2)
-    (options.out / "verify.json").write_text(text)
-    if options.json:
-        Path(options.json).write_text(text)
-    print(table(result))
-    print(f"{result['seconds']:.0f} s; evidence and logs in {options.out}")
-    return 0 if result["passed"] else 1
+    def verified() -> int:
+        # Imported here: --help and mistakes are answered before torch is loaded.
+        from titan_grpo.commands.verify_runs import verify
+
+        return verify(options, env)
+
+    return in_foreground(verified)

@@ -4,17 +4,17 @@ import argparse
 import json
 import threading
 import time
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from titan_grpo.commands import read_toml
 from titan_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from titan_grpo.observe.alerts import Watched
+    from titan_grpo.observe.alerts import Threshold
     from titan_grpo.views.live import Follower
 
 
@@ -63,7 +63,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         if console.is_terminal:
             _on_screen(follower, console, args.interval)
         else:
-            _in_lines(follower, args.interval)
+            _follow(follower, lambda rows: _print_steps(follower, rows), args.interval)
     except KeyboardInterrupt:
         return 130
     return _end(follower)
@@ -79,9 +79,8 @@ def _check(args: argparse.Namespace) -> int:
     from titan_grpo.observe.recorder import read_metrics
     from titan_grpo.views.live import Follower
 
-    thresholds = [
-        alerts.Watched(alerts.Threshold.parse(text, "--alert")) for text in args.alert
-    ] + list(_of_job(args.config))
+    thresholds = [alerts.Threshold.parse(text, "--alert") for text in args.alert]
+    thresholds += _of_job(args.config)
     if not thresholds and args.stalled is None:
         raise ConfigError("--check needs --alert, --config or --stalled, none was given")
     if args.stalled is not None and not 0 < args.stalled < float("inf"):
@@ -108,18 +107,30 @@ def _check(args: argparse.Namespace) -> int:
     return 0
 
 
-def _of_job(path: str | None) -> "tuple[Watched, ...]":
+def _of_job(path: str | None) -> "tuple[Threshold, ...]":
     """The thresholds of a job's [alerts]. Raises ConfigError."""
-    from titan_grpo.config.alerts import Alerts
+    from titan_grpo.config import Alerts
     from titan_grpo.observe.alerts import watched
 
     if path is None:
         return ()
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("alerts", {})
-        return watched(Alerts(**table))
-    except (OSError, ValueError, TypeError) as error:
+        return watched(Alerts(**read_toml(path, "--config").get("alerts", {})))
+    except TypeError as error:
         raise ConfigError(f"--config must be a job's TOML file, got {path!r}: {error}") from error
+
+
+def _follow(
+    follower: "Follower", show: Callable[[list[dict[str, Any]]], None], interval_s: float
+) -> None:
+    while True:
+        # Asked before reading: what a run writes before its end is then read in any case.
+        ended = follower.ended()
+        show(follower.read())
+        if ended:
+            return
+        # inotify sees no write of another host on a network file system, so files are read again.
+        threading.Event().wait(interval_s)
 
 
 def _on_screen(follower: "Follower", console: "Console", interval_s: float) -> None:
@@ -127,36 +138,21 @@ def _on_screen(follower: "Follower", console: "Console", interval_s: float) -> N
 
     from titan_grpo.views.live import screen
 
-    name = follower.folder.resolve().name
+    name, state = follower.folder.resolve().name, follower.state
     with Live(console=console, auto_refresh=False) as live:
-        while True:
-            # Asked before reading: what a run writes before its end is then read in any case.
-            ended = follower.ended()
-            follower.read()
-            live.update(screen(name, follower.state, time.monotonic()), refresh=True)
-            if ended:
-                return
-            _rest(interval_s)
+        _follow(
+            follower,
+            lambda _: live.update(screen(name, state, time.monotonic()), refresh=True),
+            interval_s,
+        )
 
 
-def _in_lines(follower: "Follower", interval_s: float) -> None:
+def _print_steps(follower: "Follower", rows: list[dict[str, Any]]) -> None:
     from titan_grpo.views.live import step_line
 
-    while True:
-        ended = follower.ended()
-        rows = follower.read()
-        for row in rows:
-            # what servers held at earlier steps is not known
-            held = follower.state.held if row is rows[-1] else {}
-            print(step_line(row, held), flush=True)
-        if ended:
-            return
-        _rest(interval_s)
-
-
-def _rest(interval_s: float) -> None:
-    # inotify sees no write of another host on a network file system, so files are read again.
-    threading.Event().wait(interval_s)
+    for row in rows:
+        # what servers held at earlier steps is not known
+        print(step_line(row, follower.state.held if row is rows[-1] else {}), flush=True)
 
 
 def _end(follower: "Follower") -> int:

@@ -1,4 +1,4 @@
-"""Every knob of titan_grpo, validated. ``titan.merge`` adds these sections to torchtitan's.
+"""Every knob of titan_grpo, validated. ``titan.jobfile`` adds these sections to torchtitan's.
 
 A job names this module with ``[job] custom_config_module = "titan_grpo.config"``; the merge then
 finds ``JobConfig`` here and adds the sections ``[grpo]``, ``[rollout]``, ``[weight_sync]``,
@@ -11,14 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titan_grpo.config.alerts import Alerts, Dashboards
-from titan_grpo.config.evaluation import Evaluation, evaluation_rules
 from titan_grpo.config.grpo import GRPO
 from titan_grpo.config.grpo import violations as grpo_violations
-from titan_grpo.config.lora import Lora, lora_rules
 from titan_grpo.config.rollout import LAUNCH, Rollout, Rules, broken, listens
 from titan_grpo.config.rollout import violations as rollout_violations
-from titan_grpo.config.task import task_rules
+from titan_grpo.config.task import Evaluation, evaluation_rules, task_rules
 
 __all__ = (
     "GRPO",
@@ -155,6 +152,65 @@ class WeightSync:
     run."""
 
 
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a block of a dense model, as Hugging Face names them."""
+
+
+@dataclass
+class Lora:
+    """Low-rank adapters (arXiv 2106.09685) in place of training every weight: W + alpha / rank *
+    B A, of which B and A are trained. A job without this section has none."""
+
+    rank: int = 0
+    """Rows of A and columns of B, 1 or more; without the section 0: every weight is trained."""
+
+    alpha: float = 16.0
+    """The product of B and A counts alpha / rank times."""
+
+    targets: list[str] = field(default_factory=lambda: list(LINEAR))
+    """Linear layers that get an adapter, by the last part of their names in a Hugging Face
+    checkpoint, in every block that has them."""
+
+    sync: Literal["merged", "adapter"] = "merged"
+    """What a version is. merged: the whole weights, with the adapters added. adapter: the adapters
+    alone; the servers have the base model, and load each version by their own LoRA (vLLM, started
+    with --enable-lora)."""
+
+
+@dataclass
+class Alerts:
+    """Thresholds on the metrics of a step: "METRIC OPERATOR NUMBER", such as "ratio/max > 10", or
+    "reward/mean < 0.1 for 20", which must hold in so many steps in a row. Metrics are the names of
+    metrics.jsonl; operators > >= < <=. Each is said once, and again when it has ceased to hold in
+    between. A step without the metric changes nothing."""
+
+    warn: list[str] = field(default_factory=list)
+    """Say it, and list it among the run's errors (as run and stop do too)."""
+
+    run: list[str] = field(default_factory=list)
+    """Run alerts.command."""
+
+    stop: list[str] = field(default_factory=list)
+    """Stop the run, with a checkpoint of that step (checkpoint.enable)."""
+
+    command: str = ""
+    """What alerts.run runs, in words as a shell's (no shell runs it), with the alert as a further
+    argument; its output goes to the run's. Training does not wait for it."""
+
+    command_timeout_s: float = 60.0
+    """How long the command may take before it is ended, in seconds."""
+
+
+@dataclass
+class Dashboards:
+    """What others may look at while the run goes on. Needs 'titan_grpo[dashboards]'."""
+
+    metrics_address: str = ""
+    """host:port at which rank 0 answers GET /metrics for Prometheus, without a key; port 0: any
+    that is free (the log says which). Empty: it does not listen. A rollout service answers at its
+    own address, with its own key."""
+
+
 @dataclass
 class JobConfig:
     """What is merged into torchtitan's JobConfig; torchtitan gave modules like this one the
@@ -180,16 +236,10 @@ def _weight_sync(w: WeightSync) -> Rules:
         "bucket_bytes",
         f"a positive multiple of weight_sync.block_bytes ({w.block_bytes})",
     )
-    yield (
-        w.transport in ("tcp", "nixl") and w.apply == "streamed",
-        "transport",
-        'auto or nccl with weight_sync.apply = "streamed"',
-    )
-    yield (
-        bool(w.tls_certificate) != bool(w.tls_key),
-        "tls_key",
-        "set where weight_sync.tls_certificate is, and only there",
-    )
+    rule = 'auto or nccl with weight_sync.apply = "streamed"'
+    yield w.transport in ("tcp", "nixl") and w.apply == "streamed", "transport", rule
+    rule = "set where weight_sync.tls_certificate is, and only there"
+    yield bool(w.tls_certificate) != bool(w.tls_key), "tls_key", rule
     yield (
         bool(w.tls_certificate) and (w.apply == "streamed" or w.transport in ("nccl", "nixl")),
         "tls_certificate",
@@ -203,8 +253,21 @@ def _weight_sync(w: WeightSync) -> Rules:
     yield w.backoff_max_s < w.backoff_s, "backoff_max_s", "at least weight_sync.backoff_s"
 
 
+def _lora(lora: Lora) -> Rules:
+    yield lora.rank < 0, "rank", "1 or greater"
+    yield lora.alpha <= 0, "alpha", "greater than 0"
+    yield not lora.targets, "targets", "one or more layers"
+    rule = f'of {", ".join(LINEAR)} with lora.sync = "adapter" (servers have adapters of these)'
+    yield lora.sync == "adapter" and not set(lora.targets) <= set(LINEAR), "targets", rule
+
+
 def _dashboards(d: Dashboards) -> Rules:
     yield bool(d.metrics_address) and not listens(d.metrics_address), "metrics_address", "host:port"
+
+
+def sends_adapters(lora: Lora) -> bool:
+    """Whether a version is the adapters alone."""
+    return lora.rank > 0 and lora.sync == "adapter"
 
 
 def violations(config: Any) -> list[str]:
@@ -221,7 +284,7 @@ def violations(config: Any) -> list[str]:
         *rollout_violations(rollout),
         *broken("weight_sync", config.weight_sync, _weight_sync(config.weight_sync)),
         *broken("rollout", rollout, iter([both])),
-        *broken("lora", config.lora, lora_rules(config.lora)),
+        *broken("lora", config.lora, _lora(config.lora)),
         *broken("dashboards", config.dashboards, _dashboards(config.dashboards)),
         *_evaluations(config),
     ]

@@ -292,11 +292,8 @@ def _bounds(g: GRPO) -> Rules:
     for name in ("ptx_scale", "sapo_tau_pos", "sapo_tau_neg"):
         yield getattr(g, name) <= 0, name, "greater than 0"
     yield not 0 < g.top_entropy_share <= 1, "top_entropy_share", "in (0, 1]"
-    yield (
-        g.cispo_weight_max < 1,
-        "cispo_weight_max",
-        "1 or greater (less would cut on-policy tokens)",
-    )
+    rule = "1 or greater (less would cut on-policy tokens)"
+    yield g.cispo_weight_max < 1, "cispo_weight_max", rule
     yield (
         g.clip_ratio_dual != 0 and g.clip_ratio_dual <= 1 + g.clip_ratio_upper_bound,
         "clip_ratio_dual",
@@ -327,40 +324,25 @@ def _bounds(g: GRPO) -> Rules:
     yield not 0 <= g.rollout_is_veto_threshold < 1, "rollout_is_veto_threshold", "in [0, 1)"
     yield g.token_staleness_limit < -1, "token_staleness_limit", "-1 (off) or greater"
     yield g.token_budget < 0, "token_budget", "0 (derived) or greater"
-    yield (
-        g.rollout_is_threshold != 0 and g.rollout_is_threshold < 1,
-        "rollout_is_threshold",
-        "0 (off) or at least 1 (a smaller one would cut on-policy tokens)",
-    )
+    rule = "0 (off) or at least 1 (a smaller one would cut on-policy tokens)"
+    yield g.rollout_is_threshold != 0 and g.rollout_is_threshold < 1, "rollout_is_threshold", rule
 
 
 def _combinations(g: GRPO) -> Rules:
     """Values that contradict each other."""
-    yield (
-        bool(g.reference_model) and g.kl_beta == 0,
-        "reference_model",
-        "empty while grpo.kl_beta is 0 (it would be loaded and never used)",
-    )
-    yield (
-        0 < g.ref_model_ema < 1 and g.kl_beta == 0,
-        "ref_model_ema",
-        "0 while grpo.kl_beta is 0 (there is no reference model to move)",
-    )
-    yield (
-        g.overlong_cache_tokens > 0 and g.overlong_cache_share > 0,
-        "overlong_cache_share",
-        "0 while grpo.overlong_cache_tokens is set (both name the same length)",
-    )
+    rule = "empty while grpo.kl_beta is 0 (it would be loaded and never used)"
+    yield bool(g.reference_model) and g.kl_beta == 0, "reference_model", rule
+    rule = "0 while grpo.kl_beta is 0 (there is no reference model to move)"
+    yield 0 < g.ref_model_ema < 1 and g.kl_beta == 0, "ref_model_ema", rule
+    rule = "0 while grpo.overlong_cache_tokens is set (both name the same length)"
+    yield g.overlong_cache_tokens > 0 and g.overlong_cache_share > 0, "overlong_cache_share", rule
     yield (
         g.advantage_normalization == "batch" and not g.normalize_advantage_std,
         "advantage_normalization",
         '"group" while grpo.normalize_advantage_std is false (nothing is divided then)',
     )
-    yield (
-        g.grpo_by_token is not None and g.loss_normalization == "constant",
-        "grpo_by_token",
-        'unset with grpo.loss_normalization = "constant" (they name different losses)',
-    )
+    rule = 'unset with grpo.loss_normalization = "constant" (they name different losses)'
+    yield g.grpo_by_token is not None and g.loss_normalization == "constant", "grpo_by_token", rule
     yield (
         g.rollout_is_threshold_lower > 0 and g.rollout_is_mode == "truncate",
         "rollout_is_threshold_lower",
@@ -370,23 +352,18 @@ def _combinations(g: GRPO) -> Rules:
 
 def _with_rollout(g: GRPO, r: Rollout) -> Rules:
     """Values that depend on [rollout]."""
-    yield (
-        g.num_microbatches > r.prompts_per_step,
-        "num_microbatches",
+    rule = (
         f"at most rollout.prompts_per_step ({r.prompts_per_step}; a minibatch is made of whole"
-        " groups)",
+        " groups)"
     )
-    yield (
-        g.temperature not in (0, r.temperature),
-        "temperature",
+    yield g.num_microbatches > r.prompts_per_step, "num_microbatches", rule
+    rule = (
         f"0, or the same as rollout.temperature ({r.temperature}; log-probabilities at another"
-        " temperature than sampling had make every ratio wrong)",
+        " temperature than sampling had make every ratio wrong)"
     )
-    yield (
-        g.overlong_cache_tokens > r.max_completion_tokens,
-        "overlong_cache_tokens",
-        f"at most rollout.max_completion_tokens ({r.max_completion_tokens})",
-    )
+    yield g.temperature not in (0, r.temperature), "temperature", rule
+    rule = f"at most rollout.max_completion_tokens ({r.max_completion_tokens})"
+    yield g.overlong_cache_tokens > r.max_completion_tokens, "overlong_cache_tokens", rule
     yield (
         g.kl_beta > 0
         and not g.kl_in_reward
@@ -398,11 +375,8 @@ def _with_rollout(g: GRPO, r: Rollout) -> Rules:
         " k1 and abs is not the KL's, not even on average",
     )
     for other, what in ((r.source != "task", "groups from outside"), (r.agent, "agents")):
-        yield (
-            g.router_replay and bool(other),
-            "router_replay",
-            f"false with {what} (their tokens come without the experts that computed them)",
-        )
+        rule = f"false with {what} (their tokens come without the experts that computed them)"
+        yield g.router_replay and bool(other), "router_replay", rule
     if g.allow_uncorrected_off_policy:
         return
     force = (

@@ -11,8 +11,8 @@ from typing import Any
 from titan_grpo.config.grpo import AGAINST_ENGINE, GRPO, optimizer_steps
 from titan_grpo.config.rollout import LAUNCH, Rollout
 
-Row = tuple[bool, tuple[str, ...], str]
-"""(whether it is so, keys that do nothing then, why)."""
+Row = tuple[bool, str, str]
+"""(whether it is so, keys that do nothing then, with blanks between them, and why)."""
 
 
 def inert(config: Any, given: Collection[str]) -> list[str]:
@@ -22,59 +22,38 @@ def inert(config: Any, given: Collection[str]) -> list[str]:
     Example: {"grpo.clip_ratio_upper_bound"} with every other key at its default gives one line:
     with one optimizer step per batch the ratio is 1.
     """
-    tables = (
-        (
-            "grpo",
-            config.grpo,
-            (*_policy(config.grpo, config.rollout), *_others(config.grpo, config.rollout)),
-        ),
-        ("rollout", config.rollout, _rollout(config.rollout)),
-        ("weight_sync", config.weight_sync, _weight_sync(config.rollout, config.weight_sync)),
-    )
+    g, r = config.grpo, config.rollout
+    tables = {
+        "grpo": (*_policy(g, r), *_others(g, r)),
+        "rollout": _rollout(r),
+        "weight_sync": _weight_sync(r, config.weight_sync),
+    }
     found: dict[str, str] = {}
-    for section, values, rows in tables:
-        for is_so, names, why in rows:
-            for key in (f"{section}.{name}" for name in names) if is_so else ():
-                if key in given:
-                    value = getattr(values, key.partition(".")[2])
-                    found.setdefault(key, f"{key} = {value!r} has no effect: {why}")
+    for section, rows in tables.items():
+        values = getattr(config, section)
+        for name, why in ((name, why) for so, names, why in rows if so for name in names.split()):
+            if (key := f"{section}.{name}") in given:
+                value = getattr(values, name)
+                found.setdefault(key, f"{key} = {value!r} has no effect: {why}")
     return list(found.values())
 
 
-RATIO = ("clip_ratio_lower_bound", "clip_ratio_upper_bound", "clip_ratio_dual")
-CORRECTION = (
-    "rollout_is_level",
-    "rollout_is_mode",
-    "rollout_is_threshold_lower",
-    "rollout_is_veto_threshold",
-)
+RATIO = "clip_ratio_lower_bound clip_ratio_upper_bound clip_ratio_dual"
+CORRECTION = "rollout_is_level rollout_is_mode rollout_is_threshold_lower rollout_is_veto_threshold"
 
 
 def _policy(g: GRPO, r: Rollout) -> Iterator[Row]:
     """Ratio, bounds and correction."""
     loss = f'grpo.policy_loss = "{g.policy_loss}"'
-    against_engine = g.policy_loss in AGAINST_ENGINE
     yield (
-        against_engine,
-        (
-            *RATIO,
-            *CORRECTION,
-            "policy_ratio_type",
-            "proximal_logprobs",
-            "rollout_is_threshold",
-        ),
+        g.policy_loss in AGAINST_ENGINE,
+        f"{RATIO} {CORRECTION} policy_ratio_type proximal_logprobs rollout_is_threshold",
         f"{loss} weights each token by policy against engine, without a ratio to a proximal policy",
     )
-    yield (
-        g.policy_loss == "sapo",
-        RATIO,
-        f"{loss} has a soft gate (grpo.sapo_tau_pos, sapo_tau_neg) in place of bounds",
-    )
-    yield g.policy_loss != "clip", ("clip_ratio_dual", "policy_ratio_type"), f"{loss} has its own"
-    for name, own in (
-        ("cispo", ("cispo_weight_max",)),
-        ("sapo", ("sapo_tau_pos", "sapo_tau_neg")),
-    ):
+    rule = f"{loss} has a soft gate (grpo.sapo_tau_pos, sapo_tau_neg) in place of bounds"
+    yield g.policy_loss == "sapo", RATIO, rule
+    yield g.policy_loss != "clip", "clip_ratio_dual policy_ratio_type", f"{loss} has its own"
+    for name, own in (("cispo", "cispo_weight_max"), ("sapo", "sapo_tau_pos sapo_tau_neg")):
         yield g.policy_loss != name, own, f'{loss}, and only "{name}" reads it'
     one = optimizer_steps(g) == 1 and (
         g.proximal_logprobs == "recompute"
@@ -83,136 +62,75 @@ def _policy(g: GRPO, r: Rollout) -> Iterator[Row]:
     # A sequence ratio of 1 still spreads its gradient over the sequence, which shows where the
     # tokens' weights differ.
     spread = g.rollout_is_level == "token" and g.rollout_is_threshold > 0
-    yield (
-        one,
-        (
-            *RATIO,
-            "sapo_tau_pos",
-            "sapo_tau_neg",
-            *(() if spread else ("policy_ratio_type",)),
-        ),
+    rule = (
         "the ratio is 1 by construction, since the one optimizer step of a batch starts at the"
         " policy that it is measured against; take grpo.num_microbatches or num_epochs > 1, or"
-        ' proximal_logprobs = "rollout"',
+        ' proximal_logprobs = "rollout"'
     )
-    yield (
-        g.proximal_logprobs == "rollout",
-        (*CORRECTION, "rollout_is_threshold"),
+    yield one, f"{RATIO} sapo_tau_pos sapo_tau_neg" + ("" if spread else " policy_ratio_type"), rule
+    rule = (
         'with grpo.proximal_logprobs = "rollout" the ratio itself is against the engine, and the'
-        " weight is 1",
+        " weight is 1"
     )
+    yield g.proximal_logprobs == "rollout", f"{CORRECTION} rollout_is_threshold", rule
     yield g.rollout_is_threshold == 0, CORRECTION, "grpo.rollout_is_threshold = 0 turns it off"
 
 
 def _others(g: GRPO, r: Rollout) -> Iterator[Row]:
     """KL, advantages, and what else a switch turns off."""
-    yield (
-        g.kl_beta == 0,
-        ("kl_estimator_type", "kl_in_reward"),
-        "grpo.kl_beta = 0: there is no reference model",
-    )
-    yield g.kl_in_reward, ("kl_estimator_type",), "with grpo.kl_in_reward the estimator is k1"
-    yield (
-        not g.normalize_advantage_std,
-        ("advantage_normalization",),
-        "grpo.normalize_advantage_std = false: nothing is divided",
-    )
+    no_kl = "grpo.kl_beta = 0: there is no reference model"
+    yield g.kl_beta == 0, "kl_estimator_type kl_in_reward", no_kl
+    yield g.kl_in_reward, "kl_estimator_type", "with grpo.kl_in_reward the estimator is k1"
+    undivided = "grpo.normalize_advantage_std = false: nothing is divided"
+    yield not g.normalize_advantage_std, "advantage_normalization", undivided
     older = r.max_stale_token_share > 0 and r.consume != "started"
-    yield (
-        g.token_staleness_limit >= r.max_staleness and not older,
-        ("token_staleness_limit",),
-        f"rollout.max_staleness = {r.max_staleness} lets no older token in",
-    )
+    rule = f"rollout.max_staleness = {r.max_staleness} lets no older token in"
+    yield g.token_staleness_limit >= r.max_staleness and not older, "token_staleness_limit", rule
     cache = g.overlong_cache_tokens or g.overlong_cache_share
-    yield not cache, ("overlong_penalty",), "grpo.overlong_cache_tokens and .._share are 0"
-    yield not g.length_penalty, ("correct_reward",), "grpo.length_penalty = 0"
-    for wanted, names, why in (
-        (g.dynamic_sampling, ("dynamic_sampling_rounds",), "grpo.dynamic_sampling = false"),
-        (
-            g.ptx_mixin_batchsize,
-            ("ptx_scale", "ptx_scale_by_tokens"),
-            "grpo.ptx_mixin_batchsize = 0: no text is mixed in",
-        ),
-        (
-            g.balance_batch,
-            ("balance_equal_counts", "balance_split_groups"),
-            "grpo.balance_batch = false deals groups in their order",
-        ),
-        (
-            g.on_unhealthy == "skip",
-            ("max_unhealthy_steps",),
-            'grpo.on_unhealthy = "stop" ends the run at the first such step',
-        ),
-    ):
-        yield not wanted, names, why
+    yield not cache, "overlong_penalty", "grpo.overlong_cache_tokens and .._share are 0"
+    yield not g.length_penalty, "correct_reward", "grpo.length_penalty = 0"
+    yield not g.dynamic_sampling, "dynamic_sampling_rounds", "grpo.dynamic_sampling = false"
+    no_text = "grpo.ptx_mixin_batchsize = 0: no text is mixed in"
+    yield not g.ptx_mixin_batchsize, "ptx_scale ptx_scale_by_tokens", no_text
+    dealt = "grpo.balance_batch = false deals groups in their order"
+    yield not g.balance_batch, "balance_equal_counts balance_split_groups", dealt
+    first = 'grpo.on_unhealthy = "stop" ends the run at the first such step'
+    yield g.on_unhealthy == "stop", "max_unhealthy_steps", first
 
 
 def _rollout(r: Rollout) -> Iterator[Row]:
     yield (
         r.servers != [LAUNCH],
-        (
-            "launch_engines",
-            "launch_count",
-            "launch_gpus",
-            "launch_python",
-            "launch_sglang_python",
-            "launch_args",
-            "launch_sglang_args",
-        ),
+        "launch_engines launch_count launch_gpus launch_python launch_sglang_python launch_args"
+        " launch_sglang_args",
         'no server is started without rollout.servers = ["launch"]',
     )
-    yield (
-        not r.servers_slurm,
-        ("servers_port", "servers_per_host"),
-        "rollout.servers_slurm is empty",
-    )
+    yield not r.servers_slurm, "servers_port servers_per_host", "rollout.servers_slurm is empty"
     source = f'rollout.source = "{r.source}"'
-    yield r.source != "atropos", ("atropos_url",), source
-    yield r.source != "push", ("push_address", "push_key_env"), source
+    yield r.source != "atropos", "atropos_url", source
+    yield r.source != "push", "push_address push_key_env", source
     yield (
         r.source != "task",
-        (
-            "task",
-            "task_path",
-            "task_concurrency",
-            "task_timeout_s",
-            "task_error_budget",
-            "max_turns",
-            "accept",
-            "min_completion_tokens",
-            "stop",
-            "stop_token_ids",
-        ),
+        "task task_path task_concurrency task_timeout_s task_error_budget max_turns accept"
+        " min_completion_tokens stop stop_token_ids",
         f"{source}: no task makes prompts here",
     )
-    share = ("max_stale_token_share",)
+    share = "max_stale_token_share"
     yield r.source != "task", share, f"{source}: such groups are refused by their oldest version"
-    yield (
-        r.consume == "started",
-        share,
-        'rollout.consume = "started" waits for each group, and none is too stale then',
-    )
-    yield (
-        not r.in_flight_weight_updates,
-        share,
-        "rollout.in_flight_weight_updates = false: no completion is of two versions",
-    )
-    yield (
-        r.controller == "local",
-        ("controller_key_env", "controller_deadline_s"),
-        'rollout.controller = "local"',
-    )
+    waits = 'rollout.consume = "started" waits for each group, and none is too stale then'
+    yield r.consume == "started", share, waits
+    unmixed = "rollout.in_flight_weight_updates = false: no completion is of two versions"
+    yield not r.in_flight_weight_updates, share, unmixed
+    local = 'rollout.controller = "local"'
+    yield r.controller == "local", "controller_key_env controller_deadline_s", local
 
 
 def _weight_sync(r: Rollout, w: Any) -> Iterator[Row]:
     for key, value in ("apply", "streamed"), ("transport", "nccl"):
         why = f'weight_sync.{key} = "{value}" broadcasts: servers read nothing'
-        yield getattr(w, key) == value, ("relay", "zones"), why
+        yield getattr(w, key) == value, "relay zones", why
     why = 'weight_sync.transport = "nixl": servers read from the trainer, one-sided'
-    yield w.transport == "nixl", ("relay", "zones"), why
-    yield not w.relay, ("zones",), "weight_sync.relay = false"
-    yield (
-        r.in_flight_weight_updates,
-        ("drain_deadline_s",),
-        "nothing is drained with rollout.in_flight_weight_updates = true",
-    )
+    yield w.transport == "nixl", "relay zones", why
+    yield not w.relay, "zones", "weight_sync.relay = false"
+    undrained = "nothing is drained with rollout.in_flight_weight_updates = true"
+    yield r.in_flight_weight_updates, "drain_deadline_s", undrained

@@ -19,7 +19,7 @@ LAUNCH = "launch"
 
 @dataclass
 class WorkerKeys(TaskKeys):
-    """How completions are sampled: what the process that makes them is told."""
+    """How completions are sampled: the keys that the process that makes them gets."""
 
     engine: Literal["auto", "vllm", "sglang"] = "auto"
     """Which server software answers at the URLs; auto asks each server when its lane connects, and
@@ -291,11 +291,8 @@ def _servers(r: Rollout) -> Rules:
     most = 65536 - r.servers_port
     yield not 0 < r.servers_per_host <= most, "servers_per_host", f"1 to {most} (their ports)"
     if r.servers != [LAUNCH]:
-        yield (
-            not (r.servers or r.servers_file or r.servers_slurm),
-            "servers",
-            'a list of URLs, or ["launch"], unless servers_file or servers_slurm is set',
-        )
+        rule = 'a list of URLs, or ["launch"], unless servers_file or servers_slurm is set'
+        yield not (r.servers or r.servers_file or r.servers_slurm), "servers", rule
         return
     wanted, known = r.launch_engines, {"vllm": "launch_python", "sglang": "launch_sglang_python"}
     yield (
@@ -312,42 +309,31 @@ def _servers(r: Rollout) -> Rules:
         f"numbers of different GPUs, as many for each of the {count} launched servers",
     )
     for engine, key in known.items():
-        yield (
-            engine in wanted and not getattr(r, key),
-            key,
-            f'set when rollout.servers = ["launch"] starts "{engine}"',
-        )
-    yield (
-        r.engine != "auto" and any(engine != r.engine for engine in wanted),
-        "engine",
-        f'"auto" for launched servers of {", ".join(wanted)}',
-    )
+        rule = f'set when rollout.servers = ["launch"] starts "{engine}"'
+        yield engine in wanted and not getattr(r, key), key, rule
+    rule = f'"auto" for launched servers of {", ".join(wanted)}'
+    yield r.engine != "auto" and any(engine != r.engine for engine in wanted), "engine", rule
 
 
 def _sources(r: Rollout) -> Rules:
-    yield (
-        r.source == "atropos" and not _host(r.atropos_url),
-        "atropos_url",
-        'a URL such as http://host:8000 with source = "atropos"',
-    )
+    rule = 'a URL such as http://host:8000 with source = "atropos"'
+    yield r.source == "atropos" and not _host(r.atropos_url), "atropos_url", rule
     if r.source == "push":
         yield from _listens(r, "push")
     if r.agent:
         yield r.source != "task", "source", '"task" with rollout.agent'
         yield from _listens(r, "agent")
     if not r.in_flight_weight_updates:
-        yield (
-            r.max_staleness > 1,
-            "max_staleness",
+        rule = (
             "0 or 1 unless rollout.in_flight_weight_updates is true (no request outlives a commit"
-            " without them, so finished groups would only wait longer and be staler)",
+            " without them, so finished groups would only wait longer and be staler)"
         )
-        yield (
-            r.source != "task",
-            "in_flight_weight_updates",
+        yield r.max_staleness > 1, "max_staleness", rule
+        rule = (
             f'true with rollout.source = "{r.source}" (environments ask the servers by themselves,'
-            " and the run does not see their requests)",
+            " and the run does not see their requests)"
         )
+        yield r.source != "task", "in_flight_weight_updates", rule
 
 
 def listens(address: str) -> bool:
@@ -369,32 +355,22 @@ def _listens(r: Rollout, who: str) -> Rules:
 
 
 def _controller(r: Rollout) -> Rules:
-    yield (
-        bool(r.callback_address),
-        "callback_address",
-        "left out (rank 0 polls the service, and accepts no connection from it)",
-    )
+    rule = "left out (rank 0 polls the service, and accepts no connection from it)"
+    yield bool(r.callback_address), "callback_address", rule
     if r.controller == "local":
         return
     host = _host(r.controller)
     yield not host, "controller", '"local" or a URL such as http://host:8910'
     elsewhere = bool(host) and not is_loopback(host)
-    yield (
-        elsewhere and not r.controller_key_env,
-        "controller_key_env",
+    rule = (
         "set while rollout.controller is not on loopback (any process that answers there could"
-        " teach the model)",
+        " teach the model)"
     )
-    yield (
-        elsewhere and r.servers == [LAUNCH],
-        "servers",
-        "URLs while rollout.controller is on another host (launched servers listen on loopback)",
-    )
-    yield (
-        bool(r.replay_path),
-        "controller",
-        '"local" with rollout.replay_path (nothing is sampled)',
-    )
+    yield elsewhere and not r.controller_key_env, "controller_key_env", rule
+    rule = "URLs while rollout.controller is on another host (launched servers listen on loopback)"
+    yield elsewhere and r.servers == [LAUNCH], "servers", rule
+    rule = '"local" with rollout.replay_path (nothing is sampled)'
+    yield bool(r.replay_path), "controller", rule
     yield r.controller_deadline_s <= 0, "controller_deadline_s", "greater than 0"
 
 
@@ -403,23 +379,19 @@ def _sampling(r: Rollout) -> Rules:
     yield r.max_staleness < 0, "max_staleness", "0 or greater"
     share = r.max_stale_token_share
     yield not 0 <= share < 1, "max_stale_token_share", "0 (off) or greater, and less than 1"
-    yield (
-        share > 0 and r.max_staleness == 0,
-        "max_stale_token_share",
-        "0 with rollout.max_staleness = 0 (which promises on-policy data)",
-    )
+    rule = "0 with rollout.max_staleness = 0 (which promises on-policy data)"
+    yield share > 0 and r.max_staleness == 0, "max_stale_token_share", rule
     whole = "(engines give log-probabilities of what is left after a truncation or before it, the"
     whole += " trainer those of the whole distribution: every ratio would be biased)"
     yield r.top_p != 1, "top_p", f"1 {whole}"
     yield r.top_k != -1, "top_k", f"-1 {whole}"
     yield not all(r.stop), "stop", "without an empty text (it would end every completion at once)"
     yield any(token < 0 for token in r.stop_token_ids), "stop_token_ids", "of token ids, 0 or more"
-    yield (
-        r.min_completion_tokens > r.max_completion_tokens > 0,
-        "min_completion_tokens",
+    rule = (
         f"at most rollout.max_completion_tokens = {r.max_completion_tokens} (else every group would"
-        " be dropped)",
+        " be dropped)"
     )
+    yield r.min_completion_tokens > r.max_completion_tokens > 0, "min_completion_tokens", rule
     yield r.sample_every < 0, "sample_every", "0 (none) or greater"
     for name in (
         "prompts_per_step",
@@ -431,8 +403,5 @@ def _sampling(r: Rollout) -> Rules:
         "batch_timeout_s",
     ):
         yield getattr(r, name) <= 0, name, "greater than 0"
-    yield (
-        bool(r.record_path) and r.record_path == r.replay_path,
-        "record_path",
-        "another file than rollout.replay_path",
-    )
+    rule = "another file than rollout.replay_path"
+    yield bool(r.record_path) and r.record_path == r.replay_path, "record_path", rule

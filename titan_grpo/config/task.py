@@ -1,9 +1,11 @@
-"""The keys of [rollout] that say what is asked and how answers are rewarded (docs/tasks.md).
+"""The keys of [rollout] that say what is asked and how answers are rewarded (docs/tasks.md), and of
+[[evaluation]] tables, which have the same and more (docs/evaluation.md).
 
 No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as
 objects.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,11 +122,8 @@ def task_rules(r: TaskKeys) -> Iterator[tuple[bool, str, str]]:
         yield getattr(r, name) <= 0, name, "greater than 0"
     yield not 0 <= r.task_error_budget <= 100, "task_error_budget", "0 to 100"
     yield r.min_completion_tokens < 0, "min_completion_tokens", "0 (off) or greater"
-    yield (
-        bool(r.accept) and not all(r.accept.partition(":")),
-        "accept",
-        'empty or "package.module:function"',
-    )
+    rule = 'empty or "package.module:function"'
+    yield bool(r.accept) and not all(r.accept.partition(":")), "accept", rule
     yield r.task == "gsm8k" and not r.task_path, "task_path", 'set for task = "gsm8k"'
     if r.agent:
         yield from _agent_rules(r)
@@ -137,11 +136,8 @@ def task_rules(r: TaskKeys) -> Iterator[tuple[bool, str, str]]:
     yield not r.dataset, "dataset", "set with rollout.reward (prompts are its rows)"
     yield r.task != "digits", "task", "left out with rollout.reward, which takes its place"
     count = len(r.reward)
-    yield (
-        len(r.reward_weights) not in (0, count),
-        "reward_weights",
-        f"empty or one weight for each of the {count} functions of rollout.reward",
-    )
+    rule = f"empty or one weight for each of the {count} functions of rollout.reward"
+    yield len(r.reward_weights) not in (0, count), "reward_weights", rule
     if r.chat_template == TEXT:
         for name in ("system_prompt", "tools", "chat_template_kwargs"):
             rule = 'empty with rollout.chat_template = "none" (a plain text has no place for it)'
@@ -149,16 +145,118 @@ def task_rules(r: TaskKeys) -> Iterator[tuple[bool, str, str]]:
 
 
 def _agent_rules(r: TaskKeys) -> Iterator[tuple[bool, str, str]]:
-    yield (
-        r.agent != OUTSIDE and not all(r.agent.partition(":")),
-        "agent",
-        f'"package.module:function", or "{OUTSIDE}"',
-    )
+    rule = f'"package.module:function", or "{OUTSIDE}"'
+    yield r.agent != OUTSIDE and not all(r.agent.partition(":")), "agent", rule
     for name in ("reward", "reward_weights", "prompt", "system_prompt", "tools"):
         yield bool(getattr(r, name)), name, "empty with rollout.agent (agents say what is asked)"
     yield r.task != "digits", "task", "left out with rollout.agent, which takes its place"
-    yield (
-        r.chat_template == TEXT,
-        "chat_template",
-        "a template with rollout.agent (calls are chats)",
-    )
+    rule = "a template with rollout.agent (calls are chats)"
+    yield r.chat_template == TEXT, "chat_template", rule
+
+
+@dataclass
+class Evaluation(TaskKeys):
+    """One evaluation. The keys of a task (reward, dataset, prompt, ...) are as in [rollout], and
+    those that a table leaves out are [rollout]'s; a table with a reward or a task of its own takes
+    no dataset, task or prompt from there. accept, min_completion_tokens and task_error_budget do
+    nothing here."""
+
+    name: str = ""
+    """Its metrics are evaluation/NAME/...; letters, digits, - and _."""
+
+    every: int = 0
+    """Evaluate the first version that a server holds at or past each multiple of this many; 0: only
+    at the start and at the end."""
+
+    at_start: bool = True
+    """Evaluate the version that training begins, or goes on, from."""
+
+    at_end: bool = True
+    """Evaluate the last version."""
+
+    servers: list[str] = field(default_factory=list)
+    """Base URLs of servers of its own, which get every version and no rollouts. Empty: those of
+    [rollout]; the one that evaluates is held on its version, the others go on. Where there is one
+    server only, training then waits for new rollouts."""
+
+    rows: int = 0
+    """Prompts, from the first of the sequence; 0: each row of the dataset once."""
+
+    samples: int = 1
+    """Completions per prompt."""
+
+    temperature: float = 1.0
+    """Sampling temperature; 0 takes the likeliest token."""
+
+    max_completion_tokens: int = 0
+    """Longest completion; 0: rollout.max_completion_tokens."""
+
+    pass_at: list[int] = field(default_factory=lambda: [1])
+    """The k of each pass@k; none greater than samples."""
+
+    pass_reward: float = 1.0
+    """A completion passes with at least this reward."""
+
+    concurrent_requests: int = 32
+    """Requests of the evaluation in flight, beside those of rollouts."""
+
+    timeout_s: float = 1800.0
+    """An evaluation that takes longer is given up, and its server goes on, in seconds."""
+
+
+def evaluation_rules(e: Evaluation) -> Iterator[tuple[bool, str, str]]:
+    """(broken, key, what it must be and why) of one table, but for its task's keys. Pure."""
+    named = re.fullmatch(r"[A-Za-z0-9_-]+", e.name)
+    yield named is None, "name", "letters, digits, - and _ (its metrics are evaluation/NAME/...)"
+    yield e.every < 0, "every", "0 (only at the start and at the end) or greater"
+    rule = "greater than 0 without at_start and at_end (it would never run)"
+    yield not (e.every or e.at_start or e.at_end), "every", rule
+    yield e.rows < 0, "rows", "0 (each row of the dataset once) or greater"
+    rule = "empty: an evaluation calls no agent, it needs a reward and a dataset, or a task"
+    yield bool(e.agent), "agent", rule
+    rule = "greater than 0 with a task of a class, whose prompts have no end"
+    yield not (e.rows or e.reward or e.agent), "rows", rule
+    yield e.samples < 1, "samples", "1 or more"
+    yield not 0 <= e.temperature < float("inf"), "temperature", "0 or greater, and finite"
+    yield e.max_completion_tokens < 0, "max_completion_tokens", "0 (rollout's) or greater"
+    rule = f"numbers from 1 to samples ({e.samples}): pass@k needs k completions of a prompt"
+    yield not all(1 <= k <= e.samples for k in e.pass_at), "pass_at", rule
+    yield e.concurrent_requests < 1, "concurrent_requests", "1 or more"
+    yield not 0 < e.timeout_s < float("inf"), "timeout_s", "greater than 0, and finite"
+
+
+TASK_CHOICE = {"reward", "reward_weights", "task", "task_path", "prompt", "system_prompt", "tools"}
+TASK_CHOICE |= {"agent", "dataset", "dataset_config", "dataset_split", "dataset_filter"}
+"""Keys that belong to one task: a table that names a reward or a task takes none of them from
+[rollout]."""
+
+_ROLLOUT_KEY = re.compile(
+    rf"(?<![\w./'])rollout\.(?=(?:{'|'.join(TaskKeys.__dataclass_fields__)})\b)"
+)
+
+
+def in_table(text: str, name: str) -> str:
+    """A message about a task's keys with those of the table ``name`` in the place of [rollout]'s.
+    Pure; modules and paths of the user's stay as they are.
+
+    >>> in_table("rollout.dataset 'x' has no rows", "test")
+    "evaluation 'test'.dataset 'x' has no rows"
+    """
+    return _ROLLOUT_KEY.sub(f"evaluation {name!r}.", text)
+
+
+UNUSED = ("accept", "min_completion_tokens", "task_error_budget")
+
+
+def inherited(table: dict[str, Any], rollout: TaskKeys) -> dict[str, Any]:
+    """A table with the task's keys that it leaves out taken from ``rollout``. Pure.
+
+    Example: ``{"name": "test", "dataset": "test.jsonl"}`` has the rewards of [rollout].
+    """
+    own = {"reward", "task"} & table.keys()
+    taken = {
+        name: getattr(rollout, name)
+        for name in TaskKeys.__dataclass_fields__
+        if name not in UNUSED and not (own and name in TASK_CHOICE)
+    }
+    return taken | table

@@ -18,8 +18,15 @@ import httpx
 from titan_grpo.errors import ConfigError, ServerRefused, ServerUnfit, ServerUnreachable
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 BODY_CHARS = 300
+
+NOT_RECOMPUTED = (
+    'older weights would go on in it, so nothing is committed; weight_sync.kv_after_update = "keep"'
+    " allows that"
+)
+"""End of a refusal of ``drop_kv``."""
 
 KEEPALIVE_S = 1.0
 """Idle connections are dropped after this. uvicorn (so vLLM) closes them after 5 s, which is
@@ -74,6 +81,17 @@ def want(answer: Any, key: str, kind: type | tuple[type, ...], path: str) -> Any
 
 def ignore(_answer: Any) -> None:
     """Parse step of calls whose status code is the whole answer."""
+
+
+def requests(count: int) -> Callable[[F], F]:
+    """Mark a method that makes up to ``count`` requests of its server, each with a deadline; others
+    make one."""
+
+    def mark(method: F) -> F:
+        method.requests = count  # type: ignore[attr-defined]
+        return method
+
+    return mark
 
 
 class Sink(Protocol):

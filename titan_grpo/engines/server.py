@@ -1,20 +1,20 @@
 """Engines by name: the functions that make calls (a dialect), the control plane, and which engine
 answers at a URL."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.generation import Sampled, Sampling, StreamedCall
-from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, SyncDriver
+from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, SyncDriver, requests
+from titan_grpo.engines.sglang_stock import StockRoutes
 from titan_grpo.errors import ConfigError, ProtocolError, ServerRefused, ServerUnfit
 
 
 class Dialect(Protocol):
     """One engine's HTTP interface. Modules implement it: engines/vllm.py, engines/sglang.py.
 
-    Weights and pauses are not here: what a lane needs of them is ``engines.control.ServerControl``.
+    Weights and pauses are not here: what a lane needs of them is ``ServerControl``.
     """
 
     NAME: str
@@ -48,6 +48,68 @@ class Dialect(Protocol):
         With a ``cache_salt`` that no other request has, nothing in the answer comes from the prefix
         cache.
         """
+
+
+class ServerControl(Protocol):
+    """Control plane of one server, used by one thread at a time. Every method raises PeerError by
+    its own deadline.
+
+    Arguments and results are plain data, encoded by their type hints where calls are made elsewhere
+    (rollout.engine_calls): a further method is one here and one in each engine.
+
+    A commit is ``pause, load, finish, resume`` and then ``label`` as the read-back; with
+    ``weight_sync.kv_after_update = "recompute"`` it has ``drop_kv`` after ``pause``.
+    """
+
+    url: str
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine there (that of its dialect); empty before the first call."""
+
+    def label(self) -> str:
+        """Label of the weights that the server serves now, as the server reports it."""
+
+    @requests(2)
+    def stock(self) -> StockRoutes | None:
+        """The engine's own update routes if our plugin is not there and streaming over them is
+        possible; else None."""
+
+    @requests(2)
+    def greet(self, hello: Mapping[str, Any]) -> None:
+        """Send the server's receiver the address of its lane. Returns at once, the receiver joins
+        in the background. ServerUnfit where our plugin is not there."""
+
+    @requests(4)
+    def paused(self) -> bool:
+        """Whether generation is frozen, by us or by another client."""
+
+    def pause(self) -> None:
+        """Freeze generation; running requests keep their state and go on after ``resume``."""
+
+    @requests(2)
+    def drop_kv(self) -> None:
+        """On a paused server: drop the KV of running requests and of prefixes, to be computed again
+        with the new weights. No token is lost. ServerRefused where the engine does not confirm
+        it."""
+
+    @requests(4)
+    def load(self, info: Mapping[str, Any]) -> None:
+        """Load the version ``info`` names, staged or on its way. The answer proves nothing: the
+        receiver's Applied does."""
+
+    @requests(3)
+    def finish(self, label: str) -> None:
+        """Close the update and set the label."""
+
+    def relabel(self, label: str) -> None:
+        """Set the label outside of an update, on a server that is being recovered."""
+
+    def resume(self) -> None:
+        """Go on generating."""
+
+    def close(self) -> None:
+        """Close the connections."""
 
 
 DIALECTS: dict[str, Dialect] = {sglang.NAME: sglang, vllm.NAME: vllm}
@@ -92,10 +154,6 @@ ASK_S = 10.0
 """Longest deadline of the question which engine answers, in seconds."""
 
 
-MakeControl = Callable[[str, ServerAccess], ServerControl]
-"""(value of ``rollout.engine``, access) -> control plane. Makes no call yet."""
-
-
 def make_control(engine: str, access: ServerAccess) -> ServerControl:
     """The control plane for a value of ``rollout.engine``; makes no call yet. ConfigError for any
     other value."""
@@ -124,7 +182,6 @@ class DetectingControl:
 
     @property
     def engine(self) -> str:
-        """See ServerControl."""
         return self._control.engine if self._control is not None else ""
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
@@ -147,7 +204,6 @@ class DetectingControl:
             self._control = make_control(engine, self._access)
 
     def close(self) -> None:
-        """See ServerControl."""
         if self._control is not None:
             self._control.close()
             self._control = None

@@ -9,10 +9,9 @@ import base64
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from titan_grpo.engines.control import NOT_RECOMPUTED, StockRoutes
 from titan_grpo.engines.generation import (
     INTERVAL,
     RETURN_ROUTES,
@@ -24,7 +23,8 @@ from titan_grpo.engines.generation import (
     salt,
     version_spans,
 )
-from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, ignore, want
+from titan_grpo.engines.http import NOT_RECOMPUTED, Call, HttpRefused, ServerAccess, ignore, want
+from titan_grpo.engines.sglang_stock import StockRoutes
 from titan_grpo.errors import ServerRefused, ServerUnfit, ServerUnreachable
 from titan_grpo.patches import sglang_cpu
 
@@ -53,14 +53,6 @@ NO_PLUGIN = (
     f' {LOADER}, or set weight_sync.apply = "streamed"; or the admin key (rollout.admin_key_env)'
     " is not the server's"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """Our plugin's account of a server."""
-
-    paused: bool
-    workers: int
 
 
 def _post(path: str, timeout_s: float, body: Any = None) -> Call[None]:
@@ -92,24 +84,15 @@ def label(timeout_s: float = QUERY_S) -> Call[str]:
     return Call("GET", path, timeout_s, lambda a: str(want(a, "weight_version", str, path)))
 
 
-def world_size(timeout_s: float = QUERY_S) -> Call[int]:
-    """Workers of the server: tensor x pipeline parallel."""
-    return Call("GET", "/server_info", timeout_s, _parse_world_size)
-
-
 def ready(timeout_s: float = 2.0) -> Call[None]:
     """200 if the server is not paused; 503 if it is, or if the last health check met a pause."""
     return Call("GET", "/ready", timeout_s, ignore)
 
 
-def state(timeout_s: float = 5.0) -> Call[State]:
+def paused(timeout_s: float = 5.0) -> Call[bool]:
     """Our plugin's route for whether generation is paused: SGLang has none."""
     path = "/titan_grpo/state"
-
-    def parse(answer: Any) -> State:
-        return State(want(answer, "paused", bool, path), want(answer, "workers", int, path))
-
-    return Call("GET", path, timeout_s, parse, admin=True)
+    return Call("GET", path, timeout_s, lambda a: bool(want(a, "paused", bool, path)), admin=True)
 
 
 def hello(greeting: Mapping[str, Any], timeout_s: float) -> Call[None]:
@@ -135,41 +118,34 @@ def resume(timeout_s: float) -> Call[None]:
     return _post("/continue_generation", timeout_s, {"torch_empty_cache": False})
 
 
-def begin_weight_update(timeout_s: float) -> Call[None]:
-    """Open an update; an error while one is open. Without a pause it waits for all running
-    requests, and holds up new ones."""
-    return _post("/begin_weight_update", timeout_s, {})
+def load(info: Mapping[str, Any], timeout_s: float) -> Call[None]:
+    """Our plugin's route that opens an update and runs our commit in every scheduler; it returns
+    when all of them are through. One call, since a server stands still for each. Needs a pause."""
+    return _post("/titan_grpo/load", timeout_s, dict(info))
+
+
+def finish(new_label: str, timeout_s: float) -> Call[None]:
+    """Our plugin's route that closes the update, and then sets the label; an error if no update is
+    open, as on a server that was restarted since."""
+    return _post("/titan_grpo/finish", timeout_s, {"label": new_label})
 
 
 def end_weight_update(timeout_s: float) -> Call[None]:
-    """Close the update; an error if none is open, as on a server that was restarted since."""
+    """Close an update of SGLang's own; an error if none is open."""
     return _post("/end_weight_update", timeout_s, {})
 
 
-def update_weights(info: Mapping[str, Any], workers: int, timeout_s: float) -> Call[None]:
-    """Run our commit in every scheduler; returns when all of them are through. Needs a pause and an
-    open update.
-
-    The prefix cache is not flushed: SGLang cannot while requests are paused, and answers 400
-    although the weights are in. Requests are kept apart by their cache keys instead (see
-    ``generate``).
-    """
-    body = {"serialized_named_tensors": commit_payload(info, workers), "load_format": LOADER}
-    return _post("/update_weights_from_tensor", timeout_s, body | {"flush_cache": False})
-
-
-def commit_payload(info: Mapping[str, Any], workers: int) -> list[str]:
-    """A commit in the form in which SGLang takes tensors: one base64 pickle per worker, of ``[(info
-    as JSON, no tensor)]``.
+def commit_payload(info: Mapping[str, Any]) -> bytes:
+    """A commit in the form in which SGLang takes a worker's tensors: a pickle of ``[(info as JSON,
+    no tensor)]``.
 
     SGLang's unpickler accepts few classes, and calls ``.to(device)`` of whatever stands beside a
-    name. A name may be any text, so it carries the commit; beside it stands an empty uint8 tensor,
-    written here by its opcodes (protocol 2) since this side has no torch: a list, the text,
-    ``torch.ByteTensor`` called with an empty tuple, both as a pair, appended.
+    name. A name may be any text, so it carries the commit; beside it stands an empty uint8 tensor.
+    Written by its opcodes (protocol 2), since pickle would write a call that is not accepted: a
+    list, the text, ``torch.ByteTensor`` called with an empty tuple, both as a pair, appended.
     """
     text = json.dumps(dict(info)).encode()
-    data = b"\x80\x02]X" + len(text).to_bytes(4, "little") + text + b"ctorch\nByteTensor\n)R\x86a."
-    return [base64.b64encode(data).decode()] * workers
+    return b"\x80\x02]X" + len(text).to_bytes(4, "little") + text + b"ctorch\nByteTensor\n)R\x86a."
 
 
 def update_weight_version(new_label: str, timeout_s: float) -> Call[None]:
@@ -339,18 +315,6 @@ def _first(entry: Any) -> float:
     return logprob(entry[0] if isinstance(entry, list) and entry else None)
 
 
-def _parse_world_size(answer: Any) -> int:
-    named = answer if isinstance(answer, Mapping) else {}
-    tensor_parallel, pipeline_parallel = named.get("tp_size"), named.get("pp_size")
-    if not isinstance(tensor_parallel, int) or not isinstance(pipeline_parallel, int):
-        # not ``want``: it shows the start of the answer, which has the keys in it
-        raise ServerRefused(
-            "/server_info must answer with tp_size and pp_size: another server or another version"
-            " of it?"
-        )
-    return tensor_parallel * pipeline_parallel
-
-
 class SglangControl:
     """ServerControl of SGLang >= 0.5.21 with our plugin."""
 
@@ -362,17 +326,13 @@ class SglangControl:
         self._deadline_s = access.deadline_s
         self._load_deadline_s = access.load_deadline_s or access.deadline_s
         self._query_s = min(QUERY_S, access.deadline_s)
-        self._workers = 0
-        """Of the server as it was seen last; 0: not seen, or without our plugin."""
         self.url = access.url
 
     def label(self) -> str:
         return self._run(label(self._query_s))
 
     def stock(self) -> StockRoutes | None:
-        from titan_grpo.engines.sglang_stock import HttpStockRoutes
-
-        return None if self._state() is not None else HttpStockRoutes(self._access)
+        return None if self._paused() is not None else StockRoutes(self._access)
 
     def greet(self, greeting: Mapping[str, Any]) -> None:
         try:
@@ -384,9 +344,9 @@ class SglangControl:
 
     def paused(self) -> bool:
         """Without our plugin: whether the server gives no token."""
-        state = self._state()
-        if state is not None:
-            return state.paused
+        found = self._paused()
+        if found is not None:
+            return found
         if self._answers(ready(self._query_s), (404, 503)):
             return False
         # 503 also after a health check met a pause that is long over: only a token tells the two
@@ -414,29 +374,19 @@ class SglangControl:
             ) from error
 
     def load(self, info: Mapping[str, Any]) -> None:
-        # A lane asks whether the server is paused when it connects, so that no question is left for
-        # the pause.
-        if not self._workers and self._state() is None:
-            raise ServerUnfit(
-                f"{self._driver.url}: there is no titan_grpo plugin to commit a version:"
-                f" {NO_PLUGIN}"
-            )
-        begin = begin_weight_update(self._deadline_s)
-        # 400: a lane that died between begin and end left its update open
         try:
-            begun = self._answers(begin, (400,))
+            self._run(load(info, self._load_deadline_s))
         except HttpRefused as error:
-            if error.status == 404:
-                raise ServerUnfit(f"{error}: SGLang >= 0.5.21 is needed") from error
+            if error.status in ABSENT:
+                raise ServerUnfit(f"{error}: {NO_PLUGIN}") from error
             raise
-        if not begun:
-            self._run(end_weight_update(self._deadline_s))
-            self._run(begin)
-        self._run(update_weights(info, self._workers, self._load_deadline_s))
 
     def finish(self, label: str) -> None:
-        """A restarted server has no update to end. One that restarts between the two calls takes
-        the label: its receiver is gone, which the lane's ping after the read-back finds out."""
+        """Without our plugin by SGLang's own two calls. A restarted server has no update to end.
+        One that restarts between the end and the label takes the label: its receiver is gone,
+        which the lane's ping after the read-back finds out."""
+        if self._answers(finish(label, self._deadline_s), ABSENT):
+            return
         self._run(end_weight_update(self._deadline_s))
         self.relabel(label)
 
@@ -449,17 +399,14 @@ class SglangControl:
     def close(self) -> None:
         self._driver.close()
 
-    def _state(self) -> State | None:
+    def _paused(self) -> bool | None:
         """Our plugin's account; None if the plugin is not there."""
-        self._workers = 0
         try:
-            found = self._run(state(self._query_s))
+            return self._run(paused(self._query_s))
         except HttpRefused as error:
             if error.status not in ABSENT:
                 raise
             return None
-        self._workers = found.workers
-        return found
 
     def _answers(self, call: Call[None], refusals: tuple[int, ...]) -> bool:
         """False for these refusals; raises any other."""

@@ -1,15 +1,54 @@
 """SGLang's own update of weights over a process group (0.5.21 to 0.5.23), for servers without our
-plugin: ``engines.control.StockRoutes``."""
+plugin."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from titan_grpo.engines import sglang
-from titan_grpo.engines.control import Announced, Group
-from titan_grpo.engines.http import Call, ServerAccess, ignore, want
+from titan_grpo.engines.http import Call, ServerAccess, ignore, requests, want
 from titan_grpo.errors import ServerRefused
 
 NOT_RECEIVED = "Failed to receive weights"
 """Start of a refusal that came before any weight was touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group of one transfer. Rank 0 is the trainer, the server's workers are 1 to ``size
+    - 1``."""
+
+    name: str
+    host: str
+    port: int
+    size: int
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """Contents of one broadcast, in order: tensors by name, dtype (torch's name without "torch."),
+    and shape."""
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+
+
+def world_size(timeout_s: float) -> Call[int]:
+    """Workers of the server: tensor x pipeline parallel."""
+    return Call("GET", "/server_info", timeout_s, _parse_world_size)
+
+
+def _parse_world_size(answer: Any) -> int:
+    named = answer if isinstance(answer, Mapping) else {}
+    tensor_parallel, pipeline_parallel = named.get("tp_size"), named.get("pp_size")
+    if not isinstance(tensor_parallel, int) or not isinstance(pipeline_parallel, int):
+        # not ``want``: it shows the start of the answer, which has the keys in it
+        raise ServerRefused(
+            "/server_info must answer with tp_size and pp_size: another server or another version"
+            " of it?"
+        )
+    return tensor_parallel * pipeline_parallel
 
 
 def update(group: str, announced: Announced, timeout_s: float) -> Call[None]:
@@ -26,8 +65,10 @@ def update(group: str, announced: Announced, timeout_s: float) -> Call[None]:
     return Call("POST", path, timeout_s, ignore, json=body, admin=True)
 
 
-class HttpStockRoutes:
-    """StockRoutes over HTTP."""
+class StockRoutes:
+    """Update routes of a server without our plugin, over connections of their own, for one thread
+    beside the lane's control. Every method raises PeerError by ``timeout_s``, the deadline of each
+    request."""
 
     def __init__(self, access: ServerAccess) -> None:
         self._driver = access.driver()
@@ -38,10 +79,12 @@ class HttpStockRoutes:
         )
 
     def workers(self, timeout_s: float) -> int:
-        return self._driver.run(sglang.world_size(timeout_s))
+        """Tensor-parallel workers."""
+        return self._driver.run(world_size(timeout_s))
 
     def parameter_names(self, timeout_s: float) -> frozenset[str]:
-        """As the checksums list them: no other route of SGLang's has them."""
+        """Names of the model's parameters, as the checksums list them: no other route of SGLang's
+        has them."""
         path = "/weights_checker"
         answer = self._post(path, {"action": "checksum"}, timeout_s)
         ranks = want(answer, "ranks", list, path)
@@ -50,23 +93,29 @@ class HttpStockRoutes:
         return frozenset(str(name) for name in want(ranks[0], "checksums", dict, path))
 
     def init_group(self, group: Group, timeout_s: float) -> None:
-        """The scheduler stands still until all ranks are there."""
+        """Have the workers join; answers when all ranks are there. The scheduler stands still until
+        then."""
         body = {"master_address": group.host, "master_port": group.port, "rank_offset": 1}
         body |= {"world_size": group.size, "group_name": group.name, "backend": group.backend}
         self._post("/init_weights_update_group", body, timeout_s)
 
     def destroy_group(self, name: str, timeout_s: float) -> None:
+        """Leave the group; refused by a server that does not have it, as after a restart."""
         self._post("/destroy_weights_update_group", {"group_name": name}, timeout_s)
 
+    @requests(3)
     def begin(self, timeout_s: float) -> None:
+        """Open an update; one that was left open is ended first."""
         try:
-            self._driver.run(sglang.begin_weight_update(timeout_s))
+            self._post("/begin_weight_update", {}, timeout_s)
         except ServerRefused:
-            self._driver.run(sglang.end_weight_update(timeout_s))
-            self._driver.run(sglang.begin_weight_update(timeout_s))
+            self._post("/end_weight_update", {}, timeout_s)
+            self._post("/begin_weight_update", {}, timeout_s)
 
     def update(self, group: str, announced: Announced, timeout_s: float) -> None:
+        """Receive one broadcast of exactly the announced bytes, and load it."""
         self._driver.run(update(group, announced, timeout_s))
 
     def close(self) -> None:
+        """Close the connections. Idempotent."""
         self._driver.close()

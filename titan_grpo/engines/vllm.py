@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from titan_grpo.engines.control import NOT_RECOMPUTED
 from titan_grpo.engines.generation import (
     INTERVAL,
     RETURN_ROUTES,
@@ -26,7 +25,7 @@ from titan_grpo.engines.generation import (
     salt,
     version_spans,
 )
-from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, ignore, want
+from titan_grpo.engines.http import NOT_RECOMPUTED, Call, HttpRefused, ServerAccess, ignore, want
 from titan_grpo.errors import ServerRefused, ServerUnfit
 from titan_grpo.protocol.messages import Label
 

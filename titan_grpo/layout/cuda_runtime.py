@@ -41,16 +41,8 @@ class CudaRuntime:
         size, pointer = ctypes.c_size_t, ctypes.c_void_p
         lib.cudaHostRegister.argtypes = [pointer, size, ctypes.c_uint]
         lib.cudaHostUnregister.argtypes = [pointer]
-        lib.cudaMemcpy2DAsync.argtypes = [
-            pointer,
-            size,
-            pointer,
-            size,
-            size,
-            size,
-            ctypes.c_int,
-            pointer,
-        ]
+        way = ctypes.c_int
+        lib.cudaMemcpy2DAsync.argtypes = [pointer, size, pointer, size, size, size, way, pointer]
         lib.cudaMemcpyAsync.argtypes = [pointer, pointer, size, ctypes.c_int, pointer]
         lib.cudaGetErrorString.argtypes = [ctypes.c_int]
         lib.cudaGetErrorString.restype = ctypes.c_char_p
@@ -79,20 +71,11 @@ class CudaRuntime:
         SyncError if refused."""
         if rows == 1:
             # of any length: cudaMemcpy2DAsync takes pitches below 2 GiB only
-            code = self._lib.cudaMemcpyAsync(
-                host.pointer, device.pointer, width, DEVICE_TO_HOST, stream
-            )
+            way = width, DEVICE_TO_HOST, stream
+            code = self._lib.cudaMemcpyAsync(host.pointer, device.pointer, *way)
         else:
-            code = self._lib.cudaMemcpy2DAsync(
-                host.pointer,
-                host.pitch,
-                device.pointer,
-                device.pitch,
-                width,
-                rows,
-                DEVICE_TO_HOST,
-                stream,
-            )
+            ends = host.pointer, host.pitch, device.pointer, device.pitch
+            code = self._lib.cudaMemcpy2DAsync(*ends, width, rows, DEVICE_TO_HOST, stream)
         if code != 0:
             raise SyncError(
                 f"a copy of {rows} x {width} bytes from the device was refused:"

@@ -1,5 +1,5 @@
-"""The bytes of one version in memory that several processes of one host share; and how much memory
-this process may still take, by the machine's and the container's limit.
+"""The bytes of one version: in memory that several processes of one host share; hashes of their
+blocks, and the fingerprint of them all.
 
 A memfd and not a file in /dev/shm: it is not limited by that mount's size (64 MB in many
 containers), it has no name that could collide, and it vanishes with the last process that holds it,
@@ -7,103 +7,24 @@ so that a killed run leaks nothing."""
 
 import ctypes
 import fcntl
+import hashlib
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+from blake3 import blake3
+
 from titan_grpo.errors import ConfigError, ProtocolError, SyncError
-from titan_grpo.layout.parts import Extent, whole_pages
+from titan_grpo.layout.manifest import Extent, Manifest, whole_pages
+from titan_grpo.layout.memory import require_memory
 
 if TYPE_CHECKING:
     import torch
-
-CGROUP_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Per cgroup version (v2, v1): limit file, usage file, and the line of memory.stat that can be
-reclaimed at once."""
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""  # that file does not exist under this kernel or cgroup version
-
-
-def _table(text: str) -> dict[str, int]:
-    """Lines "key[:] number ..." to a dict."""
-    rows = (line.replace(":", " ").split() for line in text.splitlines())
-    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
-
-
-def _cgroup_folders(proc: Path, cgroup: Path) -> list[Path]:
-    """Every folder whose limit binds this process, from its own cgroup up to the mount's root."""
-    folders = [cgroup, cgroup / "memory"]  # a container often mounts its own cgroup as the root
-    for line in _read(proc / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root = cgroup / controllers
-        parts = [part for part in path.split("/") if part and part != ".."]
-        folders += [root.joinpath(*parts[:depth]) for depth in range(1, len(parts) + 1)]
-    return folders
-
-
-def _cgroup_room(folder: Path) -> list[int]:
-    room = []
-    for limit_file, usage_file, reclaimable in CGROUP_FILES:
-        limit, usage = _read(folder / limit_file).strip(), _read(folder / usage_file).strip()
-        if limit.isdigit() and usage.isdigit():
-            cache = _table(_read(folder / "memory.stat")).get(reclaimable, 0)
-            room.append(int(limit) - int(usage) + cache)
-    return room
-
-
-def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can be allocated without swapping or being killed: the least of MemAvailable and
-    all cgroup limits."""
-    available = _table(_read(proc / "meminfo")).get("MemAvailable")
-    rooms = [] if available is None else [available * 1024]
-    for folder in _cgroup_folders(proc, cgroup):
-        rooms += _cgroup_room(folder)
-    if not rooms:
-        raise ConfigError(
-            f"the available memory could not be read under {proc} or {cgroup}: titan_grpo needs"
-            " Linux"
-        )
-    return max(0, min(rooms))
-
-
-def require_memory(nbytes: int, what: str, available: int | None = None) -> None:
-    """Raise ConfigError if ``nbytes`` for ``what`` are not available now (``available``: measured
-    unless given).
-
-    Before the run, because a page that cannot be backed later is a SIGBUS or the kernel's OOM
-    killer in mid-step.
-    """
-    have = available_memory() if available is None else available
-    if nbytes > have:
-        raise ConfigError(
-            f"{what} needs {nbytes} bytes of host memory ({nbytes / 2**30:.2f} GiB), available are"
-            f" {have} ({have / 2**30:.2f} GiB): the run would be killed when it fills them; use"
-            " fewer weight_sync.slots, or a machine or container with more memory"
-        )
-
-
-__all__ = [
-    "ImageAddress",
-    "SharedImage",
-    "available_memory",
-    "open_memfd",
-    "require_memory",
-]
 
 MADV_POPULATE_READ = 22
 """Advice number of Linux 5.14 and later that the mmap module does not name."""
@@ -121,12 +42,11 @@ _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def _nothing(_: int) -> None:
-    return
-
-
 def _make_pages(
-    mapped: mmap.mmap, extents: Sequence[Extent], made: Made, reserve: int | None = None
+    mapped: mmap.mmap,
+    extents: Sequence[Extent],
+    made: Made = lambda _: None,
+    reserve: int | None = None,
 ) -> None:
     """Give these whole pages their memory, and map it, on several threads. ``reserve``: the memfd,
     which has none yet; OSError if there is none. Page by page, the faults would make the first copy
@@ -224,7 +144,7 @@ class SharedImage:
         nbytes: int,
         label: str,
         extents: Sequence[Extent] | None = None,
-        made: Made = _nothing,
+        made: Made = lambda _: None,
     ) -> "SharedImage":
         """Allocate a zeroed image, or of its ``nbytes`` only these ``extents``: the rest has no
         memory. ``label`` is what /proc shows; ``made`` gets the bytes so far, on this thread.
@@ -270,7 +190,7 @@ class SharedImage:
             if not serve or mapped is None:
                 os.close(fd)  # the mapping keeps the memory
         # of the extents only: elsewhere it would make pages for bytes of other hosts
-        _make_pages(mapped, _pages(extents, address.nbytes), _nothing)
+        _make_pages(mapped, _pages(extents, address.nbytes))
         if serve:
             return cls(replace(address, pid=os.getpid(), fd=fd), mapped, fd)
         return cls(address, mapped, None)
@@ -308,3 +228,91 @@ class SharedImage:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+# Hashes.
+
+BLOCK_HASHES: dict[str, Callable[[memoryview], bytes]] = {
+    "xxh3": lambda block: xxhash.xxh3_128_digest(block),
+    "blake3": lambda block: blake3(block).digest(),
+}
+"""Algorithm name to hash of one block: xxh3 is 16 bytes and the fastest, blake3 is 32 bytes and
+cryptographic."""
+
+KEYED = "blake3"
+"""The algorithm that takes a key. Without the key no sender can make a block and a digest that fit
+each other."""
+
+CORES = os.cpu_count() or 1
+
+HASH_THREADS = max(min(4, CORES), min(16, CORES // 4))
+"""On a host of 8 GPUs, whose share of 235B takes 4 threads 2 s of keyed blake3, 16."""
+
+
+def digest_block(pieces: Sequence[memoryview], algorithm: str, key: bytes | None = None) -> bytes:
+    """Hash of one block, the bytes of its pieces in order, keyed with 32 bytes if ``key`` is given.
+
+    Raises ConfigError for an unknown algorithm, or a key with one that takes none.
+    """
+    block = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+    if key is not None:
+        if algorithm != KEYED:
+            raise ConfigError(
+                f"with a run key the blocks' digests must be {KEYED}, got {algorithm!r}: others"
+                " take no key"
+            )
+        return blake3(block, key=key).digest()
+    try:
+        hash_block = BLOCK_HASHES[algorithm]
+    except KeyError:
+        known = " or ".join(BLOCK_HASHES)
+        raise ConfigError(f"weight_sync.digest must be {known}, got {algorithm!r}") from None
+    return hash_block(block)
+
+
+def block_digests(
+    buffer: memoryview,
+    manifest: Manifest,
+    algorithm: str,
+    key: bytes | None = None,
+    part: int | None = None,
+) -> tuple[bytes, ...]:
+    """Hash of every block of an image, or of one part, in order. ``buffer`` is the image, uint8,
+    ``manifest.total_bytes`` long; ``key`` as in digest_block. No other byte of it is read.
+
+    On ``HASH_THREADS`` threads, which release the GIL: a hash is limited by the memory's bandwidth,
+    which few cores use up.
+    """
+    if buffer.nbytes != manifest.total_bytes:
+        raise ValueError(
+            f"the buffer must have the manifest's {manifest.total_bytes} bytes, got {buffer.nbytes}"
+        )
+
+    def digest(index: int) -> bytes:
+        return digest_block([buffer[a:b] for a, b in manifest.block(index)], algorithm, key)
+
+    numbers = range(manifest.num_blocks) if part is None else manifest.blocks(part)
+    with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash") as pool:
+        return tuple(pool.map(digest, numbers))
+
+
+def fingerprint(manifest_digest: str, digests: Iterable[bytes]) -> str:
+    """32 hex characters that name the content of a version: the layout and every block's hash, in
+    order.
+
+    Over keyed hashes it is keyed by them: no one else can make blocks that fit a fingerprint, or a
+    fingerprint that fits.
+    """
+    state = hashlib.blake2b(manifest_digest.encode(), digest_size=16)
+    for digest in digests:
+        # the length first, so that two lists with the same concatenation differ
+        state.update(len(digest).to_bytes(2, "little") + digest)
+    return state.hexdigest()
+
+
+def first_difference(expected: Sequence[bytes], found: Sequence[bytes]) -> int | None:
+    """Index of the first block whose hash differs or is missing; None if the lists are equal."""
+    for index, (a, b) in enumerate(zip(expected, found, strict=False)):
+        if a != b:
+            return index
+    return None if len(expected) == len(found) else min(len(expected), len(found))

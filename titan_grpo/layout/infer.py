@@ -76,15 +76,9 @@ class Layout:
         another dtype.
 
         ``keep_dtype`` maps parameter names to dtypes, for what must not be rounded (an MoE's
-        float32 expert bias). Raises ConfigError for a name that is not a parameter.
+        float32 expert bias).
         """
         keep = keep_dtype or {}
-        for fqn in keep:
-            if fqn not in self.shapes:
-                raise ConfigError(
-                    f"keep_dtype must name parameters of the model, got {fqn!r}: it would be cast"
-                    f" to {wire_dtype}"
-                )
         return Manifest.build(
             ((t.name, keep.get(t.fqn, wire_dtype), t.shape) for t in self.tensors), block_bytes
         )
@@ -144,7 +138,8 @@ def _learn_one(to_hf: ToHF, fqn: str, shape: Shape) -> list[HFTensor]:
     found = []
     for name, tensor in by_row.items():
         ids = _source_rows(fqn, name, tensor, by_col[name], cols)
-        found.append(HFTensor(name, tuple(tensor.shape), fqn, _compact(ids)))
+        run = progression(ids)
+        found.append(HFTensor(name, tuple(tensor.shape), fqn, ids if run is None else run))
     if found:
         _check_rows_used_once(fqn, rows, found)
     return found
@@ -209,8 +204,3 @@ def progression(ids: torch.Tensor) -> range | None:
     if step < 1 or bool((steps != step).any()):
         return None
     return range(int(ids[0]), int(ids[-1]) + 1, step)
-
-
-def _compact(ids: torch.Tensor) -> range | torch.Tensor:
-    rows = progression(ids)
-    return ids if rows is None else rows

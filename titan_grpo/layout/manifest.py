@@ -1,8 +1,13 @@
-"""What lies where in a version image: HF names, dtypes, shapes, byte offsets. Standard library
-only.
+"""What lies where in a version image: HF names, dtypes, shapes, byte offsets. No torch.
 
 A manifest is made once at the start of a run, is identical on every rank and is sent to every
 receiver, so that an extent of bytes means the same tensor rows everywhere.
+
+Parts say which host has which bytes of an image. A part is what one trainer host has of every
+version: extents of the image, in order, read as one stream. With one host there is one part, the
+whole image. Worked example: two hosts each hold half of the rows of two tensors at 0 and 1024, of
+1000 bytes each. Part 0 is (0, 500) and (1024, 1524), part 1 is (500, 1024) and (1524, 2048):
+padding belongs to the bytes before it. Byte 600 of part 0's stream is byte 1124 of the image.
 
 What a stock server's own update route demands of a manifest: buckets that it can unpack, and names
 that it knows. Pure."""
@@ -12,15 +17,94 @@ import json
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import Any
+
+import msgspec
 
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.layout.parts import Extent, Part, parts_of
+
+Extent = tuple[int, int]
+"""First byte, and the one after the last."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Extents of an image, in ascending order, that do not touch each other."""
+
+    extents: tuple[Extent, ...]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Where each extent ends in the stream."""
+        return list(accumulate(stop - start for start, stop in self.extents))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the stream."""
+        return self._ends[-1] if self._ends else 0
+
+    def pieces(self, start: int, stop: int) -> Iterator[Extent]:
+        """Where bytes ``start`` to ``stop`` of the stream are in the image. IndexError outside of
+        it.
+
+        >>> list(Part(((0, 500), (1024, 1524))).pieces(400, 600))
+        [(400, 500), (1024, 1124)]
+        """
+        if not 0 <= start <= stop <= self.nbytes:
+            raise IndexError(
+                f"a range of the part must be in [0, {self.nbytes}], got {start, stop}"
+            )
+        index = bisect_right(self._ends, start)
+        while start < stop:
+            shift = self.extents[index][1] - self._ends[index]
+            end = min(stop, self._ends[index])
+            yield start + shift, end + shift
+            start, index = end, index + 1
+
+
+def joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
+    """In ascending order, those that meet or overlap as one: ``joined([(4, 8), (0, 4)]) == ((0,
+    8),)``."""
+    out: list[Extent] = []
+    for start, stop in sorted(extents):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], stop)
+        elif start < stop:
+            out.append((start, stop))
+    return tuple(out)
+
+
+def whole_pages(extents: Iterable[Extent], page: int) -> tuple[Extent, ...]:
+    """``extents`` rounded out to pages: ``whole_pages([(5, 6), (4095, 4097)], 4096) == ((0,
+    8192),)``."""
+    return joined((start // page * page, -(-stop // page) * page) for start, stop in extents)
+
+
+def parts_of(written: Sequence[Sequence[Extent]], total_bytes: int, padding: int) -> list[Part]:
+    """The part of each host, from the bytes that its ranks write.
+
+    Up to ``padding`` bytes that no rank writes belong to the extent before them. ConfigError if
+    more are missing, or a byte has two writers: a version would have bytes of two others.
+    """
+    owned = sorted((*extent, host) for host, extents in enumerate(written) for extent in extents)
+    grown: list[list[Extent]] = [[] for _ in written]
+    if not owned or owned[0][0] != 0:
+        raise ConfigError("the first byte of an image must be written by a host, none writes it")
+    ends = [start for start, _, _ in owned[1:]] + [total_bytes]
+    for (start, stop, host), end in zip(owned, ends, strict=True):
+        if not 0 <= end - stop < padding:
+            raise ConfigError(
+                f"every byte of an image must be written by one host, host {host} writes bytes"
+                f" {start} to {stop} and the next extent begins at {end}: the placements of this"
+                " model's shards cannot be synced"
+            )
+        grown[host].append((start, end))
+    return [Part(joined(extents)) for extents in grown]
+
 
 ALIGNMENT = 256
 """Bytes to which every tensor's offset and the total are rounded: enough for any device's vector
@@ -67,11 +151,20 @@ class TensorSpec:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    """A manifest as JSON."""
+
+    format: int
+    block_bytes: int
+    tensors: list[tuple[str, str, tuple[int, ...], int]]
+    parts: list[tuple[Extent, ...]]
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Ordered tensors of an image, and the size of the blocks that are hashed and sent.
 
-    Blocks are cut within the parts (layout.parts), part after part: a host hashes and serves its
+    Blocks are cut within the parts, part after part: a host hashes and serves its
     own. ``build`` makes one part, the whole image.
 
     Worked example: ``build([("a", "bfloat16", (3, 5)), ("b", "float32", (2,))], 4096)`` puts ``a``
@@ -173,28 +266,28 @@ class Manifest:
     def from_json(cls, text: str) -> "Manifest":
         """Read to_json() back. Raises DataError if it is not one, or if its offsets are not the
         ones build() gives."""
-        record = _parse(text)
         try:
-            offsets = [int(offset) for _, _, _, offset in record["tensors"]]
-            entries = [
-                (str(name), str(dtype), tuple(map(int, shape)))
-                for name, dtype, shape, _ in record["tensors"]
-            ]
-            manifest = cls.build(entries, int(record["block_bytes"]))
-            parts = [tuple((int(a), int(b)) for a, b in part) for part in record["parts"]]
-            cut = manifest.with_parts(parts_of(parts, manifest.total_bytes, padding=1))
-        except (TypeError, ValueError, ConfigError) as error:
+            record = msgspec.json.decode(text, type=_Record)
+            if record.format != FORMAT:
+                raise DataError(
+                    f"manifest format must be {FORMAT}, got {record.format}: install the same"
+                    " titan_grpo on both ends"
+                )
+            entries = [(name, dtype, shape) for name, dtype, shape, _ in record.tensors]
+            manifest = cls.build(entries, record.block_bytes)
+            cut = manifest.with_parts(parts_of(record.parts, manifest.total_bytes, padding=1))
+        except (msgspec.DecodeError, ConfigError) as error:
             raise DataError(
                 f"a manifest must list [name, dtype, shape, offset] rows, and parts: {error};"
                 " refused"
             ) from error
-        for spec, offset in zip(manifest.tensors, offsets, strict=True):
+        for spec, (*_, offset) in zip(manifest.tensors, record.tensors, strict=True):
             if spec.offset != offset:
                 raise DataError(
                     f"manifest offset of {spec.name} must be {spec.offset}, got {offset}: bytes"
                     " would land in other rows"
                 )
-        if [part.extents for part in cut.parts] != parts:
+        if [part.extents for part in cut.parts] != record.parts:
             raise DataError("the parts of a manifest must be extents in order; refused")
         return cut
 
@@ -209,23 +302,6 @@ def _check_entry(name: str, dtype: str, shape: tuple[int, ...], seen: set[str]) 
         raise ConfigError(f"dtype of {name} must be one of {', '.join(ITEM_BYTES)}, got {dtype!r}")
     if any(size < 1 for size in shape):
         raise ConfigError(f"every dimension of {name} must be 1 or greater, got {shape}")
-
-
-def _parse(text: str) -> dict[str, Any]:
-    try:
-        record = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"a manifest must be JSON: {error}; refused") from error
-    if not isinstance(record, dict) or set(record) != {"format", "block_bytes", "tensors", "parts"}:
-        raise DataError(
-            "a manifest must have exactly the keys format, block_bytes, tensors and parts; refused"
-        )
-    if record["format"] != FORMAT:
-        raise DataError(
-            f"manifest format must be {FORMAT}, got {record['format']!r}: install the same"
-            " titan_grpo on both ends"
-        )
-    return record
 
 
 FUSED = (

@@ -9,8 +9,7 @@ import torch
 
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.infer import Layout, Shape, matrix_shape, progression
-from titan_grpo.layout.manifest import ITEM_BYTES, Manifest
-from titan_grpo.layout.parts import Extent, joined, whole_pages
+from titan_grpo.layout.manifest import ITEM_BYTES, Extent, Manifest, joined, whole_pages
 
 PAGE = 4096
 """Bytes of a page of memory."""
@@ -40,7 +39,7 @@ class CopyOp:
     dtype: str
 
 
-def written_pages(ops: Iterable[CopyOp], page: int = PAGE) -> tuple[Extent, ...]:
+def written_pages(ops: Iterable[CopyOp]) -> tuple[Extent, ...]:
     """The pages of an image between the first and the last byte of each of ``ops``, joined where
     they meet: pages can be pinned once only.
 
@@ -52,7 +51,7 @@ def written_pages(ops: Iterable[CopyOp], page: int = PAGE) -> tuple[Extent, ...]
         stop = op.dest_offset + (op.num_rows - 1) * op.dest_row_stride + _width(op)
         if op.num_rows and op.num_cols:
             ends.append((op.dest_offset, stop))
-    return whole_pages(ends, page)
+    return whole_pages(ends, PAGE)
 
 
 def written_extents(ops: Iterable[CopyOp]) -> tuple[Extent, ...]:

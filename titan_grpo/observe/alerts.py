@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_grpo.config.alerts import Alerts
+from titan_grpo.config import Alerts
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
 
@@ -25,23 +25,28 @@ _FORM = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*(\S+?)(?:\s+for\s+(\d+))?\s*")
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """``metric sign bound`` in ``steps`` steps in a row."""
+    """``metric sign bound`` in ``steps`` steps in a row, what is done then, and for how many steps
+    it has held."""
 
     metric: str
     sign: str
     bound: float
     steps: int = 1
+    action: str = "warn"
+    held: int = 0
+    value: float = 0.0
+    """The last one."""
 
     def __str__(self) -> str:
         lasting = f" for {self.steps}" if self.steps > 1 else ""
-        return f"{self.metric} {self.sign} {self.bound:g}{lasting}"
+        return f"{self.metric} {self.sign} {self.bound:g}{lasting} ({self.value:.4g})"
 
     @classmethod
-    def parse(cls, text: str, key: str) -> "Threshold":
+    def parse(cls, text: str, key: str, action: str = "warn") -> "Threshold":
         """Read one. Raises ConfigError naming ``key``.
 
         >>> str(Threshold.parse("loss/kl>=0.50 for 3", "alerts.warn"))
-        'loss/kl >= 0.5 for 3'
+        'loss/kl >= 0.5 for 3 (0)'
         """
         found = _FORM.fullmatch(text)
         try:
@@ -58,34 +63,20 @@ class Threshold:
                 f"{key} must name a metric of metrics.jsonl (titan_grpo/observe/names.py has them"
                 f" all), got {found[1]!r} in {text!r}"
             )
-        return cls(found[1], found[2], bound, int(found[4] or 1))
+        return cls(found[1], found[2], bound, int(found[4] or 1), action)
 
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """A threshold, what is done, and for how many steps in a row it has held."""
-
-    threshold: Threshold
-    action: str = "warn"
-    held: int = 0
-    value: float = 0.0
-    """The last one."""
-
-    def after(self, metrics: Mapping[str, Any]) -> "Watched":
+    def after(self, metrics: Mapping[str, Any]) -> "Threshold":
         """With one more step. Nothing changes where it has no such metric, or null."""
-        value = metrics.get(self.threshold.metric)
+        value = metrics.get(self.metric)
         if value is None:
             return self
-        holds = OPERATORS[self.threshold.sign](value, self.threshold.bound)
+        holds = OPERATORS[self.sign](value, self.bound)
         return replace(self, held=self.held + 1 if holds else 0, value=float(value))
 
     @property
     def holds(self) -> bool:
         """Whether it has held for as many steps as it must."""
-        return self.held >= self.threshold.steps
-
-    def __str__(self) -> str:
-        return f"{self.threshold} ({self.value:.4g})"
+        return self.held >= self.steps
 
 
 ON_POLICY_GAP = 0.05
@@ -129,29 +120,29 @@ def likely_cause(last: Mapping[str, float]) -> str:
     )
 
 
-GAP = Watched(Threshold(names.ON_POLICY_GAP, ">=", ON_POLICY_GAP, 3))
+GAP = Threshold(names.ON_POLICY_GAP, ">=", ON_POLICY_GAP, 3)
 """What every run watches besides: trainer and engine compute otherwise from the same weights."""
 
 
-def told(crossed: Watched, metrics: Mapping[str, Any]) -> str:
+def told(crossed: Threshold, metrics: Mapping[str, Any]) -> str:
     """What is said of a threshold that was crossed; of a gap with its likely cause."""
-    if not crossed.threshold.metric.startswith(f"{names.GAP}/"):
+    if not crossed.metric.startswith(f"{names.GAP}/"):
         return str(crossed)
     return f"{crossed}: {likely_cause(metrics)}"
 
 
-def watched(alerts: Alerts) -> tuple[Watched, ...]:
+def watched(alerts: Alerts) -> tuple[Threshold, ...]:
     """All thresholds of the section. Raises ConfigError for the first that cannot be read."""
     return tuple(
-        Watched(Threshold.parse(text, f"alerts.{action}"), action)
+        Threshold.parse(text, f"alerts.{action}", action)
         for action in ("warn", "run", "stop")
         for text in getattr(alerts, action)
     )
 
 
 def step(
-    before: Sequence[Watched], metrics: Mapping[str, Any]
-) -> tuple[tuple[Watched, ...], tuple[Watched, ...]]:
+    before: Sequence[Threshold], metrics: Mapping[str, Any]
+) -> tuple[tuple[Threshold, ...], tuple[Threshold, ...]]:
     """(all after one more step, those that hold now and did not before).
 
     Example: "loss/kl > 1 for 2" over the values 0, 2, 2, 2, 0, 2, 2 is given at the third and at
@@ -164,7 +155,9 @@ def step(
     return after, crossed
 
 
-def over(thresholds: Sequence[Watched], rows: Iterable[Mapping[str, Any]]) -> tuple[Watched, ...]:
+def over(
+    thresholds: Sequence[Threshold], rows: Iterable[Mapping[str, Any]]
+) -> tuple[Threshold, ...]:
     """Those that hold at the last of a run's steps."""
     state = tuple(thresholds)
     for row in rows:

@@ -24,7 +24,7 @@ import msgspec
 
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
-from titan_grpo.observe.traces import Traces
+from titan_grpo.observe.dashboards import Traces
 
 Event = dict[str, Any]
 
@@ -78,7 +78,7 @@ class History:
     """First step after each resume."""
 
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """Each with name, version and figures (rollout.scores.Scores), in order."""
+    """Each with name, version and figures (rollout.evaluation.Scores), in order."""
 
     def add(self, kind: str, *values: Any) -> None:
         """Apply one entry. Raises KeyError, TypeError or ValueError if it is none."""
@@ -355,7 +355,7 @@ class Recorder:
         self._queue.put(("last metrics", row))
 
     def sample(self, line: Mapping[str, Any]) -> None:
-        """Add a line to samples.jsonl (:class:`titan_grpo.observe.shown.ShownStep`)."""
+        """Add a line to samples.jsonl (:class:`titan_grpo.observe.schema.ShownStep`)."""
         self._queue.put(("samples", line))
 
     def _begin(self, step: int) -> None:
@@ -417,18 +417,6 @@ class Recorder:
                     if name in names.TOTALS or name.startswith(prefix):
                         found[name] = found.get(name, 0.0) + amount
         return found
-
-    def totals(self) -> dict[str, float]:
-        """Copy all totals."""
-        return dict(self.history().totals)
-
-    def commits(self) -> dict[str, list[int]]:
-        """Copy the versions that each server committed, in order."""
-        return self.history().commits
-
-    def errors(self) -> list[str]:
-        """Copy the errors."""
-        return self.history().errors
 
     def close(self, deadline_s: float = 10.0) -> list[str]:
         """Write what is left and close the files. Returns why one of them is not whole, each reason

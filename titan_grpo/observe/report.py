@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,12 @@ from titan_grpo.observe import names, schema
 from titan_grpo.observe.recorder import Recorder, read_metrics
 
 _TIMES = {
-    "blocked_s": names.BLOCKED_S,
-    "copy_s": names.COPY_S,
-    "send_s": names.SEND_S,
-    "verify_s": names.VERIFY_S,
-    "commit_s": names.COMMIT_S,
-    "pause_s": names.PAUSE_S,
-    "step_s": names.STEP_S,
-    "publish_to_commit_s": names.SYNC_S,
-    "connect_s": names.CONNECT_S,
-    "digest_s": names.DIGEST_S,
-    "drain_s": names.DRAIN_S,
+    name.rpartition("/")[2]: name
+    for name in (
+        *(names.BLOCKED_S, names.COPY_S, names.SEND_S, names.VERIFY_S, names.COMMIT_S),
+        *(names.PAUSE_S, names.STEP_S, names.SYNC_S, names.CONNECT_S, names.DIGEST_S),
+        names.DRAIN_S,
+    )
 }
 _COUNTS = {
     "sync_count": names.SYNC_COUNT,
@@ -45,24 +39,16 @@ _SPREADS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Figures of a series; every one is None while there is no value."""
-
-    median: float | None = None
-    p95: float | None = None
-    mean: float | None = None
-    max: float | None = None
-
-
-def describe(values: Iterable[float]) -> Statistics:
-    """Compute the statistics of the finite values: one NaN does not hide the rest."""
+def describe(values: Iterable[float]) -> dict[str, float | None]:
+    """Compute median, p95, mean and max of the finite values: one NaN does not hide the rest. All
+    are None while there is no value."""
     series = np.fromiter(values, dtype=np.float64)
     series = series[np.isfinite(series)]
     if not series.size:
-        return Statistics()
-    median, p95 = np.quantile(series, (0.5, 0.95))
-    return Statistics(float(median), float(p95), float(series.mean()), float(series.max()))
+        return dict.fromkeys(("median", "p95", "mean", "max"))
+    median, p95 = map(float, np.quantile(series, (0.5, 0.95)))
+    mean, most = float(series.mean()), float(series.max())
+    return {"median": median, "p95": p95, "mean": mean, "max": most}
 
 
 def ends(values: list[float]) -> tuple[float | None, float | None, int]:
@@ -90,8 +76,8 @@ def summarize(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
     # groups.
     spreads = {
         key: {
-            "mean": describe(recorder.series(mean)).mean,
-            "max": describe(recorder.series(largest)).max,
+            "mean": describe(recorder.series(mean))["mean"],
+            "max": describe(recorder.series(largest))["max"],
         }
         for key, (mean, largest) in _SPREADS.items()
     }
@@ -113,8 +99,8 @@ def summarize(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
             for server, event, version in history.membership
         ],
         **{key: int(totals[name]) for key, name in _COUNTS.items()},
-        "generated_tokens_per_s": describe(recorder.series(names.GENERATED)).mean,
-        **{key: {"median": s.median, "p95": s.p95} for key, s in times.items()},
+        "generated_tokens_per_s": describe(recorder.series(names.GENERATED))["mean"],
+        **{key: {"median": s["median"], "p95": s["p95"]} for key, s in times.items()},
         "steps_per_s": len(intervals) / sum(intervals) if sum(intervals) > 0 else None,
         **spreads,
         "dropped": {
@@ -141,17 +127,21 @@ def _shares(counts: Mapping[str, int]) -> str:
     return f"{', '.join(parts)} tokens" if total else "-"
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that no reader, kill or full disk ever sees half of. Raises OSError."""
+    draft = path.with_name(path.name + ".partial")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def write_summary(run_dir: Path | str, summary: Mapping[str, Any]) -> Path:
     """Validate and write summary.json. Raises DataError if it breaks its schema, else OSError."""
     schema.check(summary)
     path = Path(run_dir) / "summary.json"
-    # A reader, a kill or a full disk never leaves half of it.
-    draft = path.with_name(path.name + ".partial")
-    try:
-        draft.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_whole(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return path
 
 

@@ -25,14 +25,14 @@ HASH_RATE = {"xxh3": 28 * 2.0**30, "blake3": 7 * 2.0**30}
 """Bytes per second that one core hashes."""
 
 HASH_THREADS = 16
-"""Threads of the hash on a trainer host of 64 cores or more (layout.digest)."""
+"""Threads of the hash on a trainer host of 64 cores or more (layout.image)."""
 
 ENCODE_RATE, APPLY_RATE = 1 << 30, 2 << 30
 """Bytes of an image per second that a patch is made of and applied to (scripts/bench_delta.py)."""
 
 WORTH, PATCHES = 4, 1 / 4
 """When weight_sync.delta = "auto" makes patches, and how much of an image they may have: as
-sync.patches has it."""
+sync.images has it."""
 
 WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 

@@ -98,7 +98,6 @@ class Simulation:
         # Images.
         self._slots = SlotTable.of(s.sync.slots)
         self._reserved: int | None = None
-        self._slot_of_trainer: int | None = None
         self._waiting: dict[int, int | None] = {}
         self._published: dict[int, float] = {}
         self._read: set[tuple[int, int]] = set()

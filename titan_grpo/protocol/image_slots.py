@@ -14,10 +14,9 @@ skipped, on every rank alike, because rank 0's reservation is the only one and t
 batch.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from titan_grpo.errors import ProtocolError
 
@@ -217,7 +216,7 @@ def _put(b: SlotTable, index: int, slot: Slot) -> SlotTable:
     return SlotTable(b.slots[:index] + (slot,) + b.slots[index + 1 :], b.sealed)
 
 
-def _reserve(b: SlotTable, e: Reserve) -> _Result:
+def _reserve(b: SlotTable, newest_wanted: bool) -> _Result:
     if b.sealed or any(s.phase is Phase.RESERVED for s in b.slots):
         return b, ()
     newest = b.newest
@@ -226,7 +225,7 @@ def _reserve(b: SlotTable, e: Reserve) -> _Result:
         if slot.phase is Phase.FREE:
             candidates.append((-1, index))
         elif slot.phase is Phase.COMPLETE and not slot.pins and slot.version is not None:
-            if slot.version == newest and e.newest_wanted:
+            if slot.version == newest and newest_wanted:
                 continue
             candidates.append((slot.version, index))
     if not candidates:
@@ -235,70 +234,11 @@ def _reserve(b: SlotTable, e: Reserve) -> _Result:
     return _put(b, index, Slot(Phase.RESERVED, b.slots[index].version)), (Promise(index),)
 
 
-def _revoke(b: SlotTable, e: Revoke) -> _Result:
-    slot = b.slots[e.slot]
-    if slot.phase is not Phase.RESERVED:
-        raise ProtocolError(f"only a reservation is revoked, slot {e.slot} is {slot!r}")
-    return (
-        _put(b, e.slot, Slot() if slot.version is None else replace(slot, phase=Phase.COMPLETE)),
-        (),
-    )
-
-
-def _write(b: SlotTable, e: Write) -> _Result:
-    slot = b.slots[e.slot]
-    if slot.phase is not Phase.RESERVED:
-        raise ProtocolError(
-            f"slot {e.slot} must be reserved before version {e.version} is written, it is {slot!r}"
-        )
-    seen = max((s.version for s in b.slots if s.version is not None), default=-1)
-    if e.version <= seen:
-        raise ProtocolError(f"versions only grow: version {e.version} after {seen}")
-    if not e.ranks:
-        raise ProtocolError(f"version {e.version} is written by no rank")
-    return _put(b, e.slot, Slot(Phase.WRITING, e.version, missing=e.ranks)), ()
-
-
-def _copied(b: SlotTable, e: Copied) -> _Result:
-    index, slot = _writing(b, e.version, "copied")
-    if e.rank not in slot.missing:
-        raise ProtocolError(f"rank {e.rank} owes no part of version {e.version}: {slot!r}")
-    missing = slot.missing - {e.rank}
-    return _put(b, index, replace(slot, missing=missing)), () if missing else (Hash(e.version),)
-
-
-def _complete(b: SlotTable, e: Complete) -> _Result:
-    index, slot = _writing(b, e.version, "completed")
-    if slot.missing:
-        raise ProtocolError(f"version {e.version} is not whole: {slot!r}")
-    return _put(b, index, replace(slot, phase=Phase.COMPLETE)), ()
-
-
-def _discard(b: SlotTable, e: Discard) -> _Result:
-    return _put(b, _writing(b, e.version, "discarded")[0], Slot()), ()
-
-
-def _pin(b: SlotTable, e: Pin) -> _Result:
-    if any(e.lane in s.pins for s in b.slots):
-        raise ProtocolError(f"lane {e.lane} holds a pin already: {b!r}")
-    newest = b.newest
-    if newest is None or (e.newer_than is not None and newest <= e.newer_than):
-        return b, ()
-    index = b.slot_of(newest)
+def _reserved(b: SlotTable, index: int, what: str) -> Slot:
     slot = b.slots[index]
-    return _put(b, index, replace(slot, pins=slot.pins | {e.lane})), (Read(newest, index),)
-
-
-def _unpin(b: SlotTable, e: Unpin) -> _Result:
-    for index, slot in enumerate(b.slots):
-        if e.lane in slot.pins:
-            return _put(b, index, replace(slot, pins=slot.pins - {e.lane})), ()
-    raise ProtocolError(f"lane {e.lane} holds no pin: {b!r}")
-
-
-def _seal(b: SlotTable, _: Any) -> _Result:
-    slots = tuple(Slot() if s.phase is Phase.RESERVED else s for s in b.slots)
-    return SlotTable(slots, sealed=True), ()
+    if slot.phase is not Phase.RESERVED:
+        raise ProtocolError(f"slot {index} must be reserved {what}, it is {slot!r}")
+    return slot
 
 
 def _writing(b: SlotTable, version: int, what: str) -> tuple[int, Slot]:
@@ -310,22 +250,55 @@ def _writing(b: SlotTable, version: int, what: str) -> tuple[int, Slot]:
     return index, b.slots[index]
 
 
-TRANSITIONS: dict[type, Callable[[SlotTable, Any], _Result]] = {
-    Reserve: _reserve,
-    Revoke: _revoke,
-    Write: _write,
-    Copied: _copied,
-    Complete: _complete,
-    Discard: _discard,
-    Pin: _pin,
-    Unpin: _unpin,
-    Seal: _seal,
-}
-
-
 def step(b: SlotTable, event: Event) -> _Result:
     """The next slots and what follows from it. A request that finds nothing has no action.
 
     An event that a slot's phase does not list raises ProtocolError and changes nothing.
     """
-    return TRANSITIONS[type(event)](b, event)
+    match event:
+        case Reserve(newest_wanted):
+            return _reserve(b, newest_wanted)
+        case Revoke(index):
+            slot = _reserved(b, index, "to be revoked")
+            before = Slot() if slot.version is None else replace(slot, phase=Phase.COMPLETE)
+            return _put(b, index, before), ()
+        case Write(index, version, ranks):
+            _reserved(b, index, f"before version {version} is written")
+            seen = max((s.version for s in b.slots if s.version is not None), default=-1)
+            if version <= seen:
+                raise ProtocolError(f"versions only grow: version {version} after {seen}")
+            if not ranks:
+                raise ProtocolError(f"version {version} is written by no rank")
+            return _put(b, index, Slot(Phase.WRITING, version, missing=ranks)), ()
+        case Copied(version, rank):
+            index, slot = _writing(b, version, "copied")
+            if rank not in slot.missing:
+                raise ProtocolError(f"rank {rank} owes no part of version {version}: {slot!r}")
+            missing = slot.missing - {rank}
+            after = _put(b, index, replace(slot, missing=missing))
+            return after, () if missing else (Hash(version),)
+        case Complete(version):
+            index, slot = _writing(b, version, "completed")
+            if slot.missing:
+                raise ProtocolError(f"version {version} is not whole: {slot!r}")
+            return _put(b, index, replace(slot, phase=Phase.COMPLETE)), ()
+        case Discard(version):
+            return _put(b, _writing(b, version, "discarded")[0], Slot()), ()
+        case Pin(lane, newer_than):
+            if any(lane in s.pins for s in b.slots):
+                raise ProtocolError(f"lane {lane} holds a pin already: {b!r}")
+            newest = b.newest
+            if newest is None or (newer_than is not None and newest <= newer_than):
+                return b, ()
+            index = b.slot_of(newest)
+            slot = b.slots[index]
+            after = _put(b, index, replace(slot, pins=slot.pins | {lane}))
+            return after, (Read(newest, index),)
+        case Unpin(lane):
+            for index, slot in enumerate(b.slots):
+                if lane in slot.pins:
+                    return _put(b, index, replace(slot, pins=slot.pins - {lane})), ()
+            raise ProtocolError(f"lane {lane} holds no pin: {b!r}")
+        case Seal():
+            slots = tuple(Slot() if s.phase is Phase.RESERVED else s for s in b.slots)
+            return SlotTable(slots, sealed=True), ()

@@ -47,7 +47,7 @@ COMMITTING = frozenset(
 CALLS = {
     Phase.CONNECTING: 10,
     Phase.PAUSING: 4,
-    Phase.LOADING: 6,
+    Phase.LOADING: 5,
     Phase.LABELLING: 4,
     Phase.RESUMING: 1,
     Phase.READING: 3,
@@ -55,16 +55,17 @@ CALLS = {
 """Calls of each phase at most, over all engines, with the receiver's answers; each has the deadline
 of a commit call. Connecting: hello, the looks at label and pause, the steps of recovery,
 the call to map memory.
-Pausing: the label, the pause, two that drop the KV cache. Loading: SGLang's state, begin, the end
-of an update that a dead lane left open, begin, load, the report. Labelling: a ping's two answers,
-SGLang's end and label. Reading: the label, a ping's two answers."""
+Pausing: the label, the pause, two that drop the KV cache. Loading: vLLM's start, the end of an
+update that a dead lane left open, start, load, the report. Labelling: a ping's two answers, the
+end; without our plugin a refusal, SGLang's end and label. Reading: the label, a ping's two
+answers."""
 
 
 def step_s(phase: Phase, call_s: float, transfer_s: float = 0.0) -> float:
     """How long a phase may take, in seconds. ``transfer_s``: streamed, the transfer in the load.
 
     >>> step_s(Phase.LOADING, 10.0, 60.0)
-    120.0
+    110.0
     """
     return CALLS[phase] * call_s + (transfer_s if phase is Phase.LOADING else 0.0)
 
@@ -87,7 +88,7 @@ class Lane:
     """State of one lane. ``epoch`` counts connections. ``streamed``: the image is read until the
     load is over.
 
-    ``term`` orders the runs on this server (protocol.fence). ``admitted``: the server has admitted
+    ``term`` orders the runs on this server (protocol.server). ``admitted``: the server has admitted
     this run before, so the term is final.
     """
 
@@ -437,3 +438,68 @@ def step(state: Lane, event: Event) -> _Result:
         raise ProtocolError(f"event {event!r} is not listed for lane {state!r}")
     after, actions = transition(state, event)
     return after, (Release(), *actions) if state.pinned and not after.pinned else actions
+
+
+# For observers: the pause guard and fault injection.
+
+
+class Point(Enum):
+    """A place between two steps of the protocol. A lane passes them in this order, for every
+    version from BEGIN on."""
+
+    GREET = "greet"
+    """Before the hello of a new epoch."""
+
+    CONNECTED = "connected"
+    """The receiver joined and took the manifest, and the server is settled."""
+
+    BEGIN = "begin"
+    """Before the order that announces a version."""
+
+    EXTENT = "extent"
+    """A bucket has been sent; passed once per bucket."""
+
+    SENT = "sent"
+    """After the last bucket, before the receiver's answer."""
+
+    STAGED = "staged"
+    """The receiver's digests match; before the commit."""
+
+    PAUSE = "pause"
+    """Before the call that pauses generation."""
+
+    LOAD = "load"
+    """Paused; before the load."""
+
+    LABEL = "label"
+    """Loaded; before the label is set."""
+
+    RESUME = "resume"
+    """Labelled; before the call that resumes."""
+
+    RESUMED = "resumed"
+    """Generation goes on; before the read-back."""
+
+    HELD = "held"
+    """The read-back shows the version."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneEvent:
+    """One lane at one point. ``version`` is -1 at GREET and CONNECTED; ``label``: the commit's."""
+
+    point: Point
+    url: str
+    run_id: str
+    epoch: int
+    version: int = -1
+    label: str = ""
+
+
+Observer = Callable[[LaneEvent], None]
+"""Called by the lane's thread at every point; must not block. A PeerError that it raises is met as
+if the server had failed."""
+
+
+def no_observer(_: LaneEvent) -> None:
+    """Observer that ignores all events."""

@@ -12,9 +12,7 @@ A command outweighs the file: a removed server stays away until a command adds i
 file, having dropped it, lists it anew. The last wanted server cannot be removed. An empty file
 changes nothing: a file looks like that while it is rewritten."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from titan_grpo.errors import ProtocolError
 
@@ -108,50 +106,38 @@ class Refuse:
 
 
 Action = Join | Leave | Refuse
-Outcome = Members | Refuse
 
 
-def _listed(m: Members, event: Listed) -> Outcome:
-    if not event.urls:
-        return Refuse(
-            "a list without a server changes nothing (so looks a file that is being rewritten)"
-        )
-    after = replace(m, listed=event.urls, removed=m.removed - (event.urls - m.listed))
-    return (
-        after
-        if after.wanted
-        else Refuse("every listed server was removed by command: none would be left")
-    )
-
-
-def _add(m: Members, event: Add) -> Outcome:
-    if event.url in m.wanted:
-        return Refuse(f"{event.url} is there already")
-    return replace(m, added=m.added | {event.url}, removed=m.removed - {event.url})
-
-
-def _remove(m: Members, event: Remove) -> Outcome:
-    if event.url not in m.wanted:
-        return Refuse(f"{event.url} is not a server of this run")
-    if m.wanted == {event.url}:
-        return Refuse(
-            f"{event.url} is the last server, and without one no rollout is made: add another first"
-        )
-    return replace(m, added=m.added - {event.url}, removed=m.removed | {event.url})
-
-
-def _ended(m: Members, event: Ended) -> Outcome:
-    if event.url not in m.leaving:
-        raise ProtocolError(f"event {event!r} is not listed for members {m!r}")
-    return replace(m, leaving=m.leaving - {event.url})
-
-
-TRANSITIONS: dict[type, Callable[[Members, Any], Outcome]] = {
-    Listed: _listed,
-    Add: _add,
-    Remove: _remove,
-    Ended: _ended,
-}
+def _after(m: Members, event: Event) -> Members | Refuse:
+    """The wish after an event."""
+    match event:
+        case Listed(urls):
+            if not urls:
+                return Refuse(
+                    "a list without a server changes nothing (so looks a file that is being"
+                    " rewritten)"
+                )
+            after = replace(m, listed=urls, removed=m.removed - (urls - m.listed))
+            if not after.wanted:
+                return Refuse("every listed server was removed by command: none would be left")
+            return after
+        case Add(url):
+            if url in m.wanted:
+                return Refuse(f"{url} is there already")
+            return replace(m, added=m.added | {url}, removed=m.removed - {url})
+        case Remove(url):
+            if url not in m.wanted:
+                return Refuse(f"{url} is not a server of this run")
+            if m.wanted == {url}:
+                return Refuse(
+                    f"{url} is the last server, and without one no rollout is made: add another"
+                    " first"
+                )
+            return replace(m, added=m.added - {url}, removed=m.removed | {url})
+        case Ended(url):
+            if url not in m.leaving:
+                raise ProtocolError(f"event {event!r} is not listed for members {m!r}")
+            return replace(m, leaving=m.leaving - {url})
 
 
 def step(members: Members, event: Event) -> tuple[Members, tuple[Action, ...]]:
@@ -168,7 +154,7 @@ def step(members: Members, event: Event) -> tuple[Members, tuple[Action, ...]]:
     >>> step(step(m, Ended("a"))[0], Add("a"))
     (<here a b>, (Join(url='a'),))
     """
-    after = TRANSITIONS[type(event)](members, event)
+    after = _after(members, event)
     if isinstance(after, Refuse):
         return members, (after,)
     joins = after.wanted - after.present - after.leaving

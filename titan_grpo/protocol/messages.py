@@ -36,7 +36,7 @@ With ``Hello.apply == "streamed"`` the receiver has a window (a ring of buckets)
                                             CANCEL         <- the lane cancels the load
 
 The connection's end means that the other end is gone: the receiver drops the epoch and the engine
-keeps its version; the lane opens the next epoch. protocol.fence decides which epoch replaces
+keeps its version; the lane opens the next epoch. protocol.server decides which epoch replaces
 another.
 
 With a run key, both ends prove it when the connection opens; besides, every message carries a proof
@@ -214,7 +214,7 @@ class Hello(Message, frozen=True):
     """Opens an epoch: body ``init_info`` of POST /init_weight_transfer_engine.
 
     ``manifest_digest`` and the byte counts let a receiver refuse before a byte moves; ``timeout_s``
-    is the deadline of one transfer, in seconds. ``term`` orders the runs (protocol.fence).
+    is the deadline of one transfer, in seconds. ``term`` orders the runs (protocol.server).
     """
 
     run_id: str
@@ -254,7 +254,7 @@ class Hello(Message, frozen=True):
     pin: str = ""
     """Of the channel: see RangeSource."""
     model: dict[str, Any] = {}
-    """protocol.model_config.essential of the trainer's model; empty is not compared."""
+    """receive.checkpoint.essential of the trainer's model; empty is not compared."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes % self.block_bytes:
@@ -334,8 +334,8 @@ class ServerState(
 
 
 class RangeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a part of a version (layout.parts) can be read: by TCP from ``host`` and ``port``, and
-    by a process of the same host and user from a memfd.
+    """Where a part of a version can be read: by TCP from ``host`` and ``port``, and by a process of
+    the same host and user from a memfd.
 
     ``ticket``: hexadecimal, names the image at the source. ``memfd``: a layout.image.ImageAddress,
     empty if the image is in none. ``pin``: SHA-256 of the certificate that it shows; empty: no TLS.
@@ -395,11 +395,11 @@ class Staged(Message, frozen=True):
     version: int
     ok: bool
     fingerprint: str
-    receive_s: float
-    verify_s: float
-    error: str
-    bad_block: int
-    image: dict[str, int]
+    receive_s: float = 0.0
+    verify_s: float = 0.0
+    error: str = ""
+    bad_block: int = -1
+    image: dict[str, int] = {}
     read_bytes: Number = 0
     relay_bytes: Number = 0
     lost: tuple[int, ...] = ()
@@ -449,3 +449,25 @@ class Applied(Message, frozen=True):
     final: bool = False
     """Of a refusal: this engine can never take what this run sends."""
     load_s: float = 0.0
+
+
+class Hashed(Message, frozen=True):
+    """Set by another trainer host's leader in rank 0's store: its part (layout.parts) of
+    ``version`` is whole, hashed and served at ``source``; or ``error`` says why not.
+
+    ``digests``: of the part's blocks, in order, hexadecimal. The store takes 8 MiB: with blocks of
+    4 MiB and keyed digests a part may have 500 GB.
+    """
+
+    version: int
+    part: int
+    source: RangeSource
+    digests: str
+    error: str = ""
+
+    def problem(self, version: int, part: int) -> str:
+        """Why this is not the part that a version waits for; empty if it is. Digests of another
+        version would make one that no receiver can hold."""
+        if (self.version, self.part) != (version, part):
+            return f"it is part {self.part} of version {self.version}"
+        return self.error

@@ -12,13 +12,12 @@ Time is an argument, in seconds of any monotonic clock. Cancel a recovery when t
 again. Recover each server twice: a pause of the dead trainer that is in flight may arrive after the
 first recovery."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol.lane_events import LaneEvent, Point
+from titan_grpo.protocol.lane import LaneEvent, Point
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,28 +210,6 @@ def _lane_reported(s: GuardState, e: LaneReported) -> _Result:
     return _put(s, p.url, GuardedServer(p.run_id, p.epoch, phase, opened, due)), cancel
 
 
-def _ended(s: GuardState, e: Ended) -> _Result:
-    last = s.deadlines.tries - 1
-    servers = {
-        url: replace(
-            w, due=e.now, recoveries=0, failures=w.failures if w.opened or not e.clean else last
-        )
-        for url, w in s.servers.items()
-    }
-    return replace(s, servers=servers, ended=True), ()
-
-
-def _ticked(s: GuardState, e: Ticked) -> _Result:
-    due = {
-        url: w for url, w in s.servers.items() if w.phase is not Phase.RECOVERING and w.due <= e.now
-    }
-    actions = tuple(
-        Recover(url, w.run_id, w.epoch, w.recoveries > 0 or not w.opened) for url, w in due.items()
-    )
-    begun = {url: replace(w, phase=Phase.RECOVERING) for url, w in due.items()}
-    return replace(s, servers={**s.servers, **begun}), actions
-
-
 def _recovering(s: GuardState, url: str, epoch: int) -> GuardedServer | None:
     """The server whose recovery was not cancelled."""
     server = s.servers.get(url)
@@ -240,52 +217,57 @@ def _recovering(s: GuardState, url: str, epoch: int) -> GuardedServer | None:
     return server if current else None
 
 
-def _recovered(s: GuardState, e: Recovered) -> _Result:
-    server = _recovering(s, e.url, e.epoch)
-    if server is None:
-        return s, ()
-    recoveries = server.recoveries + 1
-    if s.ended and recoveries >= 2:
-        return _put(s, e.url, None), ()
-    due = e.now + (s.deadlines.again_s if s.ended else s.deadlines.pause_s)
-    after = replace(server, phase=Phase.RECOVERED, due=due, failures=0, recoveries=recoveries)
-    return _put(s, e.url, after), ()
-
-
-def _superseded(s: GuardState, e: Superseded) -> _Result:
-    return (s if _recovering(s, e.url, e.epoch) is None else _put(s, e.url, None)), ()
-
-
-def _failed(s: GuardState, e: Failed) -> _Result:
-    server = _recovering(s, e.url, e.epoch)
-    if server is None:
-        return s, ()
-    failures = server.failures + 1
-    if failures >= s.deadlines.tries:
-        return _put(s, e.url, None), (GiveUp(e.url),)
-    phase = Phase.PAUSED if server.opened else Phase.CONNECTING
-    due = e.now + s.deadlines.rest_s(failures)
-    return _put(s, e.url, replace(server, phase=phase, due=due, failures=failures)), ()
-
-
-TRANSITIONS: dict[type, Callable[[GuardState, Any], _Result]] = {
-    LaneReported: _lane_reported,
-    Ended: _ended,
-    Ticked: _ticked,
-    Recovered: _recovered,
-    Superseded: _superseded,
-    Failed: _failed,
-}
-
-
-def step(state: GuardState, event: Event) -> _Result:
-    """The next state and what to do. An event that is not listed, or a lane after the end, raises
-    ProtocolError.
+def step(s: GuardState, event: Event) -> _Result:
+    """The next state and what to do. A lane after the end raises ProtocolError.
 
     Worked example (pause_s 3): PAUSE at 0, nothing more, Ticked(3): RECOVERING, (Recover(url, run,
     epoch, doubtful=False),).
     """
-    transition = TRANSITIONS.get(type(event))
-    if transition is None or (state.ended and isinstance(event, LaneReported | Ended)):
-        raise ProtocolError(f"event {event!r} is not listed for {state!r}")
-    return transition(state, event)
+    if s.ended and isinstance(event, LaneReported | Ended):
+        raise ProtocolError(f"event {event!r} is not listed for {s!r}")
+    match event:
+        case LaneReported():
+            return _lane_reported(s, event)
+        case Ended(clean, now):
+            last = s.deadlines.tries - 1
+            servers = {
+                url: replace(
+                    w, due=now, recoveries=0, failures=w.failures if w.opened or not clean else last
+                )
+                for url, w in s.servers.items()
+            }
+            return replace(s, servers=servers, ended=True), ()
+        case Ticked(now):
+            due = {
+                url: w
+                for url, w in s.servers.items()
+                if w.phase is not Phase.RECOVERING and w.due <= now
+            }
+            actions = tuple(
+                Recover(url, w.run_id, w.epoch, w.recoveries > 0 or not w.opened)
+                for url, w in due.items()
+            )
+            begun = {url: replace(w, phase=Phase.RECOVERING) for url, w in due.items()}
+            return replace(s, servers={**s.servers, **begun}), actions
+    server = _recovering(s, event.url, event.epoch)
+    if server is None:
+        return s, ()
+    match event:
+        case Recovered(url, _, now):
+            recoveries = server.recoveries + 1
+            if s.ended and recoveries >= 2:
+                return _put(s, url, None), ()
+            again = now + (s.deadlines.again_s if s.ended else s.deadlines.pause_s)
+            server = replace(
+                server, phase=Phase.RECOVERED, due=again, failures=0, recoveries=recoveries
+            )
+            return _put(s, url, server), ()
+        case Superseded(url):
+            return _put(s, url, None), ()
+        case Failed(url, _, now):
+            failures = server.failures + 1
+            if failures >= s.deadlines.tries:
+                return _put(s, url, None), (GiveUp(url),)
+            phase = Phase.PAUSED if server.opened else Phase.CONNECTING
+            again = now + s.deadlines.rest_s(failures)
+            return _put(s, url, replace(server, phase=phase, due=again, failures=failures)), ()

@@ -11,9 +11,8 @@ one reader on another host at a time, since a second one would halve the rate of
 servers are behind each other; slow ones, and those that accept no connections, are leaves. What is
 stale here costs time and nothing else: each block is judged by the trainer's digest."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from titan_grpo.errors import ProtocolError
 
@@ -30,7 +29,7 @@ LEAF_VERSIONS = 10
 @dataclass(frozen=True, slots=True)
 class Node:
     """A server. ``version``: what it has, or reads now (``reading``); ``turn``: of its last
-    question, in their order; ``parent``: whom it was told to read from, empty for the trainer (see
+    question, in their order; ``parent``: the server that it reads from, empty for the trainer (see
     Relays.above); ``depth``: servers between the trainer and the end of this one. ``rate``: bytes
     per second of its last version."""
 
@@ -125,7 +124,7 @@ Outcome = tuple[Relays, tuple[Read, ...]]
 
 
 def _quiet(t: Relays, url: str) -> Relays:
-    """``url`` reads no more, and what it had it has no more: nobody reads from it."""
+    """``url`` reads no more, and what it had it has no more: no server reads from it."""
     node = t.nodes.get(url)
     if node is None:
         return t
@@ -141,31 +140,6 @@ def _read_no_more(t: Relays, url: str) -> Relays:
     readers = dict(t.readers)
     del readers[above.host]
     return replace(t, readers=readers)
-
-
-def _came(t: Relays, e: Came) -> Outcome:
-    t = _quiet(t, e.url)
-    return replace(t, nodes={**t.nodes, e.url: Node(e.host, e.zone, e.serves)}), ()
-
-
-def _gone(t: Relays, e: Gone) -> Outcome:
-    nodes = dict((t := _quiet(t, e.url)).nodes)
-    nodes.pop(e.url, None)
-    return replace(t, nodes=nodes), ()
-
-
-def _asked(t: Relays, e: Asked) -> Outcome:
-    t, turn = _quiet(t, e.url), t.turns + 1
-    readers, node = t.readers, t.nodes[e.url]
-    depth, name = 1, _parent(t, e.url, e.version)
-    if name:
-        parent = t.nodes[name]
-        depth = parent.depth + 1
-        if parent.host != node.host:
-            readers = {**readers, parent.host: e.url}
-    me = replace(node, version=e.version, turn=turn, parent=name, reading=True, depth=depth)
-    after = Relays({**t.nodes, e.url: me}, readers, turn)
-    return after, (Read(after.ancestors(e.url)),)
 
 
 def _parent(t: Relays, url: str, version: int) -> str:
@@ -186,7 +160,36 @@ def _parent(t: Relays, url: str, version: int) -> str:
     return min(free)[-1] if free else ""
 
 
-def _answered(t: Relays, e: Answered) -> Outcome:
+def step(t: Relays, event: Event) -> Outcome:
+    """The next state, and for Asked whom to read from. ProtocolError for an event about a server
+    that is not there, or about another version."""
+    if isinstance(event, Asked | Answered) and event.url not in t.nodes:
+        raise ProtocolError(f"event {event!r} is about a server that has not come: {t!r}")
+    match event:
+        case Came(url, host, zone, serves):
+            t = _quiet(t, url)
+            return replace(t, nodes={**t.nodes, url: Node(host, zone, serves)}), ()
+        case Gone(url):
+            nodes = dict((t := _quiet(t, url)).nodes)
+            nodes.pop(url, None)
+            return replace(t, nodes=nodes), ()
+        case Asked(url, version):
+            t, turn = _quiet(t, url), t.turns + 1
+            readers, node = t.readers, t.nodes[url]
+            depth, name = 1, _parent(t, url, version)
+            if name:
+                parent = t.nodes[name]
+                depth = parent.depth + 1
+                if parent.host != node.host:
+                    readers = {**readers, parent.host: url}
+            me = replace(node, version=version, turn=turn, parent=name, reading=True, depth=depth)
+            after = Relays({**t.nodes, url: me}, readers, turn)
+            return after, (Read(after.ancestors(url)),)
+        case Answered():
+            return _answered(t, event), ()
+
+
+def _answered(t: Relays, e: Answered) -> Relays:
     node = t.nodes[e.url]
     if not node.reading or node.version != e.version:
         raise ProtocolError(f"event {e!r} is not about what the server reads: {node!r}")
@@ -206,20 +209,4 @@ def _answered(t: Relays, e: Answered) -> Outcome:
         # who went on to a newer version, or came anew, is not to blame
         if url in nodes and nodes[url].version == e.version:
             nodes[url] = replace(nodes[url], leaf_until=e.version + LEAF_VERSIONS)
-    return replace(t, nodes=nodes), ()
-
-
-TRANSITIONS: dict[type, Callable[[Relays, Any], Outcome]] = {
-    Came: _came,
-    Gone: _gone,
-    Asked: _asked,
-    Answered: _answered,
-}
-
-
-def step(relays: Relays, event: Event) -> Outcome:
-    """The next state, and for Asked whom to read from. ProtocolError for an event about a server
-    that is not there, or about another version."""
-    if isinstance(event, Asked | Answered) and event.url not in relays.nodes:
-        raise ProtocolError(f"event {event!r} is about a server that has not come: {relays!r}")
-    return TRANSITIONS[type(event)](relays, event)
+    return replace(t, nodes=nodes)

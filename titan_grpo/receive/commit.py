@@ -5,80 +5,98 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from titan_grpo.errors import PeerError, TitanGrpoError
+from titan_grpo.errors import PeerError, TitanGrpoError, UpstreamError
+from titan_grpo.layout.cuda_runtime import CudaRuntime
 from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied, Attach, Commit, Hello, reply_address
-from titan_grpo.protocol.model_config import difference, essential
-from titan_grpo.receive.device import WorkerDevice
-from titan_grpo.receive.handle import ReceiverHandle
+from titan_grpo.receive.checkpoint import difference, essential
+from titan_grpo.receive.process import ReceiverHandle
 from titan_grpo.receive.window import Tensors, WindowReader
 from titan_grpo.runkey import Key
 
 log = logging.getLogger("titan_grpo.receive")
 
 
-class Workers(Protocol):
+class Workers:
     """The processes that hold one model together. All make the same calls in the same order."""
 
-    rank: int
-    size: int
+    def __init__(self, coordinator: Any = None) -> None:
+        """Of an engine's group coordinator, for which vLLM and SGLang use the same attribute names;
+        None: the model is in one process."""
+        self.rank: int = 0 if coordinator is None else coordinator.rank_in_group
+        self.size: int = 1 if coordinator is None else coordinator.world_size
+        self._group = None if coordinator is None else coordinator.cpu_group
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
-        ...
-
-    def gather(self, value: str) -> list[str]:
-        """Every rank's value, on every rank."""
-        ...
-
-
-class OneWorker:
-    """A model in one process."""
-
-    rank = 0
-    size = 1
-
-    def share(self, value: Any) -> Any:
-        """See Workers."""
-        return value
-
-    def gather(self, value: str) -> list[str]:
-        """See Workers."""
-        return [value]
-
-
-class GroupWorkers:
-    """The workers of a group coordinator; vLLM and SGLang use the same attribute names."""
-
-    def __init__(self, coordinator: Any) -> None:
-        self._group = coordinator.cpu_group
-        self.rank: int = coordinator.rank_in_group
-        self.size: int = coordinator.world_size
-
-    def share(self, value: Any) -> Any:
-        """See Workers."""
         box = [value]
-        dist.broadcast_object_list(box, group_src=0, group=self._group)
+        if self.size > 1:
+            dist.broadcast_object_list(box, group_src=0, group=self._group)
         return box[0]
 
     def gather(self, value: str) -> list[str]:
-        """See Workers."""
-        values = [""] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        """Every rank's value, on every rank."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
 
-def workers_of(coordinator: Any) -> Workers:
-    """The workers of an engine's group coordinator; without collectives where there is only one."""
-    return OneWorker() if coordinator.world_size == 1 else GroupWorkers(coordinator)
+class WorkerDevice:
+    """The device that an engine's worker computes on: the calling thread's CUDA device, if this
+    process uses CUDA; else the CPU.
+
+    Made by the worker's main thread: another thread's current device is GPU 0, whatever the model
+    is on.
+    """
+
+    def __init__(self) -> None:
+        used = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self.name = f"cuda:{torch.cuda.current_device()}" if used else "cpu"
+        """ "cuda:N" by this process's own numbers, which its children share, or "cpu"."""
+
+    def settle(self) -> None:
+        """Wait until the device has done everything that was enqueued, on all streams."""
+        if self.name != "cpu":
+            torch.cuda.synchronize(self.name)
+
+    def pin(self, image: torch.Tensor) -> Callable[[], None] | None:
+        """Pin host memory (uint8[nbytes]), from which copies to the device are then several times
+        as fast, and asynchronous; the call that undoes it. None without a device, or if it was
+        refused."""
+        if self.name == "cpu":
+            return None
+        pointer, nbytes = image.data_ptr(), image.numel()
+        try:
+            runtime = CudaRuntime()
+            with torch.cuda.device(self.name):
+                refusal = runtime.register(pointer, nbytes)
+        except UpstreamError as error:
+            refusal = str(error)
+        if refusal is not None:
+            log.warning(
+                "%d bytes of staged weights could not be pinned (%s): each load reads pageable"
+                " memory, and the pause is several times as long; raise the limit on locked memory"
+                " (ulimit -l)",
+                nbytes,
+                refusal,
+            )
+            return None
+
+        def unpin() -> None:
+            # in whichever thread: without this the call would make a context on GPU 0
+            with torch.cuda.device(self.name):
+                runtime.unregister(pointer)
+
+        return unpin
 
 
 class Engine(Protocol):

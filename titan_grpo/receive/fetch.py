@@ -1,22 +1,38 @@
 """Fetch a whole version in ranges, in parallel, from the sources that have it; each block is
-checked on arrival.
+checked on arrival. And serve it, block by block, to other servers.
 
-Each trainer host has a part of the version (layout.parts), and the parts are read at the same time.
+Each trainer host has a part of the version, and the parts are read at the same time.
 A range that is lost, or that holds a block with another digest, is read again, from the next source
-first. No source is trusted: what passes is what the trainer hashed.
+first. No source is trusted: what passes is what the trainer hashed. A process of the same user on
+the same host reads the memfd itself: the trainer's (MemfdReader), or another server's
+(BesideReader).
 """
 
+import math
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
-from titan_grpo.errors import TransferFailed
-from titan_grpo.layout.digest import digest_block
-from titan_grpo.layout.image import SharedImage
-from titan_grpo.layout.manifest import Manifest
-from titan_grpo.sync.transports.ranges import RangeReader
+from titan_grpo.errors import SyncError, TransferFailed
+from titan_grpo.layout.image import ImageAddress, SharedImage, digest_block, open_memfd
+from titan_grpo.layout.manifest import Manifest, Part
+from titan_grpo.protocol.messages import RangeSource
+from titan_grpo.runkey import Key
+from titan_grpo.sync.transports.channel import (
+    ADDRESS,
+    ADDRESS_ONLY,
+    RANGE,
+    connect,
+    fill,
+    send_all,
+)
+from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.transports.tls import Certificate
 
 RANGE_BYTES = 4 << 20
 """Bytes of one request, rounded to whole blocks: small enough to stay in a core's cache between
@@ -24,6 +40,123 @@ the copy and the check."""
 
 ATTEMPTS = 2
 """How often each source is asked for a range before the range is given up."""
+
+
+class RangeReader(Protocol):
+    """Reads ranges of one part of an image from one source. Used by one thread."""
+
+    def read_into(self, offset: int, *views: memoryview) -> None:
+        """Fill ``views`` (uint8), one after the other, with the part's bytes from ``offset``.
+        TransferFailed if the source is gone, or no byte came within its deadline."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the source. Idempotent."""
+        ...
+
+
+class MemfdReader:
+    """Reads another process's memfd on this host: one copy by the kernel, no socket, no mapping."""
+
+    def __init__(self, memfd: dict[str, int], part: Part | None = None) -> None:
+        """``part``: which one the memfd has pages of; None: the whole image. TransferFailed if that
+        process is not on this host, of another user, or gone."""
+        self._fd, self._part = -1, part
+        try:
+            self._fd = open_memfd(ImageAddress.from_json(memfd), os.O_RDONLY)
+        except (SyncError, TypeError) as error:
+            raise TransferFailed(str(error)) from error
+
+    def read_into(self, offset: int, *views: memoryview) -> None:
+        for view in views:
+            stop = offset + view.nbytes
+            pieces = [(offset, stop)] if self._part is None else self._part.pieces(offset, stop)
+            done = 0
+            for low, high in pieces:
+                self._read(low, view[done : done + high - low])
+                done += high - low
+            offset = stop
+
+    def _read(self, offset: int, view: memoryview) -> None:
+        done = 0
+        while done < view.nbytes:
+            try:
+                got = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise TransferFailed(f"the image's memfd cannot be read: {error}") from error
+            if got == 0:
+                raise TransferFailed(f"the image's memfd ends before byte {offset + view.nbytes}")
+            done += got
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class TcpReader:
+    """One TCP connection to a source."""
+
+    def __init__(
+        self, source: RangeSource, key: Key | None, timeout_s: float, whole: bool = False
+    ) -> None:
+        """Connect and exchange proofs. ``timeout_s``: the longest wait for the next byte, or for a
+        ``whole`` range, in seconds. TransferFailed if the source does not answer, or lacks the
+        key."""
+        self._range_s = timeout_s if whole else math.inf
+        self._name = f"source at {source.host}:{source.port}"
+        at = source.host, source.port
+        self._socket = connect(at, source.ticket, key, timeout_s, "source", source.pin)
+
+    def read_into(self, offset: int, *views: memoryview) -> None:
+        nbytes = sum(view.nbytes for view in views)
+        send_all(self._socket, RANGE.pack(offset, nbytes), self._name)
+        until = time.monotonic() + self._range_s
+        for view in views:
+            fill(self._socket, view, self._name, until)
+
+    def address(self, offset: int, nbytes: int) -> dict[str, int]:
+        """Where the image is on the source's host, once these bytes are there; TransferFailed as
+        for ``read_into``."""
+        send_all(self._socket, RANGE.pack(offset, nbytes | ADDRESS_ONLY), self._name)
+        answer = bytearray(ADDRESS.size)
+        fill(self._socket, memoryview(answer), self._name, time.monotonic() + self._range_s)
+        return ImageAddress(*ADDRESS.unpack(answer)).to_json()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class BesideReader:
+    """Reads from another server on this host: asks it for each range, and takes the bytes from its
+    memfd. Over the connection where the kernel does not let it: in containers of their own."""
+
+    def __init__(self, source: RangeSource, key: Key | None, timeout_s: float, part: Part) -> None:
+        """As TcpReader, for ``whole`` ranges; ``part``: the source's."""
+        self._tcp, self._part = TcpReader(source, key, timeout_s, whole=True), part
+        self._memfd: MemfdReader | None = None
+        self._apart = False
+
+    def read_into(self, offset: int, *views: memoryview) -> None:
+        """See RangeReader. That server may write its image anew meanwhile: the reader's check of
+        the blocks finds it."""
+        if not self._apart:
+            address = self._tcp.address(offset, sum(view.nbytes for view in views))
+            if self._memfd is None:
+                try:
+                    self._memfd = MemfdReader(address, self._part)
+                except TransferFailed:
+                    self._apart = True
+        if self._memfd is not None:
+            self._memfd.read_into(offset, *views)
+        else:
+            self._tcp.read_into(offset, *views)
+
+    def close(self) -> None:
+        self._tcp.close()
+        if self._memfd is not None:
+            self._memfd.close()
+
 
 Open = Callable[[], RangeReader]
 """Opens a reader of one source; TransferFailed if the source cannot be reached."""
@@ -35,7 +168,7 @@ Moved = Callable[[int], object]
 @dataclass(frozen=True, slots=True)
 class Content:
     """What the image must hold: ``digests`` of the manifest's blocks, and how they are hashed (see
-    layout.digest)."""
+    layout.image)."""
 
     manifest: Manifest
     digests: Sequence[bytes]
@@ -161,8 +294,7 @@ class Fetch:
         for mark in marks:
             with self._turn:
                 self._turn.wait_for(
-                    lambda mark=mark: self._arrived >= mark or self.error or not self._running,  # type: ignore[misc]
-                    max(0.0, deadline - time.monotonic()),
+                    partial(self._settled, mark), max(0.0, deadline - time.monotonic())
                 )
                 if self._arrived < mark:
                     self.error = self.error or (
@@ -174,6 +306,10 @@ class Fetch:
             worker.join(max(1.0, deadline - time.monotonic()))
             if worker.is_alive():
                 raise TransferFailed("a range is still being read past the transfer's deadline")
+
+    def _settled(self, mark: int) -> bool:
+        """Whether ``mark`` bytes are there, or will not come."""
+        return self._arrived >= mark or bool(self.error) or not self._running
 
     def _work(self) -> None:
         """Thread: one range after the other."""
@@ -300,3 +436,57 @@ class Fetch:
                 self.error, self.bad_block = error, bad_block
             self._running -= 1
             self._turn.notify_all()
+
+
+class Sharing:
+    """Serves the version that this server has, or is reading, to other servers, block by block as
+    they arrive (protocol.relay). One receiver's. Any thread."""
+
+    def __init__(self, host: str, key: Key | None, certificate: Certificate | None = None) -> None:
+        """Listen at this host's address ``host``; readers prove ``key``. ConfigError if the address
+        cannot be bound."""
+        # a reader may be told of a version before the order to read it has come here
+        self._server, self._key = RangeServer(expects=True, certificate=certificate), key
+        self.host, self.port = host, self._server.listen(host)
+        self._lock = threading.Lock()
+        self._tickets: Sequence[str] = ()
+        self._there: list[bytearray] = []
+        """Per part, which blocks are there and checked."""
+        self._block_bytes = 1
+
+    def begin(self, image: SharedImage, manifest: Manifest, tickets: Sequence[str]) -> None:
+        """Serve each part under its ticket from now on: nothing is there yet."""
+        self.end()
+        with self._lock:
+            self._block_bytes = manifest.block_bytes
+            self._there = [bytearray(len(manifest.blocks(p))) for p in range(len(manifest.parts))]
+            self._tickets = tickets
+        fd = image.address.fd
+        for ticket, part, there in zip(tickets, manifest.parts, self._there, strict=True):
+            has = partial(_all_there, there, manifest.block_bytes)
+            self._server.grant(image.buffer, fd, self._key, part, ticket=ticket, has=has)
+
+    def arrived(self, part: int, start: int, stop: int) -> None:
+        """Bytes ``start`` to ``stop`` of the part's stream, whole blocks, are there and checked."""
+        with self._lock:
+            for block in range(start // self._block_bytes, -(-stop // self._block_bytes)):
+                self._there[part][block] = 1
+            ticket = self._tickets[part]
+        self._server.arrived(ticket)
+
+    def end(self) -> None:
+        """Serve nothing: when it returns, no byte of the image is sent any more. Who reads the
+        memfd on this host finds by its checks that the image is another one's. Idempotent."""
+        with self._lock:
+            tickets, self._tickets = self._tickets, ()
+        for ticket in tickets:
+            self._server.revoke(ticket)
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self._server.close()
+
+
+def _all_there(there: bytearray, block_bytes: int, offset: int, nbytes: int) -> bool:
+    """Whether bytes of a part's stream are there."""
+    return 0 not in there[offset // block_bytes : -(-(offset + nbytes) // block_bytes)]

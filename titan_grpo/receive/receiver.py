@@ -8,7 +8,6 @@ the version comes through gloo or NCCL.
 
 import math
 import os
-import socket
 import threading
 import time
 from collections import deque
@@ -21,16 +20,17 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from titan_grpo.errors import ConfigError, PeerError, TitanGrpoError, TransferFailed
-from titan_grpo.layout.digest import (
+from titan_grpo.layout.image import (
     KEYED,
+    ImageAddress,
+    SharedImage,
     block_digests,
     digest_block,
     fingerprint,
     first_difference,
 )
-from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol import fence, staging
+from titan_grpo.protocol import server
 from titan_grpo.protocol.messages import (
     NIXL,
     RANGES,
@@ -45,34 +45,27 @@ from titan_grpo.protocol.messages import (
     Staged,
     marks,
 )
-from titan_grpo.receive.fetch import Content, Fetch, Open, Relaying
-from titan_grpo.receive.sharing import Sharing
+from titan_grpo.receive.fetch import (
+    BesideReader,
+    Content,
+    Fetch,
+    MemfdReader,
+    Open,
+    Relaying,
+    Sharing,
+    TcpReader,
+)
 from titan_grpo.runkey import EpochKeys
-from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
 from titan_grpo.sync.transports.channel import ReceiverChannel
 from titan_grpo.sync.transports.nixl import NixlReader, nixl_problem
-from titan_grpo.sync.transports.ranges import BesideReader, MemfdReader, TcpReader
 from titan_grpo.sync.transports.tls import Certificate, WrongCertificate
 
 if TYPE_CHECKING:
     from titan_grpo.receive.window import Window
+    from titan_grpo.sync.transports.broadcast import Transport
 
 SIGN_S = 1.0
 """Seconds for the trainer to give a sign when it is asked for one."""
-
-
-def address_towards(host: str, port: int) -> str:
-    """This host's address on the interface that reaches ``host``; nothing is sent. TransferFailed
-    if none does."""
-    try:
-        family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise TransferFailed(
-            f"no route from this server to the trainer at {host}:{port}: {error}"
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +111,7 @@ class Receiver:
         self._turn = threading.Condition()
         self.streamed = hello.apply == "streamed"
         self.timeout_s = hello.timeout_s
-        self._staging = staging.Staging(streamed=self.streamed)
+        self._staging = server.Staging(streamed=self.streamed)
         self._manifest: Manifest | None = None
         self._image: SharedImage | None = None
         self._manifest_text: SharedImage | None = None
@@ -145,7 +138,7 @@ class Receiver:
             self._joined = replace(self._joined, ok=False, error=problem, final=True)
         if self._joined.ok and hello.relay_wait_s:
             try:
-                self._joined = replace(self._joined, **self._share())
+                self._joined = replace(self._joined, **self._share(channel))
             except ConfigError as error:
                 self._joined = replace(self._joined, ok=False, error=str(error), final=True)
         self._answer(channel)
@@ -154,16 +147,16 @@ class Receiver:
                 f"refused epoch {hello.epoch} of run {hello.run_id}: {self._joined.error}"
             )
         if hello.transport not in RANGES:
-            self._transport = self._open_transport()
+            self._transport = self._open_transport(channel)
         number = 0
         while self._serve(channel, number):
             number += 1
 
-    def _share(self) -> dict[str, str | int]:
+    def _share(self, channel: ReceiverChannel) -> dict[str, str | int]:
         """Where others may read from this server: fields of Joined."""
         place, hello = self._place, self._hello
         certificate = Certificate.load(*place.certificate, (CERTIFICATE, CERTIFICATE_KEY))
-        here = address_towards(hello.host, hello.port)
+        here = channel.local_host
         host = place.host or here
         # beside the trainer it reads that one's memory, and others are no nearer to it
         if host in (NOWHERE, hello.host) or (hello.pin and certificate is None):
@@ -186,17 +179,22 @@ class Receiver:
             if self.streamed:
                 return f"{only}, got streamed"
             return nixl_problem() if hello.transport == NIXL else ""
-        from titan_grpo.sync.transports.store import transport_problem
+        from titan_grpo.sync.transports.broadcast import transport_problem
 
         return transport_problem(hello.transport, hello.nccl)
 
-    def _open_transport(self) -> Transport:
+    def _open_transport(self, channel: ReceiverChannel) -> "Transport":
         """The communicator of gloo or NCCL."""
-        from titan_grpo.sync.transports.store import join_store, open_transport
+        from titan_grpo.sync.transports.broadcast import (
+            TransportOptions,
+            join_store,
+            open_transport,
+        )
 
         hello = self._hello
-        here = address_towards(hello.host, hello.store_port)
-        options = TransportOptions(hello.timeout_s, here, hello.bucket_bytes, self._device)
+        options = TransportOptions(
+            hello.timeout_s, channel.local_host, hello.bucket_bytes, self._device
+        )
         store = join_store(hello.host, hello.store_port, hello.timeout_s)
         return open_transport(hello.transport, store, 1, 2, options)
 
@@ -210,7 +208,7 @@ class Receiver:
         """When the trainer gave its last sign (monotonic clock); minus infinity: it left."""
         if self._bye is not None:
             return -math.inf
-        return self._born_s if self._channel is None else self._channel.heard_s
+        return self._born_s if self._channel is None else self._channel.last_frame_s
 
     def last_sign_s(self) -> float:
         """Ask the trainer's process for a sign, and return ``signed_s``."""
@@ -236,7 +234,7 @@ class Receiver:
                     f"commit asks for manifest {commit.manifest_digest}, staged is"
                     f" {manifest.digest}"
                 )
-            self._step(staging.LendRequested(commit.number, commit.version, commit.fingerprint))
+            self._step(server.LendRequested(commit.number, commit.version, commit.fingerprint))
             assert image is not None
             assert text is not None
             if self._window is not None:
@@ -244,7 +242,6 @@ class Receiver:
             return image.address, text.address
 
     def take(self, consumed: int, wait_s: float) -> int:
-        """See Window.take."""
         window = self._window
         if window is None:
             raise PeerError("no windowed apply is under way")
@@ -261,7 +258,7 @@ class Receiver:
                 bad_block=window.bad_block,
             )
         with self._turn:
-            self._step(staging.Returned())
+            self._step(server.Returned())
             self._turn.notify_all()
         if self._channel is None:
             raise PeerError("the receiver has not joined a lane")
@@ -371,10 +368,10 @@ class Receiver:
         with self._turn:
             self._expected = expected
             self._window = Window(image, manifest, self._hello.bucket_bytes)
-            self._step(staging.Arrived(order.number, order.version, found, True))
+            self._step(server.Arrived(order.number, order.version, found, True))
         return _staged(order, fingerprint=found, image=image)
 
-    def _fill(self, transport: Transport) -> None:
+    def _fill(self, transport: "Transport") -> None:
         """The bytes of a windowed transfer. A failure reaches the lane as the engine's report; then
         the lane ends the epoch."""
         window, algorithm = self._window, self._hello.digest_algorithm
@@ -385,7 +382,7 @@ class Receiver:
             window.fail(str(error))
             transport.close()  # ends the lane's broadcast too
         with self._turn:
-            self._step(staging.Spent())
+            self._step(server.Spent())
 
     def _fetch(self, order: Order, digests: bytes | bytearray, channel: ReceiverChannel) -> Staged:
         """Read the version from its sources. The lane sees each bucket that has arrived."""
@@ -417,7 +414,7 @@ class Receiver:
             if error and sharing is not None:
                 sharing.end()
         with self._turn:
-            self._step(staging.Arrived(order.number, order.version, print_, not error))
+            self._step(server.Arrived(order.number, order.version, print_, not error))
         return replace(
             _staged(order, print_, error, image),
             receive_s=time.monotonic() - began,
@@ -481,7 +478,9 @@ class Receiver:
             opens.append(partial(TcpReader, source, self._range_key, self._hello.progress_s))
         return out
 
-    def _receive(self, order: Order, digests: bytes | bytearray, transport: Transport) -> Staged:
+    def _receive(self, order: Order, digests: bytes | bytearray, transport: "Transport") -> Staged:
+        from titan_grpo.sync.transports.broadcast import broadcast_image
+
         hello = self._hello
         image, manifest = self._reserve(order, streamed=False)
         receive_s = broadcast_image(transport, image.tensor(), hello.bucket_bytes, hello.timeout_s)
@@ -496,7 +495,7 @@ class Receiver:
         elif print_ != order.fingerprint:
             error = f"the fingerprint must be {order.fingerprint}, got {print_}"
         with self._turn:
-            self._step(staging.Arrived(order.number, order.version, print_, not error))
+            self._step(server.Arrived(order.number, order.version, print_, not error))
         return replace(
             _staged(order, print_, error, image),
             receive_s=receive_s,
@@ -513,13 +512,13 @@ class Receiver:
             if self._manifest is None or self._image is None:
                 raise PeerError("the manifest must be handed over before the first transfer")
             self._turn.wait_for(
-                lambda: self._staging.phase is not staging.Phase.LENT, self._hello.timeout_s
+                lambda: self._staging.phase is not server.Phase.LENT, self._hello.timeout_s
             )
             now = self._staging
             if self._sharing is not None:
                 self._sharing.end()
-            self._base = now.version if now.phase is staging.Phase.STAGED else None
-            self._step(staging.Begin(order.number, order.version))
+            self._base = now.version if now.phase is server.Phase.STAGED else None
+            self._step(server.Begin(order.number, order.version))
             return self._image, self._manifest
 
     def _digests(self, blob: bytes | bytearray, manifest: Manifest) -> list[bytes]:
@@ -534,11 +533,11 @@ class Receiver:
             )
         return [raw[i : i + size] for i in range(0, len(raw), size)]
 
-    def _step(self, event: staging.Event) -> None:
+    def _step(self, event: server.StagingEvent) -> None:
         """Under ``_turn``. PeerError if the table refuses."""
-        self._staging, actions = staging.step(self._staging, event)
+        self._staging, actions = server.staging(self._staging, event)
         for action in actions:
-            if isinstance(action, fence.Refuse):
+            if isinstance(action, server.Refuse):
                 raise PeerError(action.reason)
 
 
@@ -546,4 +545,4 @@ def _staged(
     order: Order, fingerprint: str = "", error: str = "", image: SharedImage | None = None
 ) -> Staged:
     address = {} if image is None else image.address.to_json()
-    return Staged(order.number, order.version, not error, fingerprint, 0.0, 0.0, error, -1, address)
+    return Staged(order.number, order.version, not error, fingerprint, error=error, image=address)

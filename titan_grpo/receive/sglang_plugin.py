@@ -3,11 +3,12 @@
 
 Written for SGLang 0.5.23. The server is started with ``--custom-weight-loader LOADER``.
 
-The HTTP process gets two routes. ``/titan_grpo/hello`` forwards a Hello over a Unix socket to the
+The HTTP process gets four routes. ``/titan_grpo/hello`` forwards a Hello over a Unix socket to the
 scheduler of rank 0 (the call to map memory to all), without a pause: SGLang's own routes to the
 scheduler's model wait for all running requests. ``/titan_grpo/state`` shows what no route of SGLang
-does: whether generation is paused. Each scheduler process holds an EngineSide; a commit reaches it
-through ``commit``, between two batches.
+does: whether generation is paused. ``/titan_grpo/load`` and ``/titan_grpo/finish`` are two calls of
+SGLang's own each, so that a paused server waits for two requests and not for four. Each scheduler
+process holds an EngineSide; a commit reaches it through ``commit``, between two batches.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from titan_grpo.engines.sglang import LOADER, commit_payload
 from titan_grpo.errors import PeerError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters
@@ -36,13 +38,9 @@ from titan_grpo.receive.commit import (
     log_ready,
     log_to_stderr,
     package_version,
-    workers_of,
 )
 from titan_grpo.runkey import Key, environment_key
 from titan_grpo.unix_rpc import Server, abstract_address, call
-
-LOADER = "titan_grpo.receive.sglang_plugin.commit"
-"""What --custom-weight-loader must name."""
 
 SOCKET_VARIABLE = "TITAN_GRPO_SOCKET"
 """Set by the HTTP process for the processes that it starts: the name of their socket."""
@@ -135,9 +133,10 @@ def _address(rank: int) -> str:
 
 
 def _add_routes() -> None:
-    """HTTP process: the two routes, guarded by the admin key as SGLang's own weight routes are."""
+    """HTTP process: the routes, guarded by the admin key as SGLang's own weight routes are."""
     from fastapi import HTTPException, Request
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers import io_struct
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     @http_server.app.post("/titan_grpo/hello")
@@ -158,14 +157,48 @@ def _add_routes() -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def state() -> dict[str, Any]:
         manager = http_server.get_global_state().tokenizer_manager
-        paused, workers = bool(manager.is_pause), int(manager.server_args.tp_size)
-        return {"package": package_version(), "paused": paused, "workers": workers}
+        return {"package": package_version(), "paused": bool(manager.is_pause)}
+
+    @http_server.app.post("/titan_grpo/load")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def load(request: Request) -> dict[str, Any]:
+        manager = http_server.get_global_state().tokenizer_manager
+        payload = commit_payload(await request.json())
+        begun, why = await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput())
+        if not begun:  # a lane that died before its finish left its update open
+            await manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
+            begun, why = await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput())
+        if begun:
+            # The prefix cache is not flushed: SGLang cannot while requests are paused, and calls
+            # that a failure although the weights are in. Requests are kept apart by their keys.
+            update = io_struct.UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[payload] * int(manager.server_args.tp_size),
+                load_format=LOADER,
+                flush_cache=False,
+            )
+            begun, why = await manager.update_weights_from_tensor(update)
+        if not begun:
+            raise HTTPException(400, why)
+        return {}
+
+    @http_server.app.post("/titan_grpo/finish")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def finish(request: Request) -> dict[str, Any]:
+        manager = http_server.get_global_state().tokenizer_manager
+        label = str((await request.json())["label"])
+        ended, why = await manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
+        if not ended:
+            raise HTTPException(400, why)
+        # The scheduler takes it first. By SGLang's default this would abort all requests.
+        version = io_struct.UpdateWeightVersionReqInput(new_version=label, abort_all_requests=False)
+        await manager.update_weight_version(version)
+        return {}
 
 
 def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """Scheduler process, after the model is loaded."""
     plugin.scheduler = scheduler
-    workers = workers_of(scheduler.tp_group)
+    workers = Workers(scheduler.tp_group)
     run_key, key_problem = environment_key(os.environ)
     model = scheduler.tp_worker.model_runner.model
     problem = compatibility(scheduler.server_args) or model_problem(model) or key_problem
@@ -252,7 +285,6 @@ class SglangModel:
         return self._names.problem(manifest)
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
-        """See Engine."""
         counted = Counted(tensors)
         with torch.no_grad():
             self._runner.model.load_weights(counted)

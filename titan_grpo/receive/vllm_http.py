@@ -10,21 +10,37 @@ an update.
   ``{token id: log-probability}``, as vLLM's former demo server had it and Atropos's server class
   asks for it.
 * Where versions are adapters (``lora.sync = "adapter"``), a request is of the newest version's when
-  it arrives (see vllm_lora.py), whatever model it names.
+  it arrives, whatever model it names.
 * ``GET /generate`` is answered with 405, by which the doctor knows that the middleware is there.
 * ``GET /health_generate``: 200 once a token was generated, as SGLang has it.
+
+A version that is an adapter is written by the worker's plugin, as PEFT does, into a folder of this
+host's memory. Before the label is set the middleware has vLLM load it under the label as its name,
+through vLLM's own routes. From then on it is the model of every request that arrives; a request
+that runs on keeps the adapter that it began with. An adapter that no request has any more is
+unloaded, and its files are removed. They stay as long as a request may need them: vLLM reads an
+adapter again that it put out of its cache for another one.
 """
 
 import asyncio
 import atexit
 import json
+import os
+import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+import tempfile
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
+from titan_grpo.engines.vllm import LORA_ROUTES, allowed_rank
+from titan_grpo.layout.manifest import Manifest
+from titan_grpo.layout.peft import adapter_config, layer_of
 from titan_grpo.protocol.messages import Label
-from titan_grpo.receive import vllm_lora
 
 Message = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -34,6 +50,13 @@ App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 COMPLETIONS = "/v1/completions"
 SALTED = frozenset({COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"})
 """Routes whose requests may name a ``cache_salt``."""
+
+VARIABLE = "TITAN_GRPO_LORA_FOLDER"
+STAGED = "staged"
+WEIGHTS = "adapter_model.safetensors"
+MEMORY = Path("/dev/shm")
+
+Shape = tuple[int, ...]
 
 UPDATES = frozenset({"/update_weights", "/reset_prefix_cache"})
 """Routes after which, as after the end of an update, the prefixes of before are those of other
@@ -46,9 +69,9 @@ class WeightsMiddleware:
     def __init__(self, app: App) -> None:
         self._app = app
         self._updates = 0
-        self._adapters = vllm_lora.Adapters()
+        self._adapters = Adapters()
         self._folders: dict[str, Path] = {}
-        atexit.register(shutil.rmtree, vllm_lora.folder(), ignore_errors=True)
+        atexit.register(shutil.rmtree, adapter_folder(), ignore_errors=True)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """One request. Bodies that are no JSON object are passed on as they are, for vLLM to
@@ -98,7 +121,7 @@ class WeightsMiddleware:
     async def _load_adapter(self, scope: dict[str, Any], body: bytes) -> str:
         """Have vLLM load the adapter that a commit has just written, under the label that the
         update ends with; why it did not."""
-        staged = vllm_lora.folder() / vllm_lora.STAGED
+        staged = adapter_folder() / STAGED
         try:
             name = json.loads(body or b"{}").get("weight_version")
         except (AttributeError, ValueError):
@@ -275,3 +298,91 @@ def _with_length(scope: dict[str, Any], body: bytes) -> dict[str, Any]:
     headers = [(k, v) for k, v in scope["headers"] if k.lower() not in replaced]
     headers += [(b"content-type", b"application/json")]
     return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+
+
+def choose_folder() -> None:
+    """Name the folder of this server, before its processes are started: they inherit it."""
+    place = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+    os.environ.setdefault(VARIABLE, str(place / f"titan_grpo-lora-{secrets.token_hex(8)}"))
+
+
+def adapter_folder() -> Path:
+    """The server's folder; there once a version was written."""
+    choose_folder()
+    return Path(os.environ[VARIABLE])
+
+
+def write_staged(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write an adapter's tensors as PEFT does; B is scaled already."""
+    adapter_folder().mkdir(mode=0o700, exist_ok=True)
+    draft = adapter_folder() / f"{STAGED}.partial"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    # clone: views of one image would be refused, since they share its storage
+    whole = {name: tensor.clone() for name, tensor in tensors}
+    save_file(whole, draft / WEIGHTS, metadata={"format": "pt"})
+    rank = next(tensor.shape[0] for name, tensor in whole.items() if ".lora_A." in name)
+    targets = {layer_of(name).rpartition(".")[2] for name in whole}
+    (draft / "adapter_config.json").write_text(json.dumps(adapter_config(rank, rank, targets)))
+    shutil.rmtree(adapter_folder() / STAGED, ignore_errors=True)
+    draft.rename(adapter_folder() / STAGED)
+
+
+def adapter_problem(manifest: Manifest, lora_config: Any, base: Mapping[str, Shape]) -> str:
+    """Why a server with this LoRAConfig (None: none) cannot take these adapters; empty if it can.
+    ``base``: names and shapes of its checkpoint, empty where there is none to compare with."""
+    ranks = {s.shape[0] for s in manifest.tensors if ".lora_A." in s.name}
+    rank = max(ranks)
+    if lora_config is None:
+        return (
+            f'the trainer sends adapters of rank {rank} (lora.sync = "adapter"), and the server was'
+            " started without --enable-lora: start it with --enable-lora --max-lora-rank"
+            f" {allowed_rank(rank)}"
+        )
+    if rank > lora_config.max_lora_rank:
+        return (
+            f"the trainer's adapters have rank {rank}, and the server takes at most"
+            f" {lora_config.max_lora_rank}: start it with --max-lora-rank {allowed_rank(rank)}"
+        )
+    if os.environ.get(LORA_ROUTES, "").lower() not in ("1", "true"):
+        return f"adapters are loaded through vLLM's routes: start the server with {LORA_ROUTES}=1"
+    for spec in manifest.tensors if base else ():
+        shape = base.get(f"{layer_of(spec.name)}.weight")
+        side = 1 if ".lora_A." in spec.name else 0
+        if shape is None or len(shape) != 2 or shape[side] != spec.shape[side]:
+            return (
+                f"{spec.name} {spec.shape} is no adapter of the server's model ({shape}): serve the"
+                " base model that is trained"
+            )
+    return ""
+
+
+class Adapters:
+    """Which adapters the server has, and how many requests each. No I/O."""
+
+    def __init__(self) -> None:
+        self.current = ""
+        self._requests: Counter[str] = Counter()
+        self._loaded: set[str] = set()
+
+    def loaded(self, name: str) -> None:
+        """vLLM has an adapter: every request that arrives from now on is its."""
+        self._loaded.add(name)
+        self.current = name
+
+    def began(self) -> str:
+        """A request arrives; the adapter that it gets."""
+        self._requests[self.current] += 1
+        return self.current
+
+    def ended(self, name: str) -> None:
+        """A request is answered, or its client left."""
+        self._requests[name] -= 1
+
+    def take_unused(self) -> list[str]:
+        """The adapters that no request has or will get; they are forgotten here."""
+        unused = sorted(n for n in self._loaded if n != self.current and not self._requests[n])
+        self._loaded.difference_update(unused)
+        for name in unused:
+            del self._requests[name]
+        return unused

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import (
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters
-from titan_grpo.receive import vllm_lora
+from titan_grpo.receive import vllm_http
 from titan_grpo.receive.checkpoint import CheckpointNames
 from titan_grpo.receive.commit import (
     Counted,
@@ -32,7 +32,6 @@ from titan_grpo.receive.commit import (
     Workers,
     log_ready,
     log_to_stderr,
-    workers_of,
 )
 from titan_grpo.runkey import Key, environment_key
 
@@ -50,7 +49,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, __name__, TitanWeightTransferEngine.__name__
         )
-    vllm_lora.choose_folder()
+    vllm_http.choose_folder()
     log_to_stderr()
 
 
@@ -140,11 +139,10 @@ class VllmModel:
         self._names = CheckpointNames(config.model, config.revision, tied)
 
     def refuses(self, manifest: Manifest) -> str:
-        """See Engine. Without a checkpoint, names are checked after the load only."""
         lora = self._owner.vllm_config.lora_config
         self._adapters = has_adapters(manifest)
         if self._adapters:
-            return vllm_lora.problem(manifest, lora, self._names.shapes)
+            return vllm_http.adapter_problem(manifest, lora, self._names.shapes)
         if lora is not None:
             return (
                 "whole weights are not loaded under vLLM's adapters: start the server without"
@@ -158,7 +156,7 @@ class VllmModel:
         if self._adapters:
             counted = Counted(tensors)
             if self._writes:
-                vllm_lora.write_staged(counted)
+                vllm_http.write_staged(counted)
             else:
                 all(True for _ in counted)
             return counted.count
@@ -201,7 +199,7 @@ class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         repair, problem = compatibility(self.vllm_config)
-        workers = workers_of(get_world_group())
+        workers = Workers(get_world_group())
         run_key, key_problem = environment_key(os.environ)
         problem = problem or key_problem
         self._side = self.make_side(VllmModel(self, repair), workers, problem, run_key)

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from titan_grpo.errors import PeerError, TransferFailed
-from titan_grpo.layout.digest import digest_block
-from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.image import SharedImage, digest_block
 from titan_grpo.layout.manifest import Manifest, TensorSpec
-from titan_grpo.sync.transports.base import Transport
+from titan_grpo.sync.transports.broadcast import Transport
 
 if TYPE_CHECKING:
     from titan_grpo.receive.commit import Workers

@@ -10,13 +10,10 @@ from dataclasses import replace
 
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import DataError, PeerError
-from titan_grpo.rollout.agents import Agents
-from titan_grpo.rollout.calls import at_once
-from titan_grpo.rollout.episodes import Call, Episode, Trajectory
-from titan_grpo.rollout.messages import Ticket
+from titan_grpo.rollout.agents import Agents, Call, Episode, Trajectory
+from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.openai_api import ChatAnswer, Message, tool_call
 from titan_grpo.rollout.partial import Partial, joined
-from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.sampler import (
     Ask,
     GroupDropped,
@@ -25,9 +22,9 @@ from titan_grpo.rollout.sampler import (
     Sampler,
     completion_fault,
 )
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
-from titan_grpo.rollout.tool_calls import Calls, ToolParser
+from titan_grpo.rollout.schedule import Server
+from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner, at_once
+from titan_grpo.rollout.tasks.agent import Calls, ToolParser
 from titan_grpo.samples import Completion, Group, Prompt
 
 TURN_ENDS = frozenset(("stop", "length"))

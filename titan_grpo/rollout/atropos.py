@@ -1,4 +1,5 @@
-"""The Atropos API (atroposlib's server) as data: its calls, and its groups as ours. Pure.
+"""Groups of an Atropos API (atroposlib's server): its calls as data, its groups as ours, and the
+source in the rollout process that takes its batches.
 
 A group of Atropos has, per sequence, ``tokens`` (prompt and completion), ``masks`` (-100 where a
 token was not sampled, else the token), a score, and ``inference_logprobs``. The last are aligned
@@ -7,36 +8,36 @@ records keep that alignment; algorithm/batch.py shifts it. The API knows no poli
 environment may give one, as ``policy_version`` in ``group_overrides`` or ``generation_params``.
 """
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from titan_grpo.engines.http import Call, ignore, want
-from titan_grpo.errors import DataError, ServerRefused
+from titan_grpo.engines.http import AsyncDriver, Call, HttpRefused, ignore, want
+from titan_grpo.errors import ConfigError, DataError, PeerError, ServerRefused
+from titan_grpo.rollout import messages
+from titan_grpo.rollout.external import External, Fail, Send
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.samples import Completion, Group, Prompt, sound_logprobs
+
+POLL_S = (0.1, 1.0)
+"""First and longest pause between two requests to an API that has no batch yet; it cannot say
+when."""
+
+OUTAGE_S = (0.5, 15.0)
+"""The same after it did not answer."""
+
+MAX_REJECTED_IN_A_ROW = 64
+"""Then what makes the groups is at fault, and waiting would not help."""
 
 MASKED = -100
 """Mask of a token that the policy did not sample."""
 
 CALL_S = 30.0
 """Deadline of a call, in seconds; a batch can be some hundred megabytes of JSON."""
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """What a trainer sends before it takes batches. ``batch_size`` counts sequences, not groups."""
-
-    batch_size: int
-    max_token_len: int
-    num_steps: int
-    starting_step: int = 0
-    checkpoint_dir: str = ""
-    save_checkpoint_interval: int = 0
-    wandb_group: str = "titan_grpo"
-    wandb_project: str = "titan_grpo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +108,15 @@ class Item(msgspec.Struct):
     env_id: Any = None
 
 
-def register_call(registration: Registration) -> Call[int]:
-    """Register; the answer is a number without a use. Raises ServerRefused for another answer."""
+def register_call(registration: Mapping[str, Any]) -> Call[int]:
+    """Register with these fields; the answer is a number without a use. Raises ServerRefused for
+    another answer."""
     return Call(
         "POST",
         "/register",
         CALL_S,
         lambda a: int(want(a, "uuid", int, "/register")),
-        json=asdict(registration),
+        json=dict(registration),
     )
 
 
@@ -245,3 +247,137 @@ def _version(item: Item, default: int) -> int:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     return default
+
+
+class AtroposSource(External):
+    """Takes batches from an Atropos API while less than two steps' worth waits for the trainer (one
+    with ``max_staleness = 0``).
+
+    A group without a version counts as made by the oldest version that a server held when it can
+    have come to the API (Waiting).
+    """
+
+    def __init__(self, spec: RolloutSpec, send: Send, fail: Fail) -> None:
+        super().__init__(spec, send, fail)
+        self._driver = AsyncDriver(spec.atropos_url, max_connections=1)
+        # batch_size counts sequences, not groups.
+        self._registration = spec.registration | {"batch_size": self._per_step}
+        self._room = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._rejected_in_a_row = 0
+        self._age = Waiting(spec.base_version, spec.base_version)
+
+    async def start(self) -> None:
+        """Register and take batches, in a task of its own."""
+        self._room.set()
+        self._task = asyncio.get_running_loop().create_task(self._take_batches())
+        self._task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Leave the API; what it holds stays there."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._driver.close()
+
+    def on(self, message: messages.ToWorker) -> None:
+        """As the base; and see whether there is room for a batch."""
+        super().on(message)
+        self._update_room()
+
+    def _update_room(self) -> None:
+        # The rest stays in the API, which hands out the newest first.
+        if self.waiting < self._per_step * (1 + min(self._spec.max_staleness, 1)):
+            self._room.set()
+        else:
+            self._room.clear()
+
+    async def _take_batches(self) -> None:
+        known, pause = False, POLL_S[0]
+        while True:
+            # no deadline: room for a batch, when the trainer takes one; or close(), by cancelling
+            await self._room.wait()
+            try:
+                answer = await (self._driver.run(batch_call()) if known else self._register())
+                known = answer.registered
+                if known and not answer.groups:
+                    # The servers first: a group that comes meanwhile is not older than that.
+                    held = self._oldest_held
+                    self._age = self._age.none(held, await self._driver.run(left_call()))
+            except PeerError as error:
+                if isinstance(error, HttpRefused) and error.status < 500:
+                    raise ConfigError(
+                        f"rollout.atropos_url must be that of an Atropos API: {error}"
+                    ) from error
+                # It may have been restarted or reset; after a reset it answers 500 until a trainer
+                # registers.
+                known = False
+                self._counts["outages"] += 1
+                self._report(f"{self._driver.url} gave no batch: {error}")
+                pause = await _pause(max(pause, OUTAGE_S[0]), OUTAGE_S[1])
+                continue
+            if not known:
+                continue
+            for item in answer.groups:
+                self._take(item)
+            self._age = self._age.batch() if answer.groups else self._age
+            pause = POLL_S[0] if answer.groups else await _pause(pause, POLL_S[1])
+
+    @property
+    def _oldest_held(self) -> int:
+        return min(self._versions.values(), default=self._trainer_version)
+
+    async def _register(self) -> Answer:
+        """Register (repeating it does no harm) and ask for a batch."""
+        await self._driver.run(register_call(self._registration))
+        answer = await self._driver.run(batch_call())
+        if not answer.registered:
+            # It was given groups before a trainer, so it takes no registration any more and would
+            # never hand them out.
+            self._report(
+                f"{self._driver.url} held groups from before its registration, and has to throw"
+                " them away"
+            )
+            await self._driver.run(reset_call())
+            await self._driver.run(register_call(self._registration))
+            answer = await self._driver.run(batch_call())
+        if not answer.registered:
+            raise ServerRefused(f"{self._driver.url} does not take our registration")
+        return answer
+
+    def _take(self, item: Mapping[str, Any]) -> None:
+        try:
+            group = group_of(item, self._age.oldest)
+            newest = max([self._trainer_version, *self._versions.values()])
+            if group.version > newest:
+                raise Rejected(
+                    "unknown_version",
+                    f"its version {group.version} does not exist, the newest is {newest}",
+                )
+        except Rejected as error:
+            self._counts[f"dropped.{error.reason}"] += 1
+            self._rejected_in_a_row += 1
+            self._report(
+                f"a group of atropos environment {item.get('env_id')} is not trained on: {error}"
+            )
+            if self._rejected_in_a_row >= MAX_REJECTED_IN_A_ROW:
+                raise DataError(
+                    f"{MAX_REJECTED_IN_A_ROW} groups in a row cannot be trained on; the last:"
+                    f" {error}"
+                ) from error
+            return
+        self._rejected_in_a_row = 0
+        self._deliver(group)
+        self._update_room()
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        # no deadline: the task has ended: this is its callback
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
+
+
+async def _pause(seconds: float, longest: float) -> float:
+    """Wait; returns the length of the next pause."""
+    await asyncio.sleep(min(seconds, longest))
+    return min(2 * seconds, longest)

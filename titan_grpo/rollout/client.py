@@ -4,13 +4,14 @@ start, drain, engine_call, in_flight and close wait, with deadlines."""
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, count, islice
 from typing import Any, cast
 
-from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.http import ServerAccess
+from titan_grpo.engines.server import ServerControl
 from titan_grpo.errors import (
     ConfigError,
     DataError,
@@ -21,16 +22,17 @@ from titan_grpo.errors import (
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.engine_calls import Outstanding, RemoteControl
-from titan_grpo.rollout.partial import length_range
-from titan_grpo.rollout.records import GroupRecorder
-from titan_grpo.rollout.spec import Cursor, RolloutSpec
-from titan_grpo.rollout.transport import (
-    LocalTransport,
+from titan_grpo.rollout.messages import (
+    Cursor,
     Message,
+    RolloutSpec,
     RolloutStopped,
     SessionLost,
     WorkerTransport,
 )
+from titan_grpo.rollout.partial import length_range
+from titan_grpo.rollout.records import GroupRecorder
+from titan_grpo.rollout.worker import LocalTransport
 from titan_grpo.samples import Group, fresh_enough
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ class RolloutClient:
         self._spec = spec
         self._transport: WorkerTransport = transport or LocalTransport()
         self._cursor = Cursor.from_state(spec.state.get("cursor", {}))
-        self._own: dict[str, int] = {k: int(v) for k, v in spec.state.get("counters", {}).items()}
+        self._own: Counter[str] = Counter(spec.state.get("counters", {}))
         self._theirs: dict[str, int] = {}
         self._record = GroupRecorder(record_path, spec.base_version) if record_path else None
         self._ready: dict[int, messages.GroupDone] = {}
@@ -234,9 +236,9 @@ class RolloutClient:
             done = [self._ready.pop(index) for index in chosen]
             for item in done:
                 self._cursor.use(item.ticket.index)
-            self._count("consumed_groups", len(done))
+            self._own["consumed_groups"] += len(done)
             for completion in (c for item in done for c in item.group.completions):
-                self._count(f"trained.{length_range(completion.num_sampled)}", 1)
+                self._own[f"trained.{length_range(completion.num_sampled)}"] += 1
             self._places += len(done)
             self._transport.send(messages.Used(tuple(chosen)))
         return [item.group for item in done]
@@ -278,7 +280,7 @@ class RolloutClient:
         """``count`` consumed groups made no version (left out, or their step was skipped): as many
         more may start."""
         with self._changed:
-            self._count("unversioned_groups", count)
+            self._own["unversioned_groups"] += count
             self._places -= count
             self._transport.send(messages.Unversioned(count))
 
@@ -291,10 +293,9 @@ class RolloutClient:
         length as ``made.<n>`` and ``trained.<n>`` (partial.length_range), ``sessions_lost``; and
         ``ready``, the finished groups that wait."""
         with self._changed:
-            names = {**self._own, **self._theirs}
-            return {k: self._own.get(k, 0) + self._theirs.get(k, 0) for k in names} | {
-                "ready": len(self._ready)
-            }
+            both = Counter(self._own)
+            both.update(self._theirs)
+            return {**both, "ready": len(self._ready)}
 
     def state(self) -> dict[str, Any]:
         """JSON-able state for an exact resume: give it back as ``RolloutSpec.state``. Call it at a
@@ -338,7 +339,7 @@ class RolloutClient:
                     self._drains.pop(number, None)
                 case messages.EngineAnswer():
                     if not self._calls.answered(message):
-                        self._count("late_engine_answers", 1)
+                        self._own["late_engine_answers"] += 1
                 case messages.GroupDone(ticket, _, counters):
                     self._theirs = counters
                     self._ready[ticket.index] = message
@@ -355,15 +356,14 @@ class RolloutClient:
 
     def _resync(self, lost: SessionLost) -> None:
         with self._changed:
-            for name, number in messages.totals(self._theirs).items():
-                self._count(name, number)
+            self._own.update(messages.totals(self._theirs))
             self._theirs = {}
             self._drains.clear()  # Nothing runs any more.
             self._calls.lose(
                 "the rollout service lost this run's session while it made the call: its outcome is"
                 " unknown"
             )
-            self._count("sessions_lost", 1)
+            self._own["sessions_lost"] += 1
             spec = replace(
                 self._spec,
                 state={"cursor": self._cursor.state()},
@@ -390,8 +390,8 @@ class RolloutClient:
         ]
         for index in stale:
             done = self._ready.pop(index)
-            self._count("dropped.stale", 1)
-            self._count("thrown_tokens", sum(c.num_sampled for c in done.group.completions))
+            self._own["dropped.stale"] += 1
+            self._own["thrown_tokens"] += sum(c.num_sampled for c in done.group.completions)
             self._transport.send(messages.GiveBack(done.ticket))
 
     def _late(self, version: int, count: int, timeout_s: float) -> RolloutsLate:
@@ -401,12 +401,9 @@ class RolloutClient:
         return RolloutsLate(
             f"{ready} of {count} groups for version {version} were ready after"
             f" {timeout_s:g} s (rollout.batch_timeout_s); counts so far:"
-            f" { ({**self._own, **self._theirs}) }. Check that the servers take requests and hold a"
+            f" {dict(self._own) | self._theirs}. Check that the servers take requests and hold a"
             " recent version"
         )
-
-    def _count(self, name: str, number: int) -> None:
-        self._own[name] = self._own.get(name, 0) + number
 
     def _latch(self, error: TitanGrpoError) -> None:
         with self._changed:

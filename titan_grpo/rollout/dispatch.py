@@ -2,21 +2,19 @@
 outcomes."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import DataError, PeerError
-from titan_grpo.protocol.admission import too_stale
+from titan_grpo.protocol.admission import GiveUp, Unversioned, Used, too_stale
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
-from titan_grpo.rollout.messages import Ticket
+from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.partial import Partial, length_range, oldest, sampled_tokens, worth_keeping
-from titan_grpo.rollout.pool import Pool, Server
 from titan_grpo.rollout.sampler import GroupDropped, Interrupted, NotAccepted, Sampler
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.starts import Durations, Starts
+from titan_grpo.rollout.schedule import Durations, Pool, Server, Starts
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.samples import fresh_enough
 
@@ -31,35 +29,6 @@ fault, and going on would burn through the whole sequence."""
 
 BAD_REQUEST = frozenset({400, 413, 422})
 """Status codes that blame the request (a prompt too long, say), not the server."""
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorBudget:
-    """``allowed`` groups of any WINDOW in a row may end with an error of the task. Pure.
-
-    Only groups that the task finished or failed are counted, not those that a server failed.
-    ``errors``: numbers, among the counted groups, of those of the last WINDOW that ended with one.
-    """
-
-    allowed: int
-    groups: int = 0
-    errors: tuple[int, ...] = ()
-
-    def after(self, failed: bool) -> "ErrorBudget":
-        """With one more group counted.
-
-        >>> once = ErrorBudget(1).after(True)
-        >>> once.spent, once.after(False).after(True).spent
-        (False, True)
-        """
-        number = self.groups + 1
-        errors = (*self.errors, number) if failed else self.errors
-        return ErrorBudget(self.allowed, number, tuple(n for n in errors if n > number - WINDOW))
-
-    @property
-    def spent(self) -> bool:
-        """Whether there were more errors than allowed: the run must stop."""
-        return len(self.errors) > self.allowed
 
 
 @dataclass(slots=True)
@@ -105,7 +74,9 @@ class Dispatcher:
         self._oldest_usable = spec.base_version - spec.max_staleness
         self._counts: Counter[str] = Counter()
         self._skips_in_a_row = 0
-        self._task_errors = ErrorBudget(spec.task_error_budget)
+        self._task_errors: deque[bool] = deque(maxlen=WINDOW)
+        """Whether each of the last groups ended with an error of the task; groups that a server
+        failed are not among them."""
         self._closing = False
 
     def on(self, message: messages.ToWorker) -> None:
@@ -131,9 +102,9 @@ class Dispatcher:
             case messages.GiveBack():
                 self._settle(message.ticket.moved(()))
             case messages.Used():
-                self._starts.used(message.indices)
+                self._starts.note(Used(message.indices))
             case messages.Unversioned():
-                self._starts.unversioned(message.count)
+                self._starts.note(Unversioned(message.count))
         self._pump()
 
     def _hopeless(self, run: Running, version: int) -> bool:
@@ -219,7 +190,7 @@ class Dispatcher:
 
     def _task_gave_a_group(self) -> None:
         self._skips_in_a_row = 0
-        self._task_errors = self._task_errors.after(failed=False)
+        self._task_errors.append(False)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self._running.pop(task)
@@ -322,16 +293,16 @@ class Dispatcher:
         self._task_gave_a_group()
         self._counts[f"dropped.{verdict.reason}"] += 1
         self._throw_away(run.parts)
-        self._starts.give_up(run.ticket.index)
+        self._starts.note(GiveUp(run.ticket.index))
         rewards = tuple(c.reward for c in verdict.group.completions)
         self._send(messages.LeftOut(run.ticket.index, rewards, self._counters()))
 
     def _task_error(self, run: Running, failed: TaskFailed) -> None:
-        self._task_errors = self._task_errors.after(failed=True)
-        if not self._task_errors.spent:
+        self._task_errors.append(True)
+        allowed = self._spec.task_error_budget
+        if sum(self._task_errors) <= allowed:
             self._drop(run, "task_error", str(failed))
             return
-        allowed = self._spec.task_error_budget
         failed.add_note(
             f"rollout.task_error_budget allows {allowed} of any {WINDOW} groups in a row"
         )
@@ -342,7 +313,7 @@ class Dispatcher:
         if ticket.drops < MAX_DROPS and ticket.outages < MAX_OUTAGES:
             self._starts.again(ticket, avoid)
             return
-        self._starts.give_up(ticket.index)
+        self._starts.note(GiveUp(ticket.index))
         self._sampler.forget(ticket.index)
         self._throw_away(ticket.parts)
         self._counts["skipped"] += 1

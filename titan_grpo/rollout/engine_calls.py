@@ -1,6 +1,6 @@
 """Calls of a server's control plane that the rollout service makes for a trainer's lanes.
 
-Generic over the interfaces of engines.control: their type hints say how arguments and results are
+Generic over the interfaces of engines.server: their type hints say how arguments and results are
 encoded, so a method of theirs needs nothing here. A call may take as long as a commit, so each
 server has threads of its own beside the loop that makes rollouts."""
 
@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 import msgspec
 
-from titan_grpo.engines.control import ServerControl, StockRoutes
 from titan_grpo.engines.http import ServerAccess
-from titan_grpo.engines.server import ASK_S, AUTO, make_control
+from titan_grpo.engines.server import ASK_S, AUTO, ServerControl, make_control
+from titan_grpo.engines.sglang_stock import StockRoutes
 from titan_grpo.errors import (
     CROSSING,
     ProtocolError,
@@ -27,8 +27,10 @@ from titan_grpo.errors import (
     TitanGrpoError,
     kind_of,
 )
-from titan_grpo.rollout.messages import EngineAnswer, EngineCall
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.messages import EngineAnswer, EngineCall, RolloutSpec
+
+if TYPE_CHECKING:
+    from titan_grpo.rollout.client import RolloutClient
 
 logger = logging.getLogger(__name__)
 
@@ -76,14 +78,6 @@ def value_of(answer: EngineAnswer) -> Any:
 
 
 # The service's side.
-
-
-def access_of(spec: RolloutSpec, url: str, environ: Mapping[str, str]) -> ServerAccess:
-    """Access to a server with this process's own keys, from the variables that the spec names."""
-    api_key, admin_key = (
-        environ.get(name, "") if name else "" for name in (spec.api_key_env, spec.admin_key_env)
-    )
-    return ServerAccess(url, spec.commit_deadline_s, spec.load_deadline_s, api_key, admin_key)
 
 
 class EngineCalls:
@@ -179,8 +173,13 @@ class _Server:
                 raise ServerUnreachable(f"{self._url}: its update routes are not open here")
         else:
             if self._control is None:
-                access = access_of(self._spec, self._url, os.environ)
-                self._control = make_control(self._spec.engine, access)
+                spec = self._spec
+                # With this process's own keys, from the variables that the spec names.
+                keys = (os.environ.get(n, "") for n in (spec.api_key_env, spec.admin_key_env))
+                deadlines = spec.commit_deadline_s, spec.load_deadline_s
+                self._control = make_control(
+                    spec.engine, ServerAccess(self._url, *deadlines, *keys)
+                )
             target = self._control
         try:
             typed = [
@@ -247,28 +246,6 @@ class Outstanding:
             future.set_exception(ServerUnreachable(why))
 
 
-class Caller(Protocol):
-    """The one object that engine calls go through (RolloutClient)."""
-
-    @property
-    def generation(self) -> int:
-        """See Outstanding."""
-
-    def engine_call(
-        self,
-        url: str,
-        method: str,
-        arguments: tuple[Any, ...],
-        within_s: float,
-        generation: int | None,
-    ) -> EngineAnswer:
-        """Wait for the outcome. ServerUnreachable if there is none within ``within_s`` seconds, or
-        ``generation`` is over."""
-
-    def engine_tell(self, url: str, method: str, arguments: tuple[Any, ...]) -> None:
-        """A call without an outcome. Never blocks, raises nothing."""
-
-
 def _encode(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(msgspec.to_builtins(argument) for argument in arguments)
 
@@ -277,9 +254,9 @@ class RemoteControl:
     """A ServerControl whose calls are made by the rollout service, with the service's keys. Used by
     one thread at a time."""
 
-    def __init__(self, caller: Caller, engine: str, access: ServerAccess) -> None:
+    def __init__(self, client: "RolloutClient", engine: str, access: ServerAccess) -> None:
         """``engine``: a value of rollout.engine. The keys of ``access`` stay here."""
-        self._caller, self._access = caller, access
+        self._client, self._access = client, access
         self.engine = "" if engine == AUTO else engine
         self._loaded_in: int | None = None
         self.url = access.url
@@ -298,7 +275,7 @@ class RemoteControl:
         within_s = METHODS[method].requests * a.deadline_s + MARGIN_S
         within_s += 2 * min(ASK_S, a.deadline_s)  # the service may have to ask which engine it is
         within_s += (a.load_deadline_s or 0.0) if method == "load" else 0.0
-        answer = self._caller.engine_call(
+        answer = self._client.engine_call(
             self.url, method, _encode(arguments), within_s, generation
         )
         self.engine = answer.engine or self.engine
@@ -307,15 +284,15 @@ class RemoteControl:
 
     def stock(self) -> StockRoutes | None:
         """See ServerControl."""
-        generation = self._caller.generation
+        generation = self._client.generation
         number = self._call("stock", generation=generation)
         if number is None:
             return None
-        return cast(StockRoutes, RemoteStock(self._caller, self.url, generation, number))
+        return cast(StockRoutes, RemoteStock(self._client, self.url, generation, number))
 
     def load(self, info: Mapping[str, Any]) -> None:
         """See ServerControl."""
-        self._loaded_in = generation = self._caller.generation
+        self._loaded_in = generation = self._client.generation
         self._call("load", info, generation=generation)
 
     def finish(self, label: str) -> None:
@@ -326,14 +303,14 @@ class RemoteControl:
 
     def close(self) -> None:
         """Let the service close its connections; not waited for."""
-        self._caller.engine_tell(self.url, CLOSE, ())
+        self._client.engine_tell(self.url, CLOSE, ())
 
 
 class RemoteStock:
     """StockRoutes that the service has open, within one generation."""
 
-    def __init__(self, caller: Caller, url: str, generation: int, number: int) -> None:
-        self._caller, self._url, self._generation, self._number = caller, url, generation, number
+    def __init__(self, client: "RolloutClient", url: str, generation: int, number: int) -> None:
+        self._client, self._url, self._generation, self._number = client, url, generation, number
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         """A method of StockRoutes; its last argument is the deadline of each request."""
@@ -343,11 +320,11 @@ class RemoteStock:
         def call(*arguments: Any) -> Any:
             name, sent = STOCK + method, (self._number, *_encode(arguments))
             within_s = METHODS[name].requests * arguments[-1] + MARGIN_S
-            answer = self._caller.engine_call(self._url, name, sent, within_s, self._generation)
+            answer = self._client.engine_call(self._url, name, sent, within_s, self._generation)
             return msgspec.convert(value_of(answer), METHODS[name].result)
 
         return call
 
     def close(self) -> None:
         """See StockRoutes; not waited for."""
-        self._caller.engine_tell(self._url, STOCK + CLOSE, (self._number,))
+        self._client.engine_tell(self._url, STOCK + CLOSE, (self._number,))

@@ -1,39 +1,192 @@
-"""One evaluation of one version on one server: ``python -m titan_grpo.rollout.evaluation --fd N``
-is the process in which a training run has it made; ``titan-grpo evaluate`` calls ``evaluate``.
+"""One evaluation of one version on one server: ``main`` is the process in which a training run has
+it made; ``titan-grpo evaluate`` calls ``evaluate``.
 
 The sampler, the tasks and the dataset's reader are those of rollouts. A process of its own ends
 with the evaluation, and takes no time from training or rollouts but its requests' on the server."""
 
-import argparse
 import asyncio
+import math
 import os
 import signal
+import socket
+import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from titan_grpo.config.evaluation import Evaluation
+import msgspec
+
+from titan_grpo.config.task import Evaluation, in_table
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
-from titan_grpo.errors import PeerError, TitanGrpoError
-from titan_grpo.rollout import scores
+from titan_grpo.errors import ConfigError, DataError, PeerError, TitanGrpoError
+from titan_grpo.observe import names
 from titan_grpo.rollout.dispatch import BAD_REQUEST
-from titan_grpo.rollout.messages import Ticket
+from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.partial import Partial
-from titan_grpo.rollout.pool import Server
 from titan_grpo.rollout.sampler import GroupDropped, Interrupted, Sampler
-from titan_grpo.rollout.scores import Failure, Prompted, Scores
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
-from titan_grpo.rollout.tasks.functions import FunctionTask, codec_of, task_of
+from titan_grpo.rollout.schedule import Server
+from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner, at_once
+from titan_grpo.rollout.tasks.functions import FunctionTask, ready
+from titan_grpo.samples import Group
+
+Z_95 = 1.959964
+"""Two-sided 95 % quantile of the normal distribution."""
 
 ATTEMPTS = 4
 """How often a prompt is tried whose server fails, or whose completions are unfit."""
 
 RETRY_S = 1.0
 """Pause before another attempt, in seconds."""
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean over prompts with its 95 % confidence interval; without bounds where there is one
+    prompt only."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+class Scores(msgspec.Struct, frozen=True):
+    """The outcome of one evaluation of one version."""
+
+    name: str
+    version: int
+    server: str
+    prompts: int
+    samples: int
+    """Completions of each prompt."""
+    reward: Estimate
+    passed: dict[int, Estimate]
+    """k -> pass@k."""
+    tokens: Estimate
+    """Sampled tokens of a completion."""
+    refused: int
+    """Prompts that the server refused (too long, say): in no other figure."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an evaluation has no result, for people. ``again``: the server's fault, so that another
+    try may have one."""
+
+    text: str
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """Rewards and lengths (sampled tokens) of one prompt's completions."""
+
+    rewards: tuple[float, ...]
+    tokens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: Group) -> "Prompted":
+        """Those of a finished, rewarded group."""
+        done = group.completions
+        return cls(tuple(c.reward for c in done), tuple(c.num_sampled for c in done))
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of one value per prompt: mean +- 1.96 standard errors (Student's correction of the
+    variance, normal quantile).
+
+    The completions of a prompt are not independent, so the prompt is the unit: clustered standard
+    errors with equal clusters (Miller, "Adding Error Bars to Evals", arXiv 2411.00640, section
+    2.2). Raises StatisticsError without a value.
+
+    Worked example: (0, 1, 1, 0): mean 0.5, deviation 0.577, standard error 0.289, interval
+    (-0.066, 1.066). It is not cut to the values that a reward can have.
+    """
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return Estimate(mean)
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return Estimate(mean, mean - Z_95 * error, mean + Z_95 * error)
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Unbiased estimate, from ``samples`` completions of which ``passed`` pass, of the probability
+    that at least one of ``k`` passes: 1 - C(n - c, k) / C(n, k) (Chen et al., "Evaluating Large
+    Language Models Trained on Code", arXiv 2107.03374, equation 1). Needs k <= samples.
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
+    (0.25, 0.5, 1.0)
+    """
+    if samples - passed < k:
+        return 1.0
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def passes(prompts: Sequence[Prompted], k: int, least: float) -> Estimate:
+    """pass@k over prompts; a completion passes with a reward of at least ``least``."""
+    return estimate(
+        [pass_at_k(len(p.rewards), sum(r >= least for r in p.rewards), k) for p in prompts]
+    )
+
+
+def of_version(group: Group, version: int) -> bool:
+    """Whether every token of a group was sampled by ``version``, on KV of its own. Engines that
+    name the version of each token have it checked by token; others by what the ledger knew when a
+    request began and ended."""
+    return all(
+        c.version_first == c.version_last == version
+        and all(made_by == version for made_by, _ in c.token_spans)
+        for c in group.completions
+    )
+
+
+def next_due(every: int, evaluated: int) -> int | None:
+    """The version from which an evaluation is due after that of ``evaluated``: the next multiple of
+    ``every``; None: none but the last version is.
+
+    >>> next_due(10, 0), next_due(10, 10), next_due(10, 13), next_due(0, 5)
+    (10, 20, 20, None)
+    """
+    return (evaluated // every + 1) * every if every else None
+
+
+def metrics(scores: Scores) -> dict[str, float]:
+    """The values of metrics.jsonl: ``evaluation/NAME/reward``, ``.../reward_low``, ``..._high`` and
+    so on."""
+    values: dict[str, float | None] = {
+        "version": float(scores.version),
+        "refused": float(scores.refused),
+        "seconds": scores.seconds,
+    }
+    estimates = {"reward": scores.reward, "tokens": scores.tokens}
+    estimates |= {f"pass_at_{k}": found for k, found in scores.passed.items()}
+    for what, found in estimates.items():
+        values |= {what: found.value, f"{what}_low": found.low, f"{what}_high": found.high}
+    return {f"{names.EVALUATION}/{scores.name}/{k}": v for k, v in values.items() if v is not None}
+
+
+def line(scores: Scores) -> str:
+    """For people.
+
+    Example: ``evaluation test, version 20: reward 0.412 (0.371 to 0.453), pass@1 0.410 (0.369 to
+    0.451), 153 tokens; 400 prompts x 1``.
+    """
+    parts = [("reward", scores.reward), *((f"pass@{k}", e) for k, e in scores.passed.items())]
+    shown = ", ".join(f"{what} {_shown(found)}" for what, found in parts)
+    refused = f", {scores.refused} refused" if scores.refused else ""
+    return (
+        f"evaluation {scores.name}, version {scores.version}: {shown},"
+        f" {scores.tokens.value:.0f} tokens; {scores.prompts} prompts x {scores.samples}{refused},"
+        f" {scores.seconds:.1f} s"
+    )
+
+
+def _shown(found: Estimate) -> str:
+    if found.low is None or found.high is None:
+        return f"{found.value:.3f}"
+    return f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
 
 
 class EvaluationFailed(TitanGrpoError):
@@ -45,13 +198,8 @@ class EvaluationFailed(TitanGrpoError):
 class Job:
     """What is evaluated, by which rules, and where. Without secrets."""
 
-    name: str
+    table: Evaluation
     spec: RolloutSpec
-    rows: int
-    pass_at: tuple[int, ...]
-    pass_reward: float
-    prompts_at_once: int
-    timeout_s: float
     url: str = ""
     engine: str = ""
     version: int = 0
@@ -60,135 +208,134 @@ class Job:
     @classmethod
     def of(cls, table: Evaluation, spec: RolloutSpec) -> "Job":
         """That of a table, on no server yet. ``spec``: the run's, for what a table does not say."""
-        shared = {name: getattr(table, name) for name in table.__dataclass_fields__}
-        shared = {k: v for k, v in shared.items() if k in RolloutSpec.__dataclass_fields__}
+        names = Evaluation.__dataclass_fields__.keys() & RolloutSpec.__dataclass_fields__.keys()
+        shared = {name: getattr(table, name) for name in names}
         longest = table.max_completion_tokens or spec.max_completion_tokens
         shared |= {"max_completion_tokens": longest, "group_size": table.samples}
         shared |= {"accept": "", "min_completion_tokens": 0, "state": {}, "waiting": {}}
-        at_once = max(1, table.concurrent_requests // table.samples)
-        spec = replace(spec, max_concurrent_requests=table.concurrent_requests, **shared)
-        return cls(
-            table.name,
-            spec,
-            table.rows,
-            tuple(table.pass_at),
-            table.pass_reward,
-            at_once,
-            table.timeout_s,
-        )
+        shared |= {"max_concurrent_requests": table.concurrent_requests}
+        return cls(table, replace(spec, **shared))
 
     def on(self, url: str, engine: str, version: int, label: str) -> "Job":
         """The same on a server that holds ``version``."""
         return replace(self, url=url, engine=engine, version=version, label=label)
 
 
-async def evaluate(job: Job, api_key: str, done: Callable[[], None] = lambda: None) -> Scores:
-    """Sample and reward every prompt; ``done`` is called after each.
-
-    Raises ConfigError or DataError as the task does, PeerError where a prompt cannot be finished or
-    the server left the version, EvaluationFailed past the deadline and without a prompt.
-    """
-    task = task_of(job.spec)
-    spec = job.spec
-    runner = TaskRunner(task, codec_of(spec), spec.task_concurrency, spec.task_timeout_s)
+def prepare(job: Job) -> tuple[TaskRunner, int]:
+    """What asks and rewards, and how many prompts there are. Raises ConfigError, DataError or
+    TaskFailed as the task does, with the table's keys."""
+    table, spec = job.table, job.spec
+    try:
+        task, codec = ready(spec)
+    except (ConfigError, DataError) as error:
+        raise type(error)(in_table(str(error), table.name)) from error
+    runner = TaskRunner(task, codec, spec.task_concurrency, spec.task_timeout_s)
     rows = len(task.rows) if isinstance(task, FunctionTask) else 0
     # Beyond one epoch a prompt would count twice.
-    count = min(job.rows or rows, rows) if rows else job.rows
-    one = _Run(job, Sampler(job.spec, runner), api_key)
+    return runner, min(table.rows or rows, rows) if rows else table.rows
+
+
+async def evaluate(job: Job, api_key: str) -> Scores:
+    """Sample and reward every prompt.
+
+    Raises as ``prepare`` and the task do, PeerError where a prompt cannot be finished or
+    the server left the version, EvaluationFailed past the deadline and without a prompt.
+    """
+    table, spec = job.table, job.spec
+    runner, count = prepare(job)
+    sampler = Sampler(spec, runner)
+    driver = AsyncDriver(job.url, api_key, table.concurrent_requests)
+    server = Server(job.url, job.version, True, job.label, job.engine)
+    places = asyncio.Semaphore(max(1, table.concurrent_requests // table.samples))
     begin = time.monotonic()
-    tasks = [asyncio.ensure_future(one.prompt(index, done)) for index in range(count)]
+
+    async def prompt(index: int) -> Prompted | None:
+        async with places:
+            return await _group(job, sampler, server, driver, index)
+
     try:
-        async with asyncio.timeout(job.timeout_s):
-            found = await asyncio.gather(*tasks)
+        async with asyncio.timeout(table.timeout_s):
+            found = await at_once([prompt(index) for index in range(count)])
     except TimeoutError:
         raise EvaluationFailed(
-            f"it was not over after {job.timeout_s:g} s (timeout_s): raise that, or lower rows"
+            f"it was not over after {table.timeout_s:g} s (timeout_s): raise that, or lower rows"
         ) from None
     finally:
-        for each in tasks:
-            each.cancel()
-        # no deadline: all have ended, or were cancelled
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await one.driver.close()
+        await driver.close()
     prompts = [each for each in found if each is not None]
     if not prompts:
         raise EvaluationFailed(f"{job.url} refused all {count} prompts: are they too long for it?")
     return Scores(
-        job.name,
+        table.name,
         job.version,
         job.url,
         len(prompts),
-        job.spec.group_size,
-        scores.estimate([sum(p.rewards) / len(p.rewards) for p in prompts]),
-        {k: scores.passes(prompts, k, job.pass_reward) for k in job.pass_at},
-        scores.estimate([sum(p.tokens) / len(p.tokens) for p in prompts]),
+        table.samples,
+        estimate([sum(p.rewards) / len(p.rewards) for p in prompts]),
+        {k: passes(prompts, k, table.pass_reward) for k in table.pass_at},
+        estimate([sum(p.tokens) / len(p.tokens) for p in prompts]),
         count - len(prompts),
         time.monotonic() - begin,
     )
 
 
-class _Run:
-    def __init__(self, job: Job, sampler: Sampler, api_key: str) -> None:
-        self._job, self._sampler = job, sampler
-        self.driver = AsyncDriver(job.url, api_key, job.spec.max_concurrent_requests)
-        self._server = Server(job.url, job.version, True, job.label, job.engine)
-        self._places = asyncio.Semaphore(job.prompts_at_once)
-
-    async def prompt(self, index: int, done: Callable[[], None]) -> Prompted | None:
-        """One prompt's completions; None: the server refuses it."""
-        async with self._places:
-            found = await self._tried(index)
-        done()
-        return found
-
-    async def _tried(self, index: int) -> Prompted | None:
-        ticket, parts = Ticket(index), [Partial()] * self._job.spec.group_size
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                group = await self._sampler.group(ticket, parts, self._server, self.driver)
-            except HttpRefused as error:
-                if error.status in BAD_REQUEST:
-                    return None
-                failure: TitanGrpoError = error
-            except GroupDropped as error:
-                failure, ticket = error, ticket.dropped()
-                parts = [Partial()] * len(parts)
-            except (PeerError, Interrupted) as error:
-                # With a new seed, and from the tokens that came.
-                failure, ticket = error, ticket.moved(tuple(parts))
-            else:
-                if scores.of_version(group, self._job.version):
-                    return Prompted.of(group)
-                raise PeerError(
-                    f"{self._job.url} left version {self._job.version}: prompt {index} has tokens"
-                    " of another one"
-                )
-            if attempt < ATTEMPTS:
-                await asyncio.sleep(RETRY_S)
-        raise PeerError(f"prompt {index} could not be finished: {failure}")
+async def _group(
+    job: Job, sampler: Sampler, server: Server, driver: AsyncDriver, index: int
+) -> Prompted | None:
+    """One prompt's completions; None: the server refuses it."""
+    ticket, parts = Ticket(index), [Partial()] * job.table.samples
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            group = await sampler.group(ticket, parts, server, driver)
+        except HttpRefused as error:
+            if error.status in BAD_REQUEST:
+                return None
+            failure: TitanGrpoError = error
+        except GroupDropped as error:
+            failure, ticket = error, ticket.dropped()
+            parts = [Partial()] * len(parts)
+        except (PeerError, Interrupted) as error:
+            # With a new seed, and from the tokens that came.
+            failure, ticket = error, ticket.moved(tuple(parts))
+        else:
+            if of_version(group, job.version):
+                return Prompted.of(group)
+            raise PeerError(
+                f"{job.url} left version {job.version}: prompt {index} has tokens of another one"
+            )
+        if attempt < ATTEMPTS:
+            await asyncio.sleep(RETRY_S)
+    raise PeerError(f"prompt {index} could not be finished: {failure}")
 
 
-def failure_text(error: BaseException) -> str:
-    """Why there is no result, for people: the traceback of a user's function, else the message."""
-    return error.report if isinstance(error, TaskFailed) else f"{type(error).__name__}: {error}"
+def failure(job: Job, error: BaseException) -> Failure:
+    """Why there is no result: the traceback of a user's function, else the message."""
+    if isinstance(error, TaskFailed):
+        return Failure(in_table(error.report, job.table.name), False)
+    if isinstance(error, ConfigError | DataError):
+        return Failure(str(error), False)
+    return Failure(f"{type(error).__name__}: {error}", isinstance(error, PeerError))
 
 
-def main() -> int:
-    """Read a job from the descriptor, send back Scores or a Failure."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True)
+def main(sock: socket.socket, _: int) -> int:
+    """Read a job from the socket, send back Scores or a Failure; None for one without a server
+    that could be begun on one."""
     # Ctrl-C reaches the whole foreground group; the trainer decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection: Connection[Any, Any] = Connection(parser.parse_args().fd)
+    connection: Connection[Any, Any] = Connection(sock.detach())
     # no deadline: ends with the trainer, whose end closes the connection
     job: Job = connection.recv()
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     key = os.environ.get(job.spec.api_key_env, "") if job.spec.api_key_env else ""
-    outcome: Scores | Failure
+    outcome: Scores | Failure | None
     try:
-        outcome = asyncio.run(evaluate(job, key))
+        if job.url:
+            outcome = asyncio.run(evaluate(job, key))
+        else:
+            prepare(job)
+            outcome = None
     except Exception as error:  # noqa: BLE001 - top of the process: the trainer shows it
-        outcome = Failure(failure_text(error), isinstance(error, PeerError))
+        outcome = failure(job, error)
     connection.send(outcome)
     return 0
 
@@ -200,7 +347,3 @@ def _end_with(connection: "Connection[Any, Any]") -> None:
         connection.recv()
     except (EOFError, OSError):
         os._exit(1)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

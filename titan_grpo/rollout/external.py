@@ -1,41 +1,289 @@
-"""Sources beside the sampler, in the rollout process: batches of an Atropos API, and groups that
-environments push.
+"""Sources beside the sampler, in the rollout process: what they share, and groups that environments
+push (the form of a body, the queue that decides, the HTTP server). atropos.py has the other one.
 
 They take and send the dispatcher's messages. A group from outside cannot be made again, so one that
 is given back is only counted. How many may wait is bounded here (``Used`` frees their places), so
 that what is trained on is fresh.
+
+``POST /groups`` takes a ``Body`` (``GET /schema`` has its JSON schema), all of its groups or none.
+
+==== ======================================================================================
+202  taken; ``duplicates`` of them have an ``id`` that was taken before, and are left out
+400  not JSON, or not of the schema's form: the text names the place, the rule and the value
+409  made by a version that the trainer can no longer use, or that does not exist yet
+413  more than ``httpd.MAX_BYTES``
+429  enough groups wait for the trainer: come again after ``Retry-After`` seconds
+503  the run is ending
+==== ======================================================================================
 """
 
 import asyncio
+import json
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
-from titan_grpo.engines.http import AsyncDriver, HttpRefused
-from titan_grpo.errors import ConfigError, DataError, PeerError, ServerRefused
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from titan_grpo.errors import DataError
+from titan_grpo.protocol.admission import too_stale
 from titan_grpo.protocol.messages import Label, ServerState
-from titan_grpo.rollout import atropos, messages
-from titan_grpo.rollout.httpd import Reply
-from titan_grpo.rollout.messages import Ticket
+from titan_grpo.rollout import messages
+from titan_grpo.rollout.httpd import RETRY_AFTER_S, HttpServer, Reply, Request
+from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.partial import length_range
-from titan_grpo.rollout.push import Incoming, PushQueue, PushServer
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.samples import Group
+from titan_grpo.samples import Completion, Group, Prompt, sound_logprobs
 
-POLL_S = (0.1, 1.0)
-"""First and longest pause between two requests to an API that has no batch yet; it cannot say
-when."""
+REMEMBERED_IDS = 100_000
+"""Ids kept to recognise a group that is sent again."""
 
-OUTAGE_S = (0.5, 15.0)
-"""The same after it did not answer."""
-
-MAX_REJECTED_IN_A_ROW = 64
-"""Then what makes the groups is at fault, and waiting would not help."""
+DECIDE_S = 10.0
+"""How long the loop may take to decide, in seconds."""
 
 Send = Callable[[messages.FromWorker], None]
 Fail = Callable[[BaseException], None]
+
+Count = Annotated[int, Meta(ge=0)]
+Tokens = Annotated[tuple[Count, ...], Meta(min_length=1)]
+
+
+class PushedCompletion(Struct, frozen=True, forbid_unknown_fields=True):
+    """One completion of a pushed group."""
+
+    tokens: Annotated[Tokens, Meta(description="what follows the prompt")]
+    logprobs: Annotated[
+        tuple[float, ...],
+        Meta(
+            description="the engine's log-probability of each token, natural logarithm, as many as"
+            " tokens; any number where sampled is false"
+        ),
+    ]
+    reward: float
+    sampled: Annotated[
+        tuple[bool, ...],
+        Meta(
+            description="which tokens the policy sampled, as many as tokens; the others are"
+            " context. Default: all"
+        ),
+    ] = ()
+    zero_advantage: Annotated[
+        bool, Meta(description="do not train on it; its reward still counts in the group's mean")
+    ] = False
+    finish_reason: str = "external"
+
+
+class PushedGroup(Struct, frozen=True, forbid_unknown_fields=True):
+    """One pushed group."""
+
+    policy_version: Annotated[
+        Count, Meta(description="oldest version that made a token of the group")
+    ]
+    prompt_tokens: Tokens
+    completions: Annotated[tuple[PushedCompletion, ...], Meta(min_length=1)]
+    id: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                description="a group with an id that was taken before is not taken again",
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
+    source: Annotated[str, Meta(description="who made it, for the records")] = "pushed"
+
+
+class Body(Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of ``POST /groups``."""
+
+    groups: Annotated[tuple[PushedGroup, ...], Meta(min_length=1)]
+
+
+SCHEMA: dict[str, Any] = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "titan_grpo groups, version 1",
+    **msgspec.json.schema(Body),
+}
+"""JSON schema of a body of ``POST /groups``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A group as it came; ``id`` is empty where it has none."""
+
+    id: str
+    group: Group
+
+
+def parse(body: bytes) -> list[Incoming]:
+    """The groups of a body. Raises DataError with the place in the body, the rule, and what was
+    there."""
+    try:
+        groups = msgspec.json.decode(body, type=Body).groups
+    except msgspec.ValidationError as error:
+        rule, _, place = str(error).partition(" - at `$")
+        place = place.rstrip("`")
+        value: Any = json.loads(body)
+        for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", place):
+            value = value[name or int(index)]
+        raise DataError(f"body{place}: {rule}, got {str(value)[:100]!r}") from error
+    except msgspec.DecodeError as error:
+        raise DataError(f"the body must be JSON: {error}") from error
+    return [_incoming(group, f"body.groups[{number}]") for number, group in enumerate(groups)]
+
+
+def _incoming(group: PushedGroup, place: str) -> Incoming:
+    completions = []
+    for number, item in enumerate(group.completions):
+        _check(item, f"{place}.completions[{number}]")
+        completions.append(
+            Completion(
+                token_ids=item.tokens,
+                logprobs=item.logprobs,
+                finish_reason=item.finish_reason,
+                version_first=group.policy_version,
+                version_last=group.policy_version,
+                server=group.source,
+                reward=item.reward,
+                sampled=() if all(item.sampled) else item.sampled,
+                zero_advantage=item.zero_advantage,
+            )
+        )
+    id_ = "" if group.id is UNSET else group.id
+    return Incoming(id_, Group(Prompt(0, group.prompt_tokens), tuple(completions)))
+
+
+def _check(item: PushedCompletion, place: str) -> None:
+    """The rules between fields."""
+    count, sampled = len(item.tokens), item.sampled
+    for name, length in (("logprobs", len(item.logprobs)), ("sampled", len(sampled) or count)):
+        if length != count:
+            raise DataError(f"{place}.{name} must be as many as tokens ({count}), got {length}")
+    if sampled and True not in sampled:
+        raise DataError(f"{place}.sampled must have a true one: nothing could be learnt from it")
+    for at, logprob in enumerate(item.logprobs):
+        if (not sampled or sampled[at]) and not sound_logprobs((logprob,)):
+            raise DataError(
+                f"{place}.logprobs[{at}] must be 0 or less, got {logprob}: is it a probability?"
+            )
+
+
+@dataclass(slots=True)
+class PushQueue:
+    """Takes groups, or says why not. ``capacity`` bounds the completions that wait for the
+    trainer."""
+
+    capacity: int
+    max_staleness: int
+    trainer_version: int
+    newest_version: int
+    """The newest one that the trainer made or a server holds."""
+    run: str = ""
+    """The run's name in the labels of its servers; empty before one of them holds a version."""
+    closing: bool = False
+    _ids: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    def take(self, incoming: Sequence[Incoming], waiting: int) -> tuple[Reply, list[Group]]:
+        """Reply and the groups to be used, all or none; ``waiting`` completions were taken before
+        and are not used yet."""
+        if self.closing:
+            return Reply(503, {"error": "the run is ending"}, RETRY_AFTER_S), []
+        oldest = self.trainer_version - self.max_staleness
+        for number, item in enumerate(incoming):
+            version, rule = item.group.version, ""
+            if version > self.newest_version:
+                rule = f"exist, the newest is {self.newest_version}"
+            elif too_stale(version, self.trainer_version, self.max_staleness):
+                rule = f"be {oldest} or later (rollout.max_staleness)"
+            if rule:
+                text = f"groups[{number}].policy_version must {rule}, got {version}"
+                return Reply(409, {"error": text}), []
+        if waiting >= self.capacity:
+            text = f"{waiting} completions wait for the trainer already"
+            return Reply(429, {"error": text}, RETRY_AFTER_S), []
+        taken = []
+        for item in incoming:
+            if item.id in self._ids:
+                continue
+            if item.id:
+                self._ids[item.id] = None
+                if len(self._ids) > REMEMBERED_IDS:
+                    self._ids.popitem(last=False)
+            taken.append(item.group)
+        return Reply(202, {"taken": len(taken), "duplicates": len(incoming) - len(taken)}), taken
+
+    def status(self, waiting: int) -> dict[str, Any]:
+        """What an environment wants to know before it makes groups."""
+        return {
+            "run": self.run,
+            "trainer_version": self.trainer_version,
+            "oldest_usable_version": max(self.trainer_version - self.max_staleness, 0),
+            "waiting": waiting,
+            "capacity": self.capacity,
+        }
+
+
+class PushServer:
+    """Listens from construction to ``close`` at ``host:port`` (port 0: any). Connection threads
+    parse; ``take`` and ``status`` run in ``loop``.
+
+    With a ``key`` every request needs ``Authorization: Bearer KEY``. Raises ConfigError where the
+    address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        key: str,
+        loop: asyncio.AbstractEventLoop,
+        take: Callable[[list[Incoming]], Reply],
+        status: Callable[[], Reply],
+    ) -> None:
+        self._loop, self._take, self._status = loop, take, status
+        self._server = HttpServer(address, key, self._answer, "rollout.push_address")
+        self.address = self._server.address
+
+    def close(self) -> None:
+        """Take no further request. Idempotent."""
+        self._server.close()
+
+    def _answer(self, request: Request) -> Reply:
+        match request.method, request.path:
+            case "GET", "/schema":
+                return Reply(200, SCHEMA)
+            case "GET", "/status":
+                return self._decide(self._status)
+            case "POST", "/groups":
+                try:
+                    incoming = parse(request.body)
+                except DataError as error:
+                    return Reply(400, {"error": str(error)})
+                return self._decide(lambda: self._take(incoming))
+        known = "GET /schema, GET /status and POST /groups"
+        return Reply(404, {"error": f"there is {known}, got {request.method} {request.path}"})
+
+    def _decide(self, decide: Callable[[], Reply]) -> Reply:
+        """Run ``decide`` in the loop, and wait for its reply."""
+        future: Future[Reply] = Future()
+
+        def run() -> None:
+            # Not after the sender got a 503: it would send the groups again.
+            if future.set_running_or_notify_cancel():
+                future.set_result(decide())
+
+        try:
+            self._loop.call_soon_threadsafe(run)
+            return future.result(DECIDE_S)
+        except (LateError, RuntimeError):  # the loop is busy, or closed
+            future.cancel()
+            text = "the rollout process does not answer; the run may be ending"
+            return Reply(503, {"error": text}, RETRY_AFTER_S)
 
 
 class External:
@@ -96,143 +344,6 @@ class External:
         self._send(messages.Event(text, dict(self._counts), skipped))
 
 
-class AtroposSource(External):
-    """Takes batches from an Atropos API while less than two steps' worth waits for the trainer (one
-    with ``max_staleness = 0``).
-
-    A group without a version counts as made by the oldest version that a server held when it can
-    have come to the API (atropos.Waiting).
-    """
-
-    def __init__(self, spec: RolloutSpec, send: Send, fail: Fail) -> None:
-        super().__init__(spec, send, fail)
-        self._driver = AsyncDriver(spec.atropos_url, max_connections=1)
-        self._registration = atropos.Registration(
-            **{**spec.registration, "batch_size": self._per_step}
-        )
-        self._room = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._rejected_in_a_row = 0
-        self._age = atropos.Waiting(spec.base_version, spec.base_version)
-
-    async def start(self) -> None:
-        """Register and take batches, in a task of its own."""
-        self._room.set()
-        self._task = asyncio.get_running_loop().create_task(self._take_batches())
-        self._task.add_done_callback(self._ended)
-
-    async def close(self) -> None:
-        """Leave the API; what it holds stays there."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        await self._driver.close()
-
-    def on(self, message: messages.ToWorker) -> None:
-        """As the base; and see whether there is room for a batch."""
-        super().on(message)
-        self._update_room()
-
-    def _update_room(self) -> None:
-        # The rest stays in the API, which hands out the newest first.
-        if self.waiting < self._per_step * (1 + min(self._spec.max_staleness, 1)):
-            self._room.set()
-        else:
-            self._room.clear()
-
-    async def _take_batches(self) -> None:
-        known, pause = False, POLL_S[0]
-        while True:
-            # no deadline: room for a batch, when the trainer takes one; or close(), by cancelling
-            await self._room.wait()
-            try:
-                answer = await (
-                    self._driver.run(atropos.batch_call()) if known else self._register()
-                )
-                known = answer.registered
-                if known and not answer.groups:
-                    # The servers first: a group that comes meanwhile is not older than that.
-                    held = self._oldest_held
-                    self._age = self._age.none(held, await self._driver.run(atropos.left_call()))
-            except PeerError as error:
-                if isinstance(error, HttpRefused) and error.status < 500:
-                    raise ConfigError(
-                        f"rollout.atropos_url must be that of an Atropos API: {error}"
-                    ) from error
-                # It may have been restarted or reset; after a reset it answers 500 until a trainer
-                # registers.
-                known = False
-                self._counts["outages"] += 1
-                self._report(f"{self._driver.url} gave no batch: {error}")
-                pause = await _pause(max(pause, OUTAGE_S[0]), OUTAGE_S[1])
-                continue
-            if not known:
-                continue
-            for item in answer.groups:
-                self._take(item)
-            self._age = self._age.batch() if answer.groups else self._age
-            pause = POLL_S[0] if answer.groups else await _pause(pause, POLL_S[1])
-
-    @property
-    def _oldest_held(self) -> int:
-        return min(self._versions.values(), default=self._trainer_version)
-
-    async def _register(self) -> atropos.Answer:
-        """Register (repeating it does no harm) and ask for a batch."""
-        await self._driver.run(atropos.register_call(self._registration))
-        answer = await self._driver.run(atropos.batch_call())
-        if not answer.registered:
-            # It was given groups before a trainer, so it takes no registration any more and would
-            # never hand them out.
-            self._report(
-                f"{self._driver.url} held groups from before its registration, and has to throw"
-                " them away"
-            )
-            await self._driver.run(atropos.reset_call())
-            await self._driver.run(atropos.register_call(self._registration))
-            answer = await self._driver.run(atropos.batch_call())
-        if not answer.registered:
-            raise ServerRefused(f"{self._driver.url} does not take our registration")
-        return answer
-
-    def _take(self, item: Mapping[str, Any]) -> None:
-        try:
-            group = atropos.group_of(item, self._age.oldest)
-            newest = max([self._trainer_version, *self._versions.values()])
-            if group.version > newest:
-                raise atropos.Rejected(
-                    "unknown_version",
-                    f"its version {group.version} does not exist, the newest is {newest}",
-                )
-        except atropos.Rejected as error:
-            self._counts[f"dropped.{error.reason}"] += 1
-            self._rejected_in_a_row += 1
-            self._report(
-                f"a group of atropos environment {item.get('env_id')} is not trained on: {error}"
-            )
-            if self._rejected_in_a_row >= MAX_REJECTED_IN_A_ROW:
-                raise DataError(
-                    f"{MAX_REJECTED_IN_A_ROW} groups in a row cannot be trained on; the last:"
-                    f" {error}"
-                ) from error
-            return
-        self._rejected_in_a_row = 0
-        self._deliver(group)
-        self._update_room()
-
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        # no deadline: the task has ended: this is its callback
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._fail(error)
-
-
-async def _pause(seconds: float, longest: float) -> float:
-    """Wait; returns the length of the next pause."""
-    await asyncio.sleep(min(seconds, longest))
-    return min(2 * seconds, longest)
-
-
 class PushSource(External):
     """Takes what environments POST, as much as the staleness bound lets the trainer use."""
 
@@ -246,7 +357,7 @@ class PushSource(External):
 
     async def start(self) -> None:
         """Listen. Raises ConfigError where the address cannot be bound."""
-        key = os.environ.get(self._spec.push_key_env, "") if self._spec.push_key_env else ""
+        key = os.environ.get(self._spec.push_key_env, "")
         loop = asyncio.get_running_loop()
         self._server = PushServer(self._spec.push_address, key, loop, self.take, self.status)
         self._report(f"environments may push groups to http://{self._server.address}/groups")
@@ -279,9 +390,3 @@ class PushSource(External):
     def status(self) -> Reply:
         """One GET of the status."""
         return Reply(200, self._queue.status(self.waiting))
-
-
-def open_source(spec: RolloutSpec, send: Send, fail: Fail) -> External:
-    """The source that the spec names, not started yet."""
-    kind = AtroposSource if spec.source == "atropos" else PushSource
-    return kind(spec, send, fail)

@@ -1,22 +1,126 @@
-"""Messages between the trainer's rank 0 and its rollout process, and their JSON form.
+"""What passes between the trainer's rank 0 and its rollout process: the spec at its start, the
+messages after that, their JSON form, and the interface of what carries them; and the cursor that
+makes a resumed run continue with exactly the right prompts.
 
 A child process gets them pickled, since a prompt's payload may hold any Python object. Between
 hosts each is one JSON text, and what is read can only become one of these messages."""
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from titan_grpo.errors import DataError, PeerError
+from titan_grpo.config import Rollout
+from titan_grpo.config.rollout import WorkerKeys
+from titan_grpo.errors import DataError, PeerError, TitanGrpoError
 from titan_grpo.observe import names
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.partial import Partial
-from titan_grpo.rollout.spec import RolloutSpec
 from titan_grpo.samples import Group
+
+
+class Cursor:
+    """Set of used prompt indices, as a low-water mark (all below are used) and the used ones above
+    it.
+
+    Worked example: after 0, 1, 3 were used, low is 2 and above is {3}; a resumed run begins with 2,
+    4, 5, ...
+    """
+
+    def __init__(self, low: int = 0, above: tuple[int, ...] = ()) -> None:
+        self.low = low
+        self._above = set(above)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Cursor":
+        """Inverse of ``state``; an empty mapping is the start. Raises DataError on anything
+        else."""
+        low, above = state.get("low", 0), state.get("above", [])
+        ints = isinstance(above, list) and all(isinstance(i, int) for i in [low, *above])
+        if not ints or low < 0 or any(i < low for i in above):
+            raise DataError(
+                "rollout state must be low and above with every index of above >= low, got"
+                f" {dict(state)!r:.200}"
+            )
+        return cls(low, tuple(above))
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: ``{"low": int, "above": sorted list}``."""
+        return {"low": self.low, "above": sorted(self._above)}
+
+    def use(self, index: int) -> None:
+        """Mark an index as used. Raises DataError if it was: a prompt must not be trained on
+        twice."""
+        if index < self.low or index in self._above:
+            raise DataError(f"prompt {index} was used before: a group came twice")
+        self._above.add(index)
+        while self.low in self._above:
+            self._above.remove(self.low)
+            self.low += 1
+
+    def unused(self) -> Iterator[int]:
+        """The unused indices as of now, in order, without end. Later ``use`` calls do not change
+        it."""
+        index, above = self.low, frozenset(self._above)
+        while True:
+            if index not in above:
+                yield index
+            index += 1
+
+
+@dataclass(kw_only=True)
+class RolloutSpec(WorkerKeys):
+    """Everything the rollout process needs to know. Small, and without secrets (keys are named, not
+    held). Not changed once it is made.
+
+    ``base_version`` is the trainer's version at the start or at the resume; ``state`` what
+    ``RolloutClient.state`` returned when the checkpoint was written (empty: from the first prompt).
+    """
+
+    model_dir: str
+    base_version: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+    kv_recomputed: bool = False
+    """Servers throw the KV of running requests away at each commit
+    (``weight_sync.kv_after_update``)."""
+    router_replay: bool = False
+    """Completions come with the experts of each token (``grpo.router_replay``)."""
+    commit_deadline_s: float = 60.0
+    """Of each engine call (EngineCall), in seconds."""
+    load_deadline_s: float = 60.0
+    """Of the load, which may wait for a transfer, in seconds."""
+    places: int = 0
+    """Groups used since ``base_version``, less those that made no version; those that are
+    ``waiting`` have places behind them."""
+    waiting: dict[int, int] = field(default_factory=dict)
+    """Prompt index -> completions of the finished groups that the trainer has not used yet."""
+    registration: dict[str, Any] = field(default_factory=dict)
+    """What an Atropos API gets about the trainer, but for batch_size."""
+
+    def unused_prompts(self) -> Iterator[int]:
+        """Indices of the prompts without a group, in order, without end. Raises DataError for a bad
+        ``state``."""
+        cursor = Cursor.from_state(self.state.get("cursor", {}))
+        for index in self.waiting:
+            cursor.use(index)
+        return cursor.unused()
+
+    @classmethod
+    def from_config(
+        cls,
+        rollout: Rollout,
+        model_dir: str,
+        base_version: int = 0,
+        state: dict[str, Any] | None = None,
+    ) -> "RolloutSpec":
+        """The spec of a validated ``[rollout]`` section; ``model_dir`` holds tokenizer.json."""
+        values = {f.name: getattr(rollout, f.name) for f in fields(WorkerKeys)}
+        return cls(
+            model_dir=model_dir, base_version=base_version, state=dict(state or {}), **values
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +343,47 @@ ToWorker = (
     | Stop
 )
 FromWorker = Ready | GroupDone | LeftOut | Load | Drained | EngineAnswer | Event | Failed
+
+
+class RolloutStopped(TitanGrpoError):
+    """The rollout process ended, or stopped delivering: no further batch can come."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLost:
+    """The remote lost our session (restart or lease expiry). Unanswered messages are lost; send the
+    state again.
+
+    ``resync`` opens a new session there with a spec and its first messages. Messages that are sent
+    after ``resync`` belong to the new session, so call it under the lock under which you send.
+    Never blocks.
+    """
+
+    resync: Callable[[RolloutSpec, Sequence[ToWorker]], None]
+
+
+Message = FromWorker | SessionLost | TitanGrpoError
+"""What a transport delivers. After an error nothing follows."""
+
+OnMessage = Callable[[Message], None]
+"""Called by a thread of the transport, in the order of sending; must not block."""
+
+
+class WorkerTransport(Protocol):
+    """Carries messages both ways, in order and each of them once. Used by one client."""
+
+    def start(self, spec: RolloutSpec, on_message: OnMessage, timeout_s: float) -> None:
+        """Begin. ``on_message`` gets ``Ready``, or an error. ``timeout_s``: deadline of this
+        call."""
+
+    def send(self, message: ToWorker, within_s: float | None = None) -> None:
+        """Any thread; never blocks. A message that could not be delivered within ``within_s``
+        seconds may be left out."""
+
+    def close(self, deadline_s: float) -> None:
+        """Abort and end the remote, within the deadline. Idempotent; raises nothing. Errors may be
+        delivered meanwhile."""
+
 
 T = TypeVar("T")
 

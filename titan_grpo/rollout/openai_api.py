@@ -24,31 +24,39 @@ NO_KEY = "invalid_api_key"
 TOO_LONG = "context_length_exceeded"
 """Code of the error for a call that its trajectory has no room for, as OpenAI names it."""
 
-IGNORED = frozenset(
-    {
-        "metadata",
-        "model",
-        "prompt_cache_key",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
+IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
 """Fields without a meaning for what is sampled."""
 
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _is_stop(value: Any) -> bool:
+    texts = [value] if isinstance(value, str) else value
+    return isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)
+
+
 Rule = tuple[Callable[[Any], bool], str]
+
+LIMIT: Rule = (lambda v: isinstance(v, int) and v > 0, "an integer greater than 0")
 
 RULES: dict[str, Rule] = {
     "frequency_penalty": (lambda v: v == 0, "0"),
     "logit_bias": (lambda v: v == {}, "left out"),
     "logprobs": (lambda v: isinstance(v, bool), "true or false"),
+    "max_completion_tokens": LIMIT,
+    "max_tokens": LIMIT,
+    "messages": (lambda v: isinstance(v, list) and v != [], "a list of messages, at least one"),
     "n": (lambda v: v == 1, "1 (a group has as many episodes as rollout.group_size)"),
     "parallel_tool_calls": (lambda v: v is True, "true"),
     "presence_penalty": (lambda v: v == 0, "0"),
     "response_format": (lambda v: v == {"type": "text"}, '{"type": "text"}'),
+    "stop": (_is_stop, "a text or a list of texts"),
     "stream": (lambda v: isinstance(v, bool), "true or false"),
     "tool_choice": (lambda v: v in ("auto", "none"), '"auto" or "none"'),
+    "tools": (lambda v: isinstance(v, list) and all(map(_is_tool, v)), "a list of functions"),
     "top_logprobs": (lambda v: v == 0, "0"),
     "top_p": (lambda v: v == 1, "1 (the trainer recomputes the whole distribution)"),
 }
@@ -114,32 +122,22 @@ def parse(body: bytes, temperature: float) -> ChatRequest:
         raise Refused(400, f"the body must be an object, got {given!r:.100}")
     # A field that is null counts as left out.
     fields = {name: value for name, value in given.items() if value is not None}
-    _check("temperature", fields, lambda v: v == temperature, f"{temperature:g}, the run's")
-    for name, (possible, rule) in RULES.items():
-        _check(name, fields, possible, rule)
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise _refusal("messages", "a list of messages, at least one", messages)
-    stop = fields.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        raise _refusal("stop", "a text or a list of texts", stop)
-    tools = fields.get("tools", [])
-    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
-        raise _refusal("tools", "a list of functions", tools)
-    limits = [fields[name] for name in ("max_completion_tokens", "max_tokens") if name in fields]
-    if not all(isinstance(limit, int) and limit > 0 for limit in limits):
-        raise _refusal("max_completion_tokens", "an integer greater than 0", limits[0])
-    options = fields.get("stream_options", {})
-    known = {"messages", "stop", "tools", "max_completion_tokens", "max_tokens", "stream_options"}
-    for name in sorted(fields.keys() - known - IGNORED - RULES.keys() - {"temperature"}):
+    fields.setdefault("messages", None)
+    rules = RULES | {"temperature": (lambda v: v == temperature, f"{temperature:g}, the run's")}
+    for name, (possible, rule) in rules.items():
+        if name in fields and not possible(fields[name]):
+            raise _refusal(name, rule, fields[name])
+    for name in sorted(fields.keys() - rules.keys() - IGNORED - {"model", "stream_options"}):
         raise _refusal(name, "left out", fields[name])
+    stop, tools = fields.get("stop", []), fields.get("tools", [])
+    limits = [fields[name] for name in ("max_completion_tokens", "max_tokens") if name in fields]
+    options = fields.get("stream_options", {})
     return ChatRequest(
         str(fields.get("model", POLICY)),
-        tuple(plain(message, f"messages[{i}]") for i, message in enumerate(messages)),
+        tuple(plain(each, f"messages[{i}]") for i, each in enumerate(fields["messages"])),
         tuple(tools),
         min(limits, default=0),
-        tuple(stop),
+        (stop,) if isinstance(stop, str) else tuple(stop),
         fields.get("stream", False),
         isinstance(options, dict) and bool(options.get("include_usage")),
         fields.get("logprobs", False),
@@ -223,21 +221,9 @@ def models_body(created: int) -> dict[str, Any]:
     return {"object": "list", "data": [model]}
 
 
-def _check(
-    name: str, fields: Mapping[str, Any], possible: Callable[[Any], bool], rule: str
-) -> None:
-    if name in fields and not possible(fields[name]):
-        raise _refusal(name, rule, fields[name])
-
-
 def _refusal(name: str, rule: str, value: Any) -> Refused:
     code = "unsupported_value"
     return Refused(400, f"{name} must be {rule}, got {value!r:.200}", name, code)
-
-
-def _is_tool(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _logprobs(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any] | None:

@@ -14,10 +14,19 @@ from titan_grpo.errors import ConfigError, PeerError, ServerUnreachable, TitanGr
 from titan_grpo.protocol import frames, recovery
 from titan_grpo.protocol.messages import new_run_id
 from titan_grpo.rollout import messages
-from titan_grpo.rollout.messages import FORMAT, FromWorker, convert, decode, encode
+from titan_grpo.rollout.messages import (
+    FORMAT,
+    FromWorker,
+    Message,
+    OnMessage,
+    RolloutSpec,
+    RolloutStopped,
+    SessionLost,
+    convert,
+    decode,
+    encode,
+)
 from titan_grpo.rollout.service import CALL_S, POLL_S, POST_BYTES
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.transport import Message, OnMessage, RolloutStopped, SessionLost
 
 OPEN_S = 40.0
 """Deadline of opening a session, in seconds: another one may have to end first."""

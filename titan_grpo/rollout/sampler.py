@@ -11,12 +11,10 @@ from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.engines.server import dialect
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol.messages import Label
-from titan_grpo.rollout.calls import at_once
-from titan_grpo.rollout.messages import Ticket
+from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.partial import ABORTED, Made, Partial, joined
-from titan_grpo.rollout.pool import Server
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import TaskRunner
+from titan_grpo.rollout.schedule import Server
+from titan_grpo.rollout.task_runner import TaskRunner, at_once
 from titan_grpo.samples import Completion, Group, Prompt, defect, whole_routes
 
 

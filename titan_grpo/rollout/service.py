@@ -24,13 +24,20 @@ from pathlib import Path
 import msgspec
 
 from titan_grpo.errors import ConfigError, DataError, PeerError, TitanGrpoError
-from titan_grpo.observe import prometheus
+from titan_grpo.observe import dashboards
 from titan_grpo.protocol import frames, lease
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.httpd import RETRY_AFTER_S, HttpServer, Reply, Request
-from titan_grpo.rollout.messages import FORMAT, ToWorker, decode, encode
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.transport import LocalTransport, Message, SessionLost
+from titan_grpo.rollout.messages import (
+    FORMAT,
+    Message,
+    RolloutSpec,
+    SessionLost,
+    ToWorker,
+    decode,
+    encode,
+)
+from titan_grpo.rollout.worker import LocalTransport
 
 POST_BYTES = 1 << 20
 """Most bytes of frames in one body, unless a single frame has more: reading JSON holds the
@@ -208,10 +215,10 @@ class Service:
         with self._changed:
             counters = self._session.counters if self._session is not None else {}
         try:
-            page = prometheus.page(messages.counted(counters))
+            page = dashboards.page(messages.counted(counters))
         except ImportError:
             return Reply(501, {"error": "pip install 'titan_grpo[dashboards]' on this host"})
-        return Reply(200, page, kind=prometheus.CONTENT_TYPE)
+        return Reply(200, page, kind=dashboards.CONTENT_TYPE)
 
     def _open(self, body: Opening) -> Reply:
         if body.format != FORMAT:

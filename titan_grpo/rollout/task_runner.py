@@ -1,27 +1,136 @@
-"""Runs a user's task: a bounded number of calls at once, each with a deadline, and the task's own
-errors separated from all others."""
+"""The interface of a task (docs/tasks.md), and what runs it.
+
+A bounded number of calls at once, each with a deadline, plain functions in threads and coroutines
+in the loop; the task's own errors are separated from all others, and their tracebacks have none of
+our frames."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import inspect
+import re
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from titan_grpo.errors import ConfigError, DataError, ProtocolError, TitanGrpoError
-from titan_grpo.rollout.calls import at_once, call, their_traceback
+from titan_grpo.errors import ConfigError, DataError, TitanGrpoError
 from titan_grpo.rollout.partial import Partial
-from titan_grpo.rollout.tasks.base import (
-    AgentTask,
-    AnyTask,
-    Codec,
-    Filter,
-    GroupTask,
-    MultiTurnTask,
-    Turn,
-)
 from titan_grpo.samples import Completion, Group, Prompt, sound_reward
 
 T = TypeVar("T")
+
+HERE, LIBRARY = Path(__file__).resolve().parent, Path(asyncio.__file__).resolve().parents[1]
+
+BETWEEN = tuple(
+    str(path)
+    for path in (
+        HERE / "task_runner.py",
+        HERE / "tasks" / "functions.py",
+        LIBRARY / "asyncio",
+        LIBRARY / "concurrent" / "futures",
+    )
+)
+"""What is between the loop and a user's code."""
+
+
+class Codec(Protocol):
+    """The model's tokenizer, as tasks see it."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text, without special tokens."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        ...
+
+    def chat(
+        self, said: str | Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> tuple[int, ...]:
+        """Token ids of a prompt: messages, or the user's one, in the model's chat template."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOptions:
+    """What every task is built with: ``rollout.seed`` and ``rollout.task_path``."""
+
+    seed: int = 0
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One stretch of an episode after its prompt: made by the policy (``sampled``), or the task's
+    answer."""
+
+    token_ids: tuple[int, ...]
+    sampled: bool
+    text: str
+
+
+class Prompts(Protocol):
+    """An endless, seeded sequence of prompts. Built as ``TheClass(TaskOptions)``, lives in the
+    rollout process."""
+
+    def prompt(self, index: int, codec: Codec) -> Prompt:
+        """Prompt ``index`` (0, 1, ...): the same index and seed give the same prompt in every
+        run."""
+        ...
+
+
+class Task(Prompts, Protocol):
+    """Prompts and a reward of single completions."""
+
+    def reward(
+        self, prompt: Prompt, text: str, token_ids: Sequence[int]
+    ) -> float | Awaitable[float]:
+        """Reward of one completion, finite. A plain function runs in a thread, and several of them
+        at once; ``async def`` runs in the loop, which it must not block."""
+        ...
+
+
+@runtime_checkable
+class GroupTask(Prompts, Protocol):
+    """Prompts and the rewards of a group's completions at once: a judge that compares them, or a
+    batch for a model. A class with ``group_reward`` is one of these."""
+
+    def group_reward(
+        self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+    ) -> Sequence[float] | Awaitable[Sequence[float]]:
+        """Rewards of all completions of the prompt, in their order, finite. A plain function or a
+        coroutine, as ``Task.reward``."""
+        ...
+
+
+@runtime_checkable
+class MultiTurnTask(Prompts, Protocol):
+    """Prompts, a loop of turns and a reward of whole episodes. A class with ``turn`` is one of
+    these. Both methods may be plain functions or coroutines, as ``Task.reward``."""
+
+    def turn(
+        self, prompt: Prompt, turns: Sequence[Turn], codec: Codec
+    ) -> Sequence[int] | Awaitable[Sequence[int] | None] | None:
+        """The policy ended its turn, the last of ``turns``: at least one token of context with
+        which it goes on, or None, which ends the episode.
+
+        A call that was cancelled (its server failed, its weights are too old) may be made again.
+        """
+        ...
+
+    def episode_reward(self, prompt: Prompt, turns: Sequence[Turn]) -> float | Awaitable[float]:
+        """Reward of the whole episode, finite."""
+        ...
+
+
+AnyTask = Task | GroupTask | MultiTurnTask | Prompts
+
+Filter = Callable[[Group], bool | Awaitable[bool]]
+"""Whether a finished, rewarded group may be trained on: a task's ``should_accept``, or
+``rollout.accept``. A plain function or a coroutine, as ``Task.reward``."""
 
 
 class TaskFailed(TitanGrpoError):
@@ -127,8 +236,7 @@ class TaskRunner:
             part = Partial(completion.token_ids, completion.logprobs, sampled=completion.sampled)
             turns = self._turns(part)
             return await self._call("reward", float, self._task.episode_reward, prompt, turns)
-        if isinstance(self._task, GroupTask | AgentTask):
-            raise ProtocolError("the completions of this task are rewarded together")
+        assert hasattr(self._task, "reward"), "the completions of this task are rewarded together"
         text, token_ids = self._codec.decode(completion.token_ids), completion.token_ids
         return await self._call("reward", float, self._task.reward, prompt, text, token_ids)
 
@@ -199,3 +307,66 @@ def _tokens(answer: Sequence[int] | None) -> tuple[int, ...] | None:
             f"turn must return None or at least one token id, got {str(answer)[:100]!r}"
         )
     return None if answer is None else tuple(answer)
+
+
+async def call(
+    threads: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any, **named: Any
+) -> Any:
+    """The function's answer, awaited where it is awaitable."""
+    if inspect.iscoroutinefunction(function):
+        return await _apart(function(*arguments, **named))
+
+    def plain() -> Any:
+        try:
+            return function(*arguments, **named)
+        except (StopIteration, SystemExit, KeyboardInterrupt) as error:
+            # A future cannot hold the first, whose waiter would wait forever; the others would
+            # end the process.
+            raise RuntimeError(f"{type(error).__name__} left the function") from error
+
+    answer = await asyncio.get_running_loop().run_in_executor(threads, plain)
+    # A wrapper of a coroutine function looks like a plain function.
+    return await _apart(answer) if inspect.isawaitable(answer) else answer
+
+
+async def _apart(answer: Awaitable[Any]) -> Any:
+    """A user's awaitable, in a task of its own. In ours their TaskGroup, after a member's error,
+    would leave our task marked as cancelled (Python 3.11), and their error would pass for our
+    cancellation."""
+    # no deadline: the caller's ends it
+    return await asyncio.ensure_future(answer)
+
+
+async def at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results, in their order. The first error cancels the other calls, and is raised once they
+    have ended."""
+    # Not a TaskGroup: Python 3.11's leaves its caller marked as cancelled after a member's error.
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        # no deadline: gather raises the first error, or the caller's cancellation
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        # no deadline: all have ended, or were cancelled
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def their_traceback(error: BaseException) -> str:
+    """The traceback of an error from the first line of the user's code on, without notes."""
+    found = traceback.TracebackException.from_exception(error)
+    _strip(found)
+    # Where no frame is left there is nothing for the header to head.
+    return re.sub(r"Traceback \(most recent call last\):\n(?! )", "", "".join(found.format()))
+
+
+def _strip(found: traceback.TracebackException) -> None:
+    frames = dropwhile(lambda frame: frame.filename.startswith(BETWEEN), found.stack)
+    found.__notes__ = []
+    found.stack = traceback.StackSummary.from_list(list(frames))
+    for link in ("__cause__", "__context__"):
+        earlier = getattr(found, link)
+        if earlier is not None:
+            _strip(earlier)
+            if not earlier.stack:
+                setattr(found, link, None)

@@ -1,11 +1,12 @@
-"""Entry of the rollout process: ``python -m titan_grpo.rollout.worker --fd N``. One asyncio loop,
-no torch, no GPU."""
+"""The rollout process (one asyncio loop, no torch, no GPU), and the transport to it as a child.
+remote.py has the transport to a service."""
 
-import argparse
 import asyncio
 import os
 import queue
 import signal
+import socket
+import subprocess
 import threading
 import traceback
 from contextlib import suppress
@@ -17,14 +18,16 @@ from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.agent_sampler import AgentSampler
 from titan_grpo.rollout.agents import Agents
+from titan_grpo.rollout.atropos import AtroposSource
 from titan_grpo.rollout.dispatch import Dispatcher
 from titan_grpo.rollout.engine_calls import EngineCalls
-from titan_grpo.rollout.external import External, open_source
+from titan_grpo.rollout.external import External, PushSource
+from titan_grpo.rollout.messages import OnMessage, RolloutSpec, RolloutStopped
 from titan_grpo.rollout.sampler import Sampler
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
+from titan_grpo.rollout.task_runner import AnyTask, TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows, load_parser
-from titan_grpo.rollout.tasks.functions import codec_of, filter_of, task_of
+from titan_grpo.rollout.tasks.functions import codec_of, filter_of, ready
+from titan_grpo.subprocesses import helper_environment, start_module, wait_process
 
 EXIT_GRACE_S = 5.0
 
@@ -79,20 +82,20 @@ class Worker:
     async def _source(self, spec: RolloutSpec) -> Dispatcher | External:
         """Where groups come from, started."""
         if spec.source != "task":
-            source = open_source(spec, self._out.put, self._fail)
+            kind = AtroposSource if spec.source == "atropos" else PushSource
+            source = kind(spec, self._out.put, self._fail)
             await source.start()
             return source
-        task = AgentRows.load(spec) if spec.agent else task_of(spec)
-        codec = codec_of(spec)
-        # A missing chat template ends the start, not the first group.
-        if spec.reward:
-            task.prompt(0, codec)
-        elif spec.agent:
-            codec.chat("")
+        task: AnyTask | AgentRows
+        if spec.agent:
+            task, codec = AgentRows.load(spec), codec_of(spec)
+            codec.chat("")  # raises without a chat template
+        else:
+            task, codec = ready(spec)
         runner = TaskRunner(
             task, codec, spec.task_concurrency, spec.task_timeout_s, filter_of(spec, task)
         )
-        key = os.environ.get(spec.api_key_env, "") if spec.api_key_env else ""
+        key = os.environ.get(spec.api_key_env, "")
 
         def connect(url: str) -> AsyncDriver:
             return AsyncDriver(url, key, spec.max_concurrent_requests)
@@ -158,14 +161,95 @@ def _failed(error: BaseException) -> messages.Failed:
     return messages.Failed("bug", f"the rollout process failed:\n{text}")
 
 
-def main() -> int:
-    """Read the descriptor's number and serve."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True)
+class LocalTransport:
+    """Starts ``rollout.worker`` as a child and exchanges pickled messages over a socket pair. The
+    child ends with this process, however that dies: its end of the socket closes."""
+
+    def __init__(self) -> None:
+        self._out: queue.SimpleQueue[messages.ToWorker | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, spec: RolloutSpec, on_message: OnMessage, timeout_s: float) -> None:
+        """Start the process, which loads task and tokenizer."""
+        self._on_message = on_message
+        # The rollout process has no business on a GPU.
+        self._process, self._socket = start_module(
+            "titan_grpo.rollout.worker",
+            env=helper_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},
+        )
+        # A second descriptor: the socket can then be shut down while threads sit in the connection.
+        self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
+        self._connection.send(spec)
+        for name, target in (("send", self._send_loop), ("receive", self._receive_loop)):
+            thread = threading.Thread(target=target, name=f"rollout-{name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def send(self, message: messages.ToWorker, within_s: float | None = None) -> None:
+        """As WorkerTransport.send; delivery takes no time here."""
+        self._out.put(message)
+
+    def close(self, deadline_s: float) -> None:
+        """Stop the process (killed past the deadline) and the threads."""
+        self._out.put(messages.Stop())
+        self._out.put(None)
+        if self._process is None:
+            return
+        try:
+            wait_process(self._process, deadline_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            wait_process(self._process, 5.0)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(5.0)
+        self._connection.close()
+        self._socket.close()
+        self._process = None
+
+    def _send_loop(self) -> None:
+        # no deadline: close() puts None into the queue; the thread is a daemon
+        while (message := self._out.get()) is not None:
+            try:
+                self._connection.send(message)
+            except OSError:
+                return  # The process is gone; the receiving thread reports it.
+
+    def _receive_loop(self) -> None:
+        try:
+            while True:
+                # no deadline: ends with the process, whose end closes the socket
+                self._on_message(self._connection.recv())
+        except (EOFError, OSError):
+            self._on_message(
+                RolloutStopped(
+                    f"the rollout process ended with {self._exit_status()}; its last output is"
+                    " above"
+                )
+            )
+        except Exception as error:  # noqa: BLE001 - top of a thread: next_batch raises it
+            self._on_message(
+                RolloutStopped(f"the rollout process sent something unreadable: {error!r}")
+            )
+
+    def _exit_status(self) -> str:
+        process = self._process
+        if process is None:
+            return "its client"
+        with suppress(subprocess.TimeoutExpired):
+            return f"exit code {wait_process(process, 5.0)}"
+        return "its connection closed while it still runs"
+
+
+def main(sock: socket.socket, _: int) -> int:
+    """Entry point of the process."""
     # Ctrl-C reaches the whole foreground group; the trainer decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return asyncio.run(Worker(Connection(parser.parse_args().fd)).run())
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return asyncio.run(Worker(Connection(sock.detach())).run())

@@ -1,19 +1,20 @@
-"""A process beside a rank that is started again when it ends: rank 0's sync process (process.py)
-and another trainer host's (host.py)."""
+"""What the sync processes of rank 0 (process.py) and of another trainer host (host.py) have in
+common: each is beside a rank, is started again when it ends, and has a pipe to the rank."""
 
 import logging
 import os
+import signal
+import socket
 import subprocess
 import threading
 import time
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar
+
+import torch
 
 from titan_grpo.config import WeightSync
-from titan_grpo.subprocesses import helper_environment, start_module, wait_process
-from titan_grpo.sync.pipe import Pipe
-
-if TYPE_CHECKING:
-    import socket
+from titan_grpo.subprocesses import exit_with_parent, helper_environment, start_module, wait_process
+from titan_grpo.unix_rpc import Pipe
 
 logger = logging.getLogger(__name__)
 
@@ -23,27 +24,16 @@ RESTART_S = 10.0
 END_S = 2.0
 """Seconds for the process to end after its work."""
 
-Launched = tuple["subprocess.Popen[bytes]", "socket.socket"]
+Launched = tuple["subprocess.Popen[bytes]", socket.socket]
 
-
-class Launch(Protocol):
-    """Start the process, which loads its modules and waits."""
-
-    def __call__(self, config: WeightSync) -> Launched:
-        """Raises OSError."""
-
-
-def launch(config: WeightSync, module: str) -> Launched:
-    """See Launch."""
-    cuda = {} if config.transport == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
-    parent = "--parent", str(os.getpid())
-    return start_module(module, *parent, env=helper_environment(os.environ) | cuda)
+NICE = 10
+"""The process gives way to training where cores are few (scripts/bench_lanes.py)."""
 
 
 class Child:
     """One process at a time; what it posts are calls of this object's methods."""
 
-    launch: ClassVar[Launch]
+    MODULE: ClassVar[str]
     NAME: ClassVar[str]
 
     def __init__(self, config: WeightSync) -> None:
@@ -54,6 +44,12 @@ class Child:
         self._ending = threading.Event()
         self._starts: list[float] = []
         self._begun = False
+
+    @classmethod
+    def launch(cls, config: WeightSync) -> Launched:
+        """Start the process, which loads its modules and waits. Raises OSError."""
+        cuda = {} if config.transport == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
+        return start_module(cls.MODULE, env=helper_environment(os.environ) | cuda)
 
     @property
     def pid(self) -> int:
@@ -91,7 +87,7 @@ class Child:
         """Thread: the process that runs now, to its end; then the next one."""
         try:
             pipe.receive()
-        except Exception:  # top of a thread: it would go on and nobody listen
+        except Exception:  # top of a thread: the process would post to no one
             logger.exception("what the %s said could not be performed", self.NAME)
             self._process.kill()
         try:
@@ -126,3 +122,39 @@ class Child:
             # What it left paused is its pause guard's.
             self._process.kill()
         self._thread.join(END_S)
+
+
+# In the process.
+
+
+class Performer:
+    """Performs what the rank posts that started the process, one call after the other."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._pipe = Pipe(sock, self)
+
+    def run(self) -> None:
+        """Until the rank ends."""
+        self._pipe.start()
+        self._pipe.receive()
+
+    def exit(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        logging.shutdown()
+        os._exit(0)
+
+
+def perform(sock: socket.socket, parent: int, make: type[Performer]) -> None:
+    """Be a sync process until ``parent`` ends."""
+    exit_with_parent(parent)
+    # A signal to the trainer's group ends the trainer, and the end of that ends this process: until
+    # then its lanes finish their commits.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="titan_grpo sync %(process)d: %(message)s")
+    torch.set_num_threads(1)
+    os.nice(NICE)
+    make(sock).run()
+    # The rank is gone. Lanes may wait for their servers.
+    os._exit(1)

@@ -1,5 +1,5 @@
-"""A leader's handle of its host's sync process (host_main), where that is not rank 0's host: blocks
-are hashed and ranges served there, out of the training rank's interpreter.
+"""The sync process of a trainer host that is not rank 0's, both ends: blocks are hashed and ranges
+served there, out of the training rank's interpreter.
 
 ::
 
@@ -9,29 +9,37 @@ Killed, the process is started again with the versions that it has not announced
 ranges it served fails for its readers; the next one works.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from titan_grpo.config import WeightSync
-from titan_grpo.errors import SyncError
-from titan_grpo.layout.image import ImageAddress
-from titan_grpo.sync.child import Child, launch
-from titan_grpo.sync.part import LOOPBACK, Hashing, ImagePool
-from titan_grpo.sync.publisher import Announcer
-from titan_grpo.sync.snapshot import Copy
+from titan_grpo.errors import PeerError, SyncError, TitanGrpoError
+from titan_grpo.protocol.messages import Hashed, RangeSource
+from titan_grpo.runkey import Key
+from titan_grpo.sync.child import END_S, Child, Performer, perform
+from titan_grpo.sync.images import (
+    LOOPBACK,
+    Hashing,
+    ImagePool,
+    PoolAddress,
+    hashed_key,
+    own_certificate,
+    wait_copied,
+)
+from titan_grpo.sync.publisher import Announcer, Copy
+from titan_grpo.sync.transports.broadcast import store_errors
+from titan_grpo.sync.transports.range_server import RangeServer
 
 
 @dataclass(frozen=True, slots=True)
 class HostBegin:
     """What the process starts with."""
 
-    run_id: str
-    manifest: str
-    """Manifest.to_json()."""
-    part: int
-    images: tuple[ImageAddress, ...]
-    store_port: int
+    pool: PoolAddress
+    """Its ``hashed`` is rank 0's."""
     ranks: tuple[int, ...]
     """Of the host, that write."""
     algorithm: str
@@ -39,16 +47,14 @@ class HostBegin:
     """Hashing.key as digits; empty without a run key."""
     address: str
     """Of this host, where servers read."""
-    rank0: tuple[str, int]
-    """Host and port of rank 0's ImagePool.hashed."""
     config: WeightSync
 
 
 class HostSync(Child):
-    """Announces this rank's copies, and has the host's part hashed and served. ``take_error`` and
-    ``close`` as an Announcer."""
+    """The leader's end: announces this rank's copies, and has the host's part hashed and served.
+    ``take_error`` and ``close`` as an Announcer."""
 
-    launch = staticmethod(partial(launch, module="titan_grpo.sync.host_main"))
+    MODULE = "titan_grpo.sync.host"
     NAME = "host's sync process"
 
     def __init__(
@@ -60,19 +66,15 @@ class HostSync(Child):
         rank0: tuple[str, int],
         config: WeightSync,
     ) -> None:
-        """``ranks``: those that write, this one first. The rest: see HostBegin."""
+        """``ranks``: those that write, this one first. ``rank0``: host and port of its
+        ImagePool.hashed. The rest: see HostBegin."""
         super().__init__(config)
         self._handed = HostBegin(
-            run_id=pool.run_id,
-            manifest=pool.manifest.to_json(),
-            part=pool.part,
-            images=tuple(image.address for image in pool.images),
-            store_port=pool.store.port,
+            pool=replace(pool.address, hashed=rank0),
             ranks=tuple(ranks),
             algorithm=hashing.algorithm,
             key=hashing.key.hex() if hashing.key is not None else "",
             address=address,
-            rank0=rank0,
             config=config,
         )
         self._jobs: dict[int, int] = {}
@@ -87,7 +89,7 @@ class HostSync(Child):
         with self.lock:
             # what the slot had is gone
             self._jobs = {v: s for v, s in self._jobs.items() if s != slot} | {version: slot}
-            self.post("publish", version, slot)
+            self.post("part.publish", version, slot)
         self._announcer(version, slot, copy)
 
     def take_error(self) -> SyncError | None:
@@ -103,10 +105,10 @@ class HostSync(Child):
     def _begin(self) -> None:
         self._pipe.post("begin", self._handed)
         for version, slot in self._jobs.items():
-            self._pipe.post("publish", version, slot)
+            self._pipe.post("part.publish", version, slot)
 
     def _ended(self, text: str) -> None:
-        self.failed(f"part {self._handed.part}: {text}; the versions that it served are lost")
+        self.failed(f"part {self._handed.pool.part}: {text}; the versions that it served are lost")
 
     # What the process posts, one after the other.
 
@@ -118,3 +120,115 @@ class HostSync(Child):
     def failed(self, text: str) -> None:
         """For the next ``take_error``."""
         self._error = self._error or SyncError(text)
+
+
+class HostPart:
+    """A thread that hashes the host's part of each version, and the range server's.
+
+    A version's ticket ends when its slot is written again. Rank 0 decides when that is: its slot
+    table knows every lane that reads.
+    """
+
+    def __init__(
+        self, b: HostBegin, announced: Callable[[int], None], failed: Callable[[str], None]
+    ) -> None:
+        """``announced`` and ``failed``: see HostSync."""
+        self._pool = b.pool.open(b.config.connect_deadline_s)
+        self.images = self._pool.images
+        assert self._pool.hashed is not None
+        self._store = self._pool.hashed
+        key = Key.parse(b.key, "the run's key for blocks") if b.key else None
+        self._hashing = Hashing(b.algorithm, key)
+        self._ranks, self._timeout_s = b.ranks, b.config.lane_deadline_s
+        self._announced, self._fail = announced, failed
+        self._server = RangeServer(certificate=own_certificate(b.config))
+        self._host, self._port = b.address, self._server.listen(b.address)
+        self._tickets: dict[int, str] = {}
+        self._newest: dict[int, int] = {}
+        """The version that each slot gets, or has."""
+        self._jobs: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="host part", daemon=True)
+        self._thread.start()
+
+    def publish(self, version: int, slot: int) -> None:
+        """The host's ranks have started to copy ``version`` into ``slot``. Never waits."""
+        self._newest[slot] = version
+        self._jobs.put((version, slot))
+
+    def close(self) -> None:
+        """End the thread and serve no more."""
+        self._jobs.put(None)
+        self._thread.join(END_S)
+        self._server.close()
+
+    def _run(self) -> None:
+        # no deadline: close() puts None into the queue; the thread is a daemon
+        while (job := self._jobs.get()) is not None:
+            version, part = job[0], self._pool.part
+            read: list[str] = []
+            try:
+                message = self._sealed(*job, read)
+            # RuntimeError: from a store that closes
+            except (TitanGrpoError, RuntimeError) as error:
+                self._failed(version, error)
+                source = RangeSource(self._host, self._port, "", part=part)
+                message = Hashed(version, part, source, "", error=str(error))
+            try:
+                with store_errors(f"announcing version {version}"):
+                    text = message.proven(self._hashing.key).to_json()
+                    self._store.set(hashed_key(version, part), text)
+                    # Not earlier: a process that is started in this one's place reads it again.
+                    for key in read:
+                        self._pool.store.delete_key(key)
+            # It must not end the thread: rank 0 would wait for every later version.
+            except (PeerError, RuntimeError) as error:
+                self._failed(version, error)
+            self._announced(version)
+
+    def _failed(self, version: int, error: Exception) -> None:
+        self._fail(f"part {self._pool.part} of version {version}: {error}")
+
+    def _sealed(self, version: int, slot: int, read: list[str]) -> Hashed:
+        pool, manifest = self._pool, self._pool.manifest
+        if ticket := self._tickets.pop(slot, ""):
+            self._server.revoke(ticket)
+        read.extend(wait_copied(pool, version, rank, self._timeout_s) for rank in self._ranks)
+        image = pool.images[slot]
+        digests = self._hashing.digests(image.buffer, manifest, pool.part)
+        if self._newest[slot] != version:
+            # rank 0 has given this version up
+            raise SyncError("its slot was given to a newer version before it was hashed")
+        self._tickets[slot] = self._server.grant(
+            image.buffer,
+            image.address.fd,
+            self._hashing.range_key,
+            manifest.parts[pool.part],
+        )
+        source = RangeSource(
+            self._host,
+            self._port,
+            self._tickets[slot],
+            image.address.to_json(),
+            pool.part,
+            self._server.pin,
+        )
+        return Hashed(version, pool.part, source, b"".join(digests).hex())
+
+
+class HostMain(Performer):
+    """Performs what the leader posts, calls of ``part`` among it."""
+
+    def begin(self, b: HostBegin) -> None:
+        """The first of all calls."""
+        post = self._pipe.post
+        self.part = HostPart(b, lambda v: post("announced", v), lambda text: post("failed", text))
+
+    def end(self) -> None:
+        """The last of all calls."""
+        self.part.close()
+        self.exit()
+
+
+def main(sock: socket.socket, parent: int) -> None:
+    """Entry point of the process."""
+    perform(sock, parent, HostMain)

@@ -1,6 +1,6 @@
 """One server's lane: drives the pure table of protocol/lane.py and performs what it asks for.
 
-Takes images from the slots. While it works it has a thread (lane_threads.py), which waits for its
+Takes images from the slots. While it works it has a thread (lanes.py), which waits for its
 own server only, always with a deadline. While it is idle it has none: a new image, the end of its
 receiver, a stop, or its next look at the server wakes it. An error of the server closes the epoch
 and never leaves the thread except as a latched record.
@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from titan_grpo.config import WeightSync
-from titan_grpo.engines.control import ServerControl
+from titan_grpo.engines.server import ServerControl
 from titan_grpo.errors import (
     PeerError,
     ServerRefused,
@@ -32,15 +31,13 @@ from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane as table
 from titan_grpo.protocol import ledger, recovery
-from titan_grpo.protocol.lane_events import LaneEvent, Observer, Point, no_observer
+from titan_grpo.protocol.lane import LaneEvent, Observer, Point, no_observer
 from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Staged
 from titan_grpo.protocol.recovery import settle
-from titan_grpo.sync.lane_threads import LaneThreads
+from titan_grpo.sync.images import ImageSlots, Parts, Published
 from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
-from titan_grpo.sync.part import Parts
 from titan_grpo.sync.pause_guard_main import perform
 from titan_grpo.sync.server_set import Reports
-from titan_grpo.sync.slots import ImageSlots, Published
 from titan_grpo.sync.stock import StockLink
 
 logger = logging.getLogger(__name__)
@@ -69,10 +66,10 @@ class LaneContext:
     images: tuple[torch.Tensor, ...]
     shared: tuple[SharedImage | None, ...]
     """The same images, for readers on this host; None: they may not read them in place."""
-    config: WeightSync
     link: LinkOptions
     slots: ImageSlots
-    threads: LaneThreads
+    wake: Callable[["ServerLane"], object]
+    """Have a lane work now, or again if it works. Never waits."""
     recorder: Recorder
     bind_host: Callable[[str], str]
     """Server URL -> address of this host that its lane's sockets bind to."""
@@ -116,11 +113,10 @@ class ServerLane:
         self._published: Published | None = None
         self._staged: Staged | None = None
         self._number = 0
-        self._streamed = context.config.apply == "streamed"
+        config = self._config = context.link.config
+        self._streamed = config.apply == "streamed"
         self._state = table.Lane(epoch=epoch, streamed=self._streamed)
-        self._health = recovery.Health(
-            recovery.Backoff(context.config.backoff_s, context.config.backoff_max_s)
-        )
+        self._health = recovery.Health(recovery.Backoff(config.backoff_s, config.backoff_max_s))
         self._label = self._held = Label(context.run_id, -1, "")
         self._before = ""
         self._published_s = self._paused_s = 0.0
@@ -151,7 +147,7 @@ class ServerLane:
         self._ended.wait(timeout)
 
     def _wake(self) -> None:
-        self._c.threads.wake(self)
+        self._c.wake(self)
 
     def stop(self) -> None:
         """End the lane now. Any thread; does not wait.
@@ -287,7 +283,7 @@ class ServerLane:
         with self._c.recorder.span(names.CONNECT_S, self.url, epoch=epoch):
             self._pass(Point.GREET)
             self._link, self._number = self._make_link(wire_epoch(epoch), term), 0
-            event = self._settle(self._link.join(self._control, self._c.config.connect_deadline_s))
+            event = self._settle(self._link.join(self._control, self._config.connect_deadline_s))
             # after settling: the receiver that answers is the one that joined, so its engine was
             # not restarted meanwhile
             accepted = self._link.send_manifest()
@@ -407,7 +403,7 @@ class ServerLane:
         self._paused_s = recorder.now()
         self._pass(Point.PAUSE)
         self._control.pause()
-        if self._c.config.kv_after_update == "recompute":
+        if self._config.kv_after_update == "recompute":
             self._control.drop_kv()
         return table.Paused()
 
@@ -444,11 +440,11 @@ class ServerLane:
         assert staged is not None
         if isinstance(link, LaneLink) and not self._streamed:
             self._control.load(link.commit(staged).to_dict())
-            return link.wait_applied(staged.number, answer_s(self._c.config.commit_deadline_s))
+            return link.wait_applied(staged.number, answer_s(self._config.commit_deadline_s))
         image = self._c.images[self._pinned().slot]
         with recorder.span(names.SEND_S, self.url, version=staged.version):
             applied = link.push(
-                self._control, staged, image, self._moved, self._c.config.commit_deadline_s
+                self._control, staged, image, self._moved, self._config.commit_deadline_s
             )
         recorder.observe(names.VERIFY_S, applied.verify_s)
         recorder.count(names.SYNC_BYTES, image.numel())
@@ -503,7 +499,7 @@ class ServerLane:
 
     def _ping(self) -> None:
         self._number += 1
-        self._open_link().ping(self._number, answer_s(self._c.config.commit_deadline_s))
+        self._open_link().ping(self._number, answer_s(self._config.commit_deadline_s))
 
     def _rest(self) -> table.Event | _Idle:
         if self._health.phase is not recovery.Phase.AWAY:  # else it rests already
@@ -519,7 +515,7 @@ class ServerLane:
         link = self._link
         if link is not None:
             try:
-                link.bye(answer_s(self._c.config.commit_deadline_s))
+                link.bye(answer_s(self._config.commit_deadline_s))
             except PeerError as error:
                 # The next run waits for the time after which this one counts as dead.
                 logger.info("%s was not told that this run leaves: %s", self.url, error)

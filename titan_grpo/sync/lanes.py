@@ -1,4 +1,4 @@
-"""What runs in the sync process (sync_main.py): ``SyncLanes`` seals images and has the lanes.
+"""What runs in the sync process (process.py): ``SyncLanes`` seals images and has the lanes.
 
 ::
 
@@ -8,6 +8,7 @@
 """
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -24,36 +25,46 @@ import torch.distributed as dist
 
 from titan_grpo.config import WeightSync
 from titan_grpo.config.rollout import is_loopback
-from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.http import ServerAccess, address_towards
-from titan_grpo.engines.server import AUTO, make_control
+from titan_grpo.engines.server import AUTO, ServerControl, make_control
 from titan_grpo.errors import SyncError, TitanGrpoError
-from titan_grpo.layout.digest import fingerprint
+from titan_grpo.layout.image import fingerprint
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol import lane, members
-from titan_grpo.protocol.lane_events import LaneEvent, Observer, no_observer
-from titan_grpo.protocol.messages import NIXL, RANGES, TCP, Label, RangeSource
-from titan_grpo.protocol.parts import Hashed, hashed_key, problem
+from titan_grpo.protocol import members
+from titan_grpo.protocol.lane import LaneEvent, Observer, commit_s, no_observer
+from titan_grpo.protocol.messages import NIXL, RANGES, TCP, Hashed, Label, RangeSource
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
+from titan_grpo.sync.images import (
+    LOOPBACK,
+    Hashing,
+    ImagePool,
+    Images,
+    ImageSlots,
+    Made,
+    Patches,
+    Published,
+    hashed_key,
+    own_certificate,
+    wait_copied,
+)
 from titan_grpo.sync.lane import LOOK_S, LaneContext, ServerLane
-from titan_grpo.sync.lane_threads import LaneThreads
 from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.part import LOOPBACK, Hashing, ImagePool, Images, own_certificate, wait_copied
-from titan_grpo.sync.patches import Made, Patches
 from titan_grpo.sync.pause_guard import PauseGuard, transfer_in_load_s
 from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.server_set import JOIN_S, OpenLane, Reports, ServerObserver, ServerSet
-from titan_grpo.sync.slots import ImageSlots, Published
+from titan_grpo.sync.transports.broadcast import store_errors
 from titan_grpo.sync.transports.nixl import NixlSource
 from titan_grpo.sync.transports.range_server import RangeServer
-from titan_grpo.sync.transports.store import store_errors
 
 logger = logging.getLogger(__name__)
 
 ANYWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737): the way to it is the default route."""
+
+REST_S = 1.0
+"""Back-off where a thread cannot be started, in seconds."""
 
 
 def resolve_bind_host(configured: str, url: str) -> str:
@@ -140,23 +151,16 @@ class SyncOptions:
         urls = (*self.urls, *self.listed)
         remote = [url for url in urls if not is_loopback(urlsplit(url).hostname or "")]
         return LinkOptions(
-            transport=transport,
+            config,
+            transport,
             # Of the pause guard; a lane resolves its own at each connection.
-            bind_host=resolve_bind_host(config.bind_host, (remote or [f"http://{LOOPBACK}"])[0]),
-            digest_algorithm=config.digest,
-            bucket_bytes=config.bucket_bytes,
-            timeout_s=config.lane_deadline_s,
+            resolve_bind_host(config.bind_host, (remote or [f"http://{LOOPBACK}"])[0]),
             device=str(self.device) if transport == "nccl" else "cpu",
-            apply=config.apply,
             run_key=self.run_key,
             model=self.model,
             owner=self.owner,
             take_over=self.take_over,
-            live_s=config.commit_deadline_s,
             started_s=self.started_s,
-            connections=config.connections,
-            min_rate=config.min_rate,
-            progress_s=config.progress_deadline_s,
         )
 
 
@@ -169,7 +173,7 @@ def server_set(
         open_lane,
         recorder,
         observer=options.observer,
-        leave_s=lane.commit_s(config.commit_deadline_s, transfer_in_load_s(config)) + JOIN_S,
+        leave_s=commit_s(config.commit_deadline_s, transfer_in_load_s(config)) + JOIN_S,
         max_lag=config.max_lag,
     )
 
@@ -216,9 +220,7 @@ class SyncLanes:
         self._given_up: set[str] = set()
         """Keys of hosts' parts that came too late, or may still come."""
         log = recorder.run_dir / "pause_guard.log"
-        self.guard = (
-            PauseGuard(config, link, log, options.guard_deadlines) if options.guarded else None
-        )
+        self.guard = PauseGuard(link, log, options.guard_deadlines) if options.guarded else None
         self.slots = slots or ImageSlots(config.slots)
         self._threads = LaneThreads()
         tensors = pool.tensors()
@@ -227,10 +229,9 @@ class SyncLanes:
             manifest=pool.manifest,
             images=tensors if options.tamper is None else options.tamper(tensors),
             shared=tuple(image if options.tamper is None else None for image in pool.images),
-            config=config,
             link=link,
             slots=self.slots,
-            threads=self._threads,
+            wake=self._threads.wake,
             recorder=recorder,
             observer=self._pass,
             look_s=options.look_s,
@@ -367,7 +368,7 @@ class SyncLanes:
             self._read.append((version, store, key))
             self._given_up.discard(key)
             hashed.require_proof(self.hashing.key)
-            if why := problem(hashed, version, part):
+            if why := hashed.problem(version, part):
                 raise SyncError(f"part {part} of rank {rank}'s host failed: {why}")
             out.append((hashed.source, self._split(hashed)))
             self.slots.copied(version, rank)
@@ -383,3 +384,80 @@ class SyncLanes:
                 " bytes"
             )
         return [raw[i : i + size] for i in range(0, len(raw), size)]
+
+
+class LaneThreads:
+    """Threads for lanes that have something to do: ``work`` of each is called by one at a time.
+
+    One thread waits for all idle lanes of a process, until something wakes one (a new image, the
+    end of its connection, a stop) or its time comes. Each lane that works has a thread of its own:
+    a server that stands still holds up no other lane.
+    """
+
+    def __init__(self) -> None:
+        """The waiting thread starts with the first ``wake``."""
+        self._changed = threading.Condition()
+        self._due: dict[ServerLane, float] = {}
+        """When each lane is to work; a lane that works already does so again afterwards."""
+        self._working: set[ServerLane] = set()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    def wake(self, lane: ServerLane) -> None:
+        """Have the lane work now, or again if it works. Any thread; never waits."""
+        with self._changed:
+            self._due[lane] = -math.inf
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="lanes", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Call no lane any more. Idempotent; does not wait for those that work."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        """Thread: the idle lanes."""
+        while True:
+            with self._changed:
+                while not (ready := self._take()) and not self._closing:
+                    idle = [due for lane, due in self._due.items() if lane not in self._working]
+                    # no deadline without idle lanes: wake(), a lane that has worked, and close()
+                    # notify
+                    self._changed.wait(max(0.0, min(idle) - time.monotonic()) if idle else None)
+                if self._closing:
+                    return
+            for lane in ready:
+                name = f"lane {lane.url}"
+                thread = threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the system has no further thread for us now
+                    logger.warning("%s waits for a thread: %s", name, error)
+                    self._worked(lane, time.monotonic() + REST_S)
+
+    def _take(self) -> list[ServerLane]:
+        """Under the lock: the lanes whose time has come; they work from now on."""
+        now = time.monotonic()
+        ready = [
+            lane for lane, due in self._due.items() if due <= now and lane not in self._working
+        ]
+        for lane in ready:
+            del self._due[lane]
+        self._working.update(ready)
+        return ready
+
+    def _work(self, lane: ServerLane) -> None:
+        """Thread: one lane, until it is idle."""
+        self._worked(lane, lane.work())
+
+    def _worked(self, lane: ServerLane, again: float | None) -> None:
+        with self._changed:
+            self._working.discard(lane)
+            if again is None:
+                self._due.pop(lane, None)
+            else:
+                self._due[lane] = min(again, self._due.get(lane, math.inf))
+            self._changed.notify()

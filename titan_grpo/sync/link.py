@@ -12,7 +12,8 @@ import torch
 from msgspec.structs import replace
 from torch.distributed import TCPStore
 
-from titan_grpo.engines.control import ServerControl
+from titan_grpo.config import WeightSync
+from titan_grpo.engines.server import ServerControl
 from titan_grpo.errors import (
     PeerError,
     ProtocolError,
@@ -21,20 +22,17 @@ from titan_grpo.errors import (
     ServerUnfit,
     TransferFailed,
 )
-from titan_grpo.layout.digest import KEYED
-from titan_grpo.layout.image import ImageAddress, SharedImage
+from titan_grpo.layout.image import KEYED, ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import lane
 from titan_grpo.protocol.messages import (
     RANGES,
     Applied,
-    Apply,
     Attach,
     Commit,
     Hello,
     Joined,
     Kind,
-    Op,
     Order,
     Patch,
     RangeSource,
@@ -42,15 +40,21 @@ from titan_grpo.protocol.messages import (
     marks,
 )
 from titan_grpo.runkey import EpochKeys, Key
-from titan_grpo.sync.load_call import LoadCall
-from titan_grpo.sync.part import Parts
-from titan_grpo.sync.patches import Made, Patches
+from titan_grpo.sync.images import Made, Parts, Patches
 from titan_grpo.sync.relay import Relay
-from titan_grpo.sync.transports.base import Transport, TransportOptions, broadcast_image
+from titan_grpo.sync.transports.broadcast import (
+    Transport,
+    TransportOptions,
+    broadcast_image,
+    host_store,
+    nccl_version,
+    open_transport,
+    outcome,
+    request_beside,
+)
 from titan_grpo.sync.transports.channel import Frame, LaneChannel
 from titan_grpo.sync.transports.nixl import NixlSource
 from titan_grpo.sync.transports.range_server import RangeServer
-from titan_grpo.sync.transports.store import host_store, nccl_version, open_transport
 
 Moved = Callable[[int], object]
 """Callback after every bucket with the number of bytes sent; must not block. An error that it
@@ -73,32 +77,25 @@ def answer_s(commit_deadline_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """Common to all epochs of a lane. ``timeout_s``: deadline of one transfer, in seconds, beside
-    its bytes over ``min_rate`` (bytes per second). ``progress_s``: longest time without progress.
+    """Common to all epochs of a lane: the run's ``config``, with what it leaves open.
 
-    With transport "tcp", receivers read over ``connections`` connections each from ``source``.
-    With a ``run_key`` only servers that prove it are joined, and blocks are hashed with its keys,
-    so with blake3 and not with ``digest_algorithm``.
+    With transport "tcp", receivers read from ``source``. With a ``run_key`` only servers that prove
+    it are joined, and blocks are hashed with its keys, so with blake3 and not with
+    ``config.digest``.
     """
 
+    config: WeightSync
     transport: str
+    """Never "auto"."""
     bind_host: str
-    digest_algorithm: str
-    bucket_bytes: int
-    timeout_s: float
     device: str = "cpu"
-    apply: Apply = "staged"
     run_key: Key | None = None
     url: str = ""
     owner: str = ""
     take_over: bool = True
-    live_s: float = 0.0
     """See Hello, like ``url`` and ``owner``."""
     started_s: float = field(default_factory=time.monotonic)
     """When the run started, on the monotonic clock."""
-    connections: int = 4
-    min_rate: int = 50 << 20
-    progress_s: float = 10.0
     model: Mapping[str, Any] = field(default_factory=dict)
     """See Hello."""
     source: RangeServer | None = None
@@ -106,25 +103,25 @@ class LinkOptions:
     nixl: NixlSource | None = None
     """With transport "nixl": offers images beside it."""
     patches: Patches | None = None
-    """Hears of what was sent."""
+    """Gets what was sent, and how fast."""
     relay: Relay = field(default_factory=Relay)
-    """Tells which servers read from each other."""
+    """Which servers read from each other."""
 
     def transfer_s(self, nbytes: int) -> float:
         """Deadline of a transfer of ``nbytes``, in seconds."""
-        return self.timeout_s + nbytes / self.min_rate
+        return self.config.lane_deadline_s + nbytes / self.config.min_rate
 
     @property
     def algorithm(self) -> str:
         """How blocks are hashed."""
-        return self.digest_algorithm if self.run_key is None else KEYED
+        return self.config.digest if self.run_key is None else KEYED
 
     def keys(self, run_id: str, epoch: int) -> EpochKeys | None:
         """The keys of one epoch, None without a run key."""
         return None if self.run_key is None else EpochKeys.of(self.run_key, run_id, epoch)
 
     def block_key(self, run_id: str) -> bytes | None:
-        """Key of the digests of all blocks of a run (layout.digest), None without a run key."""
+        """Key of the digests of all blocks of a run (layout.image), None without a run key."""
         keys = self.keys(run_id, 0)
         return None if keys is None else keys.blocks.raw
 
@@ -147,7 +144,7 @@ class LaneLink:
         lost: Callable[[], object] = lambda: None,
     ) -> None:
         """Opens nothing. ``epoch`` must be higher than that of every earlier link to the server.
-        ``term`` orders the runs (protocol.fence). ``lost`` is called, on a thread that it must not
+        ``term`` orders the runs (protocol.server). ``lost`` is called, on a thread that it must not
         block, when the receiver ends."""
         self._run_id, self._epoch, self._manifest, self._options = run_id, epoch, manifest, options
         self._term, self._lost = term, lost
@@ -170,7 +167,7 @@ class LaneLink:
     def open(self) -> Hello:
         """Listen; the ``init_info`` for the server. Raises ConfigError if bind_host is not an
         address of this host."""
-        o = self._options
+        o, config = self._options, self._options.config
         channel = self._source.channel(o.bind_host, self._key, self._ended)
         if o.transport not in RANGES:
             self._store = host_store(o.bind_host)
@@ -189,19 +186,22 @@ class LaneLink:
             manifest_digest=self._manifest.digest,
             digest_algorithm=o.algorithm,
             block_bytes=self._manifest.block_bytes,
-            bucket_bytes=o.bucket_bytes,
+            bucket_bytes=config.bucket_bytes,
             timeout_s=self._transfer_s,
-            apply=o.apply,
+            apply=config.apply,
             term=self._term,
             url=o.url,
             owner=o.owner,
             take_over=o.take_over,
             age_s=time.monotonic() - o.started_s,
-            live_s=o.live_s,
-            connections=o.connections,
-            progress_s=o.progress_s,
+            live_s=config.commit_deadline_s,
+            connections=config.connections,
+            progress_s=config.progress_deadline_s,
             relay_wait_s=o.relay.wait_s(
-                o.connections, self._manifest.block_bytes, o.min_rate, o.progress_s
+                config.connections,
+                self._manifest.block_bytes,
+                config.min_rate,
+                config.progress_deadline_s,
             ),
             store_port=0 if self._store is None else self._store.port,
             nccl=nccl_version() if o.transport == "nccl" else "",
@@ -242,7 +242,10 @@ class LaneLink:
         if store is None:
             return joined
         options = TransportOptions(
-            min(timeout_s, o.timeout_s), o.bind_host, o.bucket_bytes, o.device
+            min(timeout_s, o.config.lane_deadline_s),
+            o.bind_host,
+            o.config.bucket_bytes,
+            o.device,
         )
         transport = open_transport(o.transport, store, LANE_RANK, RECEIVER_RANK + 1, options)
         with self._lock:
@@ -279,7 +282,6 @@ class LaneLink:
         image, elsewhere, patches = image if isinstance(image, Parts) else Parts(image)
         shared = image if isinstance(image, SharedImage) else None
         bytes_ = image.tensor() if isinstance(image, SharedImage) else image
-        self._check_size(bytes_)
         if self._options.transport in RANGES:
             bases = [made.base for made in patches]
             staged, self._base = self._base, None
@@ -300,8 +302,8 @@ class LaneLink:
                 if o.patches is not None:
                     o.patches.sent(o.url, answer.read_bytes, answer.receive_s)
             return answer
-        self._announce("receive", number, version, digests, fingerprint)
-        self._broadcast(bytes_, moved)
+        self._post(Order(number, "receive", version, fingerprint), b"".join(digests))
+        self.stream(bytes_, moved)
         left = max(0.0, start + self._transfer_s - time.monotonic())
         return self._staged(number, left)
 
@@ -337,11 +339,11 @@ class LaneLink:
     def _moving(self, number: int, moved: Moved | None, patch_bytes: int) -> Staged:
         """The receiver's answer, which comes early where it gives the transfer up. TransferFailed
         if the next mark is late: the receiver or the network stands still."""
-        o, deadline = self._options, time.monotonic() + self._transfer_s
-        within_s = o.progress_s + o.bucket_bytes / o.min_rate
+        config, deadline = self._options.config, time.monotonic() + self._transfer_s
+        within_s = config.progress_deadline_s + config.bucket_bytes / config.min_rate
         if patch_bytes:  # they come, and the image changes, before the first mark
-            within_s += (patch_bytes + self._manifest.total_bytes) / o.min_rate
-        for mark in marks(self._manifest.total_bytes, o.bucket_bytes):
+            within_s += (patch_bytes + self._manifest.total_bytes) / config.min_rate
+        for mark in marks(self._manifest.total_bytes, config.bucket_bytes):
             wait_s = min(within_s, max(0.0, deadline - time.monotonic()))
             what = f"waiting for the receiver to have byte {mark} of transfer {number}"
             frame = self._take(number, (Kind.MOVED, Kind.STAGED), wait_s, what)
@@ -349,14 +351,14 @@ class LaneLink:
                 return self._proven(frame)
             if moved is not None:
                 moved(mark)
-        return self._staged(number, o.progress_s)
+        return self._staged(number, config.progress_deadline_s)
 
     def offer(
         self, number: int, version: int, digests: Sequence[bytes], fingerprint: str
     ) -> Staged:
         """Prepare a windowed apply: nothing moves until ``push``. ``number`` counts from 1."""
-        self._announce("stream", number, version, digests, fingerprint)
-        return self._staged(number, self._options.timeout_s)
+        self._post(Order(number, "stream", version, fingerprint), b"".join(digests))
+        return self._staged(number, self._options.config.lane_deadline_s)
 
     def push(
         self,
@@ -371,8 +373,15 @@ class LaneLink:
         The engine's report also when the sending failed: it says whether the engine is intact.
         PeerError if there is no report.
         """
-        call = LoadCall(self, control, staged, answer_s(commit_deadline_s))
-        call.start()
+
+        def load() -> Applied:
+            control.load(self.commit(staged).to_dict())
+            applied = self.wait_applied(staged.number, answer_s(commit_deadline_s))
+            if not applied.ok:
+                self.cancel()
+            return applied
+
+        call = request_beside(load, self.cancel)
         failure: TransferFailed | None = None
         try:
             self.stream(image, moved)
@@ -380,21 +389,21 @@ class LaneLink:
             self.cancel()
             failure = error
         # start and finish of an update, the load and the report each have a deadline of their own
-        applied = call.result(
-            lane.step_s(lane.Phase.LOADING, commit_deadline_s, self._options.timeout_s)
-        )
+        transfer_s = self._options.config.lane_deadline_s
+        load_s = lane.step_s(lane.Phase.LOADING, commit_deadline_s, transfer_s)
+        applied = outcome(call, load_s, f"the load call of transfer {staged.number}")
         if failure is not None and applied.ok:
             raise failure  # the two ends disagree about the bytes
         return applied
 
     def stream(self, image: torch.Tensor, moved: Moved | None = None) -> None:
-        """The sending half of ``push``; the engine must be loading.
+        """Broadcast the image; of a windowed apply the engine must be loading.
 
         Raises TransferFailed when bytes are lost or late, a block differs or the engine gives up:
         the epoch is over, but the engine's report can still be awaited.
         """
-        self._check_size(image)
-        self._broadcast(image, moved)
+        c = self._options.config
+        broadcast_image(self._connected(), image, c.bucket_bytes, c.lane_deadline_s, moved)
 
     def cancel(self) -> None:
         """End a windowed transfer at once and release the engine. Unlike after ``abort``, the
@@ -494,21 +503,6 @@ class LaneLink:
             transport = self._transport
         if transport is not None:
             transport.abort()
-
-    def _check_size(self, image: torch.Tensor) -> None:
-        if image.numel() != self._manifest.total_bytes:
-            raise ValueError(
-                f"the image must have {self._manifest.total_bytes} bytes, got {image.numel()}"
-            )
-
-    def _broadcast(self, image: torch.Tensor, moved: Moved | None) -> None:
-        o = self._options
-        broadcast_image(self._connected(), image, o.bucket_bytes, o.timeout_s, moved)
-
-    def _announce(
-        self, op: Op, number: int, version: int, digests: Sequence[bytes], fingerprint: str
-    ) -> None:
-        self._post(Order(number, op, version, fingerprint), b"".join(digests))
 
     def _post(self, order: Order, blob: bytes = b"") -> None:
         """Send an order, and before it the bytes that it is about."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_grpo.config import WeightSync
 from titan_grpo.protocol import lane
-from titan_grpo.protocol.lane_events import LaneEvent, Point
+from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.subprocesses import helper_environment, start_module, wait_process
 
@@ -71,13 +71,13 @@ class PauseGuard:
 
     def __init__(
         self,
-        config: WeightSync,
         link: "LinkOptions",
         log: Path | None = None,
         deadlines: Deadlines | None = None,
     ) -> None:
         """``log``: the file that the process appends to; None: this process's stderr.
-        ``deadlines``: None: deadlines_of(config)."""
+        ``deadlines``: None: deadlines_of the link's config."""
+        config = link.config
         access = {
             "bind_host": link.bind_host,
             "run_key": link.run_key.hex() if link.run_key is not None else "",
@@ -190,7 +190,6 @@ class PauseGuard:
                 # a session of its own: torchrun and terminals signal the trainer's
                 self._process, self._sock = start_module(
                     "titan_grpo.sync.pause_guard_main",
-                    *("--parent", str(os.getpid())),
                     env=helper_environment(os.environ),
                     stdout=subprocess.DEVNULL,
                     stderr=log if self._log is not None else None,

@@ -8,7 +8,6 @@ label and resumes it (protocol.recovery.settle). protocol.pause_guard decides wh
 and when each is due. It is a process, because a thread dies and freezes with its trainer.
 """
 
-import argparse
 import json
 import logging
 import os
@@ -16,24 +15,21 @@ import queue
 import selectors
 import signal
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_grpo.engines.control import ServerControl
 from titan_grpo.engines.http import ServerAccess
-from titan_grpo.engines.server import AUTO, make_control
+from titan_grpo.engines.server import AUTO, ServerControl, make_control
 from titan_grpo.errors import PeerError, TitanGrpoError
-from titan_grpo.layout.digest import KEYED
 from titan_grpo.protocol import pause_guard
-from titan_grpo.protocol.lane_events import LaneEvent, Point
-from titan_grpo.protocol.messages import TCP, Hello, Joined, Kind, Label
+from titan_grpo.protocol.lane import LaneEvent, Point
+from titan_grpo.protocol.messages import TCP, Joined, Label
 from titan_grpo.protocol.recovery import Pause, Relabel, Resume, Step, settle
-from titan_grpo.runkey import EpochKeys, Key
-from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.runkey import Key
+from titan_grpo.sync.probe import ask_receiver
 
 log = logging.getLogger("titan_grpo.sync.pause_guard_main")
 
@@ -79,35 +75,16 @@ def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Jo
 
     The engine serves one call at a time, so a load under way has ended when this returns.
     """
-    key = None
-    if access.run_key:
-        run_key = Key.parse(access.run_key, "the pause guard's run key")
-        key = EpochKeys.of(run_key, run_id, epoch).messages
-    server = RangeServer()
-    channel = server.channel(access.bind_host, key)
-    hello = Hello(
+    return ask_receiver(
+        control.greet,
+        access.bind_host,
+        access.join_s,
+        Key.parse(access.run_key, "the pause guard's run key") if access.run_key else None,
         run_id=run_id,
         epoch=epoch,
-        host=channel.host,
-        port=channel.port,
-        ticket=channel.ticket.hex(),
         transport=TCP,
-        manifest_digest="",
-        digest_algorithm=KEYED,
-        block_bytes=1,
-        bucket_bytes=1,
-        timeout_s=access.join_s,
         age_s=time.monotonic() - access.started_s,
     )
-    try:
-        control.greet(hello.proven(key).to_dict())
-        what = f"waiting for the receiver of {control.url}"
-        joined = Joined.from_json(channel.take(0, (Kind.JOINED,), access.join_s, what).body)
-    finally:
-        server.close()  # the receiver loses its lane and ends
-    if joined.ok:
-        joined.require_proof(key)
-    return joined
 
 
 def perform(control: ServerControl, step: Step) -> None:
@@ -288,12 +265,8 @@ def _pidfd(pid: int) -> int:
     return -1
 
 
-def main(argv: list[str]) -> None:
+def main(sock: socket.socket, parent: int) -> None:
     """Entry point of the process."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    options = parser.parse_args(argv)
     # the signals that end a trainer reach its helpers too; this one must go on
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -301,11 +274,7 @@ def main(argv: list[str]) -> None:
         level=logging.INFO, format="titan_grpo pause guard %(process)d %(asctime)s %(message)s"
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    GuardProcess(socket.socket(fileno=options.fd), options.parent).run()
+    GuardProcess(sock, parent).run()
     logging.shutdown()
     # a cancelled recovery may still wait for its server: do not join its thread
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

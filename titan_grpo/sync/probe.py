@@ -1,59 +1,49 @@
-"""Asks a server what its receiver would answer, without opening an epoch."""
+"""Asks a server's receiver to join, and closes the epoch again: what does it hold, and would it?"""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
-from titan_grpo.protocol.messages import PROBE, Hello, Joined, Kind
+from titan_grpo.layout.image import KEYED
+from titan_grpo.protocol.messages import Hello, Joined, Kind
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.transports.range_server import RangeServer
 
+Greet = Callable[[dict[str, Any]], object]
+"""Sends a Hello (``init_info``) to the server's plugin."""
 
-class Probe:
-    """Reads a server's Joined answer without opening an epoch, for the doctor and the start-up
-    check."""
 
-    def __init__(
-        self,
-        bind_host: str,
-        timeout_s: float,
-        run_key: Key | None = None,
-        model: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Listen for the answer. ``hello``: the ``init_info`` to send; ``model`` as of Hello.
+def ask_receiver(
+    greet: Greet, bind_host: str, timeout_s: float, run_key: Key | None = None, **hello: Any
+) -> Joined:
+    """The receiver's answer to a Hello with these fields, which has come within ``timeout_s``
+    seconds; it then loses its lane and ends. With ``transport`` PROBE no epoch is opened.
 
-        With a run key, Joined.ok tells whether the server has the same; without, Joined.keyed
-        whether it has any.
-        """
-        self._timeout_s = timeout_s
-        run_id = "probe"
-        self._key = EpochKeys.of(run_key, run_id, 1).messages if run_key is not None else None
-        self._server = RangeServer()
-        self._channel = channel = self._server.channel(bind_host, self._key)
-        hello = Hello(
-            run_id=run_id,
-            epoch=1,
+    TransferFailed if none comes: no plugin, or no route from the server to this host. PeerError if
+    it is no refusal and does not prove the run key. With a run key, Joined.ok tells whether the
+    server has the same; without, Joined.keyed whether it has any.
+    """
+    asked: dict[str, Any] = {"run_id": "probe", "epoch": 1, **hello}
+    keys = EpochKeys.of(run_key, asked["run_id"], asked["epoch"]) if run_key is not None else None
+    key = keys.messages if keys is not None else None
+    server = RangeServer()
+    try:
+        channel = server.channel(bind_host, key)
+        message = Hello(
             host=channel.host,
             port=channel.port,
             ticket=channel.ticket.hex(),
-            transport=PROBE,
             manifest_digest="",
-            digest_algorithm="xxh3",
+            digest_algorithm=KEYED,
             block_bytes=1,
             bucket_bytes=1,
             timeout_s=timeout_s,
-            model=dict(model or {}),
+            **asked,
         )
-        self.hello = hello.proven(self._key)
-
-    def wait(self) -> Joined:
-        """The plugin's answer. TransferFailed if none comes: no plugin, or no route from the server
-        to this host. PeerError if it is no refusal and does not prove the run key."""
+        greet(message.proven(key).to_dict())
         what = "waiting for the server's titan_grpo plugin"
-        try:
-            frame = self._channel.take(0, (Kind.JOINED,), self._timeout_s, what)
-        finally:
-            self._server.close()
-        joined = Joined.from_json(frame.body)
-        if joined.ok:
-            joined.require_proof(self._key)
-        return joined
+        joined = Joined.from_json(channel.take(0, (Kind.JOINED,), timeout_s, what).body)
+    finally:
+        server.close()
+    if joined.ok:
+        joined.require_proof(key)
+    return joined

@@ -1,5 +1,6 @@
-"""Rank 0's handle of its sync process (sync_main): seals, lanes, HTTP and the source of ranges are
-there, and here are the servers' lines, and what must outlive that process.
+"""Rank 0's sync process, both ends. In the process are seals, lanes, HTTP and the source of ranges,
+so that no thread of theirs wants rank 0's interpreter; at rank 0 the servers' lines, and what must
+outlive the process.
 
 ::
 
@@ -9,52 +10,45 @@ there, and here are the servers' lines, and what must outlive that process.
 
 Killed, the process is started again, with the lanes, their epochs, the slot that the main thread
 holds, the newest complete version, and the versions that were not complete yet. Servers keep what
-they hold meanwhile.
+they hold meanwhile. It has no CUDA (but with transport = "nccl") and no torchtitan. It ends with
+rank 0, and what it leaves paused is its pause guard's.
 """
 
-import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from titan_grpo.config import WeightSync
-from titan_grpo.engines.control import ServerControl
+from titan_grpo.engines.server import ServerControl
+from titan_grpo.engines.sglang_stock import StockRoutes
 from titan_grpo.errors import ConfigError, SyncError
-from titan_grpo.layout.digest import fingerprint
-from titan_grpo.layout.image import ImageAddress
+from titan_grpo.layout.image import fingerprint
 from titan_grpo.observe import names, terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import ledger
-from titan_grpo.protocol.lane_events import no_observer
+from titan_grpo.protocol.lane import LaneEvent, Point, no_observer
+from titan_grpo.protocol.ledger import Entry
 from titan_grpo.protocol.messages import NIXL, Label
-from titan_grpo.sync.child import END_S, Child, Launched, launch
-from titan_grpo.sync.lanes import SyncOptions, hashing_of, server_set
-from titan_grpo.sync.part import LOOPBACK, ImagePool
-from titan_grpo.sync.publisher import Announcer
+from titan_grpo.runkey import Key
+from titan_grpo.sync.child import END_S, Child, Launched, Performer, perform
+from titan_grpo.sync.images import LOOPBACK, ImagePool, ImageSlots, PoolAddress, Published, Reserved
+from titan_grpo.sync.lane import ServerLane
+from titan_grpo.sync.lanes import SyncLanes, SyncOptions, hashing_of, server_set
+from titan_grpo.sync.publisher import Announcer, Copy
 from titan_grpo.sync.server_set import JOIN_S, ServerSet
-from titan_grpo.sync.slots import Published, Reserved
-from titan_grpo.sync.snapshot import Copy
 from titan_grpo.sync.transports.nixl import nixl_problem
-
-logger = logging.getLogger(__name__)
+from titan_grpo.unix_rpc import Pipe
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
     """What the process starts with."""
 
-    run_id: str
-    manifest: str
-    """Manifest.to_json()."""
-    part: int
-    images: tuple[ImageAddress, ...]
-    store_port: int
-    hashed: tuple[str, int] | None
-    """Host and port of ImagePool.hashed."""
+    pool: PoolAddress
     config: WeightSync
     options: SyncOptions
     """Without what only rank 0 has."""
@@ -81,23 +75,18 @@ class RemoteLane:
         self.stopping = False
 
     def start(self) -> None:
-        """See Lane."""
         self._owner.open_lane(self)
 
     def stop(self) -> None:
-        """See Lane."""
         self._owner.stop_lane(self)
 
     def abort(self) -> None:
-        """See Lane."""
         self._owner.post("abort_lane", self.url)
 
     def join(self, timeout: float) -> None:
-        """See Lane."""
         self.ended.wait(timeout)
 
     def is_alive(self) -> bool:
-        """See Lane."""
         return not self.ended.is_set()
 
 
@@ -111,11 +100,9 @@ class MainSlots:
         self.kept: set[str] = set()
 
     def take_reserved(self) -> int | None:
-        """See ImageSlots."""
         return self.wait_reserved(0.0)
 
     def wait_reserved(self, timeout_s: float) -> int | None:
-        """See ImageSlots."""
         deadline = time.monotonic() + timeout_s
         while True:
             # One piece for a restart, which must know who has each slot. It is never held over a
@@ -130,25 +117,21 @@ class MainSlots:
             self.reserved.poll(left_s)
 
     def put_back(self, slot: int) -> None:
-        """See ImageSlots."""
         with self._owner.lock:
             self.taken = None
             self.reserved.put(slot)
 
     def keep(self, url: str) -> None:
-        """See ImageSlots."""
         with self._owner.lock:
             self.kept.add(url)
-            self._owner.post("keep", url)
+            self._owner.post("slots.keep", url)
 
     def go_on(self, url: str) -> None:
-        """See ImageSlots."""
         with self._owner.lock:
             self.kept.discard(url)
-            self._owner.post("go_on", url)
+            self._owner.post("slots.go_on", url)
 
     def newest(self) -> Published | None:
-        """See ImageSlots."""
         return self._owner.complete
 
 
@@ -156,7 +139,7 @@ class SyncProcess(Child):
     """The weight sync, as rank 0 has it: the one assembly of a trainer, its benches and its
     tests."""
 
-    launch = staticmethod(partial(launch, module="titan_grpo.sync.sync_main"))
+    MODULE = "titan_grpo.sync.process"
     NAME = "sync process"
 
     def __init__(
@@ -170,7 +153,7 @@ class SyncProcess(Child):
         """``launched``: the process, if it was started before."""
         super().__init__(config)
         self.pool, self.manifest = pool, pool.manifest
-        self._recorder, self._o = recorder, options
+        self.recorder, self._o = recorder, options
         link = options.link(config)
         if link.transport == NIXL and (problem := nixl_problem()):
             raise ConfigError(problem)  # now: there it would end a process again and again
@@ -192,7 +175,7 @@ class SyncProcess(Child):
             config.connect_deadline_s,
             lambda seconds: recorder.observe(names.COPY_S, seconds),
         )
-        self._manifest = pool.manifest.to_json()
+        self._address = pool.address
         self._run(launched or self.launch(config))
 
     def start(self) -> None:
@@ -209,8 +192,8 @@ class SyncProcess(Child):
             self.servers.latch(error)
         with self.lock:
             self.slots.taken = None
-            self._jobs[version] = job = (slot, self._recorder.now())
-            self.post("publish", version, *job)
+            self._jobs[version] = job = (slot, self.recorder.now())
+            self.post("lanes.publish", version, *job)
         self._announcer(version, slot, copy)
 
     def fingerprint(self, image: memoryview) -> str:
@@ -221,7 +204,7 @@ class SyncProcess(Child):
         """No version follows; see ServerSet."""
         with self.lock:
             self._sealed = True
-            self.post("seal")
+            self.post("lanes.seal")
         return self.servers.flush(version, timeout_s)
 
     def close(self, within_s: float = JOIN_S) -> None:
@@ -243,7 +226,7 @@ class SyncProcess(Child):
         slots |= {self.slots.taken} if self.slots.taken is not None else set()
         if self.complete is not None and self.complete.slot in slots:
             self.complete = None
-        o, pool = self._o, self.pool
+        o = self._o
         options = replace(
             o,
             make_control=None,
@@ -253,37 +236,32 @@ class SyncProcess(Child):
             lane_observer=no_observer,
         )
         begin = Begin(
-            run_id=pool.run_id,
-            manifest=self._manifest,
-            part=pool.part,
-            images=tuple(image.address for image in pool.images),
-            store_port=pool.store.port,
-            hashed=None if pool.hashed is None else (pool.hashed.host, pool.hashed.port),
+            pool=self._address,
             config=self._config,
             options=options,
             run_key=o.run_key.hex() if o.run_key is not None else "",
             forwarded=o.make_control is not None,
             drains=o.drain is not None,
-            run_dir=self._recorder.run_dir,
+            run_dir=self.recorder.run_dir,
             reserved=self.slots.reserved.address,
             taken=tuple(slots),
             complete=self.complete,
         )
         self._pipe.post("begin", begin)
         for version, job in self._jobs.items():
-            self._pipe.post("publish", version, *job)
+            self._pipe.post("lanes.publish", version, *job)
         for url in self.slots.kept:
-            self._pipe.post("keep", url)
+            self._pipe.post("slots.keep", url)
         for lane in self._lanes.values():
             self._pipe.post("open_lane", lane.url, lane.epoch)
             if lane.stopping:
                 self._pipe.post("stop_lane", lane.url)
         if self._sealed:
-            self._pipe.post("seal")
+            self._pipe.post("lanes.seal")
 
     def _ended(self, text: str) -> None:
         text += "; the servers keep their versions until then"
-        self._recorder.error(text)
+        self.recorder.error(text)
         terminal.print_status(text)
 
     # Lanes.
@@ -300,7 +278,7 @@ class SyncProcess(Child):
             lane.stopping = True
             self.post("stop_lane", lane.url)
 
-    # What the process posts, one after the other.
+    # What the process posts, one after the other, beside calls of ``servers`` and ``recorder``.
 
     def connecting(self, url: str, epoch: int) -> None:
         """A lane opens its ``epoch``-th connection."""
@@ -308,23 +286,13 @@ class SyncProcess(Child):
             lane.epoch = epoch
 
     def apply(self, url: str, event: ledger.Event, label: Label | None, engine: str) -> None:
-        """See Reports."""
         if lane := self._lanes.get(url):
             lane.engine = engine
         self.servers.apply(url, event, label)
         if self._o.keeps and isinstance(event, ledger.Holds) and url not in self.slots.kept:
-            self.post("go_on", url)
-
-    def refused(self, url: str, reason: str, final: bool) -> None:
-        """See Reports."""
-        self.servers.refused(url, reason, final)
-
-    def taken(self, url: str, run: str) -> None:
-        """See Reports."""
-        self.servers.taken(url, run)
+            self.post("slots.go_on", url)
 
     def latch(self, cause: str, url: str, version: int | None, block: int | None) -> None:
-        """See Reports."""
         self.servers.latch(SyncError(cause, url=url, version=version, block=block))
 
     def lane_ended(self, url: str) -> None:
@@ -335,18 +303,12 @@ class SyncProcess(Child):
             lane.ended.set()
 
     def sealed(self, version: int, published: Published | None) -> None:
-        """See Reports."""
         with self.lock:
             self._jobs.pop(version, None)
             self.complete = published or self.complete
 
-    def entry(self, kind: str, *values: Any) -> None:
-        """See Recorder.add."""
-        self._recorder.add(kind, *values)
-
     def span(self, name: str, start_s: float, stop_s: float, track: str, args: Any) -> None:
-        """See Recorder.add_span."""
-        self._recorder.add_span(name, start_s, stop_s, track, **args)
+        self.recorder.add_span(name, start_s, stop_s, track, **args)
 
     def request(self, number: int, what: str, url: str, *arguments: Any) -> None:
         """What a lane waits for."""
@@ -381,3 +343,164 @@ class SyncProcess(Child):
         if method == "close" and not routes:
             self._controls.pop(url, None)
         return control.engine, value
+
+
+# In the process.
+
+
+class PipeRecorder(Recorder):
+    """A Recorder of the lanes whose entries rank 0's has."""
+
+    def __init__(self, pipe: Pipe, run_dir: Path) -> None:
+        """Opens no file."""
+        self._pipe, self.run_dir, self._clock = pipe, run_dir, time.perf_counter
+
+    def add(self, kind: str, *values: Any) -> None:
+        self._pipe.post("recorder.add", kind, *values)
+
+    def add_span(
+        self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any
+    ) -> None:
+        track = track or threading.current_thread().name
+        self._pipe.post("span", name, start_s, stop_s, track, args)
+
+
+class PipeControl:
+    """A ServerControl, or its StockRoutes, whose calls rank 0 makes."""
+
+    def __init__(self, pipe: Pipe, url: str, routes: bool = False) -> None:
+        self._pipe, self.url, self._routes = pipe, url, routes
+        self.engine = ""
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """A method of the interface."""
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        def call(*arguments: Any) -> Any:
+            asked = ("call", self.url, self._routes, method, arguments)
+            self.engine, value = self._pipe.ask(*asked)
+            if method == "stock":
+                there = PipeControl(self._pipe, self.url, routes=True)
+                return cast(StockRoutes, there) if value else None
+            return value
+
+        return call
+
+
+class Reporting:
+    """Reports of the lanes, for rank 0. Each server's line is known here too: by the events of its
+    lane alone."""
+
+    def __init__(self, pipe: Pipe, keep: Callable[[str], object] | None) -> None:
+        """``keep`` is called before rank 0 knows that a server holds a version: it says when the
+        server may go on. None: it always may."""
+        self._pipe, self._keep = pipe, keep
+        self.lanes: dict[str, ServerLane] = {}
+        self._entries: dict[str, Entry] = {}
+        self._refusals: dict[str, str] = {}
+
+    def opened(self, lane: ServerLane) -> None:
+        """A lane of whose server nothing is known."""
+        self.lanes[lane.url], self._entries[lane.url] = lane, Entry()
+        self._refusals.pop(lane.url, None)
+
+    def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
+        """See Reports. Before a commit it waits until rank 0 knows: from then on the server's
+        version is not certain, and rollouts must not ask it."""
+        entry, _ = ledger.step(self._entries[url], event)
+        self._entries[url] = entry
+        if entry.held is not None:
+            self._refusals.pop(url, None)
+        said = (url, event, label, self.lanes[url].engine)
+        if isinstance(event, ledger.Committing):
+            self._pipe.ask("apply", *said)
+            return
+        if isinstance(event, ledger.Holds) and self._keep is not None:
+            self._keep(url)
+        self._pipe.post("apply", *said)
+
+    def entry(self, url: str) -> Entry:
+        return self._entries[url]
+
+    def refused(self, url: str, reason: str, final: bool) -> bool:
+        known = self._refusals.get(url) == reason
+        self._refusals[url] = reason
+        self._pipe.post("servers.refused", url, reason, final)
+        return known
+
+    def taken(self, url: str, run: str) -> None:
+        self._pipe.post("servers.taken", url, run)
+
+    def latch(self, error: SyncError) -> None:
+        self._pipe.post("latch", error.cause, error.url, error.version, error.block)
+
+    def sealed(self, version: int, published: Published | None) -> None:
+        # Patches are large, and of no use to another process.
+        whole = None if published is None else replace(published, patches=())
+        self._pipe.post("sealed", version, whole)
+
+    def lane_ended(self, url: str) -> None:
+        self._pipe.post("lane_ended", url)
+
+
+class Main(Performer):
+    """Performs what rank 0 posts, calls of ``lanes`` and ``slots`` among it."""
+
+    def answered(self, number: int, value: Any, error: Any) -> None:
+        self._pipe.answered(number, value, error)
+
+    def begin(self, b: Begin) -> None:
+        """The first of all calls."""
+        pipe = self._pipe
+        pool = b.pool.open(b.config.connect_deadline_s)
+        reserved = Reserved(*b.reserved)
+        self.slots = ImageSlots(b.config.slots, reserved, b.taken, b.complete)
+        self._reports = Reporting(pipe, self.slots.keep if b.options.keeps else None)
+        options = replace(
+            b.options,
+            run_key=Key.parse(b.run_key, "rank 0's run key") if b.run_key else None,
+            make_control=self._control if b.forwarded else None,
+            drain=(lambda url: pipe.ask("drain", url)) if b.drains else None,
+            lane_observer=self._passing,
+        )
+        self.lanes = SyncLanes(
+            pool,
+            b.config,
+            PipeRecorder(pipe, b.run_dir),
+            options,
+            self._reports,
+            self.slots,
+        )
+        self.lanes.start()
+
+    def _control(self, url: str) -> ServerControl:
+        # Its methods are looked up by name in the interface.
+        return cast(ServerControl, PipeControl(self._pipe, url))
+
+    def _passing(self, event: LaneEvent) -> None:
+        if event.point is Point.GREET:
+            self._pipe.post("connecting", event.url, self._reports.lanes[event.url].epoch)
+
+    def open_lane(self, url: str, epoch: int) -> None:
+        """A server has come."""
+        lane = self.lanes.open_lane(url, epoch)
+        self._reports.opened(lane)
+        lane.start()
+
+    def stop_lane(self, url: str) -> None:
+        """A server leaves. The lane's end is posted to rank 0."""
+        self._reports.lanes[url].stop()
+
+    def abort_lane(self, url: str) -> None:
+        self._reports.lanes[url].abort()
+
+    def end(self) -> None:
+        """The last of all calls, after the lanes have ended, or were given up."""
+        self.lanes.end(time.monotonic() + JOIN_S)
+        self.exit()
+
+
+def main(sock: socket.socket, parent: int) -> None:
+    """Entry point of the process."""
+    perform(sock, parent, Main)

@@ -1,17 +1,328 @@
-"""One rank's part of publishing a version: start the copy, fence it, announce that the bytes are
-there."""
+"""One rank's part of a version: copy its shards into a slot of the image without stopping the
+trainer, and announce that the bytes are there.
 
+::
+
+    optimizer.step()      publish(version, slot): CPU copies now; CUDA enqueues on a side stream
+    forward, backward     the copy runs beside them; the announcer's thread waits for its end
+    fence()               the current stream waits for the copy (the device, not the host)
+    optimizer.step()      may now change the weights
+"""
+
+import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from titan_grpo.errors import PeerError, SyncError
+from titan_grpo.errors import PeerError, ProtocolError, SyncError
+from titan_grpo.layout.cuda_runtime import Block, CudaRuntime
+from titan_grpo.layout.infer import matrix_shape
 from titan_grpo.layout.peft import MergedRows
-from titan_grpo.sync.snapshot import Copy, Snapshotter
-from titan_grpo.sync.transports.store import join_store, store_errors
+from titan_grpo.layout.plan import CopyOp, written_pages
+from titan_grpo.sync.transports.broadcast import join_store, store_errors
+
+logger = logging.getLogger(__name__)
+
+WIDEST_ITEM = 8
+"""Bytes of the widest element that a shard can have (float64)."""
+
+
+class Copy:
+    """One snapshot; this one is finished, as the CPU makes it."""
+
+    def __init__(self, copy_s: float = 0.0) -> None:
+        self._copy_s = copy_s
+
+    @property
+    def fenced_s(self) -> float:
+        """Seconds that the device stood still at the fence; 0 before it is past it."""
+        return 0.0
+
+    def fence(self) -> None:
+        """Let nothing that is enqueued after this on the current stream run before the copy has
+        read the weights."""
+
+    def wait(self, timeout_s: float) -> float:
+        """Block until the bytes are in the image; seconds the copy took. Raises SyncError past the
+        deadline."""
+        return self._copy_s
+
+
+class CudaCopy(Copy):
+    """A copy that the device makes between two events.
+
+    The events belong to this copy alone: a wait binds to the newest record of an event, so a reused
+    one would let the optimizer, or the lane, run into a later copy of the same slot.
+    """
+
+    def __init__(
+        self,
+        started: torch.cuda.Event,
+        ended: torch.cuda.Event,
+        shards: Sequence[torch.Tensor | MergedRows],
+        device: torch.device,
+    ) -> None:
+        """Both events are recorded on the side stream of ``device``; ``shards`` are kept alive
+        until the copy is done."""
+        self._started, self._ended, self._device = started, ended, device
+        self._shards: Sequence[torch.Tensor | MergedRows] | None = shards
+        self._fence: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def fence(self) -> None:
+        """Make the current stream wait on the device; the host goes on."""
+        stream = torch.cuda.current_stream(self._device)
+        with torch.cuda.device(self._device):
+            arrived, past = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            arrived.record(stream)
+            stream.wait_event(self._ended)
+            past.record(stream)
+        self._fence = arrived, past
+
+    @property
+    def fenced_s(self) -> float:
+        if self._fence is None or not self._fence[1].query():
+            return 0.0
+        milliseconds: float = self._fence[0].elapsed_time(self._fence[1])
+        return milliseconds / 1000.0
+
+    def wait(self, timeout_s: float) -> float:
+        """Sleep until the event is done. CUDA has no wait with a deadline: another thread waits,
+        and ends when CUDA does."""
+        done: Future[None] = Future()
+
+        def synchronize() -> None:
+            try:
+                # a new thread's device is GPU 0, where CUDA would make a context of its own
+                with torch.cuda.device(self._device):
+                    self._ended.synchronize()
+            except Exception as error:  # noqa: BLE001 - top of a thread: wait() raises it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        threading.Thread(target=synchronize, name="device copy", daemon=True).start()
+        try:
+            done.result(timeout_s)
+        except TimeoutError:
+            raise SyncError(
+                f"the copy of this rank's weights must end within {timeout_s:g} s, it did not: this"
+                " version is not published; a training collective may hang, or the host's memory"
+                " is not pinned"
+            ) from None
+        self._shards = None
+        milliseconds: float = self._started.elapsed_time(self._ended)
+        return milliseconds / 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A CopyOp with its destination in one slot: ``dest`` is [num_rows, num_cols], strided, on the
+    host."""
+
+    rows: slice | torch.Tensor
+    dest: torch.Tensor
+
+    @classmethod
+    def of(cls, op: CopyOp, image: torch.Tensor, device: torch.device) -> "_Task":
+        dtype: torch.dtype = getattr(torch, op.dtype)
+        whole = image.view(dtype)
+        dest = whole.as_strided(
+            (op.num_rows, op.num_cols),
+            (op.dest_row_stride // dtype.itemsize, 1),
+            whole.storage_offset() + op.dest_offset // dtype.itemsize,
+        )
+        return cls(op.rows if isinstance(op.rows, slice) else op.rows.to(device), dest)
+
+    def pieces(
+        self, source: torch.Tensor | MergedRows, chunk_bytes: int
+    ) -> list[tuple[torch.Tensor, slice | torch.Tensor]]:
+        """(destination, source rows) of parts whose temporary, of either dtype, fits into
+        ``chunk_bytes``.
+
+        A slice on the CPU, or one without a cast, makes no temporary; cutting it costs nothing
+        measurable.
+        """
+        num_rows, num_cols = self.dest.shape
+        item = max(self.dest.element_size(), source.element_size())
+        step = max(1, chunk_bytes // (num_cols * item))
+        if step >= num_rows:
+            return [(self.dest, self.rows)]
+        return [
+            (self.dest[i : i + step], _part(self.rows, i, min(i + step, num_rows)))
+            for i in range(0, num_rows, step)
+        ]
+
+
+def _part(rows: slice | torch.Tensor, first: int, last: int) -> slice | torch.Tensor:
+    """Entries ``first`` to ``last`` of a row selection: ``_part(slice(4, 20, 2), 1, 3) == slice(6,
+    10, 2)``."""
+    if isinstance(rows, slice):
+        return slice(rows.start + first * rows.step, rows.start + last * rows.step, rows.step)
+    return rows[first:last]
+
+
+def _as_matrix(shard: torch.Tensor | MergedRows) -> torch.Tensor | MergedRows:
+    if isinstance(shard, MergedRows):
+        return shard
+    return shard.detach().reshape(matrix_shape(shard.shape))
+
+
+def _checked(fqn: str, source: torch.Tensor, dest: torch.Tensor) -> torch.Tensor:
+    """``source``, if it has ``dest``'s shape: copy_ would broadcast a single row over all of them
+    in silence."""
+    if source.shape != dest.shape:
+        raise ProtocolError(
+            f"the shard of {fqn} must give rows {tuple(dest.shape)} as planned, got"
+            f" {tuple(source.shape)}"
+        )
+    return source
+
+
+class Snapshotter:
+    """Holds the plan of this rank (``ops`` by parameter name) and the slots' images, and makes the
+    copies.
+
+    On CUDA it owns one stream and one staging buffer of ``chunk_bytes`` (or one row, if that is
+    more) on the device, and pins what this rank writes of the images (``cudaHostRegister``) until
+    ``close``.
+    """
+
+    def __init__(
+        self,
+        ops: Mapping[str, Sequence[CopyOp]],
+        images: Sequence[torch.Tensor],
+        device: torch.device,
+        chunk_bytes: int,
+    ) -> None:
+        """``images``: uint8[total_bytes] per slot, on the CPU. ``chunk_bytes``: device memory for
+        casts and gathers."""
+        self._chunk_bytes = chunk_bytes
+        device = torch.device(device)
+        planned = {fqn: group for fqn, group in ops.items() if group}
+        self._plans = [
+            {fqn: [_Task.of(op, image, device) for op in group] for fqn, group in planned.items()}
+            for image in images
+        ]
+        self._cuda: _CudaSide | None = None
+        if device.type == "cuda":
+            widest = max((op.num_cols for group in ops.values() for op in group), default=0)
+            pages = written_pages(op for group in planned.values() for op in group)
+            parts = [image[start:stop] for image in images for start, stop in pages]
+            self._cuda = _CudaSide(parts, device, max(chunk_bytes, widest * WIDEST_ITEM))
+
+    def start(self, shards: Mapping[str, torch.Tensor | MergedRows], slot: int) -> Copy:
+        """Copy the local ``shards`` (plain tensors, or merged rows, by parameter name; others than
+        the plan's are ignored) into ``slot``.
+
+        The caller keeps them unchanged until ``fence``. Raises ProtocolError if a planned shard is
+        missing or has another shape than at planning time.
+        """
+        plan = self._plans[slot]
+        missing = plan.keys() - shards.keys()
+        if missing:
+            raise ProtocolError(
+                f"shards must hold every planned parameter, missing are {sorted(missing)[:3]} of"
+                f" {len(missing)}"
+            )
+        with torch.no_grad():
+            if self._cuda is not None:
+                return self._cuda.start(plan, shards)
+            began = time.perf_counter()
+            for fqn, tasks in plan.items():
+                source = _as_matrix(shards[fqn])
+                for task in tasks:
+                    for dest, rows in task.pieces(source, self._chunk_bytes):
+                        dest.copy_(_checked(fqn, source[rows], dest))
+            return Copy(time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Wait for the device and unpin the images; idempotent."""
+        if self._cuda is not None:
+            self._cuda.close()
+            self._cuda = None
+
+
+class _CudaSide:
+    """The device half: stream, staging buffer, pinned parts of images. Nothing here waits on the
+    host, except close()."""
+
+    def __init__(
+        self, parts: Sequence[torch.Tensor], device: torch.device, staging_bytes: int
+    ) -> None:
+        self._device = device
+        self._runtime = CudaRuntime()
+        with torch.cuda.device(device):
+            # of the lowest priority that CUDA has, which is also that of training's streams
+            self._stream = torch.cuda.Stream(device)
+            self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
+            self._pinned = [part for part in parts if self._pin(part)]
+
+    def _pin(self, part: torch.Tensor) -> bool:
+        refusal = self._runtime.register(part.data_ptr(), part.numel())
+        if refusal is not None:
+            logger.warning(
+                "%d bytes of a weight image could not be pinned (%s): each snapshot will block the"
+                " trainer for the whole copy, at a fraction of the bus's speed; raise the limit on"
+                " locked memory",
+                part.numel(),
+                refusal,
+            )
+        return refusal is None
+
+    def start(
+        self, plan: Mapping[str, Sequence[_Task]], shards: Mapping[str, torch.Tensor | MergedRows]
+    ) -> CudaCopy:
+        started = torch.cuda.Event(enable_timing=True)
+        # blocking: a thread that waits for it sleeps, where CUDA would spin on a core
+        ended = torch.cuda.Event(enable_timing=True, blocking=True)
+        with torch.cuda.device(self._device):
+            # the optimizer's kernels are still queued on the current stream: read the weights after
+            # them
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                started.record(self._stream)
+                for fqn, tasks in plan.items():
+                    source = _as_matrix(shards[fqn])
+                    for task in tasks:
+                        self._copy(fqn, task, source)
+                ended.record(self._stream)
+        return CudaCopy(started, ended, [shards[fqn] for fqn in plan], self._device)
+
+    def _copy(self, fqn: str, task: _Task, source: torch.Tensor | MergedRows) -> None:
+        plain = isinstance(task.rows, slice) and source.dtype == task.dest.dtype
+        if plain and isinstance(source, torch.Tensor) and source.stride(1) == 1:
+            self._send(_checked(fqn, source[task.rows], task.dest), task.dest)
+            return
+        for dest, rows in task.pieces(source, self._staging.numel()):
+            picked = _checked(fqn, source[rows], dest)
+            # one buffer for all pieces: the stream runs cast, copy, cast, copy in that order
+            raw = self._staging[: dest.numel() * dest.element_size()]
+            staged = raw.view(dest.dtype).view(dest.shape)
+            staged.copy_(picked)
+            self._send(staged, dest)
+
+    def _send(self, source: torch.Tensor, dest: torch.Tensor) -> None:
+        rows, width = dest.shape[0], dest.shape[1] * dest.element_size()
+        pitches = source.stride(0) * source.element_size(), dest.stride(0) * dest.element_size()
+        if rows == 1 or pitches == (width, width):
+            # adjacent on both sides: a vector's 2-byte rows would crawl one by one
+            rows, width = 1, rows * width
+            pitches = width, width
+        device, host = Block(source.data_ptr(), pitches[0]), Block(dest.data_ptr(), pitches[1])
+        self._runtime.copy_to_host(host, device, width, rows, self._stream.cuda_stream)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        for part in self._pinned:
+            self._runtime.unregister(part.data_ptr())
+        self._pinned = []
+
 
 Announce = Callable[[int, int, Copy], None]
 """Called by the main thread with (version, slot, copy). Must not wait."""
@@ -35,12 +346,7 @@ def local_shards(
 
 
 class Publisher:
-    """Used by a trainer rank's main thread, which waits for nothing here but its own device copy.
-
-    ::
-
-        optimizer.step  publish(v) .. forward and backward over the copy .. fence()  optimizer.step
-    """
+    """Used by a rank's main thread, which waits for nothing here but its own device copy."""
 
     def __init__(self, snapshotter: Snapshotter, announce: Announce) -> None:
         self._snapshotter = snapshotter

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from titan_grpo.protocol import relay
 from titan_grpo.protocol.messages import Joined, RangeSource, Staged
-from titan_grpo.sync.transports.ranges import TICKET_BYTES
+from titan_grpo.sync.transports.channel import TICKET_BYTES
 
 PATIENCE_S = 2.0
 """Least time that a server waits for a range from another one, in seconds."""
@@ -97,15 +97,6 @@ class Relay:
                 self._step(relay.Answered(url, answer.version, answer.ok, rate, lost))
         if answer.relay_bytes:
             self._relayed(answer.relay_bytes)
-
-    def inner(self) -> tuple[str, str] | None:
-        """A server that reads and is read from now, and its reader; one that reads from another
-        server first. None if there is none."""
-        with self._lock:
-            nodes = self._table.nodes
-            reading = {u: n.parent for u, n in nodes.items() if n.reading and self._table.above(n)}
-            both = [(p, u) for u, p in reading.items() if nodes[p].reading]
-            return min(both, key=lambda pair: pair[0] not in reading, default=None)
 
     def _step(self, event: relay.Event) -> tuple[relay.Read, ...]:
         self._table, actions = relay.step(self._table, event)

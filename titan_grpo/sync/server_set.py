@@ -24,7 +24,7 @@ from titan_grpo.protocol.ledger import Entry, Lag, Standing
 from titan_grpo.protocol.messages import Label, ServerState
 
 if TYPE_CHECKING:
-    from titan_grpo.sync.slots import Published
+    from titan_grpo.sync.images import Published
 
 logger = logging.getLogger(__name__)
 

@@ -7,53 +7,30 @@ its real label only when all of them are through: a server with that label needs
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from titan_grpo.engines.control import Announced, Group, ServerControl, StockRoutes
-from titan_grpo.engines.sglang_stock import NOT_RECEIVED
+from titan_grpo.engines.server import ServerControl
+from titan_grpo.engines.sglang_stock import NOT_RECEIVED, Announced, Group, StockRoutes
 from titan_grpo.errors import PeerError, ServerRefused, TransferFailed
 from titan_grpo.layout.manifest import Manifest, TensorSpec, buckets, names_problem
 from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Staged
 from titan_grpo.sync.link import LinkOptions, Moved
-from titan_grpo.sync.transports.base import Transport, TransportOptions
-from titan_grpo.sync.transports.store import host_store, open_transport
+from titan_grpo.sync.transports.broadcast import (
+    Transport,
+    TransportOptions,
+    host_store,
+    open_transport,
+    outcome,
+    request_beside,
+)
 
 TRAINER_RANK = 0
 
 OPEN_S = 20.0
 """Longest wait for a server's workers to join a group, in seconds. They stand still for it."""
-
-
-class Post(threading.Thread):
-    """A request that is answered only after this end has sent its bytes. Calls ``refused`` if it
-    fails."""
-
-    def __init__(self, call: Callable[[], None], refused: Callable[[], object]) -> None:
-        super().__init__(name="stock update", daemon=True)
-        self._call, self._refused = call, refused
-        self._error: PeerError | None = None
-
-    def run(self) -> None:
-        """The request."""
-        try:
-            self._call()
-        except PeerError as error:
-            self._error = error
-            self._refused()
-
-    def result(self, timeout_s: float) -> None:
-        """Raises the request's error, TransferFailed without an answer within ``timeout_s``
-        seconds."""
-        self.join(timeout_s)
-        if self._error is not None:
-            raise self._error
-        if self.is_alive():
-            raise TransferFailed(
-                f"the server's update has no answer {timeout_s:.1f} s after its bytes were sent"
-            )
 
 
 class StockLink:
@@ -97,35 +74,36 @@ class StockLink:
 
     def send_manifest(self) -> Staged:
         """Compare the names: SGLang ignores unknown ones and answers with success."""
-        theirs = self._routes.parameter_names(self._options.timeout_s)
+        theirs = self._routes.parameter_names(self._options.config.lane_deadline_s)
         problem = names_problem([spec.name for spec in self._manifest.tensors], theirs)
-        return Staged(0, 0, not problem, "", 0.0, 0.0, problem, -1, {})
+        return Staged(0, 0, not problem, "", error=problem)
 
     def offer(
         self, number: int, version: int, digests: Sequence[bytes], fingerprint: str
     ) -> Staged:
         """Open the group of one transfer; the server stands still meanwhile (a fraction of a
         second)."""
-        o, timeout_s = self._options, min(OPEN_S, self._options.timeout_s)
+        o, timeout_s = self._options, min(OPEN_S, self._options.config.lane_deadline_s)
         host = host_store(o.bind_host)
         name = f"titan_grpo-{self._run_id}-{self._epoch}-{number}"
         size = 1 + self._workers
         group = Group(name, o.bind_host, host.port, size, o.transport)
-        post = Post(lambda: self._routes.init_group(group, timeout_s), self.cancel)
-        post.start()
+        joining = request_beside(
+            lambda: self._routes.init_group(group, timeout_s), failed=self.cancel
+        )
         # torch nests the prefixes in this way, and the server's torch looks for rank 0 there
         device = "cuda" if o.transport == "nccl" else "cpu"
         store = dist.PrefixStore(
             f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, host))
         )
-        options = TransportOptions(timeout_s, o.bind_host, o.bucket_bytes, o.device)
+        options = TransportOptions(timeout_s, o.bind_host, o.config.bucket_bytes, o.device)
         transport = open_transport(o.transport, store, TRAINER_RANK, size, options)
         with self._lock:
             self._transport, self._group, aborted = transport, name, self._aborted
         if aborted:
             transport.abort()
-        post.result(timeout_s)
-        return Staged(number, version, True, fingerprint, 0.0, 0.0, "", -1, {})
+        outcome(joining, timeout_s, "the server's joining of a group")
+        return Staged(number, version, True, fingerprint)
 
     def push(
         self,
@@ -138,12 +116,12 @@ class StockLink:
         """Send ``image`` (uint8[total_bytes]) into the paused engine, bucket by bucket; how that
         ended."""
         start, done, began = time.monotonic(), 0, False
-        deadline = start + self._options.timeout_s
+        deadline = start + self._options.config.lane_deadline_s
         try:
             control.relabel(UNUSABLE)
-            self._routes.begin(self._options.timeout_s)
+            self._routes.begin(self._options.config.lane_deadline_s)
             began = True
-            for bucket in buckets(self._manifest, self._options.bucket_bytes):
+            for bucket in buckets(self._manifest, self._options.config.bucket_bytes):
                 self._send(bucket, image, deadline)
                 done += len(bucket)
                 moved(bucket[-1].offset + bucket[-1].nbytes)
@@ -195,15 +173,16 @@ class StockLink:
         transport = self._transport
         if left <= 0 or transport is None:
             raise TransferFailed(
-                f"a transfer must end within {self._options.timeout_s} s"
+                f"a transfer must end within {self._options.config.lane_deadline_s} s"
                 " (weight_sync.lane_deadline_s)"
             )
         shapes = [spec.shape for spec in bucket]
         announced = Announced(
             [spec.name for spec in bucket], [spec.dtype for spec in bucket], shapes
         )
-        post = Post(lambda: self._routes.update(self._group, announced, left), transport.abort)
-        post.start()
+        update = request_beside(
+            lambda: self._routes.update(self._group, announced, left), failed=transport.abort
+        )
         failure: TransferFailed | None = None
         try:
             transport.broadcast(
@@ -212,7 +191,7 @@ class StockLink:
         except TransferFailed as error:
             failure = error
             self._drop()  # the server's side ends with a refusal, which says more
-        post.result(max(1.0, deadline - time.monotonic()))
+        outcome(update, max(1.0, deadline - time.monotonic()), "the server's update")
         if failure is not None:
             raise failure
 

@@ -2,15 +2,12 @@
 import."""
 
 import importlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan_grpo.errors import UpstreamError
 from titan_grpo.patches.versions import Range, inside, release
-
-if TYPE_CHECKING:
-    import torch
 
 TORCHTITAN: Range = ("torchtitan", "0.2.2", "0.4")
 
@@ -81,8 +78,8 @@ def prepare() -> bool:
     """Check the version and apply all patches that act at import, in the one order that works. Call
     before anything imports torchtitan. Idempotent.
 
-    Returns whether training runs on the CPU; there ``after_parallelize`` is due once the model is
-    built.
+    Returns whether training runs on the CPU; there the patch ``torchtitan_gloo_premul`` is due once
+    a model is sharded.
 
     Raises:
         UpstreamError: a version of torchtitan or torch that this was not written for.
@@ -109,14 +106,3 @@ def prepare() -> bool:
     torchtitan_moe_histc.apply()
     torchtitan_tied_embeddings.apply()
     return on_cpu
-
-
-def after_parallelize(model_parts: "Iterable[torch.nn.Module]") -> bool:
-    """The patch that needs the sharded model: FSDP2 over gloo. Call right after Trainer.__init__
-    built the model.
-
-    Returns whether any module was changed; parameters on an accelerator are left alone.
-    """
-    from titan_grpo.patches import torchtitan_gloo_premul
-
-    return torchtitan_gloo_premul.apply(model_parts)

@@ -1,4 +1,4 @@
-"""What a step is made of, and the data loader that torchtitan iterates.
+"""What a step is made of: groups, in the data loader that torchtitan iterates, and plain text.
 
 Rank 0 takes groups, plans all ranks' work and scatters it. The scatter carries everything that all
 ranks must agree on: the micro-batches, the slot of the next version image, the resume state, and an
@@ -8,7 +8,7 @@ wait for rollouts may be longer than torchtitan's training timeout.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
 
-from titan_grpo.algorithm.advantages import AdvantageOptions, Scored, has_spread
+from titan_grpo.algorithm.advantages import Scored, has_spread
+from titan_grpo.algorithm.batch import BatchOptions
 from titan_grpo.algorithm.rows import MicroBatch, Rows, attention_rows, build
-from titan_grpo.errors import ProtocolError, TitanGrpoError
+from titan_grpo.errors import ConfigError, ProtocolError, TitanGrpoError
 from titan_grpo.samples import Group, defect
 from titan_grpo.titan.rules import rank0_waits_s
 
@@ -41,7 +42,7 @@ def varied_groups(
     give_places_back: Callable[[int], None],
     want: int,
     rounds: int,
-    options: AdvantageOptions,
+    options: BatchOptions,
 ) -> Sampled:
     """``want`` groups with reward spread, replacing the others up to ``rounds`` times; then as many
     as there are (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
@@ -60,7 +61,7 @@ def varied_groups(
         # A group with a defect is not trained on; a reward that is none would stop the run here.
         if any(defect(group.prompt, c) for c in group.completions):
             return False
-        return has_spread([Scored.of(c) for c in group.completions], options)
+        return has_spread([Scored.of(c) for c in group.completions], options.grpo, options.longest)
 
     kept: list[Group] = []
     flat: list[Group] = []
@@ -80,8 +81,6 @@ def varied_groups(
 class Share:
     """What one rank gets for one step."""
 
-    microbatches: list[MicroBatch] | Rows = field(default_factory=list)
-    """The tensors, or what this rank is to build them of."""
     steps: tuple[int, ...] = ()
     """Micro-batches of each optimizer step, in order."""
     slot: int | None = None
@@ -90,17 +89,13 @@ class Share:
     """Rollout state after this step, for the checkpoint."""
     error: str = ""
     """Why the run must stop now, on every rank alike."""
+    microbatches: list[MicroBatch] | Rows = field(default_factory=list)
+    """The tensors, or what this rank is to build them of."""
 
 
-@dataclass(slots=True)
-class StepWork:
-    """What rank 0 prepared for all ranks: ``ranks[dp_rank]`` micro-batches, ``steps`` of them for
-    each optimizer step."""
-
-    ranks: Sequence[list[MicroBatch] | Rows]
-    steps: tuple[int, ...]
-    slot: int | None
-    state: str
+StepWork = tuple[Share, Sequence[list[MicroBatch] | Rows]]
+"""What rank 0 prepared: what is the same for all ranks, and the micro-batches by data-parallel
+rank."""
 
 
 class RunStopped(TitanGrpoError):
@@ -111,28 +106,23 @@ class BatchLoader(BaseDataLoader):
     """One rank's loader. ``fetch`` is collective; iterating yields the fetched micro-batches in
     torchtitan's form."""
 
+    group: dist.ProcessGroup
+    """The gloo group of all ranks, for control messages on the main thread; from ``connect`` on."""
+
     def __init__(self, dp_rank: int) -> None:
         self.dp_rank = dp_rank
         self.state = ""
         self._queue: list[MicroBatch] = []
-        self._group: dist.ProcessGroup | None = None
         self._dp_ranks: list[int] = []
 
     def connect(self, job_config: Any) -> None:
         """Open the scatter's own group. Collective over all ranks, once."""
         # The ranks wait in this group also while rank 0 starts servers and waits for a commit.
         timeout = timedelta(seconds=max(rank0_waits_s(job_config)) + GROUP_MARGIN_S)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
         dp_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(dp_ranks, self.dp_rank, group=self._group)
+        dist.all_gather_object(dp_ranks, self.dp_rank, group=self.group)
         self._dp_ranks = dp_ranks
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The gloo group of all ranks, for control messages on the main thread."""
-        if self._group is None:
-            raise ProtocolError("the batch loader must be connected before it is used")
-        return self._group
 
     @property
     def num_shares(self) -> int:
@@ -148,22 +138,20 @@ class BatchLoader(BaseDataLoader):
         shares: list[Share] | None = None
         if prepare is not None:
             try:
-                work = prepare()
-                shares = [
-                    Share(work.ranks[n], work.steps, work.slot, work.state) for n in self._dp_ranks
-                ]
+                share, ranks = prepare()
+                shares = [replace(share, microbatches=ranks[n]) for n in self._dp_ranks]
             except (TitanGrpoError, OSError) as error:
                 # The other ranks would wait in the scatter until its deadline without an answer.
                 shares = [Share(error=f"{type(error).__name__}: {error}") for _ in self._dp_ranks]
         received: list[Any] = [None]
         dist.scatter_object_list(received, shares, src=0, group=self.group)
-        share: Share = received[0]
-        if share.error:
-            raise RunStopped(share.error)
-        self.state = share.state
-        work_here = share.microbatches
-        self._queue = build(work_here) if isinstance(work_here, Rows) else list(work_here)
-        return share
+        mine: Share = received[0]
+        if mine.error:
+            raise RunStopped(mine.error)
+        self.state = mine.state
+        work = mine.microbatches
+        self._queue = build(work) if isinstance(work, Rows) else list(work)
+        return mine
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
         while True:
@@ -184,3 +172,59 @@ class BatchLoader(BaseDataLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what a checkpoint holds; used when the rollouts start."""
         self.state = state_dict["rollout"]
+
+
+class TextMixin:
+    """PTX mix-in: one rank's batches of plain text from torchtitan's own loader, whose
+    cross-entropy joins the optimizer step. As in InstructGPT (arXiv 2203.02155, eq. 2), where it
+    kept the policy from forgetting:  L = L_policy + ptx_scale * CE.
+
+    ``loader`` goes into the checkpoint; iteration begins after that was loaded.
+    """
+
+    def __init__(self, spec: Any, job_config: Any, dp_degree: int, dp_rank: int) -> None:
+        """``spec`` is torchtitan's train spec of the model, with its own tokenizer and loader."""
+        if spec.build_tokenizer_fn is None or spec.build_dataloader_fn is None:
+            raise ConfigError(
+                f"grpo.ptx_mixin_batchsize must be 0 for {job_config.model.name!r}: torchtitan has"
+                " no text loader for it"
+            )
+        # rules.py refuses what is no multiple.
+        self.batches_per_step = job_config.grpo.ptx_mixin_batchsize // (
+            job_config.training.local_batch_size * dp_degree
+        )
+        tokenizer = spec.build_tokenizer_fn(job_config)
+        ranks = {"dp_world_size": dp_degree, "dp_rank": dp_rank}
+        try:
+            self.loader = spec.build_dataloader_fn(
+                **ranks, tokenizer=tokenizer, job_config=job_config
+            )
+        except (ValueError, OSError) as error:
+            raise ConfigError(
+                "training.dataset and training.dataset_path must name a text that torchtitan loads"
+                f" (grpo.ptx_mixin_batchsize > 0 reads it), got {job_config.training.dataset!r} and"
+                f" {job_config.training.dataset_path!r}: {error}"
+            ) from error
+        self._batches: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]] | None = None
+
+    def take(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(inputs, labels) int64 [B, L] on the CPU, one pair per batch of an optimizer step. The
+        loader repeats its data."""
+        if self._batches is None:
+            self._batches = iter(self.loader)
+        pairs = [next(self._batches) for _ in range(self.batches_per_step)]
+        return [(inputs["input"], labels) for inputs, labels in pairs]
+
+
+def text_weight(
+    text_tokens: float, completion_tokens: float, scale: float, by_tokens: bool
+) -> float:
+    """Factor on the SUM of the text's cross-entropies, all tokens counted over all ranks.
+
+    ``scale`` / text_tokens: ``scale`` times their mean. With ``by_tokens`` also times text_tokens /
+    completion_tokens, so that with token-normalised GRPO a token of text weighs ``scale`` times as
+    much as one of a completion.
+
+    Example: 200 tokens of text, 50 of completions, scale 0.5: 0.0025, and by tokens 0.01.
+    """
+    return scale / max(completion_tokens if by_tokens else text_tokens, 1.0)

@@ -2,20 +2,20 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+from torchtitan.protocols.train_spec import register_train_spec
 from torchtitan.tools import utils
 from torchtitan.train import Trainer
 
-from titan_grpo.patches import torchtitan_pipeline_metrics
-from titan_grpo.titan import compat, flavors, lora
+from titan_grpo.patches import torchtitan_gloo_premul, torchtitan_pipeline_metrics
+from titan_grpo.titan import flavors, lora, models02
+from titan_grpo.titan.modules import load_files
 from titan_grpo.titan.pipeline import Activations, Pipeline
-from titan_grpo.titan.reference import load_files
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 def _register(job_config: Any, make_loader: Callable[[int], Any]) -> Any:
     """Register the user's model under a name of its own, with our loader in place of the text
     loader; returns the spec as it was."""
-    flavors.register_tiny_flavors()
-    spec = get_train_spec(job_config.model.name)
+    spec = models02.get_spec(job_config.model.name)
     args = spec.model_args[job_config.model.flavor]
     if flavors.disable_unexported_buffers(args, spec.state_dict_adapter(args, None)):
         logger.warning(flavors.BIAS_IS_OFF)
@@ -32,7 +31,7 @@ def _register(job_config: Any, make_loader: Callable[[int], Any]) -> Any:
     def build_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
         return make_loader(dp_rank)
 
-    ours = {
+    ours: dict[str, Any] = {
         "build_dataloader_fn": build_loader,
         "build_tokenizer_fn": None,
         "build_validator_fn": None,
@@ -42,7 +41,15 @@ def _register(job_config: Any, make_loader: Callable[[int], Any]) -> Any:
         # qwen3 has none of its own, and runs with the one of the other language models.
         ours["pipelining_fn"] = spec.pipelining_fn or pipeline_llm
     if job_config.lora.rank:
-        ours |= lora.train_adapters_only(spec, job_config)
+        to_hf = spec.state_dict_adapter(args, None).to_hf
+
+        def parallelize(model: torch.nn.Module, *arguments: Any) -> torch.nn.Module:
+            return lora.sharded(model, to_hf, job_config.lora, spec.parallelize_fn, *arguments)
+
+        def build_adapter(*arguments: Any) -> Any:
+            return lora.of_base(spec.state_dict_adapter(*arguments))
+
+        ours |= {"parallelize_fn": parallelize, "state_dict_adapter": build_adapter}
     job_config.model.name = f"grpo_{job_config.model.name}"
     register_train_spec(job_config.model.name, type(spec)(**{**vars(spec), **ours}))
     return spec
@@ -53,10 +60,10 @@ class Engine(Trainer):
 
     def __init__(self, job_config: Any, make_loader: Callable[[int], Any]) -> None:
         self.own_spec = _register(job_config, make_loader)
-        """The model's spec with torchtitan's loader of text."""
+        """The model's spec as torchtitan has it: with its loader of text."""
         self.pp_schedule: Any = None
         super().__init__(job_config)
-        compat.after_parallelize(self.model_parts)
+        torchtitan_gloo_premul.apply(self.model_parts)
         self.pipeline = self._pipeline(self.pp_schedule, self.model_parts)
         """None where every rank has the whole model."""
         self.whole: torch.nn.Module = self.model_parts[0]
@@ -71,13 +78,10 @@ class Engine(Trainer):
         self.to_hf = self.train_spec.state_dict_adapter(self.model_args, path).to_hf
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
+    def computing(self) -> Iterator[None]:
+        """What forward and backward happen in."""
         with self.train_context(), self.maybe_enable_amp:
             yield
-
-    def computing(self) -> AbstractContextManager[Any]:
-        """What forward and backward happen in."""
-        return self._computing()
 
     def logits(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         """[R, L, V] of "input" [R, L], and of "positions" where the batch has them."""
@@ -106,12 +110,12 @@ class Engine(Trainer):
     def second_model(self, path: str) -> torch.nn.Module:
         """A model built and sharded like the one that is trained (with a pipeline a Pipeline), with
         the weights of the Hugging Face files in ``path``. Collective."""
-        spec, schedule = self.train_spec, None
+        spec, schedule = self.own_spec, None  # without adapters
         model = self._on_meta()
         if self.pipeline is None:
             parts = [spec.parallelize_fn(model, self.parallel_dims, self.job_config)]
         else:
-            schedule, parts, _, _ = spec.pipelining_fn(
+            schedule, parts, _, _ = self.train_spec.pipelining_fn(
                 model,
                 self.parallel_dims,
                 self.job_config,

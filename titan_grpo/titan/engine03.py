@@ -7,7 +7,7 @@ what has no counterpart is refused with its name (``violations``), as is what wa
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -38,8 +38,10 @@ from torchtitan.tools import utils
 from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
 
-from titan_grpo.titan import compat, flavors, lora, models03, sections
-from titan_grpo.titan.reference import load_files
+from titan_grpo.patches import torchtitan_gloo_premul
+from titan_grpo.titan import flavors, lora, models03
+from titan_grpo.titan.jobfile import JobConfig
+from titan_grpo.titan.modules import load_files
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +58,18 @@ SECTIONS: dict[str, tuple[str, Any]] = {
 }
 """Section of a job -> (0.3's name, 0.3's class): keys of one name are one setting."""
 
+TRANSLATED = {
+    "optimizer": ("name", "lr", "beta1", "beta2", "eps", "weight_decay", "implementation"),
+    "activation_checkpoint": ("mode", "preserve_rng_state", "determinism_check", "debug"),
+    "experimental": ("custom_args_module",),
+}
+"""Keys of other sections that are one too; the others of these sections have no counterpart."""
+
 OURS = {
     "training.dataset",
     "training.dataset_path",
     "training.dataloader",
+    "activation_checkpoint.selective_ac_option",  # "op" is all that 0.3 does: see violations
     "checkpoint.enable_ft_dataloader_checkpoints",
     "parallelism.disable_loss_parallel",
     "parallelism.pipeline_parallel_expert_parallel_overlap",
@@ -155,10 +165,7 @@ class Engine(Trainer):
             logger.warning(flavors.BIAS_IS_OFF)
 
         def adapter(model_config: Any, path: str | None) -> Any:
-            made = self._adapter(self.model_args, path)
-            # Adapters have no name in the base model's checkpoint.
-            made.to_hf = lora.of_base(made.to_hf)
-            return made
+            return lora.of_base(self._adapter(self.model_args, path))
 
         model_spec = replace(self.model_args.spec, state_dict_adapter=adapter)
         self._parallelize = model_spec.parallelize_fn
@@ -175,7 +182,7 @@ class Engine(Trainer):
                 tokenizer=_NoTokenizer(),
             )
         )
-        compat.after_parallelize(self.model_parts)
+        torchtitan_gloo_premul.apply(self.model_parts)
         if job_config.lora.rank:
             lora.start_values(self.model_parts[0], job_config.debug.seed or 0)
         self.pipeline, self.whole = None, self.model_parts[0]
@@ -184,13 +191,15 @@ class Engine(Trainer):
 
     def _with_adapters(self, model: torch.nn.Module, **arguments: Any) -> torch.nn.Module:
         """The model parallelized, with adapters, and these alone to be trained."""
-        lora.put_on(model, self._adapter(self.model_args, None).to_hf, self.job_config.lora)
-        for _, layer in lora.adapted(model):
-            _init_and_shard_adapter(layer)
-        model = self._parallelize(model, **arguments)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(lora.is_adapter(name))
-        return model
+
+        def parallelize(model: torch.nn.Module) -> torch.nn.Module:
+            for _, layer in lora.adapted(model):
+                _init_and_shard_adapter(layer)
+            made: torch.nn.Module = self._parallelize(model, **arguments)
+            return made
+
+        to_hf = self._adapter(self.model_args, None).to_hf
+        return lora.sharded(model, to_hf, self.job_config.lora, parallelize)
 
     def computing(self) -> AbstractContextManager[Any]:
         """What forward and backward happen in; FSDP2 casts, also on one rank."""
@@ -228,14 +237,15 @@ class Engine(Trainer):
 
 def without_counterpart(config: Any) -> list[str]:
     """Keys of a job that are not at their default and that 0.3 has no setting for."""
-    plain = sections.JobConfig()
+    plain = JobConfig()
     out = []
-    for section, (_, kind) in SECTIONS.items():
-        known = {f.name for f in fields(kind)}
+    known: dict[str, Collection[str]] = {**TRANSLATED}
+    known |= {section: {f.name for f in fields(kind)} for section, (_, kind) in SECTIONS.items()}
+    for section, names in known.items():
         for f in fields(getattr(plain, section)):
             key, value = f"{section}.{f.name}", getattr(getattr(config, section), f.name)
             default = getattr(getattr(plain, section), f.name)
-            if f.name not in known and key not in OURS and value != default:
+            if f.name not in names and key not in OURS and value != default:
                 out.append(
                     f"{key} must be left out with torchtitan 0.3, which has no such setting, got"
                     f" {value!r}"

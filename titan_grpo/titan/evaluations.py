@@ -9,24 +9,25 @@ import os
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 
-from titan_grpo.config.evaluation import Evaluation
-from titan_grpo.errors import TitanGrpoError
+from titan_grpo.config.task import Evaluation
+from titan_grpo.errors import ConfigError, TitanGrpoError
 from titan_grpo.observe import terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout import scores
-from titan_grpo.rollout.evaluation import Job
-from titan_grpo.rollout.scores import Failure, Scores
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout import evaluation
+from titan_grpo.rollout.evaluation import Failure, Job, Scores
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.subprocesses import helper_environment, start_module, wait_process
 from titan_grpo.sync.server_set import ServerObserver
+from titan_grpo.titan.startup import LOAD_S
 
 logger = logging.getLogger(__name__)
 
@@ -59,28 +60,12 @@ class _Running:
 @dataclass(slots=True)
 class _Table:
     job: Job
-    settings: Evaluation
     due: int | None
     """Version from which it is due; None: none is."""
     evaluated: int | None = None
     running: _Running | None = None
     tries: int = 0
     """Of what is due, so far."""
-
-
-@dataclass(slots=True)
-class _Kept:
-    """How many evaluations run on each server."""
-
-    count: dict[str, int] = field(default_factory=dict)
-
-    def add(self, url: str) -> None:
-        self.count[url] = self.count.get(url, 0) + 1
-
-    def remove(self, url: str) -> bool:
-        """Whether it was the last one."""
-        self.count[url] -= 1
-        return not self.count[url]
 
 
 class Evaluations:
@@ -105,17 +90,31 @@ class Evaluations:
         self._tables = [
             _Table(
                 Job.of(table, spec),
-                table,
-                first if table.at_start else scores.next_due(table.every, first),
+                first if table.at_start else evaluation.next_due(table.every, first),
             )
             for table in tables
         ]
         self._servers: dict[str, ServerState] = {}
-        self._kept = _Kept()
+        self._kept: Counter[str] = Counter()
+        """How many evaluations run on each server."""
         self._values: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
         self._closing = False
         self._changed = threading.Condition()
+
+    def check(self) -> None:
+        """Raise ConfigError where a table's task cannot be begun as it stands, or is not loaded
+        within LOAD_S. Takes seconds: each is loaded by a process such as evaluates it, which finds
+        what that one will find."""
+        for table in self._tables:
+            try:
+                outcome = _answer(table.job, LOAD_S)
+            except (OSError, EOFError) as error:
+                why = f"its process failed: {error or type(error).__name__}"
+                text = f"evaluation {table.job.table.name!r} must load within {LOAD_S:g} s, {why}"
+                raise ConfigError(text) from error
+            if isinstance(outcome, Failure):
+                raise ConfigError(outcome.text)
 
     # What ServerSet calls.
 
@@ -159,7 +158,7 @@ class Evaluations:
         and wait for all evaluations until their deadlines."""
         with self._changed:
             for table in self._tables:
-                again = table.settings.at_end and table.evaluated != version
+                again = table.job.table.at_end and table.evaluated != version
                 table.due = version if again else None
             for state in list(self._servers.values()):
                 self._begin(state)
@@ -167,10 +166,10 @@ class Evaluations:
 
     def wait_idle(self) -> None:
         """Wait for the evaluations under way until their deadlines; no further one begins."""
-        longest = max((table.settings.timeout_s for table in self._tables), default=0.0)
+        longest = max((table.job.table.timeout_s for table in self._tables), default=0.0)
         running = [t.running for t in self._tables if t.running is not None]
         if running:
-            shown = ", ".join(t.settings.name for t in self._tables if t.running is not None)
+            shown = ", ".join(t.job.table.name for t in self._tables if t.running is not None)
             terminal.print_status(f"waiting for the evaluations {shown}, {longest:g} s at most")
         with self._changed:
             self._changed.wait_for(
@@ -202,19 +201,19 @@ class Evaluations:
         if self._closing or state.version is None or not state.accepting:
             return
         for table in self._tables:
-            wanted = table.settings.servers
+            wanted = table.job.table.servers
             here = state.url in wanted if wanted else state.url not in self.own
             due = table.due is not None and state.version >= table.due
             if not here or not due or table.running is not None:
                 continue
             assert table.due is not None
             table.running = _Running(state.url, state.version, table.due)
-            table.due = scores.next_due(table.settings.every, state.version)
-            self._kept.add(state.url)
+            table.due = evaluation.next_due(table.job.table.every, state.version)
+            self._kept[state.url] += 1
             self._keep(state.url)
             job = table.job.on(state.url, state.engine, state.version, state.label)
             thread = threading.Thread(
-                target=self._run, args=(table, table.running, job), name=job.name, daemon=True
+                target=self._run, args=(table, table.running, job), name=job.table.name, daemon=True
             )
             self._threads = [t for t in self._threads if t.is_alive()] + [thread]
             thread.start()
@@ -238,19 +237,21 @@ class Evaluations:
         # condition, for which lanes would wait while a line is printed.
         if isinstance(outcome, Scores):
             self._recorder.evaluated(msgspec.to_builtins(outcome, str_keys=True))
-            terminal.print_status(scores.line(outcome))
+            terminal.print_status(evaluation.line(outcome))
         elif not self._closing:
-            text = f"evaluation {job.name} of version {job.version} has no result: {outcome.text}"
+            what = f"evaluation {job.table.name} of version {job.version}"
+            text = f"{what} has no result: {outcome.text}"
             self._recorder.error(text)
             terminal.print_status(text)
         with self._changed:
             table.running = None
             if isinstance(outcome, Scores):
                 table.evaluated, table.tries = outcome.version, 0
-                self._values |= scores.metrics(outcome)
+                self._values |= evaluation.metrics(outcome)
             else:
                 self._try_again(table, run, outcome)
-            if self._kept.remove(run.url):
+            self._kept[run.url] -= 1
+            if not self._kept[run.url]:
                 self._go_on(run.url)
             self._changed.notify_all()
 
@@ -268,28 +269,47 @@ class Evaluations:
             self._begin(state)
 
     def _outcome(self, run: _Running, job: Job) -> Scores | Failure:
-        process, socket = start_module(
-            "titan_grpo.rollout.evaluation",
-            env=helper_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},
-        )
-        # Now: most of its processor time are its imports.
-        os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
-        with self._changed:
-            run.process = process
-            if run.broken:
-                process.kill()
-        connection: Connection[Any, Any] = Connection(socket.detach())
+        def started(process: "subprocess.Popen[bytes]") -> None:
+            # Now: most of its processor time are its imports.
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+            with self._changed:
+                run.process = process
+                if run.broken:
+                    process.kill()
+
+        limit_s = job.table.timeout_s
         try:
-            connection.send(job)
-            if not connection.poll(job.timeout_s + MARGIN_S):
-                return Failure(f"it was not over after {job.timeout_s:g} s (timeout_s)", False)
-            # no deadline: an answer has begun to come, or the process has ended
-            outcome: Scores | Failure = connection.recv()
-            return outcome
-        finally:
-            connection.close()
-            try:
-                wait_process(process, END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                wait_process(process, END_S)
+            outcome = _answer(job, limit_s + MARGIN_S, started)
+        except TimeoutError:
+            return Failure(f"it was not over after {limit_s:g} s (timeout_s)", False)
+        assert outcome is not None, "a job with a server has an outcome"
+        return outcome
+
+
+def _answer(
+    job: Job,
+    deadline_s: float,
+    started: Callable[["subprocess.Popen[bytes]"], None] = lambda process: None,
+) -> Scores | Failure | None:
+    """What a process of its own makes of a job; None: it could be begun, and has no server. Raises
+    TimeoutError past the deadline, OSError or EOFError where the process fails."""
+    process, socket = start_module(
+        "titan_grpo.rollout.evaluation",
+        env=helper_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    connection: Connection[Any, Any] = Connection(socket.detach())
+    try:
+        started(process)
+        connection.send(job)
+        if not connection.poll(deadline_s):
+            raise TimeoutError(f"no answer within {deadline_s:g} s")
+        # no deadline: an answer has begun to come, or the process has ended
+        outcome: Scores | Failure | None = connection.recv()
+        return outcome
+    finally:
+        connection.close()
+        try:
+            wait_process(process, END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            wait_process(process, END_S)

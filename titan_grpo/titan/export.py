@@ -20,6 +20,7 @@ from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.layout.infer import Layout, ToHF, infer_layout, strip_prefixes
 from titan_grpo.layout.peft import MergedRows, adapter_config
 from titan_grpo.titan import compat, lora
+from titan_grpo.titan.flavors import disable_unexported_buffers
 from titan_grpo.titan.hf_files import Written, copy_assets, write_adapter, write_weights
 
 PREFIX = "step-"
@@ -56,9 +57,6 @@ def checkpoint_of(folder: Path, version: int) -> Path:
 def skeleton(config: Any) -> tuple[torch.nn.Module, ToHF]:
     """The model of a parsed configuration without memory, with its LoRA adapters, and its state
     dict adapter's to_hf."""
-    from titan_grpo.titan.flavors import disable_unexported_buffers, register_tiny_flavors
-
-    register_tiny_flavors()
     spec = compat.upstream("models").get_spec(config.model.name)
     # A copy: the table of flavors is shared, and update_from_config changes what it gets.
     args = copy.deepcopy(spec.model_args[config.model.flavor])
@@ -106,6 +104,14 @@ def _load(
     return state
 
 
+def _check_finite(checkpoint: Path, name: str, tensor: torch.Tensor) -> None:
+    if not torch.isfinite(tensor).all():
+        raise DataError(
+            f"{checkpoint}: {name} holds NaN or infinity, so a server would emit noise; export an"
+            " earlier version"
+        )
+
+
 def hf_tensors(
     checkpoint: Path,
     layout: Layout,
@@ -129,11 +135,7 @@ def hf_tensors(
         yielded = 0
         for name, tensor in to_hf(state).items():
             yielded += tensor.numel()
-            if not torch.isfinite(tensor).all():
-                raise DataError(
-                    f"{checkpoint}: {name} holds NaN or infinity, so a server would emit noise;"
-                    " export an earlier version"
-                )
+            _check_finite(checkpoint, name, tensor)
             yield name, tensor if fqn in keep else tensor.to(dtype)
         if yielded != state[fqn].numel():
             raise DataError(
@@ -224,11 +226,7 @@ def export_adapter(config: Any, checkpoint: Path, out: Path, dtype: str) -> Writ
         tensors = {}
         for each in layout.tensors:
             value = _load(checkpoint, stored, each.fqn)[each.fqn][each.row_ids()]
-            if not torch.isfinite(value).all():
-                raise DataError(
-                    f"{checkpoint}: {each.name} holds NaN or infinity, so a server would emit"
-                    " noise; export an earlier version"
-                )
+            _check_finite(checkpoint, each.name, value)
             tensors[each.name] = value.to(getattr(torch, dtype))
         settings = adapter_config(
             config.lora.rank,

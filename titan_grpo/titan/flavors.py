@@ -23,14 +23,6 @@ BIAS_IS_OFF = (
 )
 
 
-def register_tiny_flavors() -> None:
-    """Add the four tiny flavors to torchtitan's own tables of qwen3 and llama3. Idempotent.
-
-    Imports torchtitan, so ``titan.compat.prepare()`` comes first.
-    """
-    compat.upstream("models").register_tiny_flavors()
-
-
 def disable_unexported_buffers(model_args: Any, adapter: Any = None) -> bool:
     """Turn off an MoE's load balancing bias if the model's state dict adapter cannot export it.
 
@@ -81,15 +73,12 @@ def flavor_of(settings: Mapping[str, Any]) -> tuple[str, str]:
     Raises ConfigError where there is none.
     """
     compat.prepare()
-    register_tiny_flavors()
     kind = str(settings.get("model_type"))
     sizes = {ours: settings.get(theirs) for ours, theirs in SIZES.items()}
     tied = bool(settings.get("tie_word_embeddings", False))
-    for flavor, args in (
-        compat.upstream("models").get_spec(MODELS[kind]).model_args.items()
-        if kind in MODELS
-        else ()
-    ):
+    spec: Any = compat.upstream("models").get_spec(MODELS[kind]) if kind in MODELS else None
+    for flavor in spec.model_args if spec is not None else ():
+        args = spec.model_args[flavor]
         same = all(getattr(args, name) == size for name, size in sizes.items())
         same &= getattr(args, "moe_enabled", False) == (kind == "qwen3_moe")
         same &= getattr(args, "enable_weight_tying", tied) == tied
@@ -111,7 +100,6 @@ def parameters_of(name: str, flavor: str) -> int:
     compat.prepare()
     import torch
 
-    register_tiny_flavors()
     try:
         spec = compat.upstream("models").get_spec(name)
     except ValueError as error:

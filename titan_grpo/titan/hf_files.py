@@ -1,17 +1,26 @@
 """Writing a Hugging Face model directory: safetensors shards with their index, and the files beside
-them."""
+them; of any tensors, and of a run's last version, whose parts may be on several hosts."""
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from titan_grpo.errors import ConfigError
+from titan_grpo.config import WeightSync
+from titan_grpo.errors import ConfigError, TransferFailed
+from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.peft import adapter_config, has_adapters
+from titan_grpo.receive.commit import tensor_views
+from titan_grpo.receive.fetch import Content, Fetch, MemfdReader, Open, TcpReader
+from titan_grpo.sync.images import Hashing, ImagePool, Published
+from titan_grpo.sync.process import SyncProcess
 
 ASSETS = (
     "config.json",
@@ -128,3 +137,56 @@ def copy_assets(source: Path, out: Path, dtype: str) -> list[str]:
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return names
+
+
+@contextmanager
+def whole_image(
+    pool: ImagePool, hashing: Hashing, published: Published, config: WeightSync
+) -> Iterator[torch.Tensor]:
+    """Its bytes, uint8[total_bytes]. With one host these are the slot's own; with several, memory
+    for all of them. TransferFailed if a host does not serve its part; ConfigError if the memory is
+    not there."""
+    manifest, mine = pool.manifest, pool.images[published.slot]
+    if not published.elsewhere:
+        yield mine.tensor()
+        return
+    total, wait_s = manifest.total_bytes, config.progress_deadline_s
+    sources: dict[int, list[Open]] = {
+        source.part: [partial(TcpReader, source, hashing.range_key, wait_s)]
+        for source in published.elsewhere
+    }
+    sources[0] = [partial(MemfdReader, mine.address.to_json(), manifest.parts[0])]
+    content = Content(manifest, published.digests, hashing.algorithm, hashing.block_key)
+    with SharedImage.create(total, "titan_grpo whole image") as image:
+        fetch = Fetch(image, content, sources, config.bucket_bytes)
+        within_s = config.lane_deadline_s + total / config.min_rate
+        fetch.run(config.connections, within_s, (total,), lambda _: None)
+        if fetch.error:
+            raise TransferFailed(f"version {published.version} is not whole here: {fetch.error}")
+        yield image.tensor()
+
+
+def save_version(
+    worker: SyncProcess, published: Published, job_config: Any, model_dir: str, run_dir: Path
+) -> str:
+    """Write a version into the run's folder: as Hugging Face files in "hf", whose names, layout and
+    type its image has already, or adapters as PEFT's in "adapter".
+
+    Why it was not written and what to do, else "": other hosts' parts, or memory for them, that are
+    missing at its end must not cost a run.
+    """
+    sync, lora = job_config.weight_sync, job_config.lora
+    try:
+        with whole_image(worker.pool, worker.hashing, published, sync) as image:
+            tensors = tensor_views(image, worker.manifest)
+            if has_adapters(worker.manifest):
+                # B has its scale in it: alpha is the rank.
+                settings = adapter_config(lora.rank, lora.rank, lora.targets, model_dir)
+                write_adapter(tensors, run_dir / "adapter", settings)
+            else:
+                (run_dir / "hf").mkdir(parents=True, exist_ok=True)
+                write_weights(tensors, run_dir / "hf")
+                copy_assets(Path(model_dir), run_dir / "hf", sync.wire_dtype)
+    except (ConfigError, TransferFailed) as error:
+        return f"{error}; titan-grpo export makes it from the last checkpoint"
+    return ""

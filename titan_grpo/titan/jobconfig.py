@@ -1,38 +1,29 @@
-"""From the command line to one checked JobConfig: torchtitan's sections and ours, TOML and
-arguments.
+"""From the command line to one checked JobConfig: named algorithms, what is derived, the rules, and
+the files that a run will open."""
 
-torchtitan does not check the types of TOML values: a wrong one surfaces hours later, or never.
-"""
-
-import contextlib
 import difflib
-import io
 import math
-import re
 import tomllib
-import traceback
-import types
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 from titan_grpo import config as our_config
-from titan_grpo.config import older
-from titan_grpo.config.evaluation import Evaluation, inherited
-from titan_grpo.config.grpo import resolve_aliases
+from titan_grpo.config.grpo import GRPO, resolve_aliases
 from titan_grpo.config.inert import inert
-from titan_grpo.config.task import TEXT
+from titan_grpo.config.task import TEXT, Evaluation, TaskKeys, in_table, inherited
 from titan_grpo.errors import ConfigError
-from titan_grpo.protocol.model_config import essential
-from titan_grpo.rollout.chat import ChatTemplate
+from titan_grpo.receive.checkpoint import essential
+from titan_grpo.rollout.codec import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import files_of
 from titan_grpo.runkey import find_run_key
-from titan_grpo.titan import compat, flavors, merge, named, rules
-from titan_grpo.titan.server_urls import known_servers
+from titan_grpo.titan import compat, rules
+from titan_grpo.titan.jobfile import OURS, given_keys, load, load_toml, mismatches, refuse
+from titan_grpo.titan.servers import known_servers
 
-CONFIG_MODULE = "titan_grpo.config"
-"""Default of ``job.custom_config_module``."""
+ALGORITHMS = Path(__file__).with_name("algorithms")
+"""Folder of the named algorithms: files of [grpo] keys."""
 
 TIMEOUT_MARGIN_S = 60
 """Added to derived collective timeouts, in seconds: rank 0's own deadline must fire first, with its
@@ -70,29 +61,29 @@ def read(argv: Sequence[str], world_size: int | None = None) -> Job:
     """
     machine = rules.Machine(on_cpu=compat.prepare(), world_size=world_size)
     args, table = list(argv), load_toml(argv)
-    given = given_keys(args) | table_keys(table)
+    given = given_keys(args, table)
     if not {"job.custom_config_module", "experimental.custom_args_module"} & given:
-        args += ["--job.custom_config_module", CONFIG_MODULE]
-    config = _merge(args, table)
+        args += ["--job.custom_config_module", OURS]
+    config = load(compat.upstream("models").torchtitan_sections(), args, table)
     notes = []
     if config.grpo.algorithm:
-        keys = named.keys_of(config.grpo.algorithm)
-        _refuse(mismatches(type(config.grpo), keys, f"{config.grpo.algorithm}: grpo."))
-        notes.append(named.expand(config.grpo, keys, given))
+        keys = algorithm_keys(config.grpo.algorithm)
+        refuse(mismatches(type(config.grpo), keys, f"{config.grpo.algorithm}: grpo."))
+        notes.append(expand(config.grpo, keys, given))
         given |= {f"grpo.{name}" for name in keys}
     # Before a deadline is computed with them.
-    _refuse(rules.not_finite(config))
+    refuse(rules.not_finite(config))
     config.evaluation = [_evaluation(n, t, config.rollout) for n, t in enumerate(config.evaluation)]
     _derive(config, given)
     if not config.lora.rank and any(key.startswith("lora.") for key in given):
-        _refuse([f"lora.rank must be 1 or greater with a section [lora], got {config.lora.rank}"])
+        refuse([f"lora.rank must be 1 or greater with a section [lora], got {config.lora.rank}"])
     broken = (
         our_config.violations(config)
         + rules.violations(config, machine)
         + compat.upstream("models").violations(config)
         + _model_violations(config)
     )
-    _refuse(broken)
+    refuse(broken)
     resolve_aliases(config.grpo)
     return Job(config, (*notes, *inert(config, given)))
 
@@ -100,121 +91,65 @@ def read(argv: Sequence[str], world_size: int | None = None) -> Job:
 def _evaluation(number: int, table: Mapping[str, Any], rollout: Any) -> Evaluation:
     """The settings of one [[evaluation]] table. Raises ConfigError for a mistake in its keys."""
     key = f"evaluation[{number}]."
-    _refuse(mismatches(Evaluation, table, key))
+    refuse(mismatches(Evaluation, table, key))
     timeout_s = table.get("timeout_s", Evaluation.timeout_s)
     if not 0 < timeout_s < math.inf:
         raise ConfigError(f"{key}timeout_s must be greater than 0, and finite, got {timeout_s!r}")
     return Evaluation(**inherited(dict(table), rollout))
 
 
-def load_toml(argv: Sequence[str]) -> dict[str, Any]:
-    """Content of the file that ``--job.config_file`` names; empty without one.
+def algorithms() -> list[str]:
+    """Names of the algorithms that come with the package."""
+    return sorted(path.stem for path in ALGORITHMS.glob("*.toml"))
 
-    Raises:
-        ConfigError: the file is missing, unreadable or not TOML.
+
+def algorithm_keys(algorithm: str) -> dict[str, Any]:
+    """The [grpo] keys that an algorithm sets: one of ``algorithms``, or a path that ends with
+    .toml.
+
+    Raises ConfigError where there is no such file, or it holds anything but a table [grpo].
     """
-    path = None
-    for position, arg in enumerate(argv):
-        key, equals, value = arg.partition("=")
-        if key.replace("-", "_") == "__job.config_file":
-            path = value if equals else "".join(argv[position + 1 : position + 2])
-    if path is None:
-        return {}
-    if not path or path.startswith("--"):
+    own = algorithm.endswith(".toml")
+    if not own and algorithm not in algorithms():
         raise ConfigError(
-            f"job.config_file must name a TOML file, got {path or 'nothing'!r} after"
-            " --job.config_file"
+            f"grpo.algorithm must be one of {', '.join(algorithms())}, or a file that ends with"
+            f" .toml, got {algorithm!r}"
         )
+    path = Path(algorithm) if own else ALGORITHMS / f"{algorithm}.toml"
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        if text.startswith("\ufeff"):
-            # tomllib would call the first line invalid, in which an editor shows no mistake.
-            raise ConfigError(
-                f"job.config_file must be TOML without a byte-order mark, {path!r} starts with one:"
-                ' save it as "UTF-8", not as "UTF-8 with BOM"'
-            )
-        return tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"job.config_file must be a readable file, got {path!r}: {reason}"
+            f"grpo.algorithm must name a readable TOML file, got {algorithm!r}: {error}"
         ) from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"job.config_file must be valid TOML, got {path!r}: {error}") from error
-
-
-def given_keys(argv: Sequence[str]) -> set[str]:
-    """Dotted keys that arguments set: ``["--a.no-b", "--c.d=1"]`` -> {"a.b", "c.d"}. Pure."""
-    keys = (arg[2:].partition("=")[0].replace("-", "_") for arg in argv if arg.startswith("--"))
-    return {key.replace(".no_", ".", 1) for key in keys}
-
-
-def table_keys(table: dict[str, Any]) -> set[str]:
-    """Dotted keys of the first two levels of a TOML table. Pure."""
-    return {
-        f"{section}.{key}"
-        for section, keys in table.items()
-        if isinstance(keys, dict)
-        for key in keys
-    }
-
-
-def _refuse(broken: list[str]) -> None:
-    if broken:
-        raise ConfigError(broken[0] + (f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""))
-
-
-def _merge(args: list[str], table: dict[str, Any]) -> Any:
-    """torchtitan's and our sections with the values of the file and the arguments."""
-    sections = compat.upstream("models").torchtitan_sections()
-    try:
-        merged = merge.with_custom(sections, merge.custom_module(args, table))
-    except (Exception, SystemExit) as error:  # the boundary to the user's module
+    keys = table.get("grpo")
+    if set(table) != {"grpo"} or not isinstance(keys, dict) or "algorithm" in keys:
         raise ConfigError(
-            "job.custom_config_module must be an importable module with a dataclass JobConfig:"
-            f" {type(error).__name__}: {one_line(str(error))}{_place(error)}"
-        ) from error
-    missing = {"grpo", "rollout", "weight_sync"} - set(merged.__dataclass_fields__)
-    if missing:
-        raise ConfigError(
-            f"job.custom_config_module must keep the sections of {CONFIG_MODULE} (subclass its"
-            " JobConfig), got one without " + ", ".join(sorted(missing))
+            f"{path} must have the one table [grpo], without the key algorithm, to be a"
+            " grpo.algorithm"
         )
-    # Before the values are filled in, which takes any type and stops with a traceback at an unknown
-    # key.
-    _refuse(mismatches(merged, table))
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(output):
-            return merge.with_arguments(merged, args, table)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        words = one_line(output.getvalue())
-        option = re.search(r"--([\w.-]+)", words)
-        hint = older.hint(option[1].replace("-", "_")) if option else ""
-        raise ConfigError(f"command line: {words}{hint and '; ' + hint}") from stop
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"configuration: {one_line(str(error))}") from error
+    return keys
 
 
-def _place(error: BaseException) -> str:
-    """Where a user's module raised, as " (FILE, line N)"."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f" ({frame.filename}, line {frame.lineno})"
+def expand(grpo: GRPO, keys: dict[str, Any], given: Collection[str]) -> str:
+    """Set an algorithm's ``keys`` in the section, but for those that the job sets itself (dotted,
+    in ``given``); says what was set and what was kept."""
+    kept = {name for name in keys if f"grpo.{name}" in given}
+    if "grpo.grpo_by_token" in given:
+        kept |= {"loss_normalization"} & set(keys)
+    for name in keys.keys() - kept:
+        value = keys[name]
+        setattr(grpo, name, float(value) if isinstance(getattr(grpo, name), float) else value)
+    said = [f"{name} = {_toml(keys[name])}" for name in keys if name not in kept]
+    text = f"grpo.algorithm = {_toml(grpo.algorithm)} sets " + ", ".join(said)
+    if kept:
+        own = [f"{name} = {_toml(getattr(grpo, name))} (not {_toml(keys[name])})" for name in kept]
+        text += "; the job itself sets " + ", ".join(sorted(own))
+    return text
 
 
-def one_line(text: str) -> str:
-    """The argument parser's framed, wrapped message as one line without frame, colours and pages of
-    help. Pure."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    words = " ".join(re.sub(r"[\u2500-\u257f]+", " ", plain).split())
-    words = re.sub(
-        r"^(Parsing error|Value error|Invalid choice|Unrecognized options)\s+", "", words
-    )
-    words = re.split(r" Argument helptext| For full helptext", words, maxsplit=1)[0]
-    # Of the suggestions the first is kept, without the pages of help that follow it.
-    return re.sub(r" Perhaps you meant: (--\S+).*", r"; did you mean \1?", words)
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
 
 
 def _derive(config: Any, given: set[str]) -> None:
@@ -230,7 +165,6 @@ def _derive(config: Any, given: set[str]) -> None:
 
 
 def _model_violations(config: Any) -> list[str]:
-    flavors.register_tiny_flavors()
     name, flavor = config.model.name, config.model.flavor
     try:
         spec = compat.upstream("models").get_spec(name)
@@ -253,20 +187,14 @@ def _model_violations(config: Any) -> list[str]:
     args, stages = spec.model_args[flavor], config.parallelism.pipeline_parallel_degree
     found = rules.attention_violation(flavor, args) or rules.tied_violation(flavor, args, stages)
     if not found and config.lora.rank > 0:
-        found = _lora_violation(config)
+        # torchtitan's models are imported by it
+        from titan_grpo.titan.export import skeleton
+
+        try:
+            skeleton(config)
+        except ConfigError as error:
+            found = str(error)
     return [found] if found else []
-
-
-def _lora_violation(config: Any) -> str:
-    """Why the model of this job cannot have the adapters of [lora], or ""."""
-    # torchtitan's models are imported by it
-    from titan_grpo.titan.export import skeleton
-
-    try:
-        skeleton(config)
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
@@ -300,16 +228,24 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
             "checkpoint.initial_load_in_hf needs *.safetensors files in the directory, got"
             f" {weights!r}"
         )
+    rollout = config.rollout
     for key, path in (
-        ("rollout.task_path", config.rollout.task_path),
-        ("rollout.replay_path", config.rollout.replay_path),
-        ("rollout.tools", config.rollout.tools),
+        ("rollout.task_path", rollout.task_path),
+        ("rollout.replay_path", rollout.replay_path),
+        ("rollout.tools", rollout.tools),
     ):
         if path and not Path(path).is_file():
             raise ConfigError(f"{key} must be an existing file, got {path!r}")
-    _check_prompts(config.rollout, str(folder))
-    if config.rollout.servers_file or config.rollout.servers_slurm:
-        known_servers(config.rollout, environ or {})
+    # With a controller the files are there, and not here.
+    if rollout.source == "task" and not rollout.replay_path and rollout.controller == "local":
+        _check_prompts(rollout, str(folder))
+    for table in config.evaluation:
+        try:
+            _check_prompts(table, str(folder))
+        except ConfigError as error:
+            raise ConfigError(in_table(str(error), table.name)) from error
+    if rollout.servers_file or rollout.servers_slurm:
+        known_servers(rollout, environ or {})
     find_run_key(environ or {}, config.weight_sync.run_key_file)
     checkpoints = Path(config.job.dump_folder) / config.checkpoint.folder
     complete = any(checkpoints.glob("step-*/.metadata"))
@@ -321,99 +257,19 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
             " training would start from random weights: remove the folder"
         )
     if config.checkpoint.enable and complete:
-        _check_saver(checkpoints)
+        # torch.distributed.checkpoint is imported by it
+        from titan_grpo.titan.export import PREFIX, stored_shapes, versions_in
+
+        newest = checkpoints / f"{PREFIX}{versions_in(checkpoints)[-1]}"
+        if reason := compat.other_saver(stored_shapes(newest).keys(), compat.require_torchtitan()):
+            raise ConfigError(f"{newest} {reason}")
 
 
-def _check_saver(checkpoints: Path) -> None:
-    """The newest checkpoint is one that the installed torchtitan can go on from."""
-    # torch.distributed.checkpoint is imported by it
-    from titan_grpo.titan.export import PREFIX, stored_shapes, versions_in
-
-    newest = checkpoints / f"{PREFIX}{versions_in(checkpoints)[-1]}"
-    if reason := compat.other_saver(stored_shapes(newest).keys(), compat.require_torchtitan()):
-        raise ConfigError(f"{newest} {reason}")
-
-
-def _check_prompts(rollout: Any, model_dir: str) -> None:
-    """What reward functions' prompts are made of, as far as a look tells: the rollout process
-    starts after the servers, which may take minutes."""
-    if not rollout.reward or rollout.source != "task" or rollout.replay_path:
+def _check_prompts(keys: TaskKeys, model_dir: str) -> None:
+    """What reward functions' prompts are made of, as far as a look tells: what else is wrong with a
+    task is found by the process that loads it."""
+    if not keys.reward:
         return
-    if rollout.controller != "local":  # the files are there, and not here
-        return
-    files_of(rollout.dataset)
-    if rollout.chat_template != TEXT:
-        ChatTemplate.of_model(model_dir, rollout.chat_template)
-
-
-def mismatches(cls: type, data: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Every unknown key and wrongly typed value of a table, as "key must be rule, got value". Pure;
-    empty if none.
-
-    Example: ``group_size = "eight"`` under ``[rollout]`` gives
-    "rollout.group_size must be an integer, got 'eight'".
-    """
-    known = {f.name: f.type for f in fields(cls)}
-    out: list[str] = []
-    for name, value in data.items():
-        key = f"{prefix}{name}"
-        if name not in known:
-            out.append(_unknown(key, name, list(known)))
-        elif is_dataclass(known[name]):
-            nested: Any = known[name]
-            out += (
-                mismatches(nested, value, f"{key}.")
-                if isinstance(value, Mapping)
-                else [f"{key} must be a table, got {value!r}"]
-            )
-        elif not fits(known[name], value):
-            out.append(f"{key} must be {describe(known[name])}, got {value!r}")
-    return out
-
-
-def fits(kind: Any, value: Any) -> bool:
-    """Whether a TOML value may stand for a field of type ``kind``. An integer may stand for a
-    float, a bool for neither."""
-    origin = get_origin(kind)
-    if origin is Literal:
-        return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
-    if origin in (Union, types.UnionType):
-        return any(fits(option, value) for option in get_args(kind))
-    if origin is list:
-        return isinstance(value, list) and all(fits(get_args(kind)[0], item) for item in value)
-    if origin is dict:
-        return isinstance(value, Mapping)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind in (int, str, bool, types.NoneType):
-        return type(value) is kind
-    # A type that TOML cannot spell (a callable, say) is left to the dataclass itself.
-    return True
-
-
-def describe(kind: Any) -> str:
-    """A type in words: "an integer", "one of 'vllm', 'sglang'", "a list of strings"."""
-    origin = get_origin(kind)
-    if origin is Literal:
-        return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
-    if origin in (Union, types.UnionType):
-        # TOML has no null, so "or nothing" would be no advice.
-        return " or ".join(
-            describe(option) for option in get_args(kind) if option is not types.NoneType
-        )
-    if origin is list:
-        return f"a list, each item {describe(get_args(kind)[0])}"
-    if origin is dict:
-        return "a table"
-    words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
-    return words.get(kind, getattr(kind, "__name__", str(kind)))
-
-
-def _unknown(key: str, name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = older.hint(key) or (
-        f"did you mean {key.removesuffix(name)}{close[0]}?"
-        if close
-        else f"known are {', '.join(sorted(known))}"
-    )
-    return f"{key} is not a key of this version of titan_grpo and torchtitan; {hint}"
+    files_of(keys.dataset)
+    if keys.chat_template != TEXT:
+        ChatTemplate.of_model(model_dir, keys.chat_template)

@@ -7,7 +7,6 @@ as they cut the weight's rows.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_grpo.config.lora import Lora
+from titan_grpo.config import Lora
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.infer import HFTensor, Layout, Shape, ToHF, strip_prefixes
 from titan_grpo.layout.peft import MergedRows, tensor_name
@@ -23,9 +22,6 @@ from titan_grpo.layout.plan import chunk_of
 
 A, B = ".lora_a", ".lora_b"
 """Ends of the adapters' parameter names."""
-
-CONVERTER = "titan_grpo_lora"
-"""Name under which torchtitan finds ``Converter``."""
 
 
 class LoraLinear(nn.Linear):
@@ -53,27 +49,19 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
             yield strip_prefixes(name), module
 
 
-def hf_layers(model: nn.Module, to_hf: ToHF) -> dict[str, tuple[str, nn.Linear]]:
-    """Name in a Hugging Face checkpoint -> (name here, layer), of the linear layers that are one
-    there too."""
-    found = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        fqn = strip_prefixes(name)
-        names = list(to_hf({f"{fqn}.weight": torch.empty(module.weight.shape, device="meta")}))
-        if len(names) == 1:
-            found[names[0].removesuffix(".weight")] = fqn, module
-    return found
-
-
 def put_on(model: nn.Module, to_hf: ToHF, lora: Lora) -> list[str]:
     """Make adapters of the layers that ``lora.targets`` names, without values; the HF names of
     these layers.
 
     Raises ConfigError for a target that the model does not have.
     """
-    layers = hf_layers(model, to_hf)
+    layers: dict[str, nn.Linear] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            weight = torch.empty(module.weight.shape, device="meta")
+            theirs = list(to_hf({f"{strip_prefixes(name)}.weight": weight}))
+            if len(theirs) == 1:  # one layer in a Hugging Face checkpoint too
+                layers[theirs[0].removesuffix(".weight")] = module
     have = sorted({name.rpartition(".")[2] for name in layers})
     for target in lora.targets:
         if target not in have:
@@ -83,7 +71,7 @@ def put_on(model: nn.Module, to_hf: ToHF, lora: Lora) -> list[str]:
             )
     chosen = [name for name in layers if name.rpartition(".")[2] in lora.targets]
     for name in chosen:
-        layer: Any = layers[name][1]
+        layer: Any = layers[name]
         weight = layer.weight
         layer.lora_a = nn.Parameter(weight.new_empty(lora.rank, weight.shape[1]))
         layer.lora_b = nn.Parameter(weight.new_empty(weight.shape[0], lora.rank))
@@ -95,64 +83,29 @@ def put_on(model: nn.Module, to_hf: ToHF, lora: Lora) -> list[str]:
     return chosen
 
 
-class Converter:
-    """torchtitan's ModelConverter: it runs between the making of a model and its sharding."""
-
-    def __init__(self, job_config: Any, parallel_dims: Any) -> None:
-        self._config = job_config
-
-    def convert(self, model: nn.Module) -> None:
-        """Put the adapters on."""
-        from torchtitan.protocols.train_spec import get_train_spec
-
-        spec = get_train_spec(self._config.model.name)
-        args = spec.model_args[self._config.model.flavor]
-        put_on(model, spec.state_dict_adapter(args, None).to_hf, self._config.lora)
-
-    def post_optimizer_hook(self, model: Any) -> None:
-        """Nothing is due after a step."""
-
-
-def train_adapters_only(spec: Any, job_config: Any) -> dict[str, Any]:
-    """What of a train spec is another with adapters: the optimizer gets them alone, and the state
-    dict adapter, which knows the base model's names, leaves them out. ``job_config`` asks for
-    the converter."""
-    from torchtitan.protocols import model_converter
-
-    if CONVERTER not in model_converter._registry_model_converter_cls:
-        model_converter.register_model_converter(Converter, CONVERTER)
-    job_config.model.converters = [CONVERTER]
-
-    def build_optimizers(model_parts: list[nn.Module], *arguments: Any, **options: Any) -> Any:
-        # after the sharding, which makes new parameters
-        for model in model_parts:
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(is_adapter(name))
-        return spec.build_optimizers_fn(model_parts, *arguments, **options)
-
-    return {
-        "build_optimizers_fn": build_optimizers,
-        "state_dict_adapter": without_adapters(spec.state_dict_adapter),
-    }
+def sharded(
+    model: nn.Module,
+    to_hf: ToHF,
+    lora: Lora,
+    parallelize: Callable[..., nn.Module],
+    *arguments: Any,
+) -> nn.Module:
+    """A model with adapters as ``parallelize``, with these arguments, makes it, and the adapters
+    alone to be trained."""
+    put_on(model, to_hf, lora)
+    model = parallelize(model, *arguments)
+    # after the sharding, which makes new parameters
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    return model
 
 
-def without_adapters(kind: type) -> type:
-    """A StateDictAdapter class that leaves adapters out of what it exports: they have no name in
-    the base model's checkpoint."""
-
-    def to_hf(self: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        return of_base(partial(kind.to_hf, self))(state_dict)  # type: ignore[attr-defined]
-
-    return type(kind.__name__, (kind,), {"to_hf": to_hf})
-
-
-def of_base(to_hf: ToHF) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """``to_hf`` of what is no adapter."""
-
-    def exported(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        return to_hf({name: value for name, value in state_dict.items() if not is_adapter(name)})
-
-    return exported
+def of_base(adapter: Any) -> Any:
+    """A StateDictAdapter that leaves adapters out of what it exports: they have no name in the base
+    model's checkpoint."""
+    to_hf = adapter.to_hf
+    adapter.to_hf = lambda state: to_hf({n: v for n, v in state.items() if not is_adapter(n)})
+    return adapter
 
 
 @torch.no_grad()

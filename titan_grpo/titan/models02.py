@@ -16,12 +16,11 @@ TOKENS = 2
 """Dimension of tokens in what attention gets: [rows, heads, tokens, dim]."""
 
 
-def torchtitan_sections() -> type:
+def torchtitan_sections() -> Any:
     """The dataclass of the sections that a job's file has beside ours."""
     from torchtitan.config import JobConfig
 
-    kind: type = JobConfig
-    return kind
+    return JobConfig
 
 
 def attention() -> type:
@@ -33,10 +32,16 @@ def attention() -> type:
 
 
 def get_spec(name: str) -> Any:
-    """The model ``name``: ``model_args`` by flavor, ``model_cls``, ``state_dict_adapter``. Raises
-    ValueError where there is none."""
+    """The model ``name``: ``model_args`` by flavor, the tiny ones too, ``model_cls``,
+    ``state_dict_adapter``. Raises ValueError where there is none."""
+    from torchtitan.models.llama3 import llama3_args
+    from torchtitan.models.qwen3 import qwen3_args
     from torchtitan.protocols.train_spec import get_train_spec
 
+    qwen3_args["grpo_tiny"] = _qwen3_args(tied=True, experts=False)
+    qwen3_args["grpo_tiny_untied"] = _qwen3_args(tied=False, experts=False)
+    qwen3_args["grpo_tiny_moe"] = _qwen3_args(tied=False, experts=True)
+    llama3_args["grpo_tiny"] = _llama3_args()
     return get_train_spec(name)
 
 
@@ -55,17 +60,6 @@ def stored_tensors(model: Any, to_hf: ToHF) -> list[tuple[str, Any]]:
     from titan_grpo.titan.weight_sync import exported_tensors
 
     return exported_tensors(model, to_hf)
-
-
-def register_tiny_flavors() -> None:
-    """Add the four tiny flavors to torchtitan's own tables of qwen3 and llama3. Idempotent."""
-    from torchtitan.models.llama3 import llama3_args
-    from torchtitan.models.qwen3 import qwen3_args
-
-    qwen3_args["grpo_tiny"] = _qwen3_args(tied=True, experts=False)
-    qwen3_args["grpo_tiny_untied"] = _qwen3_args(tied=False, experts=False)
-    qwen3_args["grpo_tiny_moe"] = _qwen3_args(tied=False, experts=True)
-    llama3_args["grpo_tiny"] = _llama3_args()
 
 
 def _qwen3_args(tied: bool, experts: bool) -> Any:

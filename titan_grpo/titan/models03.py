@@ -1,11 +1,11 @@
 """torchtitan 0.3: the configuration and the models, behind the calls that ``models02`` has too.
 
-0.3 has no sections of its own: a job is written in those of 0.2.2 (titan/sections.py), and
+0.3 has no sections of its own: a job is written in those of 0.2.2 (titan/sections.toml), and
 ``engine03`` translates them. Models are 0.3's own, with plain causal attention.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from operator import attrgetter
@@ -30,9 +30,9 @@ FUSED = ".qkv_linear.wqkv."
 """In the names of fused projections, which neither checkpoints nor adapters know."""
 
 
-def torchtitan_sections() -> type:
+def torchtitan_sections() -> Any:
     """The dataclass of the sections that a job's file has beside ours."""
-    from titan_grpo.titan.sections import JobConfig
+    from titan_grpo.titan.jobfile import JobConfig
 
     return JobConfig
 
@@ -81,39 +81,22 @@ class Args:
         return counted
 
 
-class Flavors(Mapping[str, Args]):
+class Flavors(dict[str, Any]):
     """The arguments of a model's flavors, made anew at each access: a Trainer changes what it
     gets."""
 
-    def __init__(self, names: list[str], make: Callable[[str], Any]) -> None:
-        self._names, self._make = names, make
-
     def __getitem__(self, flavor: str) -> Args:
-        if flavor not in self._names:
-            raise KeyError(flavor)
-        return Args(self._make(flavor))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-MODELS = {"llama3": "grpo_tiny", "qwen3": "grpo_tiny grpo_tiny_untied grpo_tiny_moe"}
-"""Models that are supported with 0.3 -> our flavors of it."""
+        return Args(super().__getitem__(flavor)())
 
 
 def get_spec(name: str) -> Any:
-    """The model ``name``: ``model_args`` by flavor, ``model_cls``, ``state_dict_adapter``. Raises
-    ValueError where there is none."""
-    if name not in MODELS:
+    """The model ``name``: ``model_args`` by flavor, the tiny ones too, ``model_cls``,
+    ``state_dict_adapter``. Raises ValueError where there is none."""
+    if name not in TINY:
         raise ValueError(name)
     module = importlib.import_module(f"torchtitan.models.{name}")
     table = getattr(module, f"{name}_configs")
-    tiny = MODELS[name].split()
-    table |= dict.fromkeys(tiny, _tiny_llama3) if name == "llama3" else {}
-    table |= {each: _TINY_QWEN3[each] for each in tiny} if name == "qwen3" else {}
+    table |= TINY[name]
 
     def adapter(args: Args, path: str | None) -> Any:
         return splitting(args.spec.state_dict_adapter, args)(args.config, path)
@@ -122,13 +105,8 @@ def get_spec(name: str) -> Any:
         model: torch.nn.Module = args.config.build()
         return model
 
-    return SimpleNamespace(
-        model_args=Flavors(
-            list(table), lambda flavor: module.model_registry(flavor, attn_backend="varlen")
-        ),
-        model_cls=build,
-        state_dict_adapter=adapter,
-    )
+    made = {each: partial(module.model_registry, each, attn_backend="varlen") for each in table}
+    return SimpleNamespace(model_args=Flavors(made), model_cls=build, state_dict_adapter=adapter)
 
 
 def separate_qkv(args: Args) -> None:
@@ -178,10 +156,6 @@ def stored_tensors(model: torch.nn.Module, to_hf: ToHF) -> list[tuple[str, torch
     return [(name, t) for name, t in model.state_dict().items() if not is_adapter(name)]
 
 
-def register_tiny_flavors() -> None:
-    """Nothing: ``get_spec`` has them."""
-
-
 _SIZES: dict[str, Any] = {
     "n_layers": SHAPE.layers,
     "dim": SHAPE.hidden,
@@ -191,7 +165,7 @@ _SIZES: dict[str, Any] = {
 """What every function of 0.3 that builds layers is given."""
 
 
-def _tiny_llama3(**options: Any) -> Any:
+def _tiny_llama3(attn_backend: str, **_: Any) -> Any:
     import torchtitan.models.llama3 as llama3
 
     s = SHAPE
@@ -214,12 +188,12 @@ def _tiny_llama3(**options: Any) -> Any:
             **_SIZES,
             hidden_dim=s.ffn,
             rope=rope,
-            attn_backend=options["attn_backend"],
+            attn_backend=attn_backend,
         ),
     )
 
 
-def _tiny_qwen3(tied: bool, attn_backend: str) -> Any:
+def _tiny_qwen3(tied: bool, attn_backend: str, **_: Any) -> Any:
     import torchtitan.models.qwen3 as qwen3
 
     s = SHAPE
@@ -247,7 +221,7 @@ def _tiny_qwen3(tied: bool, attn_backend: str) -> Any:
     )
 
 
-def _tiny_moe(attn_backend: str) -> Any:
+def _tiny_moe(attn_backend: str, **_: Any) -> Any:
     import torchtitan.models.qwen3 as qwen3
 
     s = SHAPE
@@ -297,53 +271,33 @@ def _exact_experts() -> type:
     return ExactExperts
 
 
-_TINY_QWEN3: dict[str, Callable[..., Any]] = {
-    "grpo_tiny": lambda attn_backend, **_: _tiny_qwen3(True, attn_backend),
-    "grpo_tiny_untied": lambda attn_backend, **_: _tiny_qwen3(False, attn_backend),
-    "grpo_tiny_moe": lambda attn_backend, **_: _tiny_moe(attn_backend),
+TINY: dict[str, dict[str, Callable[..., Any]]] = {
+    "llama3": {"grpo_tiny": _tiny_llama3},
+    "qwen3": {
+        "grpo_tiny": partial(_tiny_qwen3, True),
+        "grpo_tiny_untied": partial(_tiny_qwen3, False),
+        "grpo_tiny_moe": _tiny_moe,
+    },
 }
+"""Models that are supported with 0.3 -> our flavors of it."""
 
 
 def violations(config: Any) -> list[str]:
     """What of a job cannot run with 0.3, each as "key must be rule (why), got value"."""
     from titan_grpo.titan.engine03 import without_counterpart
 
-    a = config.activation_checkpoint
     never = "never run with torchtitan 0.3; take 0.2.2"
-    found = [
-        (
-            config.parallelism.pipeline_parallel_degree != 1,
-            "parallelism.pipeline_parallel_degree",
-            f"1 ({never})",
-        ),
-        (
-            config.grpo.ptx_mixin_batchsize > 0,
-            "grpo.ptx_mixin_batchsize",
-            f"0 ({never})",
-        ),
-        (
-            config.optimizer.name not in ("Adam", "AdamW"),
-            "optimizer.name",
-            '"Adam" or "AdamW"',
-        ),
-        (
-            config.optimizer.early_step_in_backward,
-            "optimizer.early_step_in_backward",
-            "false (torchtitan 0.3 has no such setting)",
-        ),
-        (
-            a.mode == "memory_budget",
-            "activation_checkpoint.mode",
-            f'"none", "selective" or "full" ({never})',
-        ),
-        (
-            bool(config.experimental.custom_import),
-            "experimental.custom_import",
-            "empty (torchtitan 0.3 has no such setting)",
-        ),
-    ]
+    allowed: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+        ("parallelism.pipeline_parallel_degree", (1,), f" ({never})"),
+        ("grpo.ptx_mixin_batchsize", (0,), f" ({never})"),
+        ("optimizer.name", ("Adam", "AdamW"), ""),
+        ("activation_checkpoint.mode", ("none", "selective", "full"), f" ({never})"),
+        # "2", 0.2.2's default, is as good as left out
+        ("activation_checkpoint.selective_ac_option", ("op", "2"), " (0.3 selects operations)"),
+    )
+    given = [(key, values, why, attrgetter(key)(config)) for key, values, why in allowed]
     return [
-        f"{key} must be {rule}, got {attrgetter(key)(config)!r}"
-        for broken, key, rule in found
-        if broken
+        f"{key} must be {' or '.join(map(repr, values))}{why}, got {value!r}"
+        for key, values, why, value in given
+        if value not in values
     ] + without_counterpart(config)

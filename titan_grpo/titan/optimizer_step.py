@@ -9,6 +9,7 @@ as they are.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,12 @@ import torch.distributed as dist
 from torchtitan.distributed import utils as dist_utils
 
 from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy, token_logprobs
-from titan_grpo.algorithm.loss import LogitTerms, grpo_loss
-from titan_grpo.algorithm.metrics import (
+from titan_grpo.algorithm.loss import (
+    LogitTerms,
     Metrics,
     accumulate,
     flags,
+    grpo_loss,
     pack,
     reasons,
     summarize,
@@ -29,11 +31,10 @@ from titan_grpo.algorithm.metrics import (
 )
 from titan_grpo.algorithm.objective import least_left_out, second_moments
 from titan_grpo.algorithm.rows import IGNORE_INDEX
-from titan_grpo.titan.packed import PackedAttention
+from titan_grpo.titan.data import TextMixin, text_weight
+from titan_grpo.titan.modules import PackedAttention, RouterReplay
 from titan_grpo.titan.pipeline import Loaded, Pipeline, alike
-from titan_grpo.titan.router_replay import RouterReplay
-from titan_grpo.titan.shown import FirstBatch
-from titan_grpo.titan.text import TextMixin, text_weight
+from titan_grpo.titan.step_records import FirstBatch
 
 CHUNK_TOKENS = 4096
 """Tokens whose distribution over the vocabulary is computed at a time: bounds its temporary
@@ -60,12 +61,6 @@ class Outcome:
 
 Reader = Callable[[torch.Tensor, torch.Tensor, float, int], torch.Tensor]
 """(logits [R, L, V], labels [R, L], temperature, chunk) -> [R, L]."""
-
-
-def _entropy(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, chunk_tokens: int
-) -> torch.Tensor:
-    return token_entropy(logits, temperature, chunk_tokens)
 
 
 def least_of_share(values: torch.Tensor, share: float) -> float:
@@ -154,7 +149,8 @@ class Stepper:
         if g.top_entropy_share == 1:
             return
         for minibatch in minibatches:
-            self._add("entropy", minibatch, _entropy)
+            # of a token's distribution, whatever its label
+            self._add("entropy", minibatch, lambda logits, _, *rest: token_entropy(logits, *rest))
             here = [
                 inputs["entropy"][labels.to(t.device) != IGNORE_INDEX]
                 for inputs, labels in minibatch
@@ -259,11 +255,7 @@ class Stepper:
         reference = None
         if self._reference is not None:
             [reference] = self._before(self._reference, [(inputs, labels)], token_logprobs)
-        with (
-            self._packed.using(inputs.get("rows"), t.device),
-            self._replay.using(inputs.get("routes"), t.device),
-            t.computing(),
-        ):
+        with self._using(inputs):
             logits = t.logits(t.policy, batch)
             # Before the backward, where checkpointed layers route once more.
             routed = self._replay.take_metrics()
@@ -271,6 +263,17 @@ class Stepper:
             del logits
             loss.backward()
         return loss.detach(), metrics | routed
+
+    @contextmanager
+    def _using(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """What the model computes a micro-batch in, forward and backward."""
+        device = self._t.device
+        with (
+            self._packed.using(inputs.get("rows"), device),
+            self._replay.using(inputs.get("routes"), device),
+            self._t.computing(),
+        ):
+            yield
 
     def _loss(
         self, logits: torch.Tensor, batch: dict[str, torch.Tensor], reference: torch.Tensor | None
@@ -342,16 +345,10 @@ class Stepper:
                     model.read(ids, lambda x, k: read(x, known[k], self._temperature, CHUNK_TOKENS))
                 )
         for inputs, labels in minibatch:
-            batch = {
-                name: x.to(t.device) for name, x in inputs.items() if name in ("input", "positions")
-            }
-            batch |= {"labels": labels.to(t.device)}
-            with (
-                self._packed.using(inputs.get("rows"), t.device),
-                self._replay.using(inputs.get("routes"), t.device),
-                torch.no_grad(),
-                t.computing(),
-            ):
+            needed = ("input", "positions", "labels")
+            given = {"labels": labels, **inputs}
+            batch = {name: given[name].to(t.device) for name in needed if name in given}
+            with torch.no_grad(), self._using(inputs):
                 logits = t.logits(model, batch)
                 out.append(read(logits, batch["labels"], self._temperature, CHUNK_TOKENS))
         return out

@@ -9,57 +9,55 @@ import secrets
 import shlex
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from titan_grpo.algorithm.advantages import AdvantageOptions, LengthPenalty, Overlong
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import BatchOptions, plan
-from titan_grpo.algorithm.metrics import Collapse
-from titan_grpo.engines.control import ServerControl
+from titan_grpo.algorithm.loss import Collapse
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import ServerGroup
-from titan_grpo.errors import ProtocolError, ServerUnfit, ServerUnreachable
-from titan_grpo.layout.peft import adapter_config, has_adapters
-from titan_grpo.observe import alerts, names, prometheus, report, terminal
+from titan_grpo.engines.server import ServerControl
+from titan_grpo.errors import ServerUnfit, ServerUnreachable
+from titan_grpo.observe import alerts, dashboards, names, report, terminal
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.observe.shown import ShownStep, choose
+from titan_grpo.observe.schema import ShownStep, choose
 from titan_grpo.observe.terminal import waiting
-from titan_grpo.observe.traces import from_environment
-from titan_grpo.protocol.model_config import essential
-from titan_grpo.receive.commit import tensor_views
+from titan_grpo.receive.checkpoint import essential
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
-from titan_grpo.rollout.messages import COUNTED
-from titan_grpo.rollout.spec import RolloutSpec
+from titan_grpo.rollout.messages import COUNTED, RolloutSpec
 from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group
 from titan_grpo.subprocesses import run_command, without_torchrun
+from titan_grpo.sync.images import ImagePool, check_certificate
 from titan_grpo.sync.lanes import SyncOptions, load_deadline_s
-from titan_grpo.sync.part import ImagePool, check_certificate
 from titan_grpo.sync.process import SyncProcess
-from titan_grpo.titan.data import Sampled, StepWork, varied_groups
+from titan_grpo.titan.data import Sampled, Share, StepWork, varied_groups
 from titan_grpo.titan.evaluations import Evaluations
-from titan_grpo.titan.hf_files import copy_assets, read_config, write_adapter, write_weights
-from titan_grpo.titan.membership import Membership
+from titan_grpo.titan.hf_files import read_config, save_version
 from titan_grpo.titan.rules import sync_waits_s
-from titan_grpo.titan.server_urls import ServersFile, known_servers
-from titan_grpo.titan.shown import FirstBatch, Row, rows, sequences, shown
+from titan_grpo.titan.servers import Membership, ServersFile, known_servers
 from titan_grpo.titan.startup import Rollouts, launched, start_rollouts, sync_settings
-from titan_grpo.titan.step_metrics import (
+from titan_grpo.titan.step_records import (
+    FirstBatch,
+    Row,
     group_values,
     loss_values,
     reward_values,
     rollout_values,
+    rows,
+    sequences,
     server_values,
+    shown,
 )
 from titan_grpo.titan.weight_sync import WritePlan
-from titan_grpo.titan.whole_image import with_whole_image
 
 logger = logging.getLogger(__name__)
 
@@ -74,38 +72,25 @@ def batch_options(job_config: Any, cost: TokenCost, routes: int = 0) -> BatchOpt
     return BatchOptions(
         token_budget=grpo.token_budget or training.local_batch_size * training.seq_len,
         max_len=training.seq_len,
-        normalization=grpo.loss_normalization,
-        advantage=advantage_options(job_config),
-        mask_truncated=grpo.mask_truncated,
-        num_minibatches=grpo.num_microbatches,
-        constant=job_config.rollout.max_completion_tokens,
-        cost=cost,
-        balance=grpo.balance_batch,
-        equal_counts=grpo.balance_equal_counts,
-        split_groups=grpo.balance_split_groups,
         pack=grpo.pack_sequences,
         routes=routes,
+        grpo=grpo,
+        longest=job_config.rollout.max_completion_tokens,
+        cost=cost,
         stages=job_config.parallelism.pipeline_parallel_degree,
-    )
-
-
-def advantage_options(job_config: Any) -> AdvantageOptions:
-    """How rewards become advantages, from the job's sections. Raises ConfigError."""
-    grpo, longest = job_config.grpo, job_config.rollout.max_completion_tokens
-    cache = grpo.overlong_cache_tokens or math.ceil(grpo.overlong_cache_share * longest)
-    short = LengthPenalty(grpo.length_penalty, grpo.correct_reward)
-    return AdvantageOptions(
-        baseline=grpo.advantage_baseline,
-        normalization=grpo.advantage_normalization if grpo.normalize_advantage_std else "none",
-        scale_by_len=grpo.scale_adv_by_len,
-        overlong=Overlong(longest, cache, grpo.overlong_penalty) if cache else None,
-        length_penalty=short if grpo.length_penalty else None,
     )
 
 
 class Controller:
     """Rank 0's side of a run. Built early and cheap; ``start`` starts processes and threads,
     ``close`` ends them."""
+
+    # Of these there is none before ``start``.
+    recorder: Recorder
+    worker: SyncProcess
+    """The weight sync."""
+    _rollouts: Rollouts
+    _evaluations: Evaluations
 
     def __init__(
         self, job_config: Any, model_dir: str, cpu: bool, cost: TokenCost, routes: int = 0
@@ -115,7 +100,7 @@ class Controller:
         self._model_dir = model_dir
         self._run_dir = Path(job_config.job.dump_folder)
         self._options = batch_options(job_config, cost, routes)
-        self._recorder: Recorder | None = None
+        self._ends = ExitStack()
         run_key = find_run_key(os.environ, job_config.weight_sync.run_key_file)
         rollout = job_config.rollout
         self._keys = (
@@ -126,30 +111,18 @@ class Controller:
         self.run_key = specs[0].run_key if specs else run_key
         check_certificate(job_config.weight_sync, self.run_key)
         self._servers = ServerGroup(specs)
-        self._rollouts: Rollouts | None = None
-        self._worker: SyncProcess | None = None
-        self._membership: Membership | None = None
-        self._evaluations: Evaluations | None = None
         self._step_values: dict[str, float] = {}
         self._codec: TextCodec | None = None
         self._taken: tuple[int, list[Group]] = 0, []
         self._counted: tuple[float, dict[str, int]] = 0.0, {}
         """The rollouts' counters as they were when they were last written down, and when that was
         (monotonic clock)."""
-        self._metrics: HttpServer | None = None
         if job_config.dashboards.metrics_address:
-            prometheus.require("dashboards.metrics_address")
+            dashboards.require("dashboards.metrics_address")
         self._watched = (alerts.GAP, *alerts.watched(job_config.alerts))
         self.stopped_by = ""
         """The threshold of alerts.stop that was crossed."""
         self._collapse = Collapse(job_config.grpo.reward_collapse_steps)
-
-    @property
-    def recorder(self) -> Recorder:
-        """The run's records, once it has started."""
-        if self._recorder is None:
-            raise ProtocolError("nothing is recorded before the start")
-        return self._recorder
 
     def start(
         self,
@@ -161,28 +134,24 @@ class Controller:
     ) -> SyncProcess:
         """Start servers, rollouts and weight sync for training that continues from ``version``;
         ``state`` is a checkpoint's."""
-        rollout, sync = self._job.rollout, sync_settings(self._job)
+        rollout, sync, ends = self._job.rollout, sync_settings(self._job), self._ends
         # Not earlier: a finished job that is started again changes no file.
-        traces = from_environment(os.environ, self._run_dir.name, time.perf_counter())
-        self._recorder = Recorder(self._run_dir, traces=traces)
-        self._listen(self._job.dashboards.metrics_address)
+        traces = dashboards.traces_of(os.environ, self._run_dir.name, time.perf_counter())
+        self.recorder = Recorder(self._run_dir, traces=traces)
+        ends.callback(self._close_records)
+        ends.callback(self._servers.stop)
         process = SyncProcess.launch(sync)  # it loads its modules while servers and rollouts start
         self._servers.start()
-        self._servers.wait_healthy(sync.startup_deadline_s)
-        known = known_servers(rollout, os.environ, self._servers.urls)
+        # Before their servers are waited for: a mistake in a task is said at once.
         rollouts = self._rollouts = start_rollouts(
             self._job, self._model_dir, version, state, os.environ
         )
+        ends.callback(self._report)
+        ends.callback(self._close_rollouts)
         remote = rollout.controller != "local" and isinstance(rollouts, RolloutClient)
-
-        def control(url: str) -> ServerControl:
-            assert isinstance(rollouts, RolloutClient)
-            deadlines = sync.commit_deadline_s, load_deadline_s(sync)
-            return rollouts.control(rollout.engine, ServerAccess(url, *deadlines, *self._keys))
-
         # Those of an earlier process of the run were written down by it.
         self._counted = time.monotonic(), rollouts.counters()
-        evaluations = self._evaluations = Evaluations(
+        self._evaluations = Evaluations(
             self._job.evaluation,
             RolloutSpec.from_config(rollout, self._model_dir, version),
             rollouts,
@@ -191,17 +160,20 @@ class Controller:
             keep=lambda url: self.worker.slots.keep(url),
             go_on=lambda url: self.worker.slots.go_on(url),
         )
-        worker = self._worker = SyncProcess(
+        self._evaluations.check()
+        self._servers.wait_healthy(sync.startup_deadline_s)
+        known = known_servers(rollout, os.environ, self._servers.urls)
+        self.worker = SyncProcess(
             pool,
             sync,
             self.recorder,
             SyncOptions(
-                urls=(*known.fixed, *sorted(evaluations.own)),
-                make_control=control if remote else None,
+                urls=(*known.fixed, *sorted(self._evaluations.own)),
+                make_control=self._control if remote else None,
                 engine=rollout.engine,
                 keeps=bool(self._job.evaluation),
                 listed=known.listed,
-                observer=evaluations,
+                observer=self._evaluations,
                 keys=self._keys,
                 run_key=self.run_key,
                 device=device,
@@ -210,36 +182,49 @@ class Controller:
                 leaders=plan.leaders[1:],
                 owner=_owner(self._run_dir),
                 take_over=rollout.take_over,
-                drain=(
-                    None
-                    if rollout.in_flight_weight_updates
-                    else lambda url: rollouts.drain(url, sync.drain_deadline_s)
-                ),
+                drain=None if rollout.in_flight_weight_updates else self._drain,
             ),
             process,
         )
-        worker.servers.reached(version)
-        worker.start()
-        path = rollout.servers_file
-        self._membership = Membership(
-            worker.servers, self._run_dir, rollouts.in_flight, ServersFile(path) if path else None
-        )
-        return worker
+        # Before the rollouts: a lane may finish its commit by calls that go through them.
+        ends.callback(self.worker.close, END_S / 2)
+        text = f"ending: lanes, rollouts and servers get {END_S:g} s together"
+        ends.callback(terminal.print_status, text)
+        ends.callback(rollouts.skip_drains)
+        ends.callback(self._evaluations.close)
+        self.worker.servers.reached(version)
+        self.worker.start()
+        file = ServersFile(rollout.servers_file) if rollout.servers_file else None
+        members = Membership(self.worker.servers, self._run_dir, rollouts.in_flight, file)
+        ends.callback(members.close)
+        if address := self._job.dashboards.metrics_address:
+            ends.callback(self._listen(address).close)
+        return self.worker
 
-    def _listen(self, address: str) -> None:
+    def _control(self, url: str) -> ServerControl:
+        """A server's control through the rollout service, which alone reaches the servers."""
+        sync, rollouts = self._job.weight_sync, self._rollouts
+        assert isinstance(rollouts, RolloutClient)
+        access = ServerAccess(url, sync.commit_deadline_s, load_deadline_s(sync), *self._keys)
+        return rollouts.control(self._job.rollout.engine, access)
+
+    def _drain(self, url: str) -> None:
+        """Wait until nothing runs on a server."""
+        self._rollouts.drain(url, self._job.weight_sync.drain_deadline_s)
+
+    def _listen(self, address: str) -> HttpServer:
         """Answer Prometheus with the last step's line."""
-        if not address:
-            return
 
         def answer(request: Request) -> Reply:
             if (request.method, request.path) != ("GET", "/metrics"):
                 return Reply(404, {"error": "there is GET /metrics"})
             row = self.recorder.last_row()
             row.pop("time_s", None)
-            return Reply(200, prometheus.page(row), kind=prometheus.CONTENT_TYPE)
+            return Reply(200, dashboards.page(row), kind=dashboards.CONTENT_TYPE)
 
-        self._metrics = HttpServer(address, "", answer, "dashboards.metrics_address")
-        terminal.print_status(f"metrics for Prometheus at http://{self._metrics.address}/metrics")
+        server = HttpServer(address, "", answer, "dashboards.metrics_address")
+        terminal.print_status(f"metrics for Prometheus at http://{server.address}/metrics")
+        return server
 
     def wait_slot(self) -> int | None:
         """A slot for a version that must not be skipped (the first, the last)."""
@@ -277,9 +262,9 @@ class Controller:
             if self._job.weight_sync.on_sync_error == "stop":
                 raise error
         servers.reached(version)
-        rollouts = self._running()
+        rollouts = self._rollouts
         try:
-            found = self._take(rollouts, version)
+            found = self._take(version)
         except RolloutsLate as error:
             raise RolloutsLate(f"{error}; {servers.text()}") from error
         groups, taken = found.groups, [*found.groups, *found.left_out]
@@ -301,17 +286,16 @@ class Controller:
         if self._job.grpo.dynamic_sampling or left_out:
             kept = reward_values(groups)
             self._step_values[names.REWARD_KEPT] = kept[names.REWARD]
-        self._step_values |= self._count_rollouts(rollouts)
+        self._step_values |= self._count_rollouts()
         self._taken = version, groups
         ranks = batch.micro_batches() if self._job.grpo.single_rank_load else batch.rows
-        return StepWork(
-            ranks, batch.steps, self.worker.slots.take_reserved(), json.dumps(rollouts.state())
-        )
+        slot = self.worker.slots.take_reserved()
+        return Share(batch.steps, slot, json.dumps(rollouts.state())), ranks
 
-    def _take(self, rollouts: Rollouts, version: int) -> Sampled:
+    def _take(self, version: int) -> Sampled:
         """The groups of one step; with dynamic sampling those without reward spread are
         replaced."""
-        rollout, grpo = self._job.rollout, self._job.grpo
+        rollout, grpo, rollouts = self._job.rollout, self._job.grpo, self._rollouts
         deadline = time.monotonic() + rollout.batch_timeout_s
 
         def take(count: int) -> list[Group]:
@@ -322,7 +306,7 @@ class Controller:
         # A recorded batch is taken whole or not at all, so nothing replaces what is left out of it.
         rounds = 0 if rollout.replay_path else grpo.dynamic_sampling_rounds
         back = rollouts.used_without_version
-        found = varied_groups(take, back, rollout.prompts_per_step, rounds, self._options.advantage)
+        found = varied_groups(take, back, rollout.prompts_per_step, rounds, self._options)
         self.recorder.count(names.dropped("no_spread"), len(found.left_out))
         return found
 
@@ -344,8 +328,8 @@ class Controller:
 
     def warn(self, text: str) -> None:
         """Report a failure that the run can do without: on the terminal and in summary.json."""
-        if self._recorder is not None:
-            self._recorder.error(text)
+        if hasattr(self, "recorder"):  # a logger may fail before the start too
+            self.recorder.error(text)
         terminal.print_status(text)
 
     def no_version(self, slot: int | None) -> None:
@@ -353,7 +337,7 @@ class Controller:
         nothing is published."""
         if slot is not None:
             self.worker.slots.put_back(slot)
-        self._running().used_without_version(self._job.rollout.prompts_per_step)
+        self._rollouts.used_without_version(self._job.rollout.prompts_per_step)
 
     def skipped(self, version: int) -> None:
         """No slot was free for ``version``."""
@@ -367,11 +351,6 @@ class Controller:
             terminal.print_status(
                 f"no server held version {version} after {timeout_s:g} s; going on without"
             )
-
-    def draw(self, step: int, phases: Mapping[str, tuple[float, float]]) -> None:
-        """Bars of the main thread in the trace: phase -> (start, stop) on the recorder's clock."""
-        for name, (start, stop) in phases.items():
-            self.recorder.add_span(name, start, stop, "main thread", step=step)
 
     def show(self, step: int, trained: FirstBatch | None) -> list[Row]:
         """Keep some completions of the step for people to look at (rollout.sample_every). Returns
@@ -388,14 +367,22 @@ class Controller:
         return rows(chosen, self._codec.decode)
 
     def record(
-        self, step: int, metrics: Mapping[str, float], times: Mapping[str, float]
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        times: Mapping[str, float],
+        phases: Mapping[str, tuple[float, float]],
     ) -> dict[str, float]:
-        """End of a step: metrics.jsonl, the progress line; returns the values for TensorBoard."""
-        versions = self._sampling_versions()
+        """End of a step: metrics.jsonl, the progress line, and bars of the main thread in the trace
+        (phase -> (start, stop) on the recorder's clock); returns the values for TensorBoard."""
+        for name, (start, stop) in phases.items():
+            self.recorder.add_span(name, start, stop, "main thread", step=step)
+        # Of the servers that rollouts are sampled on.
+        known, own = self.worker.servers.versions(), self._evaluations.own
+        versions = {url: version for url, version in known.items() if url not in own}
         values = {**self._step_values, **times, **loss_values(metrics)}
         values |= server_values(self._taken[0], versions) | self.recorder.since_last()
-        if self._evaluations is not None:
-            values |= self._evaluations.take_values()
+        values |= self._evaluations.take_values()
         # A step that was skipped for its numbers has no loss to show.
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         self.recorder.step(step, values)
@@ -424,83 +411,43 @@ class Controller:
         if failure := run_command(command, env, settings.command_timeout_s):
             self.warn(f"alerts.command {settings.command!r}: {failure}")
 
-    def _sampling_versions(self) -> dict[str, int | None]:
-        """Versions of the servers that rollouts are sampled on."""
-        versions = self.worker.servers.versions()
-        if self._evaluations is None:
-            return versions
-        return {url: v for url, v in versions.items() if url not in self._evaluations.own}
-
     def finish(self, version: int) -> dict[str, float]:
         """Flush the newest version to the servers, evaluate it, and save it in HF layout. Returns
         the values that are known since the last step."""
         worker, deadline_s = self.worker, self._job.weight_sync.shutdown_deadline_s
-        self._running().skip_drains()
-        if self._evaluations is not None:
-            # A server that evaluates takes no other version until it is done.
-            self._evaluations.stop_schedule()
-            self._evaluations.wait_idle()
+        self._rollouts.skip_drains()
+        # A server that evaluates takes no other version until it is done.
+        self._evaluations.stop_schedule()
+        self._evaluations.wait_idle()
         holding = worker.flush(version, deadline_s)
         for url in sorted(set(worker.servers.urls) - set(holding)):
             self.recorder.error(
                 f"{url} did not hold version {version} at the end, after {deadline_s:g} s"
             )
-        values = {}
-        if self._evaluations is not None:
-            self._evaluations.last(version)
-            values = self._evaluations.take_values()
-            self.recorder.after_last_step(values)
+        self._evaluations.last(version)
+        values = self._evaluations.take_values()
+        self.recorder.after_last_step(values)
         published = worker.slots.newest()
         if published is not None:
-            # The image already has the names, the layout and the type of HF files.
-            manifest, adapters = worker.manifest, has_adapters(worker.manifest)
-            use = lambda image: self._save(tensor_views(image, manifest), adapters)  # noqa: E731
-            if missing := with_whole_image(worker, published, self._job.weight_sync, use):
+            folders = self._model_dir, self._run_dir
+            missing = save_version(worker, published, self._job, *folders)
+            if missing:
                 self.recorder.error(f"version {version} is not saved: {missing}")
         return values
-
-    def _save(self, tensors: Iterable[tuple[str, torch.Tensor]], adapters: bool) -> None:
-        """Write the last version into the run's folder, as Hugging Face files or as PEFT's."""
-        if adapters:
-            lora = self._job.lora
-            # B has its scale in it: alpha is the rank.
-            settings = adapter_config(lora.rank, lora.rank, lora.targets, self._model_dir)
-            write_adapter(tensors, self._run_dir / "adapter", settings)
-            return
-        folder = self._run_dir / "hf"
-        folder.mkdir(parents=True, exist_ok=True)
-        write_weights(tensors, folder)
-        copy_assets(Path(self._model_dir), folder, self._job.weight_sync.wire_dtype)
 
     def close(self) -> None:
         """End rollouts, lanes and servers within ``END_S``, then write the report. Also after an
         error; idempotent."""
-        deadline = time.monotonic() + END_S
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._membership is not None:
-            self._membership.close()
-        if self._evaluations is not None:
-            self._evaluations.close()
-        rollouts, self._rollouts = self._rollouts, None
-        if rollouts is not None:
-            rollouts.skip_drains()
-        if self._worker is not None:
-            terminal.print_status(f"ending: lanes, rollouts and servers get {END_S:g} s together")
-            # Before the rollouts: a lane may finish its commit by calls that go through them.
-            self._worker.close(END_S / 2)
-        try:
-            if rollouts is not None:
-                self._count_rollouts(rollouts)
-                rollouts.close(max(1.0, deadline - time.monotonic()))
-        finally:
-            # Also when a record of groups cannot be flushed to a full disk.
-            self._servers.stop()
-        if rollouts is not None:
-            self._report()
-        if self._recorder is not None:
-            for problem in self._recorder.close():
-                terminal.print_status(problem)
+        self._end = time.monotonic() + END_S
+        self._ends.close()
+
+    def _close_rollouts(self) -> None:
+        self._count_rollouts()
+        self._rollouts.close(max(1.0, self._end - time.monotonic()))
+
+    def _close_records(self) -> None:
+        for problem in self.recorder.close():
+            terminal.print_status(problem)
 
     def _report(self) -> None:
         mode = "async" if self._job.grpo.async_weight_update else "sync"
@@ -512,10 +459,10 @@ class Controller:
             terminal.print_status(report.final_table(summary))
             terminal.print_status(terminal.next_command(f"report {self._run_dir}  (a page)"))
 
-    def _count_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
+    def _count_rollouts(self) -> dict[str, float]:
         """Write down what the rollouts counted since the last call; returns a step's figures of
         it."""
-        (before_s, before), now = self._counted, (time.monotonic(), rollouts.counters())
+        (before_s, before), now = self._counted, (time.monotonic(), self._rollouts.counters())
         self._counted = now
         for name, count in now[1].items():
             new = count - before.get(name, 0)
@@ -528,18 +475,6 @@ class Controller:
             if new := now[1].get(name, 0) - before.get(name, 0):
                 self.recorder.count(total, new)
         return rollout_values(before, now[1], now[0] - before_s)
-
-    def _running(self) -> Rollouts:
-        if self._rollouts is None:
-            raise ProtocolError("the rollouts are not running")
-        return self._rollouts
-
-    @property
-    def worker(self) -> SyncProcess:
-        """The weight sync. ProtocolError before ``start``."""
-        if self._worker is None:
-            raise ProtocolError("the weight sync is not running")
-        return self._worker
 
 
 def _owner(run_dir: Path) -> str:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
-from titan_grpo.config import LAUNCH
-from titan_grpo.config.lora import sends_adapters
+from titan_grpo.config import LAUNCH, sends_adapters
 from titan_grpo.observe import alerts
-from titan_grpo.protocol.model_config import difference
+from titan_grpo.receive.checkpoint import difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +33,11 @@ def violations(config: Any, machine: Machine) -> list[str]:
     found = [
         *_parallelism(config),
         *_pipeline(config),
-        *_routes(config),
         *_training(config),
         *_checkpoint(config, machine),
         *_lora(config),
         *_unsupported(config),
-        *_cpu(config, machine),
-        *_cuda(config, machine),
+        *_device(config, machine),
     ]
     out = [
         f"{key} must be {rule}, got {attrgetter(key)(config)!r}"
@@ -129,7 +126,7 @@ TORCHTITANS = {
     "norm_eps": "rms_norm_eps",
     "rope_theta": "rope.rope_theta",
 }
-"""Attribute of torchtitan's model arguments -> the field of protocol.model_config.essential."""
+"""Attribute of torchtitan's model arguments -> the field of receive.checkpoint.essential."""
 
 
 def model_violation(flavor: str, model_args: Any, fields: Mapping[str, Any]) -> str:
@@ -163,60 +160,48 @@ def _parallelism(config: Any) -> Rules:
         "training.seq_len",
         f"a multiple of parallelism.tensor_parallel_degree ({p.tensor_parallel_degree})",
     )
-    packed, compiled = config.grpo.pack_sequences, config.compile
+    packed = config.grpo.pack_sequences
     yield (
         packed and p.tensor_parallel_degree > 1,
         "parallelism.tensor_parallel_degree",
         "1 with grpo.pack_sequences (positions are not sharded with the tokens)",
     )
-    yield (
-        packed and compiled.enable and "model" in compiled.components,
-        "compile.enable",
-        "false with grpo.pack_sequences, or compile.components without model (the shapes in"
-        " attention are others in every micro-batch, so it would be compiled anew each time)",
-    )
+    compiled = config.compile.enable and "model" in config.compile.components
+    for key, why in (
+        ("pack_sequences", "the shapes in attention are others in every micro-batch"),
+        ("router_replay", "each micro-batch brings routes of its own"),
+    ):
+        yield (
+            compiled and getattr(config.grpo, key),
+            "compile.enable",
+            f"false with grpo.{key}, or compile.components without model ({why}, so it would be"
+            " compiled anew each time)",
+        )
 
 
 def _pipeline(config: Any) -> Rules:
-    p, g = config.parallelism, config.grpo
-    if p.pipeline_parallel_degree == 1:
+    if config.parallelism.pipeline_parallel_degree == 1:
         return
     alone = "it sets up each micro-batch by itself, and a pipeline has several under way"
-    for broken, key, value, why in (
-        (g.pack_sequences, "grpo.pack_sequences", "false", alone),
-        (g.router_replay, "grpo.router_replay", "false", alone),
+    for key, value, why in (
+        ("grpo.pack_sequences", False, alone),
+        ("grpo.router_replay", False, alone),
+        ("grpo.ptx_mixin_batchsize", 0, "its text would be a second pass through the stages"),
+        ("lora.rank", 0, "adapters are made on a whole model"),
         (
-            g.ptx_mixin_batchsize > 0,
-            "grpo.ptx_mixin_batchsize",
-            "0",
-            "its text would be a second pass through the stages",
-        ),
-        (config.lora.rank > 0, "lora.rank", "0", "adapters are made on a whole model"),
-        (
-            bool(p.pipeline_parallel_schedule_csv),
             "parallelism.pipeline_parallel_schedule_csv",
-            "empty",
+            "",
             "it is for one number of micro-batches, and steps have different ones",
         ),
         (
-            p.pipeline_parallel_microbatch_size != 1,
             "parallelism.pipeline_parallel_microbatch_size",
-            "1",
+            1,
             "grpo.token_budget says how many rows a micro-batch has",
         ),
     ):
-        yield broken, key, f"{value} with parallelism.pipeline_parallel_degree > 1 ({why})"
-
-
-def _routes(config: Any) -> Rules:
-    yield (
-        config.grpo.router_replay
-        and config.compile.enable
-        and "model" in config.compile.components,
-        "compile.enable",
-        "false with grpo.router_replay, or compile.components without model (each micro-batch"
-        " brings routes of its own, so it would be compiled anew each time)",
-    )
+        said = str(value).lower() or "empty"
+        rule = f"{said} with parallelism.pipeline_parallel_degree > 1 ({why})"
+        yield attrgetter(key)(config) != value, key, rule
 
 
 def _ranks(config: Any, machine: Machine) -> list[str]:
@@ -358,36 +343,23 @@ def _unsupported(config: Any) -> Rules:
     yield config.comm.mode != "default", "comm.mode", '"default" (the others move no data)'
 
 
-def _cuda(config: Any, machine: Machine) -> Rules:
-    if machine.on_cpu:
-        return
-    yield (
-        config.training.enable_cpu_offload,
-        "training.enable_cpu_offload",
-        "false (the optimizer changes offloaded weights on the host, where no fence of the device"
-        " keeps it from their copy; shard over more GPUs)",
-    )
-
-
-def _cpu(config: Any, machine: Machine) -> Rules:
+def _device(config: Any, machine: Machine) -> Rules:
     if not machine.on_cpu:
-        return
-    for name in ("enable_profiling", "enable_memory_snapshot"):
         yield (
-            getattr(config.profiling, name),
-            f"profiling.{name}",
-            "false on CPU (it needs a GPU)",
+            config.training.enable_cpu_offload,
+            "training.enable_cpu_offload",
+            "false (the optimizer changes offloaded weights on the host, where no fence of the"
+            " device keeps it from their copy; shard over more GPUs)",
         )
-    yield (
-        config.weight_sync.transport == "nccl",
-        "weight_sync.transport",
-        '"auto" or "tcp" on CPU',
-    )
-    yield (
-        config.training.enable_cpu_offload,
-        "training.enable_cpu_offload",
-        "false on CPU (there is nothing to offload from)",
-    )
+        return
+    for key, why in (
+        ("profiling.enable_profiling", "it needs a GPU"),
+        ("profiling.enable_memory_snapshot", "it needs a GPU"),
+        ("training.enable_cpu_offload", "there is nothing to offload from"),
+    ):
+        yield attrgetter(key)(config), key, f"false on CPU ({why})"
+    nccl = config.weight_sync.transport == "nccl"
+    yield nccl, "weight_sync.transport", '"auto" or "tcp" on CPU'
     yield (
         config.model.name == "qwen3" and config.parallelism.tensor_parallel_degree > 1,
         "parallelism.tensor_parallel_degree",

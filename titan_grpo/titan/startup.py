@@ -1,23 +1,26 @@
-"""What a run starts with: its servers (``rollout.servers = ["launch"]`` starts them on rank 0's own
-host) and its rollouts (recorded, from a child process, or from a service elsewhere)."""
+"""What a run starts with: its folder, which it holds alone, its servers (``rollout.servers =
+["launch"]`` starts them on rank 0's own host) and its rollouts (recorded, from a child process, or
+from a service elsewhere)."""
 
+import errno
+import fcntl
 import json
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from glob import glob
+from pathlib import Path
 from typing import Any
 
-from titan_grpo.config import LAUNCH, Rollout, WeightSync
-from titan_grpo.config.lora import sends_adapters
+from titan_grpo.config import LAUNCH, Rollout, WeightSync, sends_adapters
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.messages import RolloutSpec, WorkerTransport
 from titan_grpo.rollout.records import ReplayClient
 from titan_grpo.rollout.remote import RemoteTransport
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.transport import LocalTransport, WorkerTransport
+from titan_grpo.rollout.worker import LocalTransport
 from titan_grpo.runkey import Key
 from titan_grpo.sync.lanes import load_deadline_s
 
@@ -25,8 +28,8 @@ Rollouts = RolloutClient | ReplayClient
 
 
 def registration(job_config: Any, version: int) -> dict[str, Any]:
-    """Fields of ``rollout.atropos.Registration`` for training that goes on from ``version``;
-    batch_size is the source's."""
+    """What a trainer tells an Atropos API (``POST /register``) for training that goes on from
+    ``version``; batch_size is the source's."""
     checkpoint = job_config.checkpoint
     return {
         "max_token_len": job_config.training.seq_len,
@@ -37,6 +40,7 @@ def registration(job_config: Any, version: int) -> dict[str, Any]:
         ),
         "save_checkpoint_interval": checkpoint.interval if checkpoint.enable else 0,
         "wandb_group": job_config.job.description or "titan_grpo",
+        "wandb_project": "titan_grpo",
     }
 
 
@@ -111,21 +115,21 @@ def start_rollouts(
     before = json.loads(state) if state else {}
     if rollout.replay_path:
         return ReplayClient(rollout.replay_path, before)
-    spec = RolloutSpec.from_config(rollout, model_dir, version, before)
     sync = sync_settings(job_config)
-    recomputed = sync.kv_after_update == "recompute"
-    spec = replace(spec, registration=registration(job_config, version), kv_recomputed=recomputed)
-    spec = replace(spec, router_replay=job_config.grpo.router_replay)
     spec = replace(
-        spec, commit_deadline_s=sync.commit_deadline_s, load_deadline_s=load_deadline_s(sync)
+        RolloutSpec.from_config(rollout, model_dir, version, before),
+        registration=registration(job_config, version),
+        kv_recomputed=sync.kv_after_update == "recompute",
+        router_replay=job_config.grpo.router_replay,
+        commit_deadline_s=sync.commit_deadline_s,
+        load_deadline_s=load_deadline_s(sync),
     )
-    if rollout.controller == "local":
-        client, start_s = RolloutClient(spec, rollout.record_path, LocalTransport()), LOAD_S
-    else:
-        client = RolloutClient(
-            placed(spec), rollout.record_path, remote_transport(rollout, environ)
-        )
-        start_s = LOAD_S + rollout.controller_deadline_s
+    transport: WorkerTransport = LocalTransport()
+    start_s = LOAD_S
+    if rollout.controller != "local":
+        spec, transport = placed(spec), remote_transport(rollout, environ)
+        start_s += rollout.controller_deadline_s
+    client = RolloutClient(spec, rollout.record_path, transport)
     with ExitStack() as failed:
         failed.callback(client.close)
         client.start(start_s)
@@ -154,3 +158,87 @@ def placed(spec: RolloutSpec) -> RolloutSpec:
         if path and (os.path.exists(path) or glob(path)):
             places[name] = os.path.abspath(path)
     return replace(spec, **places)
+
+
+LOCK = "run.lock"
+"""File whose lock the trainer on rank 0 holds for as long as it runs."""
+
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold the dump folder for this run. Raises ConfigError if files cannot be written there, or
+    another run holds it.
+
+    The kernel releases the lock with the process, however that ends.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Not inherited by subprocesses (os.open closes on exec): one that outlives the trainer
+        # must not keep the lock.
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    try:
+        _lock(folder, descriptor)
+        try:
+            # A full disk lets files be made and fails at their first byte. One length, so that a
+            # short name leaves nothing of a longer one before it.
+            holder = f"{os.uname().nodename} process {os.getpid()}"
+            os.pwrite(descriptor, f"{holder:120}\n".encode(), 0)
+            os.fsync(descriptor)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(folder: Path, descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        raise ConfigError(
+            f"job.dump_folder must not be that of a live run, {str(folder)!r} is held by"
+            f" {holder or 'another process'}: metrics and checkpoints of the two would be mixed;"
+            " stop that run or choose another folder"
+        ) from error
+    except OSError as error:
+        # A file system without locks cannot tell two runs apart; one run must still work there.
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise _unusable(folder, error) from error
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        "job.dump_folder must be a directory where files can be written, got"
+        f" {str(folder)!r}: {error.strerror or error}; make room or choose another folder"
+    )
+
+
+def write_failure(error: BaseException, folder: Path) -> str:
+    """One line if the disk is why ``error`` was raised, also where a library wrapped it; else
+    empty."""
+    chain: list[Any] = [error]
+    for each in chain:
+        reason = ""
+        if isinstance(each, OSError):
+            if each.errno in _CANNOT_WRITE or str(each.filename or "").startswith(str(folder)):
+                reason = each.strerror or str(each)
+        elif isinstance(each, RuntimeError) and "inline_container" in str(each):
+            # torch's zip writer says only this of a short write, and the OSError before it is lost
+            # where torch.distributed.checkpoint pickles errors.
+            reason = f"torch: {each}"
+        if reason:
+            return (
+                f"a file of the run could not be written under {str(folder)!r} ({reason}), so the"
+                " run stopped; make room and start it again: it resumes from its last complete"
+                " checkpoint"
+            )
+        # torch.distributed.checkpoint maps ranks to (error, stack).
+        failures = [failure[0] for failure in getattr(each, "failures", {}).values()]
+        found = (each.__cause__, each.__context__, *failures)
+        chain += [other for other in found if other is not None and other not in chain]
+    return ""

@@ -87,7 +87,7 @@ def _common_config(s: TinyShape) -> dict[str, Any]:
     }
 
 
-def hf_config(kind: Kind, dtype: str = "bfloat16", shape: TinyShape = SHAPE) -> dict[str, Any]:
+def hf_config(kind: Kind, dtype: str, shape: TinyShape) -> dict[str, Any]:
     """Content of config.json for a kind; ``dtype`` is what an engine serves the model in by
     default."""
     config = _common_config(shape) | {"torch_dtype": dtype, "tie_word_embeddings": kind == "qwen3"}

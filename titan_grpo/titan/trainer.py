@@ -27,24 +27,25 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import init_logger
 
 from titan_grpo.algorithm.balance import TokenCost
-from titan_grpo.config.lora import sends_adapters
+from titan_grpo.config import sends_adapters
 from titan_grpo.errors import AlertStop, StorageError, SyncError, UnhealthyError
 from titan_grpo.observe import names, terminal
-from titan_grpo.sync.transports.store import limit_nccl_opening
+from titan_grpo.sync.transports.broadcast import limit_nccl_opening
 from titan_grpo.titan import compat
-from titan_grpo.titan.data import BatchLoader, Share
-from titan_grpo.titan.dump_folder import held, write_failure
-from titan_grpo.titan.head import compute_head_in_fp32
-from titan_grpo.titan.hosts import Here
-from titan_grpo.titan.loggers import log_table, make_dispensable
+from titan_grpo.titan.data import BatchLoader, Share, TextMixin
+from titan_grpo.titan.modules import (
+    PackedAttention,
+    RouterReplay,
+    compute_head_in_fp32,
+    move_reference,
+    route_width,
+)
 from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics
-from titan_grpo.titan.packed import PackedAttention
 from titan_grpo.titan.pipeline import Pipeline
 from titan_grpo.titan.rank0 import Controller
-from titan_grpo.titan.reference import build_reference, move_reference
-from titan_grpo.titan.router_replay import RouterReplay, route_width
-from titan_grpo.titan.text import TextMixin
-from titan_grpo.titan.weight_sync import Stages, TrainerSync
+from titan_grpo.titan.startup import held, write_failure
+from titan_grpo.titan.step_records import log_table, make_dispensable
+from titan_grpo.titan.weight_sync import Here, Stages, TrainerSync
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,11 @@ class GRPOTrainer(Engine):
                 run_key=self.controller.run_key if self.controller is not None else None,
             ),
         )
-        self.reference = build_reference(self, job_config) if self._grpo.kl_beta > 0 else None
+        self.reference: torch.nn.Module | None = None
+        if self._grpo.kl_beta > 0:
+            # From disk and not the policy: a resumed run has the same reference as the one before.
+            self.reference = self.second_model(self._grpo.reference_model or model_dir)
+            self.reference.requires_grad_(False).eval()
         packed = PackedAttention()
         if self._grpo.pack_sequences:
             for model in (self.model_parts[0], self.reference):
@@ -289,10 +294,9 @@ class GRPOTrainer(Engine):
             "train": (fetched, trained),
             "publish": (trained, now),
         }
-        controller.draw(self.step, spans)
         if outcome.unhealthy:
             controller.unhealthy(self.step, outcome.steps - outcome.taken, outcome.unhealthy)
-        tensorboard = controller.record(self.step, metrics, times)
+        tensorboard = controller.record(self.step, metrics, times, spans)
         self.metrics_processor.logger.log(tensorboard, self.step)
         if completions := controller.show(self.step, outcome.first):
             log_table(self.metrics_processor, completions, self.step)

@@ -1,6 +1,6 @@
 """A run that proves which weights it had after every step. For ``titan-grpo verify`` only.
 
-    torchrun ... -m titan_grpo.titan.verify_train --evidence DIR [--tamper KIND:N] -- ARGUMENTS
+    torchrun ... -m titan_grpo.titan.verify_train --evidence DIR -- ARGUMENTS
 
 It gathers every parameter whole (``full_tensor``), sends them through the adapter and casts them:
 nothing of the sync's own path (inferred layout, shard copies, images, sealer) is used, so a mistake
@@ -12,7 +12,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,45 +22,25 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from titan_grpo.errors import SyncError
-from titan_grpo.layout.digest import content_digest, tensor_digest
 from titan_grpo.layout.infer import strip_prefixes
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.titan import compat
-from titan_grpo.verify.evidence import TRAINER_EVIDENCE, version_file
+from titan_grpo.verify.outcome import TRAINER_EVIDENCE, version_file
+from titan_grpo.verify.recording import content_digest, tensor_digest
 
 compat.prepare()
 
 from titan_grpo.titan.jobconfig import parse  # noqa: E402 - the patches come first
 from titan_grpo.titan.lora import adapted  # noqa: E402
 from titan_grpo.titan.trainer import GRPOTrainer, run  # noqa: E402
-from titan_grpo.titan.weight_sync import exported_tensors  # noqa: E402
-
-
-@dataclass(frozen=True, slots=True)
-class Tamper:
-    """A violation to cause: the self-test.
-
-    ``bytes``: every version from ``at`` on is published with one sign flipped that training does
-    not see (every one, since any of them may be skipped); ``modes``: one weight changes its sign
-    before the step that makes version ``at``.
-    """
-
-    kind: str = ""
-    at: int = 0
-
-    @classmethod
-    def parse(cls, text: str) -> "Tamper":
-        """``"bytes:2"``; an empty text causes nothing."""
-        kind, _, at = text.partition(":")
-        return cls(kind, int(at)) if text else cls()
 
 
 class VerifyTrainer(GRPOTrainer):
     """Rank 0 writes TRAINER_EVIDENCE and one safetensors file per version into ``evidence``."""
 
-    def __init__(self, job_config: Any, evidence: Path, tamper: Tamper) -> None:
+    def __init__(self, job_config: Any, evidence: Path) -> None:
         super().__init__(job_config)
-        self._evidence, self._tamper = evidence, tamper
+        self._evidence = evidence
         if dist.get_rank() == 0:
             evidence.mkdir(parents=True, exist_ok=True)
 
@@ -73,36 +52,10 @@ class VerifyTrainer(GRPOTrainer):
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
     ) -> None:
         """GRPOTrainer's step, then the version it made is written down."""
-        if self._tamper == Tamper("modes", self.step):
-            self.sync.fence()
-            self._flip()
         before = self.version
         super().train_step(data_iterator)
         if self.version > before:
             self._witness(self.version)
-
-    def _publish(self, version: int, slot: int) -> None:
-        tampered = self._tamper.kind == "bytes" and version >= self._tamper.at
-        if tampered:
-            self._flip()
-        super()._publish(version, slot)
-        if tampered:
-            # On a device the copy is only enqueued: it must have read the wrong value before that
-            # is taken back.
-            self.sync.fence()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            self._flip()
-
-    def _flip(self) -> None:
-        """Change the sign of rank 0's first weight."""
-        if dist.get_rank() == 0:
-            name = next(iter(self.sync.plan.ops))
-            weights = dict(exported_tensors(self.weights, self.to_hf))
-            weight = weights[name]
-            local = weight.to_local() if isinstance(weight, DTensor) else weight
-            with torch.no_grad():
-                local.view(-1)[:1].neg_()
 
     def _witness(self, version: int) -> None:
         """Collective: gather, export, cast; rank 0 digests and saves."""
@@ -175,11 +128,9 @@ def main(argv: list[str]) -> int:
     """Run one rank with a VerifyTrainer. Errors propagate to torchrun."""
     parser = argparse.ArgumentParser(prog="titan_grpo.titan.verify_train", description=__doc__)
     parser.add_argument("--evidence", type=Path, required=True)
-    parser.add_argument("--tamper", type=Tamper.parse, default=Tamper())
     cut = argv.index("--")
     options = parser.parse_args(argv[:cut])
-    build = partial(VerifyTrainer, evidence=options.evidence, tamper=options.tamper)
-    run(parse(argv[cut + 1 :]), build)
+    run(parse(argv[cut + 1 :]), partial(VerifyTrainer, evidence=options.evidence))
     return 0
 
 

@@ -1,22 +1,26 @@
-"""One rank's weights as the sync sees them: which part of each image it writes, and publishing."""
+"""One rank's weights as the sync sees them: which ranks share its host, which part of each image it
+writes, and publishing."""
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
 from titan_grpo.config import WeightSync
-from titan_grpo.errors import ConfigError
-from titan_grpo.layout.digest import KEYED
-from titan_grpo.layout.image import ImageAddress, SharedImage, require_memory
-from titan_grpo.layout.infer import Layout, infer_layout, strip_prefixes
-from titan_grpo.layout.manifest import ALIGNMENT, Manifest
-from titan_grpo.layout.parts import Extent, parts_of
+from titan_grpo.config.rollout import is_loopback
+from titan_grpo.engines.http import address_towards
+from titan_grpo.errors import ConfigError, SyncError
+from titan_grpo.layout.image import KEYED, ImageAddress, SharedImage, open_memfd
+from titan_grpo.layout.infer import Layout, ToHF, infer_layout, strip_prefixes
+from titan_grpo.layout.manifest import ALIGNMENT, Extent, Manifest, parts_of
+from titan_grpo.layout.memory import require_memory
 from titan_grpo.layout.plan import (
     Chunk,
     CopyOp,
@@ -29,11 +33,10 @@ from titan_grpo.layout.plan import (
 from titan_grpo.observe.terminal import waiting
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.host import HostSync
-from titan_grpo.sync.part import LOOPBACK, Hashing, ImagePool
-from titan_grpo.sync.publisher import Announce, Announcer, Publisher, local_shards
-from titan_grpo.sync.snapshot import Snapshotter
+from titan_grpo.sync.images import LOOPBACK, Hashing, ImagePool
+from titan_grpo.sync.lanes import ANYWHERE
+from titan_grpo.sync.publisher import Announce, Announcer, Publisher, Snapshotter, local_shards
 from titan_grpo.titan import compat
-from titan_grpo.titan.hosts import Here, host_address, leaders
 from titan_grpo.titan.lora import (
     adapter_layout,
     adapter_shapes,
@@ -42,9 +45,90 @@ from titan_grpo.titan.lora import (
     merged_shards,
 )
 
-ToHF = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-
 logger = logging.getLogger(__name__)
+
+TOKEN_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """Where a rank runs."""
+
+    group: dist.ProcessGroup | None = None
+    """Of all ranks, as trusted as gradients are: a key for blocks goes over it; None: the
+    default."""
+    urls: Sequence[str] = ()
+    """Of servers that are known, for the way to them."""
+    run_key: Key | None = None
+    """On rank 0, if the run has one: the leaders of other hosts get a key of it."""
+    name: str = ""
+    """For tests of several hosts on one machine: ranks of other names are on other hosts."""
+    address: str = ""
+    """Where the host serves; empty: found (host_address)."""
+
+
+HERE = Here()
+"""All of it found."""
+
+
+def leaders(here: Here) -> list[int]:
+    """For each rank the lowest rank of its host. Collective over all ranks.
+
+    Two ranks are on one host if one can open the other's memory: names, boot ids and namespace
+    numbers can be alike on two hosts (clones of a machine, containers), a random number cannot.
+    ConfigError, on every rank, where ranks of one host cannot all read each other's.
+    """
+    token = secrets.token_bytes(TOKEN_BYTES)
+    with SharedImage.create(TOKEN_BYTES, "titan_grpo host") as probe:
+        probe.buffer[:] = token
+        mine = here.name, probe.address, token
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
+        leader = next(
+            rank
+            for rank, (name, address, its) in enumerate(gathered)
+            if name == here.name and _holds(address, its)
+        )
+        found: list[Any] = [None] * dist.get_world_size()
+        # the memory lives until every rank has looked
+        dist.all_gather_object(found, leader)
+    for rank, its in enumerate(found):
+        if found[its] != its:
+            raise ConfigError(
+                f"the ranks of one host must be able to open each other's memory: rank {rank} can"
+                f" open that of rank {its}, which shares none with it but with rank {found[its]};"
+                " run them as one user in one container"
+            )
+    return found
+
+
+def _holds(address: ImageAddress, token: bytes) -> bool:
+    """Whether this process can open that memory, and finds ``token`` in it."""
+    try:
+        fd = open_memfd(address, os.O_RDONLY)
+    except SyncError:
+        return False
+    try:
+        return os.pread(fd, TOKEN_BYTES, 0) == token
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def host_address(bind_host: str, urls: Iterable[str], master: str) -> str:
+    """This host's address in the network of ``bind_host`` (an address of rank 0's host), else of
+    the first server that is elsewhere, else of ``master`` (torchrun's MASTER_ADDR).
+
+    On rank 0's host with a ``bind_host`` that is ``bind_host`` itself. Nothing is sent.
+    """
+    ways = (bind_host, *(urlsplit(url).hostname or "" for url in urls), master, ANYWHERE)
+    for way in ways:
+        if way and not is_loopback(way):
+            with suppress(OSError):  # an unknown name, or no route to it
+                if not is_loopback(address := address_towards(way, 80)):
+                    return address
+    return LOOPBACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +217,7 @@ def plan_writes(
     wire_dtype: str,
     block_bytes: int,
     adapters_only: bool = False,
-    here: Here | None = None,
+    here: Here = HERE,
 ) -> WritePlan:
     """Learn the layout and divide the work among the ranks, and the image among their hosts.
     Collective over all ranks, once. ``adapters_only``: versions are LoRA adapters, and not weights.
@@ -164,7 +248,7 @@ def plan_writes(
         )
     held = [chunks for _, chunks in gathered]
     assigned = assign_writers(held, {f: layout.shapes[f] for f, to in layout.by_fqn.items() if to})
-    leader_of = leaders(here or Here())
+    leader_of = leaders(here)
     writing: dict[int, list[int]] = {0: []}
     for rank, fqns in enumerate(assigned):
         if fqns:
@@ -215,16 +299,11 @@ def _host_extents(
 
 def _require_ranges(config: WeightSync, hosts: int) -> None:
     """ConfigError for a way of sending that has one sender."""
-    if config.transport == "nixl":
-        raise ConfigError(
-            'weight_sync.transport must not be "nixl" where the weights are sharded over'
-            f" {hosts} hosts: it reads whole images on rank 0's host; use tcp"
-        )
-    for key, value in ("apply", "streamed"), ("transport", "nccl"):
+    for key, value in ("transport", "nixl"), ("apply", "streamed"), ("transport", "nccl"):
         if getattr(config, key) == value:
             raise ConfigError(
                 f'weight_sync.{key} must not be "{value}" where the weights are sharded over'
-                f" {hosts} hosts: it broadcasts whole images from rank 0's host; leave"
+                f" {hosts} hosts: it sends whole images from rank 0's host; leave"
                 f" weight_sync.{key} out"
             )
 
@@ -238,10 +317,8 @@ class Meeting:
     """On loopback, for the ranks of this host."""
     hashed: tuple[str, int] = ("", 0)
     """Host and port for the other leaders, on rank 0."""
-    run_id: str = ""
-    """On rank 0, like ``key``."""
     key: str = ""
-    """EpochKeys.blocks as digits; empty without a run key."""
+    """On rank 0 EpochKeys.blocks as digits; empty without a run key."""
     error: str = ""
     """Why this host cannot take part."""
 
@@ -257,10 +334,9 @@ class TrainerSync:
         config: WeightSync,
         device: torch.device,
         adapters_only: bool = False,
-        here: Here | None = None,
+        here: Here = HERE,
     ) -> None:
         self._model, self._config, self._device = model, config, device
-        here = here or Here()
         self._adapters_only = adapters_only
         wire, block = config.wire_dtype, config.block_bytes
         self.plan: WritePlan = plan_writes(model, to_hf, wire, block, adapters_only, here)
@@ -324,7 +400,6 @@ class TrainerSync:
             tuple(image.address for image in pool.images),
             pool.store.port,
             (host, pool.hashed.port if pool.hashed is not None else 0),
-            pool.run_id,
             keys.blocks.hex() if keys is not None else "",
         )
 

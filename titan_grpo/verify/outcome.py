@@ -1,5 +1,5 @@
-"""The verification's judgements: pure functions from evidence to named violations. No I/O, no
-torch.
+"""What a verification looks at, the records of trainer, server and prober; and its judgements, pure
+functions from these to named violations. No torch.
 
 Kinds: ``bytes`` (a server's bytes are not the trainer's), ``mixed`` (an answer fits no version),
 ``backwards`` (an older version was seen after a newer one), ``label`` (a server names another
@@ -11,10 +11,116 @@ failure). The outcome is a table for people and JSON for programs.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
+
+from titan_grpo.errors import DataError
 from titan_grpo.protocol.messages import Label
-from titan_grpo.verify.evidence import START, Probe, Reference, Run, label_version
+
+START = -1
+"""Stands for the weights that a server had before the run committed anything."""
+
+TRAINER_EVIDENCE = "trainer.jsonl"
+"""What rank 0 of a verified run writes: a Made per line."""
+
+Line = TypeVar("Line")
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One version as the trainer had it. ``tensors``: HF name -> digest."""
+
+    version: int
+    digest: str
+    fingerprint: str
+    """Of its image."""
+
+    tensors: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """One commit as one worker of the server took it, digested in the server."""
+
+    run_id: str
+    worker: int
+    version: int
+    ok: bool
+    fingerprint: str
+    tensors: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One answered request. ``logprobs`` [tokens - 1] in nats; the server's label right before and
+    right after it."""
+
+    prompt: int
+    logprobs: tuple[float, ...]
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What one version computes: log-probabilities by prompt. Equal weights, equal ``digest``."""
+
+    version: int
+    digest: str
+    logprobs: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training run with everything that was seen of it."""
+
+    name: str
+    made: tuple[Made, ...]
+    claimed: tuple[int, ...]
+    """Versions that the trainer's summary calls committed."""
+
+    commits: tuple[Committed, ...]
+    probes: tuple[Probe, ...]
+    references: tuple[Reference, ...]
+    probe_errors: tuple[str, ...] = ()
+    """Why requests got no answer."""
+
+    final_file: str = ""
+    """SHA-256 of the trained weights' file."""
+
+
+def _read(path: Path, kind: type[Line], skip: int = 0) -> tuple[Line, ...]:
+    if not path.exists():
+        return ()
+    try:
+        lines = path.read_bytes().splitlines()[skip:]
+        return tuple(msgspec.json.decode(line, type=kind) for line in lines)
+    except msgspec.MsgspecError as error:
+        raise DataError(f"each line of {path} must be a {kind.__name__}: {error}") from error
+
+
+def read_made(path: Path) -> tuple[Made, ...]:
+    """The trainer's lines; empty if there is no such file."""
+    return _read(path, Made)
+
+
+def read_commits(path: Path, skip: int = 0) -> tuple[Committed, ...]:
+    """The server's lines behind the first ``skip``; empty if there is no such file."""
+    return _read(path, Committed, skip)
+
+
+def version_file(evidence: Path, version: int) -> Path:
+    """Weights of a version as rank 0 keeps them, for what they compute."""
+    return evidence / f"version_{version:06d}.safetensors"
+
+
+def label_version(text: str, run_id: str) -> int:
+    """Version that a label names; START for a label that is not of run ``run_id``."""
+    label = Label.parse(text)
+    return label.version if label is not None and label.run_id == run_id else START
+
 
 MIN_PROBES = 6
 SHOWN = 3
@@ -127,8 +233,8 @@ def check_probes(run: Run, tolerance: float) -> list[Violation]:
         fitting = candidates(probe, possible, tolerance)
         if len({r.digest for r in fitting}) > 1:
             # What the server had at the start may be all but equal to a later version (it comes
-            # from an earlier run of the same data); the label tells them apart. Versions of this
-            # run are told apart without it: see check_evidence.
+            # from an earlier run of the same data); the label distinguishes them. Versions of
+            # this run differ without it: see check_evidence.
             fitting = [r for r in fitting if low <= r.version <= high]
         versions = sorted(r.version for r in fitting)
         if len({r.digest for r in fitting}) != 1:
@@ -269,40 +375,27 @@ MOST_SHOWN = 12
 """Violations that the table lists at least; the JSON has all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """One run's figures. ``sent_mib_s``: bytes of an image by its median transfer time;
-    ``synced_mib_s``: bytes committed by the time from the first to the last step. Steps include the
-    verification's own gather (``gather_s`` each)."""
-
-    mode: str
-    steps_per_s: float
-    synced_mib_s: float
-    sent_mib_s: float
-    commit_s: float
-    blocked_s: float
-    gather_s: float
-
-
-def throughput(summary: Mapping[str, Any], image_bytes: int, gather_s: float) -> Throughput:
-    """From a run's summary.json."""
+def throughput(summary: Mapping[str, Any], image_bytes: int, gather_s: float) -> dict[str, Any]:
+    """One run's figures, of its summary.json. ``sent_mib_s``: bytes of an image by its median
+    transfer time; ``synced_mib_s``: bytes committed by the time from the first to the last step.
+    Steps include the verification's own gather (``gather_s`` each)."""
     rate = summary["steps_per_s"] or 0.0
     elapsed = (summary["steps"] - 1) / rate if rate else 0.0
     send_s = summary["send_s"]["median"] or 0.0
-    return Throughput(
-        mode=summary["mode"],
-        steps_per_s=rate,
-        synced_mib_s=summary["sync_count"] * image_bytes / MIB / elapsed if elapsed else 0.0,
-        sent_mib_s=image_bytes / MIB / send_s if send_s else 0.0,
-        commit_s=summary["commit_s"]["median"] or 0.0,
-        blocked_s=summary["blocked_s"]["median"] or 0.0,
-        gather_s=gather_s,
-    )
+    return {
+        "mode": summary["mode"],
+        "steps_per_s": rate,
+        "synced_mib_s": summary["sync_count"] * image_bytes / MIB / elapsed if elapsed else 0.0,
+        "sent_mib_s": image_bytes / MIB / send_s if send_s else 0.0,
+        "commit_s": summary["commit_s"]["median"] or 0.0,
+        "blocked_s": summary["blocked_s"]["median"] or 0.0,
+        "gather_s": gather_s,
+    }
 
 
 def outcome(
     runs: Sequence[Run],
-    speeds: Mapping[str, Throughput],
+    speeds: Mapping[str, Mapping[str, Any]],
     violations: Sequence[Violation],
     tol: float,
 ) -> dict[str, Any]:
@@ -322,7 +415,7 @@ def outcome(
                 "worst_fit_nats": worst_fit(run),
                 "separation_nats": separation(run.references),
                 "final_digest": run.made[-1].digest if run.made else "",
-                "throughput": asdict(speeds[run.name]) if run.name in speeds else None,
+                "throughput": speeds.get(run.name),
             }
             for run in runs
         ],

@@ -15,7 +15,7 @@ from titan_grpo.engines import vllm
 from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.server import dialect
 from titan_grpo.errors import ServerRefused, ServerUnreachable
-from titan_grpo.verify.evidence import Probe
+from titan_grpo.verify.outcome import Probe
 
 
 class ReferenceModel:

@@ -4,15 +4,15 @@ It digests each tensor when the engine's loader has taken it, in the engine's ow
 the block digests by which the transfer was accepted.
 """
 
+import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from titan_grpo.layout.digest import tensor_digest
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied
 from titan_grpo.receive.commit import Engine, EngineSide, Workers
@@ -22,6 +22,27 @@ BACKEND = "titan_grpo_recording"
 PLUGIN = "titan_grpo_recorder"
 
 log = logging.getLogger("titan_grpo.receive")
+
+
+# The content of tensors as digests by name. It knows no image, no offsets and no blocks, so that a
+# mistake in the layout cannot make both ends of a comparison agree.
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """32 hex characters over dtype, shape and the row-major bytes; the tensor may be on any device,
+    and not contiguous."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    state = hashlib.blake2b(f"{dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
+    flat = tensor.detach().cpu().contiguous().flatten()
+    state.update(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+    return state.hexdigest()
+
+
+def content_digest(tensors: Mapping[str, str]) -> str:
+    """32 hex characters over the digests of all tensors (name -> tensor_digest), whatever their
+    order."""
+    text = "\n".join(f"{name} {tensors[name]}" for name in sorted(tensors))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class RecordedEngine:

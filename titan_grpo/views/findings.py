@@ -1,12 +1,16 @@
 """What a person should know about a run, in words: a table of rules over its figures. Pure."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from titan_grpo.observe import names
 from titan_grpo.observe.alerts import GREW, LEAST_GAP, ON_POLICY_GAP, likely_cause
-from titan_grpo.views.timeline import ServerFigures
+from titan_grpo.views.run import Run, columns, in_order, short
+from titan_grpo.views.timeline import ServerFigures, figures
 
 SLOW_TRANSFER = 2.0
 """A server's median transfer over that of the others from which it is named."""
@@ -41,10 +45,9 @@ class Facts:
 
     steps: int = 0
     step_s: float = 0.0
-    """Sum over the steps; so are the next three."""
+    """Sum over the steps; so are the next two."""
     waited_s: float = 0.0
     blocked_s: float = 0.0
-    trained_s: float = 0.0
     median_step_s: float = 0.0
     longest: Step | None = None
     first: Mapping[str, float] = field(default_factory=dict)
@@ -56,6 +59,48 @@ class Facts:
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Groups by reason."""
     errors: tuple[str, ...] = ()
+
+
+def facts_of(run: Run) -> Facts:
+    """Compute the figures of a run."""
+    starts = {1, *(run.summary.resumes if run.summary else ())}
+    rows = [row for row in run.rows if row["step"] not in starts and row.get(names.STEP_S)]
+    steps = [
+        Step(
+            row["step"],
+            row[names.STEP_S],
+            row.get(names.ROLLOUT_WAIT_S) or 0.0,
+            row.get(names.BLOCKED_S) or 0.0,
+        )
+        for row in rows
+    ]
+    window = max(1, len(run.rows) // 5)
+    skipped = sum(i.name == "version skipped" for i in run.trace.instants)
+    errors = [i.text for i in run.trace.instants if i.name == "error"]
+    s = run.summary
+    urls = {*run.trace.servers, *(s.versions_committed if s else ())}
+    return Facts(
+        steps=len(steps),
+        step_s=sum(step.step_s for step in steps),
+        waited_s=sum(step.waited_s for step in steps),
+        blocked_s=sum(step.blocked_s for step in steps),
+        median_step_s=float(np.median([step.step_s for step in steps])) if steps else 0.0,
+        longest=max(steps, key=lambda step: step.step_s, default=None),
+        first=_means(run.rows[:window]),
+        last=_means(run.rows[-window:]),
+        servers=tuple(figures(run.trace, url) for url in in_order(urls)),
+        skipped_versions=s.skipped_versions if s else skipped,
+        digest_mismatches=s.digest_mismatches if s else 0,
+        dropped=s.dropped if s else {},
+        errors=tuple(s.errors if s else errors),
+    )
+
+
+def _means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of what concerns the whole run: a server's values are most of a line, and in no finding."""
+    shared = [n for n in set[str]().union(*rows) if not n.startswith(f"{names.SERVER}/")]
+    known = {name: each[~np.isnan(each)] for name, each in columns(rows, shared).items()}
+    return {name: float(np.mean(each)) for name, each in known.items() if each.size}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +119,6 @@ def findings(facts: Facts) -> list[Finding]:
     """Apply every rule; what is bad comes first."""
     found = [finding for rule in RULES for finding in rule(facts)]
     return sorted(found, key=lambda finding: ("bad", "note", "good").index(finding.level))
-
-
-def short(url: str) -> str:
-    """``http://host:8000/`` -> ``host:8000``."""
-    return url.split("://")[-1].rstrip("/")
 
 
 def duration(seconds: float) -> str:
@@ -169,7 +209,8 @@ def slow_transfers(f: Facts) -> Iterator[Finding]:
         if _slow(f, server):
             usual, own = _usual_transfer(f, server), server.send_median_s
             yield Finding(
-                "bad",
+                # Milliseconds more change nothing where it keeps up.
+                "bad" if server.lag >= 1 else "note",
                 f"{short(server.url)}'s transfers take {_times(own / usual)} times as long as the"
                 f" others' ({duration(own)} against {duration(usual)}): it is"
                 f" {server.lag:.1f} versions behind on average",

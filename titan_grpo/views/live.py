@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from titan_grpo.observe import names
-from titan_grpo.views.bands import band, edges
-from titan_grpo.views.findings import duration, percent, short
-from titan_grpo.views.run import in_order
+from titan_grpo.observe.report import number
+from titan_grpo.views.findings import duration, percent
+from titan_grpo.views.run import band, edges, in_order, short
 
 TAIL_BYTES = 1 << 22
 """Of a file that is there already when watching begins: its end, which has what is new, and as much
@@ -99,7 +99,6 @@ class State:
     commits: dict[str, int] = field(default_factory=dict)
     """Server -> how many were seen."""
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=5))
-    totals: dict[str, float] = field(default_factory=dict)
     last_change: float = field(default_factory=time.monotonic)
 
     @property
@@ -116,19 +115,15 @@ class State:
     def add_entry(self, entry: Sequence[Any]) -> None:
         """Take a line of history.jsonl into account."""
         match entry:
-            case ["server", str(url)]:
+            case ["server", str(url)] | ["member", str(url), "joined", _]:
                 self.held.setdefault(url, None)
             case ["commit", str(url), int(version)]:
                 self.held[url] = version
                 self.commits[url] = self.commits.get(url, 0) + 1
             case ["member", str(url), "left", _]:
                 self.held.pop(url, None)
-            case ["member", str(url), "joined", _]:
-                self.held.setdefault(url, None)
             case ["error", str(message)]:
                 self.errors.append(message)
-            case ["count", str(name), float() | int() as amount]:
-                self.totals[name] = self.totals.get(name, 0) + amount
             case ["first step"]:
                 self.errors.clear()
 
@@ -199,22 +194,17 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[Any]:
             yield json.loads(line)
 
 
-def spark(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
-    """Draw values as blocks, down-sampled to ``width``.
+def spark(values: Sequence[float]) -> str:
+    """Draw values as blocks, SPARK_WIDTH at most.
 
     Example: 0, 1, 2, 3 -> "▁▃▆█"; equal values are all "▁".
     """
     if not values:
         return ""
-    means = band(np.array(values, dtype=np.float64), edges(len(values), width)).mean
+    means = band(np.array(values, dtype=np.float64), edges(len(values), SPARK_WIDTH)).mean
     low, high = float(means.min()), float(means.max())
     scale = (len(SPARK) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARK[round((value - low) * scale)] for value in means)
-
-
-def number(value: float | None) -> str:
-    """Four significant digits; "-" for None."""
-    return "-" if value is None else f"{value:.4g}"
 
 
 def step_line(row: Mapping[str, Any], held: Mapping[str, int | None]) -> str:

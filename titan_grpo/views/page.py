@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_grpo.observe import names
-from titan_grpo.views import completions, timeline
-from titan_grpo.views.bands import band, edges, rounded
-from titan_grpo.views.completions import Decode
-from titan_grpo.views.facts import facts_of
-from titan_grpo.views.findings import Facts, duration, findings, percent, short
-from titan_grpo.views.run import Run, columns
+from titan_grpo.observe.schema import ShownStep
+from titan_grpo.views.findings import Facts, duration, facts_of, findings, percent
+from titan_grpo.views.run import Array, Run, band, columns, edges, short
+from titan_grpo.views.timeline import timeline
+
+TOKENS = 60_000
+"""Of completions on a page, a megabyte and a half; a longer run shows the steps that lie evenly
+over it."""
+
+PROMPT_TOKENS = 400
+"""Of a prompt that are shown: its end."""
+
+Decode = Callable[[Sequence[int]], str]
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MARK = "{{data}}"
@@ -125,13 +132,25 @@ def page_data(run: Run, decode: Decode) -> dict[str, Any]:
         "steps": rounded(band(table["step"], bounds).low, 9),
         "charts": [c for c in (*first, *_evaluations(run, bounds)) if c["curves"]],
         "others": [chart for chart in own if chart["curves"]],
-        "timeline": _timeline(run),
-        "completions": completions.table(run.samples, decode),
+        "timeline": timeline(run.trace),
+        "completions": completions(run.samples, decode),
     }
 
 
+def rounded(values: Array | Sequence[float], digits: int = 4) -> list[float | None]:
+    """Plain numbers with few significant digits, None for NaN: what goes into the page's data."""
+    out: list[float | None] = []
+    for value in np.asarray(values).tolist():
+        if not math.isfinite(value):
+            out.append(None)
+        else:
+            short = float(f"{value:.{digits}g}")
+            out.append(int(short) if short.is_integer() and abs(short) < 1e15 else short)
+    return out
+
+
 def _chart(
-    table: Mapping[str, npt.NDArray[np.float64]], bounds: npt.NDArray[np.int64], chart: Chart
+    table: Mapping[str, Array], bounds: npt.NDArray[np.int64], chart: Chart
 ) -> dict[str, Any]:
     """A chart's data, without the curves that the run has no value of."""
     curves = []
@@ -160,7 +179,6 @@ def _evaluations(run: Run, bounds: npt.NDArray[np.int64]) -> Iterator[dict[str, 
     began from the versions, and straight lines between."""
     places = np.array([row.get(names.VERSION, row["step"] - 1) for row in run.rows], dtype=float)
     for name, curves in evaluated(run).items():
-        chart = Chart(f"Evaluation: {name}", "", ())
         shown = []
         for what, points in curves.items():
             if not places.size:
@@ -174,7 +192,7 @@ def _evaluations(run: Run, bounds: npt.NDArray[np.int64]) -> Iterator[dict[str, 
             )
             text = "mean over prompts with its 95 % confidence interval; in between a straight line"
             shown.append({"label": what, "mean": mean, "low": low, "high": high, "meaning": text})
-        yield {"title": chart.title, "unit": chart.unit, "stacked": False, "curves": shown}
+        yield {"title": f"Evaluation: {name}", "unit": "", "stacked": False, "curves": shown}
 
 
 Points = list[tuple[int, tuple[float, float, float]]]
@@ -255,37 +273,72 @@ def _share(seconds: float, of: float) -> list[float]:
     return [float(f"{seconds:.4g}"), float(f"{seconds / of if of else 0.0:.4g}")]
 
 
-def _timeline(run: Run) -> dict[str, Any]:
-    """The timeline in short numbers: shares of bins in hundredths, times in milliseconds."""
-    found = timeline.timeline(run.trace)
-    states = [*timeline.TRAINER_STATES, *timeline.SERVER_STATES]
-    newest = found.rows[0].version
-    rows = []
-    for number, row in enumerate(found.rows):
-        shares = {
-            s: np.rint(x * 100).astype(int).tolist() for s, x in row.shares.items() if x.any()
-        }
-        if number == 0:
-            rows.append({"name": "trainer", "shares": shares, "version": row.version.tolist()})
+def decoder(folders: Sequence[Path]) -> Decode:
+    """Decode with the first of ``folders`` that has a tokenizer.json; without one (or without the
+    package tokenizers) ids are shown as numbers."""
+    path = next((f / "tokenizer.json" for f in folders if (f / "tokenizer.json").is_file()), None)
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        path = None
+    if path is None:
+        return lambda ids: "".join(f"⟨{token}⟩" for token in ids)
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def tokenizers_of(run: Run, folder: Path) -> list[Path]:
+    """Where a run's tokenizer may be: where the run found it, and beside its trained weights."""
+    return [*(Path(step.tokenizer) for step in run.samples[-1:]), folder / "hf"]
+
+
+def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
+    """One text per token; together they are the decoded whole.
+
+    A token that is part of a character, or a word that gets its space from the word before, has its
+    text only beside its neighbours: each token's text is what the decoded end grows by. Parts of a
+    character belong to the token that completes it.
+    """
+    out = []
+    known = done = 0
+    for end in range(1, len(ids) + 1):
+        before, whole = decode(ids[known:done]), decode(ids[known:end])
+        if whole.endswith("\ufffd") and end < len(ids):
+            out.append("")
         else:
-            # short numbers: versions behind the newest; -1: it holds none
-            behind = np.where(row.version < 0, -1, np.maximum(newest - row.version, 0))
-            rows.append({"name": short(row.track), "shares": shares, "behind": behind.tolist()})
-    return {
-        "seconds": round(found.seconds, 3),
-        "states": states,
-        "rows": rows,
-        "exactFrom": round(found.exact_from_s, 3),
-        "exact": [
-            [row, states.index(state), round(start * 1e3), max(1, round((stop - start) * 1e3)), of]
-            for row, state, start, stop, of in found.exact
-        ],
-        "marks": [
-            [row, round(mark.time_s * 1e3), mark.name, (mark.text or _version(mark.version))[:300]]
-            for row, mark in found.marks
-        ],
-    }
+            out.append(whole[len(before) :])
+            known, done = done, end
+    return out
 
 
-def _version(version: int) -> str:
-    return f"version {version}" if version >= 0 else ""
+def completions(
+    steps: Sequence[ShownStep], decode: Decode, limit: int = TOKENS
+) -> list[dict[str, Any]]:
+    """Rows of the page's table: [text, gap in thousandths of a nat or None] per token.
+
+    Steps are left out evenly until at most ``limit`` tokens are left; the first stays.
+    """
+    every = 1
+    tokens = [sum(len(c.tokens) for c in step.completions) for step in steps]
+    while len(tokens[::every]) > 1 and sum(tokens[::every]) > limit:
+        every += 1
+    return [
+        {
+            "step": step.step,
+            "reward": float(f"{c.reward:.4g}"),
+            "first": c.version_first,
+            "last": c.version_last,
+            "stale": step.version - c.version_first,
+            "server": c.server.split("://")[-1],
+            "gap": float(f"{c.gap:.4g}"),
+            "prompt": decode(c.prompt[-PROMPT_TOKENS:]),
+            "tokens": [
+                [text, None if own is None else round(abs(own - engine) * 1000)]
+                for text, own, engine in zip(
+                    pieces(c.tokens, decode), c.trainer, c.engine, strict=True
+                )
+            ],
+        }
+        for step in steps[::every]
+        for c in step.completions
+    ]

@@ -1,22 +1,19 @@
-"""Reads a run's folder: metrics.jsonl, trace.json, summary.json. The run may still be going.
+"""Reads a run's folder: metrics.jsonl, trace.json, summary.json. The run may still be going. And
+down-sampling, so that a run of any length fits on a page.
 
 The trace of a long run has millions of events (three of the trainer's per step, three per version
 and server), so its spans become columns and not objects.
 """
 
 import math
-import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain, count
-from multiprocessing import get_context
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,17 +21,12 @@ import numpy.typing as npt
 
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.recorder import read_metrics
-from titan_grpo.observe.schema import Summary
-from titan_grpo.observe.shown import ShownStep
+from titan_grpo.observe.schema import ShownStep, Summary
 
 BLOCK_BYTES = 1 << 18
 """Of the trace, read at a time: what fits into a processor's cache is decoded twice as fast."""
 
-SHARED_BYTES = 1 << 26
-"""Of a trace from which it is worth the processes' start."""
-
-READ_S = 600.0
-"""Longest time that the processes may take, in seconds."""
+Array = npt.NDArray[np.float64]
 
 TRAINER = "main thread"
 """Track of the trainer's own spans; a server's track is its URL."""
@@ -65,8 +57,8 @@ class Spans:
     are seconds since the first event of the run.
     """
 
-    start: npt.NDArray[np.float64]
-    stop: npt.NDArray[np.float64]
+    start: Array
+    stop: Array
     number: npt.NDArray[np.int64]
 
     @property
@@ -123,6 +115,11 @@ def in_order(urls: Iterable[str]) -> list[str]:
     return sorted(urls, key=lambda url: [part.zfill(20) for part in re.split(r"(\d+)", url)])
 
 
+def short(url: str) -> str:
+    """``http://host:8000/`` -> ``host:8000``."""
+    return url.split("://")[-1].rstrip("/")
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """A run as its files have it."""
@@ -157,15 +154,50 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"RUN must be readable, {folder} is not: {error.strerror}") from error
 
 
-def columns(
-    rows: Sequence[Mapping[str, Any]], names: Iterable[str]
-) -> dict[str, npt.NDArray[np.float64]]:
+def columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, Array]:
     """Name -> its value in each row, [rows] float64; NaN where a row has none."""
     names = list(names)
     # A row at a time: its dict is out of the processor's cache before the next name comes.
     values = [list(map(row.get, names)) for row in rows]
     table = np.array(values, dtype=np.float64).reshape(len(rows), len(names))
     return dict(zip(names, np.ascontiguousarray(table.T), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Least, mean and largest value of each bucket, [buckets] float64; NaN where a bucket has
+    none."""
+
+    low: Array
+    mean: Array
+    high: Array
+
+
+def edges(count: int, limit: int) -> npt.NDArray[np.int64]:
+    """Bounds of at most ``limit`` buckets of ``count`` values; their sizes differ by 1 at most.
+
+    Example: 10 values in 4 buckets have the bounds 0, 2, 5, 7, 10; 3 values in 4 have 0, 1, 2, 3.
+    """
+    buckets = max(1, min(count, limit))
+    return np.arange(buckets + 1, dtype=np.int64) * count // buckets
+
+
+def band(values: Array, bounds: npt.NDArray[np.int64]) -> Band:
+    """Bucket k has ``values[bounds[k]:bounds[k + 1]]``. What is not finite counts as no value.
+
+    Example: values 1, 3, NaN, NaN with bounds 0, 2, 4: low 1, NaN; mean 2, NaN; high 3, NaN.
+    """
+    if not values.size:
+        return Band(*(np.empty(0) for _ in range(3)))
+    known = np.isfinite(values)
+    at = bounds[:-1]
+    count = np.add.reduceat(known, at, dtype=np.int64)
+    total = np.add.reduceat(np.where(known, values, 0.0), at)
+    empty = count == 0
+    mean = np.where(empty, np.nan, total / np.maximum(count, 1))
+    low = np.minimum.reduceat(np.where(known, values, np.inf), at)
+    high = np.maximum.reduceat(np.where(known, values, -np.inf), at)
+    return Band(np.where(empty, np.nan, low), mean, np.where(empty, np.nan, high))
 
 
 def read_samples(path: Path) -> list[ShownStep]:
@@ -190,33 +222,35 @@ def _summary(path: Path, newest: Path) -> Summary | None:
     return None
 
 
+SPAN = np.dtype(
+    [
+        ("track", np.int64),
+        ("name", np.int64),
+        ("start", np.float64),
+        ("stop", np.float64),
+        ("number", np.int64),
+    ]
+)
+"""A bar of the trace: number of its track, number of its name, seconds, version or step."""
+
+Bars = npt.NDArray[np.void]
+"""[bars] of SPAN, in the file's order."""
+
+
 def read_trace(path: Path, block_bytes: int = BLOCK_BYTES) -> Trace:
-    """Read a trace of the recorder, a long one in a process for each core. A line that a kill tore,
-    or that is still being written, is left out."""
-    size = path.stat().st_size
-    block, begins = partial(_block, path, block_bytes), range(0, size, block_bytes)
-    if size < SHARED_BYTES:
-        return _assemble(list(map(block, begins)))
-    context = get_context("spawn")  # a fork would take the locks of other threads along
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context) as pool:
-        return _assemble(list(pool.map(block, begins, timeout=READ_S, chunksize=64)))
-
-
-def _block(path: Path, size: int, begin: int) -> "_Block":
-    """Decode the lines that begin in ``size`` bytes from ``begin`` on."""
-    with path.open("rb") as file:
-        file.seek(max(0, begin - 1))
-        data = file.read(size + 1) if begin else file.read(size)
-        if begin:
-            data = data.partition(b"\n")[2]
-        if data and not data.endswith(b"\n"):
-            # no deadline: a file on a disk, up to the end of its line
-            data += file.readline()
+    """Read a trace of the recorder. A line that a kill tore, or that is being written, is left
+    out."""
     names: defaultdict[str, int] = defaultdict(count().__next__)
-    events = _decoded(data)
-    bars = [event for event in events if event.ph == "X"]
-    others = [event for event in events if event.ph != "X"] if len(bars) < len(events) else []
-    return _Block(_columns(bars, names), list(names), others)
+    parts, others = [np.empty(0, SPAN)], []
+    with path.open("rb") as file:
+        while data := file.read(block_bytes):
+            # no deadline: a file on a disk, up to the end of its line
+            events = _decoded(data + file.readline())
+            bars = [event for event in events if event.ph == "X"]
+            if len(bars) < len(events):
+                others += [event for event in events if event.ph != "X"]
+            parts.append(_bars(bars, names))
+    return _assemble(np.concatenate(parts), list(names), others)
 
 
 def _decoded(lines: bytes) -> list[_Event]:
@@ -224,159 +258,109 @@ def _decoded(lines: bytes) -> list[_Event]:
     try:
         return msgspec.json.decode(b"[" + text + b"]", type=list[_Event])
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return list(_whole_lines(text))
+        whole = []
+        for line in text.split(b"\n"):
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                whole.append(msgspec.json.decode(line.rstrip(b","), type=_Event))
+        return whole
 
 
-def _whole_lines(text: bytes) -> Iterator[_Event]:
-    for line in text.split(b"\n"):
-        with suppress(msgspec.DecodeError, UnicodeDecodeError):
-            yield msgspec.json.decode(line.rstrip(b","), type=_Event)
-
-
-class _Bars(NamedTuple):
-    """Columns of spans in the file's order, [spans] each."""
-
-    track: npt.NDArray[np.int64]
-    code: npt.NDArray[np.int64]
-    """Of the name."""
-    start: npt.NDArray[np.float64]
-    """Seconds; so is ``stop``."""
-    stop: npt.NDArray[np.float64]
-    number: npt.NDArray[np.int64]
-    """As in Spans."""
-
-
-class _Block(NamedTuple):
-    """Lines of the trace, in the file's order."""
-
-    bars: _Bars
-    names: list[str]
-    """Of the bars, by code."""
-    others: list[_Event]
-
-
-def _columns(bars: list[_Event], codes: Mapping[str, int]) -> _Bars:
-    start = np.array([bar.ts for bar in bars], dtype=np.float64) / 1e6
-    length = np.array([bar.dur for bar in bars], dtype=np.float64) / 1e6
+def _bars(events: list[_Event], names: Mapping[str, int]) -> Bars:
+    out = np.empty(len(events), SPAN)
+    out["track"] = [event.tid for event in events]
+    out["name"] = [names[event.name] for event in events]
+    out["start"] = [event.ts for event in events]
+    out["start"] /= 1e6
+    out["stop"] = [event.dur for event in events]
+    out["stop"] = out["start"] + out["stop"] / 1e6
     # None becomes NaN
-    number = np.array([bar.args.version for bar in bars], dtype=np.float64)
+    number = np.array([event.args.version for event in events], dtype=np.float64)
     for at in np.flatnonzero(np.isnan(number)):
-        step = bars[at].args.step
+        step = events[at].args.step
         number[at] = -1 if step is None else step
-    return _Bars(
-        np.array([bar.tid for bar in bars], dtype=np.int64),
-        np.array([codes[bar.name] for bar in bars], dtype=np.int64),
-        start,
-        start + length,
-        number.astype(np.int64),
-    )
+    out["number"] = number
+    return out
 
 
-def _assemble(blocks: list[_Block]) -> Trace:
+def _assemble(table: Bars, names: list[str], others: list[_Event]) -> Trace:
+    """Sort the events by track and name, each process's times shifted (_shifts)."""
     tracks: dict[int, tuple[int, str]] = {}
+    """Number -> (process, label): numbers are unique over the processes that appended."""
     points: list[_Event] = []
     process = -1
-    for event in chain.from_iterable(block.others for block in blocks):
+    for event in others:
         if event.ph == "i":
             points.append(event)
         elif event.name == "process_name":
             process += 1
         elif event.name == "thread_name":
-            # numbers of tracks are unique over the processes that appended to the file
             tracks[event.tid] = (max(process, 0), event.args.name)
-    names = sorted(set[str]().union(*(block.names for block in blocks)))
-    parts = []
-    for bars, known, _ in blocks:
-        codes = np.array([names.index(name) for name in known], dtype=np.int64)
-        parts.append(bars._replace(code=codes[bars.code]))
-    table = _Bars(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-    return _trace(tracks, names, table, points)
-
-
-def _trace(
-    tracks: dict[int, tuple[int, str]], names: list[str], table: _Bars, points: list[_Event]
-) -> Trace:
+    points = [point for point in points if point.tid in tracks]
     groups = _groups(table, tracks, len(names))
-    shifts = _shifts(tracks, table, groups, points)
-    found: dict[tuple[str, str], list[Spans]] = {}
-    last = 0.0
-    for tid, rows in groups:
-        process, label = tracks[tid]
-        if process not in shifts:
-            continue
-        shift = shifts[process]
-        part = Spans(table.start[rows] + shift, table.stop[rows] + shift, table.number[rows])
-        found.setdefault((label, names[table.code[rows[0]]]), []).append(part)
-        last = max(last, float(part.stop.max()))
-    spans = {key: _joined(each) for key, each in found.items()}
+    shifts = _shifts(tracks, groups, points)
+    found: defaultdict[tuple[str, str], list[Bars]] = defaultdict(list)
+    for bars in groups:
+        process, label = tracks[int(bars["track"][0])]
+        if process in shifts:
+            bars["start"] += shifts[process]
+            bars["stop"] += shifts[process]
+            found[label, names[bars["name"][0]]].append(bars)
+    spans = {key: _spans(parts) for key, parts in found.items()}
     instants = []
     for point in points:
-        process, label = tracks.get(point.tid, (-1, ""))
+        process, label = tracks[point.tid]
         if process in shifts:
             at, version = point.ts / 1e6 + shifts[process], point.args.version
             number = -1 if version is None else version
             instants.append(Instant(at, label, point.name, point.args.message, number))
-    last = max([last, *(i.time_s for i in instants)])
-    return Trace(spans, tuple(sorted(instants, key=lambda i: i.time_s)), last)
+    ends = [*(float(each.stop.max()) for each in spans.values()), *(i.time_s for i in instants)]
+    instants.sort(key=lambda i: i.time_s)
+    return Trace(spans, tuple(instants), max(ends, default=0.0))
 
 
-def _groups(
-    table: _Bars, tracks: Iterable[int], names: int
-) -> list[tuple[int, npt.NDArray[np.int64]]]:
-    """(track, rows of one name) for every name on every known track, rows in the file's order."""
+def _groups(table: Bars, tracks: Iterable[int], names: int) -> list[Bars]:
+    """Bars of one name on one track, for every name on every known track, in the file's order."""
     known = np.array(sorted(tracks), dtype=np.int64)
-    if not known.size or not table.track.size:
+    if not known.size or not table.size:
         return []
-    place = np.minimum(np.searchsorted(known, table.track), known.size - 1)
-    group = np.where(known[place] == table.track, place * names + table.code, -1)
+    place = np.minimum(np.searchsorted(known, table["track"]), known.size - 1)
+    group = np.where(known[place] == table["track"], place * names + table["name"], -1)
     order = np.argsort(group, kind="stable")
-    parts = np.split(order, np.flatnonzero(np.diff(group[order])) + 1)
-    return [(int(table.track[rows[0]]), rows) for rows in parts if group[rows[0]] >= 0]
+    bounds = np.flatnonzero(np.diff(group[order])) + 1
+    return [table[rows] for rows in np.split(order, bounds) if group[rows[0]] >= 0]
 
 
-def _joined(parts: list[Spans]) -> Spans:
-    """All spans, by start."""
-    start, stop, number = (
-        np.concatenate([getattr(part, column) for part in parts])
-        for column in ("start", "stop", "number")
-    )
-    order = np.argsort(start, kind="stable")
-    return Spans(start[order], stop[order], number[order])
+def _spans(parts: list[Bars]) -> Spans:
+    """All bars, by start."""
+    bars = np.concatenate(parts)
+    bars = bars[np.argsort(bars["start"], kind="stable")]
+    return Spans(bars["start"], bars["stop"], bars["number"])
 
 
 def _shifts(
-    tracks: dict[int, tuple[int, str]],
-    table: _Bars,
-    groups: list[tuple[int, npt.NDArray[np.int64]]],
-    points: list[_Event],
+    tracks: Mapping[int, tuple[int, str]], groups: list[Bars], points: list[_Event]
 ) -> dict[int, float]:
     """Process -> seconds to add to its times, so that the run starts at 0 and time never goes back.
 
     The processes before the last one that started at step 1 belong to an older run and are not
     among them. The clock of a resumed run is another one if its host was restarted.
     """
-    bounds: dict[int, tuple[float, float]] = {}
-
-    def seen(tid: int, begin: float, end: float) -> None:
-        process = tracks[tid][0]
-        low, high = bounds.get(process, (begin, end))
-        bounds[process] = (min(low, begin), max(high, end))
-
-    began: dict[int, int] = {}
-    """Process -> row of its trainer's first span."""
-    for tid, rows in groups:
-        seen(tid, float(table.start[rows].min()), float(table.stop[rows].max()))
-        process, label = tracks[tid]
+    times: defaultdict[int, list[float]] = defaultdict(list)
+    """Process -> times among which are its first and its last."""
+    steps: defaultdict[int, list[int]] = defaultdict(list)
+    """Process -> steps among which is its trainer's first."""
+    for bars in groups:
+        process, label = tracks[int(bars["track"][0])]
+        times[process] += [float(bars["start"].min()), float(bars["stop"].max())]
         if label == TRAINER:
-            began[process] = min(int(rows[0]), began.get(process, int(rows[0])))
-    first = max((process for process, row in began.items() if table.number[row] == 1), default=0)
+            steps[process].append(int(bars["number"][0]))
     for point in points:
-        if point.tid in tracks:
-            seen(point.tid, point.ts / 1e6, point.ts / 1e6)
+        times[tracks[point.tid][0]].append(point.ts / 1e6)
+    first = max((process for process, known in steps.items() if min(known) == 1), default=0)
     shifts: dict[int, float] = {}
     clock, end = -math.inf, 0.0
-    for process in sorted(p for p in bounds if p >= first):
-        low, high = bounds[process]
+    for process in sorted(p for p in times if p >= first):
+        low, high = min(times[process]), max(times[process])
         if low + clock < end:
             clock = end - low
         shifts[process], end = clock, high + clock

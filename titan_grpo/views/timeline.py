@@ -1,13 +1,13 @@
 """What every server did, against the trainer's steps: who held which version when. Pure."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from titan_grpo.observe import names
-from titan_grpo.views.bands import covered, integral, steps_at
-from titan_grpo.views.run import NO_SPANS, TRAINER, Instant, Spans, Trace
+from titan_grpo.views.run import NO_SPANS, TRAINER, Array, Instant, Spans, Trace, short
 
 TRAINER_STATES = {"waiting": "rollout wait", "training": "train", "publishing": "publish"}
 SERVER_STATES = {
@@ -25,32 +25,11 @@ BINS = 480
 EXACT_SPANS = 6000
 """Spans that the page shows one by one: a whole short run, or the end of a long one."""
 
+MARKS = 2000
+"""Faults that are marked, evenly taken: a server that fails at every step has thousands."""
+
 FAULTS = ("error", "sync failure", "server joined", "server left", "version skipped")
 """Instants that the timeline marks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the timeline: the trainer (``track`` is TRAINER) or a server (its URL)."""
-
-    track: str
-    shares: dict[str, npt.NDArray[np.float64]]
-    """State -> share of each bin, [BINS]."""
-    version: npt.NDArray[np.int64]
-    """At each bin's end, [BINS]; -1: none. The trainer's is the newest one that was published."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """The overview of the whole run, and the spans from ``exact_from_s`` on."""
-
-    seconds: float
-    rows: tuple[Row, ...]
-    exact_from_s: float
-    exact: tuple[tuple[int, str, float, float, int], ...]
-    """(row, state, start s, stop s, version or step)."""
-    marks: tuple[tuple[int, Instant], ...]
-    """(row, fault)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +38,7 @@ class ServerFigures:
 
     url: str
     commits: int
-    last_version: int
-    """-1: it never held one."""
     connects: int
-    connect_s: float
     send_median_s: float
     send_s: float
     drain_s: float
@@ -73,7 +49,6 @@ class ServerFigures:
     lag: float
     """Mean over that time of the newest published version minus its own."""
     faults: int
-    left: bool
 
 
 def published(trace: Trace) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
@@ -109,14 +84,11 @@ def figures(trace: Trace, url: str) -> ServerFigures:
     if end > begin and new.size and versions[0] >= 0:
         behind = integral(new, number, begin, end) - integral(times, versions, begin, end)
         lag = max(0.0, behind / (end - begin))
-    own = versions[versions >= 0]
     marks = [i for i in trace.instants if concerns(i, url) and i.name in ("error", "sync failure")]
     return ServerFigures(
         url=url,
-        commits=int(own.size),
-        last_version=int(own[-1]) if own.size else -1,
+        commits=int((versions >= 0).sum()),
         connects=int(connect.start.size),
-        connect_s=connect.total_s,
         send_median_s=send.median_s,
         send_s=send.total_s,
         drain_s=drain.total_s,
@@ -125,7 +97,6 @@ def figures(trace: Trace, url: str) -> ServerFigures:
         served_s=max(0.0, end - begin),
         lag=lag,
         faults=len(marks),
-        left=left,
     )
 
 
@@ -134,27 +105,55 @@ def concerns(instant: Instant, url: str) -> bool:
     return instant.track == url or (instant.name == "error" and url in instant.text)
 
 
-def timeline(trace: Trace, exact_spans: int = EXACT_SPANS) -> Timeline:
-    """Lay out a run; the last ``exact_spans`` spans one by one."""
+def timeline(trace: Trace, exact_spans: int = EXACT_SPANS) -> dict[str, Any]:
+    """Lay out a run as the page shows it, in plain JSON with short numbers: each row's shares of
+    BINS bins in hundredths, and its version at each bin's end (the trainer's: the newest that was
+    published; a server's: how many behind that, -1 without one); the last ``exact_spans`` spans one
+    by one, as [row, state, start ms, length ms, version or step]; marks as [row, ms, fault, text].
+    """
     tracks = [TRAINER, *trace.servers]
     bounds = np.linspace(0.0, max(trace.seconds, 1e-9), BINS + 1)
-    rows = tuple(_row(trace, track, bounds) for track in tracks)
-    begin = _exact_from(trace, tracks, exact_spans)
+    newest = steps_at(*published(trace), bounds[1:])
+    rows = []
+    for track in tracks:
+        shares = {
+            state: np.rint(100 * covered(spans.start, spans.stop, bounds)).astype(int).tolist()
+            for state, spans in _states(trace, track).items()
+            if spans.start.size
+        }
+        if track == TRAINER:
+            rows.append({"name": "trainer", "shares": shares, "version": newest.tolist()})
+        else:
+            version = steps_at(*held(trace, track), bounds[1:])
+            behind = np.where(version < 0, -1, np.maximum(newest - version, 0))
+            rows.append({"name": short(track), "shares": shares, "behind": behind.tolist()})
+    starts = [spans.start for track in tracks for spans in _states(trace, track).values()]
+    every = np.sort(np.concatenate(starts))
+    begin = float(every[-exact_spans]) if every.size > exact_spans else 0.0
+    states = [*TRAINER_STATES, *SERVER_STATES]
     exact = [
-        (row, state, float(start), float(stop), int(number))
+        [row, states.index(state), round(start * 1e3), max(1, round((stop - start) * 1e3)), number]
         for row, track in enumerate(tracks)
         for state, spans in _states(trace, track).items()
         for start, stop, number in zip(
-            *(column[spans.start >= begin] for column in (spans.start, spans.stop, spans.number)),
+            *(c[spans.start >= begin].tolist() for c in (spans.start, spans.stop, spans.number)),
             strict=True,
         )
     ]
-    marks = [
-        (next((k for k, url in enumerate(tracks) if k and concerns(i, url)), 0), i)
-        for i in trace.instants
-        if i.name in FAULTS
-    ]
-    return Timeline(trace.seconds, rows, begin, tuple(exact), tuple(_thinned(marks)))
+    marks = []
+    faults = [i for i in trace.instants if i.name in FAULTS]
+    for i in faults[:: -(-len(faults) // MARKS) or 1]:
+        row = next((k for k, url in enumerate(tracks) if k and concerns(i, url)), 0)
+        text = i.text or (f"version {i.version}" if i.version >= 0 else "")
+        marks.append([row, round(i.time_s * 1e3), i.name, text[:300]])
+    return {
+        "seconds": round(trace.seconds, 3),
+        "states": states,
+        "rows": rows,
+        "exactFrom": round(begin, 3),
+        "exact": exact,
+        "marks": marks,
+    }
 
 
 def _states(trace: Trace, track: str) -> dict[str, Spans]:
@@ -162,22 +161,43 @@ def _states(trace: Trace, track: str) -> dict[str, Spans]:
     return {state: trace.spans.get((track, name), NO_SPANS) for state, name in table.items()}
 
 
-def _row(trace: Trace, track: str, bounds: npt.NDArray[np.float64]) -> Row:
-    shares = {
-        state: covered(spans.start, spans.stop, bounds)
-        for state, spans in _states(trace, track).items()
-    }
-    times, versions = published(trace) if track == TRAINER else held(trace, track)
-    return Row(track, shares, steps_at(times, versions, bounds[1:]))
+def covered(start: Array, stop: Array, bounds: Array) -> Array:
+    """Share of each interval between neighbouring ``bounds`` (seconds, rising) that the spans
+    cover, in [0, 1]. Spans are sorted by start; one that overlaps the next is cut at its start.
+
+    Example: a span from 1 to 3 over the bounds 0, 2, 4 covers 0.5 and 0.5.
+    """
+    if not start.size:
+        return np.zeros(bounds.size - 1)
+    stop = np.minimum(stop, np.append(start[1:], np.inf))
+    stop = np.maximum(stop, start)
+    total = np.append(0.0, np.cumsum(stop - start))
+    times = np.stack([start, stop], axis=1).ravel()
+    so_far = np.stack([total[:-1], total[1:]], axis=1).ravel()
+    done = np.interp(bounds, times, so_far)
+    shares: Array = np.diff(done) / np.maximum(np.diff(bounds), 1e-12)
+    return shares.clip(0.0, 1.0)
 
 
-def _exact_from(trace: Trace, tracks: list[str], limit: int) -> float:
-    """When the last ``limit`` spans begin; 0 if there are no more."""
-    starts = [spans.start for track in tracks for spans in _states(trace, track).values()]
-    every = np.sort(np.concatenate(starts))
-    return float(every[-limit]) if every.size > limit else 0.0
+def steps_at(times: Array, values: npt.NDArray[np.int64], at: Array) -> npt.NDArray[np.int64]:
+    """Value of a step function at the times ``at``: the last of ``values`` at or before, -1 before
+    the first. ``times`` is sorted.
+
+    Example: values 5, 6 at times 1, 2 are -1, 5, 6 at times 0, 1.5, 9.
+    """
+    index = np.searchsorted(times, at, side="right") - 1
+    return (
+        np.where(index >= 0, values[np.maximum(index, 0)], -1)
+        if times.size
+        else np.full(at.shape, -1, dtype=np.int64)
+    )
 
 
-def _thinned(marks: list[tuple[int, Instant]], limit: int = 2000) -> list[tuple[int, Instant]]:
-    """At most ``limit`` marks, evenly taken: a server that fails at every step has thousands."""
-    return marks if len(marks) <= limit else marks[:: -(-len(marks) // limit)]
+def integral(times: Array, values: npt.NDArray[np.int64], begin: float, end: float) -> float:
+    """Integral of that step function from ``begin``, at or after its first time, to ``end``.
+
+    Example: values 5, 6 at times 1, 2 from 1 to 4: 5 * 1 + 6 * 2 = 17.
+    """
+    inside = times[(times > begin) & (times < end)]
+    points = np.concatenate([[begin], inside, [end]])
+    return float((np.diff(points) * steps_at(times, values, points[:-1])).sum())

@@ -101,8 +101,13 @@ class Rows:
         return len(self._kept)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """A row by its number in the dataset."""
-        return dict(self._table[number])
+        """A row by its number in the dataset. Raises DataError for a text that is none."""
+        try:
+            return dict(self._table[number])
+        except UnicodeDecodeError as error:  # Arrow keeps bytes, and reads them as texts here
+            raise DataError(
+                f"row {number} of rollout.dataset {self.name!r} must be UTF-8: {error}"
+            ) from error
 
     def want(self, column: str, who: str) -> None:
         """Raise ConfigError if there is no such column; ``who`` asks for it."""
@@ -141,8 +146,11 @@ class Rows:
 
 def files_of(name: str) -> list[str]:
     """The files that a dataset's name means; empty for a directory or a name on the Hub. Raises
-    ConfigError where there is none."""
+    ConfigError where there is none, or one that cannot be read."""
     if Path(name).suffix not in BUILDERS or Path(name).is_dir():
+        if Path(name).is_file():
+            known = ", ".join(BUILDERS)
+            raise ConfigError(f"rollout.dataset must be a file of {known}, got {name!r}")
         return []
     # Sorted: the order of rows, and so of prompts, must not be that of a directory.
     files = [name] if Path(name).is_file() else sorted(glob(name, recursive=True))
@@ -169,7 +177,10 @@ def open_table(name: str, config: str = "", split: str = "train") -> Any:
         return datasets.load_dataset(source, **options)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         if files:
-            why = _bad_line(files) or f"{name!r} cannot be read: {_cause(error)}"
+            # What ``datasets`` says of a file of blank lines.
+            empty = "corresponds to no data" in str(error)
+            unread = "has no rows" if empty else f"cannot be read: {_cause(error)}"
+            why = _bad_line(files) or f"{name!r} {unread}"
             raise DataError(f"rollout.dataset {why}") from error
         # Not found, no such configuration or split, no way to the Hub.
         raise ConfigError(f"rollout.dataset {name!r} cannot be loaded: {_cause(error)}") from error

@@ -10,19 +10,31 @@ import math
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.rollout.calls import call
-from titan_grpo.rollout.chat import check_messages
-from titan_grpo.rollout.codec import TextCodec
-from titan_grpo.rollout.spec import RolloutSpec
-from titan_grpo.rollout.tasks.base import AnyTask, Codec, Filter, TaskOptions, load_task
+from titan_grpo.config.rollout import WorkerKeys
+from titan_grpo.errors import ConfigError, DataError, TitanGrpoError
+from titan_grpo.rollout.codec import TextCodec, check_messages
+from titan_grpo.rollout.messages import RolloutSpec
+from titan_grpo.rollout.task_runner import (
+    AnyTask,
+    Codec,
+    Filter,
+    TaskFailed,
+    TaskOptions,
+    call,
+)
 from titan_grpo.rollout.tasks.dataset import Condition, Rows, open_table
 from titan_grpo.samples import Prompt
+
+BUILT_IN = {
+    "calculator": "titan_grpo.rollout.tasks.built_in:Calculator",
+    "digits": "titan_grpo.rollout.tasks.built_in:Digits",
+    "gsm8k": "titan_grpo.rollout.tasks.built_in:gsm8k",
+}
 
 GIVEN = ("prompts", "completions", "completion_ids")
 """Arguments of a reward function besides the dataset's columns. They win over columns of these
@@ -31,29 +43,6 @@ names."""
 MESSAGES, TEXTS = "messages", "prompt"
 """Columns that a prompt is made of, where ``rollout.prompt`` says nothing else. Either may hold
 texts or lists of messages."""
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionOptions:
-    """The keys of [rollout] that this task reads, by their names there."""
-
-    reward: Sequence[str] = ()
-    reward_weights: Sequence[float] = ()
-    dataset: str = ""
-    dataset_config: str = ""
-    dataset_split: str = "train"
-    dataset_filter: Sequence[str] = ()
-    dataset_shuffle: bool = True
-    prompt: str = ""
-    system_prompt: str = ""
-    tools: str = ""
-    seed: int = 0
-    task_concurrency: int = 64
-
-    @classmethod
-    def of(cls, keys: Any) -> "FunctionOptions":
-        """Those of a [rollout] section, or of a spec."""
-        return cls(**{each.name: getattr(keys, each.name) for each in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,36 +83,36 @@ class FunctionTask:
     """Prompts are rows of a dataset in the model's chat template; a group's reward is the weighted
     sum of the functions' rewards."""
 
-    def __init__(self, options: FunctionOptions, rewards: Sequence[Reward], rows: Rows) -> None:
+    def __init__(self, keys: WorkerKeys, rewards: Sequence[Reward], rows: Rows) -> None:
         """Raises ConfigError for columns that are asked for and are not there."""
         for reward in rewards:
             reward.check(rows)
-        self._columns(options, rows)
-        self._options, self._rewards, self.rows = options, rewards, rows
-        self._tools = _tools(options.tools)
+        self._columns(keys.prompt, rows)
+        self._keys, self._rewards, self.rows = keys, rewards, rows
+        self._tools = _tools(keys.tools)
         self._threads = ThreadPoolExecutor(
-            options.task_concurrency * max(1, len(rewards)), thread_name_prefix="reward"
+            keys.task_concurrency * max(1, len(rewards)), thread_name_prefix="reward"
         )
 
     @classmethod
-    def load(cls, options: FunctionOptions) -> "FunctionTask":
+    def load(cls, keys: WorkerKeys) -> "FunctionTask":
         """Import the functions and open the dataset. Raises ConfigError or DataError."""
         # The functions first: they are what is wrong most often, and a dataset takes seconds.
-        rewards = load_rewards(options)
-        return cls(options, rewards, open_rows(options))
+        weights = keys.reward_weights or [1.0] * len(keys.reward)
+        rewards = [Reward.load(*each) for each in zip(keys.reward, weights, strict=True)]
+        return cls(keys, rewards, open_rows(keys))
 
     def prompt(self, index: int, codec: Codec) -> Prompt:
         """Row of a per-epoch shuffle seeded with (seed, epoch): every row once per epoch. The
         payload is the row's number in the dataset."""
-        number, options = self.rows.number(index), self._options
+        number, system_prompt = self.rows.number(index), self._keys.system_prompt
         row = self.rows[number]
         try:
             said = self._said(row)
-            if options.system_prompt:
-                said = with_system(said, options.system_prompt)
-            tools = row.get("tools") or self._tools
-            token_ids = codec.chat(said, json.loads(tools) if isinstance(tools, str) else tools)
-        except (DataError, ValueError) as error:
+            if system_prompt:
+                said = with_system(said, system_prompt)
+            token_ids = codec.chat(said, self._tools_of(row))
+        except DataError as error:
             raise DataError(f"row {number} of {self.rows.name}: {error}") from error
         return Prompt(index, token_ids, {"row": number})
 
@@ -182,8 +171,13 @@ class FunctionTask:
 
     def _said(self, row: dict[str, Any]) -> Any:
         """What the user says: a text, or a list of messages. Raises DataError for anything else."""
-        if self._options.prompt:
-            return self._options.prompt.format(**row)
+        if self._keys.prompt:
+            try:
+                return self._keys.prompt.format(**row)
+            except (ValueError, TypeError, AttributeError, LookupError) as error:
+                raise DataError(
+                    f"rollout.prompt {self._keys.prompt!r} does not fit: {error}"
+                ) from error
         name = MESSAGES if MESSAGES in row else TEXTS
         value = row[name]
         if isinstance(value, str):
@@ -192,20 +186,25 @@ class FunctionTask:
             raise DataError(f"column {name!r} {fault}, or a text, got {value!r:.200}")
         return value
 
+    def _tools_of(self, row: dict[str, Any]) -> Any:
+        tools = row.get("tools") or self._tools
+        try:
+            return json.loads(tools) if isinstance(tools, str) else tools
+        except ValueError as error:
+            raise DataError(f"column 'tools' must be JSON, got {tools!r:.100}: {error}") from error
+
     @staticmethod
-    def _columns(options: FunctionOptions, rows: Rows) -> None:
-        if not options.prompt:
+    def _columns(prompt: str, rows: Rows) -> None:
+        if not prompt:
             if MESSAGES not in rows.columns:
                 rows.want(TEXTS, f"without rollout.prompt a run asks for {TEXTS!r} or {MESSAGES!r}")
             return
         try:
-            names = [
-                name for _, name, _, _ in Formatter().parse(options.prompt) if name is not None
-            ]
+            names = [name for _, name, _, _ in Formatter().parse(prompt) if name is not None]
         except ValueError as error:
             raise ConfigError(
                 "rollout.prompt must be a text with columns in braces ({{ and }} are braces), got"
-                f" {options.prompt!r}: {error}"
+                f" {prompt!r}: {error}"
             ) from error
         for name in names:
             column = name.partition(".")[0].partition("[")[0]
@@ -220,16 +219,40 @@ def with_system(said: Any, system_prompt: str) -> list[Any]:
 
 
 def task_of(spec: RolloutSpec) -> AnyTask:
-    """The task that a run names: reward functions with a dataset, or a class. Raises ConfigError or
-    DataError."""
+    """The task that a run names: reward functions with a dataset, or a class. Raises ConfigError,
+    DataError or TaskFailed."""
     if spec.reward:
-        return FunctionTask.load(FunctionOptions.of(spec))
+        return FunctionTask.load(spec)
     return load_task(spec.task, TaskOptions(spec.seed, spec.task_path))
 
 
+def load_task(name: str, options: TaskOptions) -> AnyTask:
+    """A built-in task, or the class at "package.module:Class". Raises ConfigError if it is not
+    there or refuses its options, TaskFailed where the class itself breaks."""
+    path = BUILT_IN.get(name, name)
+    if ":" not in path:
+        raise ConfigError(
+            f'rollout.task must be one of {sorted(BUILT_IN)} or "package.module:Class", got'
+            f" {name!r}"
+        )
+    make = load_function("rollout.task", path)
+    try:
+        task: AnyTask = make(options)
+    except TitanGrpoError:
+        raise
+    except Exception as error:  # the boundary to a user's code
+        raise TaskFailed(f"{name}(TaskOptions)", error) from error
+    if hasattr(task, "turn") != hasattr(task, "episode_reward"):
+        raise ConfigError(
+            f"rollout.task {name!r} must have both of turn and episode_reward, or neither: it has"
+            " one of them"
+        )
+    return task
+
+
 def load_function(key: str, path: str) -> Callable[..., Any]:
-    """The function "package.module:function" that ``key`` names. Raises ConfigError, also where the
-    module breaks: in one line, with the place."""
+    """The function or class "package.module:name" that ``key`` names. Raises ConfigError, also
+    where the module breaks: in one line, with the place."""
     module_name, _, name = path.partition(":")
     if not name:
         raise ConfigError(f'{key} must be "package.module:function", got {path!r}')
@@ -266,18 +289,20 @@ def codec_of(spec: RolloutSpec) -> TextCodec:
     return TextCodec(spec.model_dir, spec.chat_template, spec.chat_template_kwargs)
 
 
-def load_rewards(options: FunctionOptions) -> list[Reward]:
-    """The functions with their weights. Raises ConfigError for the first that cannot be had."""
-    weights = options.reward_weights or [1.0] * len(options.reward)
-    pairs = zip(options.reward, weights, strict=True)
-    return [Reward.load(path, weight) for path, weight in pairs]
+def ready(spec: RolloutSpec) -> tuple[AnyTask, TextCodec]:
+    """The task that a run names, and the model's tokenizer. Raises as ``task_of``, also for a first
+    row that makes no prompt: a missing chat template ends the start, not the first group."""
+    task, codec = task_of(spec), codec_of(spec)
+    if isinstance(task, FunctionTask):
+        task.prompt(0, codec)
+    return task, codec
 
 
-def open_rows(options: FunctionOptions) -> Rows:
+def open_rows(keys: WorkerKeys) -> Rows:
     """The rows that pass the filters. Raises ConfigError or DataError."""
-    conditions = [Condition.parse(text) for text in options.dataset_filter]
-    table = open_table(options.dataset, options.dataset_config, options.dataset_split)
-    return Rows(table, options.dataset, conditions, options.seed, options.dataset_shuffle)
+    conditions = [Condition.parse(text) for text in keys.dataset_filter]
+    table = open_table(keys.dataset, keys.dataset_config, keys.dataset_split)
+    return Rows(table, keys.dataset, conditions, keys.seed, keys.dataset_shuffle)
 
 
 def read_rewards(answer: Any, count: int) -> list[float | None]:
@@ -288,7 +313,8 @@ def read_rewards(answer: Any, count: int) -> list[float | None]:
     [1.0, None, 1.0]
     """
     try:
-        found = [None if each is None else float(each) for each in answer]
+        listed = [] if isinstance(answer, str) else answer  # a text of digits would be numbers
+        found = [None if each is None else float(each) for each in listed]
     except (TypeError, ValueError):
         found = []
     finite = all(each is None or math.isfinite(each) for each in found)

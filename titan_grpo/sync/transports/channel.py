@@ -1,10 +1,33 @@
-"""The messages of one epoch, over one TCP connection: frames of any size, both ways, in order.
+"""A receiver's connections to a source (range_server.py): a greeting, then ranges of an image, or
+the messages of one epoch.
 
-The receiver connects to the trainer's source (range_server.py) and greets it as a reader of ranges
-does (ranges.py). Then each end sends frames: kind u8, number u64, nbytes u64, and so many bytes.
-The end of the connection says that the other end is gone.
+A source corrupts nothing: the reader checks each block against the trainer's digests. It serves an
+image for as long as the image's ticket is valid. Of an image that several hosts have, a source
+serves its host's part (layout.manifest): offsets are those of the part's stream. Fixed sizes::
+
+    reader                                      source
+                                                nonce[32]
+    nonce[32] ticket[16] proof[32]
+                                                proof[32]     (wrong ticket or proof: it closes)
+    offset u64, nbytes u64
+                                                nbytes bytes of the part
+    ... further ranges
+
+A reader on the source's host sets the highest bit of nbytes and gets the memfd's address (4 u64, as
+in ImageAddress; zeros: there is none) in place of the bytes, when they are there. receive/fetch.py
+has the readers.
+
+Both proofs are HMACs over both nonces and the ticket under EpochKeys.ranges; zeros without a run
+key.
+
+With an epoch's ticket each end sends frames of any size after the greeting, both ways, in order:
+kind u8, number u64, nbytes u64, and so many bytes. The end of the connection says that the other
+end is gone.
 """
 
+import hmac
+import math
+import secrets
 import select
 import socket
 import struct
@@ -19,11 +42,106 @@ from typing import TYPE_CHECKING
 from titan_grpo.errors import TransferFailed
 from titan_grpo.protocol.messages import Kind
 from titan_grpo.runkey import Key
-from titan_grpo.sync.transports.ranges import connect
-from titan_grpo.sync.transports.tls import WOULD_BLOCK
+from titan_grpo.sync.transports.tls import WOULD_BLOCK, secured
 
 if TYPE_CHECKING:
     from titan_grpo.sync.transports.range_server import RangeServer
+
+NONCE_BYTES = 32
+TICKET_BYTES = 16
+PROOF_BYTES = 32
+
+GREETING = struct.Struct(f"{NONCE_BYTES}s{TICKET_BYTES}s{PROOF_BYTES}s")
+"""What a reader sends first: its nonce, the ticket, its proof."""
+
+RANGE = struct.Struct("!QQ")
+"""One request: offset and length in bytes."""
+
+ADDRESS_ONLY = 1 << 63
+"""Of a request's length: answer with ADDRESS."""
+
+ADDRESS = struct.Struct("!QQQQ")
+"""Process, descriptor, bytes and inode of the image's memfd."""
+
+
+def proof(key: Key | None, who: str, ours: bytes, theirs: bytes, ticket: bytes) -> bytes:
+    """Proof of the epoch's key by ``who`` ("reader" or "source"), PROOF_BYTES long; zeros without
+    a key. ``ours`` is the source's nonce."""
+    if key is None:
+        return bytes(PROOF_BYTES)
+    return bytes.fromhex(key.proof(f"range {who} {ours.hex()} {theirs.hex()} {ticket.hex()}"))
+
+
+def connect(
+    address: tuple[str, int],
+    ticket: str,
+    key: Key | None,
+    timeout_s: float,
+    what: str,
+    pin: str = "",
+) -> socket.socket:
+    """A connection on which both ends have proven the key; ``timeout_s`` stays the longest wait for
+    the next byte. TransferFailed if ``what`` does not answer, or lacks the key or the certificate
+    of the ``pin``."""
+    name = f"{what} at {address[0]}:{address[1]}"
+    try:
+        sock = socket.create_connection(address, timeout_s)
+    except OSError as error:
+        raise TransferFailed(f"the {name} cannot be reached: {error}") from error
+    try:
+        sock.settimeout(timeout_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock = secured(sock, pin, name) if pin else sock
+        _greet(sock, bytes.fromhex(ticket), key, name)
+    except TransferFailed:
+        sock.close()
+        raise
+    return sock
+
+
+def _greet(sock: socket.socket, ticket: bytes, key: Key | None, name: str) -> None:
+    theirs, ours = bytearray(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+    fill(sock, memoryview(theirs), name)
+    mine = proof(key, "reader", bytes(theirs), ours, ticket)
+    send_all(sock, GREETING.pack(ours, ticket, mine), name)
+    answer = bytearray(PROOF_BYTES)
+    fill(sock, memoryview(answer), name)
+    wanted = proof(key, "source", bytes(theirs), ours, ticket)
+    if not hmac.compare_digest(bytes(answer), wanted):
+        raise TransferFailed(f"the {name} does not prove the run key: it is not this run's trainer")
+
+
+def send_all(sock: socket.socket, data: bytes, name: str) -> None:
+    """Send to the source ``name``; TransferFailed if it is lost."""
+    try:
+        sock.sendall(data)
+    except OSError as error:
+        raise TransferFailed(f"the {name} was lost: {error}") from error
+
+
+def fill(sock: socket.socket, view: memoryview, name: str, until: float = math.inf) -> None:
+    """Fill ``view`` from the source ``name``, by ``until`` (monotonic clock); TransferFailed if it
+    is lost, or sends no byte for as long as the socket's timeout."""
+    done = 0
+    while done < view.nbytes:
+        if time.monotonic() > until:
+            raise TransferFailed(f"the {name} was too slow: {done} of {view.nbytes} bytes came")
+        try:
+            # no deadline: settimeout in connect() bounds the wait for each byte
+            got = sock.recv_into(view[done:])
+        except TimeoutError as error:
+            raise TransferFailed(f"the {name} sent no byte within {sock.gettimeout()} s") from error
+        except OSError as error:
+            raise TransferFailed(f"the {name} was lost: {error}") from error
+        if got == 0:
+            raise TransferFailed(
+                f"the {name} closed the connection: the version is no longer served there, or it"
+                " refused this reader"
+            )
+        done += got
+
+
+# The messages of one epoch.
 
 HEADER = struct.Struct("!BQQ")
 """Kind, number, length of the body."""
@@ -73,7 +191,7 @@ class Inbox:
         self._frames: deque[Frame] = deque()
         self._end = ""
         self._aborted = False
-        self._heard = 0
+        self._count = 0
 
     @property
     def ended(self) -> str:
@@ -83,7 +201,7 @@ class Inbox:
     def put(self, frame: Frame) -> None:
         """A frame has come."""
         with self._turn:
-            self._heard += 1
+            self._count += 1
             if frame.kind is not Kind.SIGN:
                 self._frames.append(frame)
             self._turn.notify_all()
@@ -114,14 +232,14 @@ class Inbox:
                 # no deadline: only where timeout_s is None, until the connection ends
                 self._turn.wait(left)
 
-    def heard(self, ask: Callable[[], None], timeout_s: float) -> bool:
+    def answered(self, ask: Callable[[], None], timeout_s: float) -> bool:
         """Call ``ask`` and wait for any frame; whether one came in time."""
         with self._turn:
-            before = self._heard
+            before = self._count
         ask()
         with self._turn:
-            self._turn.wait_for(lambda: self._heard > before or bool(self._end), timeout_s)
-            return self._heard > before
+            self._turn.wait_for(lambda: self._count > before or bool(self._end), timeout_s)
+            return self._count > before
 
 
 class LaneChannel:
@@ -228,11 +346,13 @@ class ReceiverChannel:
         self._name = f"{address[0]}:{address[1]}"
         sock = connect(address, ticket, key, timeout_s, "trainer", pin)
         keep_alive(sock)
+        self.local_host = str(sock.getsockname()[0])
+        """This host's address on the way to the trainer."""
         self._socket = _Duplex(sock)
         self._gave_up = gave_up
         self._sending = threading.Lock()
         self._inbox = Inbox()
-        self.heard_s = time.monotonic()
+        self.last_frame_s = time.monotonic()
         """When the last frame came, or the connection ended (monotonic clock)."""
         threading.Thread(target=self._read, name="channel", daemon=True).start()
 
@@ -251,21 +371,21 @@ class ReceiverChannel:
         return self._inbox.take(None, kinds, None)
 
     def ask_sign(self, timeout_s: float) -> None:
-        """Ask the trainer's process for a sign, which sets ``heard_s``; wait for it."""
-        self._inbox.heard(lambda: self.send(Kind.SIGN, 0), timeout_s)
+        """Ask the trainer's process for a sign, which sets ``last_frame_s``; wait for it."""
+        self._inbox.answered(lambda: self.send(Kind.SIGN, 0), timeout_s)
 
     def _read(self) -> None:
         """Thread: whatever comes, until the connection ends."""
         why = f"the trainer at {self._name} ended, or closed this epoch"
         try:
             while (frame := self._frame()) is not None:
-                self.heard_s = time.monotonic()
+                self.last_frame_s = time.monotonic()
                 self._inbox.put(frame)
                 if frame.kind is Kind.CANCEL:
                     self._gave_up("the trainer gave the transfer up")
         except (OSError, TransferFailed) as error:
             why = f"{why}: {error}"
-        self.heard_s = time.monotonic()  # the connection stood until now
+        self.last_frame_s = time.monotonic()  # the connection stood until now
         self._inbox.end(why)
         self._gave_up(why)
 

@@ -134,7 +134,6 @@ class NixlReader:
             raise TransferFailed(f"the source cannot be read by NIXL: {error}") from error
 
     def read_into(self, offset: int, *views: memoryview) -> None:
-        """See RangeReader."""
         nbytes = sum(view.nbytes for view in views)
         try:
             memory = self._room(nbytes)
@@ -189,7 +188,6 @@ class NixlReader:
         self._memory = self._registered = None
 
     def close(self) -> None:
-        """See RangeReader."""
         if self._registered is not None:
             with self._agent.lock:
                 self._agent.of.deregister_memory(self._registered)

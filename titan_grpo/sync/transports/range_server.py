@@ -22,26 +22,24 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from titan_grpo.errors import ConfigError
-from titan_grpo.layout.parts import Part
+from titan_grpo.layout.manifest import Part
 from titan_grpo.protocol.messages import Kind
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.channel import (
-    HEADER,
-    Frame,
-    LaneChannel,
-    header,
-    keep_alive,
-    read_header,
-)
-from titan_grpo.sync.transports.ranges import (
     ADDRESS,
     ADDRESS_ONLY,
     GREETING,
+    HEADER,
     NONCE_BYTES,
     PROOF_BYTES,
     RANGE,
     TICKET_BYTES,
+    Frame,
+    LaneChannel,
+    header,
+    keep_alive,
     proof,
+    read_header,
 )
 from titan_grpo.sync.transports.tls import WOULD_BLOCK, Certificate, send_records, shaken
 

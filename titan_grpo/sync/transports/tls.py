@@ -2,7 +2,7 @@
 
 A certificate's pin, the SHA-256 of it, travels with the address at which it is shown: in the Hello
 and in the orders, under the run key's proof. So any certificate will do, and no authority and no
-host name is asked. The reader proves itself within, as without TLS (ranges.py).
+host name is asked. The reader proves itself within, as without TLS (channel.py).
 """
 
 import hashlib

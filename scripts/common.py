@@ -1,0 +1,68 @@
+"""What the benches share: options, an engine's server, versions that servers must hold, figures."""
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from titan_grpo.engines.launch import Server, ServerSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = "train_configs/quickstart_cpu.toml"
+ENGINES = ("vllm", "sglang")
+
+
+def options_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser that shows a script's own text, with ``--json PATH``."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there too")
+    return parser
+
+
+def write_json(path: Path | None, figures: Any) -> None:
+    """Where a path is given."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1, default=str) + "\n")
+
+
+def python_of(engine: str) -> str:
+    """Interpreter of an engine's environment."""
+    return str(ROOT / f".venv-{engine}" / "bin" / "python")
+
+
+@contextmanager
+def serving(
+    engine: str, model: Path, log: Path, startup_s: float = 300.0, **settings: Any
+) -> Iterator[Server]:
+    """A real server of ``model``, once it is healthy. ``settings``: of its ServerSpec."""
+    with Server(ServerSpec(python_of(engine), str(model), str(log), engine, **settings)) as server:
+        server.wait_healthy(startup_s)
+        yield server
+
+
+def words(settings: Mapping[str, object]) -> list[str]:
+    """A job's keys as arguments."""
+    return [f"--{key}={value}" for key, value in settings.items()]
+
+
+def deliver(trainer: Any, version: int, tensors: Mapping[str, Any], wait_s: float) -> None:
+    """Publish a version with a tests.rigs.trainer.Trainer, and wait until every server holds it."""
+    servers = trainer.servers
+    if not trainer.publish(version, tensors, wait_s):
+        raise SystemExit(f"no slot was free for version {version}: {servers.text()}")
+    held = servers.wait_held(version, wait_s, everyone=True)
+    if len(held) < len(servers.versions()):
+        raise SystemExit(
+            f"version {version} must be committed by all servers within {wait_s:g} s,"
+            f" {len(held)} of {len(servers.versions())} have it: {servers.take_error()}"
+        )
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, least and largest."""
+    return f"{statistics.median(values):8.4f}  [{min(values):.4f} .. {max(values):.4f}]"

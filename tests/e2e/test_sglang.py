@@ -1,0 +1,182 @@
+"""What is particular to a real SGLang server of ours: it hides its keys and leaves idle cores
+alone, a sender that is struck in mid-transfer costs it nothing, and no exception leaves our weight
+loader, which would end it. All else: tests/e2e/test_engine_conformance.py."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conformance.commits import NUMBER, STEP_S, difference, sender
+from tests.conformance.crowd import REQUEST_S, prompt
+from tests.conformance.engine import (
+    LENGTH,
+    MAX_DIFFERENCE,
+    EngineUnderTest,
+    assert_aborted,
+    assert_sound,
+    remake,
+)
+from titan_grpo.engines.generation import Sampling
+from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.protocol.messages import Hello, new_run_id
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+IDLE_S, TRIES = 3.0, 5
+
+
+def processes(group: int) -> list[psutil.Process]:
+    """The processes of a group that have not ended."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def cpu_seconds(group: int) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes(group))
+
+
+def test_its_keys_are_in_no_command_line_and_in_no_file_that_others_can_read(sglang_site):
+    spec = sglang_site.server.spec
+    shown = [" ".join(process.cmdline()) for process in processes(sglang_site.server.group)]
+    assert len(shown) >= 3, "HTTP server, scheduler, detokenizer"
+    files = [
+        path
+        for path in Path(spec.log_path).parent.iterdir()
+        if path.is_file() and path.stat().st_mode & 0o077
+    ]
+    shown += [path.read_text(errors="replace") for path in files]
+    assert not [text for text in shown if spec.api_key in text or spec.admin_key in text]
+
+
+def test_an_idle_one_leaves_the_cores_to_others(sglang_site):
+    group = sglang_site.server.group
+
+    def share() -> float:
+        before, began = cpu_seconds(group), time.monotonic()
+        # nothing to wait for: what is measured is a time in which nothing is asked of it
+        psutil.wait_procs([psutil.Process(group)], timeout=IDLE_S)
+        return (cpu_seconds(group) - before) / (time.monotonic() - began)
+
+    # what it was asked before may still be at work
+    assert any(share() < 0.3 for _ in range(TRIES)), "an idle server uses a core"
+
+
+SENDER = Path(__file__).parent.parent / "receive" / "sender_process.py"
+STALL_S = 3.0
+"""After it the receiver gives up a sender of sender_process.py that is silent."""
+
+
+@pytest.mark.parametrize(
+    ("number", "lasts_s"),
+    [(signal.SIGKILL, 0.0), (signal.SIGSTOP, STALL_S)],
+    ids=["killed", "frozen"],
+)
+def test_a_sender_struck_in_mid_transfer_costs_no_request_and_no_version(
+    number, lasts_s, sglang_site, tmp_path
+):
+    e = EngineUnderTest.of(sglang_site.server, tmp_path)
+    with sender(e) as before:
+        path, label = before.sync(1, 1), before.label(1)
+        command = [sys.executable, str(SENDER), new_run_id(time.time()), "2", "half"]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as struck:
+            try:
+                before.control.greet(Hello.from_json(struck.stdout.readline()).to_dict())
+                assert struck.stdout.readline().strip() == "half"
+                with e.crowd(label) as crowd:
+
+                    def ask() -> None:
+                        sampling = Sampling(LENGTH, cache_salt=label)
+                        call = e.speak.generate(prompt(9), sampling, REQUEST_S)
+                        assert_sound(e, e.run(call), [label])
+
+                    struck.send_signal(number)
+                    given_up_s = time.monotonic() + lasts_s
+                    ask()
+                    while time.monotonic() < given_up_s:
+                        ask()
+                    ask()
+                    assert_aborted(e, crowd.end(), [label])
+                assert before.control.label() == label
+                assert difference(e, path) <= MAX_DIFFERENCE
+                # the struck one is still there if it was frozen: it holds up no other
+                with sender(e) as after:
+                    assert difference(e, after.sync(2, 2)) <= MAX_DIFFERENCE
+            finally:
+                struck.kill()
+    assert sglang_site.kernel_calls == []
+
+
+BREAKING = """
+from titan_grpo.receive import sglang_plugin
+from titan_grpo.receive.commit import EngineSide
+
+
+class Breaking:
+    config = {}
+    def __init__(self, engine):
+        self.engine, self.broken = engine, False
+
+    def refuses(self, manifest):
+        return self.engine.refuses(manifest)
+
+    def load(self, tensors):
+        def some():
+            for number, pair in enumerate(tensors):
+                if number == 5 and not self.broken:
+                    self.broken = True
+                    raise RuntimeError("planted in the middle of a load")
+                yield pair
+
+        return self.engine.load(some())
+
+
+def start():
+    sglang_plugin.plugin.make_side = lambda engine, *rest: EngineSide(Breaking(engine), *rest)
+"""
+
+
+@pytest.mark.long
+def test_a_load_that_raises_half_way_is_reported_and_the_next_version_is_whole(
+    sglang_python, tmp_path
+):
+    info = tmp_path / "plugins" / "breaking-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: breaking\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbreaking = breaking:start\n")
+    (tmp_path / "plugins" / "breaking.py").write_text(BREAKING)
+    model = remake(100, tmp_path / "model")
+    env = {"PYTHONPATH": str(tmp_path / "plugins")}
+    with Server(
+        ServerSpec(sglang_python, str(model), str(tmp_path / "server.log"), "sglang", env=env)
+    ) as server:
+        server.wait_healthy(200.0)
+        e = EngineUnderTest.of(server, tmp_path)
+        with sender(e) as trainer:
+            weights, _ = trainer.make(1)
+            with trainer.link(weights) as link:
+                staged = trainer.stage(link, weights, 1)
+                trainer.control.pause()
+                trainer.control.load(link.commit(staged).to_dict())
+                applied = link.wait_applied(NUMBER, STEP_S)
+            assert not applied.ok
+            assert not applied.intact
+            assert "planted in the middle of a load" in applied.error
+            e.require_alive()
+            assert trainer.control.paused()
+            assert difference(e, trainer.sync(1, 2)) <= MAX_DIFFERENCE
+            assert not trainer.control.paused()
+        assert server.alive()

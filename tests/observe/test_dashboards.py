@@ -1,0 +1,92 @@
+"""What Prometheus reads of a run, by its own parser, and that the dashboard asks for nothing else;
+spans of the recorder in the OpenTelemetry SDK, whose own exporter keeps them."""
+
+import json
+import re
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from titan_grpo.observe import dashboards, names
+from titan_grpo.observe.recorder import Recorder
+
+
+def samples(page: bytes) -> dict[tuple[str, str], float]:
+    """(name, label's value) -> value."""
+    return {
+        (sample.name, "".join(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(page.decode())
+        for sample in family.samples
+    }
+
+
+def test_a_steps_line_is_a_page_of_gauges_and_counters_with_labels(tmp_path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.count(names.SYNC_BYTES, 1024)
+    recorder.count(names.dropped("stale"), 2)
+    own = {
+        names.REWARD: 0.25,
+        names.LOSS: float("nan"),
+        names.of_server("http://a:8000", "lag"): 1.0,
+        names.of_server("http://b:8000", "lag"): 3.0,
+        "evaluation/test/pass_at_4": 0.5,
+    }
+    recorder.step(7, own | recorder.since_last())
+    recorder.close()
+    found = samples(dashboards.page(recorder.last_row()))
+    assert found["titan_grpo_step", ""] == 7
+    assert found["titan_grpo_reward_mean", ""] == 0.25
+    assert found["titan_grpo_server_lag", "a:8000"] == 1
+    assert found["titan_grpo_server_lag", "b:8000"] == 3
+    assert found["titan_grpo_evaluation_pass_at_4", "test"] == 0.5
+    assert found["titan_grpo_sync_bytes_total", ""] == 1024
+    assert found["titan_grpo_dropped_total", "stale"] == 2
+    assert ("titan_grpo_loss_total", "") not in found, "null: it has no value"
+
+
+@pytest.mark.parametrize("path", ["docker/grafana.json"])
+def test_the_dashboard_asks_for_metrics_that_exist(root, path) -> None:
+    values = dict.fromkeys(names.MEANING, 1.0) | {"step": 1.0, names.dropped("stale"): 1.0}
+    values |= {names.of_server("http://a:1", what): 1.0 for what in names.OF_SERVER}
+    values |= {f"{names.EVALUATION}/test/{what}": 1.0 for what in names.OF_EVALUATION}
+    known = {name for name, _ in samples(dashboards.page(values))}
+    dashboard = json.loads((root / path).read_text())
+    asked = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
+    asked += [each["query"] for each in dashboard["templating"]["list"]]
+    used = {name for text in asked for name in re.findall(r"titan_grpo_\w+", text)}
+    assert len(used) > 30
+    assert used - known == set()
+
+
+def test_what_has_one_version_is_one_trace_with_the_recorders_times(tmp_path) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    kept, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    clock = time.perf_counter
+    recorder = Recorder(tmp_path, clock, dashboards.Traces(provider, "run", clock()))
+    before_ns, start_s = time.time_ns(), clock()
+    for version in (3, 4):
+        with recorder.span(names.COPY_S, "main thread", version=version):
+            pass
+        recorder.record_span(names.SEND_S, start_s, start_s + 2.5, "http://a:1", version=version)
+    recorder.close()
+    spans = kept.get_finished_spans()
+    assert [span.name for span in spans] == [names.COPY_S, names.SEND_S] * 2
+    by_version = [
+        {s.context.trace_id for s in spans if s.attributes["version"] == v} for v in (3, 4)
+    ]
+    assert [len(ids) for ids in by_version] == [1, 1]
+    assert by_version[0] != by_version[1]
+    send = spans[1]
+    assert send.attributes["track"] == "http://a:1"
+    assert send.end_time - send.start_time == pytest.approx(2.5e9, abs=1e3)
+    assert abs(send.start_time - before_ns) < 1e9
+
+
+def test_nothing_is_exported_unless_the_environment_names_a_collector() -> None:
+    assert dashboards.traces_of({}, "run", 0.0) is None

@@ -1,0 +1,67 @@
+"""Tasks for runs whose prompts are not alike, or are long. No torch: the rollout process loads
+them."""
+
+import asyncio
+import random
+import string
+from collections.abc import Sequence
+
+from titan_grpo.rollout.task_runner import Codec, TaskOptions
+from titan_grpo.rollout.tasks.built_in import Digits
+from titan_grpo.samples import Prompt
+
+SLOW, FLAT, LONG = (f"tests.rigs.tasks:{name}" for name in ("Slow", "Flat", "LongPrompts"))
+"""Their names in ``rollout.task``."""
+
+SLOW_S = 6.0
+
+LETTERS = 150
+"""More than a block of vLLM's prefix cache on a CPU has tokens (128)."""
+
+
+def is_slow(index: int) -> bool:
+    """Every tenth prompt."""
+    return index % 10 == 9
+
+
+def is_flat(index: int) -> bool:
+    """Every fourth prompt."""
+    return index % 4 == 0
+
+
+class Slow(Digits):
+    """Digits, where every reward of a slow prompt takes ``SLOW_S`` seconds."""
+
+    async def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
+        """As Digits."""
+        if is_slow(prompt.index):
+            judged = asyncio.Event()
+            asyncio.get_running_loop().call_later(SLOW_S, judged.set)
+            await judged.wait()  # no deadline: the timer ends it
+        return await super().reward(prompt, text, token_ids)
+
+
+class Flat(Digits):
+    """Digits, where every completion of a flat prompt gets 0."""
+
+    async def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
+        """As Digits, plus 1, so that no other group is all 0 by chance."""
+        return 0.0 if is_flat(prompt.index) else 1 + await super().reward(prompt, text, token_ids)
+
+
+class LongPrompts:
+    """Random letters; every completion has the reward of its length."""
+
+    def __init__(self, options: TaskOptions) -> None:
+        self._seed = options.seed
+
+    def prompt(self, index: int, codec: Codec) -> Prompt:
+        """Letters drawn from a generator that is seeded with (seed, index). Neighbours differ in
+        the first one, so that a cached prefix is one of the same prompt."""
+        chosen = random.Random(f"{self._seed}/{index}").choices(string.ascii_lowercase, k=LETTERS)
+        chosen[0] = string.ascii_lowercase[index % len(string.ascii_lowercase)]
+        return Prompt(index, codec.encode("".join(chosen)))
+
+    async def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
+        """Number of tokens."""
+        return float(len(token_ids))

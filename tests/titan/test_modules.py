@@ -1,0 +1,302 @@
+"""What GRPO changes in torchtitan's models, on the tiny ones: packed rows against one row per
+sequence, replayed routes, logits in float32."""
+
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from tests.rigs.tiny_model import loaded
+from titan_grpo.algorithm.batch import BatchOptions, plan
+from titan_grpo.algorithm.distribution import token_logprobs
+from titan_grpo.algorithm.rows import attention_rows, build
+from titan_grpo.errors import ConfigError
+from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.titan import tiny
+from titan_grpo.titan.modules import (
+    PackedAttention,
+    RouterReplay,
+    compute_head_in_fp32,
+    route_width,
+    routers,
+)
+
+OPTIONS = BatchOptions(token_budget=160, max_len=80)
+
+
+def random_groups(seed):
+    source = random.Random(seed)
+    groups = []
+    for index in range(source.randint(1, 4)):
+        prompt = Prompt(
+            index, tuple(source.randrange(4, 128) for _ in range(source.randint(1, 20)))
+        )
+        lengths = [
+            source.choice((1, 2, 7, 8, 9, source.randint(1, 60)))
+            for _ in range(source.randint(2, 4))
+        ]
+        completions = tuple(
+            Completion(
+                tuple(source.randrange(4, 128) for _ in range(n)),
+                (-2.0,) * n,
+                "stop",
+                0,
+                0,
+                "s",
+                source.random(),
+            )
+            for n in lengths
+        )
+        groups.append(Group(prompt, completions))
+    return groups
+
+
+def computed(model, packed, micro_batches):
+    """Log-probabilities by sequence (its inputs and labels), and the gradient of their weighted
+    sum."""
+    model.zero_grad()
+    found = {}
+    for mb in micro_batches:
+        rows = attention_rows(mb["sequence"]) if "positions" in mb else None
+        with packed.using(rows, torch.device("cpu")) if packed else nullcontext():
+            logits = model(mb["inputs"], positions=mb.get("positions"))
+            logprobs = token_logprobs(logits, mb["labels"], 1.0, 64)
+            (logprobs * mb["weights"] * (1 + mb["advantages"])).sum().backward()
+        for number in range(int(mb["sequence"].max()) + 1):
+            mine = mb["sequence"] == number
+            key = (tuple(mb["inputs"][mine].tolist()), tuple(mb["labels"][mine].tolist()))
+            found.setdefault(key, []).append(logprobs.detach()[mine])
+    return found, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_packed_and_padded_rows_give_the_same_logprobs_and_gradients(kind) -> None:
+    plain, model, packed = loaded(kind), loaded(kind), PackedAttention()
+    packed.install(model)
+    assert [name for name, _ in plain.named_parameters()] == [
+        name for name, _ in model.named_parameters()
+    ]
+    for seed in range(6):
+        groups = random_groups(seed)
+        [padded_batches], [packed_batches] = (
+            plan(
+                groups, 1, BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=pack)
+            ).micro_batches()
+            for pack in (False, True)
+        )
+        expected, expected_grads = computed(plain, None, padded_batches)
+        got, grads = computed(model, packed, packed_batches)
+        assert expected.keys() == got.keys()
+        for key, rows in expected.items():
+            for one, other in zip(rows, got[key], strict=True):
+                torch.testing.assert_close(other, one, atol=2e-5, rtol=1e-5)
+        assert max(float(g.abs().max()) for g in expected_grads.values()) > 1e-3
+        for name, grad in expected_grads.items():
+            scale = float(grad.abs().max())
+            torch.testing.assert_close(
+                grads[name], grad, atol=2e-5 * max(scale, 1.0), rtol=1e-4, msg=f"{seed} {name}"
+            )
+
+
+def test_without_the_seam_packed_sequences_see_each_other() -> None:
+    model = loaded("llama3")
+    [batches] = plan(
+        random_groups(0), 1, BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=True)
+    ).micro_batches()
+    [padded] = plan(random_groups(0), 1, OPTIONS).micro_batches()
+    expected, _ = computed(model, None, padded)
+    got, _ = computed(model, None, batches)
+    assert (
+        max(
+            float((a - b).abs().max())
+            for key in expected
+            for a, b in zip(expected[key], got[key], strict=True)
+        )
+        > 0.1
+    )
+
+
+def test_a_rank_without_sequences_runs_forward_and_backward_to_zero_gradients() -> None:
+    model, packed = loaded("llama3"), PackedAttention()
+    packed.install(model)
+    options = BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=True)
+    idle = plan(random_groups(0)[:1], 2, options).micro_batches()
+    [empty] = [rank for rank in idle if int(rank[0]["sequence"].max()) < 0]
+    found, grads = computed(model, packed, empty)
+    assert found == {}
+    assert all(not grad.any() for grad in grads.values())
+
+
+def test_a_model_without_sdpa_attention_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pack_sequences needs a model with sdpa"):
+        PackedAttention().install(torch.nn.Linear(2, 2))
+
+
+CPU = torch.device("cpu")
+
+
+def chosen(model, tokens):
+    """[R, L, layers * experts of a token]: what the model's own routers choose."""
+    found = []
+    hooks = [
+        router.register_forward_hook(lambda _m, _i, out: found.append(out[1]))
+        for router in routers(model).values()
+    ]
+    with torch.no_grad():
+        model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return torch.cat(found, -1).view(*tokens.shape, -1).short()
+
+
+def routes_of(count, seed):
+    """uint16 bytes of ``count`` tokens: two experts of 8 in each of two layers, at random."""
+    source = torch.Generator().manual_seed(seed)
+    pairs = torch.stack(
+        [torch.randperm(8, generator=source)[:2] for _ in range(2 * count)]
+    ).flatten()
+    return pairs.to(torch.int16).numpy().tobytes()
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(4, 128, (2, 12), generator=torch.Generator().manual_seed(5))
+
+
+def test_a_model_on_its_own_routes_computes_the_same_bit_for_bit(tokens):
+    model, replay = loaded("qwen3_moe"), RouterReplay()
+    own = chosen(model, tokens)
+    before = model(tokens)
+    replay.install(model)
+    with replay.using(own, CPU):
+        after = model(tokens)
+        metrics = replay.take_metrics()
+    assert torch.equal(before, after)
+    assert (metrics["routes_differ_sum"], metrics["replayed_sum"]) == (0, 24)
+
+
+def test_other_routes_are_the_ones_that_forward_and_backward_use(tokens):
+    model, replay = loaded("qwen3_moe"), RouterReplay()
+    own = chosen(model, tokens)
+    other = (own + 1) % 8
+    other[0, 0] = own[0, 0]
+    replay.install(model)
+    with replay.using(other, CPU):
+        logits = model(tokens)
+        metrics = replay.take_metrics()
+        logits.logsumexp(-1).sum().backward()
+    used = {int(e) for e in other[..., :2].flatten()}
+    moe = model.layers["0"].moe
+    older = hasattr(moe, "experts")
+    experts = (moe.experts.w1 if older else moe.routed_experts.inner_experts.w1_EFD).grad
+    assert {e for e in range(8) if experts[e].abs().sum() > 0} == used
+    assert model.layers["0"].moe.router.gate.weight.grad.abs().sum() > 0
+    assert (metrics["routes_differ_sum"], metrics["replayed_sum"]) == (23, 24)
+    assert not torch.allclose(logits, model(tokens))
+
+
+def test_where_a_row_has_no_routes_the_trainers_own_stand(tokens):
+    model, replay = loaded("qwen3_moe"), RouterReplay()
+    own = chosen(model, tokens)
+    before = model(tokens)
+    replay.install(model)
+    given = (own + 3) % 8
+    given[1] = -1
+    with replay.using(given, CPU):
+        after = model(tokens)
+        assert replay.take_metrics()["replayed_sum"] == 12
+    # Not bit for bit: the experts compute with tokens of the other row beside these.
+    torch.testing.assert_close(before[1], after[1])
+    assert not torch.allclose(before[0], after[0])
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_routes_travel_with_their_tokens_into_every_micro_batch(pack):
+    groups = []
+    for index, (prompt, lengths) in enumerate((((5, 6, 7), (4, 9)), ((8, 9), (1, 12)))):
+        completions = tuple(
+            Completion(
+                tuple(range(10, 10 + n)),
+                (-2.0,) * n,
+                "stop",
+                0,
+                0,
+                "s",
+                float(n),
+                routes=routes_of(len(prompt) + n - 1, 100 * index + n),
+            )
+            for n in lengths
+        )
+        groups.append(Group(Prompt(index, prompt), completions))
+    options = BatchOptions(token_budget=64, max_len=32, pack=pack, routes=4)
+    [rows] = plan(groups, 1, options).rows
+    model, packed, replay = loaded("qwen3_moe"), PackedAttention(), RouterReplay()
+    assert route_width(model) == 4
+    replay.install(model)
+    if pack:
+        packed.install(model)
+    logits = {}
+    for mb in build(rows):
+        at = attention_rows(mb["sequence"]) if pack else None
+        with packed.using(at, CPU), replay.using(mb["routes"], CPU), torch.no_grad():
+            out = model(mb["inputs"], positions=mb.get("positions"))
+        for row in range(len(out)):
+            for number in mb["sequence"][row].unique().tolist():
+                mine = mb["sequence"][row] == number
+                if number >= 0:
+                    logits[tuple(mb["inputs"][row][mine].tolist())] = out[row][mine]
+    for group in groups:
+        for completion in group.completions:
+            sequence = (*group.prompt.token_ids, *completion.token_ids)[:-1]
+            routes = torch.frombuffer(bytearray(completion.routes), dtype=torch.int16)
+            alone = torch.tensor([sequence])
+            with replay.using(routes.view(1, -1, 4), CPU), torch.no_grad():
+                wanted = model(alone, positions=torch.arange(len(sequence))[None])[0]
+            torch.testing.assert_close(logits[sequence], wanted, atol=2e-5, rtol=0)
+
+
+def test_a_group_with_a_completion_without_routes_is_left_out_and_counted():
+    def completion(routes):
+        return Completion((7, 8), (-1.0, -1.0), "stop", 0, 0, "s", 1.0, routes=routes)
+
+    whole = Group(Prompt(0, (5,)), (completion(routes_of(2, 1)), completion(routes_of(2, 2))))
+    without = Group(Prompt(1, (5,)), (completion(routes_of(2, 3)), completion(b"")))
+    cut = Group(Prompt(2, (5,)), (completion(routes_of(1, 3)), completion(routes_of(2, 4))))
+    batch = plan([whole, without, cut], 1, BatchOptions(64, 32, routes=4))
+    assert batch.sequences == 2
+    assert batch.dropped == {"no_routes": 2, "group_of_defective": 2}
+    assert "routes" not in plan([without], 1, BatchOptions(64, 32)).micro_batches()[0][0]
+
+
+def test_a_dense_model_is_refused():
+    with pytest.raises(ConfigError, match=r"router_replay needs an MoE"):
+        RouterReplay().install(loaded("qwen3"))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama3"])
+def test_logits_are_float32_products_of_what_mixed_precision_gives_the_head(kind):
+    model = loaded(kind)
+    names = set(model.state_dict())
+    model = model.to(torch.bfloat16)
+    tokens = torch.arange(4, 36)[None]
+    hidden, head = [], getattr(model, "output", None) or model.lm_head
+    head.register_forward_pre_hook(lambda _m, given: hidden.append(given[0]))
+    before = model(tokens)
+    compute_head_in_fp32(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        after = model(tokens)
+    assert (before.dtype, after.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(after, hidden[1].float() @ head.weight.float().T)
+    # What bfloat16 loses: up to 1 in 256 of a logit.
+    assert 1e-3 < (after - before).abs().max() < after.abs().max() / 100
+    after.logsumexp(-1).sum().backward()
+    assert head.weight.grad.abs().sum() > 0
+    assert set(model.state_dict()) == names
+
+
+def test_a_last_layer_that_is_no_plain_projection_is_refused():
+    model = torch.nn.Module()
+    model.output = torch.nn.Bilinear(2, 2, 2)
+    with pytest.raises(ConfigError, match="fp32_lm_head needs"):
+        compute_head_in_fp32(model)

@@ -1,0 +1,412 @@
+"""Servers as people and schedulers write them: URLs, host lists, files; and those of a running
+trainer, which commands and the file change."""
+
+import json
+import os
+import queue
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_grpo.cli import main
+from titan_grpo.config import Rollout
+from titan_grpo.config.rollout import server_url, violations
+from titan_grpo.errors import ConfigError, ServerRefused, ServerUnreachable
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol import members
+from titan_grpo.sync.server_set import ServerSet
+from titan_grpo.titan.servers import (
+    NAME,
+    ControlSocket,
+    Membership,
+    ServersFile,
+    ask,
+    expand_hosts,
+    known_servers,
+    parse_servers,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("gpu2", ["gpu2"]),
+        ("node[01-03,07],gpu2", ["node01", "node02", "node03", "node07", "gpu2"]),
+        ("a[8-11]", ["a8", "a9", "a10", "a11"]),
+        ("a[098-101]-ib,b", ["a098-ib", "a099-ib", "a100-ib", "a101-ib", "b"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("a,a[1],a1,a", ["a", "a1"]),
+        (" n[5].cluster.example ", ["n5.cluster.example"]),
+    ],
+)
+def test_a_host_list_is_expanded_as_slurm_means_it(text, hosts) -> None:
+    assert list(expand_hosts(text)) == hosts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a,,b",
+        "a[1-3",
+        "a]1[",
+        "a[]",
+        "a[3-1]",
+        "a[x]",
+        "a[1-]",
+        "a[[1]]",
+        "a b",
+        "a[1-99999999]",
+    ],
+)
+def test_what_is_no_host_list_is_refused_with_its_text(text) -> None:
+    with pytest.raises(ConfigError, match=r"host"):
+        expand_hosts(text)
+
+
+def compressed(prefix: str, numbers: list[int], width: int) -> str:
+    """What SLURM would write for these hosts: runs of numbers as ranges."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [
+        f"{run[0]:0{width}d}" + (f"-{run[-1]:0{width}d}" if len(run) > 1 else "") for run in runs
+    ]
+    return f"{prefix}[{','.join(texts)}]"
+
+
+GROUPS = st.lists(
+    st.tuples(
+        st.text("abcdxyz-", min_size=1, max_size=5).map(lambda s: f"h{s}"),
+        st.sets(st.integers(0, 9999), min_size=1, max_size=30),
+        st.integers(4, 6),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(GROUPS)
+def test_a_compressed_list_expands_to_the_hosts_it_was_made_of(groups) -> None:
+    hosts = [
+        f"{prefix}{number:0{width}d}"
+        for prefix, numbers, width in groups
+        for number in sorted(numbers)
+    ]
+    text = ",".join(compressed(prefix, sorted(numbers), width) for prefix, numbers, width in groups)
+    assert expand_hosts(text) == tuple(dict.fromkeys(hosts))
+
+
+def test_urls_are_compared_in_one_form() -> None:
+    assert server_url(" http://Host:8000/ ") == "http://host:8000"
+    assert server_url("https://[::1]:8000/base/") == "https://[::1]:8000/base"
+    for text in (
+        "host:8000",
+        "ftp://host",
+        "http://",
+        "http://h:70000",
+        "http://h:0",
+        "http://h:99999",
+        "http://u@h:1",
+        "http://:password@h:1",
+        "http://h:1#top",
+        "http://h:1?x=1",
+        "http://a b",
+    ):
+        with pytest.raises(ConfigError, match="must be a URL"):
+            server_url(text)
+
+
+def test_a_servers_file_has_a_url_per_line_and_comments() -> None:
+    assert parse_servers("# all\nhttp://a:1/ # first\n\n  http://b:1\nhttp://A:1\n") == (
+        "http://a:1",
+        "http://b:1",
+    )
+    assert parse_servers("") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("http://a:1\nhttp:/b\n", "line 2"), ("http://a:1\nhttp://b", "still being written")],
+)
+def test_a_broken_servers_file_is_refused_with_its_line(text, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_servers(text)
+
+
+def replaced(path: Path, text: str) -> None:
+    other = path.with_suffix(".new")
+    other.write_text(text)
+    os.replace(other, path)
+
+
+def test_a_file_is_read_again_only_when_it_changed_and_complains_once(tmp_path) -> None:
+    path = tmp_path / "servers"
+    file = ServersFile(path)
+    with pytest.raises(ConfigError, match="readable file"):
+        file.read()
+    replaced(path, "http://a:1\n")
+    assert file.read() == ("http://a:1",)
+    assert file.changed() is None
+    replaced(path, "http://b:1\n")
+    assert file.changed() == ("http://b:1",)
+    replaced(path, "nonsense\n")
+    with pytest.raises(ConfigError, match="line 1"):
+        file.changed()
+    assert file.changed() is None
+    path.unlink()
+    with pytest.raises(ConfigError, match="readable file"):
+        file.changed()
+    assert file.changed() is None
+    replaced(path, "http://b:1\n")
+    assert file.changed() == ("http://b:1",)
+
+
+def test_all_sources_together_give_each_server_once(tmp_path) -> None:
+    (tmp_path / "servers").write_text("http://n1:9000\nhttp://z:1\n")
+    rollout = Rollout(
+        servers=["http://a:1/"],
+        servers_file=str(tmp_path / "servers"),
+        servers_slurm="NODES",
+        servers_port=9000,
+    )
+    known = known_servers(rollout, {"NODES": "n[1-2]"})
+    assert known.urls == ["http://a:1", "http://n1:9000", "http://n2:9000", "http://z:1"]
+    assert known.listed == ("http://n1:9000", "http://z:1")
+    with pytest.raises(ConfigError, match="NODES is not set"):
+        known_servers(rollout, {})
+
+
+def test_one_server_under_two_names_is_refused_wherever_they_are_given(tmp_path) -> None:
+    local = Rollout(servers=["http://127.0.0.1:8000"])
+    assert any(
+        "without repetition" in rule
+        for rule in violations(
+            replace(local, servers=["http://127.0.0.1:8000", "http://LOCALHOST:8000/"])
+        )
+    )
+    (tmp_path / "servers").write_text("http://localhost:8000\n")
+    with pytest.raises(ConfigError, match="must give a server one name"):
+        known_servers(replace(local, servers_file=str(tmp_path / "servers")), {})
+    with pytest.raises(ConfigError, match="are one server"):
+        parse_servers("http://h\nhttp://h:80\n")
+    assert parse_servers("http://h:80\nhttp://h:81\n") == ("http://h:80", "http://h:81")
+
+
+def test_launched_servers_stand_for_the_word(tmp_path) -> None:
+    assert known_servers(Rollout(servers=["launch"]), {}, ("http://127.0.0.1:1",)).urls == [
+        "http://127.0.0.1:1"
+    ]
+
+
+WAIT_S = 90.0
+A, B, C = "http://a:1", "http://b:1", "http://c:1"
+
+
+class Lane(threading.Thread):
+    """Reports its start and its end."""
+
+    engine = "vllm"
+
+    def __init__(self, url: str, epoch: int, said: "queue.SimpleQueue[str]") -> None:
+        super().__init__(name=f"lane {url}", daemon=True)
+        self.url, self.epoch, self._said = url, epoch, said
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        self._said.put(f"+{self.url}")
+        assert self._stopping.wait(WAIT_S)
+        self._said.put(f"-{self.url}")
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def abort(self) -> None:
+        """Nothing can be aborted."""
+
+
+@pytest.fixture
+def said() -> "queue.SimpleQueue[str]":
+    """What the lanes of a run report; those of its first servers are taken out."""
+    return queue.SimpleQueue()
+
+
+def following(said: "queue.SimpleQueue[str]") -> str:
+    return said.get(timeout=WAIT_S)
+
+
+Start = Callable[..., ServerSet]
+
+
+@pytest.fixture
+def start(said: "queue.SimpleQueue[str]", tmp_path: Path) -> Iterator[Start]:
+    """``start("http://a:1", ...)``: a run with these configured servers, and those of ``file``."""
+    ends = ExitStack()
+
+    def begin(*fixed: str, file: Path | None = None, folder: Path = tmp_path) -> ServerSet:
+        watched = ServersFile(file) if file is not None else None
+        listed = watched.read() if watched is not None else ()
+        recorder = Recorder(tmp_path / "records")
+        ends.callback(recorder.close)
+        servers = ServerSet(
+            members.start(frozenset(fixed), frozenset(listed)),
+            lambda _, url, epoch: Lane(url, epoch, said),
+            recorder,
+        )
+        servers.start()
+        for _ in servers.urls:
+            following(said)
+        ends.callback(lambda: servers.close(time.monotonic() + WAIT_S))
+        ends.callback(Membership(servers, folder, dict, watched).close)
+        return servers
+
+    with ends:
+        yield begin
+
+
+def command(run: Path, *arguments: str) -> int:
+    return main(["servers", *arguments, "--run", str(run)])
+
+
+def test_a_command_adds_and_removes_and_says_so_in_one_line(start, said, tmp_path, capsys):
+    thread = start(A)
+    assert command(tmp_path, "add", "http://B:1/") == 0
+    assert (
+        capsys.readouterr().out
+        == f"{B} was added: it gets the newest version before its first rollout\n"
+    )
+    assert following(said) == f"+{B}"
+    assert thread.urls == [A, B]
+    assert command(tmp_path, "remove", A) == 0
+    assert (
+        capsys.readouterr().out
+        == f"{A} was removed: it takes no more rollouts and no more versions\n"
+    )
+    assert following(said) == f"-{A}"
+    assert thread.urls == [B]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("add", A), "there already"),
+        (("remove", C), "not a server of this run"),
+        (("remove", A), "the last server"),
+    ],
+)
+def test_what_is_refused_exits_with_1_and_one_line(start, said, tmp_path, capsys, arguments, words):
+    start(A)
+    assert command(tmp_path, *arguments) == 1
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+    assert said.empty()
+
+
+def test_a_mistake_in_the_command_exits_with_2(tmp_path, capsys):
+    assert command(tmp_path, "add", "no url") == 2
+    assert command(tmp_path / "nowhere", "list") == 2
+    assert "must be a URL" in capsys.readouterr().err
+
+
+def test_without_a_trainer_the_command_says_where_it_looked(tmp_path, capsys):
+    assert command(tmp_path, "list") == 1
+    assert f"no trainer runs in {tmp_path}" in capsys.readouterr().err
+
+
+def test_the_list_comes_as_a_table_and_as_json(start, tmp_path, capsys):
+    start(A)
+    assert command(tmp_path, "list") == 0
+    assert A in capsys.readouterr().out.splitlines()[1]
+    assert command(tmp_path, "list", "--json") == 0
+    (line,) = json.loads(capsys.readouterr().out)
+    assert (line["url"], line["standing"], line["held"]) == (A, "unknown", None)
+
+
+def test_a_file_that_changes_moves_servers_and_a_bad_one_does_not(start, said, tmp_path, capsys):
+    path = tmp_path / "servers"
+    path.write_text(f"{A}\n{B}\n")
+    thread = start(file=path)
+    assert thread.urls == [A, B]
+    replaced(path, f"{A}\nhttp:/broken\n")
+    replaced(path, f"{B}\n{C}  # new\n")
+    assert {following(said), following(said)} == {f"+{C}", f"-{A}"}
+    replaced(path, "")
+    replaced(path, f"{A}\n{B}\n{C}\n")
+    assert following(said) == f"+{A}"
+    assert thread.urls == [A, B, C]
+
+
+class Heard(queue.SimpleQueue):
+    """In place of stderr. (What comes while pytest takes out what it has captured is lost.)"""
+
+    write = queue.SimpleQueue.put
+
+    def flush(self) -> None:
+        """All is there."""
+
+
+def test_a_bad_file_is_said_once_and_the_last_good_list_stays(start, said, tmp_path, monkeypatch):
+    heard = Heard()
+    monkeypatch.setattr(sys, "stderr", heard)
+    path = tmp_path / "servers"
+    path.write_text(f"{A}\n{B}\n")
+    thread = start(file=path)
+    for text in ("nonsense\n", f"{B}\n", f"{A}\n"):
+        replaced(path, text)
+        if text == "nonsense\n":
+            complaint = heard.get(timeout=60)
+            assert "nonsense" in complaint
+            assert "line 1" in complaint
+            assert "last good list stays" in complaint
+            assert thread.urls == [A, B]
+        else:
+            assert following(said)
+    rest = [heard.get() for _ in range(heard.qsize())]
+    assert not [line for line in rest if "servers:" in line]
+
+
+def test_the_socket_is_for_its_owner_only_and_may_lie_deep(start, tmp_path):
+    deep = tmp_path / ("x" * 100) / ("y" * 100)
+    deep.mkdir(parents=True)
+    start(A, folder=deep)
+    assert stat.S_IMODE((deep / NAME).stat().st_mode) == 0o600
+    assert ask(deep, {"do": "list"})["servers"]
+
+
+def test_a_dead_trainers_socket_is_replaced_a_live_ones_is_not(tmp_path):
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(tmp_path / NAME))
+    first = ControlSocket(tmp_path, lambda _: {})
+    with pytest.raises(ServerRefused, match="two runs"):
+        ControlSocket(tmp_path, lambda _: {})
+    (tmp_path / NAME).unlink()
+    second = ControlSocket(tmp_path, lambda _: {"text": "second"})
+    first.close()
+    assert ask(tmp_path, {})["text"] == "second"
+    second.close()
+    assert not (tmp_path / NAME).exists()
+    with pytest.raises(ServerUnreachable, match="no trainer runs"):
+        ask(tmp_path, {})
+
+
+def test_a_silent_or_senseless_caller_holds_up_nobody(start, tmp_path):
+    start(A)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(str(tmp_path / NAME))
+        with pytest.raises(ServerRefused, match="must be one of add, remove, list"):
+            ask(tmp_path, {"do": "explode"})
+        assert ask(tmp_path, {"do": "list"})["servers"]

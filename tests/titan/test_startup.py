@@ -1,0 +1,198 @@
+"""A dump folder belongs to one live run, and a disk that refuses is one line; servers that a run
+starts itself are given a run key, those that are only named keep to the configured one."""
+
+import errno
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.jobs import job
+from titan_grpo.config import GRPO, Lora, Rollout
+from titan_grpo.config.rollout import violations
+from titan_grpo.engines.launch import ServerSpec, command
+from titan_grpo.errors import ConfigError
+from titan_grpo.runkey import Key
+from titan_grpo.titan.startup import (
+    LOCK,
+    held,
+    launched,
+    registration,
+    sync_settings,
+    write_failure,
+)
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from titan_grpo.titan.startup import held
+with held(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_run_is_refused_with_the_first_ones_process_until_that_is_killed(tmp_path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=rf"live run.* process {first.pid}: "), held(tmp_path):
+            pass
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.communicate(timeout=60)
+    with held(tmp_path):
+        pass
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path) -> None:
+    (tmp_path / "out").write_text("")
+    with (
+        pytest.raises(ConfigError, match=r"job\.dump_folder must be a directory"),
+        held(tmp_path / "out"),
+    ):
+        pass
+
+
+def test_a_full_disk_is_refused_before_anything_starts(tmp_path) -> None:
+    (tmp_path / LOCK).symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match="No space left on device; make room"), held(tmp_path):
+        pass
+
+
+def test_an_error_of_the_disk_is_found_where_a_library_wrapped_it() -> None:
+    folder = Path("out")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    wrapped = RuntimeError("unexpected pos")
+    wrapped.__context__ = full
+    of_ranks = Exception("checkpoint")
+    of_ranks.failures = {1: (wrapped, None)}  # type: ignore[attr-defined]
+    for error in (full, wrapped, of_ranks):
+        assert "No space left on device" in write_failure(error, folder)
+    of_torch = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    assert "unexpected pos" in write_failure(of_torch, folder)
+    assert "Permission denied" in write_failure(
+        PermissionError(errno.EACCES, "Permission denied", "out/summary.json"), folder
+    )
+    assert write_failure(ConnectionRefusedError(111, "refused"), folder) == ""
+
+
+def specs(
+    run_key: Key | None = None,
+    lora: Lora | None = None,
+    grpo: GRPO | None = None,
+    **rollout: Any,
+) -> tuple[ServerSpec, ...]:
+    config = job(
+        grpo=grpo or GRPO(),
+        lora=lora or Lora(),
+        rollout={"servers": ["launch"], "launch_python": "v"} | rollout,
+        job={"dump_folder": "out"},
+        training={"seq_len": 64},
+    )
+    return launched(config, "m", True, run_key, ("a", ""))
+
+
+def test_launched_servers_take_adapters_where_these_are_the_versions():
+    (spec,) = specs(lora=Lora(rank=8, sync="adapter"))
+    assert spec.lora_rank == 8
+    assert [specs(lora=lora)[0].lora_rank for lora in (Lora(), Lora(rank=8))] == [0, 0]
+
+
+def test_launched_servers_send_routes_where_the_run_replays_them():
+    assert [specs(grpo=grpo)[0].routes for grpo in (GRPO(), GRPO(router_replay=True))] == [
+        False,
+        True,
+    ]
+
+
+def test_launched_servers_compute_logits_as_the_trainer_does():
+    made = [specs(grpo=grpo)[0] for grpo in (GRPO(), GRPO(fp32_lm_head=True))]
+    assert [spec.fp32_head for spec in made] == [False, True]
+    options = {"vllm": '{"head_dtype": "float32"}', "sglang": "--enable-fp32-lm-head"}
+    for engine, option in options.items():
+        asked = [option in command(replace(spec, engine=engine)) for spec in made]
+        assert asked == [False, True]
+
+
+def test_launched_servers_share_a_new_key():
+    first, second = specs(launch_count=2)
+    assert first.run_key is not None
+    assert first.run_key == second.run_key
+    assert specs()[0].run_key.raw != first.run_key.raw
+
+
+def test_a_configured_key_is_used_for_launched_servers_too():
+    key = Key.generate()
+    assert [spec.run_key for spec in specs(key, launch_count=2)] == [key] * 2
+
+
+def test_no_server_is_launched_that_is_only_named():
+    assert specs(servers=["http://a:1"]) == ()
+
+
+def test_of_each_engine_as_many_are_started_with_what_is_its_own():
+    made = specs(
+        launch_engines=["sglang", "vllm"],
+        launch_count=2,
+        launch_sglang_python="s",
+        launch_args=["--v"],
+        launch_sglang_args=["--s"],
+    )
+    assert [(spec.engine, spec.python, spec.args, spec.log_path) for spec in made] == [
+        ("sglang", "s", ("--s",), "out/sglang0.log"),
+        ("sglang", "s", ("--s",), "out/sglang1.log"),
+        ("vllm", "v", ("--v",), "out/vllm0.log"),
+        ("vllm", "v", ("--v",), "out/vllm1.log"),
+    ]
+
+
+def test_each_server_gets_gpus_of_its_own_and_computes_on_all_of_them():
+    made = specs(
+        launch_engines=["vllm", "sglang"], launch_sglang_python="s", launch_gpus=[4, 5, 6, 7]
+    )
+    assert [(spec.env, spec.tensor_parallel) for spec in made] == [
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "6,7"}, 2),
+    ]
+    made = specs(launch_count=2, launch_gpus=[3, 1])
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in made] == ["3", "1"]
+    assert [(spec.env, spec.tensor_parallel) for spec in specs()] == [({}, 1)]
+
+
+def test_gpus_that_cannot_be_shared_out_are_refused():
+    for gpus in ([4, 5, 6], [4, 4], [-1, 4]):
+        rollout = Rollout(servers=["launch"], launch_python="v", launch_count=2, launch_gpus=gpus)
+        assert [line for line in violations(rollout) if "launch_gpus" in line], gpus
+
+
+def test_groups_from_outside_have_commits_take_the_kv_away():
+    def kept(source: str) -> str:
+        return sync_settings(job(rollout={"source": source})).kv_after_update
+
+    assert [kept(source) for source in ("task", "atropos", "push")] == [
+        "keep",
+        "recompute",
+        "recompute",
+    ]
+
+
+def test_a_registration_says_all_that_an_atropos_api_asks_but_the_size_of_a_batch() -> None:
+    said = registration(job(training={"seq_len": 64}), 3)
+    assert set(said) == {
+        "wandb_group",
+        "wandb_project",
+        "max_token_len",
+        "checkpoint_dir",
+        "save_checkpoint_interval",
+        "starting_step",
+        "num_steps",
+    }
+    assert None not in said.values()
+    assert (said["max_token_len"], said["starting_step"]) == (64, 3)

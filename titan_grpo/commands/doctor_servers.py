@@ -1,0 +1,443 @@
+"""What the doctor finds about servers, rollout services and engines' environments: questions with a
+deadline that change nothing, and pure judgements of the answers."""
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from titan_grpo.commands.doctor_host import ENGINES, Finding, ok, problem, warning
+from titan_grpo.engines import sglang, vllm
+from titan_grpo.engines.generation import RETURN_ROUTES
+from titan_grpo.engines.http import Call, HttpRefused, KeyRefused, SyncDriver, address_towards, want
+from titan_grpo.engines.server import detect
+from titan_grpo.errors import ConfigError, PeerError, ServerRefused
+from titan_grpo.protocol.messages import PROBE, Joined
+from titan_grpo.rollout.messages import FORMAT
+from titan_grpo.runkey import Key
+
+T = TypeVar("T")
+
+CLOCK_SKEW_S = 5.0
+"""Difference of clocks that is worth a warning: Date has whole seconds, and a hop takes time."""
+
+DESCRIPTION_S = 60.0
+"""vLLM collects its whole system's description for /server_info."""
+
+TEXT = "Add 12 and 3.14: was\tist\n\n  <b>größer</b>? 东京, 🙂 </s><|im_end|><eos>"
+"""Digits, white space, other scripts, and texts that are special tokens of some models: what
+tokenizers differ in."""
+
+
+def controller(url: str, key: str, timeout_s: float, ours: str = FORMAT) -> Finding:
+    """Ask and check a rollout service. ``ours``: the form of this end's messages."""
+
+    def parse(answer: Any) -> tuple[str, str]:
+        return str(want(answer, "format", str, "/status")), str(want(answer, "run", str, "/status"))
+
+    try:
+        with SyncDriver(url, key) as driver:
+            form, run = driver.run(Call("GET", "/status", timeout_s, parse))
+    except PeerError as error:
+        remedy = (
+            "start it there: titan-grpo rollouts --bind HOST:PORT, with the key that"
+            " rollout.controller_key_env names"
+        )
+        return problem("controller", f"{url}: {error}", remedy)
+    if form != ours:
+        remedy = "install the same one at both ends"
+        return problem("controller", f"{url} runs another titan_grpo", remedy)
+    state = f"serves run {run}, which a new one replaces" if run else "is free"
+    return ok("controller", f"{url} {state}")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a job needs, or what a server was started with. ``lora_rank``: of adapters that are
+    versions, 0 without. ``routes``: experts come with the tokens."""
+
+    lora_rank: int = 0
+    routes: bool = False
+
+    @classmethod
+    def of_server(cls, engine: str, answer: Any) -> "Options":
+        """Read /server_info. It has an SGLang's keys in it: nothing of it is shown. Pure."""
+        found = answer if isinstance(answer, dict) else {}
+        if engine == sglang.NAME:
+            return cls(0, found.get("enable_return_routed_experts") is True)
+        config = found.get("vllm_config")
+        config = config if isinstance(config, dict) else {}
+        lora, extra = config.get("lora_config") or {}, config.get("aux_output_config") or {}
+        rank = lora.get("max_lora_rank", 0)
+        return cls(int(rank), extra.get("enable_return_routed_experts") is True)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a job needs of its servers."""
+
+    options: Options = Options()
+    tokens: Sequence[int] | None = None
+    """Ids of TEXT by the trainer's tokenizer; None: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How servers are reached from here. ``timeout_s``: of each question; a key may be empty."""
+
+    timeout_s: float
+    bind_host: str = ""
+    api_key: str = field(default="", repr=False)
+    admin_key: str = field(default="", repr=False)
+    run_key: Key | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """See Hello."""
+
+    needs: Needs | None = None
+    """None: without a job."""
+
+
+@dataclass
+class ServerFacts:
+    """What a server answered. A value is None if its question was not answered; ``errors`` has the
+    reason by question."""
+
+    url: str
+    healthy: bool = True
+    version: str | None = None
+    label: str | None = None
+    paused: bool | None = None
+    backend: str | None = None
+    joined: Joined | None = None
+    """The receiver's answer to a probe; only a server whose backend is ours is asked."""
+
+    errors: dict[str, str] = field(default_factory=dict)
+    our_key: bool = False
+    """Whether this end has a run key, and so proved it."""
+
+    engine: str = vllm.NAME
+    middleware: bool | None = None
+    """Whether a vLLM has our middleware; None: unknown."""
+
+    clock_ahead_s: float = 0.0
+    """By how much the server's clock is ahead of this host's."""
+
+    options: Options | None = None
+    tokens: list[int] | None = None
+    """Ids of TEXT by its own tokenizer."""
+
+
+def server(facts: ServerFacts, needs: Needs | None = None) -> list[Finding]:
+    """Check one server: reachable, new enough, its RL routes open, not paused, our plugin answers.
+    A finding that explains the ones after it is the last."""
+    where, errors, of = facts.url, facts.errors, ENGINES[facts.engine]
+    if "key" in errors:
+        remedy = (
+            "set rollout.api_key_env (and rollout.admin_key_env for an SGLang with an admin key) to"
+            " variables with its keys"
+        )
+        return [problem("server", errors["key"], remedy)]
+    if not facts.healthy:
+        remedy = (
+            "start it, or correct rollout.servers; from another host it must listen on more than"
+            " 127.0.0.1 (--host 0.0.0.0)"
+        )
+        return [problem("server", errors.get("health", f"{where} is not healthy"), remedy)]
+    if facts.version and of.too_old(facts.version):
+        text = f"{where}: {of.title} {facts.version} is older than {of.oldest}"
+        return [problem("server", text, f"install {of.package}: {of.why}")]
+    software = f", {of.title} {facts.version}" if facts.version else ""
+    out = [ok("server", f"{where} answers{software}")]
+    if abs(facts.clock_ahead_s) >= CLOCK_SKEW_S:
+        side = "ahead of" if facts.clock_ahead_s > 0 else "behind"
+        out.append(
+            warning(
+                "clocks",
+                f"{where}: its clock is {abs(facts.clock_ahead_s):.0f} s {side} this host's, so the"
+                " ages of runs and the times of both logs do not fit",
+                "synchronise the clocks of both hosts (NTP)",
+            )
+        )
+    if facts.label is None:
+        text = f"{where}: {errors.get('label', 'no RL routes')}"
+        return [*out, problem("server routes", text, of.routes)]
+    out.append(ok("server routes", f"{where} serves version {facts.label!r}"))
+    if facts.paused:
+        remedy = (
+            f"curl -X POST {where}/{of.resume}, unless a trainer is at work on it; the next run's"
+            " first sync resumes it too"
+        )
+        out.append(warning("server", f"{where} is paused, so requests to it wait", remedy))
+    if facts.middleware is False:
+        out.append(
+            warning(
+                "middleware",
+                f"{where} lacks ours: it has no /generate and no /health_generate, requests of"
+                " others without a cache_salt may meet prefixes of older weights, and lora.sync ="
+                ' "adapter" does not work',
+                f"start it with --middleware {vllm.MIDDLEWARE}",
+            )
+        )
+    out.append(_plugin(facts))
+    if needs and facts.options:
+        out += _options(where, facts.engine, needs.options, facts.options)
+    if needs and needs.tokens is not None and facts.tokens is not None:
+        out.append(_tokenizer(where, needs.tokens, facts.tokens))
+    return out
+
+
+def _plugin(facts: ServerFacts) -> Finding:
+    subject, url, joined = "server plugin", facts.url, facts.joined
+    if facts.backend != vllm.BACKEND:
+        error = facts.errors.get("backend", "unknown")
+        remedy = (
+            "pip install titan_grpo in the server's environment and start it with"
+            f" {ENGINES[facts.engine].start_with}"
+        )
+        if facts.engine == "sglang":
+            remedy += '; without it weight_sync.apply must be "streamed"'
+            remedy += "; a 401 asks for rollout.admin_key_env"
+            return problem(subject, f"{url}: our plugin does not answer ({error})", remedy)
+        text = f"{url}: weight-transfer backend is {facts.backend or error}"
+        return problem(subject, text, remedy)
+    if joined is None:
+        return problem(
+            subject,
+            f"{url}: the receiver did not call back ({facts.errors.get('joined', 'unknown')})",
+            "open the way from the server to this host (firewall, container network), or set"
+            " weight_sync.bind_host",
+        )
+    if not joined.ok:
+        return problem(
+            subject,
+            f"{url}: the receiver would refuse a trainer from here: {joined.error}",
+            "correct what it says; it is a property of the server and its environment, or of the"
+            " run key here",
+        )
+    if not joined.intact:
+        return problem(
+            subject,
+            f"{url} holds half-loaded weights: a load broke off and no whole one followed, so what"
+            " it generates is noise",
+            "start a run (its first sync loads every tensor), or restart the server",
+        )
+    own = "its own weights"
+    held = f"version {joined.held_version} of run {joined.held_run}" if joined.held_run else own
+    text = f"{url}: receiver {joined.package} called back, holding {held}"
+    if not joined.keyed:
+        return ok(subject, f"{text}; it demands no run key")
+    if facts.our_key:
+        return ok(subject, f"{text}; it has proven that it has our run key")
+    return warning(
+        subject,
+        f"{text}; it demands a run key, and there is none here",
+        "set TITAN_GRPO_RUN_KEY_FILE, TITAN_GRPO_RUN_KEY or weight_sync.run_key_file to the key it"
+        " was started with",
+    )
+
+
+def _options(url: str, engine: str, needed: Options, found: Options) -> Iterator[Finding]:
+    """Judge what a server was started with."""
+    rank = needed.lora_rank
+    enough = f"--enable-lora --max-lora-rank {vllm.allowed_rank(rank)}"
+    if rank and engine != vllm.NAME:
+        remedy = 'set lora.sync = "merged", or serve with vLLM'
+        yield problem("options", f"{url}: {engine} takes no adapters as versions", remedy)
+    elif rank and not found.lora_rank:
+        text = f'{url} was started without --enable-lora, and lora.sync is "adapter"'
+        yield problem("options", text, f"start it with {enough}")
+    elif rank > found.lora_rank:
+        text = f"{url} takes adapters of rank {found.lora_rank} at most, lora.rank is {rank}"
+        yield problem("options", text, f"start it with {enough}")
+    elif found.lora_rank and not rank:
+        remedy = 'start it without --enable-lora, or set lora.sync = "adapter"'
+        yield problem("options", f"{url} takes adapters, and the job sends whole weights", remedy)
+    elif rank:
+        yield ok("options", f"{url} takes adapters up to rank {found.lora_rank}")
+    if needed.routes and not found.routes:
+        text = f"{url} sends no routes, and grpo.router_replay needs those of every completion"
+        yield problem("options", text, f"start it with {RETURN_ROUTES}")
+    elif needed.routes:
+        yield ok("options", f"{url} sends the experts of each token")
+
+
+def _tokenizer(url: str, here: Sequence[int], there: Sequence[int]) -> Finding:
+    """Judge the ids that the trainer's and a server's tokenizer give for TEXT."""
+    if list(here) == list(there):
+        return ok("tokenizer", f"{url} has the trainer's")
+    place = next((n for n, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), -1)
+    what = (
+        f"{len(here)} tokens here, {len(there)} there"
+        if place < 0
+        else f"token {place} of a sample text is {here[place]} here and {there[place]} there"
+    )
+    return warning(
+        "tokenizer",
+        f"{url} has another tokenizer than model.hf_assets_path: {what}. Completions would end at"
+        " other tokens, and stop texts and what users read would be wrong",
+        "start the server with the model directory that the trainer has (or --tokenizer with it)",
+    )
+
+
+def tokens_here(model_dir: str) -> list[int] | None:
+    """Ids of TEXT by the model directory's tokenizer.json, without further special tokens; None
+    where it has none."""
+    path = Path(model_dir) / "tokenizer.json"
+    if not path.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    found: list[int] = Tokenizer.from_file(str(path)).encode(TEXT, add_special_tokens=False).ids
+    return found
+
+
+def address_towards_server(url: str) -> str:
+    """This host's address on the way to a server; loopback where its name is not known."""
+    parts = urlsplit(url)
+    try:
+        return address_towards(parts.hostname or "127.0.0.1", parts.port or 80)
+    except OSError:
+        return "127.0.0.1"
+
+
+def clock_ahead_s(url: str, timeout_s: float) -> float:
+    """Seconds by which a server's clock is ahead of this host's, from the Date of any answer; 0 if
+    it cannot be told."""
+    before = time.time()
+    try:
+        with urllib.request.urlopen(f"{url}/version", timeout=timeout_s) as answer:
+            headers = answer.headers
+    except urllib.error.HTTPError as error:
+        headers = error.headers
+    except (OSError, ValueError):
+        return 0.0
+    try:
+        # Date is cut to seconds: the clock was between this and one second more.
+        date = parsedate_to_datetime(headers["Date"]).timestamp()
+    except (TypeError, ValueError):
+        return 0.0
+    return max(0.0, date - time.time()) - max(0.0, before - (date + 1))
+
+
+def server_facts(url: str, access: Access) -> ServerFacts:
+    """Ask one server everything. Unanswered questions are in ``errors``, never exceptions."""
+    facts = ServerFacts(url, our_key=access.run_key is not None)
+    with SyncDriver(url, access.api_key, access.admin_key) as driver:
+        try:
+            facts.engine = detect(driver, access.timeout_s)
+        except KeyRefused as error:
+            facts.errors["key"] = str(error)
+            return facts
+        except PeerError:
+            pass  # the questions to a vLLM find whether it is there, and its routes are open
+        questions = _Questions(driver, access, facts)
+        if facts.engine == sglang.NAME:
+            questions.of_sglang()
+        else:
+            questions.of_vllm()
+        if access.needs and access.needs.tokens is not None and facts.label is not None:
+            facts.tokens = questions.tokens()
+    facts.clock_ahead_s = clock_ahead_s(url, access.timeout_s)
+    return facts
+
+
+class _Questions:
+    """The questions to one server of either engine; their answers go into ``facts``."""
+
+    def __init__(self, driver: SyncDriver, access: Access, facts: ServerFacts) -> None:
+        self._driver, self._access, self._facts = driver, access, facts
+        self._s = access.timeout_s
+
+    def of_vllm(self) -> None:
+        """Ask a vLLM, or a server of an unknown kind."""
+        facts, described = self._facts, vllm.transfer_backend(max(DESCRIPTION_S, self._s))
+
+        def version(answer: Any) -> str:
+            return str(want(answer, "version", str, "/version"))
+
+        def description(answer: Any) -> str:
+            facts.options = Options.of_server(vllm.NAME, answer)
+            return described.parse(answer)
+
+        self._answer("health", vllm.health(self._s))
+        if "health" in facts.errors:
+            facts.healthy = False
+            return
+        facts.version = self._answer("version", Call("GET", "/version", self._s, version))
+        facts.label = self._answer("label", vllm.label(self._s))
+        facts.paused = self._answer("paused", vllm.is_paused(self._s))
+        if facts.label is None:
+            return
+        facts.backend = self._answer("backend", replace(described, parse=description))
+        if facts.backend == vllm.BACKEND:
+            # Another backend must not get our greeting: an exception in a worker ends a whole vLLM.
+            facts.joined = self._greet(vllm.init_weight_transfer)
+        # 405: the middleware has that path; another error says nothing
+        try:
+            self._driver.run(Call("GET", "/generate", self._s, lambda _: None))
+        except HttpRefused as error:
+            facts.middleware = {404: False, 405: True}.get(error.status)
+        except PeerError:
+            pass
+
+    def of_sglang(self) -> None:
+        """Ask an SGLang. Not its /health: on a paused server that may hang, and marks it as
+        unhealthy."""
+        facts = self._facts
+
+        def version(answer: Any) -> str:
+            facts.options = Options.of_server(sglang.NAME, answer)
+            found = answer.get("version") if isinstance(answer, dict) else None
+            if not isinstance(found, str):
+                # not ``want``: its error shows the answer, which has the server's keys in it
+                raise ServerRefused("/server_info must answer with a version: another server?")
+            return found
+
+        facts.version = self._answer("version", Call("GET", "/server_info", self._s, version))
+        facts.label = self._answer("label", sglang.label(self._s))
+        paused = self._answer("backend", sglang.paused(self._s))
+        if paused is not None:
+            facts.paused, facts.backend = paused, vllm.BACKEND
+            facts.joined = self._greet(sglang.hello)
+
+    def tokens(self) -> list[int] | None:
+        """Ids of TEXT by the server's own tokenizer (``POST /tokenize`` of both engines)."""
+
+        def parse(answer: Any) -> list[int]:
+            return [int(each) for each in want(answer, "tokens", list, "/tokenize")]
+
+        body = {"prompt": TEXT, "add_special_tokens": False}
+        return self._answer("tokens", Call("POST", "/tokenize", self._s, parse, json=body))
+
+    def _ask(self, question: str, action: Callable[[], T]) -> T | None:
+        try:
+            return action()
+        except (PeerError, ConfigError) as error:
+            self._facts.errors[question] = str(error)
+            return None
+
+    def _answer(self, question: str, call: Call[T]) -> T | None:
+        return self._ask(question, lambda: self._driver.run(call))
+
+    def _greet(self, greeting: Callable[[Mapping[str, Any], float], Call[None]]) -> Joined | None:
+        """Greet the server's receiver as a probe and wait for its answer over a store of ours: the
+        way of a real lane (HTTP to the server, TCP back), which changes nothing there."""
+        # Imported here: it loads torch, whose absence the doctor has to be able to report.
+        from titan_grpo.sync.probe import ask_receiver
+
+        def call_back() -> Joined:
+            a = self._access
+            host = a.bind_host or address_towards_server(self._facts.url)
+            return ask_receiver(
+                lambda hello: self._driver.run(greeting(hello, self._s)),
+                *(host, self._s, a.run_key),
+                transport=PROBE,
+                model=dict(a.model),
+            )
+
+        return self._ask("joined", call_back)

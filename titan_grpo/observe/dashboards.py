@@ -1,0 +1,148 @@
+"""What dashboards read of a run while it goes on: its metrics as Prometheus' text, by its own
+client library, and the recorder's spans as OpenTelemetry traces, where its SDK and exporter are
+installed and OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT) is set. Both: ``pip install
+'titan_grpo[dashboards]'``.
+
+A trace is what has one version, or one step: a version's copy, digests, transfers and commits, or a
+step's waiting and training. Everything else of OpenTelemetry is set by its own variables.
+"""
+
+import hashlib
+import re
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from titan_grpo.errors import ConfigError
+from titan_grpo.observe import names
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+LABELS = {names.SERVER: "server", names.EVALUATION: "evaluation"}
+"""First part of a name whose second part is a label's value."""
+
+
+def require(key: str) -> None:
+    """Raise ConfigError naming ``key`` where the library is not there."""
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"{key} needs prometheus_client, which is not installed: pip install"
+            " 'titan_grpo[dashboards]', or leave it out"
+        ) from error
+
+
+def series(name: str) -> tuple[str, dict[str, str]]:
+    """(name, labels) of a metric, without the ``_total`` of what counts up.
+
+    >>> series("reward/mean"), series("server/a:8000/lag")
+    (('titan_grpo_reward_mean', {}), ('titan_grpo_server_lag', {'server': 'a:8000'}))
+    >>> series("dropped/stale"), series("evaluation/test/pass_at_4")
+    (('titan_grpo_dropped', {'reason': 'stale'}), ('titan_grpo_evaluation_pass_at_4', \
+{'evaluation': 'test'}))
+    """
+    first, _, rest = name.partition("/")
+    labels = {}
+    if first == names.DROPPED:
+        name, labels = first, {"reason": rest}
+    elif first in LABELS:
+        value, _, what = rest.rpartition("/")
+        name, labels = f"{first}/{what}", {LABELS[first]: value}
+    return "titan_grpo_" + re.sub(r"\W", "_", name), labels
+
+
+def page(values: Mapping[str, float | None]) -> bytes:
+    """Values by their names in metrics.jsonl, as Prometheus' text. Totals are counters, all others
+    gauges; what has no value (null) is left out."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    class Step:
+        def collect(self) -> Iterable[Any]:
+            return _families(values)
+
+    registry = CollectorRegistry()
+    registry.register(Step())
+    return generate_latest(registry)
+
+
+def _families(values: Mapping[str, float | None]) -> Iterable[Any]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    families: dict[str, Any] = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        shown, labels = series(name)
+        if shown not in families:
+            counts_up = name in names.TOTALS or name.startswith(names.dropped(""))
+            kind = CounterMetricFamily if counts_up else GaugeMetricFamily
+            families[shown] = kind(shown, names.meaning(name), labels=list(labels))
+        families[shown].add_metric(list(labels.values()), value)
+    return families.values()
+
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
+FLUSH_MS = 5000
+"""How long the end waits for a collector, in milliseconds."""
+
+
+class Traces:
+    """Takes the recorder's spans, from its own thread. Exporting is the provider's: a batch
+    processor's thread, which drops spans where the collector is gone."""
+
+    def __init__(self, provider: Any, run: str, clock_s: float) -> None:
+        """``clock_s``: the recorder's clock now."""
+        self._provider, self._run = provider, run
+        self._tracer = provider.get_tracer("titan_grpo")
+        self._zero_ns = time.time_ns() - int(clock_s * 1e9)
+        self._begun = str(self._zero_ns)
+
+    def span(
+        self, name: str, start_s: float, stop_s: float, track: str, args: dict[str, Any]
+    ) -> None:
+        """One span; its times on the recorder's clock."""
+        from opentelemetry import trace
+
+        kind = next((key for key in ("step", "version") if key in args), "")
+        context = None
+        if kind:
+            text = f"{self._run} {self._begun} {kind} {args[kind]}"
+            number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=24).digest())
+            root = trace.SpanContext(
+                number >> 64, number & (2**64 - 1) or 1, True, trace.TraceFlags(1)
+            )
+            context = trace.set_span_in_context(trace.NonRecordingSpan(root))
+        plain = (str, int, float, bool)
+        shown = {k: v if isinstance(v, plain) else str(v) for k, v in args.items()}
+        attributes = {"run": self._run, "track": track, **shown}
+        span = self._tracer.start_span(
+            name, context, attributes=attributes, start_time=self._ns(start_s)
+        )
+        span.end(self._ns(stop_s))
+
+    def close(self) -> None:
+        """Export what is left. Bounded."""
+        self._provider.force_flush(FLUSH_MS)
+        self._provider.shutdown()
+
+    def _ns(self, at_s: float) -> int:
+        return self._zero_ns + int(at_s * 1e9)
+
+
+def traces_of(env: Mapping[str, str], run: str, clock_s: float) -> Traces | None:
+    """What the environment asks for; None where it asks for nothing, or nothing is installed."""
+    if not any(env.get(name) for name in ENDPOINTS):
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        return None
+    name = env.get("OTEL_SERVICE_NAME") or "titan_grpo"
+    provider = TracerProvider(resource=Resource.create({"service.name": name}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return Traces(provider, run, clock_s)

@@ -1,0 +1,354 @@
+"""What a server holds, and for whom: its engine's fence, which outlives every receiver, and the
+staging memory of one epoch's receiver. Two pure tables.
+
+Fence: what the engine holds and which epoch may commit to it::
+
+    OpenEpoch        a higher epoch of the run in force, or another run with a higher (term, run
+                     id), is served and replaces the epoch in force; any other one is refused
+    CommitRequested  by the (run, epoch) in force, not older than what this run has committed:
+                     granted; otherwise refused
+    Loaded           how the granted commit ended: the only event that changes what the engine holds
+
+A run id begins with the start time of its run, so that with right clocks the newest run wins, at
+term 1. A new trainer whose clock is behind is refused by the run before it, which is older than
+itself: both ages come from monotonic clocks. It then takes that run's term plus one
+(protocol.lane). A trainer that was replaced does not: the run in force is younger, or the server
+has admitted it before.
+
+Staging: the memory's content and its user::
+
+    EMPTY --begin--> WRITING --arrived, ok--> STAGED --lend--> LENT --returned--> STAGED
+      ^                 | not ok                |                | (streamed: EMPTY)
+      `-----------------'<-- begin: WRITING ----'                `-- begin: refused until it returns
+
+There is one image (streamed: one window), so a transfer overwrites what was staged, and never what
+the engine reads. Streamed, a version is STAGED once its digests are known and before its bytes
+move; they move while it is LENT.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from titan_grpo.errors import ProtocolError
+
+# The fence.
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """``in_force``: the (run, epoch) admitted last, ``term``: its term; ``run``, ``version``,
+    ``fingerprint``: what was loaded last.
+
+    ``intact`` is false if a load broke off half-way and no whole one followed. ``granted``: (run,
+    version) of the commit that is being loaded.
+    """
+
+    in_force: tuple[str, int] = ("", 0)
+    term: int = 0
+    run: str = ""
+    version: int = -1
+    fingerprint: str = ""
+    intact: bool = True
+    granted: tuple[str, int] | None = None
+
+    def __repr__(self) -> str:
+        run, epoch = self.in_force
+        force = f"{run}/{epoch} term {self.term}" if run else "no epoch"
+        held = f"{self.run} v{self.version} {self.fingerprint}" if self.run else "its own weights"
+        broken = "" if self.intact else ", broken"
+        granted = "" if self.granted is None else f", loading {self.granted[0]} v{self.granted[1]}"
+        return f"<in force {force}, holds {held}{broken}{granted}>"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEpoch:
+    """A trainer's lane, or its pause guard, opens an epoch."""
+
+    run_id: str
+    epoch: int
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRequested:
+    """A trainer wants a version loaded."""
+
+    run_id: str
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The load of the granted commit ended. ``intact`` without ``ok``: no weight was touched."""
+
+    run_id: str
+    version: int
+    fingerprint: str
+    ok: bool
+    intact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Start a receiver for the epoch; the one of the epoch before ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Hand the image to the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer no; the state is as it was."""
+
+    reason: str
+
+
+FenceEvent = OpenEpoch | CommitRequested | Loaded
+FenceOutcome = tuple[EngineState, tuple[Serve | Grant | Refuse, ...]]
+
+
+def _open_epoch(s: EngineState, e: OpenEpoch) -> FenceOutcome:
+    run, epoch = s.in_force
+    later = not run or (e.term, e.run_id) > (s.term, run)
+    if e.epoch > epoch if e.run_id == run else later:
+        # A pause guard does not know its lane's term: its epoch must not lower the term.
+        term = max(e.term, s.term) if e.run_id == run else e.term
+        return replace(s, in_force=(e.run_id, e.epoch), term=term), (Serve(),)
+    reason = (
+        f"epoch {e.epoch} of run {e.run_id} (term {e.term}) is not newer than epoch {epoch} of run"
+        f" {run} (term {s.term}), which is in force: "
+    )
+    if e.run_id == run:
+        reason += (
+            "the run's pause guard, or another of its lanes under another name, has the server"
+        )
+    else:
+        reason += "a trainer that was replaced, or two trainers with the same server"
+    return s, (Refuse(reason),)
+
+
+def _commit_requested(s: EngineState, e: CommitRequested) -> FenceOutcome:
+    run, epoch = s.in_force
+    reason = ""
+    if (e.run_id, e.epoch) != (run, epoch):
+        reason = (
+            f"commit for epoch {e.epoch} of run {e.run_id}, but epoch {epoch} of run {run} is in"
+            " force"
+        )
+    # the same version again is allowed: it is what repairs a broken load
+    elif e.run_id == s.run and e.version < s.version:
+        reason = f"version {e.version} is older than version {s.version}, which the engine holds"
+    elif s.granted is not None:
+        reason = f"version {s.granted[1]} of run {s.granted[0]} is being loaded"
+    if reason:
+        return s, (Refuse(reason),)
+    return replace(s, granted=(e.run_id, e.version)), (Grant(),)
+
+
+def fence(s: EngineState, event: FenceEvent) -> FenceOutcome:
+    """The next state and what to do. ProtocolError for the end of a load that was not granted, or
+    that went well and left no whole weights."""
+    match event:
+        case OpenEpoch():
+            return _open_epoch(s, event)
+        case CommitRequested():
+            return _commit_requested(s, event)
+        case Loaded(run_id, version, fingerprint, ok, intact):
+            if s.granted != (run_id, version):
+                raise ProtocolError(
+                    f"event {event!r} is not about a commit that was granted: {s!r}"
+                )
+            if ok and not intact:
+                raise ProtocolError(
+                    f"a load that went well leaves whole weights: {event!r} reached {s!r}"
+                )
+            if not ok:
+                # a load that touched nothing makes broken weights no better
+                return replace(s, intact=s.intact and intact, granted=None), ()
+            return EngineState(s.in_force, s.term, run_id, version, fingerprint), ()
+
+
+# The staging memory.
+
+
+class Phase(Enum):
+    """What the memory is used for."""
+
+    EMPTY = "empty"
+    WRITING = "writing"
+    STAGED = "staged"
+    LENT = "lent"
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """``number`` of the last transfer that began, its ``version``, and the ``fingerprint`` of what
+    is staged."""
+
+    streamed: bool = False
+    phase: Phase = Phase.EMPTY
+    number: int = 0
+    version: int = -1
+    fingerprint: str = ""
+
+    def __repr__(self) -> str:
+        what = "" if self.phase is Phase.EMPTY else f" v{self.version}"
+        streamed = " streamed" if self.streamed else ""
+        return (
+            f"<{self.phase.value}{what} {self.fingerprint or '-'}, transfer"
+            f" {self.number}{streamed}>"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A transfer wants the memory."""
+
+    number: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The transfer's bytes are there and were checked (streamed: its digests were), well or
+    badly."""
+
+    number: int
+    version: int
+    fingerprint: str
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LendRequested:
+    """The engine wants to load this version."""
+
+    number: int
+    version: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The engine reported how a commit ended. It reports a refused one too: then nothing was
+    lent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Streamed: the window's bytes have passed, or will not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """The memory may be written from now on."""
+
+
+StagingEvent = Begin | Arrived | LendRequested | Returned | Spent
+StagingOutcome = tuple[Staging, tuple[Write | Grant | Refuse, ...]]
+
+
+def _begin(s: Staging, e: Begin) -> StagingOutcome:
+    if e.number <= s.number:
+        raise ProtocolError(f"transfers count up: {e!r} reached {s!r}")
+    return replace(s, phase=Phase.WRITING, number=e.number, version=e.version, fingerprint=""), (
+        Write(),
+    )
+
+
+def _begin_lent(s: Staging, _: Any) -> StagingOutcome:
+    return s, (
+        Refuse(
+            "the engine still loads the previous version; the next one cannot be received over it"
+        ),
+    )
+
+
+def _arrived(s: Staging, e: Arrived) -> StagingOutcome:
+    if (e.number, e.version) != (s.number, s.version):
+        raise ProtocolError(f"event {e!r} is not about the transfer under way: {s!r}")
+    if not e.ok:
+        return _emptied(s), ()
+    return replace(s, phase=Phase.STAGED, fingerprint=e.fingerprint), ()
+
+
+def _lend(s: Staging, e: LendRequested) -> StagingOutcome:
+    asked, here = (e.number, e.version, e.fingerprint), (s.number, s.version, s.fingerprint)
+    if asked != here:
+        return s, (
+            Refuse(f"commit asks for (number, version, fingerprint) {asked}, staged is {here}"),
+        )
+    return replace(s, phase=Phase.LENT), (Grant(),)
+
+
+def _lend_nothing(s: Staging, e: LendRequested) -> StagingOutcome:
+    return s, (
+        Refuse(f"version {e.version} is not staged here: nothing is, or a transfer is under way"),
+    )
+
+
+def _lend_lent(s: Staging, _: Any) -> StagingOutcome:
+    return s, (Refuse(f"version {s.version} is lent already"),)
+
+
+def _returned(s: Staging, _: Any) -> StagingOutcome:
+    # an image may be committed again; a window's bytes are gone
+    return (_emptied(s) if s.streamed else replace(s, phase=Phase.STAGED)), ()
+
+
+def _spent(s: Staging, _: Any) -> StagingOutcome:
+    return _emptied(s), ()
+
+
+def _same(s: Staging, _: Any) -> StagingOutcome:
+    return s, ()
+
+
+def _emptied(s: Staging) -> Staging:
+    return replace(s, phase=Phase.EMPTY, version=-1, fingerprint="")
+
+
+_Transition = Callable[[Staging, Any], StagingOutcome]
+
+TRANSITIONS: dict[Phase, dict[type, _Transition]] = {
+    Phase.EMPTY: {
+        Begin: _begin,
+        LendRequested: _lend_nothing,
+        Returned: _same,
+        Spent: _same,
+    },
+    # A transfer that broke off without an answer leaves WRITING behind; the next one begins over
+    # it.
+    Phase.WRITING: {
+        Begin: _begin,
+        Arrived: _arrived,
+        LendRequested: _lend_nothing,
+        Returned: _same,
+    },
+    Phase.STAGED: {
+        Begin: _begin,
+        LendRequested: _lend,
+        Returned: _same,
+        Spent: _spent,
+    },
+    Phase.LENT: {
+        Begin: _begin_lent,
+        LendRequested: _lend_lent,
+        Returned: _returned,
+        Spent: _same,
+    },
+}
+
+
+def staging(s: Staging, event: StagingEvent) -> StagingOutcome:
+    """The next state and what to do. An event that the state does not list raises ProtocolError and
+    changes nothing."""
+    transition = TRANSITIONS[s.phase].get(type(event))
+    if transition is None:
+        raise ProtocolError(f"event {event!r} is not listed for staging {s!r}")
+    return transition(s, event)

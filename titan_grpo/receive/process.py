@@ -1,0 +1,447 @@
+"""The receiver's process, one per epoch, both ends: the engine's handle, which starts it, calls it
+with a deadline and ends it; and what runs in it.
+
+A process of its own, because a communicator can end the process that holds it (gloo aborts when
+more bytes come than announced; NCCL's watchdog aborts too), and because an epoch that hangs can be
+killed without taking anything else with it.
+"""
+
+import logging
+import os
+import socket
+import subprocess
+import threading
+import time
+import traceback
+from contextlib import suppress
+from typing import Any
+
+from titan_grpo.errors import PeerError, TitanGrpoError
+from titan_grpo.protocol.messages import PROBE, Applied, Attach, Commit, Hello, Joined, Message
+from titan_grpo.protocol.server import (
+    CommitRequested,
+    EngineState,
+    FenceEvent,
+    Loaded,
+    OpenEpoch,
+    Refuse,
+    fence,
+)
+from titan_grpo.receive.receiver import CERTIFICATE, CERTIFICATE_KEY, Place, Receiver
+from titan_grpo.runkey import EpochKeys, Key
+from titan_grpo.subprocesses import (
+    end_with_parent,
+    helper_environment,
+    start_module,
+    wait_process,
+)
+from titan_grpo.unix_rpc import Channel
+
+ANSWER_S = 5.0
+"""Seconds to wait for one answer of the receiver. The engine stands still meanwhile."""
+
+SIGN_S = 2.0
+"""Seconds for a receiver to say when its trainer last gave a sign, before another run takes the
+server."""
+
+KILL_S = 5.0
+"""Seconds to wait for a killed receiver to be reaped."""
+
+REPLY_S = 10.0
+"""How long an answer to the engine may block, in seconds."""
+
+RELAY_HOST = "TITAN_GRPO_RELAY_HOST"
+"""Environment variable: see receiver.Place.host."""
+
+ZONE = "TITAN_GRPO_ZONE"
+"""Environment variable: see receiver.Place.zone."""
+
+LAST_LINE = 0
+"""Number of the line that a process leaves for the engine at its end; requests count from 1."""
+
+log = logging.getLogger("titan_grpo.receive")
+
+
+class ReceiverProcess:
+    """One running receiver process and the channel to it."""
+
+    def __init__(self, first: dict[str, Any]) -> None:
+        """Start it and send its first message; returns at once."""
+        # the engine may preload an allocator; the keys of the epoch come over the socket
+        self._process, ours = start_module(
+            "titan_grpo.receive.process",
+            env=helper_environment(os.environ, "LD_PRELOAD"),
+        )
+        self.pid = self._process.pid
+        self._channel = Channel(ours)
+        self._sent = 0
+        self._last_line_s: float | None = None
+        self._channel.send(first, ANSWER_S)
+
+    def ask(self, message: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        """One request; PeerError if the process is gone, does not answer within ``timeout_s``, or
+        refuses."""
+        self._sent += 1
+        self._channel.send({"id": self._sent, **message}, ANSWER_S)
+        while (answer := self._channel.receive(timeout_s)) is not None:
+            if answer["id"] != self._sent:
+                self._note(answer)
+                continue
+            if not answer["ok"]:
+                raise PeerError(str(answer["error"]))
+            return answer
+        raise PeerError(
+            f"the receiver process ended (exit status {self._wait()}); the next hello starts"
+            " another"
+        )
+
+    def last_sign_s(self) -> float:
+        """When the trainer gave its last sign (monotonic clock), minus infinity if it said goodbye.
+        A process that has ended left it as its last line."""
+        self._sent += 1
+        with suppress(PeerError):  # it has ended: its last line can still be read
+            self._channel.send({"id": self._sent, "op": "last_sign"}, ANSWER_S)
+        with suppress(PeerError):  # it is frozen
+            while (answer := self._channel.receive(SIGN_S)) is not None:
+                if answer["id"] == self._sent:
+                    return float(answer["last_sign_s"])
+                self._note(answer)
+        if self._last_line_s is None:
+            # Killed or frozen, it says nothing of its trainer, whose time begins now.
+            self._last_line_s = time.monotonic()
+        return self._last_line_s
+
+    def _note(self, answer: dict[str, Any]) -> None:
+        """Take the time from an answer that came after its deadline, or from the last line."""
+        self._last_line_s = answer.get("last_sign_s", self._last_line_s)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has exited."""
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End it at once, with everything that it holds of the epoch."""
+        self._channel.close()
+        self._process.kill()
+        self._wait()
+
+    def _wait(self) -> int | None:
+        try:
+            return wait_process(self._process, KILL_S)
+        except subprocess.TimeoutExpired:
+            log.warning("receiver process %d is not gone %s s after SIGKILL", self.pid, KILL_S)
+            return None
+
+
+class ReceiverHandle:
+    """Keeps the fence, and what the engine holds, across receiver processes. Owns at most one that
+    serves an epoch and one that answers a refused hello."""
+
+    def __init__(self, package: str, run_key: Key | None = None, device: str = "cpu") -> None:
+        """``package``: name and version for the Joined answer. With a run key only trainers that
+        prove it are served. ``device``: the engine's, "cuda:N" or "cpu". Starts nothing."""
+        self._package, self._run_key, self._device = package, run_key, device
+        self._serving: ReceiverProcess | None = None
+        self._answering: ReceiverProcess | None = None
+        self._deadline = 0.0
+        self._commit: Commit | None = None
+        self._greeting: Hello | None = None
+        """Of the epoch in force."""
+        self._started_s = 0.0
+        """When the run in force started (monotonic clock)."""
+        self.state = EngineState()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the receiver that serves the epoch in force, None if there is none."""
+        return self._serving.pid if self._serving is not None else None
+
+    def hello(self, hello: Hello, problem: str) -> str:
+        """Serve a newer epoch that proves the run key; any other hello is only answered. Why it was
+        refused, or empty.
+
+        ``problem``: why commits of this engine cannot work; the lane reads it on joining.
+        """
+        probe, keys = hello.transport == PROBE, self._keys(hello.run_id, hello.epoch)
+        refusal = "" if probe and not hello.proof else _unproven(hello, keys)
+        final = bool(refusal or problem)
+        if refusal:
+            keys = None
+        elif not probe:
+            if refusal := self._second_name(hello):
+                self.answer(hello, refusal, keys if hello.proof else None, final=True)
+                return refusal
+            # This refusal names no run in force: a lane whose clock is behind could answer it with
+            # a higher term at once, for ever.
+            if refusal := self._occupied(hello):
+                self.answer(hello, refusal, keys if hello.proof else None, named=False)
+                return refusal
+            before, _ = self.state.in_force
+            refusal = self._step(OpenEpoch(hello.run_id, hello.epoch, hello.term))
+            if not refusal and hello.run_id != before:
+                self._started_s = time.monotonic() - hello.age_s
+        if refusal or probe:
+            self.answer(hello, problem or refusal, keys if hello.proof else None, final)
+            return refusal
+        self._kill_serving()
+        self._greeting = hello
+        self._serving = ReceiverProcess(self._first("serve", hello, problem, keys))
+        return ""
+
+    def _occupied(self, hello: Hello) -> str:
+        """Why a newer run does not get the server: a live one has it. Empty otherwise."""
+        served = self._greeting
+        if served is None or served.run_id == hello.run_id or hello.take_over:
+            return ""
+        if self._serving is None or (hello.owner and hello.owner == served.owner):
+            return ""
+        # Its lane may be between two connections. A trainer that is dead or frozen blocks the next
+        # one for this time at most.
+        if time.monotonic() - self._serving.last_sign_s() >= served.live_s:
+            return ""
+        return (
+            f"the live run {served.run_id} has this server: end that run, or take the server from"
+            " it with rollout.take_over = true"
+        )
+
+    def _second_name(self, hello: Hello) -> str:
+        """Why a lane is refused whose run has the server under another name. Empty otherwise."""
+        served = self._greeting
+        if served is None or served.run_id != hello.run_id or served.url == hello.url:
+            return ""
+        if not served.url or not hello.url or self._serving is None:
+            return ""
+        if self._serving.ended:
+            return ""  # the lane of the other name has ended
+        return f"it is in this run already as {served.url}: one server has one name in a run"
+
+    def answer(
+        self,
+        hello: Hello,
+        problem: str,
+        keys: EpochKeys | None = None,
+        final: bool = False,
+        named: bool = True,
+    ) -> None:
+        """Only answer the Hello: with ``problem``, or, if that is empty, with what the engine
+        holds. ``final``: the problem stays. ``named``: the answer says which run is in force."""
+        self._kill_answering()
+        first = self._first("answer", hello, problem, keys)
+        first["joined"]["final"] = final
+        if not named:
+            hidden = {"run_in_force": "", "epoch_in_force": 0, "term_in_force": 0}
+            first["joined"] |= {**hidden, "age_in_force_s": 0.0}
+        self._answering = ReceiverProcess(first)
+
+    def place(self, attach: Attach) -> dict[str, Any]:
+        """What ``lend`` will return in this epoch; nothing is lent. PeerError if there is no such
+        memory, or the epoch is not the one in force."""
+        if unproven := _unproven(attach, self._keys(attach.run_id, attach.epoch)):
+            raise PeerError(unproven)
+        if (attach.run_id, attach.epoch) != self.state.in_force:
+            raise PeerError(f"epoch {attach.epoch} of run {attach.run_id} is not in force")
+        return _grant(self._served().ask({"op": "place"}))
+
+    def lend(self, commit: Commit) -> dict[str, Any]:
+        """``{"image": address, "manifest": address of its JSON, "streamed": bool}``. PeerError if
+        that version is not staged here or may not be loaded.
+
+        Streamed: the image is the window, and ``take`` follows.
+        """
+        self._commit = None  # without a proof there is no report either
+        if unproven := _unproven(commit, self._keys(commit.run_id, commit.epoch)):
+            raise PeerError(unproven)
+        self._commit = commit if (commit.run_id, commit.epoch) == self.state.in_force else None
+        if refusal := self._step(CommitRequested(commit.run_id, commit.epoch, commit.version)):
+            raise PeerError(refusal)
+        answer = self._served().ask({"op": "lend", "commit": commit.to_dict()})
+        self._deadline = time.monotonic() + float(answer["timeout_s"])
+        return _grant(answer)
+
+    def take(self, consumed: int) -> int:
+        """See Window.take; waits until the deadline of the whole transfer, which began with
+        ``lend``."""
+        left = max(0.0, self._deadline - time.monotonic())
+        message = {"op": "take", "consumed": consumed, "wait_s": left}
+        # the receiver answers by the deadline, unless it hangs
+        return int(self._served().ask(message, left + ANSWER_S)["filled"])
+
+    def applied(self, commit: Commit, report: Applied) -> None:
+        """Record how a commit ended and report it to the lane; returns when it is sent.
+        PeerError if it cannot be reported."""
+        if self._commit is not commit:
+            # the lane in force waits for a report of the same number: it must not get this one
+            raise PeerError("the commit was not one of the epoch in force: it is not reported")
+        self._commit = None
+        if self.state.granted is not None:
+            self._step(
+                Loaded(commit.run_id, commit.version, commit.fingerprint, report.ok, report.intact)
+            )
+        self._served().ask({"op": "applied", "applied": report.to_dict()})
+
+    def close(self) -> None:
+        """End every process."""
+        self._kill_serving()
+        self._kill_answering()
+
+    def _served(self) -> ReceiverProcess:
+        if self._serving is None:
+            raise PeerError("no receiver serves this engine: send a hello first")
+        return self._serving
+
+    def _step(self, event: FenceEvent) -> str:
+        """Why the fence refuses; empty if it does not."""
+        self.state, actions = fence(self.state, event)
+        return next((action.reason for action in actions if isinstance(action, Refuse)), "")
+
+    def _keys(self, run_id: str, epoch: int) -> EpochKeys | None:
+        return EpochKeys.of(self._run_key, run_id, epoch) if self._run_key is not None else None
+
+    def _first(self, op: str, hello: Hello, problem: str, keys: EpochKeys | None) -> dict[str, Any]:
+        # A refusal for want of a key names no run in force: a lane could answer it with a higher
+        # term at once, for ever.
+        believed = keys is not None or not (hello.proof or self._run_key)
+        state = self.state if believed and hello.transport != PROBE else EngineState()
+        joined = Joined(
+            ok=not problem,
+            error=problem,
+            package=self._package,
+            pid=0,
+            held_run=self.state.run,
+            held_version=self.state.version,
+            held_fingerprint=self.state.fingerprint,
+            intact=self.state.intact,
+            keyed=self._run_key is not None,
+            run_in_force=state.in_force[0],
+            epoch_in_force=state.in_force[1],
+            term_in_force=state.term,
+            age_in_force_s=time.monotonic() - self._started_s if state.in_force[0] else 0.0,
+        )
+        hex_keys = keys.to_hex() if keys is not None else None
+        return {
+            "op": op,
+            "hello": hello.to_dict(),
+            "joined": joined.to_dict(),
+            "keys": hex_keys,
+            "device": self._device,
+        }
+
+    def _kill_serving(self) -> None:
+        if self._serving is not None:
+            self._serving.kill()
+            self._serving = None
+
+    def _kill_answering(self) -> None:
+        if self._answering is not None:
+            self._answering.kill()
+            self._answering = None
+
+
+def _grant(answer: dict[str, Any]) -> dict[str, Any]:
+    return {key: answer[key] for key in ("image", "manifest", "streamed")}
+
+
+def _unproven(message: Message, keys: EpochKeys | None) -> str:
+    """Why a message's proof does not hold; empty if it does."""
+    try:
+        message.require_proof(keys.messages if keys is not None else None)
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+# In the process.
+
+
+def leave(code: int) -> None:
+    """End without running destructors: a process group's destructor blocks on, or aborts over, an
+    unfinished operation."""
+    logging.shutdown()
+    os._exit(code)
+
+
+def converse(receiver: Receiver, channel: Channel) -> None:
+    """Thread: the epoch with the lane; the process ends with it."""
+    code = 0
+    try:
+        receiver.run()
+        log.info("the trainer closed the epoch")
+    except TitanGrpoError as error:
+        log.warning("epoch ended: %s; the engine keeps its version", error)
+        code = 3
+    except Exception:  # noqa: BLE001 - top of a thread: the lane would wait for its deadline
+        log.error("epoch ended by a bug; the engine keeps its version\n%s", traceback.format_exc())
+        code = 4
+    with suppress(PeerError):  # the engine has ended too
+        channel.send({"id": LAST_LINE, "ok": True, "last_sign_s": receiver.signed_s}, REPLY_S)
+    # After the last line: the run whose bye is answered may end, and the next one greet at once.
+    with suppress(PeerError):
+        receiver.confirm_bye()
+    leave(code)
+
+
+def respond(receiver: Receiver, message: dict[str, Any]) -> dict[str, Any]:
+    """Answer one request of the engine."""
+    try:
+        match message["op"]:
+            case "lend" | "place" as op:
+                commit = Commit.from_dict(message["commit"]) if op == "lend" else None
+                image, manifest = receiver.place() if commit is None else receiver.lend(commit)
+                return {
+                    "ok": True,
+                    "image": image.to_json(),
+                    "manifest": manifest.to_json(),
+                    "streamed": receiver.streamed,
+                    "timeout_s": receiver.timeout_s,
+                }
+            case "take":
+                filled = receiver.take(int(message["consumed"]), float(message["wait_s"]))
+                return {"ok": True, "filled": filled}
+            case "last_sign":
+                return {"ok": True, "last_sign_s": receiver.last_sign_s()}
+            case _:
+                receiver.applied(Applied.from_dict(message["applied"]))
+                return {"ok": True}
+    except TitanGrpoError as error:
+        return {"ok": False, "error": str(error)}
+
+
+def serve(channel: Channel) -> None:
+    """Main thread: the engine's requests, until the engine ends."""
+    first = channel.receive(REPLY_S)
+    if first is None:
+        return
+    keys = EpochKeys.from_hex(first["keys"]) if first["keys"] else None
+    hello, joined = Hello.from_dict(first["hello"]), Joined.from_dict(first["joined"])
+    env = os.environ
+    certificate = env.get(CERTIFICATE, ""), env.get(CERTIFICATE_KEY, "")
+    place = Place(env.get(RELAY_HOST, ""), env.get(ZONE, ""), certificate)
+    receiver = Receiver(hello, joined, keys, first["device"], place)
+    if first["op"] == "answer":
+        receiver.answer()
+        return
+    talk = receiver, channel
+    threading.Thread(target=converse, args=talk, name="epoch", daemon=True).start()
+    while (message := channel.receive(None)) is not None:
+        channel.send({"id": message["id"], **respond(receiver, message)}, REPLY_S)
+
+
+def main(sock: socket.socket, parent: int) -> None:
+    """Entry point."""
+    end_with_parent()
+    if os.getppid() != parent:
+        leave(0)  # the engine had ended before
+    logging.basicConfig(level=logging.INFO, format="titan_grpo receiver %(process)d: %(message)s")
+    try:
+        # the engine pins its children too, to a core that is busy generating
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    except OSError as error:
+        log.info("the receiver keeps the engine's cores: %s", error)
+    code = 0
+    try:
+        serve(Channel(sock))
+    except TitanGrpoError as error:
+        log.warning("%s", error)
+        code = 3
+    leave(code)

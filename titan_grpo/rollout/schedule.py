@@ -1,0 +1,225 @@
+"""Which prompt's group starts next, and which server takes it: the servers, the places of
+protocol/admission.py, the groups that wait to be started, and how long each is expected to take.
+Bookkeeping without I/O; time is an argument, in seconds of any monotonic clock."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from titan_grpo.protocol import admission, recovery
+from titan_grpo.protocol.admission import Admission, Admit, GiveUp, Start, Unversioned, Used
+from titan_grpo.protocol.messages import ServerState
+from titan_grpo.rollout.messages import RolloutSpec, Ticket
+from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
+from titan_grpo.samples import Group
+
+PACE = recovery.Backoff(first_s=0.5, longest_s=15.0)
+"""How long a server that failed to generate gets no new groups, in seconds."""
+
+
+@dataclass(slots=True)
+class Server:
+    """What the ledger has of a server, and how its generation went, which the ledger does not
+    see."""
+
+    url: str
+    version: int | None = None
+    accepting: bool = False
+    label: str = ""
+    engine: str = ""
+    committing: int | None = None
+    in_flight: int = 0
+    left: bool = False
+    health: recovery.Health = field(default_factory=lambda: recovery.Health(PACE))
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version that it may serve: from a commit's pause on that one, though the
+        ledger learns only some time after the engine goes on that it is in. None: unknown."""
+        return self.version if self.version is None else max(self.version, self.committing or 0)
+
+
+class Pool:
+    """The servers. ``capacity`` is the number of requests that one server may have in flight."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._servers: dict[str, Server] = {}
+
+    def set(self, state: ServerState) -> Server:
+        """Take over the ledger's state. A rest after failures stays."""
+        server = self._servers.setdefault(state.url, Server(state.url))
+        server.version, server.accepting = state.version, state.accepting
+        server.label, server.engine = state.label, state.engine
+        server.committing = state.committing
+        return server
+
+    def remove(self, url: str) -> None:
+        """The server left the run. Its running groups keep its record, which takes no others."""
+        server = self._servers.pop(url, None)
+        if server is not None:
+            server.accepting, server.left = False, True
+
+    def in_flight(self) -> dict[str, int]:
+        """Requests in flight by server URL."""
+        return {url: server.in_flight for url, server in self._servers.items()}
+
+    def committing(self, url: str) -> int | None:
+        """The version whose commit runs on a server."""
+        return self._servers[url].committing if url in self._servers else None
+
+    def newest(self) -> int | None:
+        """The newest version that a server is known to hold."""
+        return max(
+            (s.version for s in self._servers.values() if s.version is not None), default=None
+        )
+
+    def pick(
+        self, requests: int, now: float, may_start: Callable[[int], bool], avoid: str = ""
+    ) -> Server | None:
+        """The server of least cost that accepts, is not at rest, has room for ``requests`` and a
+        version that may start. Its cost is its load, and a further group's worth for each version
+        that it is behind the newest candidate: so a late server, whose groups go stale first, fills
+        up last.
+
+        ``avoid`` (where the group failed before) is taken only if there is no other. A group larger
+        than the capacity is admitted to an idle server, whose connections then bound what is in
+        flight. All requests of a group go to one server, which has its prompt in its cache after
+        the first of them.
+        """
+        able = [
+            (server, server.version)
+            for server in self._servers.values()
+            if server.version is not None
+            and server.accepting
+            and (server.in_flight + requests <= self._capacity or server.in_flight == 0)
+            and server.health.askable(now)
+            and may_start(server.version)
+        ]
+        newest = max((version for _, version in able), default=0)
+        others = [(server, version) for server, version in able if server.url != avoid]
+
+        def rank(candidate: tuple[Server, int]) -> tuple[int, int, str]:
+            server, version = candidate
+            lag = newest - version
+            return server.in_flight + lag * requests, lag, server.url
+
+        return min(others or able, key=rank)[0] if able else None
+
+    def failed(self, server: Server, now: float) -> float:
+        """A request failed on it: no new groups for a while. Returns when that ends."""
+        server.health, _ = recovery.step(server.health, recovery.Silent(now))
+        return server.health.until
+
+    def succeeded(self, server: Server) -> None:
+        """A group came back whole."""
+        server.health, _ = recovery.step(server.health, recovery.Answered())
+
+
+REMEMBERED = 100_000
+"""Prompts whose groups' durations are remembered; the oldest are forgotten first."""
+
+SMOOTHING = 0.3
+"""Weight of the newest value in a running mean."""
+
+
+class Durations:
+    """How long a prompt's group takes, in seconds: as it did the last time that the same prompt
+    came, or by the task's ``expected_tokens``. Only the order of starts depends on it."""
+
+    def __init__(self, runner: TaskRunner) -> None:
+        self._runner = runner
+        self._known: OrderedDict[tuple[int, ...], float] = OrderedDict()
+        self._token_s = 0.0
+
+    def expected_s(self, index: int) -> float:
+        """0.0: unknown."""
+        if not self._known and not self._runner.has_expected_tokens:
+            return 0.0
+        try:
+            prompt = self._runner.prompt(index)
+            known = self._known.get(prompt.token_ids)
+            if known is not None:
+                return known
+            # Before the first group has shown how long a token takes, only the proportions matter.
+            return self._runner.expected_tokens(prompt) * (self._token_s or 1e-3)
+        except TaskFailed:
+            return 0.0  # The start of its group raises the same, where it is counted.
+
+    def took(self, group: Group, seconds: float) -> None:
+        """A group was made in one go."""
+        key = group.prompt.token_ids
+        self._known.pop(key, None)
+        self._known[key] = seconds
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        each = seconds / max(1, max(len(c.token_ids) for c in group.completions))
+        self._token_s += (each - self._token_s) * (SMOOTHING if self._token_s else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A group that may start: its ticket, the server to avoid, and its expected duration."""
+
+    ticket: Ticket
+    avoid: str = ""
+    expected_s: float = 0.0
+
+
+class Starts:
+    """All methods run in the dispatcher's loop. Times are seconds of its clock."""
+
+    def __init__(self, spec: RolloutSpec, expected_s: Callable[[int], float]) -> None:
+        self._admission = Admission(
+            spec.base_version,
+            spec.prompts_per_step,
+            spec.max_staleness,
+            spec.places,
+            tuple(sorted(spec.waiting)),
+        )
+        self._expected_s = expected_s
+        self._fresh = spec.unused_prompts()
+        self._next = next(self._fresh)
+        self._waiting: dict[int, Waiting] = {}
+        self._trainer: tuple[int, float] | None = None
+        self._step_s = 0.0
+
+    def trainer_at(self, version: int, now: float) -> None:
+        """The trainer has reached a version."""
+        if self._trainer is not None and version > self._trainer[0]:
+            each = (now - self._trainer[1]) / (version - self._trainer[0])
+            self._step_s += (each - self._step_s) * (SMOOTHING if self._step_s else 1.0)
+        if self._trainer is None or version != self._trainer[0]:
+            self._trainer = version, now
+
+    def note(self, event: Used | Unversioned | GiveUp) -> None:
+        """The trainer took groups, used groups made no version, or one will never be made."""
+        self._admission, _ = admission.step(self._admission, event)
+
+    def again(self, ticket: Ticket, avoid: str = "") -> None:
+        """A group that was started has to be made again, in its place."""
+        expected_s = self._expected_s(ticket.index)
+        self._waiting[ticket.index] = Waiting(ticket, avoid, expected_s)
+
+    def candidates(self, newest: int) -> list[Waiting]:
+        """What may start, most urgent first, where ``newest`` is the newest version of a server."""
+        while self._admission.may_start(self._next, newest):
+            self._admission, _ = admission.step(self._admission, Admit(self._next, newest))
+            self.again(Ticket(self._next))
+            self._next = next(self._fresh)
+
+        def order(waiting: Waiting) -> tuple[float, int]:
+            used_at, index = self._admission.used_at(waiting.ticket.index), waiting.ticket.index
+            return admission.urgency(used_at, waiting.expected_s, self._step_s), index
+
+        return sorted(self._waiting.values(), key=order)
+
+    def may_start(self, prompt: int, version: int) -> bool:
+        """Whether a server that holds ``version`` may make its group."""
+        return self._admission.may_start(prompt, version)
+
+    def start(self, prompt: int, version: int) -> int:
+        """Its group starts, for the trainer at the version that is returned."""
+        self._admission, (made,) = admission.step(self._admission, Start(prompt, version))
+        del self._waiting[prompt]
+        return made.used_at

@@ -1,0 +1,97 @@
+"""The built-in tasks: digits, the quickstart's toy, dense, so that a tiny random model learns it
+within a minute; calculator, a small tool loop of several turns; gsm8k, grade-school mathematics."""
+
+import random
+import re
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from titan_grpo.config.rollout import WorkerKeys
+from titan_grpo.rollout.task_runner import Codec, TaskOptions, Turn
+from titan_grpo.rollout.tasks.functions import FunctionTask
+from titan_grpo.samples import Prompt
+
+PROMPT_LETTERS = 4
+
+
+class Digits:
+    """Prompts are a few random letters and "=". The reward is the share of the completion's
+    characters that are digits."""
+
+    def __init__(self, options: TaskOptions) -> None:
+        self._seed = options.seed
+
+    def prompt(self, index: int, codec: Codec) -> Prompt:
+        """Letters drawn from a generator that is seeded with (seed, index)."""
+        letters = random.Random(f"{self._seed}/{index}").choices(
+            string.ascii_lowercase, k=PROMPT_LETTERS
+        )
+        return Prompt(index, codec.encode("".join(letters) + "="))
+
+    async def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
+        """In 0..1. Special tokens have no characters and count as one non-digit each where tokens
+        outnumber characters: "12" and an end token give 2/3."""
+        digits = sum(character in string.digits for character in text)
+        return digits / max(len(text), len(token_ids), 1)
+
+
+LARGEST = 999
+TEMPLATE = "{a}+{b}=? [x+y] asks the calculator.\n"
+CALL = re.compile(r"\[(\d{1,9})\+(\d{1,9})\]\s*\Z")
+NUMBER = re.compile(r"\d+")
+
+
+class Calculator:
+    """Sums with a calculator that the policy may call. A turn that ends with "[12+34]" gets "=46"
+    and a new line appended; any other turn ends the episode."""
+
+    def __init__(self, options: TaskOptions) -> None:
+        self._seed = options.seed
+
+    def prompt(self, index: int, codec: Codec) -> Prompt:
+        """Two numbers drawn from a generator that is seeded with (seed, index)."""
+        chance = random.Random(f"{self._seed}/{index}")
+        a, b = chance.randint(0, LARGEST), chance.randint(0, LARGEST)
+        return Prompt(index, codec.encode(TEMPLATE.format(a=a, b=b)), {"sum": a + b})
+
+    async def turn(
+        self, prompt: Prompt, turns: Sequence[Turn], codec: Codec
+    ) -> Sequence[int] | None:
+        """The sum that was asked for."""
+        call = CALL.search(turns[-1].text)
+        return codec.encode(f"={int(call[1]) + int(call[2])}\n") if call else None
+
+    async def episode_reward(self, prompt: Prompt, turns: Sequence[Turn]) -> float:
+        """1 where the last number that the policy wrote after the calculator's last answer is the
+        sum of the prompt, else 0."""
+        numbers = NUMBER.findall(turns[-1].text) if turns[-1].sampled else []
+        return float(bool(numbers) and int(numbers[-1][:18]) == prompt.payload["sum"])
+
+
+PROMPT = "{question}\nThink step by step and put the final answer in \\boxed{{}}."
+ANSWER_MARK = "####"
+
+
+def correct(completions: list[Any], answer: list[str]) -> list[float]:
+    """1 where the completion's final answer equals the reference, by math-verify; else 0."""
+    from math_verify import parse, verify  # type: ignore[import-untyped]
+
+    # Without math-verify's own timeouts: they are made with SIGALRM, which only a main thread can
+    # have.
+    rewards = []
+    for completion, reference in zip(completions, answer, strict=True):
+        number = reference.rpartition(ANSWER_MARK)[2].strip().replace(",", "")
+        gold = parse(f"${number}$", parsing_timeout=None)
+        said = parse(completion, parsing_timeout=None)
+        rewards.append(float(verify(gold, said, timeout_seconds=None)))
+    return rewards
+
+
+def gsm8k(options: TaskOptions) -> FunctionTask:
+    """Rows of ``rollout.task_path`` in the form of GSM8K, {"question": ..., "answer": "... ####
+    42"}, in the model's chat template. A task of a reward function, and an example of one."""
+    reward = [f"{__name__}:{correct.__name__}"]
+    return FunctionTask.load(
+        WorkerKeys(reward=reward, dataset=options.path, prompt=PROMPT, seed=options.seed)
+    )

@@ -1,0 +1,294 @@
+"""From a job's file and arguments to one dataclass: torchtitan's sections and ours.
+
+torchtitan 0.2.2 has such a merge, 0.3 has none: with this one a file means the same on both. And
+neither checks the types of TOML values: a wrong one surfaces hours later, or never.
+
+No ``from __future__ import annotations`` in modules whose dataclasses are merged: field types are
+read as types.
+"""
+
+import contextlib
+import difflib
+import importlib
+import io
+import os
+import re
+import sys
+import tomllib
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import field, fields, is_dataclass, make_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from titan_grpo.config import older
+from titan_grpo.errors import ConfigError
+
+OURS = "titan_grpo.config"
+"""Default of ``job.custom_config_module``."""
+
+_TYPES = {
+    "str | None": str | None,
+    "int | None": int | None,
+    "float | None": float | None,
+    "float | int": float | int,
+    "list[list[str]] | None": list[list[str]] | None,
+}
+
+
+def _section(name: str, keys: Mapping[str, Any]) -> type:
+    """The dataclass of a table of sections.toml, which says how it is written."""
+    members: list[tuple[str, Any, Any]] = []
+    kind: Any
+    for key, value in keys.items():
+        if not isinstance(value, dict):
+            kind = list[str] if isinstance(value, list) else type(value)
+            members.append((key, kind, field(default_factory=partial(copy, value))))
+        elif value.keys() & {"type", "one_of"}:
+            choices = tuple(value.get("one_of", ()))
+            kind = Literal[choices] if choices else _TYPES[value["type"]]
+            members.append((key, kind, field(default=value.get("default"))))
+        else:
+            nested = _section(key, value)
+            members.append((key, nested, field(default_factory=nested)))
+    return make_dataclass(name, members, namespace={"__doc__": f"[{name}]."})
+
+
+JobConfig: Any = _section(
+    "JobConfig", tomllib.loads(Path(__file__).with_name("sections.toml").read_text("utf-8"))
+)
+"""A whole file in the sections of torchtitan 0.2.2, without titan_grpo's own."""
+
+
+def argument(args: Sequence[str], key: str) -> str | None:
+    """The last value that arguments give to a dotted key; "" for one without a value, None for
+    none."""
+    found = None
+    for position, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name.replace("-", "_") == f"__{key}":
+            found = value if equals else "".join(args[position + 1 : position + 2])
+    return found
+
+
+def load_toml(args: Sequence[str]) -> dict[str, Any]:
+    """Content of the file that ``--job.config_file`` names; empty without one.
+
+    Raises:
+        ConfigError: the file is missing, unreadable or not TOML.
+    """
+    path = argument(args, "job.config_file")
+    if path is None:
+        return {}
+    if not path or path.startswith("--"):
+        raise ConfigError(
+            f"job.config_file must name a TOML file, got {path or 'nothing'!r} after"
+            " --job.config_file"
+        )
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if text.startswith("\ufeff"):
+            # tomllib would call the first line invalid, in which an editor shows no mistake.
+            raise ConfigError(
+                f"job.config_file must be TOML without a byte-order mark, {path!r} starts with one:"
+                ' save it as "UTF-8", not as "UTF-8 with BOM"'
+            )
+        return tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"job.config_file must be a readable file, got {path!r}: {reason}"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"job.config_file must be valid TOML, got {path!r}: {error}") from error
+
+
+def given_keys(args: Sequence[str], table: Mapping[str, Any]) -> set[str]:
+    """Dotted keys that arguments set, and the first two levels of a file: ``["--a.no-b",
+    "--c.d=1"]`` and ``{"e": {"f": 2}}`` -> {"a.b", "c.d", "e.f"}. Pure."""
+    names = (arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--"))
+    sections = {name: keys for name, keys in table.items() if isinstance(keys, dict)}
+    return {name.replace(".no_", ".", 1) for name in names} | {
+        f"{section}.{key}" for section, keys in sections.items() for key in keys
+    }
+
+
+def refuse(broken: Sequence[str]) -> None:
+    """Raise ConfigError with the first of these lines, if there is one, and their number."""
+    if broken:
+        raise ConfigError(broken[0] + (f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""))
+
+
+def load(base: Any, args: Sequence[str], table: Mapping[str, Any]) -> Any:
+    """The sections of ``base`` and of ``job.custom_config_module``, with the values of the file and
+    the arguments. Argument beats TOML beats default. Raises ConfigError for whatever is wrong with
+    these."""
+    job = table.get("job", {})
+    module = argument(args, "job.custom_config_module")
+    if module is None:
+        module = str(job.get("custom_config_module", "")) if isinstance(job, Mapping) else ""
+    # torchrun starts a module, which finds those of its directory; a command finds the same.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        kind: Any = merged(base, importlib.import_module(module).JobConfig) if module else base
+    except (Exception, SystemExit) as error:  # the boundary to the user's module
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            "job.custom_config_module must be an importable module with a dataclass JobConfig:"
+            f" {type(error).__name__}: {one_line(str(error))} ({frame.filename}, line"
+            f" {frame.lineno})"
+        ) from error
+    missing = {"grpo", "rollout", "weight_sync"} - set(kind.__dataclass_fields__)
+    if missing:
+        raise ConfigError(
+            f"job.custom_config_module must keep the sections of {OURS} (subclass its JobConfig),"
+            " got one without " + ", ".join(sorted(missing))
+        )
+    # Before the values are filled in, which takes any type and stops with a traceback at an unknown
+    # key.
+    refuse(mismatches(kind, table))
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output):
+            return _with_arguments(kind, args, table)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        words = one_line(output.getvalue())
+        option = re.search(r"--([\w.-]+)", words)
+        hint = older.hint(option[1].replace("-", "_")) if option else ""
+        raise ConfigError(f"command line: {words}{hint and '; ' + hint}") from stop
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"configuration: {one_line(str(error))}") from error
+
+
+def one_line(text: str) -> str:
+    """The argument parser's framed, wrapped message as one line without frame, colours and pages of
+    help. Pure."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    words = " ".join(re.sub(r"[\u2500-\u257f]+", " ", plain).split())
+    words = re.sub(
+        r"^(Parsing error|Value error|Invalid choice|Unrecognized options)\s+", "", words
+    )
+    words = re.split(r" Argument helptext| For full helptext", words, maxsplit=1)[0]
+    # Of the suggestions the first is kept, without the pages of help that follow it.
+    return re.sub(r" Perhaps you meant: (--\S+).*", r"; did you mean \1?", words)
+
+
+def merged(base: Any, custom: Any) -> type:
+    """A dataclass with the fields of both; sections that both have are merged, other fields are
+    those of ``custom``."""
+    theirs = {f.name: f for f in fields(custom)}
+    out: list[Any] = []
+    for f in fields(base):
+        other = theirs.pop(f.name, None)
+        if other is not None and is_dataclass(f.type) and is_dataclass(other.type):
+            kind = merged(f.type, other.type)
+            out.append((f.name, kind, field(default_factory=kind)))
+        else:
+            chosen = other or f
+            out.append((f.name, chosen.type, chosen))
+    out += [(f.name, f.type, f) for f in theirs.values()]
+    return make_dataclass(f"Merged{base.__name__}", out, bases=(base,))
+
+
+def _filled(kind: Any, table: Mapping[str, Any]) -> Any:
+    """The dataclass with the values of a table, whose keys are fields."""
+    types = {f.name: f.type for f in fields(kind)}
+    values = {
+        name: _filled(types[name], value) if is_dataclass(types[name]) else value
+        for name, value in table.items()
+    }
+    return kind(**values)
+
+
+def _with_arguments(kind: type, args: Sequence[str], table: Mapping[str, Any]) -> Any:
+    """Raises SystemExit for an unknown argument, after it printed why to stderr."""
+    import tyro
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def comma_separated(info: Any) -> Any:
+        if info.type != list[str]:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="A,B,C,...",
+            instance_from_str=lambda words: words[0].split(","),
+            is_instance=lambda value: all(isinstance(each, str) for each in value),
+            str_from_instance=lambda value: [",".join(value)],
+        )
+
+    config: Any = tyro.cli(kind, args=args, default=_filled(kind, table), registry=registry)
+    if config.model.tokenizer_path:
+        # torchtitan's older name of the directory
+        config.model.hf_assets_path = config.model.tokenizer_path
+    return config
+
+
+def mismatches(cls: type, data: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Every unknown key and wrongly typed value of a table, as "key must be rule, got value". Pure;
+    empty if none.
+
+    Example: ``group_size = "eight"`` under ``[rollout]`` gives
+    "rollout.group_size must be an integer, got 'eight'".
+    """
+    known = {f.name: f.type for f in fields(cls)}
+    out: list[str] = []
+    for name, value in data.items():
+        key = f"{prefix}{name}"
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = older.hint(key) or (
+                f"did you mean {prefix}{close[0]}?"
+                if close
+                else f"known are {', '.join(sorted(known))}"
+            )
+            out.append(f"{key} is not a key of this version of titan_grpo and torchtitan; {hint}")
+        elif is_dataclass(known[name]):
+            nested: Any = known[name]
+            out += (
+                mismatches(nested, value, f"{key}.")
+                if isinstance(value, Mapping)
+                else [f"{key} must be a table, got {value!r}"]
+            )
+        elif not fits(known[name], value):
+            out.append(f"{key} must be {describe(known[name])}, got {value!r}")
+    return out
+
+
+def fits(kind: Any, value: Any) -> bool:
+    """Whether a TOML value may stand for a field of type ``kind``. An integer may stand for a
+    float, a bool for neither. A type that TOML cannot spell is left to the dataclass itself."""
+    if isinstance(kind, type) and kind.__module__ not in ("builtins", "types"):
+        return True
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def describe(kind: Any) -> str:
+    """A type in words: "an integer", "one of 'vllm', 'sglang'", "a list of strings"."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
+    if origin in (Union, types.UnionType):
+        # TOML has no null, so "or nothing" would be no advice.
+        return " or ".join(
+            describe(option) for option in get_args(kind) if option is not types.NoneType
+        )
+    if origin is list:
+        return f"a list, each item {describe(get_args(kind)[0])}"
+    if origin is dict:
+        return "a table"
+    words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+    return words.get(kind, getattr(kind, "__name__", str(kind)))

@@ -1,0 +1,333 @@
+"""The servers of a run: from the configuration, a watched file or a SLURM host list at its start,
+and by commands over a Unix socket while it runs.
+
+The trainer's main thread waits for neither the file nor the socket."""
+
+import itertools
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_grpo.config import LAUNCH, Rollout
+from titan_grpo.config.rollout import server_url, two_names
+from titan_grpo.errors import (
+    ConfigError,
+    DataError,
+    PeerError,
+    ServerRefused,
+    ServerUnreachable,
+)
+from titan_grpo.observe import terminal
+from titan_grpo.sync.server_set import ServerSet
+from titan_grpo.unix_rpc import Handler, Server, call, listens
+
+MAX_HOSTS = 65_536
+"""More hosts than any host list has: a mistyped range shall not fill the memory."""
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_PART = re.compile(r"\[[^\[\]]*\]|[^\[\],\s]+")
+_ITEM = re.compile(rf"(?:{_PART.pattern})+")
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """Host names of a SLURM host list, in order, each once. Numbers keep the width of a range's
+    first.
+
+    Raises ConfigError for what is not a host list.
+
+    >>> expand_hosts("node[01-03,07],gpu2")
+    ('node01', 'node02', 'node03', 'node07', 'gpu2')
+    >>> expand_hosts("rack[1-2]n[9-10]")
+    ('rack1n9', 'rack1n10', 'rack2n9', 'rack2n10')
+    """
+    out: dict[str, None] = {}
+    items = _ITEM.findall(text)
+    if not items or ",".join(items) != text.strip():
+        raise ConfigError(f"a host list must look like node[01-03,07],gpu2, got {text!r}")
+    for item in items:
+        choices = [
+            _numbers(part[1:-1], text) if part[0] == "[" else [part] for part in _PART.findall(item)
+        ]
+        for names in itertools.product(*choices):
+            out["".join(names)] = None
+            if len(out) > MAX_HOSTS:
+                raise ConfigError(f"a host list must have {MAX_HOSTS} hosts at most, got {text!r}")
+    return tuple(out)
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    out: list[str] = []
+    for piece in ranges.split(","):
+        found = _RANGE.fullmatch(piece)
+        low, high = (
+            (int(found.group(1)), int(found.group(2) or found.group(1))) if found else (1, 0)
+        )
+        if found is None or not 0 <= high - low < MAX_HOSTS:
+            raise ConfigError(
+                f"a range of a host list must be like 01-03 or 7, got {piece!r} in {text!r}"
+            )
+        out += [f"{number:0{len(found.group(1))}d}" for number in range(low, high + 1)]
+    return out
+
+
+def parse_servers(text: str) -> tuple[str, ...]:
+    """URLs of a servers file: one per line, ``#`` starts a comment, each named once counts.
+
+    Raises ConfigError naming the line. A last line without its end is refused: the file is being
+    written.
+    """
+    if text and not text.endswith("\n"):
+        raise ConfigError(
+            "its last line has no end: it is still being written (write another file, then"
+            " rename it)"
+        )
+    out: dict[str, None] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if url := line.partition("#")[0].strip():
+            try:
+                out[server_url(url)] = None
+            except ConfigError as error:
+                raise ConfigError(f"line {number}: {error}") from error
+    if both := two_names(out):
+        raise ConfigError(f"{both} are one server: give it one name")
+    return tuple(out)
+
+
+Stamp = tuple[int, int, int]
+
+
+def _stamp(found: os.stat_result) -> Stamp:
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class ServersFile:
+    """A file that a scheduler replaces. ``changed`` looks at it; what was wrong with it is said
+    once per content.
+
+    It is looked at, and not watched by inotify: that sees no change that another host makes on a
+    network file system.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._seen: Stamp | None = None
+
+    def __repr__(self) -> str:
+        return f"<ServersFile {self._path}>"
+
+    def read(self) -> tuple[str, ...]:
+        """The URLs that it names now. Raises ConfigError naming the file where it cannot be read
+        or is malformed."""
+        try:
+            with self._path.open(encoding="utf-8") as file:
+                self._seen = _stamp(os.fstat(file.fileno()))
+                return parse_servers(file.read())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"rollout.servers_file must be a readable file, got {str(self._path)!r}: {error}"
+            ) from error
+        except ConfigError as error:
+            raise ConfigError(f"rollout.servers_file {str(self._path)!r}: {error}") from error
+
+    def changed(self) -> tuple[str, ...] | None:
+        """Its URLs if it is another file, or another content, than at the last look; else None.
+        Raises as ``read`` does, once: what is still wrong at the next look is not said again."""
+        try:
+            stamp: Stamp | None = _stamp(self._path.stat())
+        except OSError:
+            stamp = None
+        if stamp == self._seen:
+            return None
+        self._seen = stamp
+        return self.read()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Servers that the configuration names, as URLs: ``fixed`` for the whole run, ``listed`` by the
+    watched file."""
+
+    fixed: tuple[str, ...]
+    listed: tuple[str, ...]
+
+    @property
+    def urls(self) -> list[str]:
+        """All of them, each once, the fixed first."""
+        return list(dict.fromkeys((*self.fixed, *self.listed)))
+
+
+def known_servers(
+    rollout: Rollout, environ: Mapping[str, str], launched: tuple[str, ...] = ()
+) -> Known:
+    """What ``[rollout]`` names at this moment; ``launched`` stands for the word "launch". Raises
+    ConfigError."""
+    fixed = (
+        launched
+        if rollout.servers == [LAUNCH]
+        else tuple(server_url(url) for url in rollout.servers)
+    )
+    if variable := rollout.servers_slurm:
+        if not (hosts := environ.get(variable, "")).strip():
+            raise ConfigError(
+                f"rollout.servers_slurm must name a variable with a host list, {variable} is"
+                f" {'empty' if variable in environ else 'not set'}: is this a job of SLURM, with"
+                " that group?"
+            )
+        ports = range(rollout.servers_port, rollout.servers_port + rollout.servers_per_host)
+        fixed += tuple(
+            server_url(f"http://{host}:{port}") for host in expand_hosts(hosts) for port in ports
+        )
+    listed = ServersFile(rollout.servers_file).read() if rollout.servers_file else ()
+    if not fixed and not listed:
+        raise ConfigError(
+            "rollout.servers_file must name a server at the start of a run, got"
+            f" {rollout.servers_file!r} with none"
+        )
+    known = Known(tuple(dict.fromkeys(fixed)), listed)
+    if both := two_names(known.urls):
+        raise ConfigError(
+            "rollout.servers, servers_file and servers_slurm must give a server one name,"
+            f" {both} are one server"
+        )
+    return known
+
+
+LOOK_S = 1.0
+"""How often the servers file is checked, in seconds."""
+
+CHANGE_S = 20.0
+"""Seconds to wait for a removal before answering "still in progress"."""
+
+STOP_S = 5.0
+"""Seconds that the end waits for the file's thread."""
+
+
+NAME = "control.sock"
+
+ANSWER_S = 30.0
+"""Seconds that a command waits for its answer: the trainer answers well before."""
+
+
+@contextmanager
+def _address(folder: Path) -> Iterator[str]:
+    """A short path to the socket: the kernel takes 107 bytes, and run directories are longer."""
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{NAME}"
+    finally:
+        os.close(fd)
+
+
+def ask(folder: Path, request: Mapping[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
+    """The answer of the trainer that runs in ``folder`` on this host. ServerUnreachable without
+    one, ServerRefused with its refusal."""
+    try:
+        with _address(folder) as address:
+            return call(address, request, timeout_s)
+    except (OSError, ServerUnreachable) as error:
+        raise ServerUnreachable(
+            f"no trainer runs in {folder} on this host, or it does not answer ({error}): name the"
+            " run's job.dump_folder with --run, on the host of its rank 0"
+        ) from error
+
+
+class ControlSocket:
+    """The socket in the run's directory, from construction to ``close``. ServerRefused where a
+    live trainer has one."""
+
+    def __init__(self, folder: Path, handler: Handler) -> None:
+        self._path = folder / NAME
+        with _address(folder) as address:
+            if listens(address):
+                raise ServerRefused(
+                    f"{self._path} belongs to a live trainer: two runs cannot share a directory"
+                )
+            self._path.unlink(missing_ok=True)  # of a trainer that was killed
+            self._server = Server(address, handler, concurrent=True)
+        self._inode = self._path.stat().st_ino
+        self._server.start()
+
+    def close(self) -> None:
+        """Stop listening and remove the socket. Idempotent."""
+        self._server.close()
+        with suppress(OSError):
+            # the file may be a successor's by now
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
+
+
+class Membership:
+    """Runs from construction to ``close``."""
+
+    def __init__(
+        self,
+        servers: ServerSet,
+        run_dir: Path,
+        in_flight: Callable[[], Mapping[str, int]],
+        file: ServersFile | None = None,
+    ) -> None:
+        """``in_flight``: requests by server, for the list. ``file``: the watched servers file,
+        whose content at the start is in ``servers``. A socket that cannot be opened costs the
+        commands only."""
+        self._servers, self._in_flight, self._file = servers, in_flight, file
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="servers file", daemon=True)
+        if file is not None:
+            self._thread.start()
+        self._socket: ControlSocket | None = None
+        try:
+            self._socket = ControlSocket(run_dir, self._answer)
+        except (PeerError, OSError) as error:
+            terminal.print_status(f"titan-grpo servers will not reach this run: {error}")
+
+    def close(self) -> None:
+        """No more changes. Bounded; idempotent."""
+        self._stopping.set()
+        if self._socket is not None:
+            self._socket.close()
+        if self._thread.is_alive():
+            self._thread.join(STOP_S)
+
+    def _answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        what = request.get("do")
+        if what == "list":
+            return {"servers": self._servers.lines(self._in_flight())}
+        if what not in ("add", "remove"):
+            raise DataError(f"a request must be one of add, remove, list, got {what!r}")
+        try:
+            url = server_url(str(request.get("url", "")))
+        except ConfigError as error:
+            raise DataError(str(error)) from error
+        if what == "add" and (both := two_names([*self._servers.urls, url])):
+            raise DataError(f"{both} are one server: it is in the run already")
+        if what == "add":
+            later = "" if self._servers.add(url) else " when its last lane has ended"
+            text = f"{url} was added: it gets the newest version before its first rollout{later}"
+        elif self._servers.remove(url, CHANGE_S):
+            text = f"{url} was removed: it takes no more rollouts and no more versions"
+        else:
+            text = f"{url} is leaving: what its lane has begun is finished first"
+        return {"text": text}
+
+    def _follow(self) -> None:
+        assert self._file is not None
+        complaint = ""
+        while not self._stopping.wait(LOOK_S):
+            try:
+                urls = self._file.changed()
+                if urls is not None:
+                    complaint = ""
+                    self._servers.listed(urls)
+            except ConfigError as error:
+                if str(error) != complaint:
+                    complaint = str(error)
+                    terminal.print_status(
+                        f"servers: {complaint}; the last good list stays in force"
+                    )
+            except ServerRefused as error:
+                terminal.print_status(f"servers: {self._file!r} is not followed: {error}")
