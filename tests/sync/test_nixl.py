@@ -103,7 +103,8 @@ def test_a_killed_source_is_a_failed_transfer_and_another_one_is_read(over_tcp) 
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
     )
     lines = (line for line in elsewhere.stdout if line.count(":") == 1 and line[:1].isdigit())
-    reader = NixlReader(next(lines).strip(), SOON_S)
+    place = next(lines).strip()
+    reader = NixlReader(place, SOON_S)
     got = bytearray(BLOCK)
     reader.read_into(BLOCK, memoryview(got))
     assert set(got) == {7}
@@ -112,7 +113,8 @@ def test_a_killed_source_is_a_failed_transfer_and_another_one_is_read(over_tcp) 
     with pytest.raises(TransferFailed, match="the source was lost"):
         reader.read_into(0, memoryview(got))
     reader.close()
-    made, image = fetch(lambda: reader, over_tcp)
+    # a reader for each of the fetch's threads: one is used by one thread
+    made, image = fetch(partial(NixlReader, place, SOON_S), over_tcp)
     assert made.error == ""
     assert torch.equal(image, good)
 
