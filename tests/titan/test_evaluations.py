@@ -13,6 +13,7 @@ from tests.rollout.conftest import completion_server, model_dir  # noqa: F401 - 
 from tests.sync.conftest import rig  # noqa: F401 - a fixture
 from titan_grpo.config.task import Evaluation
 from titan_grpo.errors import ConfigError
+from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.messages import RolloutSpec
@@ -104,6 +105,7 @@ def test_a_version_is_evaluated_where_it_is_due_and_its_server_is_kept_meanwhile
     one.last(6)
     assert versions(recorder) == [0, 5, 6]
     assert recorder.history().errors == []
+    assert len(recorder.series(names.HELD_S)) == 3, "how long each of them held the server"
     assert rollouts.told == [server.url] * 5
     assert len(server.bodies) == 3 * 3 * 2
 

@@ -72,6 +72,12 @@ FIRING = {
         "bad",
         "host:1 stood still for 20 s of 1 min 40 s (20 %) to load 10 versions, 100 ms each",
     ),
+    "held_by_evaluations": (
+        facts(servers=(server(1, held_s=10.0, waited_meanwhile_s=4.0), server(2))),
+        "bad",
+        "evaluations held host:1 on its versions for 10 s (10 % of its time); the trainer waited"
+        " 4 s for rollouts meanwhile: with servers of its own",
+    ),
     "drains": (facts(servers=(server(1, drain_s=3.0),)), "note", "commits waited 3 s for requests"),
     "never_served": (facts(servers=(server(1, commits=0),)), "bad", "host:1 never held a version"),
     "faults": (
@@ -129,6 +135,11 @@ def test_a_slow_server_is_named_once() -> None:
 def test_slow_transfers_are_bad_only_where_the_server_falls_behind(lag, level) -> None:
     run = facts(servers=(server(1), server(2, send_median_s=1.2, lag=lag)))
     assert [f.level for f in rules.slow_transfers(run)] == [level]
+
+
+def test_waits_as_long_as_at_other_times_are_not_laid_to_an_evaluation() -> None:
+    run = facts(waited_s=40.0, servers=(server(1, held_s=10.0, waited_meanwhile_s=5.0),))
+    assert [f.level for f in rules.held_by_evaluations(run)] == ["note"]
 
 
 @pytest.mark.parametrize(("last", "level"), [(0.5, "good"), (0.31, "note"), (0.1, "bad")])

@@ -113,6 +113,19 @@ def test_a_server_holds_a_version_until_the_next_commit_or_until_it_leaves(tmp_p
     assert (behind[0], max(behind), behind[-1]) == (-1, 1, -1)
 
 
+def test_an_evaluation_that_held_a_server_and_the_waits_meanwhile_are_counted(tmp_path) -> None:
+    recorder = Recorder(tmp_path, clock=Clock(0.0))
+    recorder.record_span(names.COMMIT_S, 0.0, 0.5, url_of(0), version=0)
+    for start, stop in ((1.0, 3.0), (5.0, 6.0), (8.0, 9.0)):
+        recorder.add_span("rollout wait", start, stop, TRAINER, step=1)
+    for start, stop in ((2.0, 5.5), (7.0, 7.5)):
+        recorder.record_span(names.HELD_S, start, stop, url_of(0), version=0)
+    recorder.close()
+    server = figures(read_trace(tmp_path / "trace.json"), url_of(0))
+    assert np.isclose(server.held_s, 4.0)
+    assert np.isclose(server.waited_meanwhile_s, 1.5)
+
+
 def test_an_error_that_names_a_server_is_marked_on_its_row(tmp_path) -> None:
     make_run(tmp_path, Made(steps=20, servers=3, faulty_server=1))
     found = timeline(read_run(tmp_path).trace)

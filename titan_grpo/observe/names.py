@@ -72,6 +72,7 @@ DRAIN_S = "sync/drain_s"
 COMMIT_S = "sync/commit_s"
 PAUSE_S = "sync/pause_s"
 LOAD_S = "sync/load_s"
+HELD_S = "sync/held_s"
 SYNC_S = "sync/publish_to_commit_s"
 
 # Totals, counted up over the run: a line of metrics.jsonl has them as they were at its step.
@@ -108,6 +109,7 @@ TOTALS += (REQUESTS, OUTAGES, INTERRUPTED, MOVED, SKIPPED_PROMPTS, RELAYED_BYTES
 happened."""
 
 WORK = (COPY_S, DIGEST_S, CONNECT_S, SEND_S, VERIFY_S, DRAIN_S, COMMIT_S, PAUSE_S, LOAD_S, SYNC_S)
+WORK += (HELD_S,)
 """Series of which a step has the mean over what ended since the step before; none where nothing
 did."""
 
@@ -209,6 +211,7 @@ MEANING: dict[str, str] = {
     PAUSE_S: "generation stood still on one server, seconds",
     LOAD_S: "the engine's own loader at work within that pause, seconds",
     SYNC_S: "publish to verified commit on one server, seconds",
+    HELD_S: "evaluations kept a server of rollouts on its version, seconds",
     SYNC_COUNT: "commits on all servers",
     SYNC_BYTES: "bytes sent to all servers",
     RELAYED_BYTES: "of sync/bytes, what servers read from each other (weight_sync.relay)",

@@ -19,7 +19,7 @@ import msgspec
 
 from titan_grpo.config.task import Evaluation
 from titan_grpo.errors import ConfigError, TitanGrpoError
-from titan_grpo.observe import terminal
+from titan_grpo.observe import names, terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import evaluation
@@ -97,6 +97,8 @@ class Evaluations:
         self._servers: dict[str, ServerState] = {}
         self._kept: Counter[str] = Counter()
         """How many evaluations run on each server."""
+        self._kept_since: dict[str, float] = {}
+        """When the first of them began, by the recorder's clock."""
         self._values: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
         self._closing = False
@@ -209,6 +211,8 @@ class Evaluations:
             assert table.due is not None
             table.running = _Running(state.url, state.version, table.due)
             table.due = evaluation.next_due(table.job.table.every, state.version)
+            if not self._kept[state.url]:
+                self._kept_since[state.url] = self._recorder.now()
             self._kept[state.url] += 1
             self._keep(state.url)
             job = table.job.on(state.url, state.engine, state.version, state.label)
@@ -252,6 +256,11 @@ class Evaluations:
                 self._try_again(table, run, outcome)
             self._kept[run.url] -= 1
             if not self._kept[run.url]:
+                since, now = self._kept_since.pop(run.url), self._recorder.now()
+                if run.url not in self.own:  # where no rollout could have used a newer version
+                    self._recorder.record_span(
+                        names.HELD_S, since, now, run.url, version=run.version
+                    )
                 self._go_on(run.url)
             self._changed.notify_all()
 

@@ -253,6 +253,23 @@ def drains(f: Facts) -> Iterator[Finding]:
         )
 
 
+def held_by_evaluations(f: Facts) -> Iterator[Finding]:
+    """Evaluations keep a server on its version, and the trainer may wait meanwhile."""
+    for server in f.servers:
+        if not server.held_s:
+            continue
+        waited = server.waited_meanwhile_s
+        usual = server.held_s * f.waited_s / f.step_s if f.step_s else 0.0
+        bad = f.step_s > 0 and waited - usual >= BLOCKED * f.step_s
+        share = percent(server.held_s / server.served_s) if server.served_s else "all"
+        text = (
+            f"evaluations held {short(server.url)} on its versions for {duration(server.held_s)}"
+            f" ({share} of its time); the trainer waited {duration(waited)} for rollouts meanwhile"
+        )
+        remedy = ": with servers of its own (servers in [[evaluation]]) an evaluation holds none"
+        yield Finding("bad" if bad else "note", text + remedy * bad)
+
+
 def never_served(f: Facts) -> Iterator[Finding]:
     """A server never held a version."""
     for server in f.servers:
@@ -365,6 +382,7 @@ RULES: tuple[Rule, ...] = (
     waiting_for_rollouts,
     blocked_by_sync,
     often_paused,
+    held_by_evaluations,
     engine_differs,
     much_is_cut,
     reward_trend,

@@ -267,6 +267,10 @@ def _waits(facts: Facts) -> Iterator[list[Any]]:
         yield [f"versions for {url}", "their transfer (generation goes on)"] + _share(
             server.send_s, server.served_s
         )
+        if server.held_s:
+            yield [f"versions for {url}", "evaluations there (generation goes on)"] + _share(
+                server.held_s, server.served_s
+            )
 
 
 def _share(seconds: float, of: float) -> list[float]:

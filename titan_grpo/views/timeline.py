@@ -15,9 +15,10 @@ SERVER_STATES = {
     "receiving": names.SEND_S,
     "draining": names.DRAIN_S,
     "paused": names.PAUSE_S,
+    "evaluated": names.HELD_S,
 }
 """State -> name of its spans in the trace. A server that holds a version and is not paused
-generates, also while it receives."""
+generates, also while it receives, and while an evaluation keeps it on its version."""
 
 BINS = 480
 """Columns of the overview."""
@@ -49,6 +50,10 @@ class ServerFigures:
     lag: float
     """Mean over that time of the newest published version minus its own."""
     faults: int
+    held_s: float = 0.0
+    """Kept on its version by evaluations."""
+    waited_meanwhile_s: float = 0.0
+    """Of that time, what the trainer waited for rollouts."""
 
 
 def published(trace: Trace) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
@@ -76,7 +81,7 @@ def figures(trace: Trace, url: str) -> ServerFigures:
     """Compute a server's figures."""
     times, versions = held(trace, url)
     new, number = published(trace)
-    connect, send, drain, pause = (trace.of(url, name) for name in SERVER_STATES.values())
+    connect, send, drain, pause, kept = (trace.of(url, name) for name in SERVER_STATES.values())
     left = bool(versions.size) and versions[-1] == -1
     begin = float(times[0]) if times.size else trace.seconds
     end = float(times[-1]) if left else trace.seconds
@@ -97,6 +102,8 @@ def figures(trace: Trace, url: str) -> ServerFigures:
         served_s=max(0.0, end - begin),
         lag=lag,
         faults=len(marks),
+        held_s=kept.total_s,
+        waited_meanwhile_s=overlap(trace.of(TRAINER, TRAINER_STATES["waiting"]), kept),
     )
 
 
@@ -171,12 +178,28 @@ def covered(start: Array, stop: Array, bounds: Array) -> Array:
         return np.zeros(bounds.size - 1)
     stop = np.minimum(stop, np.append(start[1:], np.inf))
     stop = np.maximum(stop, start)
+    shares: Array = np.diff(_done(start, stop, bounds)) / np.maximum(np.diff(bounds), 1e-12)
+    return shares.clip(0.0, 1.0)
+
+
+def _done(start: Array, stop: Array, at: Array) -> Array:
+    """Seconds of spans, by start and apart from each other, that lie before each of ``at``."""
     total = np.append(0.0, np.cumsum(stop - start))
     times = np.stack([start, stop], axis=1).ravel()
     so_far = np.stack([total[:-1], total[1:]], axis=1).ravel()
-    done = np.interp(bounds, times, so_far)
-    shares: Array = np.diff(done) / np.maximum(np.diff(bounds), 1e-12)
-    return shares.clip(0.0, 1.0)
+    done: Array = np.interp(at, times, so_far)
+    return done
+
+
+def overlap(one: Spans, other: Spans) -> float:
+    """Seconds that lie in spans of both; those of each are apart from each other.
+
+    Example: 1 to 3 and 5 to 6 overlap 2 to 5.5 by 1.5.
+    """
+    if not one.start.size:
+        return 0.0
+    before, after = (_done(one.start, one.stop, at) for at in (other.start, other.stop))
+    return float((after - before).sum())
 
 
 def steps_at(times: Array, values: npt.NDArray[np.int64], at: Array) -> npt.NDArray[np.int64]:
