@@ -108,8 +108,8 @@ TOTALS += (REQUESTS, OUTAGES, INTERRUPTED, MOVED, SKIPPED_PROMPTS, RELAYED_BYTES
 """Totals that every step has, 0 from the start: an absent curve would not say that nothing
 happened."""
 
-WORK = (COPY_S, DIGEST_S, CONNECT_S, SEND_S, VERIFY_S, DRAIN_S, COMMIT_S, PAUSE_S, LOAD_S, SYNC_S)
-WORK += (HELD_S,)
+WORK: tuple[str, ...] = (COPY_S, DIGEST_S, CONNECT_S, SEND_S, VERIFY_S, DRAIN_S, COMMIT_S)
+WORK += (PAUSE_S, LOAD_S, SYNC_S, HELD_S)
 """Series of which a step has the mean over what ended since the step before; none where nothing
 did."""
 
