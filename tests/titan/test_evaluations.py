@@ -116,7 +116,11 @@ def test_a_version_is_evaluated_where_it_is_due_and_its_server_is_kept_meanwhile
         ("own_rewards:other", "rows.jsonl", ".reward 'own_rewards:other' must be a function"),
         ("own_rewards:wants", "rows.jsonl", ".reward 'own_rewards:wants' asks for 'answer'"),
         ("own_rewards:any", "empty.jsonl", ".dataset '{folder}/empty.jsonl' has no rows"),
-        ("ends:any", "rows.jsonl", " must load within 120 s, its process failed: "),
+        (
+            "ends:any",
+            "rows.jsonl",
+            " must load by weight_sync.startup_deadline_s, its process failed: ",
+        ),
         ("own_rewards:any", "rows.jsonl", ""),
     ],
 )
@@ -133,10 +137,10 @@ def test_a_table_that_cannot_be_begun_ends_the_start_in_one_line_with_its_own_ke
     keys = {"name": "held_out", "task": "digits", "rows": 0, "chat_template": "none"}
     one, *_ = begin(**keys, reward=[reward], dataset=str(tmp_path / dataset))
     if not said:
-        one.check()
+        one.check(WAIT_S)
         return
     with pytest.raises(ConfigError) as caught:
-        one.check()
+        one.check(WAIT_S)
     (line,) = str(caught.value).splitlines()
     assert line.startswith(f"evaluation 'held_out'{said.format(folder=tmp_path)}")
     assert "rollout." not in line

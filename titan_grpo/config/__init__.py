@@ -130,8 +130,9 @@ class WeightSync:
     before a commit. What still runs then is given up and made again. In seconds."""
 
     startup_deadline_s: float = 600.0
-    """How long the start waits for the first version to be committed by at least one server, in
-    seconds."""
+    """How long the start waits for task, dataset and launched servers together, and then for the
+    first version to be committed by at least one server, in seconds. Raise it for a dataset that is
+    downloaded."""
 
     shutdown_deadline_s: float = 60.0
     """How long the end waits for the newest version to be flushed to the servers, in seconds."""

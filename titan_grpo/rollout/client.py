@@ -81,7 +81,7 @@ class RolloutClient:
         """Groups used since the start, less those that made no version."""
         self._changed = threading.Condition()
 
-    def start(self, timeout_s: float = 120.0) -> None:
+    def start(self, timeout_s: float) -> None:
         """Start the worker and wait until its task and tokenizer are loaded.
 
         Raises ConfigError or DataError as the task or the tokenizer does, RolloutStopped past the
@@ -93,7 +93,10 @@ class RolloutClient:
             self._changed.wait_for(lambda: self._started or self._error is not None, timeout_s)
             self._raise_latched()
             if not self._started:
-                raise RolloutStopped(f"the rollout process was not ready after {timeout_s:g} s")
+                raise RolloutStopped(
+                    "the rollout process must load task, dataset and tokenizer within"
+                    f" {timeout_s:.0f} s, they are not there; raise weight_sync.startup_deadline_s"
+                )
 
     def set_server(self, state: ServerState) -> None:
         """What a server holds, and whether it takes new groups. Any thread; never blocks."""

@@ -27,7 +27,6 @@ from titan_grpo.rollout.evaluation import Failure, Job, Scores
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.subprocesses import helper_environment, start_module, wait_process
 from titan_grpo.sync.server_set import ServerObserver
-from titan_grpo.titan.startup import LOAD_S
 
 logger = logging.getLogger(__name__)
 
@@ -104,17 +103,20 @@ class Evaluations:
         self._closing = False
         self._changed = threading.Condition()
 
-    def check(self) -> None:
-        """Raise ConfigError where a table's task cannot be begun as it stands, or is not loaded
-        within LOAD_S. Takes seconds: each is loaded by a process such as evaluates it, which finds
-        what that one will find."""
+    def check(self, within_s: float) -> None:
+        """Raise ConfigError where a table's task cannot be begun as it stands, or one is not loaded
+        within ``within_s`` seconds of the call. Takes seconds: each is loaded by a process such as
+        evaluates it, which finds what that one will find."""
+        deadline = time.monotonic() + within_s
         for table in self._tables:
             try:
-                outcome = _answer(table.job, LOAD_S)
+                outcome = _answer(table.job, max(0.0, deadline - time.monotonic()))
             except (OSError, EOFError) as error:
-                why = f"its process failed: {error or type(error).__name__}"
-                text = f"evaluation {table.job.table.name!r} must load within {LOAD_S:g} s, {why}"
-                raise ConfigError(text) from error
+                raise ConfigError(
+                    f"evaluation {table.job.table.name!r} must load by"
+                    " weight_sync.startup_deadline_s, its process failed:"
+                    f" {error or type(error).__name__}"
+                ) from error
             if isinstance(outcome, Failure):
                 raise ConfigError(outcome.text)
 

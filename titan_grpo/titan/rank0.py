@@ -141,10 +141,13 @@ class Controller:
         ends.callback(self._close_records)
         ends.callback(self._servers.stop)
         process = SyncProcess.launch(sync)  # it loads its modules while servers and rollouts start
+        # One deadline for all that is waited for here: the other ranks wait as long, by
+        # rules.rank0_waits_s.
+        deadline = time.monotonic() + sync.startup_deadline_s
         self._servers.start()
         # Before their servers are waited for: a mistake in a task is said at once.
         rollouts = self._rollouts = start_rollouts(
-            self._job, self._model_dir, version, state, os.environ
+            self._job, self._model_dir, version, state, os.environ, sync.startup_deadline_s
         )
         ends.callback(self._report)
         ends.callback(self._close_rollouts)
@@ -160,8 +163,8 @@ class Controller:
             keep=lambda url: self.worker.slots.keep(url),
             go_on=lambda url: self.worker.slots.go_on(url),
         )
-        self._evaluations.check()
-        self._servers.wait_healthy(sync.startup_deadline_s)
+        self._evaluations.check(deadline - time.monotonic())
+        self._servers.wait_healthy(sync.startup_deadline_s)  # since they were started
         known = known_servers(rollout, os.environ, self._servers.urls)
         self.worker = SyncProcess(
             pool,

@@ -77,10 +77,10 @@ def rank0_waits_s(config: Any) -> tuple[float, float]:
     """Longest time that rank 0 leaves the other ranks in a collective, by its own deadlines:
     (around the first step, later), in seconds. Every timeout of a process group derives from it.
 
-    Around the first step rank 0 starts servers or waits for the first commit
-    (``startup_deadline_s``), and then waits for rollouts. In a later step it waits for rollouts
-    (``batch_timeout_s``), in sync mode also for one whole sync; at the end it flushes the newest
-    version (``shutdown_deadline_s``).
+    Around the first step rank 0 loads the task and starts servers, or waits for the first commit
+    (``startup_deadline_s`` each), and then waits for rollouts. In a later step it waits for
+    rollouts (``batch_timeout_s``), in sync mode also for one whole sync; at the end it flushes the
+    newest version (``shutdown_deadline_s``).
 
     Example: batch_timeout_s 1800, startup_deadline_s 600, async: (2400, 1800). Sync mode adds
     connect_deadline_s + lane_deadline_s + commit_deadline_s = 240: (2640, 2040).

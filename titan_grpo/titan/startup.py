@@ -16,6 +16,7 @@ from typing import Any
 from titan_grpo.config import LAUNCH, Rollout, WeightSync, sends_adapters
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import ConfigError
+from titan_grpo.observe.terminal import waiting
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import RolloutSpec, WorkerTransport
 from titan_grpo.rollout.records import ReplayClient
@@ -99,14 +100,16 @@ def sync_settings(job_config: Any) -> WeightSync:
     return replace(sync, kv_after_update="recompute")
 
 
-LOAD_S = 120.0
-"""How long task and tokenizer may take to load, in seconds."""
-
-
 def start_rollouts(
-    job_config: Any, model_dir: str, version: int, state: str, environ: Mapping[str, str]
+    job_config: Any,
+    model_dir: str,
+    version: int,
+    state: str,
+    environ: Mapping[str, str],
+    within_s: float,
 ) -> Rollouts:
-    """Started, for training that continues from ``version``; ``state`` is a checkpoint's.
+    """Started, for training that continues from ``version``; ``state`` is a checkpoint's. Task,
+    dataset and tokenizer may take ``within_s`` seconds to load.
 
     Raises ConfigError or DataError as the task, the tokenizer or the records do, RolloutStopped
     where no rollouts can come.
@@ -125,14 +128,13 @@ def start_rollouts(
         load_deadline_s=load_deadline_s(sync),
     )
     transport: WorkerTransport = LocalTransport()
-    start_s = LOAD_S
     if rollout.controller != "local":
         spec, transport = placed(spec), remote_transport(rollout, environ)
-        start_s += rollout.controller_deadline_s
     client = RolloutClient(spec, rollout.record_path, transport)
     with ExitStack() as failed:
         failed.callback(client.close)
-        client.start(start_s)
+        with waiting("task, dataset and tokenizer", within_s):
+            client.start(within_s)
         failed.pop_all()
     return client
 
