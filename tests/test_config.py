@@ -8,7 +8,7 @@ from titan_grpo.config import GRPO, Evaluation, JobConfig, Rollout, WeightSync, 
 from titan_grpo.config.grpo import resolve_aliases
 from titan_grpo.config.inert import inert
 from titan_grpo.config.rollout import is_loopback
-from titan_grpo.config.task import in_table, inherited
+from titan_grpo.config.task import inherited
 
 ROLLOUT = Rollout(
     servers=["http://a:1"], prompts_per_step=4, max_completion_tokens=64, max_staleness=2
@@ -326,9 +326,3 @@ def test_an_evaluation_takes_from_rollout_what_it_leaves_out_but_no_part_of_anot
     agent = Rollout(agent="a:b", dataset="train.jsonl")
     of_agent = Evaluation(**inherited({"name": "x", "task": "digits"}, agent))
     assert (of_agent.agent, of_agent.dataset) == ("", "")
-
-
-def test_a_message_about_a_table_has_the_tables_keys_and_the_users_paths_as_they_are() -> None:
-    said = "rollout.dataset 'rollout.reward:f' and rollout.servers in /a/rollout.task/x"
-    wanted = "evaluation 'x'.dataset 'rollout.reward:f' and rollout.servers in /a/rollout.task/x"
-    assert in_table(said, "x") == wanted

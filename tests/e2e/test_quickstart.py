@@ -149,15 +149,24 @@ def test_ctrl_c_ends_everything_soon(moment, runs, mark, tmp_path):
         assert runs.summary(tmp_path / "run")["steps"] >= 1, "a stopped run leaves its report"
 
 
-def test_a_mistake_is_said_in_one_line_before_the_servers_are_up(runs, mark, tmp_path):
-    with start(
-        runs.root, mark, "--out", str(tmp_path / "run"), "--rollout.group_size=1"
-    ) as process:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rollout.group_size=1"], "rollout.group_size must be 2 or more"),
+        (
+            ["--rollout.reward=examples.own_reward.rewards:numbers"],
+            "rollout.reward 'examples.own_reward.rewards:numbers' must be a function",
+        ),
+    ],
+)
+def test_a_mistake_is_said_in_one_line_before_the_servers_are_up(
+    arguments, words, runs, mark, tmp_path
+):
+    dataset = ["--rollout.dataset=examples/own_reward/data.jsonl"] * ("reward" in arguments[0])
+    with start(runs.root, mark, "--out", str(tmp_path / "run"), *arguments, *dataset) as process:
         said, _ = process.communicate(timeout=100)
     assert process.returncode == 2, said
-    assert said.splitlines()[-1].startswith(
-        "titan-grpo quickstart: rollout.group_size must be 2 or more"
-    ), said
+    assert said.splitlines()[-1].startswith(f"titan-grpo quickstart: {words}"), said
     assert "healthy" not in said
     assert marked(mark) == []
 

@@ -10,7 +10,7 @@ import pytest
 
 from titan_grpo.config.rollout import Rollout
 from titan_grpo.config.task import Evaluation, inherited
-from titan_grpo.errors import PeerError
+from titan_grpo.errors import ConfigError, DataError, PeerError
 from titan_grpo.rollout import evaluation
 from titan_grpo.rollout.evaluation import (
     Estimate,
@@ -25,6 +25,7 @@ from titan_grpo.rollout.evaluation import (
     of_version,
     pass_at_k,
     passes,
+    prepare,
 )
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed
@@ -126,6 +127,30 @@ def test_a_mistake_in_a_reward_function_is_shown_with_its_row(job, completion_se
     assert "my own mistake" in text
     assert "own_rewards.py" in text
     assert "row" in text
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"reward": "absent"}, ".reward 'own_rewards:absent' must be a function"),
+        ({"dataset": "rollout.dataset/none.jsonl"}, ".dataset must be an existing file"),
+        ({"dataset_filter": ["worth > 99"]}, ".dataset '{rows}' has no row that passes"),
+        ({"dataset_filter": ["worth > many"]}, ".dataset_filter must compare with a JSON value"),
+        ({"dataset_filter": ["size > 9"]}, ".dataset_filter asks for 'size', a column that"),
+        ({"prompt": "{text}"}, ".prompt asks for 'text', a column that"),
+        ({"tools": "none.json"}, ".tools must be a JSON file"),
+        ({"chat_template": "none.jinja"}, ".chat_template cannot be read"),
+    ],
+)
+def test_a_mistake_names_the_tables_keys_and_the_users_paths_as_they_are(
+    job, folder, keys, said
+) -> None:
+    with pytest.raises((ConfigError, DataError, TaskFailed)) as refused:
+        prepare(job("", **keys))
+    error = getattr(refused.value, "error", refused.value)
+    wanted = said.format(rows=folder / "rows.jsonl")
+    assert str(error).startswith(f"evaluation 'own'{wanted}"), str(error)
+    assert "rollout." not in str(error).replace("'rollout.dataset/none.jsonl'", "")
 
 
 def test_an_evaluation_that_takes_too_long_has_no_result(job, completion_server) -> None:

@@ -6,19 +6,18 @@ from dataclasses import replace
 
 from titan_grpo.commands.doctor_host import Finding, ok, problem
 from titan_grpo.config import Evaluation
-from titan_grpo.config.task import in_table
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.evaluation import Job
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.rollout.task_runner import AnyTask, TaskFailed, TaskOptions, TaskRunner
+from titan_grpo.rollout.task_runner import AnyTask, TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows, load_parser
 from titan_grpo.rollout.tasks.functions import (
     FunctionTask,
     Reward,
     codec_of,
     load_function,
-    load_task,
     open_rows,
+    task_of,
 )
 
 _Found = Generator[Finding, None, AnyTask | None]
@@ -43,17 +42,15 @@ def findings(spec: RolloutSpec) -> Iterator[Finding]:
 def of_evaluation(table: Evaluation, spec: RolloutSpec) -> Iterator[Finding]:
     """The same of an [[evaluation]] table of a run with ``spec``."""
     for found in findings(Job.of(table, spec).spec):
-        text, remedy = (in_table(each, table.name) for each in (found.text, found.remedy))
-        whose = f"evaluation {table.name!r}"
-        named = text if text.startswith(whose) else f"{whose}: {text}"
-        yield replace(found, text=named, remedy=remedy)
+        named = found.text.startswith(table.section)
+        yield replace(found, text=found.text if named else f"{table.section}: {found.text}")
 
 
 def _class(spec: RolloutSpec) -> _Found:
     try:
-        task = load_task(spec.task, TaskOptions(spec.seed, spec.task_path))
+        task = task_of(spec)
     except (ConfigError, DataError) as error:
-        yield problem("task", str(error), "correct rollout.task, or what it names")
+        yield problem("task", str(error), f"correct {spec.section}.task, or what it names")
         return None
     except TaskFailed as failed:
         yield problem("task", str(failed), "correct that class")
@@ -66,9 +63,9 @@ def _functions(spec: RolloutSpec) -> _Found:
     rewards = []
     for path in spec.reward:
         try:
-            rewards.append(Reward.load(path))
+            rewards.append(Reward.load(path, section=spec.section))
         except ConfigError as error:
-            yield problem("reward", str(error), "correct that module, or rollout.reward")
+            yield problem("reward", str(error), f"correct that module, or {spec.section}.reward")
         else:
             yield ok("reward", path)
     try:
@@ -117,7 +114,9 @@ def _prompt(spec: RolloutSpec, task: AnyTask) -> Finding:
     except TaskFailed as failed:
         template = isinstance(failed.error, ConfigError)
         text = str(failed.error) if template else str(failed)
-        remedy = "set rollout.chat_template" if template else "correct the task, or its data"
+        remedy = (
+            f"set {spec.section}.chat_template" if template else "correct the task, or its data"
+        )
         return problem("chat template" if template else "first prompt", text, remedy)
     text = codec.decode(prompt.token_ids)
     more = "..." if text[SHOWN:] else ""

@@ -57,7 +57,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     import msgspec
 
     from titan_grpo.rollout import evaluation
-    from titan_grpo.rollout.evaluation import Job, evaluate
+    from titan_grpo.rollout.evaluation import Job, evaluate, prepare
     from titan_grpo.rollout.messages import RolloutSpec
 
     key_name = config.rollout.api_key_env
@@ -65,6 +65,9 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     model = str(args.model or config.model.hf_assets_path)
     spec = RolloutSpec.from_config(config.rollout, model)
     found = []
+    # Before a server is waited for: a mistake in a task is said at once.
+    for table in tables:
+        prepare(Job.of(table, spec))
     with _server(args.server, config, model, key) as (url, engine, version, label):
         for table in tables:
             job = Job.of(table, spec).on(url, engine, version, label)

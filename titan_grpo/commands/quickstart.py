@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from titan_grpo.commands.processes import (
     add_tiny_run,
@@ -156,11 +157,26 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
             arguments += ["--grpo.router-replay"]
         mode = "no-async" if options.sync else "async"
         arguments += [f"--grpo.{mode}-weight-update", *options.rest]
-        # While the servers start: a mistake in the arguments is not reported after the minute that
-        # they take.
+        # While the servers start: a mistake in the arguments, or in what they name, is not reported
+        # after the minute that they take.
         job = jobconfig.parse(["--job.config_file", options.config, *arguments], options.nproc)
         jobconfig.check_files(job, env)
+        _check_tasks(job, str(model))
         servers.wait_healthy(STARTUP_S * len(specs), print_progress)
         log = out / "train.log"
         print_progress(f"training: {options.nproc} ranks, {options.steps} steps; log in {log}")
         run_logged(torchrun(options.nproc, options.config, arguments), log, env, print_progress)
+
+
+def _check_tasks(job: Any, model: str) -> None:
+    """Load reward functions, datasets and templates as the run will. Raises ConfigError, DataError
+    or TaskFailed."""
+    from titan_grpo.rollout.evaluation import Job, prepare
+    from titan_grpo.rollout.messages import RolloutSpec
+    from titan_grpo.rollout.tasks.loading import load
+
+    rollout, spec = job.rollout, RolloutSpec.from_config(job.rollout, model)
+    if rollout.source == "task" and rollout.controller == "local" and not rollout.replay_path:
+        load(spec)
+    for table in job.evaluation:
+        prepare(Job.of(table, spec))

@@ -296,7 +296,7 @@ def _evaluations(config: Any) -> Iterator[str]:
     tables: list[Evaluation] = config.evaluation
     for table in tables:
         rules = (*evaluation_rules(table), *task_rules(table))
-        yield from broken(f"evaluation {table.name!r}", table, iter(rules))
+        yield from broken(table.section, table, iter(rules))
     if not tables:
         return
     names = [table.name for table in tables]

@@ -13,6 +13,9 @@ from typing import Any
 TEXT = "none"
 """The value of ``rollout.chat_template`` that is no file: prompts are plain text."""
 
+ROLLOUT = "rollout"
+"""The section of these keys, where they are not those of an [[evaluation]] table."""
+
 OUTSIDE = "outside"
 """The value of ``rollout.agent`` that is no function: agents take episodes over HTTP."""
 
@@ -115,6 +118,11 @@ class TaskKeys:
     """A group with a completion of fewer sampled tokens is dropped, as by the filter (counted:
     dropped/too_short); 0: none is."""
 
+    @property
+    def section(self) -> str:
+        """What stands before these keys' names in messages."""
+        return ROLLOUT
+
 
 def task_rules(r: TaskKeys) -> Iterator[tuple[bool, str, str]]:
     """(broken, key, what it must be and why) of these keys. Pure."""
@@ -203,6 +211,11 @@ class Evaluation(TaskKeys):
     timeout_s: float = 1800.0
     """An evaluation that takes longer is given up, and its server goes on, in seconds."""
 
+    @property
+    def section(self) -> str:
+        """``evaluation 'NAME'``."""
+        return f"evaluation {self.name!r}"
+
 
 def evaluation_rules(e: Evaluation) -> Iterator[tuple[bool, str, str]]:
     """(broken, key, what it must be and why) of one table, but for its task's keys. Pure."""
@@ -229,21 +242,6 @@ TASK_CHOICE = {"reward", "reward_weights", "task", "task_path", "prompt", "syste
 TASK_CHOICE |= {"agent", "dataset", "dataset_config", "dataset_split", "dataset_filter"}
 """Keys that belong to one task: a table that names a reward or a task takes none of them from
 [rollout]."""
-
-_ROLLOUT_KEY = re.compile(
-    rf"(?<![\w./'])rollout\.(?=(?:{'|'.join(TaskKeys.__dataclass_fields__)})\b)"
-)
-
-
-def in_table(text: str, name: str) -> str:
-    """A message about a task's keys with those of the table ``name`` in the place of [rollout]'s.
-    Pure; modules and paths of the user's stay as they are.
-
-    >>> in_table("rollout.dataset 'x' has no rows", "test")
-    "evaluation 'test'.dataset 'x' has no rows"
-    """
-    return _ROLLOUT_KEY.sub(f"evaluation {name!r}.", text)
-
 
 UNUSED = ("accept", "min_completion_tokens", "task_error_budget")
 

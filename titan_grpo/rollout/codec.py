@@ -16,7 +16,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from titan_grpo.config.task import TEXT
+from titan_grpo.config.task import ROLLOUT, TEXT
 from titan_grpo.errors import ConfigError, DataError
 
 
@@ -29,9 +29,10 @@ class TextCodec:
         model_dir: str,
         chat_template: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        section: str = ROLLOUT,
     ) -> None:
         """The template is read when a prompt first asks for it: a task that makes its own text
-        needs none."""
+        needs none. ``section``: of the keys that name it, for messages, here and below."""
         # Imported here: the trainer's side of this room needs no tokenizer.
         from tokenizers import Tokenizer
 
@@ -43,6 +44,7 @@ class TextCodec:
             )
         self._tokenizer = Tokenizer.from_file(str(path))
         self._model_dir, self._chat_template = model_dir, chat_template
+        self._section = section
         self._variables = dict(chat_template_kwargs or {})
         self._template: ChatTemplate | None = None
 
@@ -65,7 +67,7 @@ class TextCodec:
         if self._chat_template == TEXT:
             if not isinstance(said, str):
                 raise DataError(
-                    f'prompts must be texts with rollout.chat_template = "{TEXT}", got'
+                    f'prompts must be texts with {self._section}.chat_template = "{TEXT}", got'
                     f" {said!r:.200}"
                 )
             return self.encode(said)
@@ -82,7 +84,9 @@ class TextCodec:
         """The text of messages in the chat template; with ``ask`` up to where the model answers.
         Raises as ``chat``."""
         if self._template is None:
-            self._template = ChatTemplate.of_model(self._model_dir, self._chat_template)
+            self._template = ChatTemplate.of_model(
+                self._model_dir, self._chat_template, self._section
+            )
         variables = {"add_generation_prompt": ask, **self._variables}
         return self._template.render(messages, tools, **variables)
 
@@ -117,19 +121,19 @@ class ChatTemplate:
             raise ConfigError(f"the chat template of {source} is no template: {error}") from error
 
     @classmethod
-    def of_model(cls, model_dir: str, override: str = "") -> "ChatTemplate":
+    def of_model(cls, model_dir: str, override: str = "", section: str = ROLLOUT) -> "ChatTemplate":
         """The template of a directory in the Hugging Face layout, or of the file ``override``.
         Raises ConfigError where there is none."""
         folder = Path(model_dir)
         settings = _json_file(folder / "tokenizer_config.json")
         tokens = _special_tokens(_json_file(folder / "special_tokens_map.json") | settings)
         if override:
-            return cls({DEFAULT: _read(override)}, tokens, override)
+            return cls({DEFAULT: _read(override, f"{section}.chat_template")}, tokens, override)
         templates = _templates(folder, settings)
         if not templates:
             raise ConfigError(
                 "the model must have a chat template (chat_template.jinja, or chat_template in"
-                f" tokenizer_config.json), {model_dir!r} has none: set rollout.chat_template to a"
+                f" tokenizer_config.json), {model_dir!r} has none: set {section}.chat_template to a"
                 f' Jinja file, or to "{TEXT}" for a base model that gets plain text'
             )
         return cls(templates, tokens, model_dir)
@@ -208,11 +212,11 @@ def _json_file(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _read(path: str) -> str:
+def _read(path: str, what: str = "a file of the chat template") -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"rollout.chat_template cannot be read: {path!r}: {error}") from error
+        raise ConfigError(f"{what} cannot be read: {path!r}: {error}") from error
 
 
 class _Generation(Extension):

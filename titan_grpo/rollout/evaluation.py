@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from titan_grpo.config.task import Evaluation, in_table
+from titan_grpo.config.task import Evaluation
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import ConfigError, DataError, PeerError, TitanGrpoError
 from titan_grpo.observe import names
@@ -212,7 +212,13 @@ class Job:
         shared = {name: getattr(table, name) for name in names}
         longest = table.max_completion_tokens or spec.max_completion_tokens
         shared |= {"max_completion_tokens": longest, "group_size": table.samples}
-        shared |= {"accept": "", "min_completion_tokens": 0, "state": {}, "waiting": {}}
+        shared |= {
+            "section": table.section,
+            "accept": "",
+            "min_completion_tokens": 0,
+            "state": {},
+            "waiting": {},
+        }
         shared |= {"max_concurrent_requests": table.concurrent_requests}
         return cls(table, replace(spec, **shared))
 
@@ -223,13 +229,12 @@ class Job:
 
 def prepare(job: Job) -> tuple[TaskRunner, int]:
     """What asks and rewards, and how many prompts there are. Raises ConfigError, DataError or
-    TaskFailed as the task does, with the table's keys."""
+    TaskFailed as the task does."""
     table, spec = job.table, job.spec
-    try:
-        task, codec = ready(spec)
-    except (ConfigError, DataError) as error:
-        raise type(error)(in_table(str(error), table.name)) from error
-    runner = TaskRunner(task, codec, spec.task_concurrency, spec.task_timeout_s)
+    task, codec = ready(spec)
+    runner = TaskRunner(
+        task, codec, spec.task_concurrency, spec.task_timeout_s, section=spec.section
+    )
     rows = len(task.rows) if isinstance(task, FunctionTask) else 0
     # Beyond one epoch a prompt would count twice.
     return runner, min(table.rows or rows, rows) if rows else table.rows
@@ -311,7 +316,7 @@ async def _group(
 def failure(job: Job, error: BaseException) -> Failure:
     """Why there is no result: the traceback of a user's function, else the message."""
     if isinstance(error, TaskFailed):
-        return Failure(in_table(error.report, job.table.name), False)
+        return Failure(error.report, False)
     if isinstance(error, ConfigError | DataError):
         return Failure(str(error), False)
     return Failure(f"{type(error).__name__}: {error}", isinstance(error, PeerError))

@@ -15,6 +15,7 @@ import msgspec
 
 from titan_grpo.config import Rollout
 from titan_grpo.config.rollout import WorkerKeys
+from titan_grpo.config.task import ROLLOUT
 from titan_grpo.errors import DataError, PeerError, TitanGrpoError
 from titan_grpo.observe import names
 from titan_grpo.protocol.messages import ServerState
@@ -81,6 +82,8 @@ class RolloutSpec(WorkerKeys):
     """
 
     model_dir: str
+    section: str = ROLLOUT
+    """Before the task's keys in messages: of [rollout], or of an [[evaluation]] table."""
     base_version: int = 0
     state: dict[str, Any] = field(default_factory=dict)
     kv_recomputed: bool = False

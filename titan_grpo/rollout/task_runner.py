@@ -16,6 +16,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from titan_grpo.config.task import ROLLOUT
 from titan_grpo.errors import ConfigError, DataError, TitanGrpoError
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.samples import Completion, Group, Prompt, sound_reward
@@ -164,10 +165,12 @@ class TaskRunner:
         concurrency: int,
         timeout_s: float,
         accept: Filter | None = None,
+        section: str = ROLLOUT,
     ) -> None:
-        """``accept``: drops or keeps finished groups; None: all are kept."""
+        """``accept``: drops or keeps finished groups; None: all are kept. ``section``: of the
+        task's keys, for messages."""
         self._task, self._codec, self._timeout_s = task, codec, timeout_s
-        self._accept = accept
+        self._accept, self._section = accept, section
         self._places = asyncio.Semaphore(concurrency)
         # Not asyncio.to_thread, whose executor has few threads on a small machine.
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="task")
@@ -271,7 +274,8 @@ class TaskRunner:
                     raise asyncio.CancelledError from error
                 if deadline.expired():
                     error.add_note(
-                        f"rollout.task_timeout_s = {self._timeout_s:g} ran out in the task's {what}"
+                        f"{self._section}.task_timeout_s = {self._timeout_s:g} ran out in the"
+                        f" task's {what}"
                     )
                 raise TaskFailed(what, error) from error
 

@@ -24,9 +24,9 @@ from titan_grpo.rollout.engine_calls import EngineCalls
 from titan_grpo.rollout.external import External, PushSource
 from titan_grpo.rollout.messages import OnMessage, RolloutSpec, RolloutStopped
 from titan_grpo.rollout.sampler import Sampler
-from titan_grpo.rollout.task_runner import AnyTask, TaskFailed, TaskRunner
+from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows, load_parser
-from titan_grpo.rollout.tasks.functions import codec_of, filter_of, ready
+from titan_grpo.rollout.tasks.loading import load
 from titan_grpo.subprocesses import helper_environment, start_module, wait_process
 
 EXIT_GRACE_S = 5.0
@@ -86,15 +86,8 @@ class Worker:
             source = kind(spec, self._out.put, self._fail)
             await source.start()
             return source
-        task: AnyTask | AgentRows
-        if spec.agent:
-            task, codec = AgentRows.load(spec), codec_of(spec)
-            codec.chat("")  # raises without a chat template
-        else:
-            task, codec = ready(spec)
-        runner = TaskRunner(
-            task, codec, spec.task_concurrency, spec.task_timeout_s, filter_of(spec, task)
-        )
+        task, codec, accept = load(spec)
+        runner = TaskRunner(task, codec, spec.task_concurrency, spec.task_timeout_s, accept)
         key = os.environ.get(spec.api_key_env, "")
 
         def connect(url: str) -> AsyncDriver:

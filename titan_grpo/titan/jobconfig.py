@@ -12,7 +12,7 @@ from typing import Any
 from titan_grpo import config as our_config
 from titan_grpo.config.grpo import GRPO, resolve_aliases
 from titan_grpo.config.inert import inert
-from titan_grpo.config.task import TEXT, Evaluation, TaskKeys, in_table, inherited
+from titan_grpo.config.task import TEXT, Evaluation, TaskKeys, inherited
 from titan_grpo.errors import ConfigError
 from titan_grpo.receive.checkpoint import essential
 from titan_grpo.rollout.codec import ChatTemplate
@@ -240,10 +240,7 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
     if rollout.source == "task" and not rollout.replay_path and rollout.controller == "local":
         _check_prompts(rollout, str(folder))
     for table in config.evaluation:
-        try:
-            _check_prompts(table, str(folder))
-        except ConfigError as error:
-            raise ConfigError(in_table(str(error), table.name)) from error
+        _check_prompts(table, str(folder))
     if rollout.servers_file or rollout.servers_slurm:
         known_servers(rollout, environ or {})
     find_run_key(environ or {}, config.weight_sync.run_key_file)
@@ -270,6 +267,6 @@ def _check_prompts(keys: TaskKeys, model_dir: str) -> None:
     task is found by the process that loads it."""
     if not keys.reward:
         return
-    files_of(keys.dataset)
+    files_of(keys.dataset, keys.section)
     if keys.chat_template != TEXT:
-        ChatTemplate.of_model(model_dir, keys.chat_template)
+        ChatTemplate.of_model(model_dir, keys.chat_template, keys.section)

@@ -11,6 +11,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from titan_grpo.config.task import ROLLOUT
 from titan_grpo.errors import ConfigError, DataError
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -39,8 +40,9 @@ class Condition:
     value: Any
 
     @classmethod
-    def parse(cls, text: str) -> "Condition":
-        """From "COLUMN OPERATOR VALUE". Raises ConfigError.
+    def parse(cls, text: str, section: str = ROLLOUT) -> "Condition":
+        """From "COLUMN OPERATOR VALUE". Raises ConfigError. ``section``: of the key that has it,
+        for messages, here and below.
 
         >>> Condition.parse('subject in ["algebra", "geometry"]')
         Condition(column='subject', operator='in', value=['algebra', 'geometry'])
@@ -48,7 +50,7 @@ class Condition:
         found = _CONDITION.fullmatch(text)
         if not found:
             raise ConfigError(
-                'rollout.dataset_filter must hold conditions "COLUMN OPERATOR VALUE" with one of'
+                f'{section}.dataset_filter must hold conditions "COLUMN OPERATOR VALUE" with one of'
                 f" {' '.join(OPERATORS)}, got {text!r}"
             )
         column, sign, shown = found.groups()
@@ -56,12 +58,14 @@ class Condition:
             value = json.loads(shown)
         except ValueError as error:
             raise ConfigError(
-                "rollout.dataset_filter must compare with a JSON value (a text in double quotes),"
-                f" got {shown!r} in {text!r}"
+                f"{section}.dataset_filter must compare with a JSON value (a text in double"
+                f" quotes), got {shown!r} in {text!r}"
             ) from error
         sign = " ".join(sign.split())
         if sign.endswith("in") and not isinstance(value, list):
-            raise ConfigError(f"rollout.dataset_filter must have a list after {sign}, got {text!r}")
+            raise ConfigError(
+                f"{section}.dataset_filter must have a list after {sign}, got {text!r}"
+            )
         return cls(column, sign, value)
 
     def holds(self, value: Any) -> bool:
@@ -81,17 +85,18 @@ class Rows:
         conditions: Sequence[Condition] = (),
         seed: int = 0,
         shuffle: bool = True,
+        section: str = ROLLOUT,
     ) -> None:
         """``table``: a ``datasets.Dataset``. ``name``: of the dataset, for messages. Raises
         ConfigError for an unknown column, DataError where no row passes."""
         self.columns: list[str] = list(table.column_names)
-        self.name, self._table = name, table
+        self.name, self._table, self._section = name, table, section
         self._kept: Sequence[int] = range(len(table))
         for condition in conditions:
-            self.want(condition.column, f"rollout.dataset_filter asks for {condition.column!r}")
+            self.want(condition.column, f"{section}.dataset_filter asks for {condition.column!r}")
             self._kept = self._passing(condition)
         if not self._kept:
-            raise DataError(f"rollout.dataset {name!r} has no row that passes its filters")
+            raise DataError(f"{section}.dataset {name!r} has no row that passes its filters")
         self._seed, self._shuffle = seed, shuffle
         # Two: groups of the last epoch may be made again when the next one has begun.
         self._order = lru_cache(maxsize=2)(self._epoch)
@@ -106,14 +111,14 @@ class Rows:
             return dict(self._table[number])
         except UnicodeDecodeError as error:  # Arrow keeps bytes, and reads them as texts here
             raise DataError(
-                f"row {number} of rollout.dataset {self.name!r} must be UTF-8: {error}"
+                f"row {number} of {self._section}.dataset {self.name!r} must be UTF-8: {error}"
             ) from error
 
     def want(self, column: str, who: str) -> None:
         """Raise ConfigError if there is no such column; ``who`` asks for it."""
         if column not in self.columns:
             raise ConfigError(
-                f"{who}, a column that rollout.dataset {self.name!r} must have; it has"
+                f"{who}, a column that {self._section}.dataset {self.name!r} must have; it has"
                 f" {', '.join(self.columns)}"
             )
 
@@ -138,28 +143,28 @@ class Rows:
                     kept.append(number)
             except TypeError as error:
                 raise DataError(
-                    f"rollout.dataset_filter cannot compare {condition.column!r} of row {number},"
-                    f" {values[number]!r:.100}, with {condition.value!r}: {error}"
+                    f"{self._section}.dataset_filter cannot compare {condition.column!r} of row"
+                    f" {number}, {values[number]!r:.100}, with {condition.value!r}: {error}"
                 ) from error
         return kept
 
 
-def files_of(name: str) -> list[str]:
+def files_of(name: str, section: str = ROLLOUT) -> list[str]:
     """The files that a dataset's name means; empty for a directory or a name on the Hub. Raises
     ConfigError where there is none, or one that cannot be read."""
     if Path(name).suffix not in BUILDERS or Path(name).is_dir():
         if Path(name).is_file():
             known = ", ".join(BUILDERS)
-            raise ConfigError(f"rollout.dataset must be a file of {known}, got {name!r}")
+            raise ConfigError(f"{section}.dataset must be a file of {known}, got {name!r}")
         return []
     # Sorted: the order of rows, and so of prompts, must not be that of a directory.
     files = [name] if Path(name).is_file() else sorted(glob(name, recursive=True))
     if not files:
-        raise ConfigError(f"rollout.dataset must be an existing file or pattern, got {name!r}")
+        raise ConfigError(f"{section}.dataset must be an existing file or pattern, got {name!r}")
     return files
 
 
-def open_table(name: str, config: str = "", split: str = "train") -> Any:
+def open_table(name: str, config: str = "", split: str = "train", section: str = ROLLOUT) -> Any:
     """A ``datasets.Dataset``: of files, of a directory, or of the Hugging Face Hub.
 
     Raises ConfigError where it is not there, DataError where it cannot be read.
@@ -168,7 +173,7 @@ def open_table(name: str, config: str = "", split: str = "train") -> Any:
     import datasets  # type: ignore[import-untyped]
 
     datasets.disable_progress_bars()
-    files = files_of(name)
+    files = files_of(name, section)
     options: dict[str, Any] = {"data_files": files, "split": "train"}
     if not files:
         options = {"name": config or None, "split": split}
@@ -181,12 +186,14 @@ def open_table(name: str, config: str = "", split: str = "train") -> Any:
             empty = "corresponds to no data" in str(error)
             unread = "has no rows" if empty else f"cannot be read: {_cause(error)}"
             why = _bad_line(files) or f"{name!r} {unread}"
-            raise DataError(f"rollout.dataset {why}") from error
+            raise DataError(f"{section}.dataset {why}") from error
         # Not found, no such configuration or split, no way to the Hub.
-        raise ConfigError(f"rollout.dataset {name!r} cannot be loaded: {_cause(error)}") from error
+        raise ConfigError(
+            f"{section}.dataset {name!r} cannot be loaded: {_cause(error)}"
+        ) from error
     except StopIteration as error:
         # What ``datasets`` does with a file of no bytes.
-        raise DataError(f"rollout.dataset {name!r} has no rows") from error
+        raise DataError(f"{section}.dataset {name!r} has no rows") from error
 
 
 def _bad_line(files: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from string import Formatter
 from typing import Any
 
 from titan_grpo.config.rollout import WorkerKeys
+from titan_grpo.config.task import ROLLOUT
 from titan_grpo.errors import ConfigError, DataError, TitanGrpoError
 from titan_grpo.rollout.codec import TextCodec, check_messages
 from titan_grpo.rollout.messages import RolloutSpec
@@ -52,11 +53,13 @@ class Reward:
     path: str
     function: Callable[..., Any]
     weight: float = 1.0
+    section: str = ROLLOUT
+    """Of the key that names it, for messages, here and below."""
 
     @classmethod
-    def load(cls, path: str, weight: float = 1.0) -> "Reward":
+    def load(cls, path: str, weight: float = 1.0, section: str = ROLLOUT) -> "Reward":
         """Import it. Raises ConfigError as ``load_function``."""
-        return cls(path, load_function("rollout.reward", path), weight)
+        return cls(path, load_function(f"{section}.reward", path), weight, section)
 
     def check(self, rows: Rows) -> None:
         """Raise ConfigError where the function demands an argument that is no column."""
@@ -66,7 +69,7 @@ class Reward:
                 parameter.VAR_POSITIONAL,
             )
             if demanded and name not in GIVEN:
-                rows.want(name, f"rollout.reward {self.path!r} asks for {name!r}")
+                rows.want(name, f"{self.section}.reward {self.path!r} asks for {name!r}")
 
     def wanted(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Those of the arguments that the function takes: all, if it has ``**kwargs``."""
@@ -87,9 +90,9 @@ class FunctionTask:
         """Raises ConfigError for columns that are asked for and are not there."""
         for reward in rewards:
             reward.check(rows)
-        self._columns(keys.prompt, rows)
+        self._columns(keys, rows)
         self._keys, self._rewards, self.rows = keys, rewards, rows
-        self._tools = _tools(keys.tools)
+        self._tools = _tools(keys)
         self._threads = ThreadPoolExecutor(
             keys.task_concurrency * max(1, len(rewards)), thread_name_prefix="reward"
         )
@@ -99,7 +102,10 @@ class FunctionTask:
         """Import the functions and open the dataset. Raises ConfigError or DataError."""
         # The functions first: they are what is wrong most often, and a dataset takes seconds.
         weights = keys.reward_weights or [1.0] * len(keys.reward)
-        rewards = [Reward.load(*each) for each in zip(keys.reward, weights, strict=True)]
+        rewards = [
+            Reward.load(path, weight, keys.section)
+            for path, weight in zip(keys.reward, weights, strict=True)
+        ]
         return cls(keys, rewards, open_rows(keys))
 
     def prompt(self, index: int, codec: Codec) -> Prompt:
@@ -160,7 +166,7 @@ class FunctionTask:
             answer = await call(self._threads, reward.function, **reward.wanted(arguments))
             return read_rewards(answer, count)
         except Exception as error:
-            self._note(error, number, f"rollout.reward {reward.path!r}, ")
+            self._note(error, number, f"{reward.section}.reward {reward.path!r}, ")
             raise
 
     def _note(self, error: Exception, number: int, what: str = "") -> None:
@@ -176,7 +182,7 @@ class FunctionTask:
                 return self._keys.prompt.format(**row)
             except (ValueError, TypeError, AttributeError, LookupError) as error:
                 raise DataError(
-                    f"rollout.prompt {self._keys.prompt!r} does not fit: {error}"
+                    f"{self._keys.section}.prompt {self._keys.prompt!r} does not fit: {error}"
                 ) from error
         name = MESSAGES if MESSAGES in row else TEXTS
         value = row[name]
@@ -194,21 +200,22 @@ class FunctionTask:
             raise DataError(f"column 'tools' must be JSON, got {tools!r:.100}: {error}") from error
 
     @staticmethod
-    def _columns(prompt: str, rows: Rows) -> None:
+    def _columns(keys: WorkerKeys, rows: Rows) -> None:
+        prompt, key = keys.prompt, f"{keys.section}.prompt"
         if not prompt:
             if MESSAGES not in rows.columns:
-                rows.want(TEXTS, f"without rollout.prompt a run asks for {TEXTS!r} or {MESSAGES!r}")
+                rows.want(TEXTS, f"without {key} a run asks for {TEXTS!r} or {MESSAGES!r}")
             return
         try:
             names = [name for _, name, _, _ in Formatter().parse(prompt) if name is not None]
         except ValueError as error:
             raise ConfigError(
-                "rollout.prompt must be a text with columns in braces ({{ and }} are braces), got"
+                f"{key} must be a text with columns in braces ({{{{ and }}}} are braces), got"
                 f" {prompt!r}: {error}"
             ) from error
         for name in names:
             column = name.partition(".")[0].partition("[")[0]
-            rows.want(column, f"rollout.prompt asks for {column!r}")
+            rows.want(column, f"{key} asks for {column!r}")
 
 
 def with_system(said: Any, system_prompt: str) -> list[Any]:
@@ -223,19 +230,19 @@ def task_of(spec: RolloutSpec) -> AnyTask:
     DataError or TaskFailed."""
     if spec.reward:
         return FunctionTask.load(spec)
-    return load_task(spec.task, TaskOptions(spec.seed, spec.task_path))
+    return load_task(spec.task, TaskOptions(spec.seed, spec.task_path), spec.section)
 
 
-def load_task(name: str, options: TaskOptions) -> AnyTask:
+def load_task(name: str, options: TaskOptions, section: str = ROLLOUT) -> AnyTask:
     """A built-in task, or the class at "package.module:Class". Raises ConfigError if it is not
     there or refuses its options, TaskFailed where the class itself breaks."""
     path = BUILT_IN.get(name, name)
     if ":" not in path:
         raise ConfigError(
-            f'rollout.task must be one of {sorted(BUILT_IN)} or "package.module:Class", got'
+            f'{section}.task must be one of {sorted(BUILT_IN)} or "package.module:Class", got'
             f" {name!r}"
         )
-    make = load_function("rollout.task", path)
+    make = load_function(f"{section}.task", path)
     try:
         task: AnyTask = make(options)
     except TitanGrpoError:
@@ -244,7 +251,7 @@ def load_task(name: str, options: TaskOptions) -> AnyTask:
         raise TaskFailed(f"{name}(TaskOptions)", error) from error
     if hasattr(task, "turn") != hasattr(task, "episode_reward"):
         raise ConfigError(
-            f"rollout.task {name!r} must have both of turn and episode_reward, or neither: it has"
+            f"{section}.task {name!r} must have both of turn and episode_reward, or neither: it has"
             " one of them"
         )
     return task
@@ -286,7 +293,7 @@ def filter_of(spec: RolloutSpec, task: AnyTask) -> Filter | None:
 
 def codec_of(spec: RolloutSpec) -> TextCodec:
     """The model's tokenizer and chat template. Raises ConfigError."""
-    return TextCodec(spec.model_dir, spec.chat_template, spec.chat_template_kwargs)
+    return TextCodec(spec.model_dir, spec.chat_template, spec.chat_template_kwargs, spec.section)
 
 
 def ready(spec: RolloutSpec) -> tuple[AnyTask, TextCodec]:
@@ -300,9 +307,10 @@ def ready(spec: RolloutSpec) -> tuple[AnyTask, TextCodec]:
 
 def open_rows(keys: WorkerKeys) -> Rows:
     """The rows that pass the filters. Raises ConfigError or DataError."""
-    conditions = [Condition.parse(text) for text in keys.dataset_filter]
-    table = open_table(keys.dataset, keys.dataset_config, keys.dataset_split)
-    return Rows(table, keys.dataset, conditions, keys.seed, keys.dataset_shuffle)
+    section = keys.section
+    conditions = [Condition.parse(text, section) for text in keys.dataset_filter]
+    table = open_table(keys.dataset, keys.dataset_config, keys.dataset_split, section)
+    return Rows(table, keys.dataset, conditions, keys.seed, keys.dataset_shuffle, section)
 
 
 def read_rewards(answer: Any, count: int) -> list[float | None]:
@@ -340,13 +348,14 @@ def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> f
     return sum(parts) if parts else None
 
 
-def _tools(path: str) -> list[Any] | None:
+def _tools(keys: WorkerKeys) -> list[Any] | None:
+    path, key = keys.tools, f"{keys.section}.tools"
     if not path:
         return None
     try:
         tools = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"rollout.tools must be a JSON file, got {path!r}: {error}") from error
+        raise ConfigError(f"{key} must be a JSON file, got {path!r}: {error}") from error
     if not isinstance(tools, list):
-        raise ConfigError(f"rollout.tools must hold a list of tool schemas, got {tools!r:.100}")
+        raise ConfigError(f"{key} must hold a list of tool schemas, got {tools!r:.100}")
     return tools
