@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from tests.conformance.commits import sender
 from tests.conformance.engine import EngineUnderTest
@@ -165,8 +164,6 @@ def served(root: Path, run: Path) -> Models:
         export.export_version(
             config, export.checkpoint_of(run, version), folders[version], "bfloat16"
         )
-    # Two threads of a busy machine wait for each other longer than they compute.
-    torch.set_num_threads(1)
     return Models(folders)
 
 

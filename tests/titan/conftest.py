@@ -1,5 +1,4 @@
-"""Runs torchtitan's own trainer (stock_run.py) under torchrun, on gloo; and one torch thread for
-what is computed here."""
+"""Runs torchtitan's own trainer (stock_run.py) under torchrun, on gloo."""
 
 import json
 import os
@@ -7,28 +6,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import Kind, write_tiny_model
 
 RUN_DEADLINE_S = 280
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """The tensors here are tiny. Where other processes want the cores, threads wait for each other
-    at each of their operations: a test of seconds took five minutes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 SETTINGS = {
