@@ -108,6 +108,31 @@ def test_the_slurm_script_is_one_and_names_what_there_is(root, tmp_path) -> None
     assert text.count("#SBATCH hetjob") == 1
 
 
+def test_the_script_of_one_box_is_one_and_starts_a_job(root, tmp_path) -> None:
+    script = root / "examples" / "outside" / "one_box.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
+    text = re.sub(r"\\\n\s*", "", script.read_text())
+    (line,) = re.findall(r"titan_grpo\.train (.*)", text)
+    keys = re.findall(r"keys=\((.*?)\)", text)
+    assert len(keys) == 2
+    for each in keys:
+        words = line.replace('"${keys[@]}" "${@:2}"', each).replace("$PUSH", "127.0.0.1:8300")
+        words = words.replace("$SERVER", "http://a:8000").replace("$API", "http://a:8400")
+        parse = [word.strip('"') for word in words.split()]
+        config = str(root / "train_configs" / "quickstart_cpu.toml")
+        job = jobconfig.parse(
+            [w.replace("train_configs/quickstart_cpu.toml", config) for w in parse]
+        )
+        assert job.rollout.source in ("push", "atropos")
+    env = {"PATH": os.environ["PATH"], "MODEL": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", str(script)], env=env, cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "run scripts/quickstart.sh, or set MODEL" in done.stderr
+
+
 SRUN = """#!/usr/bin/env bash
 # In place of Slurm's: the command of each task, as that task would run it, goes into a file.
 for word in "$@"; do case "$word" in --ntasks-per-node=*) tasks="${word#*=}";; esac; done

@@ -33,6 +33,11 @@ COMMANDS = {
 Mapping[str, str]) -> int``, imported when it is called."""
 
 
+TRAINER = {"torch", "torchtitan", "numpy", "safetensors", "rich", "tokenizers", "datasets"}
+TRAINER |= {"jinja2", "tyro", "tensorboard", "matplotlib"}
+"""Packages that come with titan_grpo[train], and that an engine's environment may lack."""
+
+
 def usage() -> str:
     """Format the table."""
     head = (
@@ -74,8 +79,20 @@ def command(argv: list[str]) -> int:
         known = ", ".join(COMMANDS)
         print(f"titan-grpo: unknown command {argv[0]!r}; there are {known}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"titan_grpo.commands.{argv[0]}")
-    return guarded(module.run, argv[1:], f"titan-grpo {argv[0]}")
+    name = f"titan-grpo {argv[0]}"
+    try:
+        module = importlib.import_module(f"titan_grpo.commands.{argv[0]}")
+        return guarded(module.run, argv[1:], name)
+    except ModuleNotFoundError as error:
+        if error.name not in TRAINER:
+            raise
+        print(
+            f"{name} needs the package {error.name}, which this environment"
+            f" ({sys.prefix}) lacks: pip install 'titan_grpo[train]', or call the trainer's"
+            " titan-grpo",
+            file=sys.stderr,
+        )
+        return 2
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,11 +4,11 @@
 #   python examples/outside/atropos.py http://127.0.0.1:8000 http://127.0.0.1:8400
 #
 # beside the run, at a vLLM server of the quickstart's model (README.md says how to start one)
-# that shows no version of an earlier run:
+# that shows no version of an earlier run (one_box.sh starts all of them):
 #
 #   torchrun -m titan_grpo.train --job.config_file train_configs/quickstart_cpu.toml \
-#     --rollout.servers http://127.0.0.1:8000 --rollout.group_size 4 \
-#     --rollout.source atropos --rollout.atropos_url http://127.0.0.1:8400
+#     --job.dump_folder outputs/atropos --rollout.servers http://127.0.0.1:8000 \
+#     --rollout.group_size 4 --rollout.source atropos --rollout.atropos_url http://127.0.0.1:8400
 
 import sys
 import time

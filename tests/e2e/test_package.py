@@ -111,6 +111,10 @@ def test_its_commands_work_without_torch_and_torchtitan(wheel, tmp_path) -> None
         told = bare([command, name], code=2)
         assert told.count("\n") == 1
         assert "vllm-env/bin/pip install 'titan_grpo[vllm]'" in told
+    for name in ("init", "evaluate", "rollouts", "doctor --job.config_file x.toml"):
+        told = bare([command, *name.split()], code=2)
+        assert told.count("\n") == 1
+        assert "pip install 'titan_grpo[train]'" in told
     make_run(tmp_path / "run", Made())
     assert "open it in a browser" in bare([command, "report", "run"])
 

@@ -259,12 +259,15 @@ def held_by_evaluations(f: Facts) -> Iterator[Finding]:
         if not server.held_s:
             continue
         waited = server.waited_meanwhile_s
-        usual = server.held_s * f.waited_s / f.step_s if f.step_s else 0.0
+        # What it waits at other times has other causes.
+        others_s = f.step_s - server.held_s
+        share = max(0.0, f.waited_s - waited) / others_s if others_s > 0 else 0.0
+        usual = server.held_s * min(share, 1.0)
         bad = f.step_s > 0 and waited - usual >= BLOCKED * f.step_s
-        share = percent(server.held_s / server.served_s) if server.served_s else "all"
+        part = percent(server.held_s / server.served_s) if server.served_s else "all"
         text = (
             f"evaluations held {short(server.url)} on its versions for {duration(server.held_s)}"
-            f" ({share} of its time); the trainer waited {duration(waited)} for rollouts meanwhile"
+            f" ({part} of its time); the trainer waited {duration(waited)} for rollouts meanwhile"
         )
         remedy = ": with servers of its own (servers in [[evaluation]]) an evaluation holds none"
         yield Finding("bad" if bad else "note", text + remedy * bad)
