@@ -85,6 +85,10 @@ COLUMNS = 1024
 LAYERS = 8
 PORT = 29_517
 SERVER_PORT = 8000
+STEP_PRODUCTS = 200
+"""Products of 512 x 512 matrices that stand for a step's training: about a second of a core, of
+which a version's copy, digests and serving are a small part, as in a training step."""
+
 WAIT_S = 500.0
 START_S = 1200.0
 CALL_S = 60.0
@@ -226,7 +230,7 @@ def beside_a_stopped_sync(
         phase = box[0]
         box = [None if lead is None else lead.slot(float(phase < 2))]
         dist.broadcast_object_list(box, src=0)
-        for _ in range(20):
+        for _ in range(STEP_PRODUCTS):
             torch.mm(work, work)
         for each in models:
             each.change()
