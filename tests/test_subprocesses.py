@@ -214,6 +214,27 @@ def test_a_named_semaphore_of_a_command_goes_with_it(guarded: list[Guarded]) -> 
     assert not (SHARED / f"sem.{name}").exists()
 
 
+def test_ctrl_c_does_not_end_a_process_that_still_loads_its_module(tmp_path) -> None:
+    (tmp_path / "loading.py").write_text(
+        "import os, signal\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "def main(sock, parent):\n"
+        "    sock.sendall(b'loaded')\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    process, sock = start_module("loading", env=environment)
+    with sock:
+        sock.settimeout(END_S)
+        assert sock.recv(1 << 10) == b"loaded"
+    assert wait_process(process, END_S) == 0
+
+
+def test_a_guarded_command_takes_ctrl_c_as_any_other_does(guarded: list[Guarded]) -> None:
+    one = ready("import signal\nprint(1, flush=True)\nsignal.pause()", guarded)
+    one.signal(signal.SIGINT)
+    assert wait_process(one.guard, END_S) == 128 + signal.SIGINT
+
+
 def test_a_module_that_is_started_is_there_once(tmp_path) -> None:
     """Loaded again, under its name, its records would be of other classes than its own."""
     (tmp_path / "started.py").write_text(

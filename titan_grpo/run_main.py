@@ -6,10 +6,14 @@ again, under its name: its classes would be there twice.
 """
 
 import importlib
+import signal
 import socket
 import sys
 
 if __name__ == "__main__":
+    # Before the module is loaded, which takes seconds: Ctrl-C reaches the whole foreground group,
+    # and the process that started this one decides when it ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     name, fd, parent, *arguments = sys.argv[1:]
     module = importlib.import_module(name)
     sys.exit(module.main(socket.socket(fileno=int(fd)), int(parent), *arguments))

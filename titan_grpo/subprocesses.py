@@ -282,6 +282,8 @@ def main(owner: socket.socket, _: int, grace_s: str, *command: str) -> int:
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno())
     signal.signal(signal.SIGTERM, lambda *_: None)
+    # ignored by run_main, and the command would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     child = subprocess.Popen(
         command, process_group=0, preexec_fn=end_with_parent, stdin=subprocess.DEVNULL
     )

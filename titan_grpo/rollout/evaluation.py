@@ -7,7 +7,6 @@ with the evaluation, and takes no time from training or rollouts but its request
 import asyncio
 import math
 import os
-import signal
 import socket
 import statistics
 import threading
@@ -325,8 +324,6 @@ def failure(job: Job, error: BaseException) -> Failure:
 def main(sock: socket.socket, _: int) -> int:
     """Read a job from the socket, send back Scores or a Failure; None for one without a server
     that could be begun on one."""
-    # Ctrl-C reaches the whole foreground group; the trainer decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(sock.detach())
     # no deadline: ends with the trainer, whose end closes the connection
     job: Job = connection.recv()

@@ -4,7 +4,6 @@ remote.py has the transport to a service."""
 import asyncio
 import os
 import queue
-import signal
 import socket
 import subprocess
 import threading
@@ -243,6 +242,4 @@ class LocalTransport:
 
 def main(sock: socket.socket, _: int) -> int:
     """Entry point of the process."""
-    # Ctrl-C reaches the whole foreground group; the trainer decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     return asyncio.run(Worker(Connection(sock.detach())).run())

@@ -150,7 +150,7 @@ def perform(sock: socket.socket, parent: int, make: type[Performer]) -> None:
     exit_with_parent(parent)
     # A signal to the trainer's group ends the trainer, and the end of that ends this process: until
     # then its lanes finish their commits.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="titan_grpo sync %(process)d: %(message)s")
     torch.set_num_threads(1)

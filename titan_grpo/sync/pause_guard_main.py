@@ -268,7 +268,7 @@ def _pidfd(pid: int) -> int:
 def main(sock: socket.socket, parent: int) -> None:
     """Entry point of the process."""
     # the signals that end a trainer reach its helpers too; this one must go on
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(
         level=logging.INFO, format="titan_grpo pause guard %(process)d %(asctime)s %(message)s"
