@@ -1,5 +1,6 @@
 """Ranges by one-sided reads, over UCX's shared memory and TCP: real agents, real receivers."""
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -17,6 +18,7 @@ from titan_grpo.layout.image import SharedImage, block_digests
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import RangeSource
 from titan_grpo.receive.fetch import Content, Fetch, Open, TcpReader
+from titan_grpo.sync.transports import nixl
 from titan_grpo.sync.transports.nixl import PACKAGES, NixlReader, NixlSource
 from titan_grpo.sync.transports.range_server import RangeServer
 
@@ -43,14 +45,20 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture(autouse=True)
-def without_rdma() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def agents() -> Iterator[None]:
+    """They use no RDMA, and none is left: each looks for work without a rest, on a core of its own,
+    as long as it is there."""
     os.environ.setdefault("UCX_TLS", "tcp,shm,cma,self")
+    yield
+    nixl._reader.cache_clear()
+    gc.collect()
+    left = [each for each in gc.get_objects() if type(each) is nixl._Agent]
+    assert left == [], [gc.get_referrers(each) for each in left]
 
 
 @pytest.fixture(scope="module")
 def source() -> NixlSource:
-    os.environ.setdefault("UCX_TLS", "tcp,shm,cma,self")
     return NixlSource()
 
 
@@ -141,6 +149,15 @@ def test_versions_reach_a_receiver_process_by_one_sided_reads(source) -> None:
         site.close()
 
 
+@needs_nixl
+def test_the_sync_offers_its_slots_and_servers_of_other_hosts_get_every_version(rig) -> None:
+    run = rig("a", far=True, transport="nixl")
+    for version in (1, 2, 3):
+        run.publish(version)
+        run.everyone(version)
+    assert run.loaded["a"].value() == 3.0
+
+
 def test_a_server_without_nixl_is_refused_in_one_line(tmp_path: Path, monkeypatch) -> None:
     for package in PACKAGES:
         (tmp_path / f"{package}.py").write_text("raise ImportError('planted: not installed')\n")
@@ -151,12 +168,3 @@ def test_a_server_without_nixl_is_refused_in_one_line(tmp_path: Path, monkeypatc
             site.connect(Weights(1.0))
     finally:
         site.close()
-
-
-@needs_nixl
-def test_the_sync_offers_its_slots_and_servers_of_other_hosts_get_every_version(rig) -> None:
-    run = rig("a", far=True, transport="nixl")
-    for version in (1, 2, 3):
-        run.publish(version)
-        run.everyone(version)
-    assert run.loaded["a"].value() == 3.0
