@@ -87,6 +87,7 @@ def answers(
             yield before, completion.token_ids[start:at], completion.logprobs[start:at]
 
 
+@pytest.mark.usefixtures("site")  # so that the worker runs it that has this server
 @pytest.mark.parametrize(
     ("agent", "shared"),
     [
