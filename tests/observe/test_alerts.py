@@ -136,6 +136,8 @@ def test_a_run_that_stands_still_is_found_and_one_that_has_ended_does_not(run, c
 
 
 def test_a_check_needs_something_to_look_for_and_a_step_to_look_at(run, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="RUN must be the folder of a run"):
+        watch.run([str(run / "metrics.jsonl"), "--check", "--stalled", "60"], {})
     with pytest.raises(ConfigError, match="--check needs"):
         watch.run([str(run), "--check"], {})
     with pytest.raises(ConfigError, match="need --check"):

@@ -178,11 +178,11 @@ def test_a_text_is_left_as_it_is_without_a_template(model) -> None:
     ("messages", "fault"),
     [
         (TALK, ""),
-        ([], "at least one"),
-        ("hi", "must be a list"),
+        ([], "or an empty one"),
+        ("hi", "is no list of messages"),
         ([{"content": "x"}], '"role"'),
         (["x"], '"role"'),
-        (TALK[:3], "must not end with the assistant"),
+        (TALK[:3], "ends with the assistant"),
     ],
 )
 def test_messages_that_a_model_cannot_answer_are_told_apart(messages, fault) -> None:

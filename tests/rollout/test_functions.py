@@ -314,7 +314,10 @@ def test_a_text_that_is_not_utf8_is_one_line_with_its_row(tmp_path) -> None:
         ("", "no_such_module:f", r"ModuleNotFoundError.*\(put its folder on PYTHONPATH"),
         ("import no_such_library\n", "broken_rewards:f", r"no_such_library.*broken_rewards\.py:1"),
         ("x = 1\nx.y\n", "broken_rewards:f", r"AttributeError.*broken_rewards\.py:2"),
-        ("def f(:\n", "broken_rewards:f", "SyntaxError"),
+        ("def f(:\n", "broken_rewards:f", r"SyntaxError.*broken_rewards\.py:1\)"),
+        ("import sys\nsys.exit(3)\n", "broken_rewards:f", r"SystemExit: 3.*broken_rewards\.py:2"),
+        ("", "./broken_rewards.py:f", "a module's name as in import, no path of a file"),
+        ("", ":f", 'must be "package.module:function"'),
         ("", "broken_rewards:f", r"must be a function, .*broken_rewards\.py has None by that name"),
         ("f = 1\n", "broken_rewards:f", "has 1 by that name"),
     ],
@@ -333,7 +336,9 @@ def test_a_function_that_cannot_be_imported_is_one_line_with_the_place(
 def test_a_row_that_is_no_prompt_is_named(task, codec) -> None:
     talk = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2"}]
     made = task([{"messages": talk}], right_or_wrong)
-    with pytest.raises(DataError, match="row 0 of rows: column 'messages' must not end with the"):
+    with pytest.raises(
+        DataError, match=r"row 0 of rows: column 'messages' must have .* ends with the"
+    ):
         made.prompt(0, codec)
 
 

@@ -223,6 +223,22 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse) -> None:
             "--grpo.pack_sequences --parallelism.tensor_parallel_degree=2",
             "must be 1 with grpo.pack_sequences",
         ),
+        ("--training.local_batch_size=0", "training.local_batch_size must be 1 or more, got 0"),
+        ("--parallelism.tensor_parallel_degree=0", "tensor_parallel_degree must be 1 or more"),
+        ("--parallelism.data_parallel_shard_degree=0", "data_parallel_shard_degree must be -1"),
+        ("--checkpoint.interval=0", "checkpoint.interval must be 1 or more, got 0"),
+        ("--metrics.log_freq=0", "metrics.log_freq must be 1 or more, got 0"),
+        ("--training.gc_freq=0", "training.gc_freq must be 1 or more, got 0"),
+        ("--training.max_norm=-1", "training.max_norm must be greater than 0"),
+        ("--optimizer.name=Adamax", "optimizer.name must be"),
+        ("--optimizer.beta2=1.5", "optimizer.beta2 must be 0 or more, and below 1, got 1.5"),
+        ("--lr_scheduler.warmup_steps=-2", "lr_scheduler.warmup_steps must be 0 or more, got -2"),
+        ("--lr_scheduler.decay_ratio=2", "lr_scheduler.decay_ratio must be from 0 to 1, got 2.0"),
+        ("--rollout.servers=", "rollout.servers must be a list of URLs"),
+        (
+            "--rollout.reward=a:b --rollout.dataset=c --rollout.reward_weights=nan",
+            "rollout.reward_weights must be of finite numbers",
+        ),
         ("--model.flavor=grpo_tinny", "model.flavor must be one of .*did you mean 'grpo_tiny'"),
         ("--model.name=nope", "model.name must be a model that torchtitan knows"),
         (
@@ -247,6 +263,15 @@ def test_a_broken_rule_is_refused_in_one_line(parse, arguments, message) -> None
     with pytest.raises(ConfigError, match=message) as caught:
         parse("", *arguments.split())
     assert "\n" not in str(caught.value)
+
+
+def test_lists_on_the_command_line_have_commas(parse) -> None:
+    numbers = ("--rollout.reward_weights=1,0.5", "--rollout.stop_token_ids=3,4")
+    rollout = parse(
+        "", "--rollout.reward=a:b,c:d", "--rollout.dataset=rows.jsonl", *numbers
+    ).rollout
+    assert (rollout.reward, rollout.reward_weights) == (["a:b", "c:d"], [1.0, 0.5])
+    assert rollout.stop_token_ids == [3, 4]
 
 
 @pytest.mark.parametrize(

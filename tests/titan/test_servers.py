@@ -125,6 +125,10 @@ def test_urls_are_compared_in_one_form() -> None:
         "http://h:1#top",
         "http://h:1?x=1",
         "http://a b",
+        "http://a\x01:1",
+        "http://a..b:1",
+        f"http://{'a' * 64}:1",
+        "http://a:1/v1/",
     ):
         with pytest.raises(ConfigError, match="must be a URL"):
             server_url(text)

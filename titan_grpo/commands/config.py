@@ -16,8 +16,9 @@ HEADER = """# Configuration
 The keys that titan_grpo adds to a torchtitan TOML file. A job names them with
 `[job] custom_config_module = "titan_grpo.config"` (the default of `titan_grpo.train`). The command
 line overrides the file: `--grpo.async-weight-update`, `--weight_sync.slots 3`,
-`--rollout.servers http://a:8000,http://b:8000`. A wrong type, an unknown key or an impossible
-combination ends the start with one line and exit code 2 (torchrun itself then exits with 1).
+`--rollout.servers http://a:8000,http://b:8000` (lists have commas). A wrong type, an unknown key
+or an impossible combination ends the start with one line and exit code 2 (torchrun itself then
+exits with 1).
 
 This page is what `titan-grpo config` prints.
 """

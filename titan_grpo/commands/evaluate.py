@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_grpo.config import LAUNCH
+from titan_grpo.config.rollout import server_url
 from titan_grpo.errors import ConfigError, PeerError
 
 
@@ -53,6 +54,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
             "the job must have the [[evaluation]] tables that are asked for, got"
             f" {', '.join(names) or 'none'}; there are {', '.join(known) or 'none'}"
         )
+    server = args.server and server_url(args.server)
     tables = [table for table in config.evaluation if table.name in names]
     import msgspec
 
@@ -68,7 +70,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     # Before a server is waited for: a mistake in a task is said at once.
     for table in tables:
         prepare(Job.of(table, spec))
-    with _server(args.server, config, model, key) as (url, engine, version, label):
+    with _server(server, config, model, key) as (url, engine, version, label):
         for table in tables:
             job = Job.of(table, spec).on(url, engine, version, label)
             result = asyncio.run(evaluate(job, key))

@@ -73,6 +73,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     for engine, path in options.pythons.items():
         require_python(engine, path)
     folder = options.out = Path(options.out)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out must be a new directory, {folder} is a file: name another")
     # Two runs do not mix: the checkpoint of the earlier one would be resumed in silence.
     if (folder / "summary.json").exists() or (folder / "checkpoint").exists():
         raise ConfigError(

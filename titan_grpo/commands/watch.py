@@ -49,6 +49,10 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     args = parser().parse_args(argv)
     if not 0.05 <= args.interval <= 3600:
         raise ConfigError(f"--interval must be in [0.05, 3600], got {args.interval:g}")
+    if args.run.exists() and not args.run.is_dir():
+        raise ConfigError(
+            f"RUN must be the folder of a run (job.dump_folder), {args.run} is a file"
+        )
     if args.check:
         return _check(args)
     if args.alert or args.config or args.stalled is not None:

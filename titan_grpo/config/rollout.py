@@ -222,13 +222,19 @@ def server_url(text: str) -> str:
     text = text.strip()
     try:
         parts = urlsplit(text)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port past 65535, or brackets that do not match
+        host = (parts.hostname or "").encode("idna")  # as a connection writes it
+        usable = parts.scheme in ("http", "https") and bool(host) and parts.port != 0
+    except ValueError:  # a port past 65535, brackets that do not match, a host that can be none
         usable = False
-    if not usable or any(letter in text for letter in "@?# "):
+    if not usable or not text.isprintable() or any(letter in text for letter in "@?# "):
         raise ConfigError(
             "a server must be a URL such as http://host:8000, without user, query and fragment,"
             f" got {text!r}"
+        )
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ConfigError(
+            f"a server must be a URL such as http://host:8000, without /v1, got {text!r}: that is"
+            " what a client of OpenAI's API gets"
         )
     return urlunsplit((parts.scheme, parts.netloc.lower(), parts.path.rstrip("/"), "", ""))
 

@@ -8,6 +8,7 @@ objects.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 TEXT = "none"
@@ -146,6 +147,7 @@ def task_rules(r: TaskKeys) -> Iterator[tuple[bool, str, str]]:
     count = len(r.reward)
     rule = f"empty or one weight for each of the {count} functions of rollout.reward"
     yield len(r.reward_weights) not in (0, count), "reward_weights", rule
+    yield not all(map(isfinite, r.reward_weights)), "reward_weights", "of finite numbers"
     if r.chat_template == TEXT:
         for name in ("system_prompt", "tools", "chat_template_kwargs"):
             rule = 'empty with rollout.chat_template = "none" (a plain text has no place for it)'
@@ -231,6 +233,7 @@ def evaluation_rules(e: Evaluation) -> Iterator[tuple[bool, str, str]]:
     yield not (e.rows or e.reward or e.agent), "rows", rule
     yield e.samples < 1, "samples", "1 or more"
     yield not 0 <= e.temperature < float("inf"), "temperature", "0 or greater, and finite"
+    yield not isfinite(e.pass_reward), "pass_reward", "a finite number"
     yield e.max_completion_tokens < 0, "max_completion_tokens", "0 (rollout's) or greater"
     rule = f"numbers from 1 to samples ({e.samples}): pass@k needs k completions of a prompt"
     yield not all(1 <= k <= e.samples for k in e.pass_at), "pass_at", rule

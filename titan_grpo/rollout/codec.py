@@ -39,7 +39,7 @@ class TextCodec:
         path = Path(model_dir) / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
-                "the rollout process needs a tokenizer.json in model.hf_assets_path, got"
+                "the model's directory (model.hf_assets_path) must have a tokenizer.json, got"
                 f" {model_dir!r}"
             )
         self._tokenizer = Tokenizer.from_file(str(path))
@@ -166,12 +166,12 @@ class ChatTemplate:
 def check_messages(messages: Any) -> str:
     """Why a value is not a list of messages that a model can answer; empty if it is."""
     if not isinstance(messages, list) or not messages:
-        return "must be a list of messages, at least one"
+        return "is no list of messages, or an empty one"
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return 'must hold messages with a "role" and a "content"'
+            return 'has a message without a "role"'
     if messages[-1]["role"] == "assistant":
-        return "must not end with the assistant's message, which the model is to write"
+        return "ends with the assistant's message, which the model is to write"
     return ""
 
 

@@ -216,14 +216,17 @@ def _with_arguments(kind: type, args: Sequence[str], table: Mapping[str, Any]) -
 
     @registry.primitive_rule
     def comma_separated(info: Any) -> Any:
-        if info.type != list[str]:
+        if info.type not in (list[str], list[int], list[float]):
             return None
+        (kind,) = get_args(info.type)
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1,
             metavar="A,B,C,...",
-            instance_from_str=lambda words: words[0].split(","),
-            is_instance=lambda value: all(isinstance(each, str) for each in value),
-            str_from_instance=lambda value: [",".join(value)],
+            instance_from_str=lambda words: [
+                kind(each) for each in words[0].split(",") if words[0]
+            ],
+            is_instance=lambda value: all(isinstance(each, kind | int) for each in value),
+            str_from_instance=lambda value: [",".join(map(str, value))],
         )
 
     config: Any = tyro.cli(kind, args=args, default=_filled(kind, table), registry=registry)

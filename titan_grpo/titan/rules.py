@@ -30,6 +30,9 @@ Rules = Iterator[tuple[bool, str, str]]
 def violations(config: Any, machine: Machine) -> list[str]:
     """All broken rules of torchtitan's sections, each as "key must be rule (why), got value". Empty
     if none."""
+    # First: other rules divide by some of these.
+    if outside := [_said(config, key, rule) for broken, key, rule in _numbers(config) if broken]:
+        return outside
     found = [
         *_parallelism(config),
         *_pipeline(config),
@@ -39,12 +42,48 @@ def violations(config: Any, machine: Machine) -> list[str]:
         *_unsupported(config),
         *_device(config, machine),
     ]
-    out = [
-        f"{key} must be {rule}, got {attrgetter(key)(config)!r}"
-        for broken, key, rule in found
-        if broken
-    ]
+    out = [_said(config, key, rule) for broken, key, rule in found if broken]
     return [*out, *_ranks(config, machine), *alerts.rules(config.alerts)]
+
+
+def _said(config: Any, key: str, rule: str) -> str:
+    return f"{key} must be {rule}, got {attrgetter(key)(config)!r}"
+
+
+COUNTS = (
+    *("training.steps", "training.local_batch_size", "training.gc_freq"),
+    *("metrics.log_freq", "checkpoint.interval"),
+    *(
+        f"parallelism.{name}_degree"
+        for name in (
+            "tensor_parallel",
+            "pipeline_parallel",
+            "context_parallel",
+            "data_parallel_replicate",
+        )
+    ),
+)
+"""Keys that are 1 or more: torchtitan divides by each, and some only after the first step."""
+
+
+def _numbers(config: Any) -> Rules:
+    """Ranges that torchtitan itself does not look at, or meets with a traceback."""
+    for key in COUNTS:
+        yield attrgetter(key)(config) < 1, key, "1 or more"
+    shards = config.parallelism.data_parallel_shard_degree
+    rule = "-1 (all ranks that are left) or 1 or more"
+    yield shards < 1 and shards != -1, "parallelism.data_parallel_shard_degree", rule
+    yield config.training.max_norm <= 0, "training.max_norm", "greater than 0 (inf: no bound)"
+    o, s = config.optimizer, config.lr_scheduler
+    yield o.name not in ("Adam", "AdamW"), "optimizer.name", '"Adam" or "AdamW"'
+    for name in ("beta1", "beta2"):
+        yield not 0 <= getattr(o, name) < 1, f"optimizer.{name}", "0 or more, and below 1"
+    for name in ("eps", "weight_decay"):
+        yield getattr(o, name) < 0, f"optimizer.{name}", "0 or more"
+    yield s.warmup_steps < 0, "lr_scheduler.warmup_steps", "0 or more"
+    for name in ("decay_ratio", "min_lr_factor"):
+        value = getattr(s, name)
+        yield value is not None and not 0 <= value <= 1, f"lr_scheduler.{name}", "from 0 to 1"
 
 
 MAY_BE_INFINITE = {"training.max_norm"}
@@ -243,7 +282,6 @@ def _training(config: Any) -> Rules:
         " before the fence)",
     )
     yield config.optimizer.lr <= 0, "optimizer.lr", "greater than 0"
-    yield config.training.steps <= 0, "training.steps", "greater than 0"
     length, completion = config.training.seq_len, config.rollout.max_completion_tokens
     yield (
         length <= completion,

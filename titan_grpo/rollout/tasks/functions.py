@@ -189,7 +189,10 @@ class FunctionTask:
         if isinstance(value, str):
             return value
         if fault := check_messages(value):
-            raise DataError(f"column {name!r} {fault}, or a text, got {value!r:.200}")
+            raise DataError(
+                f"column {name!r} must have texts, or messages that a model can answer; one"
+                f" {fault}, got {value!r:.200}"
+            )
         return value
 
     def _tools_of(self, row: dict[str, Any]) -> Any:
@@ -261,13 +264,18 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
     """The function or class "package.module:name" that ``key`` names. Raises ConfigError, also
     where the module breaks: in one line, with the place."""
     module_name, _, name = path.partition(":")
-    if not name:
-        raise ConfigError(f'{key} must be "package.module:function", got {path!r}')
+    if not name or not module_name or "/" in module_name or module_name[0] == ".":
+        raise ConfigError(
+            f'{key} must be "package.module:function" (a module\'s name as in import, no path of a'
+            f" file), got {path!r}"
+        )
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the boundary to a user's code
+    except (Exception, SystemExit) as error:  # the boundary to a user's code
         if isinstance(error, ModuleNotFoundError) and error.name == module_name:
             reason = "put its folder on PYTHONPATH, or start in it"
+        elif isinstance(error, SyntaxError):
+            reason = f"{error.filename}:{error.lineno}"
         else:
             *_, last = traceback.extract_tb(error.__traceback__)
             reason = f"{last.filename}:{last.lineno}"
