@@ -64,11 +64,14 @@ class _Agent:
     """One end, and a lock: an agent takes one call at a time, none of which waits for the other
     end."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, serves: bool) -> None:
         api = _nixl()
         self.lock = threading.Lock()
         try:
-            config = api.nixl_agent_config(backends=["UCX"])
+            # Its thread looks for work without a rest, on a core of its own. Who serves needs it:
+            # over TCP and shared memory reads are not one-sided all the way. Who reads looks
+            # itself, while it reads.
+            config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=serves)
             self.of = api.nixl_agent(f"{role}-{secrets.token_hex(8)}", config)
         except _errors() as error:
             raise ConfigError(
@@ -89,7 +92,7 @@ class _Agent:
 @cache
 def _reader() -> _Agent:
     """Of this process: an agent takes a second, threads and connections."""
-    return _Agent("reader")
+    return _Agent("reader", serves=False)
 
 
 class NixlSource:
@@ -97,7 +100,7 @@ class NixlSource:
 
     def __init__(self) -> None:
         """ConfigError if NIXL cannot be used here."""
-        self._agent = _Agent("source")
+        self._agent = _Agent("source", serves=True)
         self._known: dict[tuple[int, int], str] = {}
 
     def place(self, address: int, nbytes: int) -> str:
