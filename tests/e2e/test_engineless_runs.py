@@ -98,6 +98,7 @@ def sync_process(training, after: int = 0) -> psutil.Process:
     return found[-1]
 
 
+@pytest.mark.long
 def test_a_run_whose_sync_process_is_killed_takes_all_steps_and_ends_on_the_newest_version(
     runs, make_replay, tmp_path
 ):

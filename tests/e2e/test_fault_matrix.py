@@ -43,6 +43,7 @@ def bench_on(stack: ExitStack, runs, folder: Path, victim: Launch | None = None)
     return site_bench(stack, place, Bench(place, settings, folder, os.environ, print))
 
 
+@pytest.mark.long
 def test_faults_without_an_engine_through_the_command(root, tmp_path):
     command = [sys.executable, "-m", "tests.faults", "--servers", "engineless"]
     command += ["--faults", ENGINELESS, "--out", str(tmp_path / "out")]

@@ -33,15 +33,15 @@ def train(runs, *arguments: str) -> tuple[int, list[str]]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
         ("--rollout.group_sice=8", ["group_sice", "did you mean --rollout.group-size?"]),
         # Whatever else is wrong in a job: tests/titan/test_jobconfig.py.
-        pytest.param(
+        (
             "--model.hf_assets_path={model}",
             ["must be started by torchrun", "LOCAL_WORLD_SIZE", "MASTER_PORT"],
-            marks=pytest.mark.long,
         ),
     ],
     ids=["unknown key", "no torchrun"],

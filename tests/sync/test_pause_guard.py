@@ -140,7 +140,13 @@ def honest(server: ServerProcess) -> dict[str, Any]:
     return now
 
 
-KILLED = [(Point.PAUSE, 1), (Point.LOAD, 1), (Point.LABEL, 2), (Point.RESUME, 2)]
+# Before the load it holds the version before, after it the new one: of each side one point.
+KILLED = [
+    pytest.param(Point.PAUSE, 1, marks=pytest.mark.long),
+    (Point.LOAD, 1),
+    (Point.LABEL, 2),
+    pytest.param(Point.RESUME, 2, marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize(("point", "holds"), KILLED, ids=lambda x: getattr(x, "value", str(x)))
