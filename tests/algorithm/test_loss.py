@@ -534,3 +534,14 @@ def test_the_on_policy_gap_leaves_out_rows_of_older_versions() -> None:
     metrics = grpo_loss(logprobs, batch, GRPO())[1]
     names = ("on_policy_count_sum", "on_policy_gap_sum", "on_policy_gap_max")
     assert [metrics[name].item() for name in names] == pytest.approx([2, 0.75, 0.5])
+
+
+def test_log_probabilities_are_summed_apart_by_the_sign_of_the_advantage() -> None:
+    batch = micro_batch() | {"advantages": torch.tensor([2.0, -1.0])}
+    logprobs = torch.tensor([[-0.5, -1.5, -1.0], [-4.0, -2.0, -3.0]])
+    metrics = grpo_loss(logprobs, batch, GRPO())[1]
+    labelled = batch["labels"] >= 0
+    for row, name in enumerate(("better", "worse")):
+        own = logprobs[row][labelled[row]]
+        assert metrics[f"{name}_count_sum"] == own.numel()
+        assert metrics[f"{name}_logprob_sum"].item() == pytest.approx(own.sum().item())

@@ -140,6 +140,7 @@ def grpo_loss(
             for name, value in observed.items()
         }
         metrics |= _token_metrics(logprobs, batch, labelled, spans)
+        metrics |= _separation(logprobs, _per_token(batch["advantages"]), labelled)
         metrics |= _ratio_metrics(policy, advantages, spans, grpo)
     return loss, metrics
 
@@ -191,6 +192,18 @@ def _token_metrics(
             "on_policy_gap_max": own_gap.max().double(),
         }
     return metrics | _gap_parts(gap, batch, labelled, spans)
+
+
+def _separation(
+    logprobs: torch.Tensor, advantages: torch.Tensor, labelled: torch.Tensor
+) -> Metrics:
+    """Log-probabilities of the tokens with a positive and of those with a negative advantage."""
+    out: Metrics = {}
+    for name, part in (("better", advantages > 0), ("worse", advantages < 0)):
+        chosen = labelled & part
+        out[f"{name}_logprob_sum"] = logprobs.masked_fill(~chosen, 0).sum().double()
+        out[f"{name}_count_sum"] = chosen.sum().double()
+    return out
 
 
 def _gap_parts(

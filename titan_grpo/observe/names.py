@@ -25,6 +25,7 @@ ENTROPY = "policy/entropy"
 LOGPROB = "policy/logprob_mean"
 LOGPROB_MIN = "policy/logprob_min"
 LOGPROB_MAX = "policy/logprob_max"
+LOGPROB_SEPARATION = "policy/logprob_separation"
 LOGIT_SQUARE = "policy/logit_square"
 PTX_LOSS = "loss/ptx"
 IMPORTANCE_MEAN = "importance/mean"
@@ -146,6 +147,10 @@ MEANING: dict[str, str] = {
     LOGPROB: "mean log-probability of the sampled tokens, nats",
     LOGPROB_MIN: "least of them",
     LOGPROB_MAX: "greatest of them",
+    LOGPROB_SEPARATION: (
+        "their mean over tokens with a positive advantage minus that over tokens with a negative"
+        " one, nats"
+    ),
     LOGIT_SQUARE: "mean square of the policy's logits",
     PTX_LOSS: "cross-entropy of the plain text that is mixed in, nats per token",
     IMPORTANCE_MEAN: "mean weight of the off-policy correction",

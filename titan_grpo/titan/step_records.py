@@ -55,6 +55,11 @@ def loss_values(metrics: Mapping[str, float]) -> dict[str, float]:
     values[names.CLIP_FRACTION] = metrics["clipped_low"] + metrics["clipped_high"]
     if "minus_logprob_max" in metrics:
         values[names.LOGPROB_MIN] = -metrics["minus_logprob_max"]
+    better, worse = (metrics.get(f"{name}_count", 0) for name in ("better", "worse"))
+    if better and worse:
+        values[names.LOGPROB_SEPARATION] = (
+            metrics["better_logprob"] / better - metrics["worse_logprob"] / worse
+        )
     if metrics["on_policy_count"] > 0:
         values[names.ON_POLICY_GAP] = metrics["on_policy_gap"] / metrics["on_policy_count"]
         values[names.ON_POLICY_GAP_MAX] = metrics["on_policy_gap_max"]
