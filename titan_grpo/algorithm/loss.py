@@ -140,7 +140,6 @@ def grpo_loss(
             for name, value in observed.items()
         }
         metrics |= _token_metrics(logprobs, batch, labelled, spans)
-        metrics |= _separation(logprobs, _per_token(batch["advantages"]), labelled)
         metrics |= _ratio_metrics(policy, advantages, spans, grpo)
     return loss, metrics
 
@@ -191,6 +190,7 @@ def _token_metrics(
             "on_policy_gap_sum": own_gap.sum().double(),
             "on_policy_gap_max": own_gap.max().double(),
         }
+    metrics |= _separation(logprobs, _per_token(batch["advantages"]), labelled)
     return metrics | _gap_parts(gap, batch, labelled, spans)
 
 
