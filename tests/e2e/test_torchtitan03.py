@@ -83,9 +83,10 @@ made = translated(JobConfig())
 said = []
 for option in ("--parallelism.expert_tensor_parallel_degree=2",
                "--parallelism.enable_async_tensor_parallel", "--grpo.ptx_mixin_batchsize=32",
-               "--activation_checkpoint.mode=memory_budget"):
+               "--activation_checkpoint.mode=memory_budget",
+               "--parallelism.pipeline_parallel_degree=2 --model.flavor=grpo_tiny_untied"):
     try:
-        parse(["--job.config_file", {str(QUICK)!r}, option])
+        parse(["--job.config_file", {str(QUICK)!r}, *option.split()])
         said.append("")
     except ConfigError as error:
         said.append(str(error))
@@ -119,6 +120,7 @@ def test_what_has_no_counterpart_or_was_never_run_is_refused_by_its_name(found):
         "parallelism.enable_async_tensor_parallel",
         "grpo.ptx_mixin_batchsize",
         "activation_checkpoint.mode",
+        "parallelism.pipeline_parallel_degree",
     )
     for text, key in zip(found[2], keys, strict=True):
         assert text.startswith(f"{key} must be"), text
@@ -200,6 +202,7 @@ SPLIT = {
     ),
     "EP": ("qwen3_moe", 2, "--parallelism.expert_parallel_degree=2"),
     "LoRA": ("qwen3", 2, "--lora.rank=4"),
+    "LoRA, TP": ("llama3", 2, "--lora.rank=4", "--parallelism.tensor_parallel_degree=2"),
 }
 
 

@@ -28,7 +28,7 @@ from vllm.engine.arg_utils import EngineArgs
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import essential
 from titan_grpo.receive import vllm_http
-from titan_grpo.receive.vllm_plugin import problem_of
+from titan_grpo.receive.vllm_plugin import problem_of, sends_routes
 
 def configured(model=sys.argv[1], **options):
     args = EngineArgs(model=model, max_model_len=64, enforce_eager=True, **options)
@@ -53,6 +53,9 @@ def fields(model, **options):
     return essential(configured(model, **options).model_config.hf_text_config.to_dict())
 
 tokens = {"num_speculative_tokens": 2}
+routed = configured()
+# set late, as above
+routed.aux_output_config.enable_return_routed_experts = True
 print(json.dumps({
     "plain": problem(),
     "ngram": problem(speculative_config={"method": "ngram", **tokens}),
@@ -60,6 +63,7 @@ print(json.dumps({
     "eplb": problem({"enable_eplb": True}),
     "pipeline": problem({"pipeline_parallel_size": 2}),
     "replicas": problem(data_parallel_size=2),
+    "experts": problem({"enable_expert_parallel": True, "tensor_parallel_size": 2}),
     "hosts": problem({"nnodes": 2}),
     "ray": problem({"distributed_executor_backend": "ray"}),
     "own processes": problem({"distributed_executor_backend": "mp"}),
@@ -69,6 +73,7 @@ print(json.dumps({
     "adapters": adapters(enable_lora=True, max_lora_rank=16),
     "adapters, low rank": adapters(enable_lora=True, max_lora_rank=8),
     "adapters, no lora": adapters(),
+    "routes": [sends_routes(configured()), sends_routes(routed)],
     "fields": {model: fields(model) for model in sys.argv[1:]},
     "other rope": fields(sys.argv[1], hf_overrides={"rope_parameters": ROPE}),
 }))
@@ -87,7 +92,9 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import essential
-from titan_grpo.receive.sglang_plugin import LOADER, SglangModel, compatibility, model_problem
+from titan_grpo.receive.sglang_plugin import (
+    LOADER, SglangModel, compatibility, model_problem, sends_routes
+)
 
 def problem(**options):
     return compatibility(ServerArgs(sys.argv[1], custom_weight_loader=[LOADER], **options))
@@ -113,6 +120,7 @@ print(json.dumps({
     "placed": problem(init_expert_location="placement.json"),
     "draft": problem(speculative_algorithm="EAGLE"),
     "adapters": SglangModel.__new__(SglangModel).refuses(adapters),
+    "experts": problem(tp_size=2, ep_size=2),
     "replicas": problem(dp_size=2),
     "hosts": problem(nnodes=2, dist_init_addr="127.0.0.1:1"),
     "pipeline": problem(pp_size=2),
@@ -120,6 +128,10 @@ print(json.dumps({
     "other rope": fields(
         sys.argv[1], json_model_override_args=json.dumps({"rope_parameters": ROPE})
     ),
+    "routes": [
+        sends_routes(ServerArgs(sys.argv[1], enable_return_routed_experts=on))
+        for on in (False, True)
+    ],
     "unquantised": quantised(UnquantizedLinearMethod),
     "restores": quantised(moe, schemes.CompressedTensorsWNA16MoE),
     "packs": quantised(Fp8LinearMethod),
@@ -159,8 +171,9 @@ def test_vllm_refuses_load_balanced_experts_and_draft_weights_and_nothing_else(
     vllm_python: str, tmp_path: Path
 ) -> None:
     found = answers(vllm_python, VLLM, tmp_path, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+    assert found.pop("routes") == [False, True]
     fine = [name for name, problem in found.items() if not problem]
-    assert fine == ["plain", "ngram", "own processes", "online", "adapters"]
+    assert fine == ["plain", "ngram", "experts", "own processes", "online", "adapters"]
     assert "start it with --max-lora-rank 16" in found["adapters, low rank"]
     assert "start it with --enable-lora --max-lora-rank 16" in found["adapters, no lora"]
     assert "awq cannot be made anew from whole weights" in found["awq"]
@@ -177,8 +190,9 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
 ) -> None:
     paths = f"{sglang_cpu.directory()}:{root}"
     found = answers(sglang_python, SGLANG, tmp_path, PYTHONPATH=paths, SGLANG_USE_CPU_ENGINE="1")
+    assert found.pop("routes") == [False, True]
     fine = [name for name, problem in found.items() if not problem]
-    assert fine == ["plain", "unquantised", "restores"]
+    assert fine == ["plain", "experts", "unquantised", "restores"]
     assert 'send merged weights (lora.sync = "merged")' in found["adapters"]
     assert "start one server per replica" in found["replicas"]
     for name in ("pipeline", "hosts"):

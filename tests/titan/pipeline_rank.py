@@ -10,6 +10,8 @@ import json
 import os
 import shlex
 import sys
+from array import array
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,6 +31,7 @@ from titan_grpo.sync.publisher import Snapshotter, local_shards  # noqa: E402
 from titan_grpo.titan.data import Share, StepWork  # noqa: E402
 from titan_grpo.titan.export import checkpoint_of, export_version  # noqa: E402
 from titan_grpo.titan.jobconfig import check_files, parse  # noqa: E402
+from titan_grpo.titan.modules import route_width  # noqa: E402
 from titan_grpo.titan.optimizer_step import reduce_metrics  # noqa: E402
 from titan_grpo.titan.rank0 import batch_options  # noqa: E402
 from titan_grpo.titan.step_records import sequences  # noqa: E402
@@ -40,20 +43,28 @@ from titan_grpo.verify.recording import tensor_digest  # noqa: E402
 RECIPE = "titan_grpo/titan/recipes/quickstart_cpu.toml"
 
 
-def groups_of(step: int) -> list[Group]:
-    """Eight groups of four completions of 1 to 14 tokens, the same for the same step."""
-    draw = Random(step)
+def groups_of(step: int, routed: bool = False) -> list[Group]:
+    """Eight groups of four completions of 1 to 14 tokens, the same for the same step; ``routed``:
+    each token with two of eight experts in each of two layers."""
+    draw, draw_routes = Random(step), Random(step)
 
-    def completion(version: int) -> Completion:
+    def routes(tokens: int) -> bytes:
+        pairs = [draw_routes.sample(range(8), 2) for _ in range(2 * tokens)]
+        return array("h", chain.from_iterable(pairs)).tobytes()
+
+    def completion(version: int, prompt: tuple[int, ...]) -> Completion:
         count = draw.randint(1, 14)
         ids = tuple(draw.randint(4, 100) for _ in range(count))
         logprobs = tuple(-4.8 + draw.random() / 5 for _ in ids)
-        return Completion(ids, logprobs, "stop", version, version, "s", reward=draw.random())
+        reward, experts = draw.random(), routes(len(prompt) + count - 1) if routed else b""
+        return Completion(
+            ids, logprobs, "stop", version, version, "s", reward=reward, routes=experts
+        )
 
     prompts = [tuple(draw.randint(4, 100) for _ in range(draw.randint(2, 9))) for _ in range(8)]
     version = max(step - 1, 0)
     return [
-        Group(Prompt(number, prompt), tuple(completion(version) for _ in range(4)))
+        Group(Prompt(number, prompt), tuple(completion(version, prompt) for _ in range(4)))
         for number, prompt in enumerate(prompts)
     ]
 
@@ -61,12 +72,14 @@ def groups_of(step: int) -> list[Group]:
 def train_to(trainer: GRPOTrainer, steps: int) -> list[dict[str, Any]]:
     """Train on made-up groups; what each step says, the same on every rank."""
     config = trainer.job_config
-    options = batch_options(config, token_cost(trainer.model_args, trainer.whole))
+    routed = config.grpo.router_replay
+    width = route_width(trainer.whole) if routed else 0
+    options = batch_options(config, token_cost(trainer.model_args, trainer.whole), width)
     batches = trainer.batch_generator(trainer.dataloader)
     said = []
 
     def prepare() -> StepWork:
-        batch = plan(groups_of(trainer.step), trainer.loader.num_shares, options)
+        batch = plan(groups_of(trainer.step, routed), trainer.loader.num_shares, options)
         return Share(batch.steps), batch.rows
 
     while trainer.step < steps:

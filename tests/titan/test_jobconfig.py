@@ -188,7 +188,33 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse) -> None:
             "--parallelism.pipeline_parallel_degree=2 --lora.rank=4",
             "lora.rank must be 0 with parallelism.pipeline_parallel_degree > 1",
         ),
-        ("--parallelism.context_parallel_degree=2", "context_parallel_degree must be 1"),
+        (
+            "--parallelism.pipeline_parallel_degree=2 --grpo.router_replay",
+            "grpo.router_replay must be false with parallelism.pipeline_parallel_degree > 1",
+        ),
+        (
+            "--parallelism.pipeline_parallel_degree=2 --grpo.ptx_mixin_batchsize=8",
+            "grpo.ptx_mixin_batchsize must be 0 with parallelism.pipeline_parallel_degree > 1",
+        ),
+        (
+            "--parallelism.pipeline_parallel_degree=2"
+            " --parallelism.pipeline_parallel_schedule_csv=x.csv",
+            "pipeline_parallel_schedule_csv must be empty with .*steps have different ones",
+        ),
+        (
+            "--parallelism.pipeline_parallel_degree=2"
+            " --parallelism.pipeline_parallel_microbatch_size=2",
+            "pipeline_parallel_microbatch_size must be 1 with .*grpo.token_budget says",
+        ),
+        (
+            "--parallelism.context_parallel_degree=2",
+            "context_parallel_degree must be 1 .* titan/optimizer_step.py makes a batch,"
+            " Stepper._batch, and where algorithm/loss.py sums",
+        ),
+        (
+            "--grpo.router_replay --rollout.servers=launch --rollout.launch_python=python",
+            "rollout.launch_engines must be .* with grpo.router_replay on CPU",
+        ),
         (
             "--parallelism.tensor_parallel_degree=3",
             "seq_len must be a multiple of parallelism.tensor_parallel_degree",

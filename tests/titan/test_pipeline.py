@@ -1,7 +1,9 @@
-"""A model cut into pipeline stages trains like a whole one, and each rank publishes its stage."""
+"""A model cut into pipeline stages trains like a whole one, and each rank publishes its stage. So
+do batches and models in other forms together, on both torchtitans."""
 
 import json
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,9 @@ def trained(tmp_path):
     """``trained((name, ranks, steps, arguments), ...)``: what rank 0 of each run says, by name;
     all runs at once, each in the folder of its name."""
 
-    def run(*runs: tuple[str, int, int, str], kind: str = "llama3") -> dict[str, dict]:
+    def run(
+        *runs: tuple[str, int, int, str], kind: str = "llama3", python: str = sys.executable
+    ) -> dict[str, dict]:
         model = write_tiny_model(kind, tmp_path / "model", seed=1)
         name, flavor = FLAVORS[kind]
         words: list[str] = []
@@ -37,7 +41,8 @@ def trained(tmp_path):
             options += [f"--job.dump_folder={tmp_path / folder}", *shlex.split(f"{EXACT} {more}")]
             arguments = shlex.join(options)
             words += [str(tmp_path / folder), str(free_port()), str(ranks), str(steps), arguments]
-        outputs = run_ranks(SCRIPT, sum(ranks for _, ranks, _, _ in runs), *words)
+        count = sum(ranks for _, ranks, _, _ in runs)
+        outputs = run_ranks(SCRIPT, count, *words, python=python)
         lines = (line for out in outputs for line in out.splitlines() if line.startswith('{"said'))
         names = [folder for folder, *_ in runs]
         return dict(zip(names, map(json.loads, lines), strict=True))
@@ -81,10 +86,11 @@ EVERYTHING = (
     [
         ("qwen3_untied", 4, "", EVERYTHING),
         ("qwen3_moe", 2, "", ""),
+        ("qwen3_moe", 4, "expert_parallel_degree=2", ""),
         ("llama3", 2, "pipeline_parallel_schedule=Interleaved1F1B", ""),
         ("llama3", 4, "tensor_parallel_degree=2", "--grpo.m2_threshold=0.01"),
     ],
-    ids=["FSDP and every term", "MoE", "several stages on a rank", "TP"],
+    ids=["FSDP and every term", "MoE", "EP", "several stages on a rank", "TP"],
 )
 def test_stages_beside_other_ways_of_sharding_train_like_one_rank(
     trained, kind, ranks, sharding, terms
@@ -102,3 +108,32 @@ def test_a_run_of_stages_that_stopped_goes_on_bit_for_bit(trained) -> None:
     halves = trained(("halves", 2, 4, TWO_STAGES))["halves"]
     assert halves["said"] == straight["said"][2:]
     assert halves["digest"] == straight["digest"]
+
+
+REPLAY, LORA, PACKED = "--grpo.router_replay", "--lora.rank=4", "--grpo.pack_sequences"
+TOGETHER = {
+    "replay, EP": ("qwen3_moe", REPLAY, "--parallelism.expert_parallel_degree=2"),
+    "replay, packed": ("qwen3_moe", REPLAY, PACKED),
+    "LoRA, TP": ("llama3", LORA, "--parallelism.tensor_parallel_degree=2"),
+    "LoRA, packed": ("llama3", LORA, PACKED),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", TOGETHER.values(), ids=TOGETHER)
+@pytest.mark.parametrize("version", ["0.2.2", "0.3"])
+def test_what_may_be_combined_trains_like_one_rank_that_pads(trained, root, job, version) -> None:
+    python = sys.executable
+    if version == "0.3":
+        python = str(root / ".venv-titan03/bin/python")
+        if not Path(python).exists():
+            pytest.skip("no environment with torchtitan 0.3: scripts/setup.sh --torchtitan 0.3")
+    kind, both, more = job
+    found = trained(
+        ("whole", 1, 2, both), ("split", 2, 2, f"{both} {more}"), kind=kind, python=python
+    )
+    assert_alike(found["split"], found["whole"])
+    if both == REPLAY:
+        assert found["split"]["said"][0]["values"]["routes_differ"] > 0
+        # with adapters the image here is of the base: tests/titan/test_lora.py
+        assert found["split"]["same_as_export"]

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from titan_grpo.commands.doctor_host import ENGINES, Finding, ok, problem, warning
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.generation import RETURN_ROUTES
+from titan_grpo.engines.generation import NO_ROUTES
 from titan_grpo.engines.http import Call, HttpRefused, KeyRefused, SyncDriver, address_towards, want
 from titan_grpo.engines.server import detect
 from titan_grpo.errors import ConfigError, PeerError, ServerRefused
@@ -261,7 +261,7 @@ def _options(url: str, engine: str, needed: Options, found: Options) -> Iterator
         yield ok("options", f"{url} takes adapters up to rank {found.lora_rank}")
     if needed.routes and not found.routes:
         text = f"{url} sends no routes, and grpo.router_replay needs those of every completion"
-        yield problem("options", text, f"start it with {RETURN_ROUTES}")
+        yield problem("options", text, NO_ROUTES)
     elif needed.routes:
         yield ok("options", f"{url} sends the experts of each token")
 

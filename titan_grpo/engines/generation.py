@@ -68,6 +68,8 @@ class Sampling:
 RETURN_ROUTES = "--enable-return-routed-experts"
 """Option with which both engines remember the experts of each token."""
 
+NO_ROUTES = f"start it with {RETURN_ROUTES} (vLLM has that on a GPU only, SGLang on a CPU too)"
+
 
 def salt(label: str) -> str:
     """A cache salt for any label: hashed, since vLLM refuses salts over 128 characters or with "/",

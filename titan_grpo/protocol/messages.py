@@ -255,6 +255,8 @@ class Hello(Message, frozen=True):
     """Of the channel: see RangeSource."""
     model: dict[str, Any] = {}
     """receive.checkpoint.essential of the trainer's model; empty is not compared."""
+    routes: bool = False
+    """Whether completions must come with the experts of each token."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes % self.block_bytes:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from titan_grpo.engines.generation import NO_ROUTES
 from titan_grpo.errors import PeerError, TitanGrpoError, UpstreamError
 from titan_grpo.layout.cuda_runtime import CudaRuntime
 from titan_grpo.layout.image import ImageAddress, SharedImage
@@ -270,6 +271,8 @@ class EngineSide:
         empty if they can. ``run_key``: serve only trainers that prove it.
         """
         self._engine, self._workers, self._problem = engine, workers, problem
+        self.routes = True
+        """Whether completions come with the experts of each token, where they are asked for."""
         self._device = WorkerDevice()
         self._mapped: Mapped | None = None
         self._ahead: Ahead | None = None
@@ -305,11 +308,20 @@ class EngineSide:
             if (address := reply_address(data)) is not None:
                 receiver.answer(address, f"{error} (this server runs {package_version()})")
             return str(error)
-        found = difference(hello.model, essential(self._engine.config))
-        other = (
-            f"this server computes another model: {found}; start it with the trainer's config.json"
-        )
-        return receiver.hello(hello, self._problem or (other if found else ""))
+        return receiver.hello(hello, self._problem or self._unfit(hello))
+
+    def _unfit(self, hello: Hello) -> str:
+        if found := difference(hello.model, essential(self._engine.config)):
+            return (
+                f"this server computes another model: {found}; start it with the trainer's"
+                " config.json"
+            )
+        if hello.routes and not self.routes:
+            return (
+                "this server does not send the experts of each token, and grpo.router_replay needs"
+                f" those of every completion: {NO_ROUTES}"
+            )
+        return ""
 
     def place(self, data: Any) -> dict[str, Any]:
         """Rank 0: where the memory is that an Attach asks to map; empty where there is none."""

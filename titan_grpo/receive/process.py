@@ -161,14 +161,15 @@ class ReceiverHandle:
         """Serve a newer epoch that proves the run key; any other hello is only answered. Why it was
         refused, or empty.
 
-        ``problem``: why commits of this engine cannot work; the lane reads it on joining.
+        ``problem``: why this engine cannot serve that trainer; the lane reads it on joining, and
+        the run in force stays.
         """
         probe, keys = hello.transport == PROBE, self._keys(hello.run_id, hello.epoch)
         refusal = "" if probe and not hello.proof else _unproven(hello, keys)
         final = bool(refusal or problem)
         if refusal:
             keys = None
-        elif not probe:
+        elif not probe and not problem:
             if refusal := self._second_name(hello):
                 self.answer(hello, refusal, keys if hello.proof else None, final=True)
                 return refusal
@@ -181,9 +182,9 @@ class ReceiverHandle:
             refusal = self._step(OpenEpoch(hello.run_id, hello.epoch, hello.term))
             if not refusal and hello.run_id != before:
                 self._started_s = time.monotonic() - hello.age_s
-        if refusal or probe:
+        if refusal or problem or probe:
             self.answer(hello, problem or refusal, keys if hello.proof else None, final)
-            return refusal
+            return refusal or problem
         self._kill_serving()
         self._greeting = hello
         self._serving = ReceiverProcess(self._first("serve", hello, problem, keys))

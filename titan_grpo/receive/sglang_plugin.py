@@ -26,7 +26,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from titan_grpo.engines.sglang import LOADER, commit_payload
-from titan_grpo.errors import PeerError
+from titan_grpo.errors import PeerError, UpstreamError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters
 from titan_grpo.receive.checkpoint import CheckpointNames
@@ -201,8 +201,10 @@ def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) 
     workers = Workers(scheduler.tp_group)
     run_key, key_problem = environment_key(os.environ)
     model = scheduler.tp_worker.model_runner.model
-    problem = compatibility(scheduler.server_args) or model_problem(model) or key_problem
+    args = scheduler.server_args
+    problem = compatibility(args) or model_problem(model) or experts_problem(args) or key_problem
     plugin.side = plugin.make_side(SglangModel(scheduler), workers, problem, run_key)
+    plugin.side.routes = sends_routes(args)
     Server(_address(workers.rank), plugin.hello).start()
     log_ready(workers, problem, run_key)
 
@@ -226,6 +228,25 @@ def compatibility(args: Any) -> str:
         return "a speculative draft model would keep its old weights: start the server without one"
     if LOADER not in (args.custom_weight_loader or []):
         return f"start the server with --custom-weight-loader {LOADER}"
+    return ""
+
+
+def sends_routes(args: Any) -> bool:
+    """Whether a server with these ServerArgs answers with the experts of each token."""
+    return bool(args.enable_return_routed_experts)
+
+
+def experts_problem(args: Any) -> str:
+    """Why experts that are spread over workers cannot be served with these ServerArgs; empty if
+    they can."""
+    if args.ep_size == 1:
+        return ""
+    from titan_grpo.patches import sglang_cpu_experts
+
+    try:
+        sglang_cpu_experts.apply(args.device)
+    except UpstreamError as error:
+        return str(error)
     return ""
 
 

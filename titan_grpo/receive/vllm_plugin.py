@@ -114,14 +114,20 @@ def problem_of(vllm_config: Any) -> str:
     return ""
 
 
+def sends_routes(vllm_config: Any) -> bool:
+    """Whether a server with this VllmConfig answers with the experts of each token."""
+    return bool(vllm_config.aux_output_config.enable_return_routed_experts)
+
+
 def compatibility(vllm_config: Any) -> tuple[bool, str]:
     """(whether a reload must be followed by the CPU repair, why commits cannot work here or
     empty)."""
-    from titan_grpo.patches import vllm_cpu_reload
+    from titan_grpo.patches import vllm_cpu_experts, vllm_cpu_reload
 
     if problem := problem_of(vllm_config):
         return False, problem
     try:
+        vllm_cpu_experts.apply()
         return vllm_cpu_reload.apply(), ""
     except TitanGrpoError as error:
         return False, str(error)
@@ -203,6 +209,7 @@ class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
         run_key, key_problem = environment_key(os.environ)
         problem = problem or key_problem
         self._side = self.make_side(VllmModel(self, repair), workers, problem, run_key)
+        self._side.routes = sends_routes(self.vllm_config)
         log_ready(workers, problem, run_key)
 
     def make_side(

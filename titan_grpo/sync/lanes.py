@@ -12,7 +12,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -120,9 +120,11 @@ class SyncOptions:
     leaders: Sequence[int] = ()
     """The leaders' ranks of the trainer's other hosts, by part from 1 on."""
     model: Mapping[str, Any] = field(default_factory=dict)
+    unrouted: Container[str] | None = None
+    """See LinkOptions, like ``model``."""
     owner: str = ""
     take_over: bool = True
-    """See Hello, like ``model`` and ``owner``."""
+    """See Hello, like ``owner``."""
     started_s: float = field(default_factory=time.monotonic)
     """When the run started, on the monotonic clock."""
     keeps: bool = False
@@ -158,6 +160,7 @@ class SyncOptions:
             device=str(self.device) if transport == "nccl" else "cpu",
             run_key=self.run_key,
             model=self.model,
+            unrouted=self.unrouted,
             owner=self.owner,
             take_over=self.take_over,
             started_s=self.started_s,

@@ -181,6 +181,7 @@ class Controller:
                 run_key=self.run_key,
                 device=device,
                 model=essential(read_config(self._model_dir)),
+                unrouted=self._unrouted(),
                 remote_writers=plan.others,
                 leaders=plan.leaders[1:],
                 owner=_owner(self._run_dir),
@@ -210,6 +211,11 @@ class Controller:
         assert isinstance(rollouts, RolloutClient)
         access = ServerAccess(url, sync.commit_deadline_s, load_deadline_s(sync), *self._keys)
         return rollouts.control(self._job.rollout.engine, access)
+
+    def _unrouted(self) -> frozenset[str] | None:
+        """See SyncOptions. Evaluations need no routes, and recorded rollouts have theirs."""
+        replay = self._job.grpo.router_replay and not self._job.rollout.replay_path
+        return self._evaluations.own if replay else None
 
     def _drain(self, url: str) -> None:
         """Wait until nothing runs on a server."""

@@ -398,6 +398,13 @@ def _device(config: Any, machine: Machine) -> Rules:
         yield attrgetter(key)(config), key, f"false on CPU ({why})"
     nccl = config.weight_sync.transport == "nccl"
     yield nccl, "weight_sync.transport", '"auto" or "tcp" on CPU'
+    r = config.rollout
+    yield (
+        config.grpo.router_replay and r.servers == [LAUNCH] and "vllm" in r.launch_engines,
+        "rollout.launch_engines",
+        '["sglang"] with grpo.router_replay on CPU (vLLM sends the experts of each token on a GPU'
+        " only)",
+    )
     yield (
         config.model.name == "qwen3" and config.parallelism.tensor_parallel_degree > 1,
         "parallelism.tensor_parallel_degree",
