@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -106,6 +107,45 @@ def test_the_agent_and_the_parser_of_the_docs_do_what_they_say(
 def test_agents_elsewhere_find_the_address_in_the_log(run_of_agents, caplog) -> None:
     run_of_agents(agent="outside")
     assert re.search(r"agents may talk to http://127\.0\.0\.1:\d+/v1", caplog.text)
+
+
+CURL = """
+set -eu
+post() { curl -sS -X POST -H 'Content-Type: application/json' -H "Authorization: Bearer ${key-}" "$@"; }
+field() { python3 -c "import json, sys; print(json.load(sys.stdin)$1)"; }
+hello='{"model": "policy", "messages": [{"role": "user", "content": "hi"}]'
+for number in 1 2; do
+    until key="$(post $1/episodes | field '["id"]' 2>/dev/null)"; do sleep 0.1; done
+    curl -sS -H "Authorization: Bearer $key" $1/v1/models | field '["data"][0]["id"]'
+    post $1/v1/chat/completions -d "$hello}" | field '["choices"][0]["message"]["content"]'
+    post -N $1/v1/chat/completions -d "$hello, \\"stream\\": true}" | tail -n 2
+    post $1/v1/chat/completions -d "$hello, \\"n\\": 2}" | field '["error"]["param"]'
+    post $1/episodes/$key/reward -d '{"reward": 0.5}' >/dev/null
+done
+key=none
+post $1/v1/chat/completions -d "$hello}" -o /dev/null -w '%{http_code}\\n'
+"""
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_curl_takes_episodes_talks_and_posts_rewards(
+    run_of_agents, codec, completion_server, caplog
+) -> None:
+    client = run_of_agents(agent="outside", prompts_per_step=1)
+    (address,) = re.findall(r"agents may talk to (http://\S+)/v1", caplog.text)
+    engine = completion_server()
+    engine.behaviour = says(codec, "one")
+    client.set_server(ServerState(engine.url, 0, True, "r:0:f", "vllm"))
+    with subprocess.Popen(
+        ["bash", "-c", CURL, "curl", address], stdout=subprocess.PIPE, text=True
+    ) as playing:
+        try:
+            (group,) = client.next_batch(0, 1, 60)
+            said, _ = playing.communicate(timeout=60)
+        finally:
+            playing.kill()
+    assert {completion.reward for completion in group.completions} == {0.5}
+    assert said.split() == ["policy", "one", "data:", "[DONE]", "n"] * 2 + ["401"]
 
 
 @pytest.mark.long

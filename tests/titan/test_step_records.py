@@ -60,6 +60,7 @@ def test_rates_and_queues_are_those_between_two_readings() -> None:
 
 def test_recorded_rollouts_have_no_rates() -> None:
     assert rollout_values({}, {"consumed_groups": 4}, 1.0) == {names.THROWN_TOKENS: 0.0}
+    assert rollout_values({}, {"tokens": 600}, 3.0, 4)[names.GENERATED_PER_GPU] == 50.0
 
 
 def test_each_server_has_its_version_and_its_lag() -> None:

@@ -37,6 +37,7 @@ COMPLETION_TOKENS = "rollout/completion_tokens_mean"
 TRAINED_TOKENS = "rollout/trained_tokens"
 TRAINED_SEQUENCES = "rollout/trained_sequences"
 GENERATED = "rollout/generated_tokens_per_s"
+GENERATED_PER_GPU = "rollout/generated_tokens_per_s_per_gpu"
 READY_GROUPS = "rollout/ready_groups"
 IN_FLIGHT = "rollout/in_flight_requests"
 IN_FLIGHT_AT_COMMIT = "rollout/in_flight_at_commit"
@@ -164,6 +165,10 @@ MEANING: dict[str, str] = {
     GENERATED: (
         "sampled tokens of the groups that were finished since the step before, per second, all"
         " servers"
+    ),
+    GENERATED_PER_GPU: (
+        "that number over the GPUs of the servers; only where the run starts them on GPUs"
+        " (rollout.launch_gpus), since servers do not say how many they have"
     ),
     READY_GROUPS: "finished groups that waited for a later step when this one took its own",
     IN_FLIGHT: "requests in flight on all servers, as the rollout process last said",

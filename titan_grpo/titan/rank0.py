@@ -483,7 +483,8 @@ class Controller:
         for total, name in COUNTED.items():
             if new := now[1].get(name, 0) - before.get(name, 0):
                 self.recorder.count(total, new)
-        return rollout_values(before, now[1], now[0] - before_s)
+        gpus = len(self._job.rollout.launch_gpus)
+        return rollout_values(before, now[1], now[0] - before_s, gpus)
 
 
 def _owner(run_dir: Path) -> str:
