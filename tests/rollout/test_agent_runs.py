@@ -111,7 +111,8 @@ def test_agents_elsewhere_find_the_address_in_the_log(run_of_agents, caplog) -> 
 
 CURL = """
 set -eu
-post() { curl -sS -X POST -H 'Content-Type: application/json' -H "Authorization: Bearer ${key-}" "$@"; }
+json='Content-Type: application/json'
+post() { curl -sS -X POST -H "$json" -H "Authorization: Bearer ${key-}" "$@"; }
 field() { python3 -c "import json, sys; print(json.load(sys.stdin)$1)"; }
 hello='{"model": "policy", "messages": [{"role": "user", "content": "hi"}]'
 for number in 1 2; do
