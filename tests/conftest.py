@@ -64,7 +64,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep each file on one worker (``--dist loadgroup``), those that share a server together."""
+    """Keep each file on one worker (``--dist loadgroup``), those that share a server together.
+
+    Files that start processes come before the others, which fill the workers up in the end.
+    """
     groups: dict[Path, str] = {}
     for item in items:
         for fixture, group in SHARED.items():
@@ -80,11 +83,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(groups.get(item.path, path)))
         if path.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
+    long = {item.path for item in items if {"e2e", "slow"} & {m.name for m in item.iter_markers()}}
     order = {"sglang": 0, "vllm": 1}
     items.sort(
         key=lambda item: (
             order.get(groups.get(item.path, ""), 2),
             FIRST not in item.path.as_posix(),
+            item.path not in long,
         )
     )
 

@@ -47,8 +47,8 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module", autouse=True)
 def agents() -> Iterator[None]:
-    """They use no RDMA, and none is left: each looks for work without a rest, on a core of its own,
-    as long as it is there."""
+    """They use no RDMA, and none is left: one that serves looks for work without a rest, on a core
+    of its own, as long as it is there."""
     os.environ.setdefault("UCX_TLS", "tcp,shm,cma,self")
     yield
     nixl._reader.cache_clear()
