@@ -65,7 +65,7 @@ def atropos(api) -> Iterator[Callable[..., RolloutClient]]:
             RolloutSpec(model_dir="", registration=REGISTRATION, **{**values, **changes})
         )
         clients.append(client)
-        client.start()
+        client.start(60)
         return client
 
     yield start
@@ -185,7 +185,7 @@ def push(monkeypatch) -> Iterator[tuple[RolloutClient, httpx.Client]]:
             **values,
         )
     )
-    client.start()
+    client.start(60)
     headers = {"Authorization": f"Bearer {os.environ[PUSH_KEY_ENV]}"}
     with httpx.Client(
         base_url=f"http://{address}", headers=headers, trust_env=False, timeout=60
