@@ -3,11 +3,16 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from tests.e2e.conftest import keys
+from tests.rigs.server_handle import ServerProcess
 from tests.rigs.sockets import free_port
+from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.startup import held
+from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -98,3 +103,20 @@ def test_a_server_that_is_not_there_is_named_with_what_was_tried(runs, small_rep
     assert f"tried {url}" in training.cause
     assert "/model_info got no answer" in training.cause
     assert "Connection refused" in training.cause
+
+
+@pytest.mark.long
+def test_a_run_ends_at_once_where_every_server_refuses_it_for_good(runs, tmp_path):
+    write_tiny_model("qwen3_moe", tmp_path / "model", seed=1)
+    name, flavor = FLAVORS["qwen3_moe"]
+    settings = {"model.name": name, "model.flavor": flavor}
+    settings["weight_sync.startup_deadline_s"] = 3600
+    words = [*keys(settings), "--grpo.router_replay"]
+    run = replace(runs, model=tmp_path / "model")
+    with (
+        ServerProcess(args=["--no-routes"]) as server,
+        run.start(tmp_path / "run", [server.url], *words) as training,
+    ):
+        assert training.finish() != 0  # long before startup_deadline_s
+    assert "no server can serve this run" in training.cause, training.log
+    assert f"{server.url}: this server does not send the experts" in training.cause

@@ -96,15 +96,20 @@ class Server:
         record: Path | None = None,
         side: Callable[[], EngineSide] | None = None,
         token_s: float = 0.0,
+        routes: bool = True,
     ) -> None:
         """``record``: a file that gets a line per commit (verify.recording). ``side``: another half
-        of ours than the real one. ``token_s``: seconds of a token; 0: there are no completions."""
+        of ours than the real one. ``token_s``: seconds of a token; 0: there are no completions.
+        ``routes``: see EngineSide."""
         key, workers = find_run_key(os.environ), Workers()
 
         def real() -> EngineSide:
             if record is None:
-                return EngineSide(model, workers, "", key)
-            return RecordingSide(model, workers, "", record, key)
+                made = EngineSide(model, workers, "", key)
+            else:
+                made = RecordingSide(model, workers, "", record, key)
+            made.routes = routes
+            return made
 
         self._token_s = token_s
         self._model, self._server = model, ReceiverServer("this server", make_side=side or real)
@@ -220,13 +225,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--token-seconds", type=float, default=0.0, help="of a completion; 0: it answers none"
     )
+    parser.add_argument("--no-routes", action="store_true", help="sends no experts of tokens")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     shapes = None
     if options.shapes:
         shapes = {name: tuple(shape) for name, shape in json.loads(options.shapes).items()}
     record = Path(options.record) if options.record else None
-    server = Server(CopiedModel(shapes), record, token_s=options.token_seconds)
+    routes = not options.no_routes
+    server = Server(CopiedModel(shapes), record, token_s=options.token_seconds, routes=routes)
     http = HttpServer(f"{options.host}:{options.port}", "", server.answer, "--host and --port")
     print(json.dumps({"port": int(http.address.rpartition(":")[2])}), flush=True)
     threading.Event().wait()  # no deadline: a signal ends the process
