@@ -378,6 +378,16 @@ def test_a_config_module_of_the_working_directory_is_found_as_torchrun_finds_it(
     assert parse("", "--job.custom_config_module=my_settings").grpo is not None
 
 
+def test_a_command_of_alerts_that_is_not_there_is_refused_before_an_alert_wants_it(
+    parse, tmp_path
+) -> None:
+    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
+    keys = [f"--model.hf_assets_path={model}", "--alerts.run", "reward/mean < 0"]
+    jobconfig.check_files(parse("", *keys, "--alerts.command", "echo 'an alert'"))
+    with pytest.raises(ConfigError, match=r"alerts\.command .* got 'not-there'"):
+        jobconfig.check_files(parse("", *keys, "--alerts.command", "not-there --now"))
+
+
 def test_what_prompts_are_made_of_is_looked_for_before_servers_start(parse, tmp_path) -> None:
     model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     rows = tmp_path / "rows.jsonl"

@@ -3,6 +3,8 @@ the files that a run will open."""
 
 import difflib
 import math
+import shlex
+import shutil
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -199,7 +201,7 @@ def _model_violations(config: Any) -> list[str]:
 
 def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
     """Files that the run will open: tokenizer and weights in ``model.hf_assets_path``, the task's
-    data, a replayed record, the servers file, the run key.
+    data, a replayed record, the servers file, the run key, the alerts' command.
 
     Args:
         environ: the run's environment variables, if it is to have any about a run key.
@@ -244,6 +246,11 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
     if rollout.servers_file or rollout.servers_slurm:
         known_servers(rollout, environ or {})
     find_run_key(environ or {}, config.weight_sync.run_key_file)
+    if (words := shlex.split(config.alerts.command)) and shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"alerts.command must be a program that is here, got {words[0]!r}: an alert would"
+            " find nothing to run"
+        )
     checkpoints = Path(config.job.dump_folder) / config.checkpoint.folder
     complete = any(checkpoints.glob("step-*/.metadata"))
     if config.checkpoint.enable and checkpoints.is_dir() and not complete:
