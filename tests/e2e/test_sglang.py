@@ -127,6 +127,7 @@ from titan_grpo.receive.commit import EngineSide
 
 class Breaking:
     config = {}
+    routes = True
     def __init__(self, engine):
         self.engine, self.broken = engine, False
 

@@ -54,6 +54,7 @@ class DictEngine:
     """The smallest engine there is: named tensors that are copied into."""
 
     config: Mapping[str, Any] = {}
+    routes = True
 
     def __init__(self) -> None:
         self.tensors = {

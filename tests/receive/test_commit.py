@@ -23,6 +23,7 @@ class CheckedEngine:
     """An engine that compares names with a real checkpoint folder and loads nothing."""
 
     config: Mapping[str, Any] = {}
+    routes = True
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.loads = folder, 0

@@ -243,19 +243,19 @@ def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(site, weight
 
 @over_tcp
 def test_a_server_that_sends_no_routes_is_refused_where_they_are_needed(site, weights) -> None:
-    site.side.routes = False
+    site.engine.routes = False
     with pytest.raises(ServerUnfit, match="router_replay needs those of every completion"):
         site.greet(weights(1.0), unrouted=("http://other",)).wait_joined(60.0)
     evaluating = site.greet(weights(1.0), unrouted=("http://own",), url="http://own")
     assert evaluating.wait_joined(60.0).ok, "what evaluates is not trained on"
-    site.side.routes = True
+    site.engine.routes = True
     assert site.greet(weights(1.0), unrouted=()).wait_joined(60.0).ok
 
 
 @over_tcp
 def test_a_later_run_that_the_server_cannot_serve_leaves_the_run_in_force(site, weights) -> None:
     link = site.connect(weights(1.0))
-    site.side.routes = False
+    site.engine.routes = False
     later = site.greet(weights(1.0), run_id="ffffffffffff-00000000", epoch=1, unrouted=())
     with pytest.raises(ServerUnfit, match="router_replay"):
         later.wait_joined(60.0)

@@ -13,6 +13,7 @@ class Loader:
     """An engine whose load changes the second tensor under its own hands."""
 
     config: Mapping[str, Any] = {}
+    routes = True
 
     def refuses(self, manifest: Manifest) -> str:
         return "no" if manifest.num_blocks else ""

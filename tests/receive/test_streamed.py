@@ -60,6 +60,7 @@ class LayerEngine:
     layer."""
 
     config: Mapping[str, Any] = {}
+    routes = True
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

@@ -36,6 +36,7 @@ class BareEngine:
     and a count."""
 
     config: Mapping[str, Any] = {}
+    routes = True
 
     def __init__(self, inspect: Inspect | None) -> None:
         self._inspect = inspect

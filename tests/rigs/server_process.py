@@ -48,9 +48,10 @@ class CopiedModel:
 
     config: Mapping[str, Any] = {}
 
-    def __init__(self, shapes: Shapes | None = None) -> None:
-        """``shapes``: the model that is served, HF name -> shape; None takes any."""
-        self._shapes = shapes
+    def __init__(self, shapes: Shapes | None = None, routes: bool = True) -> None:
+        """``shapes``: the model that is served, HF name -> shape; None takes any. ``routes``: see
+        Engine."""
+        self._shapes, self.routes = shapes, routes
         self.tensors: dict[str, torch.Tensor] = {}
         self.loads = 0
 
@@ -96,20 +97,15 @@ class Server:
         record: Path | None = None,
         side: Callable[[], EngineSide] | None = None,
         token_s: float = 0.0,
-        routes: bool = True,
     ) -> None:
         """``record``: a file that gets a line per commit (verify.recording). ``side``: another half
-        of ours than the real one. ``token_s``: seconds of a token; 0: there are no completions.
-        ``routes``: see EngineSide."""
+        of ours than the real one. ``token_s``: seconds of a token; 0: there are no completions."""
         key, workers = find_run_key(os.environ), Workers()
 
         def real() -> EngineSide:
             if record is None:
-                made = EngineSide(model, workers, "", key)
-            else:
-                made = RecordingSide(model, workers, "", record, key)
-            made.routes = routes
-            return made
+                return EngineSide(model, workers, "", key)
+            return RecordingSide(model, workers, "", record, key)
 
         self._token_s = token_s
         self._model, self._server = model, ReceiverServer("this server", make_side=side or real)
@@ -232,8 +228,8 @@ def main(argv: list[str]) -> None:
     if options.shapes:
         shapes = {name: tuple(shape) for name, shape in json.loads(options.shapes).items()}
     record = Path(options.record) if options.record else None
-    routes = not options.no_routes
-    server = Server(CopiedModel(shapes), record, token_s=options.token_seconds, routes=routes)
+    model = CopiedModel(shapes, routes=not options.no_routes)
+    server = Server(model, record, token_s=options.token_seconds)
     http = HttpServer(f"{options.host}:{options.port}", "", server.answer, "--host and --port")
     print(json.dumps({"port": int(http.address.rpartition(":")[2])}), flush=True)
     threading.Event().wait()  # no deadline: a signal ends the process

@@ -102,9 +102,11 @@ class WorkerDevice:
 
 class Engine(Protocol):
     """The part that differs between engines: names and loading. ``config``: of its model, as
-    config.json has it; empty where there is none."""
+    config.json has it; empty where there is none. ``routes``: whether completions come with the
+    experts of each token, where they are asked for."""
 
     config: Mapping[str, Any]
+    routes: bool
 
     def refuses(self, manifest: Manifest) -> str:
         """Why these tensors are not the ones this model is made of; empty if they are. Touches no
@@ -271,8 +273,6 @@ class EngineSide:
         empty if they can. ``run_key``: serve only trainers that prove it.
         """
         self._engine, self._workers, self._problem = engine, workers, problem
-        self.routes = True
-        """Whether completions come with the experts of each token, where they are asked for."""
         self._device = WorkerDevice()
         self._mapped: Mapped | None = None
         self._ahead: Ahead | None = None
@@ -316,7 +316,7 @@ class EngineSide:
                 f"this server computes another model: {found}; start it with the trainer's"
                 " config.json"
             )
-        if hello.routes and not self.routes:
+        if hello.routes and not self._engine.routes:
             return (
                 "this server does not send the experts of each token, and grpo.router_replay needs"
                 f" those of every completion: {NO_ROUTES}"

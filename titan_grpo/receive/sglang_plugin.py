@@ -204,7 +204,6 @@ def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) 
     args = scheduler.server_args
     problem = compatibility(args) or model_problem(model) or experts_problem(args) or key_problem
     plugin.side = plugin.make_side(SglangModel(scheduler), workers, problem, run_key)
-    plugin.side.routes = sends_routes(args)
     Server(_address(workers.rank), plugin.hello).start()
     log_ready(workers, problem, run_key)
 
@@ -284,6 +283,7 @@ class SglangModel:
 
     def __init__(self, scheduler: Any) -> None:
         self._runner = scheduler.tp_worker.model_runner
+        self.routes = sends_routes(scheduler.server_args)
         config = scheduler.model_config
         self.config: Mapping[str, Any] = config.hf_text_config.to_dict()
         tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))

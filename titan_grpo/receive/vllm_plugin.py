@@ -138,6 +138,7 @@ class VllmModel:
 
     def __init__(self, owner: "TitanWeightTransferEngine", repair: bool) -> None:
         config = owner.model_config
+        self.routes = sends_routes(owner.vllm_config)
         self.config: Mapping[str, Any] = config.hf_text_config.to_dict()
         self._owner, self._repair = owner, repair
         self._adapters, self._writes = False, get_world_group().rank_in_group == 0
@@ -209,7 +210,6 @@ class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
         run_key, key_problem = environment_key(os.environ)
         problem = problem or key_problem
         self._side = self.make_side(VllmModel(self, repair), workers, problem, run_key)
-        self._side.routes = sends_routes(self.vllm_config)
         log_ready(workers, problem, run_key)
 
     def make_side(

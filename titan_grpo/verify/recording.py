@@ -49,7 +49,7 @@ class RecordedEngine:
     """An Engine that digests what passes through ``load``."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self.config = engine, engine.config
+        self._engine, self.config, self.routes = engine, engine.config, engine.routes
         self.seen: dict[str, str] = {}
 
     def refuses(self, manifest: Manifest) -> str:
