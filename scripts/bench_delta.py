@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
                 apply_s[step] += time.thread_time() - encoded
                 encode_s[step] += encoded - begin
                 sizes[step] += len(patch)
-                one, other = (digest_block(memoryview(x), "xxh3") for x in (staged, new))
+                one, other = (digest_block([x.data], "xxh3") for x in (staged, new))
                 equal &= one == other
     share = [size / image_bytes for size in sizes]
     out = {

@@ -168,9 +168,8 @@ def difference(stretches: Sequence[Sequence[Step]], what: str) -> float:
     """Median with an evaluation minus median without, in percent of the median step without."""
 
     def median(beside: bool, of: str) -> float:
-        return statistics.median(
-            getattr(each, of) for stretch in stretches for each in stretch if each.beside == beside
-        )
+        steps = [each for stretch in stretches for each in stretch if each.beside == beside]
+        return float(statistics.median(getattr(each, of) for each in steps))
 
     return 100.0 * (median(True, what) - median(False, what)) / median(False, "seconds")
 

@@ -210,6 +210,7 @@ class GpuModel:
     """An engine without an engine: its own copy of every tensor, on the GPU."""
 
     config: Mapping[str, Any] = {}
+    routes = True
 
     def __init__(self, manifest: Manifest) -> None:
         self.tensors = {

@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +77,7 @@ class Setting:
     staleness: int
     drained: bool = False
     corrected: bool = True
-    consume: str = "started"
+    consume: Literal["started", "ready"] = "started"
 
     @property
     def name(self) -> str:
@@ -132,9 +133,8 @@ class Rules:
         """The share of right words."""
         right = self._right[prompt.payload["kind"]]
         before = (prompt.token_ids[-1], *token_ids)
-        return sum(right[was] == word for was, word in zip(before, token_ids, strict=False)) / len(
-            token_ids
-        )
+        same = [bool(right[was] == word) for was, word in zip(before, token_ids, strict=False)]
+        return sum(same) / len(token_ids)
 
 
 def tokens_of(kind: int, tail: bool) -> int:
@@ -307,7 +307,7 @@ def line(runs: Sequence[Run], early_s: float) -> Line:
         return one.value[sum(s <= second for s in one.seconds) - 1]
 
     def mean(name: str) -> float:
-        return statistics.mean(getattr(one, name) for one in runs)
+        return float(statistics.mean(getattr(one, name) for one in runs))
 
     return Line(
         runs[0].setting,
@@ -329,7 +329,7 @@ def report(found: Sequence[Run]) -> list[Line]:
         of_tail = [one for one in found if one.setting.tail is tail]
         early_s = min(one.seconds[-1] for one in of_tail if one.setting.consume == "started")
         print(f"\n{'one kind six times as long' if tail else 'all lengths equal'}")
-        columns = ("seconds", "stale", "mixed", "tail")
+        columns: tuple[str, ...] = ("seconds", "stale", "mixed", "tail")
         columns += ("equal time", "per step", "end", "tail's end")
         widths = (9, 7, 7, 7, 19, 19, 19, 19)
         print(f"{'':34}" + "".join(f"{n:>{w}}" for n, w in zip(columns, widths, strict=True)))

@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from titan_grpo.algorithm.balance import TokenCost
@@ -78,15 +79,13 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for pack in (False, True):
         settings = BatchOptions(token_budget=32768, max_len=LONGEST, cost=QWEN3_8B, pack=pack)
-        planned = timed(
-            options.runs, lambda settings=settings: plan(groups, options.ranks, settings)
-        )
+        planned = timed(options.runs, partial(plan, groups, options.ranks, settings))
         batch = plan(groups, options.ranks, settings)
-        own = timed(options.runs, lambda batch=batch: build(batch.rows[0]))
+        own = timed(options.runs, partial(build, batch.rows[0]))
         for single in (True, False):
             shares = batch.micro_batches() if single else batch.rows
             built = timed(options.runs, batch.micro_batches) if single else own
-            sent = timed(options.runs, lambda shares=shares: pickled(shares))
+            sent = timed(options.runs, partial(pickled, shares))
             megabytes = max(pickled(shares)) * (options.ranks - 1) / 1e6
             print(
                 f"| {'packed' if pack else 'padded'} | {'all (single)' if single else 'its own'} |"

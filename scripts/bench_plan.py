@@ -21,7 +21,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -70,7 +70,7 @@ def limit_link(rate_mbit: float) -> None:
         subprocess.run(command, check=True, timeout=30)
 
 
-def sync_config(delta: str = "off") -> WeightSync:
+def sync_config(delta: Literal["auto", "on", "off"] = "off") -> WeightSync:
     """Of both runs."""
     return WeightSync(
         block_bytes=1 << 20, bucket_bytes=1 << 20, bind_host="127.0.0.1", connect_deadline_s=300.0,

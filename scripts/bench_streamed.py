@@ -20,6 +20,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -82,7 +83,7 @@ async def round_of(engine: str, server: Server, requests: int, tokens: int, inte
     return Cost(sum(made) / wall, cpu * 1e6 / sum(made), used * 1e6 / sum(made))
 
 
-def measure(engine: str, options: argparse.Namespace, folder: Path) -> list[dict]:
+def measure(engine: str, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """One server; all numbers of requests and all intervals."""
     model = write_tiny_model("qwen3", folder / "model", 100, std=0.05, dtype="bfloat16")
     settings = {
@@ -130,7 +131,7 @@ def main() -> int:
         f"{'engine':8}{'requests':>9}{'interval':>10}{'tokens/s':>11}{'client ms':>12}"
         f"{'server ms':>12}"
     )
-    found: list[dict] = []
+    found: list[dict[str, Any]] = []
     for engine in options.engine:
         with tempfile.TemporaryDirectory() as folder:
             found += measure(engine, options, Path(folder))

@@ -32,6 +32,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
@@ -59,7 +60,9 @@ TOKENS = 8
 
 START_S = 120.0
 
-WAYS = (
+Consume = Literal["started", "ready"]
+
+WAYS: tuple[tuple[Consume, bool, float], ...] = (
     ("started", True, 0.0),
     ("started", False, 0.0),
     ("ready", True, 0.0),
@@ -72,7 +75,7 @@ WAYS = (
 class Setting:
     """One run. Durations in seconds; ``capacity`` in groups."""
 
-    consume: str
+    consume: Consume
     lengths_known: bool
     staleness: int
     slow: float

@@ -179,7 +179,7 @@ def seen(name: str, share: int, slow: bool, rows: Sequence[dict[str, Any]]) -> S
     """What a run's lines say."""
 
     def median(key: str) -> float:
-        return statistics.median(row[key] for row in rows if row.get(key) is not None)
+        return float(statistics.median(row[key] for row in rows if row.get(key) is not None))
 
     seconds = rows[-1]["time_s"] - rows[0]["time_s"]
     return Seen(

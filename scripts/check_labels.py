@@ -102,7 +102,7 @@ def parse() -> argparse.Namespace:
 class Run:
     """Sends the weights of ``folder(version)``, each other than the one before."""
 
-    def __init__(self, out: Path, url: str, client: RolloutClient, kv: str) -> None:
+    def __init__(self, out: Path, url: str, client: RolloutClient, kv: Any) -> None:
         self._out, self._client = out, client
         tensors = load_file(self.folder(0) / "model.safetensors")
         config = WeightSync(bind_host="127.0.0.1", kv_after_update=kv)

@@ -13,7 +13,7 @@ import asyncio
 import json
 import selectors
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -111,7 +111,7 @@ class TimedServer:
         finally:
             writer.close()
 
-    async def events(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+    async def events(self, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         """The answer to a request's JSON, as server-sent events."""
         loop = asyncio.get_running_loop()
         sequence = list(body["prompt"])
