@@ -73,6 +73,20 @@ def test_a_killed_sync_process_of_a_host_is_started_again_and_brings_the_next_ve
     assert run.loaded["a"].value() == 2.0
 
 
+def test_what_a_killed_sync_process_of_a_host_had_hashed_is_served_by_the_next_one(rig):
+    """No later version may come: a trainer whose bound on staleness is 0 waits for this one."""
+    run = rig("a", "b", hosts=2, progress_deadline_s=4.0)
+    run.publish(1)
+    run.everyone(1)
+    run.slots.keep("a")
+    run.publish(2)
+    run.until(lambda: run.server_set.entry("b").held == 2)
+    run.hosts[0].kill_sync()
+    run.slots.go_on("a")
+    run.everyone(2)
+    assert [run.loaded[url].value() for url in "ab"] == [2.0, 2.0]
+
+
 def test_a_host_that_stops_in_the_middle_of_serving_costs_its_readers_that_version(rig):
     run = rig("a", hosts=2, progress_deadline_s=4.0)
     run.publish(1)

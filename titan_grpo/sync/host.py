@@ -5,18 +5,22 @@ served there, out of the training rank's interpreter.
 
     ranks of the host --copied--> its sync process: hash, serve --hashed--> rank 0's: lanes
 
-Killed, the process is started again with the versions that it has not announced. A version whose
-ranges it served fails for its readers; the next one works.
+Killed, the process is started again, with the versions that it has not announced, and serves those
+that it has, at the same address under the same tickets: a server may still need the newest one, and
+without that one no later one may come.
 """
 
+import logging
 import queue
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from titan_grpo.config import WeightSync
-from titan_grpo.errors import PeerError, SyncError, TitanGrpoError
+from titan_grpo.errors import ConfigError, PeerError, SyncError, TitanGrpoError
 from titan_grpo.protocol.messages import Hashed, RangeSource
 from titan_grpo.runkey import Key
 from titan_grpo.sync.child import END_S, Child, Performer, perform
@@ -31,7 +35,21 @@ from titan_grpo.sync.images import (
 )
 from titan_grpo.sync.publisher import Announcer, Copy
 from titan_grpo.sync.transports.broadcast import store_errors
+from titan_grpo.sync.transports.channel import TICKET_BYTES
 from titan_grpo.sync.transports.range_server import RangeServer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A version in a slot. ``ticket``: under which it is served; ``announced``: rank 0 knows of
+    it."""
+
+    version: int
+    slot: int
+    ticket: str
+    announced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +66,8 @@ class HostBegin:
     address: str
     """Of this host, where servers read."""
     config: WeightSync
+    port: int = 0
+    """Where the last process served; 0: it is the first one."""
 
 
 class HostSync(Child):
@@ -77,8 +97,8 @@ class HostSync(Child):
             address=address,
             config=config,
         )
-        self._jobs: dict[int, int] = {}
-        """Version that was not announced yet -> slot."""
+        self._jobs: dict[int, Job] = {}
+        """Of each slot the last one."""
         self._error: SyncError | None = None
         self._announcer = Announcer(ranks[0], LOOPBACK, pool.store.port, config.connect_deadline_s)
         self._begun = True
@@ -86,10 +106,11 @@ class HostSync(Child):
 
     def __call__(self, version: int, slot: int, copy: Copy) -> None:
         """This rank copies its share of ``version`` into ``slot``. Never waits."""
+        job = Job(version, slot, secrets.token_hex(TICKET_BYTES))
         with self.lock:
-            # what the slot had is gone
-            self._jobs = {v: s for v, s in self._jobs.items() if s != slot} | {version: slot}
-            self.post("part.publish", version, slot)
+            self._jobs.pop(slot, None)  # in order of the versions
+            self._jobs[slot] = job
+            self.post("part.publish", job)
         self._announcer(version, slot, copy)
 
     def take_error(self) -> SyncError | None:
@@ -104,18 +125,24 @@ class HostSync(Child):
 
     def _begin(self) -> None:
         self._pipe.post("begin", self._handed)
-        for version, slot in self._jobs.items():
-            self._pipe.post("part.publish", version, slot)
+        for job in self._jobs.values():
+            self._pipe.post("part.publish", job)
 
     def _ended(self, text: str) -> None:
-        self.failed(f"part {self._handed.pool.part}: {text}; the versions that it served are lost")
+        self.failed(f"part {self._handed.pool.part}: {text}; servers read nothing here until then")
 
     # What the process posts, one after the other.
 
-    def announced(self, version: int) -> None:
+    def listens(self, port: int) -> None:
+        """It serves at this port."""
+        with self.lock:
+            self._handed = replace(self._handed, port=port)
+
+    def announced(self, slot: int, version: int) -> None:
         """Rank 0 knows of the part of ``version``, or that it failed."""
         with self.lock:
-            self._jobs.pop(version, None)
+            if (job := self._jobs[slot]).version == version:
+                self._jobs[slot] = replace(job, announced=True)
 
     def failed(self, text: str) -> None:
         """For the next ``take_error``."""
@@ -130,7 +157,7 @@ class HostPart:
     """
 
     def __init__(
-        self, b: HostBegin, announced: Callable[[int], None], failed: Callable[[str], None]
+        self, b: HostBegin, announced: Callable[[int, int], None], failed: Callable[[str], None]
     ) -> None:
         """``announced`` and ``failed``: see HostSync."""
         self._pool = b.pool.open(b.config.connect_deadline_s)
@@ -142,18 +169,27 @@ class HostPart:
         self._ranks, self._timeout_s = b.ranks, b.config.lane_deadline_s
         self._announced, self._fail = announced, failed
         self._server = RangeServer(certificate=own_certificate(b.config))
-        self._host, self._port = b.address, self._server.listen(b.address)
+        self._host, self.port = b.address, self._listen(b.address, b.port)
         self._tickets: dict[int, str] = {}
         self._newest: dict[int, int] = {}
         """The version that each slot gets, or has."""
-        self._jobs: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="host part", daemon=True)
         self._thread.start()
 
-    def publish(self, version: int, slot: int) -> None:
-        """The host's ranks have started to copy ``version`` into ``slot``. Never waits."""
-        self._newest[slot] = version
-        self._jobs.put((version, slot))
+    def _listen(self, address: str, port: int) -> int:
+        try:
+            return self._server.listen(address, port)
+        except ConfigError as error:
+            if not port:
+                raise
+            logger.warning("what was served before is lost: %s", error)
+            return self._server.listen(address)
+
+    def publish(self, job: Job) -> None:
+        """The host's ranks have started to copy a version into its slot. Never waits."""
+        self._newest[job.slot] = job.version
+        self._jobs.put(job)
 
     def close(self) -> None:
         """End the thread and serve no more."""
@@ -164,14 +200,17 @@ class HostPart:
     def _run(self) -> None:
         # no deadline: close() puts None into the queue; the thread is a daemon
         while (job := self._jobs.get()) is not None:
-            version, part = job[0], self._pool.part
+            if job.announced:
+                self._serve(job)
+                continue
+            version, part = job.version, self._pool.part
             read: list[str] = []
             try:
-                message = self._sealed(*job, read)
+                message = self._sealed(job, read)
             # RuntimeError: from a store that closes
             except (TitanGrpoError, RuntimeError) as error:
                 self._failed(version, error)
-                source = RangeSource(self._host, self._port, "", part=part)
+                source = RangeSource(self._host, self.port, "", part=part)
                 message = Hashed(version, part, source, "", error=str(error))
             try:
                 with store_errors(f"announcing version {version}"):
@@ -183,12 +222,13 @@ class HostPart:
             # It must not end the thread: rank 0 would wait for every later version.
             except (PeerError, RuntimeError) as error:
                 self._failed(version, error)
-            self._announced(version)
+            self._announced(job.slot, version)
 
     def _failed(self, version: int, error: Exception) -> None:
         self._fail(f"part {self._pool.part} of version {version}: {error}")
 
-    def _sealed(self, version: int, slot: int, read: list[str]) -> Hashed:
+    def _sealed(self, job: Job, read: list[str]) -> Hashed:
+        version, slot = job.version, job.slot
         pool, manifest = self._pool, self._pool.manifest
         if ticket := self._tickets.pop(slot, ""):
             self._server.revoke(ticket)
@@ -198,21 +238,22 @@ class HostPart:
         if self._newest[slot] != version:
             # rank 0 has given this version up
             raise SyncError("its slot was given to a newer version before it was hashed")
-        self._tickets[slot] = self._server.grant(
-            image.buffer,
-            image.address.fd,
-            self._hashing.range_key,
-            manifest.parts[pool.part],
-        )
+        self._serve(job)
         source = RangeSource(
             self._host,
-            self._port,
-            self._tickets[slot],
+            self.port,
+            job.ticket,
             image.address.to_json(),
             pool.part,
             self._server.pin,
         )
         return Hashed(version, pool.part, source, b"".join(digests).hex())
+
+    def _serve(self, job: Job) -> None:
+        pool = self._pool
+        image, part = pool.images[job.slot], pool.manifest.parts[pool.part]
+        key, fd = self._hashing.range_key, image.address.fd
+        self._tickets[job.slot] = self._server.grant(image.buffer, fd, key, part, job.ticket)
 
 
 class HostMain(Performer):
@@ -221,7 +262,8 @@ class HostMain(Performer):
     def begin(self, b: HostBegin) -> None:
         """The first of all calls."""
         post = self._pipe.post
-        self.part = HostPart(b, lambda v: post("announced", v), lambda text: post("failed", text))
+        self.part = HostPart(b, partial(post, "announced"), partial(post, "failed"))
+        post("listens", self.part.port)
 
     def end(self) -> None:
         """The last of all calls."""

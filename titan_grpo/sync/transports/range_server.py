@@ -160,12 +160,12 @@ class RangeServer:
         self._thread: threading.Thread | None = None
         self._closing = False
 
-    def listen(self, host: str) -> int:
-        """The port on this host's address ``host``, opened if it is not yet. ConfigError if the
-        address cannot be bound."""
+    def listen(self, host: str, port: int = 0) -> int:
+        """The port on this host's address ``host``, opened if it is not yet: ``port``, or a free
+        one. ConfigError if the address cannot be bound."""
         with self._lock:
             if host not in self._listeners:
-                self._listeners[host] = self._open(host)
+                self._listeners[host] = self._open(host, port)
                 self._selector_().register(self._listeners[host], selectors.EVENT_READ)
                 self._wake()
             return int(self._listeners[host].getsockname()[1])
@@ -253,12 +253,13 @@ class RangeServer:
         if thread is not None:
             thread.join(GREET_S)
 
-    def _open(self, host: str) -> socket.socket:
+    def _open(self, host: str, port: int) -> socket.socket:
         try:
-            family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[
-                0
-            ]
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            family, kind, proto, _, address = found[0]
             listener = socket.socket(family, kind, proto)
+            # a process before this one had the port: its connections may still be closing
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(1024)
             listener.setblocking(False)
