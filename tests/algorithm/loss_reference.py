@@ -57,7 +57,7 @@ def sequence_loss(
     if not kept:
         return 0 * z.sum()
     own = [logp[t] for t in kept]
-    prox = [prox[t].item() for t in kept]
+    before = [prox[t].item() for t in kept]
     engine = [sequence.engine[t].item() for t in kept]
     reference = [sequence.reference[t].item() for t in kept]
     advantage = sequence.advantage * (g.pos_scaler if sequence.advantage > 0 else g.neg_scaler)
@@ -66,7 +66,7 @@ def sequence_loss(
         taken = advantage
         if g.kl_beta and g.kl_in_reward:
             taken += g.kl_beta * sum(reference[u] - own[u].item() for u in range(at, len(kept)))
-        term = _policy(own, prox, engine, at, taken, g)
+        term = _policy(own, before, engine, at, taken, g)
         if g.kl_beta and not g.kl_in_reward:
             term = term + g.kl_beta * _kl(own[at], reference[at], engine[at], g.kl_estimator_type)
         term = term + ((g.logit_loss_weight * z[t]) ** 2).sum() / words
@@ -97,11 +97,11 @@ def _policy(
         objective = advantage * 4 / tau / (1 + torch.exp(-tau * (ratios[at] - 1)))
     elif g.policy_loss == "gmpo":
         bounded = [min(r, high + 0 * r) if advantage > 0 else max(r, low + 0 * r) for r in ratios]
-        objective = advantage * math.prod(bounded) ** (1 / len(bounded))
+        objective = advantage * torch.stack(bounded).prod() ** (1 / len(bounded))
     else:
         ratio = ratios[at]
         if g.policy_ratio_type == "sequence":
-            ratio = math.prod(ratios) ** (1 / len(ratios))
+            ratio = torch.stack(ratios).prod() ** (1 / len(ratios))
         if advantage >= 0:
             objective = advantage * (ratio if ratio <= high else high + 0 * ratio)
         elif g.clip_ratio_dual and ratio > g.clip_ratio_dual:

@@ -6,10 +6,12 @@ The model is a table: the logits after a token are that token's row.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-Array = np.ndarray
+Array = NDArray[np.float64]
 LIMIT = 10
 """rollout.max_completion_tokens of the data."""
 
@@ -35,10 +37,11 @@ Group = list[Sample]
 
 def logprobs(table: Array, sample: Sample) -> Array:
     """Of the sample's tokens under a table of logits."""
-    logits = table[sample.before]
+    logits: Array = table[sample.before]
     top = logits.max(-1, keepdims=True)
-    normal = np.log(np.exp(logits - top).sum(-1)) + top[:, 0]
-    return logits[np.arange(sample.n), sample.tokens] - normal
+    normal: Array = np.log(np.exp(logits - top).sum(-1)) + top[:, 0]
+    chosen: Array = logits[np.arange(sample.n), sample.tokens]
+    return chosen - normal
 
 
 def rewards(group: Group) -> Array:
@@ -78,7 +81,7 @@ def dapo_advantages(groups: list[Group]) -> list[Array]:
 # policy before the batch.
 
 
-def truncated(x: Array | float) -> Array:
+def truncated(x: Array | np.floating[Any]) -> Array:
     return np.minimum(np.exp(x), 2.0)
 
 
@@ -116,7 +119,7 @@ def sapo(now: Array, at: Array, old: Array, s: Sample, a: float) -> Array:
 def gmpo(now: Array, at: Array, old: Array, s: Sample, a: float) -> Array:
     sign = 1 if a > 0 else -1
     bounded = sign * np.minimum(sign * (now - old), 0.4)
-    return truncated(old - s.engine) * np.exp(bounded.mean()) * a
+    return truncated(old - s.engine) * float(np.exp(bounded.mean())) * a
 
 
 def topr(now: Array, at: Array, old: Array, s: Sample, a: float) -> Array:

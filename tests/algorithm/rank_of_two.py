@@ -3,14 +3,15 @@ figures."""
 
 import json
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.algorithm.table_model import ALL_ON, Tables, step
+from tests.algorithm.table_model import ALL_ON, Step, Tables, step
 from titan_grpo.algorithm.batch import BatchOptions
 from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy, token_logprobs
 from titan_grpo.algorithm.loss import flags, reasons, summarize, unpack
@@ -22,7 +23,7 @@ from titan_grpo.samples import Completion, Group, Prompt
 WORDS = 11  # odd: the two vocabulary shards have 6 and 5 columns
 
 
-def make_logits():
+def make_logits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, WORDS, (3, 5), generator=generator)
     labels[0, :2] = -100
@@ -33,19 +34,22 @@ def make_logits():
     )
 
 
-READERS = {
+READERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "logprobs": lambda logits, labels: token_logprobs(logits, labels, 0.7, 4),
     "entropy": lambda logits, labels: token_entropy(logits, 0.7, 4),
     "mean_square": lambda logits, labels: logit_mean_square(logits, 4),
 }
 
 
-def vocabulary_parallel(mesh, reader):
+def vocabulary_parallel(
+    mesh: DeviceMesh, reader: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> list[float]:
     """Largest differences, in value and in gradient, between sharded and whole logits."""
     logits, labels, upstream = make_logits()
     whole = logits.clone().requires_grad_()
     expected = reader(whole, labels)
     expected.backward(upstream)
+    assert whole.grad is not None
     assert whole.grad.abs().max() > 1e-3
     differences = []
     for placement in (Shard(2), Replicate()):
@@ -53,6 +57,7 @@ def vocabulary_parallel(mesh, reader):
         out = reader(sharded, labels)
         assert not isinstance(out, DTensor)
         out.backward(upstream)
+        assert isinstance(sharded.grad, DTensor)
         assert sharded.grad.placements == (placement,)
         differences += [
             (out - expected).abs().max().item(),
@@ -61,7 +66,7 @@ def vocabulary_parallel(mesh, reader):
     return differences
 
 
-def refusal(mesh):
+def refusal(mesh: DeviceMesh) -> str:
     logits, labels, _ = make_logits()
     try:
         token_logprobs(distribute_tensor(logits, mesh, [Shard(1)]), labels, 1.0, 0)
@@ -70,7 +75,7 @@ def refusal(mesh):
     return ""
 
 
-def make_groups():
+def make_groups() -> list[Group]:
     groups = []
     for index in range(5):
         tokens = [
@@ -85,7 +90,7 @@ def make_groups():
     return groups
 
 
-def train_step(num_ranks, rank, pack):
+def train_step(num_ranks: int, rank: int, pack: bool) -> Step:
     """This rank's part of a step over ``num_ranks``, with every term of the loss on."""
     table = torch.arange(WORDS * WORDS, dtype=torch.float64).view(WORDS, WORDS).sin()
     options = BatchOptions(16, 8, pack=pack, grpo=GRPO(num_microbatches=2))
@@ -93,7 +98,7 @@ def train_step(num_ranks, rank, pack):
     return step(make_groups(), tables, ALL_ON, options, range(rank, rank + 1), num_ranks)
 
 
-def compared(rank, pack):
+def compared(rank: int, pack: bool) -> dict[str, float]:
     """How far a step over two ranks is from one on a single rank with one sequence per row."""
     loss, gradient, metrics = train_step(2, rank, pack)
     sums, maxima = pack_metrics(metrics)
@@ -114,7 +119,7 @@ def compared(rank, pack):
     }
 
 
-def agreed(rank):
+def agreed(rank: int) -> tuple[str, ...]:
     """What both ranks say of a step in which only the last one has a NaN, and only the first knows
     that rewards collapsed."""
     loss = torch.tensor(float("nan") if rank == 1 else 0.5)
@@ -123,7 +128,7 @@ def agreed(rank):
     return reasons(found.tolist())
 
 
-def main():
+def main() -> None:
     rank = int(sys.argv[1])
     torch.set_num_threads(1)
     store = dist.FileStore(sys.argv[2], 2)

@@ -72,7 +72,7 @@ class Weights:
             self.image[spec.offset : spec.offset + spec.nbytes] = (
                 tensors[spec.name].flatten().view(torch.uint8)
             )
-        image = memoryview(self.image.numpy())
+        image = self.image.numpy().data
         self.digests = block_digests(
             image, self.manifest, options.algorithm, options.block_key(run_id)
         )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,7 +27,7 @@ from titan_grpo.commands.processes import GRACE_S, torchrun
 from titan_grpo.engines.generation import Sampling
 from titan_grpo.engines.http import ServerAccess, SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
-from titan_grpo.engines.server import Dialect, dialect, make_control
+from titan_grpo.engines.server import Dialect, ServerControl, dialect, make_control
 from titan_grpo.observe import schema
 from titan_grpo.observe.terminal import Cause, status_of
 from titan_grpo.patches import sglang_cpu
@@ -98,6 +99,7 @@ class Training:
         self._reader.start()
 
     def _read(self) -> None:
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             with self._changed:
                 self.lines.append(line.rstrip())
@@ -278,16 +280,16 @@ class Runs:
         *arguments: str,
         nproc: int = 1,
         inside: tuple[str, ...] = (),
-    ) -> dict:
+    ) -> dict[str, Any]:
         """Run to the end; its summary."""
         with self.start(out, servers, *arguments, nproc=nproc, inside=inside) as training:
             assert training.finish() == 0, training.log
         return self.summary(out)
 
     @staticmethod
-    def summary(out: Path) -> dict:
+    def summary(out: Path) -> dict[str, Any]:
         """summary.json, checked against its schema."""
-        summary = json.loads((out / "summary.json").read_text())
+        summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
         schema.check(summary)
         return summary
 
@@ -351,7 +353,7 @@ class Replay:
 
 
 @pytest.fixture(scope="session")
-def runs(root, tmp_path_factory) -> Runs:
+def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(root, write_tiny_model("qwen3", tmp_path_factory.mktemp("model"), seed=1))
 
 
@@ -369,7 +371,9 @@ def running(spec: ServerSpec, api_key: str) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="session")
-def site(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator[Site]:
+def site(
+    nothing_outlives_the_tests: None, tmp_path_factory: pytest.TempPathFactory, vllm_python: str
+) -> Iterator[Site]:
     """A real server that starts with other weights than the trainers', and refuses clients without
     its key.
 
@@ -384,19 +388,23 @@ def site(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator[
 
 
 @pytest.fixture(scope="session")
-def sglang_site(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> Iterator[Site]:
+def sglang_site(
+    nothing_outlives_the_tests: None, tmp_path_factory: pytest.TempPathFactory, sglang_python: str
+) -> Iterator[Site]:
     """The same of SGLang, with both of its keys."""
     folder = tmp_path_factory.mktemp("sglang_site")
     model = write_tiny_model("qwen3", folder / "model", seed=2)
     spec = server_spec(sglang_python, model, folder, Devices("cpu"), engine="sglang")
     env = {**spec.env, sglang_cpu.CALLS_VARIABLE: str(folder / "kernel_calls")}
-    keyed = {"api_key": API_KEY, "admin_key": ADMIN_KEY}
-    with running(replace(spec, max_model_len=CONTEXT, env=env, **keyed), API_KEY) as shared:
+    spec = replace(spec, max_model_len=CONTEXT, env=env, api_key=API_KEY, admin_key=ADMIN_KEY)
+    with running(spec, API_KEY) as shared:
         yield shared
 
 
 @pytest.fixture(scope="session")
-def keyed_server(nothing_outlives_the_tests, tmp_path_factory, vllm_python) -> Iterator[Server]:
+def keyed_server(
+    nothing_outlives_the_tests: None, tmp_path_factory: pytest.TempPathFactory, vllm_python: str
+) -> Iterator[Server]:
     """A real vLLM server of a mixture of experts with a run key, and without keys of the engine."""
     folder = tmp_path_factory.mktemp("keyed_server")
     model = remake(100, folder / "model", "qwen3_moe")
@@ -412,7 +420,9 @@ FAR_KEYS = ("TITAN_GRPO_TEST_FAR_API_KEY", "TITAN_GRPO_TEST_FAR_ADMIN_KEY")
 
 
 @pytest.fixture
-def through_service(monkeypatch) -> Iterator[Callable[[EngineUnderTest], EngineUnderTest]]:
+def through_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[EngineUnderTest], EngineUnderTest]]:
     """The same server, whose control plane is reached by calls of a rollout service, which alone
     has the keys."""
     with ExitStack() as stack:
@@ -431,7 +441,7 @@ def through_service(monkeypatch) -> Iterator[Callable[[EngineUnderTest], EngineU
             stack.callback(client.close)
             client.start(WAIT_S)
 
-            def keyless(engine, access):
+            def keyless(engine: str, access: ServerAccess) -> ServerControl:
                 return client.control(engine, replace(access, api_key="", admin_key=""))
 
             return replace(server, make=keyless)
@@ -440,7 +450,7 @@ def through_service(monkeypatch) -> Iterator[Callable[[EngineUnderTest], EngineU
 
 
 @pytest.fixture(scope="session")
-def small_replay(tmp_path_factory) -> Replay:
+def small_replay(tmp_path_factory: pytest.TempPathFactory) -> Replay:
     """Six versions of 4 x 4 short completions."""
     return Replay(tmp_path_factory.mktemp("replay") / "small.jsonl", 4, 4, 16).write(6)
 

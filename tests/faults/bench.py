@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.faults import judge
 from tests.faults.report import Result
 from tests.faults.site import Instance, Say, Seat, Site
-from tests.rigs.trainer_handle import Event, RunFailed, TrainerProcess, wait_until
+from tests.rigs.trainer_handle import Event, RunFailed, Step, TrainerProcess, wait_until
 from tests.rigs.trainer_process import Settings
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.protocol.lane import Point
@@ -185,7 +185,7 @@ class Bench:
 
     def judge_steps(
         self, result: Result, trainer: TrainerProcess, before: Window, during: Window
-    ) -> list[judge.Step]:
+    ) -> list[Step]:
         """Step time alone; the steps with the fault."""
         steps = self._steps(trainer, *during)
         result.steps, wrong, note = judge.judge_steps(
@@ -234,7 +234,7 @@ class Bench:
         else:
             self._add(result, [late], "")
 
-    def _steps(self, trainer: TrainerProcess, since_s: float, until_s: float) -> list[judge.Step]:
+    def _steps(self, trainer: TrainerProcess, since_s: float, until_s: float) -> list[Step]:
         # steps are reported some at a time
         trainer.await_event(
             lambda e: e["event"] == "steps" and e["rows"][-1][0] >= until_s, REPORT_S

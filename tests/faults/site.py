@@ -56,8 +56,11 @@ FRONTS = ("vllm.entrypoints", "sglang.launch_server")
 class Process(Protocol):
     """A server's process group."""
 
-    url: str
-    group: int
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def group(self) -> int: ...
 
     def wait_healthy(self, deadline_s: float) -> float:
         """Seconds that its start took; ServerUnreachable if it does not come up."""

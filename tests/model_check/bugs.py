@@ -37,7 +37,8 @@ def _seeded(
 
     def seed(step: Step) -> Step:
         make = Tables.with_clocks_behind if behind else Tables
-        _weights(name, breaks, make(**{table: step}), **bounds)
+        changed: dict[str, Any] = {table: step}
+        _weights(name, breaks, make(**changed), **bounds)
         return step
 
     return seed

@@ -189,13 +189,12 @@ def advance(s: Server, event: lanes.Event, t: Tables, name: str) -> Move:
 
 
 def _ask(s: Server, work: lanes.Action) -> Server:
-    def request(kind: str, version: int = -1, text: str = "") -> Server:
-        return s._replace(request=Request(kind, NOW, s.lane.epoch, version, text))
+    def request(kind: str, version: int = -1, text: str = "", term: int = 0) -> Server:
+        return s._replace(request=Request(kind, NOW, s.lane.epoch, version, text, term))
 
     match work:
         case lanes.Connect(_, term):
-            asked = request("greet")
-            return asked._replace(request=asked.request._replace(term=term))
+            return request("greet", term=term)
         case lanes.Send(version):
             return request("send", version)
         case lanes.Pause():

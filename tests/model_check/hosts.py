@@ -99,6 +99,7 @@ def _training(w: World, versions: int) -> Iterator[Move]:
         wanted = newest is not None and newest > w.staged and w.reading is None
         table, actions = b.step(w.table, b.Reserve(wanted))
         for promised in actions:
+            assert isinstance(promised, b.Promise)
             yield "a slot is reserved", w._replace(table=table, promise=promised.slot)
     version = w.trained + 1
     if version > versions or w.next is not None:
@@ -182,6 +183,7 @@ def _receiver(w: World, rules: Rules) -> Iterator[Move]:
             table, promise = b.step(table, b.Revoke(promise))[0], None
         table, actions = b.step(table, b.Pin(LANE, w.staged))
         for found in actions:
+            assert isinstance(found, b.Read)
             begun = Reading(found.version, found.slot)
             yield (
                 f"the lane pins version {found.version}",

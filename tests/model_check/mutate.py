@@ -40,7 +40,7 @@ class Mutant(NamedTuple):
 
     line: int
     what: str
-    apply: Callable[[], None]
+    apply: Callable[[], object]
 
 
 def mutants(tree: ast.Module) -> Iterator[Mutant]:

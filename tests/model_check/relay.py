@@ -90,7 +90,7 @@ class _Model:
 
     def table(self, w: World, event: r.Event) -> tuple[World, tuple[str, ...]]:
         table, actions = self._rules.step(_table(w), event)
-        nodes, readers = (tuple(sorted(x.items())) for x in (table.nodes, table.readers))
+        nodes, readers = tuple(sorted(table.nodes.items())), tuple(sorted(table.readers.items()))
         read = tuple(url for action in actions for url in action.urls)
         return w._replace(nodes=nodes, readers=readers, turns=table.turns), read
 

@@ -225,7 +225,7 @@ class Explorer:
         parts += self._replaced(level, worlds)
         return Moves(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
-    def _may_fail(self, spent: Array) -> Array:
+    def _may_fail(self, spent: Array) -> NDArray[np.bool_]:
         return (spent < self.bounds.faults) | (self.bounds.faults < 0)
 
     def _steps(self, level: Array, worlds: Worlds, machine: int, rows: Array) -> Moves:

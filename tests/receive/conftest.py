@@ -17,7 +17,7 @@ def make_site() -> type[Site]:
 
 
 @pytest.fixture(params=["gloo", "tcp"])
-def site(request) -> Iterator[Site]:
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     made = Site(transport=request.param)
     yield made
     made.close()

@@ -34,7 +34,7 @@ class Version:
                 tensors[spec.name].flatten().view(torch.uint8)
             )
         self.digests = block_digests(
-            memoryview(self.image.numpy()), self.manifest, "blake3" if key else "xxh3", key
+            self.image.numpy().data, self.manifest, "blake3" if key else "xxh3", key
         )
         self.fingerprint = fingerprint(self.manifest.digest, self.digests)
 
@@ -110,7 +110,7 @@ class Site:
         """A lane of the next epoch, not opened."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
         own = {"transport": "tcp", "bind_host": "127.0.0.1"} | self._options | options
-        config = {"bucket_bytes": BUCKET, "lane_deadline_s": 60.0}
+        config: dict[str, Any] = {"bucket_bytes": BUCKET, "lane_deadline_s": 60.0}
         config |= {key: own.pop(key) for key in set(own) - {f.name for f in fields(LinkOptions)}}
         made = LinkOptions(WeightSync(**config), **own)
         link = LaneLink(run_id or self.run_id, self.epoch, version.manifest, made, term)

@@ -25,7 +25,8 @@ def said(access: ServerAccess, engine: str, salt: str) -> Scores:
     """By a server. ``salt``: no prefix of other weights is in its cache under it."""
     with access.driver() as driver:
         score = dialect(engine).score
-        return [list(driver.run(score(ids, access.deadline_s, salt))) for ids in PROMPTS]
+        out = [driver.run(score(ids, access.deadline_s, salt)) for ids in PROMPTS]
+    return [list(logprobs) for logprobs in out]
 
 
 def apart(one: Scores, other: Scores) -> float:

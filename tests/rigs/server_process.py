@@ -119,16 +119,16 @@ class Server:
             ("GET", "/is_paused"): lambda _: {"is_paused": control.paused()},
             ("GET", "/get_world_size"): lambda _: {"world_size": 1},
             ("GET", "/served"): self._served,
-            ("POST", "/pause"): lambda _: self._did(control.pause()),
-            ("POST", "/resume"): lambda _: self._did(control.resume()),
-            ("POST", "/init_weight_transfer_engine"): lambda body: self._did(
-                control.greet(body["init_info"])
+            ("POST", "/pause"): self._does(lambda _: control.pause()),
+            ("POST", "/resume"): self._does(lambda _: control.resume()),
+            ("POST", "/init_weight_transfer_engine"): self._does(
+                lambda body: control.greet(body["init_info"])
             ),
             ("POST", "/start_weight_update"): self._start,
             ("POST", "/update_weights"): self._update,
             ("POST", "/finish_weight_update"): self._finish,
-            ("POST", "/update_weight_version"): lambda body: self._did(
-                control.relabel(str(body["new_version"]))
+            ("POST", "/update_weight_version"): self._does(
+                lambda body: control.relabel(str(body["new_version"]))
             ),
         }
 
@@ -173,7 +173,14 @@ class Server:
             "receiver_pid": client.pid,
         }
 
-    def _did(self, _: None) -> Mapping[str, Any]:
+    def _does(self, action: Callable[[Mapping[str, Any]], None]) -> Route:
+        def route(body: Mapping[str, Any]) -> Mapping[str, Any]:
+            action(body)
+            return self._did()
+
+        return route
+
+    def _did(self) -> Mapping[str, Any]:
         """Note what a request would meet from here on, if generation goes on."""
         now = (self._server.label, self._model.digest())
         if not self._server.paused and self._visible[-1:] != [now]:
@@ -189,14 +196,18 @@ class Server:
     def _update(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         if not self._updating:
             raise Refused("start_weight_update must be called before update_weights")
-        return self._did(self._control.load(body["update_info"]))
+        self._control.load(body["update_info"])
+        return self._did()
 
     def _finish(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         if not self._updating:
             raise Refused("finish_weight_update called without a matching start_weight_update")
         self._updating = False
         label = body.get("weight_version")
-        return {} if label is None else self._did(self._control.finish(str(label)))
+        if label is None:
+            return {}
+        self._control.finish(str(label))
+        return self._did()
 
 
 def main(argv: list[str]) -> None:

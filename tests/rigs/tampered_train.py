@@ -44,7 +44,7 @@ class TamperedTrainer(verify_train.VerifyTrainer):
         super().__init__(job_config, evidence)
         self._tamper = tamper
 
-    def train_step(self, data_iterator) -> None:
+    def train_step(self, data_iterator: Any) -> None:
         if self._tamper == Tamper("modes", self.step):
             self.sync.fence()
             self._flip()

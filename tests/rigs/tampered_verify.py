@@ -27,6 +27,8 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import TCP, new_run_id
 from titan_grpo.runkey import Key
 from titan_grpo.sync.link import LaneLink, LinkOptions
+from titan_grpo.verify.outcome import Made
+from titan_grpo.verify.prober import Prober
 
 DEADLINE_S = 60.0
 BLOCK_BYTES = 256 << 10
@@ -90,7 +92,9 @@ class TamperedRuns(PhaseRuns):
         own = {"async live": "bytes:2", "sync replay": "modes:2"}.get(name, "")
         return ["tests.rigs.tampered_train", "--tamper", own, *super().module(name, evidence)[1:]]
 
-    def after(self, name, url, prober, evidence, made) -> Path:
+    def after(
+        self, name: str, url: str, prober: Prober, evidence: Path, made: tuple[Made, ...]
+    ) -> Path:
         last = super().after(name, url, prober, evidence, made)
         if name != "async live":
             return last

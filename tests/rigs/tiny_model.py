@@ -1,6 +1,7 @@
 """torchtitan's tiny models with weights of the tests."""
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 
@@ -19,4 +20,4 @@ def loaded(kind: tiny.Kind, weights: Mapping[str, torch.Tensor] | None = None) -
         model.init_weights()
     given = tiny.tiny_weights(kind, 3, std=0.1) if weights is None else weights
     model.load_state_dict(spec.state_dict_adapter(args, None).from_hf(given))
-    return model
+    return cast(torch.nn.Module, model)

@@ -2,19 +2,26 @@
 
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from tests.rollout.conftest import answer
+from titan_grpo.rollout.task_runner import Codec
 from titan_grpo.titan.tiny import EOS
+
+if TYPE_CHECKING:
+    import openai
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
 HELLO = {"role": "user", "content": "hello"}
 
 
-def says(codec, *texts: str, log: list[list[int]] | None = None) -> Callable:
+def says(
+    codec: Codec, *texts: str, log: list[list[int]] | None = None
+) -> Callable[[dict[str, Any]], Any]:
     """An engine that says one text after the other, each with an end token, and then again."""
     lock, count = threading.Lock(), [0]
 
-    def behaviour(body):
+    def behaviour(body: dict[str, Any]) -> Any:
         with lock:
             text = texts[count[0] % len(texts)]
             count[0] += 1
@@ -27,18 +34,19 @@ def says(codec, *texts: str, log: list[list[int]] | None = None) -> Callable:
     return behaviour
 
 
-def client_of(base_url, api_key):
+def client_of(base_url: str, api_key: str) -> "openai.OpenAI":
     """A client that repeats nothing by itself."""
     import openai
 
     return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60.0)
 
 
-def talker(turns=3, **options):
+def talker(turns: int = 3, **options: Any) -> Callable[[str, str, Any], float]:
     """An agent of so many turns; returns 1."""
 
-    def agent(base_url, api_key, row):
-        client, messages = client_of(base_url, api_key), [HELLO]
+    def agent(base_url: str, api_key: str, row: Any) -> float:
+        client = client_of(base_url, api_key)
+        messages: list[Any] = [HELLO]
         for turn in range(turns):
             reply = client.chat.completions.create(model="any", messages=messages, **options)
             messages.append(reply.choices[0].message)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.rollout.codec import TextCodec
@@ -9,7 +10,7 @@ from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.sampler import Sampler
 from titan_grpo.rollout.schedule import Server
-from titan_grpo.rollout.task_runner import TaskOptions, TaskRunner
+from titan_grpo.rollout.task_runner import Codec, TaskOptions, TaskRunner
 from titan_grpo.rollout.tasks.functions import load_task
 from titan_grpo.samples import Group
 
@@ -23,10 +24,14 @@ class Letters:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
 
+    def chat(self, said: Any, tools: Any = None) -> tuple[int, ...]:
+        """No task that is tested with these tokens has messages."""
+        raise NotImplementedError
+
 
 def sampler_of(task: str, model_dir: str, group_size: int, max_tokens: int) -> Sampler:
     spec = RolloutSpec(model_dir=model_dir, group_size=group_size, max_completion_tokens=max_tokens)
-    codec = Letters() if task == "calculator" else TextCodec(model_dir)
+    codec: Codec = Letters() if task == "calculator" else TextCodec(model_dir)
     return Sampler(spec, TaskRunner(load_task(task, TaskOptions()), codec, 8, 60.0))
 
 

@@ -32,7 +32,7 @@ WAIT_S = 150.0
 """Deadline of what must happen. Several receivers may start one after the other within it, each of
 which imports torch: seconds alone, ten times that where every core is wanted."""
 
-SHORT = {
+SHORT: dict[str, Any] = {
     "backoff_s": 0.05,
     "backoff_max_s": 0.2,
     "block_bytes": 1 << 20,
@@ -131,6 +131,7 @@ class Rig:
 
     def _host(self, part: int, hosts: int) -> HostProcess:
         link = self.lanes._link
+        assert self.pool.hashed is not None
         keys = link.keys(self.pool.run_id, 0)
         return HostProcess(
             {

@@ -145,7 +145,7 @@ class Lazy(TorchDispatchMode):
     """Enqueues what reads or writes elements."""
 
     def __init__(self, device: Device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -81,7 +81,9 @@ class GuardedTrainer(Trainer):
         assert self.servers.wait_held(version, WAIT_S, everyone=False), (
             f"version {version} is not held"
         )
-        say(held=version, label=str(self.worker.slots.newest().label))
+        newest = self.worker.slots.newest()
+        assert newest is not None
+        say(held=version, label=str(newest.label))
 
 
 def main() -> None:

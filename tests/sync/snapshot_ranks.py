@@ -7,7 +7,7 @@ the full tensors.
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from titan_grpo.titan.compat import prepare
 prepare()  # once for all ranks, which are forked after this
 
 
-def build(kind: str) -> tuple[torch.nn.Module, Any]:
+def build(kind: str) -> tuple[Any, Any]:
     """A tiny torchtitan model with odd sizes (so that FSDP splits unevenly), and its adapter."""
     if kind == "llama3":
         from torchtitan.models.llama3 import Transformer, TransformerModelArgs
@@ -68,7 +68,7 @@ def fsdp(model: torch.nn.Module, mesh: DeviceMesh | None = None) -> dict[str, to
     """Row shards of all parameters, as FSDP2 makes them: uneven, and none of some on the last
     rank."""
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.layers.values():
+    for layer in cast(torch.nn.ModuleDict, model.layers).values():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return dict(model.named_parameters())
@@ -126,7 +126,7 @@ def expected_bytes(
 
 def share_image(nbytes: int, rank: int) -> SharedImage:
     image = SharedImage.create(nbytes, "titan_grpo-test") if rank == 0 else None
-    box = [image.address if image else None]
+    box: list[Any] = [image.address if image else None]
     dist.broadcast_object_list(box, src=0)
     return image or SharedImage.attach(box[0])
 
@@ -140,9 +140,8 @@ def main(rank: int, world: int, kind: str, folder: Path) -> None:
         torch.manual_seed(7)
         model, adapter = build(kind)
         with torch.no_grad():
-            model.init_weights(
-                buffer_device=torch.device("cpu")
-            )  # ties the embeddings where the model does
+            # ties the embeddings where the model does
+            model.init_weights(buffer_device=torch.device("cpu"))
             for p in model.parameters():
                 p.normal_()  # norms too: all ones would hide a wrong row
         full = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
@@ -153,7 +152,7 @@ def main(rank: int, world: int, kind: str, folder: Path) -> None:
             tied={"output.weight"},
         )
         manifest = layout.manifest("bfloat16", 4096)
-        chunks = [None] * world
+        chunks: list[Any] = [None] * world
         dist.all_gather_object(chunks, {fqn: chunk_of(p) for fqn, p in params.items()})
         mine = assign_writers(chunks, layout.shapes)[rank]
         ops = {fqn: copy_ops(layout, manifest, fqn, *chunks[rank][fqn]) for fqn in mine}

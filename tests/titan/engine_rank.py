@@ -36,7 +36,7 @@ Engine: Any = compat.upstream("engine").Engine
 ROWS, LENGTH = 4, 32
 
 
-class Trained(Engine):
+class Trained(Engine):  # type: ignore[misc]
     """The engine with a loss of text."""
 
     def step_once(self, number: int) -> float:
@@ -89,7 +89,12 @@ def main(rank: int, world: int, port: str, job: list[str]) -> None:
         compute_head_in_fp32(trainer.model_parts[0])
     waited = []
     staging = trainer.checkpointer.maybe_wait_for_staging
-    trainer.checkpointer.maybe_wait_for_staging = lambda: (waited.append(1), staging())
+
+    def wait_for_staging() -> None:
+        waited.append(1)
+        staging()
+
+    trainer.checkpointer.maybe_wait_for_staging = wait_for_staging
     trainer.loader = trainer.dataloader
     trainer.checkpointer.load(-1)
     losses = []
@@ -101,7 +106,7 @@ def main(rank: int, world: int, port: str, job: list[str]) -> None:
     plan = plan_writes(model, trainer.to_hf, "float32", 4096)
     image = share_image(plan.manifest.total_bytes, rank)
     merged = lora.merged_shards(model, set(plan.ops))
-    shards = {**local_shards(named_tensors(model), set(plan.ops)), **merged}
+    shards: dict[str, Any] = {**local_shards(named_tensors(model), set(plan.ops)), **merged}
     if plan.ops:
         copier = Snapshotter(plan.ops, [image.tensor()], torch.device("cpu"), 1 << 16)
         copier.start(shards, 0).wait(60.0)

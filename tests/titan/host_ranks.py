@@ -59,6 +59,7 @@ def published(rank: int, way: str, hosts: str, folder: Path) -> dict[str, Any]:
     if rank == 0:
         recorder = Recorder(folder)
         server = ReceiverServer("http://127.0.0.1/a", lambda n, t: seen.update({n: t.clone()}))
+        assert sync.pool is not None
         worker = SyncProcess(
             sync.pool,
             config,
@@ -77,7 +78,7 @@ def published(rank: int, way: str, hosts: str, folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             for _, tensor in named_tensors(model):
                 tensor.add_(version)
-        box = [worker.slots.wait_reserved(WAIT_S) if worker else None]
+        box: list[Any] = [worker.slots.wait_reserved(WAIT_S) if worker else None]
         dist.broadcast_object_list(box, src=0)
         sync.publish(version, box[0])
         full = {
@@ -96,7 +97,7 @@ def published(rank: int, way: str, hosts: str, folder: Path) -> dict[str, Any]:
     dist.all_gather_object(owned, owned_bytes(sync))
     error = sync.take_error()
     dist.barrier()
-    if worker:
+    if worker and server and recorder:
         worker.close()
         server.close()
         recorder.close()

@@ -5,6 +5,8 @@ import hashlib
 import json
 import sys
 from datetime import timedelta
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from titan_grpo.titan.data import BatchLoader, RunStopped, Share  # noqa: E402
 STATE = '{"cursor": 5}'
 
 
-def completion(group, number):
+def completion(group: int, number: int) -> Completion:
     ids = tuple(group * 7 + number * 3 + t for t in range(1 + (group + 2 * number) % 9))
     sampled = tuple(t != 1 for t in range(len(ids))) if number == 2 else ()
     return Completion(
@@ -37,23 +39,23 @@ def completion(group, number):
     )
 
 
-def groups():
+def groups() -> list[Group]:
     return [
         Group(Prompt(g, tuple(range(50, 52 + g))), tuple(completion(g, n) for n in range(4)))
         for g in range(5)
     ]
 
 
-def work(pack, single):
+def work(pack: bool, single: bool) -> tuple[Share, list[Any]]:
     batch = plan(groups(), 2, BatchOptions(48, 24, pack=pack, grpo=GRPO(num_microbatches=2)))
     return Share(batch.steps, 1, STATE), batch.micro_batches() if single else batch.rows
 
 
-def refusal():
+def refusal() -> NoReturn:
     raise DataError("no batch")
 
 
-def given(loader, share):
+def given(loader: BatchLoader, share: Share) -> list[list[tuple[str, str, str]]]:
     """(name, type, digest) of every tensor that the trainer is given, micro-batch by
     micro-batch."""
     out = []
@@ -74,7 +76,7 @@ def given(loader, share):
     return out
 
 
-def main():
+def main() -> None:
     rank = int(sys.argv[1])
     torch.set_num_threads(1)
     store = dist.FileStore(sys.argv[2], 2)
@@ -83,12 +85,10 @@ def main():
     )
     loader = BatchLoader(rank)
     loader.connect(JobConfig())
-    figures = {}
+    figures: dict[str, Any] = {}
     for pack in (False, True):
         for single in (True, False):
-            share = loader.fetch(
-                (lambda pack=pack, single=single: work(pack, single)) if rank == 0 else None
-            )
+            share = loader.fetch(partial(work, pack, single) if rank == 0 else None)
             assert (share.slot, loader.state_dict()) == (1, {"rollout": STATE})
             figures[f"{'packed' if pack else 'padded'}, {'single' if single else 'by rank'}"] = (
                 given(loader, share)

@@ -74,20 +74,21 @@ def main(rank: int, world: int, kind: str, folder: Path) -> None:
             for n, layer in lora.adapted(model):
                 assert not whole(layer.lora_b).any(), "the first policy is the base model"
                 assert started[n].unique().numel() == started[n].numel(), "no row twice"
+                assert isinstance(layer.lora_b, DTensor)
                 local = layer.lora_b.to_local()
                 local.copy_(torch.randn(local.shape))
         plan = plan_writes(model, adapter.to_hf, "bfloat16", 4096)
         image = share_image(plan.manifest.total_bytes, rank)
         ops: dict[str, list[CopyOp]] = plan.ops
         merged = lora.merged_shards(model, set(ops))
-        shards = {**local_shards(named_tensors(model), set(ops)), **merged}
+        shards: dict[str, Any] = {**local_shards(named_tensors(model), set(ops)), **merged}
         Snapshotter(ops, [image.tensor()], torch.device("cpu"), 1 << 10).start(shards, 0).wait(60.0)
         layers = dict(lora.adapted(model))
         full = {}
         for fqn, tensor in named_tensors(model):
             full[fqn] = whole(tensor).double()
-            if layer := layers.get(fqn.removesuffix(".weight")):
-                up, down = whole(layer.lora_b).double(), whole(layer.lora_a).double()
+            if put_on := layers.get(fqn.removesuffix(".weight")):
+                up, down = whole(put_on.lora_b).double(), whole(put_on.lora_a).double()
                 full[fqn] += 12.0 / 5 * up @ down
         exported = {n: t for n, t in full.items() if n in plan.layout.shapes}
         dist.barrier()

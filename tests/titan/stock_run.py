@@ -44,7 +44,7 @@ from titan_grpo.patches import torchtitan_gloo_premul  # noqa: E402
 from titan_grpo.titan import models02  # noqa: E402
 
 
-class SyntheticLoader(BaseDataLoader):
+class SyntheticLoader(BaseDataLoader):  # type: ignore[misc]
     """The same global rows for any number of ranks: rank r of w takes rows r, r + w, ... of each
     batch."""
 

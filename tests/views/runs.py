@@ -1,6 +1,7 @@
 """Runs as the recorder writes them, with a clock that is moved by hand: nothing waits."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +48,12 @@ def url_of(server: int) -> str:
     return f"http://10.0.0.{server}:8000"
 
 
-def make_run(folder: Path, made: Made, clock: Clock | None = None, pace=lambda step: None) -> None:
+def make_run(
+    folder: Path,
+    made: Made,
+    clock: Clock | None = None,
+    pace: Callable[[int], object] = lambda step: None,
+) -> None:
     """Record a run in ``folder``; ``pace`` is called after each step."""
     clock, draw = clock or Clock(), random.Random(7)
     recorder = Recorder(folder, clock=clock)
@@ -147,7 +153,7 @@ def _shown(step: int, draw: random.Random) -> ShownStep:
     out = []
     for number in range(2):
         engine = [-draw.random() for _ in range(12)]
-        trainer = [logprob - 0.1 * k for k, logprob in enumerate(engine)]
+        trainer: list[float | None] = [logprob - 0.1 * k for k, logprob in enumerate(engine)]
         out.append(
             Shown(
                 url_of(number),

@@ -313,7 +313,7 @@ class LaneLink:
     @contextmanager
     def _served(self, image: torch.Tensor, memfd: ImageAddress | None) -> Iterator[RangeSource]:
         """Let the receiver read the image within it."""
-        view = memoryview(image.numpy())  # type: ignore[arg-type]
+        view = image.numpy().data
         fd, part = memfd.fd if memfd else None, self._manifest.parts[0]
         ticket = self._source.grant(view, fd, self._range_key, part)
         place = memfd.to_json() if memfd else {}

@@ -34,7 +34,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     state = hashlib.blake2b(f"{dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
     flat = tensor.detach().cpu().contiguous().flatten()
-    state.update(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+    state.update(flat.view(torch.uint8).numpy().data)
     return state.hexdigest()
 
 
