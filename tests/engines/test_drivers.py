@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,14 +74,76 @@ def test_a_server_that_never_answers_is_unreachable_within_the_deadline(board: B
 
 def test_a_connection_on_which_a_server_failed_is_not_used_again(board: Board) -> None:
     board.routes = {"GET /health": 200, "GET /weight_info": 503}
+
+    async def run() -> None:
+        driver = AsyncDriver(board.url)
+        await driver.run(vllm.health())
+        with pytest.raises(HttpRefused):
+            await driver.run(vllm.label())
+        await driver.run(vllm.health())
+        await driver.close()
+
     with SyncDriver(board.url) as driver:
         driver.run(vllm.health())
         with pytest.raises(HttpRefused):
             driver.run(vllm.label())
         driver.run(vllm.health())
-    first, failed, after = board.ports
-    assert first == failed
-    assert after != failed
+    asyncio.run(run())
+    for first, failed, after in (board.ports[:3], board.ports[3:]):
+        assert first == failed
+        assert after != failed
+
+
+def calls_at_once(url: str, calls: int, most: int) -> None:
+    """So many calls of one driver, of which ``most`` may run at once; then as many again."""
+
+    async def run() -> None:
+        driver = AsyncDriver(url, max_connections=most)
+        for _ in range(2):
+            await asyncio.gather(*(driver.run(vllm.health()) for _ in range(calls)))
+        await driver.close()
+
+    asyncio.run(run())
+
+
+def test_calls_beyond_the_most_wait_for_a_connection_and_use_it_again(board: Board) -> None:
+    board.routes = {"GET /health": 200}
+    calls_at_once(board.url, 12, most=3)
+    assert len(board.ports) == 24
+    assert len(set(board.ports)) == 3
+
+
+def test_a_connection_that_was_idle_for_too_long_is_not_used_again(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titan_grpo.engines.http.KEEPALIVE_S", 0.0)
+    board.routes = {"GET /health": 200}
+    calls_at_once(board.url, 2, most=2)
+    assert len(set(board.ports)) == 4
+
+
+def test_a_call_that_is_given_up_makes_room_for_another_one(board: Board) -> None:
+    asked = threading.Event()
+
+    def no_answer(_body: Any) -> tuple[int, Any]:
+        asked.set()
+        board.over.wait(60)
+        return 503, {}
+
+    board.routes = {"GET /health": 200, "GET /is_paused": no_answer}
+
+    async def run() -> None:
+        driver = AsyncDriver(board.url, max_connections=1)
+        given_up = asyncio.create_task(driver.run(vllm.is_paused(60.0)))
+        assert await asyncio.to_thread(asked.wait, 60)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        await driver.run(vllm.health())
+        await driver.close()
+
+    asyncio.run(run())
+    given_up, after = board.ports
+    assert given_up != after
 
 
 @pytest.fixture

@@ -105,6 +105,7 @@ def test_an_answer_without_spans_or_values_is_told_apart_from_a_whole_one() -> N
         {},
         [ANSWER],
         ANSWER | {"output_ids": None},
+        ANSWER | {"output_ids": ["7"]},
         changed(finish_reason=None),
         changed(weight_versions=[{"version": "x"}]),
     ],

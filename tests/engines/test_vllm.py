@@ -97,6 +97,13 @@ def test_an_answer_of_another_form_is_refused(answer) -> None:
         vllm.parse_sampled(answer)
 
 
+@pytest.mark.parametrize("ids", [["7"], [None], [1.5], [-1], [True], [1 << 40]])
+def test_an_answer_with_what_is_no_token_id_is_refused(ids) -> None:
+    answer = {"choices": [ANSWER["choices"][0] | {"token_ids": ids}]}
+    with pytest.raises(ServerRefused, match="/v1/completions must answer with token ids"):
+        vllm.parse_sampled(answer)
+
+
 def test_scores_are_of_all_tokens_but_the_first() -> None:
     call = vllm.score([5, 6, 7], 1.0)
     answer = {"choices": [{"logprobs": {"token_logprobs": [None, -1.0, -2.0, -3.0]}}]}

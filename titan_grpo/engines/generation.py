@@ -2,11 +2,12 @@
 server-sent events: bytes in, tokens out. Pure."""
 
 import hashlib
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from titan_grpo.engines.http import Call, HttpRefused, want
 from titan_grpo.errors import ServerRefused
@@ -75,6 +76,21 @@ def salt(label: str) -> str:
     """A cache salt for any label: hashed, since vLLM refuses salts over 128 characters or with "/",
     "@" or a backslash."""
     return hashlib.blake2b(label.encode(), digest_size=16).hexdigest()
+
+
+_TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
+
+
+def read_ids(answer: Any, key: str, path: str) -> tuple[int, ...]:
+    """``answer[key]``, a list of token ids. ServerRefused for others.
+
+    >>> read_ids({"ids": [5, 6]}, "ids", "/generate")
+    (5, 6)
+    """
+    try:
+        return msgspec.convert(want(answer, key, list, path), _TokenIds)
+    except msgspec.ValidationError as error:
+        raise ServerRefused(f"{path} must answer with token ids in {key!r}: {error}") from None
 
 
 def logprob(value: Any) -> float:
@@ -228,8 +244,8 @@ def _event(payload: bytes, path: str) -> Any:
     """The JSON of one event. An error in it is raised as the HTTP status that it comes too late
     for."""
     try:
-        event = json.loads(payload)
-    except ValueError:
+        event = msgspec.json.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError):
         raise ServerRefused(
             f"{path} must stream JSON, got {payload[:200]!r}: another server or another version"
             " of it?"

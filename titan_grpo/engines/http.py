@@ -4,16 +4,17 @@ The only place where HTTP errors become ours."""
 
 import asyncio
 import functools
-import json
 import os
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
+import msgspec
 
 from titan_grpo.errors import ConfigError, ServerRefused, ServerUnfit, ServerUnreachable
 
@@ -138,24 +139,29 @@ def _tls(ca_file: str | None, ca_path: str | None) -> ssl.SSLContext:
         ) from error
 
 
+@functools.cache
+def _no_tls() -> ssl.SSLContext:
+    """Of plain http: httpx would make one for each connection, which takes longer than that."""
+    return httpx.create_ssl_context(verify=False, trust_env=False)
+
+
+def _limits(connections: int) -> httpx.Limits:
+    return httpx.Limits(
+        max_connections=connections,
+        max_keepalive_connections=connections,
+        keepalive_expiry=KEEPALIVE_S,
+    )
+
+
 class _Driver:
     """What both drivers have in common. Proxy settings of the environment are not used: servers are
     addressed directly."""
 
-    def __init__(self, base_url: str, api_key: str, admin_key: str, connections: int) -> None:
+    def __init__(self, base_url: str, api_key: str, admin_key: str) -> None:
         self.url = public_url(base_url)
-        self._api_key, self._admin_key = api_key, admin_key
+        self._base_url, self._api_key, self._admin_key = base_url, api_key, admin_key
         https = urlsplit(base_url).scheme == "https"
-        self._settings: dict[str, Any] = {
-            "base_url": base_url,
-            "limits": httpx.Limits(
-                max_connections=connections,
-                max_keepalive_connections=connections,
-                keepalive_expiry=KEEPALIVE_S,
-            ),
-            "trust_env": False,
-            "verify": _tls(*(os.environ.get(name) for name in CA_VARIABLES)) if https else False,
-        }
+        self._tls = _tls(*map(os.environ.get, CA_VARIABLES)) if https else _no_tls()
 
     def _request(self, call: Call[Any], timeout_s: float | None) -> dict[str, Any]:
         """Arguments of httpx for a call; without a timeout where the loop keeps it."""
@@ -182,8 +188,8 @@ class _Driver:
     def _value(self, call: Call[T], response: httpx.Response) -> T:
         self._check(call, response)
         try:
-            answer = response.json()
-        except (json.JSONDecodeError, UnicodeDecodeError):
+            answer = msgspec.json.decode(response.content)
+        except (msgspec.DecodeError, UnicodeDecodeError):
             answer = None
         return call.parse(answer)
 
@@ -207,8 +213,13 @@ class SyncDriver(_Driver):
     def __init__(self, base_url: str, api_key: str = "", admin_key: str = "") -> None:
         """``admin_key``: for calls with ``admin``; empty: ``api_key`` as for all others. Raises
         ConfigError for unusable SSL_CERT_FILE or SSL_CERT_DIR."""
-        super().__init__(base_url, api_key, admin_key, 4)
-        self._client = httpx.Client(**self._settings)
+        super().__init__(base_url, api_key, admin_key)
+        self._client = self._connect()
+
+    def _connect(self) -> httpx.Client:
+        return httpx.Client(
+            base_url=self._base_url, verify=self._tls, limits=_limits(4), trust_env=False
+        )
 
     def run(self, call: Call[T]) -> T:
         """Execute. Raises ServerUnreachable (no answer), HttpRefused (not 2xx), ServerRefused
@@ -222,7 +233,7 @@ class SyncDriver(_Driver):
             # answer: the next request on it would fail with a read error although the server is
             # there
             self._client.close()
-            self._client = httpx.Client(**self._settings)
+            self._client = self._connect()
         return self._value(call, response)
 
     def close(self) -> None:
@@ -256,6 +267,90 @@ class ServerAccess:
         return SyncDriver(self.url, self.api_key, self.admin_key)
 
 
+class _Connections(httpx.AsyncBaseTransport):
+    """Connections to one server, at most ``most``, each a transport of httpx of its own.
+
+    One transport with many connections looks at all of them whenever a request begins or ends: with
+    256 requests at once that was most of the processor time of short ones.
+    """
+
+    def __init__(self, tls: ssl.SSLContext, most: int) -> None:
+        self._tls, self._room = tls, asyncio.Semaphore(most)
+        self._idle: deque[tuple[float, httpx.AsyncHTTPTransport]] = deque()
+        """With the time since when, in that order. The newest is used first, so that what stays
+        idle is at the left."""
+        self._closed = False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """One request, once there is room; its place is free again when the answer is closed."""
+        await self._room.acquire()
+        transport = None
+        try:
+            await self._close_idle(asyncio.get_running_loop().time() - KEEPALIVE_S)
+            transport = self._idle.pop()[1] if self._idle else self._connect()
+            response = await transport.handle_async_request(request)
+        except BaseException:
+            await self.give_back(transport, reuse=False)
+            raise
+        # uvicorn: see SyncDriver.run
+        reuse = not httpx.codes.is_server_error(response.status_code)
+        body = _Body(cast(httpx.AsyncByteStream, response.stream), self, transport, reuse)
+        return httpx.Response(
+            response.status_code,
+            headers=response.headers,
+            stream=body,
+            extensions=response.extensions,
+        )
+
+    def _connect(self) -> httpx.AsyncHTTPTransport:
+        return httpx.AsyncHTTPTransport(verify=self._tls, limits=_limits(1), trust_env=False)
+
+    async def give_back(self, transport: httpx.AsyncHTTPTransport | None, reuse: bool) -> None:
+        """A request is over. ``transport``: the one that it had, if any."""
+        self._room.release()
+        if transport is not None and reuse and not self._closed:
+            self._idle.append((asyncio.get_running_loop().time(), transport))
+        elif transport is not None:
+            await transport.aclose()
+
+    async def _close_idle(self, since: float) -> None:
+        while self._idle and self._idle[0][0] <= since:
+            await self._idle.popleft()[1].aclose()
+
+    async def aclose(self) -> None:
+        """Close what is idle, and the others when their requests are over."""
+        self._closed = True
+        await self._close_idle(asyncio.get_running_loop().time())
+
+
+class _Body(httpx.AsyncByteStream):
+    """The bytes of an answer, after which its connection is idle again."""
+
+    def __init__(
+        self,
+        body: httpx.AsyncByteStream,
+        connections: _Connections,
+        transport: httpx.AsyncHTTPTransport,
+        reuse: bool,
+    ) -> None:
+        self._body, self._connections, self._transport = body, connections, transport
+        self._reuse = reuse
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self._body:
+            yield chunk
+
+    async def aclose(self) -> None:
+        # httpx closes an answer once. A transport whose request was broken off closes its
+        # connection here and makes another one when it is used again.
+        closed = False
+        try:
+            await self._body.aclose()
+            closed = True
+        finally:
+            await self._connections.give_back(self._transport, closed and self._reuse)
+
+
 class AsyncDriver(_Driver):
     """Calls to one server from an asyncio loop, many at once (at most ``max_connections`` in
     flight, the others wait)."""
@@ -264,8 +359,10 @@ class AsyncDriver(_Driver):
         self, base_url: str, api_key: str = "", max_connections: int = 64, admin_key: str = ""
     ) -> None:
         """As SyncDriver."""
-        super().__init__(base_url, api_key, admin_key, max_connections)
-        self._client = httpx.AsyncClient(**self._settings)
+        super().__init__(base_url, api_key, admin_key)
+        self._client = httpx.AsyncClient(
+            base_url=base_url, transport=_Connections(self._tls, max_connections), trust_env=False
+        )
 
     async def run(self, call: Call[T]) -> T:
         """Execute within ``call.timeout_s`` in all. Raises as SyncDriver.run does; cancelling it

@@ -20,6 +20,7 @@ from titan_grpo.engines.generation import (
     Sampling,
     StreamedCall,
     logprob,
+    read_ids,
     salt,
     version_spans,
 )
@@ -215,7 +216,7 @@ def parse_piece(event: Any) -> Piece:
     HttpRefused for it.
     """
     meta = want(event, "meta_info", dict, GENERATE)
-    ids = want(event, "output_ids", list, GENERATE)
+    ids = read_ids(event, "output_ids", GENERATE)
     entries = want(meta, "output_token_logprobs", list, GENERATE) if ids else []
     count = int(want(meta, "completion_tokens", int, GENERATE))
     reason = meta.get("finish_reason")
@@ -231,8 +232,8 @@ def parse_piece(event: Any) -> Piece:
     )
     spans = version_spans(meta.get("weight_versions"), GENERATE)
     return Piece(
-        tuple(int(t) for t in ids),
-        tuple(_first(e) for e in entries),
+        ids,
+        tuple(map(_first, entries)),
         ended,
         spans,
         _retractions(meta),
@@ -265,13 +266,13 @@ def parse_sampled(answer: Any) -> Sampled:
     """Read one answer of /generate. Does not compare lengths: a mismatch is a sample to drop,
     not an outage."""
     meta = want(answer, "meta_info", dict, GENERATE)
-    ids = want(answer, "output_ids", list, GENERATE)
+    ids = read_ids(answer, "output_ids", GENERATE)
     entries = want(meta, "output_token_logprobs", list, GENERATE)
     reason = want(want(meta, "finish_reason", dict, GENERATE), "type", str, GENERATE)
     spans = version_spans(meta.get("weight_versions"), GENERATE)
     return Sampled(
-        tuple(int(t) for t in ids),
-        tuple(_first(entry) for entry in entries),
+        ids,
+        tuple(map(_first, entries)),
         reason,
         spans,
         _retractions(meta),

@@ -22,6 +22,7 @@ from titan_grpo.engines.generation import (
     StreamedCall,
     VersionSpan,
     logprob,
+    read_ids,
     salt,
     version_spans,
 )
@@ -232,10 +233,9 @@ def _adapter(answer: Any, end: int) -> tuple[VersionSpan, ...]:
 
 
 def _read(choice: Any, reason: str) -> Sampled:
-    ids = want(choice, "token_ids", list, COMPLETIONS)
-    logprobs = tuple(logprob(x) for x in _logprobs(choice))
-    spans = version_spans(choice.get("weight_versions"), COMPLETIONS)
-    return Sampled(tuple(int(t) for t in ids), logprobs, reason, spans)
+    ids = read_ids(choice, "token_ids", COMPLETIONS)
+    logprobs = tuple(map(logprob, _logprobs(choice)))
+    return Sampled(ids, logprobs, reason, version_spans(choice.get("weight_versions"), COMPLETIONS))
 
 
 def _parse_scores(answer: Any, count: int) -> tuple[float, ...]:
