@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.rigs.board import Board
@@ -113,13 +114,24 @@ def test_calls_beyond_the_most_wait_for_a_connection_and_use_it_again(board: Boa
     assert len(set(board.ports)) == 3
 
 
-def test_a_connection_that_was_idle_for_too_long_is_not_used_again(
-    board: Board, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("titan_grpo.engines.http.KEEPALIVE_S", 0.0)
+def test_connections_that_stay_idle_are_closed_while_others_are_used(board: Board) -> None:
     board.routes = {"GET /health": 200}
-    calls_at_once(board.url, 2, most=2)
-    assert len(set(board.ports)) == 4
+
+    def connected() -> int:
+        found = psutil.Process().net_connections("tcp4")
+        return sum(bool(c.raddr) and c.raddr.port == board.address[1] for c in found)
+
+    async def run() -> None:
+        driver = AsyncDriver(board.url)
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(driver.run(vllm.health()) for _ in range(5)))
+            assert connected() == 5
+            while connected() > 1:
+                await driver.run(vllm.health())
+        await driver.close()
+        assert connected() == 0
+
+    asyncio.run(run())
 
 
 def test_a_call_that_is_given_up_makes_room_for_another_one(board: Board) -> None:

@@ -283,6 +283,7 @@ class _Connections(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """One request, once there is room; its place is free again when the answer is closed."""
+        # no deadline: the driver's, which all of a call is within; a call that ends makes room
         await self._room.acquire()
         transport = None
         try:
