@@ -201,3 +201,21 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
         assert "--enable-eplb" in found[name]
     assert "layer (Fp8LinearMethod) is quantised by a method that cannot restore" in found["packs"]
     assert "CompressedTensorsW8A8Fp8MoE" in found["scheme packs"]
+
+
+def test_sglangs_workers_let_go_of_a_receivers_memory_before_the_next_one_takes_its_own(
+    sglang_python: str, root: Path
+) -> None:
+    """As large as the model, it would be there twice."""
+    paths = f"{sglang_cpu.directory()}:{root}"
+    env = {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sglang_python, "-m", "tests.receive.sglang_ranks"],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {"attached": 2, "joined again": 0}

@@ -334,7 +334,8 @@ class EngineSide:
             return {}
 
     def map_ahead(self, grant: dict[str, Any]) -> None:
-        """On every worker, with what ``place`` returned: begin to map and pin it."""
+        """On every worker, with what ``place`` returned: begin to map and pin it, in place of what
+        is mapped."""
         self._unmap()
         if grant:
             self._ahead = Ahead(grant, self._device)

@@ -4,7 +4,7 @@
 Written for SGLang 0.5.23. The server is started with ``--custom-weight-loader LOADER``.
 
 The HTTP process gets four routes. ``/titan_grpo/hello`` forwards a Hello over a Unix socket to the
-scheduler of rank 0 (the call to map memory to all), without a pause: SGLang's own routes to the
+scheduler of rank 0, and what is to be mapped to all, without a pause: SGLang's own routes to the
 scheduler's model wait for all running requests. ``/titan_grpo/state`` shows what no route of SGLang
 does: whether generation is paused. ``/titan_grpo/load`` and ``/titan_grpo/finish`` are two calls of
 SGLang's own each, so that a paused server waits for two requests and not for four. Each scheduler
@@ -67,8 +67,8 @@ class Plugin:
 
     def hello(self, message: dict[str, Any]) -> dict[str, Any]:
         """RPC thread: a lane's greeting, whose answer goes over the lane's channel; or the call to
-        map its memory, which the answer hands on to the other schedulers: this thread may not take
-        part in their exchanges."""
+        map its memory. What this one answers is for the other schedulers to map, if anything: this
+        thread may not take part in their exchanges."""
         with self.turn:
             if self.side is None:
                 return {}
@@ -76,7 +76,9 @@ class Plugin:
                 message = {"map": self.side.place(message["attach"])}
             elif "map" not in message:
                 self.side.hello(message)
-                return {}
+                # The others map nothing more: the hello may end the receiver, whose memory must not
+                # be held beside that of the next one.
+                return {"map": {}}
             self.side.map_ahead(message["map"])
             return message
 
