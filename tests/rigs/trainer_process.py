@@ -72,6 +72,8 @@ class Settings:
     bucket_bytes: int = 128 << 10
     engine: str = vllm.NAME
     guarded: bool = True
+    look_s: float = 5.0
+    """See LaneContext: some cases wait for an idle lane's look."""
 
     @property
     def config(self) -> WeightSync:
@@ -280,6 +282,7 @@ class Run:
                 observer=LedgerObserver(out),
                 device=self._device,
                 guarded=settings.guarded,
+                look_s=settings.look_s,
                 tamper=SpoiledImages,
             ),
             sync=partial(WatchedSync, watch=self._holder, points=(), say=out),
