@@ -109,6 +109,26 @@ def test_a_request_gets_the_adapter_of_the_newest_label_and_older_ones_are_unloa
     assert [str(path) for path in folder.iterdir()] == [loads[1][1]["lora_path"]]
 
 
+def test_a_server_whose_trainer_died_before_the_label_gets_adapter_and_label_together(
+    folder: Path,
+) -> None:
+    """The pause guard, or the next lane, sets the label of what was loaded, outside of an
+    update."""
+    inner = Inner({})
+    app = WeightsMiddleware(inner)
+    write(1.0)
+    finish(app, FIRST)
+    write(2.0)
+    inner.came.clear()
+    assert ask(app, "POST", "/update_weight_version", {"new_version": SECOND})[0] == 200
+    assert [path for path, _ in inner.came] == [
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/update_weight_version",
+    ]
+    assert model_of(app, inner) == SECOND
+
+
 def test_an_adapter_stays_until_its_last_request_is_answered() -> None:
     adapters = vllm_http.Adapters()
     adapters.loaded(FIRST)

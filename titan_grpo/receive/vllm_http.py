@@ -63,6 +63,11 @@ UPDATES = frozenset({"/update_weights", "/reset_prefix_cache"})
 weights. One too many costs a prefix, one too few a wrong token."""
 
 
+LABELS = {"/finish_weight_update": "weight_version", "/update_weight_version": "new_version"}
+"""Routes that set the label, and its name there. The second one is recovery's, of a server whose
+lane died between load and label."""
+
+
 class WeightsMiddleware:
     """An ASGI application around vLLM's."""
 
@@ -96,10 +101,10 @@ class WeightsMiddleware:
             await _answer(send, 405, {"error": "/generate takes a POST with a prompt"})
         elif path[0] == "POST" and path[1] in SALTED:
             await self._ask(scope, receive, send, await _body(receive))
-        elif path == ("POST", "/finish_weight_update"):
+        elif path[0] == "POST" and path[1] in LABELS:
             self._updates += 1
             body = await _body(receive)
-            if refusal := await self._load_adapter(scope, body):
+            if refusal := await self._load_adapter(scope, body, LABELS[path[1]]):
                 await _answer(send, 500, {"error": refusal})
             else:
                 await self._app(scope, _replay(body, receive), send)
@@ -118,12 +123,12 @@ class WeightsMiddleware:
             self._adapters.ended(adapter)
             await self._unload_unused(scope)
 
-    async def _load_adapter(self, scope: dict[str, Any], body: bytes) -> str:
-        """Have vLLM load the adapter that a commit has just written, under the label that the
-        update ends with; why it did not."""
+    async def _load_adapter(self, scope: dict[str, Any], body: bytes, key: str) -> str:
+        """Have vLLM load the adapter that the last commit has written, under the label that ``key``
+        of ``body`` says; why it did not."""
         staged = adapter_folder() / STAGED
         try:
-            name = json.loads(body or b"{}").get("weight_version")
+            name = json.loads(body or b"{}").get(key)
         except (AttributeError, ValueError):
             return ""
         if Label.parse(name) is None or not staged.is_dir():
