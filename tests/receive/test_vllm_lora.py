@@ -152,13 +152,20 @@ def test_the_same_label_again_is_not_loaded_twice(folder: Path) -> None:
     assert not (folder / vllm_http.STAGED).exists()
 
 
-def test_a_load_that_vllm_refuses_ends_the_update_with_its_reason(folder: Path) -> None:
+def test_a_load_that_vllm_refuses_keeps_the_label_from_being_set_until_it_takes_it(
+    folder: Path,
+) -> None:
     inner = Inner({"error": "rank too high"}, 400)
+    app = WeightsMiddleware(inner)
     write()
-    status, answer = finish(WeightsMiddleware(inner), FIRST)
+    status, answer = finish(app, FIRST)
     assert status == 500
     assert "rank too high" in answer["error"]
-    assert [path for path, _ in inner.came] == ["/v1/load_lora_adapter"], "no label is set"
+    assert ask(app, "POST", "/update_weight_version", {"new_version": FIRST})[0] == 500
+    assert {path for path, _ in inner.came} == {"/v1/load_lora_adapter"}, "no label is set"
+    inner.status = 200
+    assert ask(app, "POST", "/update_weight_version", {"new_version": FIRST})[0] == 200
+    assert model_of(app, inner) == FIRST
 
 
 @pytest.mark.parametrize("label", [None, "unusable", "default"])

@@ -139,7 +139,8 @@ class WeightsMiddleware:
             asked = {"lora_name": name, "lora_path": str(place)}
             status, said = await self._route(scope, "/v1/load_lora_adapter", asked)
             if status != 200:
-                shutil.rmtree(place, ignore_errors=True)
+                # for the next who sets this label: without its files it would be set alone
+                place.rename(staged)
                 return f"vLLM did not load the adapter of this version (status {status}): {said}"
             self._folders[name] = place
         shutil.rmtree(staged, ignore_errors=True)
