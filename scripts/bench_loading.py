@@ -68,10 +68,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
     groups = step_groups(options.sequences)
-    print(
-        f"{options.sequences} sequences, {sum(g.num_tokens for g in groups):,} tokens,"
-        f" {options.ranks} ranks"
-    )
+    tokens = sum(len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions)
+    print(f"{options.sequences} sequences, {tokens:,} tokens, {options.ranks} ranks")
     print(
         "| rows | rank 0 builds | planned s | built s | pickled s | rank 0 in all s | MB sent | one"
         " rank builds s |"

@@ -117,7 +117,7 @@ def whole_routes(routes: bytes, tokens: int, width: int = 0) -> bool:
     return each > 0 and rest == 0 and width in (0, each)
 
 
-def fresh_enough(first: int, spans: Sequence[Span], oldest: int, stale_share: float = 0.0) -> bool:
+def fresh_enough(first: int, spans: Sequence[Span], oldest: int, stale_share: float) -> bool:
     """Whether a completion may be used where versions before ``oldest`` are too stale: it depends
     on none (``first`` is the oldest that it depends on, KV included), or less than ``stale_share``
     of its tokens were sampled by such. The share is of the weights alone: KV that was kept over a
@@ -171,8 +171,3 @@ class Group:
     def version(self) -> int:
         """Oldest policy version in the group, from which its staleness is counted."""
         return min(c.version_first for c in self.completions)
-
-    @property
-    def num_tokens(self) -> int:
-        """Sum over completions of prompt plus completion tokens."""
-        return sum(len(self.prompt.token_ids) + len(c.token_ids) for c in self.completions)

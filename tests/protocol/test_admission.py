@@ -78,6 +78,14 @@ def test_a_prompt_given_up_and_a_group_without_a_version_move_the_others_forward
     assert [places.state.used_at(prompt) for prompt in (3, 4)] == [0, 1]
 
 
+def test_a_prompt_that_is_made_again_after_a_restart_has_its_place_before_finished_later_ones():
+    places = Places(base=0, per_step=2, max_staleness=1)
+    places.state = Admission(0, 2, 1, open=(2, 3))  # finished before the restart, and kept
+    assert places.admit(0)
+    assert places.admit(0)
+    assert [places.state.used_at(prompt) for prompt in range(4)] == [0, 0, 1, 1]
+
+
 @pytest.mark.parametrize("event", [Used((3,)), GiveUp(3), Start(3, 9)])
 def test_what_has_no_place_cannot_be_started_used_or_given_up(event):
     with pytest.raises(ProtocolError):

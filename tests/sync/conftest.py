@@ -124,7 +124,7 @@ class Rig:
         )
         self.lanes = SyncLanes(self.pool, self.config, self.recorder, options, self.server_set)
         self.slots = self.lanes.slots
-        self._announcer = Announcer(0, "127.0.0.1", self.pool.store.port, WAIT_S)
+        self._announcer = Announcer(0, self.pool.store.port, WAIT_S)
         copier = Snapshotter(ops[0], self.pool.tensors(), options.device, self.config.bucket_bytes)
         self.publisher = Publisher(copier, self._announcer)
         self.hosts = [self._host(part, hosts) for part in range(1, hosts)]

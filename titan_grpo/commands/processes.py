@@ -42,7 +42,7 @@ def run_logged(
     command: Sequence[str],
     log: Path,
     env: Mapping[str, str],
-    show: Callable[[str], None] | None = print,
+    show: Callable[[str], None] | None,
 ) -> None:
     """Run a command whose whole tree ends with this process. All output goes into ``log``, the
     lines for people to ``show``.

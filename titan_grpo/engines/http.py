@@ -356,11 +356,9 @@ class AsyncDriver(_Driver):
     """Calls to one server from an asyncio loop, many at once (at most ``max_connections`` in
     flight, the others wait)."""
 
-    def __init__(
-        self, base_url: str, api_key: str = "", max_connections: int = 64, admin_key: str = ""
-    ) -> None:
-        """As SyncDriver."""
-        super().__init__(base_url, api_key, admin_key)
+    def __init__(self, base_url: str, api_key: str = "", max_connections: int = 64) -> None:
+        """As SyncDriver, without the admin key."""
+        super().__init__(base_url, api_key, "")
         self._client = httpx.AsyncClient(
             base_url=base_url, transport=_Connections(self._tls, max_connections), trust_env=False
         )

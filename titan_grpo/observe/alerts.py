@@ -31,7 +31,7 @@ class Threshold:
     metric: str
     sign: str
     bound: float
-    steps: int = 1
+    steps: int
     action: str = "warn"
     held: int = 0
     value: float = 0.0

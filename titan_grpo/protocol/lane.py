@@ -70,7 +70,7 @@ def step_s(phase: Phase, call_s: float, transfer_s: float = 0.0) -> float:
     return CALLS[phase] * call_s + (transfer_s if phase is Phase.LOADING else 0.0)
 
 
-def commit_s(call_s: float, transfer_s: float = 0.0) -> float:
+def commit_s(call_s: float, transfer_s: float) -> float:
     """How long a commit may take, from the pause to the read-back, in seconds."""
     return sum(step_s(phase, call_s, transfer_s) for phase in COMMITTING)
 

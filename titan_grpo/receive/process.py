@@ -138,7 +138,7 @@ class ReceiverHandle:
     """Keeps the fence, and what the engine holds, across receiver processes. Owns at most one that
     serves an epoch and one that answers a refused hello."""
 
-    def __init__(self, package: str, run_key: Key | None = None, device: str = "cpu") -> None:
+    def __init__(self, package: str, run_key: Key | None, device: str) -> None:
         """``package``: name and version for the Joined answer. With a run key only trainers that
         prove it are served. ``device``: the engine's, "cuda:N" or "cpu". Starts nothing."""
         self._package, self._run_key, self._device = package, run_key, device

@@ -60,15 +60,13 @@ class RemoteTransport:
     connection.
 
     ``key``: the bearer key of the service, empty for none. ``deadline_s``: how long the service may
-    be unreachable before that is an error. ``poll_s``: longest wait of one poll.
+    be unreachable before that is an error.
     """
 
-    def __init__(
-        self, url: str, key: str, deadline_s: float = 120.0, poll_s: float = POLL_S
-    ) -> None:
+    def __init__(self, url: str, key: str, deadline_s: float = 120.0) -> None:
         self._sender, self._poller = SyncDriver(url, key), SyncDriver(url, key)
         self._url = self._sender.url
-        self._deadline_s, self._poll_s = deadline_s, poll_s
+        self._deadline_s, self._poll_s = deadline_s, POLL_S
         self._run_id = new_run_id(time.time())
         self._delivering = threading.Lock()
         """Held while messages are delivered, which keeps them in order; taken before the client's

@@ -25,7 +25,6 @@ from titan_grpo.protocol.messages import Hashed, RangeSource
 from titan_grpo.runkey import Key
 from titan_grpo.sync.child import END_S, Child, Performer, perform
 from titan_grpo.sync.images import (
-    LOOPBACK,
     Hashing,
     ImagePool,
     PoolAddress,
@@ -100,7 +99,7 @@ class HostSync(Child):
         self._jobs: dict[int, Job] = {}
         """Of each slot the last one."""
         self._error: SyncError | None = None
-        self._announcer = Announcer(ranks[0], LOOPBACK, pool.store.port, config.connect_deadline_s)
+        self._announcer = Announcer(ranks[0], pool.store.port, config.connect_deadline_s)
         self._begun = True
         self._run(self.launch(config))
 

@@ -30,10 +30,8 @@ from titan_grpo.protocol.image_slots import SlotTable
 from titan_grpo.protocol.messages import Label, RangeSource, new_run_id
 from titan_grpo.runkey import Key
 from titan_grpo.sync.publisher import copied_key
-from titan_grpo.sync.transports.broadcast import host_store, join_store, store_errors
+from titan_grpo.sync.transports.broadcast import LOOPBACK, host_store, join_store, store_errors
 from titan_grpo.sync.transports.tls import Certificate
-
-LOOPBACK = "127.0.0.1"
 
 SHARE = 1 / 4
 """Of an image, which all patches that are kept may have."""
@@ -78,7 +76,7 @@ class ImagePool:
     store: dist.TCPStore
     """Carries the notices of this host's other ranks that their bytes are there: on loopback, since
     nothing proves them."""
-    hashed: dist.TCPStore | None = None
+    hashed: dist.TCPStore | None
     """On rank 0 of several hosts: carries what the others' leaders say, which a run key proves."""
 
     @classmethod
@@ -147,7 +145,7 @@ class Hashing:
     """How a run's blocks are hashed, and who may read them. ``key``: EpochKeys.blocks."""
 
     algorithm: str
-    key: Key | None = None
+    key: Key | None
 
     @property
     def digest_bytes(self) -> int:

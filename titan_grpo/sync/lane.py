@@ -31,7 +31,7 @@ from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane as table
 from titan_grpo.protocol import ledger, recovery
-from titan_grpo.protocol.lane import LaneEvent, Observer, Point, no_observer
+from titan_grpo.protocol.lane import LaneEvent, Observer, Point
 from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Staged
 from titan_grpo.protocol.recovery import settle
 from titan_grpo.sync.images import ImageSlots, Parts, Published
@@ -73,9 +73,9 @@ class LaneContext:
     recorder: Recorder
     bind_host: Callable[[str], str]
     """Server URL -> address of this host that its lane's sockets bind to."""
-    observer: Observer = no_observer
-    look_s: float = LOOK_S
-    drain: Callable[[str], None] | None = None
+    observer: Observer
+    look_s: float
+    drain: Callable[[str], None] | None
     """Wait, with a deadline, until a server that takes no new requests has none left; None: they
     run over a commit."""
 
@@ -97,7 +97,7 @@ class ServerLane:
     """Keeps one server on the newest version."""
 
     def __init__(
-        self, context: LaneContext, servers: Reports, control: ServerControl, epoch: int = 0
+        self, context: LaneContext, servers: Reports, control: ServerControl, epoch: int
     ) -> None:
         """``epoch``: that of the last lane to the same server in this run; this one's are
         higher."""

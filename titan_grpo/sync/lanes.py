@@ -37,7 +37,6 @@ from titan_grpo.protocol.messages import NIXL, RANGES, TCP, Hashed, Label, Range
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
 from titan_grpo.sync.images import (
-    LOOPBACK,
     Hashing,
     ImagePool,
     Images,
@@ -54,7 +53,7 @@ from titan_grpo.sync.link import LinkOptions
 from titan_grpo.sync.pause_guard import PauseGuard, transfer_in_load_s
 from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.server_set import JOIN_S, OpenLane, Reports, ServerObserver, ServerSet
-from titan_grpo.sync.transports.broadcast import store_errors
+from titan_grpo.sync.transports.broadcast import LOOPBACK, store_errors
 from titan_grpo.sync.transports.nixl import NixlSource
 from titan_grpo.sync.transports.range_server import RangeServer
 

@@ -72,7 +72,7 @@ class PauseGuard:
     def __init__(
         self,
         link: "LinkOptions",
-        log: Path | None = None,
+        log: Path | None,
         deadlines: Deadlines | None = None,
     ) -> None:
         """``log``: the file that the process appends to; None: this process's stderr.

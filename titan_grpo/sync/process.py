@@ -35,7 +35,7 @@ from titan_grpo.protocol.ledger import Entry
 from titan_grpo.protocol.messages import NIXL, Label
 from titan_grpo.runkey import Key
 from titan_grpo.sync.child import END_S, Child, Launched, Performer, perform
-from titan_grpo.sync.images import LOOPBACK, ImagePool, ImageSlots, PoolAddress, Published, Reserved
+from titan_grpo.sync.images import ImagePool, ImageSlots, PoolAddress, Published, Reserved
 from titan_grpo.sync.lane import ServerLane
 from titan_grpo.sync.lanes import SyncLanes, SyncOptions, hashing_of, server_set
 from titan_grpo.sync.publisher import Announcer, Copy
@@ -170,7 +170,6 @@ class SyncProcess(Child):
         self._controls: dict[str, Any] = {}
         self._announcer = Announcer(
             0,
-            LOOPBACK,
             pool.store.port,
             config.connect_deadline_s,
             lambda seconds: recorder.observe(names.COPY_S, seconds),

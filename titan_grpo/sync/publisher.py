@@ -25,7 +25,7 @@ from titan_grpo.layout.cuda_runtime import Block, CudaRuntime
 from titan_grpo.layout.infer import matrix_shape
 from titan_grpo.layout.peft import MergedRows
 from titan_grpo.layout.plan import CopyOp, written_pages
-from titan_grpo.sync.transports.broadcast import join_store, store_errors
+from titan_grpo.sync.transports.broadcast import LOOPBACK, join_store, store_errors
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ WIDEST_ITEM = 8
 class Copy:
     """One snapshot; this one is finished, as the CPU makes it."""
 
-    def __init__(self, copy_s: float = 0.0) -> None:
+    def __init__(self, copy_s: float) -> None:
         self._copy_s = copy_s
 
     @property
@@ -390,7 +390,6 @@ class Announcer:
     def __init__(
         self,
         rank: int,
-        host: str,
         port: int,
         timeout_s: float,
         copied: Callable[[float], object] = float,
@@ -398,7 +397,7 @@ class Announcer:
         """``copied`` is called with the seconds of each copy."""
         self._rank, self._copied = rank, copied
         self._timeout_s = timeout_s
-        self._store: dist.Store = join_store(host, port, timeout_s)
+        self._store: dist.Store = join_store(LOOPBACK, port, timeout_s)
         self._error: SyncError | None = None
         self._jobs: queue.SimpleQueue[tuple[int, Copy] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)

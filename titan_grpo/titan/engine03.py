@@ -117,7 +117,7 @@ def translated(config: Any) -> dict[str, Any]:
 class _Loader(BaseDataLoader.Config):
     """Builds our loader; the rest of what 0.3 passes is for loaders of text."""
 
-    make: Any = None
+    make: Any
 
     def build(self, *, dp_rank: int, **_: Any) -> Any:
         """The loader of a data-parallel rank."""

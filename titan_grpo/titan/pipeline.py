@@ -31,7 +31,7 @@ class Activations:
     width: int
     dtype: torch.dtype
     device: torch.device
-    split: int = 1
+    split: int
     """Tensor-parallel ranks: between layers each has its part of the tokens."""
 
 

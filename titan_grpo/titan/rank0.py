@@ -93,7 +93,7 @@ class Controller:
     _evaluations: Evaluations
 
     def __init__(
-        self, job_config: Any, model_dir: str, cpu: bool, cost: TokenCost, routes: int = 0
+        self, job_config: Any, model_dir: str, cpu: bool, cost: TokenCost, routes: int
     ) -> None:
         """``routes``: as in BatchOptions."""
         self._job = job_config

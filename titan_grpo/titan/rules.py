@@ -19,7 +19,7 @@ class Machine:
     on_cpu: bool
     """Training runs on the CPU with gloo."""
 
-    world_size: int | None = None
+    world_size: int | None
     """Number of trainer ranks; None while unknown (a recipe that is only checked)."""
 
 

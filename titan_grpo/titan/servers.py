@@ -269,7 +269,7 @@ class Membership:
         servers: ServerSet,
         run_dir: Path,
         in_flight: Callable[[], Mapping[str, int]],
-        file: ServersFile | None = None,
+        file: ServersFile | None,
     ) -> None:
         """``in_flight``: requests by server, for the list. ``file``: the watched servers file,
         whose content at the start is in ``servers``. A socket that cannot be opened costs the

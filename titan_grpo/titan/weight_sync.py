@@ -33,9 +33,10 @@ from titan_grpo.layout.plan import (
 from titan_grpo.observe.terminal import waiting
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.host import HostSync
-from titan_grpo.sync.images import LOOPBACK, Hashing, ImagePool
+from titan_grpo.sync.images import Hashing, ImagePool
 from titan_grpo.sync.lanes import ANYWHERE
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, Snapshotter, local_shards
+from titan_grpo.sync.transports.broadcast import LOOPBACK
 from titan_grpo.titan import compat
 from titan_grpo.titan.lora import (
     adapter_layout,
@@ -424,7 +425,7 @@ class TrainerSync:
         plan, meetings, timeout_s = self.plan, self._meetings, self._config.connect_deadline_s
         if self.pool is None:
             port = meetings[plan.leaders[plan.part]].store_port
-            return Announcer(dist.get_rank(), LOOPBACK, port, timeout_s)
+            return Announcer(dist.get_rank(), port, timeout_s)
         config, rank0 = self._config, meetings[0]
         key = Key.parse(rank0.key, "the run's key for blocks") if rank0.key else None
         hashing = Hashing(KEYED if key is not None else config.digest, key)

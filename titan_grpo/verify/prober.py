@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from titan_grpo.engines import vllm
 from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.server import dialect
 from titan_grpo.errors import ServerRefused, ServerUnreachable
@@ -81,7 +80,7 @@ class Prober:
     no answer may contain what other weights have left in the prefix cache.
     """
 
-    def __init__(self, url: str, prompts: Sequence[Sequence[int]], engine: str = vllm.NAME) -> None:
+    def __init__(self, url: str, prompts: Sequence[Sequence[int]], engine: str) -> None:
         self._url, self._prompts, self._speak = url, prompts, dialect(engine)
         self._changed = threading.Condition()
         self._probes: list[Probe] = []

@@ -76,7 +76,7 @@ class RecordingSide(EngineSide):
     digests by name."""
 
     def __init__(
-        self, engine: Engine, workers: Workers, problem: str, path: Path, run_key: Key | None = None
+        self, engine: Engine, workers: Workers, problem: str, path: Path, run_key: Key | None
     ) -> None:
         self._recorded = RecordedEngine(engine)
         self._path = path

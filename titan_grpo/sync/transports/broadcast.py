@@ -32,6 +32,8 @@ import torch.distributed as dist
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.protocol.messages import RANGES
 
+LOOPBACK = "127.0.0.1"
+
 REAP_SLACK_S = 5.0
 """How much longer than its own deadline a reaper waits for an abandoned operation, in seconds."""
 
@@ -123,7 +125,7 @@ class TransportOptions:
     timeout_s: float
     bind_host: str
     bucket_bytes: int
-    device: str = "cpu"
+    device: str
 
 
 class Transport(ABC):

@@ -84,7 +84,7 @@ class _Grant:
     fd: int
     key: Key | None
     part: Part
-    has: Callable[[int, int], bool] | None = None
+    has: Callable[[int, int], bool] | None
     """Whether so many bytes from an offset are there; None: all are."""
 
     def send(self, sock: socket.socket, offset: int, nbytes: int) -> int:
