@@ -12,7 +12,7 @@ the weights that the ranks should hold.
 
 With ``--relay`` servers read from each other (weight_sync.relay). ``--kill-inner`` publishes one
 more version, kills a server that is read from in the middle of it, starts it again (not a real
-engine), and waits until everybody has that version; ``refetched`` is what the dead one's reader
+engine), and waits until every server has that version; ``refetched`` is what the dead one's reader
 received beyond its usual bytes, over the image.
 
 With ``--engine`` the servers are real ones, which start with other weights (several names take
@@ -20,7 +20,7 @@ turns), and ``difference`` is the largest one, in nats, of a log-probability to 
 float32 on the version's weights; ``moved`` is what the version changed there, and ``rounding`` the
 difference of transformers in bfloat16, the engines' type: what arithmetic does to these weights. A
 ``difference`` beyond SPARE times as much fails the run, and so does a ``moved`` within it, by which
-a wrong version could not be told.
+a wrong version would not be seen.
 
 ``--step-s`` publishes a version that often instead, whether servers have the one before or not;
 ``lag`` is how many versions the slowest server is behind then. ``--delta`` and ``--changed`` show

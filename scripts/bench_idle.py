@@ -198,7 +198,7 @@ def measure(options: argparse.Namespace, out: Path) -> list[Window]:
             raise SystemExit(
                 f"{options.requests} requests must be outstanding to the end, {left} were"
             )
-        # A run that is told to end while its server stands still waits for it.
+        # A run that has to end while its server stands still waits for it.
         server.signal(SIGCONT)
     return found
 

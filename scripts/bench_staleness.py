@@ -11,7 +11,7 @@ far from the one that sampled. Printed per bound, as means over the seeds: the f
 run's last five steps), its share of the on-policy one, the reward over the whole run, and the
 staleness that the consumed groups really had. The toy is learnt in the end with or without a
 correction; what is lost without one is the way there, so the reward over the whole run is what
-tells.
+counts.
 """
 
 import argparse

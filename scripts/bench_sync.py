@@ -109,8 +109,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Role:
-    """What a rank's process is told. ``url``: of the server in the namespace that process ``maker``
-    made; empty: the server is on this host."""
+    """The arguments of a rank's process. ``url``: of the server in the namespace that process
+    ``maker`` made; empty: the server is on this host."""
 
     rank: int
     folder: str

@@ -285,7 +285,7 @@ def cut_packed(lengths: Sequence[int], token_budget: int, at_least: int = 1) -> 
     """Micro-batches of sequences that lie one after the other in a row of at most ``token_budget``
     tokens.
 
-    First fit, longest first, tells how many are needed; if differencing finds as many that keep the
+    First fit, longest first, finds how many are needed; if differencing finds as many that keep the
     budget, those are taken, since they are more alike. Fullest first. Requires max(lengths) <=
     token_budget.
 

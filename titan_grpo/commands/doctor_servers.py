@@ -307,7 +307,7 @@ def address_towards_server(url: str) -> str:
 
 def clock_ahead_s(url: str, timeout_s: float) -> float:
     """Seconds by which a server's clock is ahead of this host's, from the Date of any answer; 0 if
-    it cannot be told."""
+    it cannot be seen."""
     before = time.time()
     try:
         with urllib.request.urlopen(f"{url}/version", timeout=timeout_s) as answer:

@@ -28,7 +28,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--device", default="auto", choices=devices, help="auto: CUDA with two or more GPUs")
     add("--out", default="", help="new directory for evidence (default outputs/verify-<time>)")
     add("--json", default="", metavar="PATH", help="also write the result as JSON")
-    # No mixture of experts: rounding in bf16 decides its routing, so log-probabilities do not tell
+    # No mixture of experts: rounding in bf16 decides its routing, so log-probabilities do not show
     # its versions apart.
     add_tiny_run(parser, "verify_2gpu.toml", 6, ("qwen3", "qwen3_untied", "llama3"))
     add("--engine", default="vllm", choices=["vllm", "sglang"], help="of the server (default vllm)")

@@ -78,7 +78,7 @@ HOLDS, STALLED = 3, 4
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Look at a run's files once, and say in lines and an exit code what there is to tell."""
+    """Look at a run's files once, and say in lines and an exit code what there is to say."""
     from titan_grpo.observe import alerts
     from titan_grpo.observe.recorder import read_metrics
     from titan_grpo.views.live import Follower

@@ -48,7 +48,7 @@ class HttpRefused(ServerRefused):
 
 
 class KeyRefused(HttpRefused, ServerUnfit):
-    """401 or 403: the server wants a key, or another one."""
+    """401 or 403: the server needs a key, or another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,9 +356,11 @@ class AsyncDriver(_Driver):
     """Calls to one server from an asyncio loop, many at once (at most ``max_connections`` in
     flight, the others wait)."""
 
-    def __init__(self, base_url: str, api_key: str = "", max_connections: int = 64) -> None:
-        """As SyncDriver, without the admin key."""
-        super().__init__(base_url, api_key, "")
+    def __init__(
+        self, base_url: str, api_key: str = "", max_connections: int = 64, admin_key: str = ""
+    ) -> None:
+        """As SyncDriver."""
+        super().__init__(base_url, api_key, admin_key)
         self._client = httpx.AsyncClient(
             base_url=base_url, transport=_Connections(self._tls, max_connections), trust_env=False
         )

@@ -350,9 +350,9 @@ class SglangControl:
             return found
         if self._answers(ready(self._query_s), (404, 503)):
             return False
-        # 503 also after a health check met a pause that is long over: only a token tells the two
-        # apart (a health check that generates does not: any message of the scheduler, such as the
-        # answer to a lane's call, makes it say yes)
+        # 503 also after a health check met a pause that is long over: only a token shows which of
+        # the two it is (a health check that generates does not: any message of the scheduler, such
+        # as the answer to a lane's call, makes it say yes)
         try:
             self._run(generate([0], Sampling(1), min(TOKEN_S, self._deadline_s)))
         except ServerUnreachable:
@@ -458,7 +458,7 @@ def command(spec: "ServerSpec", keys_path: str = "") -> list[str]:
 
 
 def keys(spec: "ServerSpec") -> str:
-    """What goes into a file that only we can read (SGLang knows no other way but the command line,
+    """What goes into a file that only we can read (SGLang has no other way but the command line,
     which every user of the host can read); empty without keys. YAML, of which JSON is a part."""
     found = {"api-key": spec.api_key, "admin-api-key": spec.admin_key}
     present = {name: value for name, value in found.items() if value}
@@ -476,7 +476,7 @@ def environment(
     if spec.cpu:
         out |= {"CUDA_VISIBLE_DEVICES": "", "SGLANG_USE_CPU_ENGINE": "1"}
     if spec.cpu and spec.tensor_parallel > 1:
-        # SGLang wants a NUMA node per rank, or this.
+        # SGLang needs a NUMA node per rank, or this.
         chosen = (str(cores[rank % len(cores)]) for rank in range(spec.tensor_parallel))
         out["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(chosen)
     out |= dict(spec.env)

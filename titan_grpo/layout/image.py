@@ -81,7 +81,7 @@ def _make_pages(
 class ImageAddress:
     """Where another process of this host finds an image: file descriptor ``fd`` of process ``pid``.
 
-    ``inode`` tells a reused pid or descriptor from the image that was meant.
+    ``inode`` distinguishes a reused pid or descriptor from the image that was meant.
     """
 
     pid: int

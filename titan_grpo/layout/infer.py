@@ -25,7 +25,7 @@ WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def strip_prefixes(fqn: str) -> str:
-    """The parameter's name as the adapter knows it: without what checkpointing and compile wrappers
+    """The parameter's name in the adapter: without what checkpointing and compile wrappers
     put in."""
     for prefix in WRAPPER_PREFIXES:
         fqn = fqn.replace(prefix, "")

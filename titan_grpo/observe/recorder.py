@@ -281,7 +281,7 @@ class Recorder:
         self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any
     ) -> None:
         """Add a bar to the trace and nothing else."""
-        # the format wants microseconds
+        # the format has microseconds
         if self._traces is not None:
             label = track or threading.current_thread().name
             self._queue.put(("span", (name, start_s, stop_s, label, args)))

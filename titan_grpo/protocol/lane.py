@@ -231,7 +231,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Tell the ledger."""
+    """Note it in the ledger."""
 
     event: ledger.Event
 

@@ -1,4 +1,4 @@
-"""What the trainer knows that each server holds. A pure table; only a read-back makes it HOLDS.
+"""The trainer's record of what each server holds. A pure table; only a read-back makes it HOLDS.
 
 ::
 

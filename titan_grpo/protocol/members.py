@@ -109,7 +109,7 @@ Action = Join | Leave | Refuse
 
 
 def _after(m: Members, event: Event) -> Members | Refuse:
-    """The wish after an event."""
+    """The servers that are wanted, after an event."""
     match event:
         case Listed(urls):
             if not urls:

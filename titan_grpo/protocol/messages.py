@@ -288,7 +288,7 @@ class Joined(Message, frozen=True):
     ``held_run`` is empty and ``held_version`` -1 while the engine runs on its initial weights.
     ``intact`` is false after a load that broke off, until a whole one follows. ``keyed``: the
     server has a run key. The fields in force name the epoch that the server obeys. A refusal is
-    believed without a proof: an attacker who can forge one can also cut the connection.
+    accepted without a proof: an attacker who can forge one can also cut the connection.
     """
 
     ok: bool
@@ -322,7 +322,7 @@ class ServerState(
     """What the ledger has of a server, for the rollouts.
 
     ``version``: what it holds, None for unknown. ``accepting``: whether it takes new groups.
-    ``label``: the version label as the server knows it, which salts its requests. ``engine``: its
+    ``label``: the version label at the server, which salts its requests. ``engine``: its
     dialect, may be empty while the version is. ``committing``: the version whose commit runs, which
     it may serve already; said before the server is paused.
     """

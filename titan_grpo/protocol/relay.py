@@ -197,7 +197,7 @@ def _answered(t: Relays, e: Answered) -> Relays:
     if not e.ok:
         t, now = _quiet(t, e.url), replace(node, version=None, reading=False, parent="")
     else:
-        # behind a slow one everybody is slow: only what is slower than its parent is to blame
+        # behind a slow one all are slow: only what is slower than its parent is to blame
         if above is not None:
             wanted = above.rate
         else:

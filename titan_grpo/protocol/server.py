@@ -73,7 +73,7 @@ class OpenEpoch:
 
 @dataclass(frozen=True, slots=True)
 class CommitRequested:
-    """A trainer wants a version loaded."""
+    """A trainer orders the load of a version."""
 
     run_id: str
     epoch: int
@@ -207,7 +207,7 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A transfer wants the memory."""
+    """A transfer needs the memory."""
 
     number: int
     version: int
@@ -226,7 +226,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class LendRequested:
-    """The engine wants to load this version."""
+    """The engine is about to load this version."""
 
     number: int
     version: int

@@ -445,7 +445,7 @@ class Sharing:
     def __init__(self, host: str, key: Key | None, certificate: Certificate | None = None) -> None:
         """Listen at this host's address ``host``; readers prove ``key``. ConfigError if the address
         cannot be bound."""
-        # a reader may be told of a version before the order to read it has come here
+        # a reader may come for a version before the order to read it has come here
         self._server, self._key = RangeServer(expects=True, certificate=certificate), key
         self.host, self.port = host, self._server.listen(host)
         self._lock = threading.Lock()

@@ -456,7 +456,7 @@ class Receiver:
         return read
 
     def _moved(self, channel: ReceiverChannel, number: int, _: int) -> None:
-        """Tell the lane that the transfer has reached its next mark."""
+        """Report to the lane that the transfer has reached its next mark."""
         channel.send(Kind.MOVED, number)
 
     def _opens(

@@ -11,7 +11,7 @@ an update.
   asks for it.
 * Where versions are adapters (``lora.sync = "adapter"``), a request is of the newest version's when
   it arrives, whatever model it names.
-* ``GET /generate`` is answered with 405, by which the doctor knows that the middleware is there.
+* ``GET /generate`` is answered with 405, which shows the doctor that the middleware is there.
 * ``GET /health_generate``: 200 once a token was generated, as SGLang has it.
 
 A version that is an adapter is written by the worker's plugin, as PEFT does, into a folder of this

@@ -4,7 +4,7 @@ source in the rollout process that takes its batches.
 A group of Atropos has, per sequence, ``tokens`` (prompt and completion), ``masks`` (-100 where a
 token was not sampled, else the token), a score, and ``inference_logprobs``. The last are aligned
 with the tokens: entry t is the log-probability OF token t, and 1.0 where the token is masked. Our
-records keep that alignment; algorithm/batch.py shifts it. The API knows no policy versions. An
+records keep that alignment; algorithm/batch.py shifts it. The API has no policy versions. An
 environment may give one, as ``policy_version`` in ``group_overrides`` or ``generation_params``.
 """
 

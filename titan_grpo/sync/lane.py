@@ -153,7 +153,7 @@ class ServerLane:
         """End the lane now. Any thread; does not wait.
 
         What it waits for is aborted, but not a commit, which has a deadline and would leave its
-        server paused; nor an idle lane, which wakes up and tells its receiver that the run leaves.
+        server paused; nor an idle lane, which wakes up and sends its receiver that the run leaves.
         """
         # One turn: a step into a commit either comes first and is left alone, or sees the stop.
         with self._turn:

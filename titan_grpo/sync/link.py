@@ -420,7 +420,7 @@ class LaneLink:
                 channel.send(Kind.CANCEL, 0)
 
     def attach(self) -> Attach:
-        """What tells the engine, after the manifest, to map the receiver's memory."""
+        """The order to the engine, after the manifest, to map the receiver's memory."""
         return Attach(run_id=self._run_id, epoch=self._epoch).proven(self._key)
 
     def commit(self, staged: Staged) -> Commit:
@@ -461,7 +461,7 @@ class LaneLink:
             )
 
     def bye(self, timeout_s: float) -> None:
-        """Tell the receiver, if it has joined, that this run leaves the server. Waits for its
+        """Send the receiver, if it has joined, that this run leaves the server. Waits for its
         answer: the connection ends with ``close``."""
         if self._joined:
             number = self._next

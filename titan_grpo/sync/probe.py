@@ -19,7 +19,7 @@ def ask_receiver(
     seconds; it then loses its lane and ends. With ``transport`` PROBE no epoch is opened.
 
     TransferFailed if none comes: no plugin, or no route from the server to this host. PeerError if
-    it is no refusal and does not prove the run key. With a run key, Joined.ok tells whether the
+    it is no refusal and does not prove the run key. With a run key, Joined.ok says whether the
     server has the same; without, Joined.keyed whether it has any.
     """
     asked: dict[str, Any] = {"run_id": "probe", "epoch": 1, **hello}

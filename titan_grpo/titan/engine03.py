@@ -137,8 +137,8 @@ class _NoTokenizer(BaseTokenizer.Config):
 
 
 def _init_and_shard_adapter(layer: Any) -> None:
-    """Tell 0.3 how the parameters of an adapter start (``lora.start_values`` gives them values) and
-    how tensor parallelism cuts them: B as the weight's rows, A not at all."""
+    """Set how the parameters of an adapter start in 0.3 (``lora.start_values`` gives them values)
+    and how tensor parallelism cuts them: B as the weight's rows, A not at all."""
     layer._param_init = {**layer._param_init, "lora_a": torch.nn.init.zeros_}
     layer._param_init["lora_b"] = torch.nn.init.zeros_
     sharding = layer._sharding_config

@@ -270,7 +270,7 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
 
 
 def _check_prompts(keys: TaskKeys, model_dir: str) -> None:
-    """What reward functions' prompts are made of, as far as a look tells: what else is wrong with a
+    """What reward functions' prompts are made of, as far as a look shows: what else is wrong with a
     task is found by the process that loads it."""
     if not keys.reward:
         return

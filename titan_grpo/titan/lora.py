@@ -126,7 +126,7 @@ def merged_shards(model: nn.Module, wanted: Collection[str]) -> dict[str, Merged
     """This rank's rows of the adapted weights, with their adapters, by the weight's name.
 
     Collective where A, or B under tensor parallelism, is cut: every rank calls it, also one that
-    wants none.
+    needs none.
 
     For the moment between two steps, in which FSDP2 has the parameters sharded.
     """

@@ -29,7 +29,7 @@ Rollouts = RolloutClient | ReplayClient
 
 
 def registration(job_config: Any, version: int) -> dict[str, Any]:
-    """What a trainer tells an Atropos API (``POST /register``) for training that goes on from
+    """What a trainer sends to an Atropos API (``POST /register``) for training that goes on from
     ``version``; batch_size is the source's."""
     checkpoint = job_config.checkpoint
     return {
@@ -208,7 +208,7 @@ def _lock(folder: Path, descriptor: int) -> None:
             " stop that run or choose another folder"
         ) from error
     except OSError as error:
-        # A file system without locks cannot tell two runs apart; one run must still work there.
+        # A file system without locks cannot distinguish two runs; one run must still work there.
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise _unusable(folder, error) from error
 

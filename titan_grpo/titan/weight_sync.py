@@ -311,7 +311,7 @@ def _require_ranges(config: WeightSync, hosts: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What a host's leader tells all ranks once."""
+    """What a host's leader sends to all ranks once."""
 
     images: tuple[ImageAddress, ...]
     store_port: int = 0

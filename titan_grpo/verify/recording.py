@@ -24,7 +24,7 @@ PLUGIN = "titan_grpo_recorder"
 log = logging.getLogger("titan_grpo.receive")
 
 
-# The content of tensors as digests by name. It knows no image, no offsets and no blocks, so that a
+# The content of tensors as digests by name. It has no image, no offsets and no blocks, so that a
 # mistake in the layout cannot make both ends of a comparison agree.
 
 

@@ -1,4 +1,4 @@
-"""TLS under a source's connections: the certificate that it shows, and how a reader knows it.
+"""TLS under a source's connections: the certificate that it shows, and how a reader checks it.
 
 A certificate's pin, the SHA-256 of it, travels with the address at which it is shown: in the Hello
 and in the orders, under the run key's proof. So any certificate will do, and no authority and no
