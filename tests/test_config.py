@@ -78,6 +78,11 @@ def found(section: GRPO | Rollout | WeightSync) -> list[str]:
         (LAUNCHED, {"launch_python": ""}, 'set when rollout.servers = ["launch'),
         (LAUNCHED, {"launch_engines": ["sglang"]}, "launch_sglang_python must be set"),
         (LAUNCHED, {"launch_engines": ["trt"]}, '"vllm", "sglang" or both'),
+        (
+            LAUNCHED,
+            {"agent": "a:b", "tool_parser": "engine"},
+            'launch_args must be with "--tool-call-parser"',
+        ),
         (LAUNCHED, {"engine": "sglang"}, '"auto" for launched servers of vllm'),
         (ROLLOUT, {"source": "atropos"}, "atropos_url must be a URL such as http://host:8000 with"),
         (PUSHED, {"push_address": "8900"}, "host:port"),

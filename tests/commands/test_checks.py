@@ -298,6 +298,14 @@ def test_a_server_with_what_the_job_needs_is_ok_and_nothing_needed_is_not_looked
     assert of_options(Options(), Options(0, True)) == []
 
 
+def test_a_server_that_reads_no_calls_of_tools_is_a_problem_where_agents_need_it() -> None:
+    unread = facts(errors={"tool_calls": "u: start it with --enable-scale-out"})
+    assert [f for f in server(unread, Needs()) if f.subject == "options"] == []
+    for found, status in ((unread, "problem"), (facts(), "ok")):
+        [finding] = [f for f in server(found, Needs(tool_calls=True)) if f.subject == "options"]
+        assert finding.status == status
+
+
 @pytest.mark.parametrize(
     ("there", "status", "words"),
     [

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tokenizers import Tokenizer
+
 from tests.conformance.crowd import CROWD, FROZEN_S, REQUEST_S, Crowd, prompt
 from tests.conformance.reference import Reference
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.generation import Sampled, Sampling
+from titan_grpo.engines.generation import Sampled, Sampling, ToolCalls
 from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, SyncDriver
 from titan_grpo.engines.launch import Server
 from titan_grpo.engines.server import (
@@ -316,6 +318,28 @@ def a_server_without_an_open_update_takes_no_label_from_the_end_of_one(e: Engine
         assert control.label() == before
 
 
+def calls_of_tools_in_tokens_are_read_by_the_servers_own_parser(e: EngineUnderTest) -> None:
+    """The server was started with its parser of Hermes' format."""
+    tokenizer = Tokenizer.from_file(str(e.model / "tokenizer.json"))
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+
+    def read(text: str) -> tuple[str, ToolCalls]:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        return e.run(e.speak.parse_tool_calls(name, ids, text, tools, REQUEST_S))
+
+    with e.control() as control:
+        control.check_tool_parser()
+        asked = e.speak.tool_parser(REQUEST_S)
+        name = "" if asked is None else e.run(asked)
+        call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+        with paused(control):
+            content, calls = read(f"So.\n{call}")
+            assert (content.strip(), calls) == ("So.", [("add", {"a": 1})])
+            assert read("no call") == ("no call", [])
+            assert read("So.<tool_call>{broken</tool_call>")[1] == []
+
+
 def refusal(act: Callable[[], Any]) -> ServerRefused:
     """What ``act`` is refused with, which it must be."""
     try:
@@ -342,5 +366,6 @@ CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     a_request_that_can_not_be_is_refused_and_not_the_servers_fault,
     each_call_needs_its_key,
     a_server_without_an_open_update_takes_no_label_from_the_end_of_one,
+    calls_of_tools_in_tokens_are_read_by_the_servers_own_parser,
 )
 """In this order: those that need the first weights come first."""

@@ -370,6 +370,9 @@ def running(spec: ServerSpec, api_key: str) -> Iterator[Site]:
             shared.server.stop()
 
 
+TOOL_PARSER = ("--tool-call-parser", "hermes")
+
+
 @pytest.fixture(scope="session")
 def site(
     nothing_outlives_the_tests: None, tmp_path_factory: pytest.TempPathFactory, vllm_python: str
@@ -383,6 +386,7 @@ def site(
     model = write_tiny_model("qwen3", folder / "model", seed=2)
     spec = server_spec(vllm_python, model, folder, Devices("cpu"))
     env = {**spec.env, "VLLM_API_KEY": API_KEY}
+    spec = replace(spec, tool_calls=True, args=(*spec.args, *TOOL_PARSER))
     with running(replace(spec, max_model_len=CONTEXT, env=env), API_KEY) as shared:
         yield shared
 
@@ -397,7 +401,7 @@ def sglang_site(
     spec = server_spec(sglang_python, model, folder, Devices("cpu"), engine="sglang")
     env = {**spec.env, sglang_cpu.CALLS_VARIABLE: str(folder / "kernel_calls")}
     spec = replace(spec, max_model_len=CONTEXT, env=env, api_key=API_KEY, admin_key=ADMIN_KEY)
-    with running(spec, API_KEY) as shared:
+    with running(replace(spec, args=(*spec.args, *TOOL_PARSER)), API_KEY) as shared:
         yield shared
 
 

@@ -15,6 +15,7 @@ from tests.conformance.engine import EngineUnderTest
 from tests.e2e.conftest import run_cli
 from tests.example_files import command_of
 from tests.rigs.labels import PREFIX_CACHES, Checker, Claim, Models
+from titan_grpo.config.task import ENGINE
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
@@ -35,11 +36,13 @@ CLOSE = 0.05
 OPENAI = f"""
 from openai import OpenAI
 
+ADD = {{"type": "function", "function": {{"name": "add", "parameters": {{"type": "object"}}}}}}
+
 def talk(base_url, api_key, row):
     client, messages = OpenAI(base_url=base_url, api_key=api_key), []
     for turn in range({TURNS}):
         messages.append({{"role": "user", "content": f"turn {{turn}}"}})
-        asked = {{"model": "any", "messages": messages, "max_tokens": {TOKENS}}}
+        asked = {{"model": "any", "messages": messages, "max_tokens": {TOKENS}, "tools": [ADD]}}
         if turn % 2:
             chunks = client.chat.completions.create(stream=True, **asked)
             said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
@@ -107,7 +110,8 @@ def test_a_conversation_is_of_the_engines_own_tokens_and_log_probabilities(
         model_dir=site.server.spec.model,
         base_version=VERSION,
         agent="talking:talk",
-        tool_parser="talking:often_a_call" if agent == PYDANTIC_AI else "hermes",
+        # The server's own finds no call in what such a model says, and changes nothing of it.
+        tool_parser="talking:often_a_call" if agent == PYDANTIC_AI else ENGINE,
         prompts_per_step=2,
         group_size=2,
         max_completion_tokens=800,

@@ -219,3 +219,40 @@ def test_without_the_plugin_a_server_that_gives_no_token_and_answers_is_paused(b
     with pytest.raises(ServerUnreachable):
         control.paused()
     control.close()
+
+
+RENDER = "POST /v1/chat/completions/render"
+NO_PARSER = {"error": {"message": '"auto" tool choice requires --tool-call-parser to be set'}}
+
+
+@pytest.mark.parametrize(
+    "answer", [(403, {"error": {"message": "disabled"}}), (404, {}), (400, NO_PARSER)]
+)
+def test_a_vllm_that_cannot_read_calls_of_tools_is_unfit_with_the_options_to_add(
+    board, answer
+) -> None:
+    board.routes = {RENDER: lambda _: answer}
+    control = VllmControl(ServerAccess(board.url, CALL_S, None, "api"))
+    with pytest.raises(
+        ServerUnfit,
+        match="--enable-scale-out --enable-auto-tool-choice --tool-call-parser NAME",
+    ) as refusal:
+        control.check_tool_parser()
+    assert "\n" not in str(refusal.value)
+    control.close()
+
+
+@pytest.mark.parametrize("answer", [(200, {}), (400, {"error": {"message": "no chat template"}})])
+def test_a_vllm_with_a_parser_is_fit_whatever_its_chat_template_says(board, answer) -> None:
+    board.routes = {RENDER: lambda _: answer}
+    control = VllmControl(ServerAccess(board.url, CALL_S))
+    control.check_tool_parser()
+    control.close()
+
+
+def test_an_sglang_reads_calls_of_tools_where_it_names_its_parser(board, sglang) -> None:
+    board.routes = {"GET /server_info": lambda _: (200, {"tool_call_parser": "hermes"})}
+    sglang.check_tool_parser()
+    board.routes = {"GET /server_info": lambda _: (200, {"tool_call_parser": None})}
+    with pytest.raises(ServerUnfit, match=f"{board.url}.*--tool-call-parser NAME"):
+        sglang.check_tool_parser()

@@ -217,3 +217,11 @@ def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path
         pytest.raises(ServerUnreachable, match=r"exit code 3(.|\n)*no such model"),
     ):
         server.wait_healthy(90)
+
+
+def test_a_vllm_that_reads_calls_of_tools_gets_the_options_beside_its_parsers_name() -> None:
+    name = ("--tool-call-parser", "hermes")
+    asked = command(ServerSpec("py", "m", "log", port=1, tool_calls=True, args=name))
+    assert {"--enable-scale-out", "--enable-auto-tool-choice"} < set(asked)
+    assert asked[-2:] == [*name]
+    assert command(sglang_spec(tool_calls=True, args=name))[-2:] == [*name]

@@ -13,7 +13,7 @@ import torch
 
 from titan_grpo.engines import sglang, sglang_stock
 from titan_grpo.engines.generation import Sampled, Sampling, salt
-from titan_grpo.errors import ServerRefused
+from titan_grpo.errors import ServerRefused, ServerUnfit
 
 ANSWER = {
     "text": "<rkI",
@@ -182,3 +182,33 @@ def test_the_plugins_state_says_whether_it_is_paused() -> None:
     assert read({"paused": True}) is True
     with pytest.raises(ServerRefused, match="paused"):
         read({"package": "titan_grpo"})
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def test_calls_of_tools_are_read_in_the_text_by_the_parser_that_the_server_was_started_with() -> (
+    None
+):
+    name = sglang.tool_parser(1.0).parse({"tool_call_parser": "qwen3_coder", "api_key": "secret"})
+    call = sglang.parse_tool_calls(name, (7, 8), "ab", TOOLS, 1.0)
+    assert (call.method, call.path) == ("POST", "/parse_function_call")
+    assert call.json == {"text": "ab", "tools": TOOLS, "tool_call_parser": "qwen3_coder"}
+
+
+@pytest.mark.parametrize("answer", [{"tool_call_parser": None, "api_key": "secret"}, None])
+def test_a_server_without_a_parser_is_unfit_and_none_of_its_keys_is_shown(answer) -> None:
+    with pytest.raises(ServerUnfit, match="start the server with --tool-call-parser") as refusal:
+        sglang.tool_parser(1.0).parse(answer)
+    assert "secret" not in str(refusal.value)
+
+
+def test_what_sglang_read_is_a_text_and_its_calls() -> None:
+    read = sglang.parse_tool_calls("hermes", [7], "a", TOOLS, 1.0).parse
+    call = {"tool_index": 0, "name": "add", "parameters": '{"a": 1}'}
+    assert read({"normal_text": "So.", "calls": [call]}) == ("So.", [("add", {"a": 1})])
+    assert read({"normal_text": "plain", "calls": []}) == ("plain", [])
+    broken = {"tool_index": 0, "name": "add", "parameters": '{"a"'}
+    assert read({"normal_text": "So.", "calls": [call, broken]}) == ("So.", [])
+    with pytest.raises(ServerRefused, match="parse_function_call must answer with 'calls'"):
+        read({"normal_text": "plain"})

@@ -120,3 +120,37 @@ def test_weight_info_reads_the_label() -> None:
 
 def test_messages_show_no_credentials() -> None:
     assert public_url("http://user:secret@host:8000/base/?key=1") == "http://host:8000/base"
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def read_by_vllm(message: dict) -> tuple[str, list]:
+    """As vLLM 0.32 answered a derender."""
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    answer = {"id": "a76a", "object": "chat.completion", "created": 1, "choices": [choice]}
+    return vllm.parse_tool_calls("", [7, 8], "ab", TOOLS, 1.0).parse(answer)
+
+
+def test_calls_of_tools_are_read_in_the_tokens_with_the_tools_of_the_request() -> None:
+    call = vllm.parse_tool_calls("", (7, 8), "ab", TOOLS, 1.0)
+    assert (call.method, call.path) == ("POST", "/v1/chat/completions/derender")
+    assert call.json["generate_response"]["choices"] == [{"index": 0, "token_ids": [7, 8]}]
+    assert call.json["chat_request"]["tools"] == TOOLS
+    assert vllm.tool_parser(1.0) is None
+
+
+def test_what_vllm_read_is_a_text_and_its_calls() -> None:
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    made = [{"id": "9dc5", "type": "function", "function": function}]
+    said = {"role": "assistant", "refusal": None, "reasoning": None}
+    assert read_by_vllm({**said, "content": "So.", "tool_calls": made}) == (
+        "So.",
+        [("add", {"a": 1})],
+    )
+    assert read_by_vllm({**said, "content": None, "tool_calls": made})[0] == ""
+    assert read_by_vllm({**said, "content": "<tool_call>{broken"}) == ("<tool_call>{broken", [])
+    broken = [{"function": {"name": "add", "arguments": '{"a"'}}]
+    assert read_by_vllm({**said, "content": "So.", "tool_calls": broken}) == ("So.", [])
+    with pytest.raises(ServerRefused, match="derender must answer with 'name'"):
+        read_by_vllm({**said, "content": "", "tool_calls": [{"function": {}}]})

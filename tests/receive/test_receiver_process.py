@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.receive.site import BUCKET, DictEngine, Version
+from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.errors import PeerError, ServerUnfit, TransferFailed
 from titan_grpo.protocol.messages import Staged
 
@@ -245,18 +246,23 @@ def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(site, weight
 def test_a_server_that_sends_no_routes_is_refused_where_they_are_needed(site, weights) -> None:
     site.engine.routes = False
     with pytest.raises(ServerUnfit, match="router_replay needs those of every completion"):
-        site.greet(weights(1.0), unrouted=("http://other",)).wait_joined(60.0)
-    evaluating = site.greet(weights(1.0), unrouted=("http://own",), url="http://own")
+        site.greet(
+            weights(1.0), needs=RolloutNeeds(routes=True, exempt=("http://other",))
+        ).wait_joined(60.0)
+    evaluating = site.greet(
+        weights(1.0), needs=RolloutNeeds(routes=True, exempt=("http://own",)), url="http://own"
+    )
     assert evaluating.wait_joined(60.0).ok, "what evaluates is not trained on"
     site.engine.routes = True
-    assert site.greet(weights(1.0), unrouted=()).wait_joined(60.0).ok
+    assert site.greet(weights(1.0), needs=RolloutNeeds(routes=True)).wait_joined(60.0).ok
 
 
 @over_tcp
 def test_a_later_run_that_the_server_cannot_serve_leaves_the_run_in_force(site, weights) -> None:
     link = site.connect(weights(1.0))
     site.engine.routes = False
-    later = site.greet(weights(1.0), run_id="ffffffffffff-00000000", epoch=1, unrouted=())
+    needs = RolloutNeeds(routes=True)
+    later = site.greet(weights(1.0), run_id="ffffffffffff-00000000", epoch=1, needs=needs)
     with pytest.raises(ServerUnfit, match="router_replay"):
         later.wait_joined(60.0)
     assert site.deliver(link, 1, 1, weights(1.0)).ok

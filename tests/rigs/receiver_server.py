@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from titan_grpo.errors import ServerRefused, ServerUnreachable
+from titan_grpo.errors import ServerRefused, ServerUnfit, ServerUnreachable
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Label
 from titan_grpo.receive.commit import EngineSide, Workers
@@ -72,6 +72,7 @@ class ReceiverServer:
         """``url`` is only a name. With a ``run_key`` weights come from who has it. Starts nothing
         until a lane greets it. ``make_side``: of another engine than BareEngine."""
         self.url = url
+        self.reads_tool_calls = True
         self._new_side = make_side or (
             lambda: EngineSide(BareEngine(inspect), Workers(), "", run_key)
         )
@@ -212,6 +213,11 @@ class DirectControl:
         """See ServerControl."""
         self._server._check_up()
         return self._server.label
+
+    def check_tool_parser(self) -> None:
+        """See ServerControl."""
+        if not self._server.reads_tool_calls:
+            raise ServerUnfit(f"{self.url} reads no calls of tools")
 
     def greet(self, hello: Mapping[str, Any]) -> None:
         """See ServerControl."""

@@ -4,14 +4,30 @@ to misbehave.
 A behaviour may give an iterator of bytes in place of the content, after which it hangs up.
 """
 
+import asyncio
 import http.server
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from titan_grpo.engines.http import AsyncDriver
+from titan_grpo.errors import PeerError
+from titan_grpo.rollout.agent_sampler import AgentSampler
+from titan_grpo.rollout.agents import Agents
+from titan_grpo.rollout.codec import TextCodec
+from titan_grpo.rollout.messages import RolloutSpec, Ticket
+from titan_grpo.rollout.partial import Partial
+from titan_grpo.rollout.schedule import Server
+from titan_grpo.rollout.task_runner import TaskRunner
+from titan_grpo.rollout.tasks.agent import AgentRows, ToolParser, hermes
+from titan_grpo.rollout.tasks.functions import codec_of
+from titan_grpo.samples import Group
+from titan_grpo.titan.tiny import write_tiny_model
 
 Behaviour = Callable[[dict[str, Any]], tuple[int, Any]]
 
@@ -163,3 +179,76 @@ def model_dir(tmp_path: Path) -> str:
     tokenizer.add_special_tokens(["<pad>", "<bos>", "<eos>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     return str(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny model, with its chat template."""
+    return str(write_tiny_model("qwen3", tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def codec(model: str) -> TextCodec:
+    """Of that model."""
+    return TextCodec(model)
+
+
+@pytest.fixture
+def group_of(
+    model: str, completion_server: Callable[[], CompletionServer]
+) -> Callable[..., Group | None]:
+    """A factory: an agent, engines -> the group that they make."""
+
+    @asynccontextmanager
+    async def made(
+        agent: Callable[..., Any] | None,
+        timeout_s: float,
+        changes: dict[str, Any],
+        tool_parser: ToolParser | None,
+    ) -> AsyncIterator[tuple[AgentSampler, Agents]]:
+        sizes = {"group_size": 1, "max_completion_tokens": 400, "task_timeout_s": timeout_s}
+        spec = RolloutSpec(model_dir=model, **(sizes | changes))
+        task, codec = AgentRows(agent, None), codec_of(spec)
+        runner = TaskRunner(task, codec, 8, timeout_s)
+        agents = Agents(spec, task, runner, codec)
+        try:
+            yield AgentSampler(spec, runner, agents, tool_parser), agents
+        finally:
+            await agents.close()
+
+    def make(
+        agent: Callable[..., Any] | None,
+        behaviours: Sequence[Behaviour],
+        /,
+        timeout_s: float = 60.0,
+        look: Callable[[Agents], None] | None = None,
+        tool_parser: ToolParser | None = hermes,
+        **changes: Any,
+    ) -> Group | None:
+        """One attempt for each behaviour of an engine, each on another server; the last is the
+        group's. ``look``: called with the endpoint before the first."""
+
+        async def run() -> Group | None:
+            group, parts = None, [Partial()] * changes.get("group_size", 1)
+            async with made(agent, timeout_s, changes, tool_parser) as (sampler, agents):
+                if look is not None:
+                    look(agents)
+                for attempt, behaviour in enumerate(behaviours):
+                    engine = completion_server()
+                    engine.behaviour = behaviour
+                    label = f"r:{3 + attempt}:f"
+                    server = Server(engine.url, 3 + attempt, True, label, "vllm")
+                    driver = AsyncDriver(engine.url)
+                    try:
+                        group = await sampler.group(
+                            Ticket(0, attempt=attempt), parts, server, driver
+                        )
+                    except PeerError:
+                        assert attempt < len(behaviours) - 1
+                    finally:
+                        await driver.close()
+                return group
+
+        return asyncio.run(run())
+
+    return make

@@ -6,7 +6,6 @@ import http.client
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from itertools import pairwise
 
 import pytest
@@ -17,72 +16,15 @@ from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import DataError, PeerError
 from titan_grpo.rollout.agent_sampler import AgentSampler
 from titan_grpo.rollout.agents import Agents
-from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.sampler import GroupDropped
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows, hermes
-from titan_grpo.rollout.tasks.functions import codec_of
-from titan_grpo.titan.tiny import EOS, UNK, write_tiny_model
+from titan_grpo.titan.tiny import EOS, UNK
 
 openai = pytest.importorskip("openai")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(write_tiny_model("qwen3", tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def codec(model) -> TextCodec:
-    return TextCodec(model)
-
-
-@pytest.fixture
-def group_of(model, completion_server):
-    """A factory: an agent, an engine -> the group that they make, and the server."""
-
-    @asynccontextmanager
-    async def made(agent, timeout_s, changes):
-        sizes = {"group_size": 1, "max_completion_tokens": 400, "task_timeout_s": timeout_s}
-        spec = RolloutSpec(model_dir=model, **(sizes | changes))
-        task, codec = AgentRows(agent, None), codec_of(spec)
-        runner = TaskRunner(task, codec, 8, timeout_s)
-        agents = Agents(spec, task, runner, codec)
-        try:
-            yield AgentSampler(spec, runner, agents, hermes), agents
-        finally:
-            await agents.close()
-
-    def make(agent, behaviours, /, timeout_s=60.0, look=None, **changes):
-        """One attempt for each behaviour of an engine, each on another server; the last is the
-        group's. ``look``: called with the endpoint before the first."""
-
-        async def run():
-            group, parts = None, [Partial()] * changes.get("group_size", 1)
-            async with made(agent, timeout_s, changes) as (sampler, agents):
-                if look is not None:
-                    look(agents)
-                for attempt, behaviour in enumerate(behaviours):
-                    engine = completion_server()
-                    engine.behaviour = behaviour
-                    server = Server(engine.url, 3 + attempt, True, f"r:{3 + attempt}:f", "vllm")
-                    driver = AsyncDriver(engine.url)
-                    try:
-                        group = await sampler.group(
-                            Ticket(0, attempt=attempt), parts, server, driver
-                        )
-                    except PeerError:
-                        assert attempt < len(behaviours) - 1
-                    finally:
-                        await driver.close()
-                return group
-
-        return asyncio.run(run())
-
-    return make
 
 
 def test_six_turns_of_an_unchanged_history_are_one_completion_of_the_engines_own_tokens(

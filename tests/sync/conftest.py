@@ -13,6 +13,7 @@ import torch
 from tests.rigs.host_process import HostProcess, host_ops, host_shards
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from titan_grpo.config import WeightSync
+from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.manifest import ALIGNMENT, parts_of
 from titan_grpo.layout.plan import written_extents
@@ -75,8 +76,9 @@ class Rig:
         **config: Any,
     ) -> None:
         """``config``: keys of [weight_sync], ``watch``, ``drain``, ``observer``, ``owner``,
-        ``take_over``, ``run_id``, ``look_s``, ``far`` (servers read no memory of the trainer, as on
-        another host), and ``run_keys``: "trainer" or a server -> its key.
+        ``take_over``, ``run_id``, ``look_s``, ``needs``, ``far`` (servers read no
+        memory of the trainer, as on another host), and ``run_keys``: "trainer" or a server -> its
+        key.
 
         ``hosts``: over so many the rows of both matrices are cut; this process is the first, the
         others are in ``hosts``, at 127.0.0.2 and so on."""
@@ -90,6 +92,7 @@ class Rig:
         run_id: str = config.pop("run_id", "")
         look_s: float = config.pop("look_s", 1.0)
         far: bool = config.pop("far", False)
+        needs: RolloutNeeds = config.pop("needs", RolloutNeeds())
         self.loaded = {url: Weights() for url in urls}
         self.servers = {
             url: ReceiverServer(url, self.loaded[url], run_keys.get(url)) for url in urls
@@ -116,6 +119,7 @@ class Rig:
             owner=owner,
             take_over=take_over,
             look_s=look_s,
+            needs=needs,
             guarded=False,
             tamper=tuple if far else None,
         )

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from tests.rigs.receiver_server import ReceiverServer
+from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.errors import ServerRefused, SyncError
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.protocol.messages import new_run_id
@@ -228,3 +229,13 @@ def test_a_wait_for_servers_that_can_never_serve_the_run_ends_at_once_with_each_
     reasons = r.server_set.unfit()
     assert "a: Hello was proven with another run key" in reasons
     assert "b: Hello proves a run key and this end has none" in reasons
+
+
+def test_a_server_that_cannot_read_calls_of_tools_is_refused_before_it_is_greeted(rig):
+    r = rig("a", "b", "own", started=False, needs=RolloutNeeds(tool_calls=True, exempt=("own",)))
+    r.servers["b"].reads_tool_calls = r.servers["own"].reads_tool_calls = False
+    r.start()
+    r.publish(1)
+    r.until(lambda: "b reads no calls of tools" in str(r.server_set.last_error("b")))
+    r.until(lambda: all(r.server_set.entry(url).held == 1 for url in ("a", "own")))
+    assert r.servers["b"].receiver_pid is None

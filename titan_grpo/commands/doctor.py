@@ -13,7 +13,14 @@ from titan_grpo.commands import doctor_host as host
 from titan_grpo.commands import doctor_servers as servers
 from titan_grpo.commands.doctor_host import Finding
 from titan_grpo.commands.doctor_servers import Needs
-from titan_grpo.config import LAUNCH, Evaluation, Rollout, WeightSync, sends_adapters
+from titan_grpo.config import (
+    LAUNCH,
+    Evaluation,
+    Rollout,
+    WeightSync,
+    engines_read_calls,
+    sends_adapters,
+)
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.memory import available_memory
 from titan_grpo.plan.setup import WIRE_BYTES
@@ -94,7 +101,8 @@ def wanted(
     adapters = config.lora.rank if sends_adapters(config.lora) else 0
     out.evaluations = config.evaluation
     options = servers.Options(adapters, config.grpo.router_replay)
-    out.needs = Needs(options, servers.tokens_here(out.model))
+    reads = engines_read_calls(rollout)
+    out.needs = Needs(options, servers.tokens_here(out.model), reads)
     return out, host.ok("configuration", "valid")
 
 

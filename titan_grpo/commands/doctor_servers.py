@@ -5,6 +5,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -12,10 +13,19 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from titan_grpo.commands.doctor_host import ENGINES, Finding, ok, problem, warning
+from titan_grpo.config.task import ENGINE
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.generation import NO_ROUTES
-from titan_grpo.engines.http import Call, HttpRefused, KeyRefused, SyncDriver, address_towards, want
-from titan_grpo.engines.server import detect
+from titan_grpo.engines.http import (
+    Call,
+    HttpRefused,
+    KeyRefused,
+    ServerAccess,
+    SyncDriver,
+    address_towards,
+    want,
+)
+from titan_grpo.engines.server import detect, make_control
 from titan_grpo.errors import ConfigError, PeerError, ServerRefused
 from titan_grpo.protocol.messages import PROBE, Joined
 from titan_grpo.rollout.messages import FORMAT
@@ -84,6 +94,9 @@ class Needs:
     options: Options = Options()
     tokens: Sequence[int] | None = None
     """Ids of TEXT by the trainer's tokenizer; None: not known."""
+
+    tool_calls: bool = False
+    """Servers have to read calls of tools in what they sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +199,8 @@ def server(facts: ServerFacts, needs: Needs | None = None) -> list[Finding]:
     out.append(_plugin(facts))
     if needs and facts.options:
         out += _options(where, facts.engine, needs.options, facts.options)
+    if needs and needs.tool_calls:
+        out.append(_tool_calls(facts))
     if needs and needs.tokens is not None and facts.tokens is not None:
         out.append(_tokenizer(where, needs.tokens, facts.tokens))
     return out
@@ -266,6 +281,14 @@ def _options(url: str, engine: str, needed: Options, found: Options) -> Iterator
         yield ok("options", f"{url} sends the experts of each token")
 
 
+def _tool_calls(facts: ServerFacts) -> Finding:
+    """Judge whether a server reads calls of tools."""
+    if error := facts.errors.get("tool_calls", ""):
+        remedy = f"do what it says, or set rollout.tool_parser to another than {ENGINE!r}"
+        return problem("options", error, remedy)
+    return ok("options", f"{facts.url} reads calls of tools")
+
+
 def _tokenizer(url: str, here: Sequence[int], there: Sequence[int]) -> Finding:
     """Judge the ids that the trainer's and a server's tokenizer give for TEXT."""
     if list(here) == list(there):
@@ -342,6 +365,8 @@ def server_facts(url: str, access: Access) -> ServerFacts:
             questions.of_vllm()
         if access.needs and access.needs.tokens is not None and facts.label is not None:
             facts.tokens = questions.tokens()
+        if access.needs and access.needs.tool_calls and facts.label is not None:
+            questions.tool_calls()
     facts.clock_ahead_s = clock_ahead_s(url, access.timeout_s)
     return facts
 
@@ -413,6 +438,16 @@ class _Questions:
 
         body = {"prompt": TEXT, "add_special_tokens": False}
         return self._answer("tokens", Call("POST", "/tokenize", self._s, parse, json=body))
+
+    def tool_calls(self) -> None:
+        """Whether the server reads calls of tools."""
+        a, url = self._access, self._facts.url
+        with closing(
+            make_control(
+                self._facts.engine, ServerAccess(url, self._s, None, a.api_key, a.admin_key)
+            )
+        ) as control:
+            self._ask("tool_calls", control.check_tool_parser)
 
     def _ask(self, question: str, action: Callable[[], T]) -> T | None:
         try:

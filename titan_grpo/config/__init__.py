@@ -13,7 +13,14 @@ from typing import Any, Literal
 
 from titan_grpo.config.grpo import GRPO
 from titan_grpo.config.grpo import violations as grpo_violations
-from titan_grpo.config.rollout import LAUNCH, Rollout, Rules, broken, listens
+from titan_grpo.config.rollout import (
+    LAUNCH,
+    Rollout,
+    Rules,
+    broken,
+    engines_read_calls,
+    listens,
+)
 from titan_grpo.config.rollout import violations as rollout_violations
 from titan_grpo.config.task import Evaluation, evaluation_rules, task_rules
 
@@ -27,6 +34,7 @@ __all__ = (
     "Lora",
     "Rollout",
     "WeightSync",
+    "engines_read_calls",
     "violations",
 )
 

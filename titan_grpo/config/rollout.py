@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
-from titan_grpo.config.task import TaskKeys, task_rules
+from titan_grpo.config.task import ENGINE, TaskKeys, task_rules
 from titan_grpo.errors import ConfigError
 
 LAUNCH = "launch"
@@ -314,11 +314,21 @@ def _servers(r: Rollout) -> Rules:
         "launch_gpus",
         f"numbers of different GPUs, as many for each of the {count} launched servers",
     )
+    if engines_read_calls(r):
+        for engine, key in (("vllm", "launch_args"), ("sglang", "launch_sglang_args")):
+            named = any(word.split("=")[0] == "--tool-call-parser" for word in getattr(r, key))
+            rule = f'with "--tool-call-parser", "NAME" where tool_parser is "{ENGINE}"'
+            yield engine in wanted and not named, key, rule
     for engine, key in known.items():
         rule = f'set when rollout.servers = ["launch"] starts "{engine}"'
         yield engine in wanted and not getattr(r, key), key, rule
     rule = f'"auto" for launched servers of {", ".join(wanted)}'
     yield r.engine != "auto" and any(engine != r.engine for engine in wanted), "engine", rule
+
+
+def engines_read_calls(r: Rollout) -> bool:
+    """Whether servers have to read the calls of tools in what they sample."""
+    return bool(r.agent) and r.tool_parser == ENGINE and not r.replay_path
 
 
 def _sources(r: Rollout) -> Rules:

@@ -21,6 +21,10 @@ OUTSIDE = "outside"
 """The value of ``rollout.agent`` that is no function: agents take episodes over HTTP."""
 
 
+ENGINE = "engine"
+"""The value of ``rollout.tool_parser`` for the parser of the server that sampled the answer."""
+
+
 @dataclass
 class TaskKeys:
     """Prompts and rewards: functions and a dataset, or a task of a class."""
@@ -85,8 +89,9 @@ class TaskKeys:
     episodes; empty: none, on a loopback address only."""
 
     tool_parser: str = "hermes"
-    """Format of the model's calls of tools: "hermes" (Qwen, too), "llama3_json", or
-    "package.module:function" (docs/agents.md)."""
+    """Format of the model's calls of tools: "hermes" (Qwen, too), "llama3_json",
+    "package.module:function", or "engine" for the parser that the servers were started with
+    (docs/agents.md)."""
 
     task: str = "digits"
     """A built-in task (digits, gsm8k, calculator) or a dotted path "package.module:Class" to your

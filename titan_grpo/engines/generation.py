@@ -3,7 +3,7 @@ server-sent events: bytes in, tokens out. Pure."""
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -70,6 +70,32 @@ RETURN_ROUTES = "--enable-return-routed-experts"
 """Option with which both engines remember the experts of each token."""
 
 NO_ROUTES = f"start it with {RETURN_ROUTES} (vLLM has that on a GPU only, SGLang on a CPU too)"
+
+
+ToolCalls = list[tuple[str, dict[str, Any]]]
+"""(name of the tool, its arguments), in their order."""
+
+TOOL_PARSER = "--tool-call-parser"
+"""Option of both engines: by which format they read calls of tools in a model's text."""
+
+
+def tool_calls(content: Any, found: Iterable[tuple[Any, Any]]) -> tuple[str, ToolCalls]:
+    """An engine's reading of an answer: what is left for the user, and the calls. ``found``: names,
+    and arguments in JSON. Without calls where one of those is no object.
+
+    >>> tool_calls(None, [("add", '{"a": 1}')]), tool_calls("?", [("add", "{")])
+    (('', [('add', {'a': 1})]), ('?', []))
+    """
+    calls = []
+    for name, text in found:
+        try:
+            arguments = msgspec.json.decode(text or "{}")
+        except (TypeError, msgspec.DecodeError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            return str(content or ""), []
+        calls.append((str(name), arguments))
+    return str(content or ""), calls
 
 
 def salt(label: str) -> str:

@@ -32,7 +32,8 @@ class ServerSpec:
     ``run_key`` it takes weights only from a trainer that has the same. ``api_key``: required of
     every call; ``admin_key`` (SGLang): of calls that pause it or send weights. ``lora_rank``
     (vLLM): take adapters of that rank as versions; 0: whole weights. ``routes``: answer
-    with the experts of each token, where it is asked to. ``fp32_head``: logits in float32.
+    with the experts of each token, where it is asked to. ``tool_calls``: read calls of tools by the
+    parser that ``args`` name. ``fp32_head``: logits in float32.
     """
 
     python: str
@@ -47,6 +48,7 @@ class ServerSpec:
     tensor_parallel: int = 1
     lora_rank: int = 0
     routes: bool = False
+    tool_calls: bool = False
     fp32_head: bool = False
     weight_transfer: bool = True
     cpu: bool = True

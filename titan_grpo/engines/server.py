@@ -1,11 +1,12 @@
 """Engines by name: the functions that make calls (a dialect), the control plane, and which engine
 answers at a URL."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.generation import Sampled, Sampling, StreamedCall
+from titan_grpo.engines.generation import Sampled, Sampling, StreamedCall, ToolCalls
 from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, SyncDriver, requests
 from titan_grpo.engines.sglang_stock import StockRoutes
 from titan_grpo.errors import ConfigError, ProtocolError, ServerRefused, ServerUnfit
@@ -49,6 +50,23 @@ class Dialect(Protocol):
         cache.
         """
 
+    def tool_parser(self, timeout_s: float) -> Call[str] | None:
+        """The name of the parser of calls of tools that the server was started with, for an engine
+        whose requests name it; ServerUnfit where there is none. None: not to be asked."""
+
+    def parse_tool_calls(
+        self,
+        parser: str,
+        token_ids: Sequence[int],
+        text: str,
+        tools: Sequence[Any],
+        timeout_s: float,
+    ) -> Call[tuple[str, ToolCalls]]:
+        """Have the engine's own parser read an answer that it sampled, without its end token:
+        what is left for the user, and the calls. ``text``: of the tokens, with special ones.
+        ``tools``: those of the request. What is left of a text without calls may be less than all
+        of it."""
+
 
 class ServerControl(Protocol):
     """Control plane of one server, used by one thread at a time. Every method raises PeerError by
@@ -80,6 +98,10 @@ class ServerControl(Protocol):
         """Send the server's receiver the address of its lane. Returns at once, the receiver joins
         in the background. ServerUnfit where our plugin is not there."""
 
+    def check_tool_parser(self) -> None:
+        """ServerUnfit, with the options to start it with, where the server cannot read calls of
+        tools (Dialect.parse_tool_calls)."""
+
     @requests(4)
     def paused(self) -> bool:
         """Whether generation is frozen, by us or by another client."""
@@ -110,6 +132,16 @@ class ServerControl(Protocol):
 
     def close(self) -> None:
         """Close the connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutNeeds:
+    """What the run's rollouts need of their servers, which are all but those that are ``exempt``:
+    ``routes`` (the experts of each token), ``tool_calls`` (what is a call of a tool in them)."""
+
+    routes: bool = False
+    tool_calls: bool = False
+    exempt: Container[str] = ()
 
 
 DIALECTS: dict[str, Dialect] = {sglang.NAME: sglang, vllm.NAME: vllm}
@@ -168,6 +200,10 @@ def make_control(engine: str, access: ServerAccess) -> ServerControl:
     raise ConfigError(f'an engine must be "auto", "vllm" or "sglang", got {engine!r}')
 
 
+FIRST = ("check_tool_parser", "stock", "greet")
+"""Methods with which a lane begins a connection."""
+
+
 class DetectingControl:
     """A ServerControl that asks the server for its engine before the first call, and again when a
     lane connects: a restarted server may be another engine."""
@@ -190,7 +226,7 @@ class DetectingControl:
             raise AttributeError(method)
 
         def call(*arguments: Any) -> Any:
-            if self._control is None or method in ("stock", "greet"):
+            if self._control is None or method in FIRST:
                 self._detect()
             return getattr(self._control, method)(*arguments)
 

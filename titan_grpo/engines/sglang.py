@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 from titan_grpo.engines.generation import (
     INTERVAL,
     RETURN_ROUTES,
+    TOOL_PARSER,
     Piece,
     Sampled,
     Sampling,
     StreamedCall,
+    ToolCalls,
     logprob,
     read_ids,
     salt,
+    tool_calls,
     version_spans,
 )
 from titan_grpo.engines.http import NOT_RECOMPUTED, Call, HttpRefused, ServerAccess, ignore, want
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from titan_grpo.engines.launch import ServerSpec
 
 NAME = "sglang"
-GENERATE = "/generate"
+GENERATE, PARSE = "/generate", "/parse_function_call"
 BAD_REQUEST = 400
 LOADER = "titan_grpo.receive.sglang_plugin.commit"
 """Our custom weight loader, as the server was started with it (``--custom-weight-loader``)."""
@@ -262,6 +265,37 @@ def score(
     return Call("POST", GENERATE, timeout_s, lambda answer: _parse_scores(answer, count), json=body)
 
 
+def tool_parser(timeout_s: float) -> Call[str]:
+    """See Dialect."""
+    path = "/server_info"
+
+    def parse(answer: Any) -> str:
+        # not ``want``: its error shows the answer, which has the server's keys in it
+        name = answer.get("tool_call_parser") if isinstance(answer, Mapping) else None
+        if not isinstance(name, str):
+            raise ServerUnfit(
+                f"{path} names no parser of calls of tools: start the server with {TOOL_PARSER}"
+                " NAME"
+            )
+        return name
+
+    return Call("GET", path, timeout_s, parse)
+
+
+def parse_tool_calls(
+    parser: str, token_ids: Sequence[int], text: str, tools: Sequence[Any], timeout_s: float
+) -> Call[tuple[str, ToolCalls]]:
+    """See Dialect. SGLang takes the text."""
+    body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
+
+    def parse(answer: Any) -> tuple[str, ToolCalls]:
+        calls = want(answer, "calls", list, PARSE)
+        found = [(want(call, "name", str, PARSE), call.get("parameters")) for call in calls]
+        return tool_calls(want(answer, "normal_text", (str, type(None)), PARSE), found)
+
+    return Call("POST", PARSE, timeout_s, parse, json=body)
+
+
 def parse_sampled(answer: Any) -> Sampled:
     """Read one answer of /generate. Does not compare lengths: a mismatch is a sample to drop,
     not an outage."""
@@ -342,6 +376,12 @@ class SglangControl:
             if error.status in ABSENT:
                 raise ServerUnfit(f"{error}: {NO_PLUGIN}") from error
             raise
+
+    def check_tool_parser(self) -> None:
+        try:
+            self._run(tool_parser(self._query_s))
+        except ServerUnfit as error:
+            raise ServerUnfit(f"{self.url}: {error}") from error
 
     def paused(self) -> bool:
         """Without our plugin: whether the server gives no token."""

@@ -16,14 +16,17 @@ from typing import TYPE_CHECKING, Any
 from titan_grpo.engines.generation import (
     INTERVAL,
     RETURN_ROUTES,
+    TOOL_PARSER,
     Piece,
     Sampled,
     Sampling,
     StreamedCall,
+    ToolCalls,
     VersionSpan,
     logprob,
     read_ids,
     salt,
+    tool_calls,
     version_spans,
 )
 from titan_grpo.engines.http import NOT_RECOMPUTED, Call, HttpRefused, ServerAccess, ignore, want
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
 NAME = "vllm"
 COMPLETIONS = "/v1/completions"
+RENDER, DERENDER = "/v1/chat/completions/render", "/v1/chat/completions/derender"
+BAD_REQUEST = 400
 QUERY_S = 10.0
 """Longest deadline of a question that needs no work of the engine, in seconds."""
 
@@ -200,6 +205,39 @@ def score(
     )
 
 
+def tool_parser(timeout_s: float) -> None:
+    """See Dialect: a vLLM has its own."""
+
+
+def reads_tool_calls(timeout_s: float) -> Call[None]:
+    """Have a chat with a tool rendered. Refused by a vLLM without the routes that take tokens, and
+    by one that was started without a parser (``CANNOT_READ``), which would read an answer as one
+    without calls."""
+    tool = {"type": "function", "function": {"name": "tool", "parameters": {"type": "object"}}}
+    return _post(
+        RENDER, timeout_s, {"messages": [{"role": "user", "content": "?"}], "tools": [tool]}
+    )
+
+
+def parse_tool_calls(
+    parser: str, token_ids: Sequence[int], text: str, tools: Sequence[Any], timeout_s: float
+) -> Call[tuple[str, ToolCalls]]:
+    """See Dialect. vLLM takes the tokens and decodes them itself."""
+    body = {
+        "generate_response": {"choices": [{"index": 0, "token_ids": list(token_ids)}]},
+        # Of a chat's request parsers read the tools.
+        "chat_request": {"messages": [], "tools": list(tools)},
+    }
+
+    def parse(answer: Any) -> tuple[str, ToolCalls]:
+        message = want(_only_choice(answer, DERENDER), "message", dict, DERENDER)
+        made = [want(call, "function", dict, DERENDER) for call in message.get("tool_calls") or ()]
+        found = [(want(f, "name", str, DERENDER), f.get("arguments")) for f in made]
+        return tool_calls(message.get("content"), found)
+
+    return Call("POST", DERENDER, timeout_s, parse, json=body)
+
+
 def parse_sampled(answer: Any) -> Sampled:
     """Read one choice of /v1/completions. Does not compare lengths: a mismatch is a sample to drop,
     not an outage."""
@@ -252,12 +290,10 @@ def _logprobs(choice: Any) -> list[Any]:
     return want(found, "token_logprobs", list, COMPLETIONS)  # type: ignore[no-any-return]
 
 
-def _only_choice(answer: Any) -> Any:
-    choices = want(answer, "choices", list, COMPLETIONS)
+def _only_choice(answer: Any, path: str = COMPLETIONS) -> Any:
+    choices = want(answer, "choices", list, path)
     if len(choices) != 1:
-        raise ServerRefused(
-            f"{COMPLETIONS} must answer one choice to one request, got {len(choices)}"
-        )
+        raise ServerRefused(f"{path} must answer one choice to one request, got {len(choices)}")
     return choices[0]
 
 
@@ -271,6 +307,10 @@ START_WITH = f"""--weight-transfer-config '{{"backend":"{BACKEND}"}}' --middlewa
 """What a server that people start needs of us, for a shell."""
 
 NO_PLUGIN = f"start it with {START_WITH}, with titan_grpo installed in its environment"
+READS_CALLS = ("--enable-scale-out", "--enable-auto-tool-choice")
+"""Options with which vLLM reads calls of tools in tokens that it is given."""
+
+CANNOT_READ = f"start it with {' '.join(READS_CALLS)} {TOOL_PARSER} NAME"
 CLOSED = "vLLM >= 0.32 started with VLLM_SERVER_DEV_MODE=1 is needed"
 
 
@@ -306,6 +346,16 @@ class VllmControl:
             if found != BACKEND:
                 raise ServerUnfit(f"{error}: its backend is {found}: {NO_PLUGIN}") from error
             raise
+
+    def check_tool_parser(self) -> None:
+        try:
+            self._run(reads_tool_calls(self._deadline_s))
+        except HttpRefused as error:
+            # Another 400 is the chat template's, which was asked after the check of the parser.
+            if error.status in (403, 404) or TOOL_PARSER in str(error):
+                raise ServerUnfit(f"{error}: {CANNOT_READ}") from error
+            if error.status != BAD_REQUEST:
+                raise
 
     def paused(self) -> bool:
         return self._run(is_paused(min(QUERY_S, self._deadline_s)))
@@ -386,6 +436,8 @@ def command(spec: "ServerSpec") -> list[str]:
         out += ["--max-loras", "2", "--max-cpu-loras", "4"]
     if spec.routes:
         out += [RETURN_ROUTES]
+    if spec.tool_calls:
+        out += READS_CALLS
     if spec.fp32_head:
         out += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
     return out + list(spec.args)

@@ -8,9 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from titan_grpo.engines.generation import ToolCalls
 from titan_grpo.engines.http import AsyncDriver
+from titan_grpo.engines.server import dialect
 from titan_grpo.errors import DataError, PeerError
 from titan_grpo.rollout.agents import Agents, Call, Episode, Trajectory
+from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.openai_api import ChatAnswer, Message, tool_call
 from titan_grpo.rollout.partial import Partial, joined
@@ -24,7 +27,7 @@ from titan_grpo.rollout.sampler import (
 )
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner, at_once
-from titan_grpo.rollout.tasks.agent import Calls, ToolParser
+from titan_grpo.rollout.tasks.agent import ToolParser
 from titan_grpo.samples import Completion, Group, Prompt
 
 TURN_ENDS = frozenset(("stop", "length"))
@@ -36,10 +39,18 @@ class AgentSampler(Sampler):
     the server fails, they go on elsewhere."""
 
     def __init__(
-        self, spec: RolloutSpec, runner: TaskRunner, agents: Agents, tool_parser: ToolParser
+        self,
+        spec: RolloutSpec,
+        runner: TaskRunner,
+        agents: Agents,
+        tool_parser: ToolParser | None,
     ) -> None:
+        """``tool_parser``: None for that of the server that sampled the answer."""
         super().__init__(spec, runner)
         self._agents, self._tool_parser = agents, tool_parser
+        self._parser_names: dict[tuple[str, str], str] = {}
+        """By URL and engine. Asked once: a server that came back with another parser still reads by
+        the name in a request."""
 
     def forget(self, index: int) -> None:
         """As the base: its episodes are over."""
@@ -95,34 +106,34 @@ class AgentSampler(Sampler):
             trajectory.part = len(parts)
             parts.append(Partial())
         at = trajectory.part
-        if parts[at].waits:
+        # Longer where a server failed after it had sampled this answer whole.
+        if parts[at].waits and len(parts[at].token_ids) == trajectory.told:
             parts[at] = parts[at].answered(call.context, self._budget)
-        # Not 0 where a server failed in the middle of this answer.
+        # The part's end where no token of the answer came yet.
         before = trajectory.told + len(call.context)
         most = call.request.max_tokens or self._budget
-        reason = "length"
         while not parts[at].waits:
             left = min(parts[at].left(self._budget), before + most - len(parts[at].token_ids))
             if left <= 0:
-                parts[at] = parts[at].waiting()
+                parts[at], call.reason = parts[at].waiting(), "length"
                 break
             ask = Ask(trajectory.prompt, left, TURN_ENDS, call.request.stop)
-            reason = await self._sample(job, at, ask)
+            call.reason = await self._sample(job, at, ask)
             if not parts[at].waits:
                 raise Interrupted(f"{job.server.url} cut an answer to an agent short")
-        self._tell(episode, call, parts[at], before, reason)
+        await self._tell(job, episode, call, before)
 
-    def _tell(self, episode: Episode, call: Call, part: Partial, before: int, reason: str) -> None:
-        """Answer a call with what its trajectory's part has from token ``before`` on."""
-        codec, ids = self._agents.codec, part.token_ids[before:]
+    async def _tell(self, job: Job, episode: Episode, call: Call, before: int) -> None:
+        """Answer a call with what its trajectory's part has from token ``before`` on. Raises
+        PeerError where the server is to read calls of tools, and fails."""
+        codec, part, reason = self._agents.codec, job.parts[call.trajectory.part], call.reason
+        ids = part.token_ids[before:]
         text = codec.decode(ids)
         if reason == "stop":
-            # An agent gets the text before its stop, which is among the tokens.
-            found = [at for at in map(text.find, call.request.stop) if at >= 0]
-            text = text[: min(found, default=len(text))]
+            text = before_stop(text, call.request.stop)
         message: Message = {"role": "assistant", "content": text}
         if call.request.calls:
-            content, calls = self._parsed(text)
+            content, calls = await self._read(job, call, ids, text)
             message["content"] = content
             if calls:
                 reason = "tool_calls" if reason == "stop" else reason
@@ -147,12 +158,31 @@ class AgentSampler(Sampler):
         )
         episode.answered(call, len(part.token_ids), codec.spell(ids), answer)
 
-    def _parsed(self, text: str) -> tuple[str, Calls]:
-        try:
-            content, calls = self._tool_parser(text)
-            return str(content), [(str(name), dict(arguments)) for name, arguments in calls]
-        except Exception as error:  # the boundary to a user's code
-            raise TaskFailed("tool_parser", error) from error
+    async def _read(
+        self, job: Job, call: Call, ids: tuple[int, ...], text: str
+    ) -> tuple[str, ToolCalls]:
+        """What is left of an answer's text for the user, and the calls of tools in it."""
+        if self._tool_parser is not None:
+            try:
+                content, calls = self._tool_parser(text)
+                return str(content), [(str(name), dict(arguments)) for name, arguments in calls]
+            except Exception as error:  # the boundary to a user's code
+                raise TaskFailed("tool_parser", error) from error
+        codec = self._agents.codec
+        if call.reason == "stop":
+            ids = unended(codec, ids, call.request.stop)
+        if not ids:
+            return text, []
+        speak, within_s = dialect(job.server.engine), self._spec.request_timeout_s
+        where = job.server.url, job.server.engine
+        if where not in self._parser_names:
+            question = speak.tool_parser(within_s)
+            name = "" if question is None else await job.driver.run(question)
+            self._parser_names[where] = name
+        name, tools = self._parser_names[where], call.request.tools
+        asked = speak.parse_tool_calls(name, ids, codec.spell(ids), tools, within_s)
+        content, calls = await job.driver.run(asked)
+        return (content, calls) if calls else (text, [])
 
     def _group(self, job: Job, episodes: Sequence[Episode]) -> Group:
         """The group of finished episodes: trajectories after the prefix that all prompts have in
@@ -184,6 +214,26 @@ class AgentSampler(Sampler):
         if not shared:
             raise GroupDropped("empty_prompt")
         return group
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """What an agent gets of a text whose tokens hold its stop.
+
+    >>> before_stop("a, b", (";", ","))
+    'a'
+    """
+    found = [at for at in map(text.find, stops) if at >= 0]
+    return text[: min(found, default=len(text))]
+
+
+def unended(codec: TextCodec, ids: tuple[int, ...], stops: Sequence[str]) -> tuple[int, ...]:
+    """An answer without what ended it, for a parser: an end token, or an agent's stop. With a stop
+    the tokens are others, of the text before it."""
+    text = codec.spell(ids)
+    if (before := before_stop(text, stops)) != text:
+        return codec.encode(before)
+    special = codec.spell(ids[-1:]) and not codec.decode(ids[-1:])
+    return ids[:-1] if special else ids
 
 
 def shared_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

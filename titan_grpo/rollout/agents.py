@@ -83,13 +83,15 @@ class Trajectory:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A call that waits for its answer. ``context``: what it adds to its trajectory's part."""
+    """A call that waits for its answer. ``context``: what it adds to its trajectory's part.
+    ``reason``: why its answer ended, once it has."""
 
     request: ChatRequest
     trajectory: Trajectory
     context: tuple[int, ...]
     rendered: str
     answer: "asyncio.Future[ChatAnswer]"
+    reason: str = "stop"
 
 
 @dataclass(eq=False, slots=True)

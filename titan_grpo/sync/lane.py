@@ -281,6 +281,10 @@ class ServerLane:
 
     def _connect(self, epoch: int, term: int) -> table.Event:
         with self._c.recorder.span(names.CONNECT_S, self.url, epoch=epoch):
+            needs = self._c.link.needs
+            if needs.tool_calls and self.url not in needs.exempt:
+                # Before the server is taken from another run.
+                self._control.check_tool_parser()
             self._pass(Point.GREET)
             self._link, self._number = self._make_link(wire_epoch(epoch), term), 0
             event = self._settle(self._link.join(self._control, self._config.connect_deadline_s))

@@ -12,7 +12,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from titan_grpo.config import WeightSync
 from titan_grpo.config.rollout import is_loopback
 from titan_grpo.engines.http import ServerAccess, address_towards
-from titan_grpo.engines.server import AUTO, ServerControl, make_control
+from titan_grpo.engines.server import AUTO, RolloutNeeds, ServerControl, make_control
 from titan_grpo.errors import SyncError, TitanGrpoError
 from titan_grpo.layout.image import fingerprint
 from titan_grpo.observe import names
@@ -119,7 +119,7 @@ class SyncOptions:
     leaders: Sequence[int] = ()
     """The leaders' ranks of the trainer's other hosts, by part from 1 on."""
     model: Mapping[str, Any] = field(default_factory=dict)
-    unrouted: Container[str] | None = None
+    needs: RolloutNeeds = field(default_factory=RolloutNeeds)
     """See LinkOptions, like ``model``."""
     owner: str = ""
     take_over: bool = True
@@ -159,7 +159,7 @@ class SyncOptions:
             device=str(self.device) if transport == "nccl" else "cpu",
             run_key=self.run_key,
             model=self.model,
-            unrouted=self.unrouted,
+            needs=self.needs,
             owner=self.owner,
             take_over=self.take_over,
             started_s=self.started_s,

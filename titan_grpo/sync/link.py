@@ -3,7 +3,7 @@ transfers."""
 
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch.distributed import TCPStore
 
 from titan_grpo.config import WeightSync
-from titan_grpo.engines.server import ServerControl
+from titan_grpo.engines.server import RolloutNeeds, ServerControl
 from titan_grpo.errors import (
     PeerError,
     ProtocolError,
@@ -98,8 +98,7 @@ class LinkOptions:
     """When the run started, on the monotonic clock."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """See Hello."""
-    unrouted: Container[str] | None = None
-    """Servers that need not send the experts of each token; None: none has to."""
+    needs: RolloutNeeds = field(default_factory=RolloutNeeds)
     source: RangeServer | None = None
     """Shared by the lanes of a process; a link without one has its own."""
     nixl: NixlSource | None = None
@@ -209,7 +208,7 @@ class LaneLink:
             nccl=nccl_version() if o.transport == "nccl" else "",
             pin=channel.pin,
             model=dict(o.model),
-            routes=o.unrouted is not None and o.url not in o.unrouted,
+            routes=o.needs.routes and o.url not in o.needs.exempt,
         )
         return hello.proven(self._key)
 

@@ -20,9 +20,10 @@ import torch
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.loss import Collapse
+from titan_grpo.config import engines_read_calls
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import ServerGroup
-from titan_grpo.engines.server import ServerControl
+from titan_grpo.engines.server import RolloutNeeds, ServerControl
 from titan_grpo.errors import ServerUnfit, ServerUnreachable
 from titan_grpo.observe import alerts, dashboards, names, report, terminal
 from titan_grpo.observe.recorder import Recorder
@@ -181,7 +182,7 @@ class Controller:
                 run_key=self.run_key,
                 device=device,
                 model=essential(read_config(self._model_dir)),
-                unrouted=self._unrouted(),
+                needs=self._needs(),
                 remote_writers=plan.others,
                 leaders=plan.leaders[1:],
                 owner=_owner(self._run_dir),
@@ -212,10 +213,12 @@ class Controller:
         access = ServerAccess(url, sync.commit_deadline_s, load_deadline_s(sync), *self._keys)
         return rollouts.control(self._job.rollout.engine, access)
 
-    def _unrouted(self) -> frozenset[str] | None:
-        """See SyncOptions. Evaluations need no routes, and recorded rollouts have theirs."""
-        replay = self._job.grpo.router_replay and not self._job.rollout.replay_path
-        return self._evaluations.own if replay else None
+    def _needs(self) -> RolloutNeeds:
+        """See SyncOptions. Evaluations need no routes and call no agents; recorded rollouts have
+        all that they need."""
+        job = self._job
+        routes = job.grpo.router_replay and not job.rollout.replay_path
+        return RolloutNeeds(routes, engines_read_calls(job.rollout), self._evaluations.own)
 
     def _drain(self, url: str) -> None:
         """Wait until nothing runs on a server."""

@@ -13,7 +13,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from titan_grpo.config import LAUNCH, Rollout, WeightSync, sends_adapters
+from titan_grpo.config import LAUNCH, Rollout, WeightSync, engines_read_calls, sends_adapters
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.terminal import waiting
@@ -82,6 +82,7 @@ def launched(
             tensor_parallel=max(each, 1),
             lora_rank=job_config.lora.rank if sends_adapters(job_config.lora) else 0,
             routes=job_config.grpo.router_replay,
+            tool_calls=engines_read_calls(rollout),
             fp32_head=job_config.grpo.fp32_lm_head,
             env=devices(kind * rollout.launch_count + index),
         )

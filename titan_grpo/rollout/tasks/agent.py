@@ -1,15 +1,13 @@
 """A task whose completions an agent makes, by calls of a chat endpoint: ``rollout.agent``
-(docs/agents.md); and the calls of tools in a model's text, by the format that the model writes.
-
-The engines' own parsers of such calls sit behind their chat routes, which take messages and not
-tokens, so they cannot be asked: what is sampled here must be token in, token out."""
+(docs/agents.md); and the calls of tools in a model's text, by the format that the model writes."""
 
 import json
 import re
 from collections.abc import Callable
 from typing import Any
 
-from titan_grpo.config.task import OUTSIDE
+from titan_grpo.config.task import ENGINE, OUTSIDE
+from titan_grpo.engines.generation import ToolCalls
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import Codec
@@ -46,17 +44,14 @@ class AgentRows:
         return self._rows[self._rows.number(index)]
 
 
-Calls = list[tuple[str, dict[str, Any]]]
-"""(name of the tool, its arguments), in their order."""
-
-ToolParser = Callable[[str], tuple[str, Calls]]
+ToolParser = Callable[[str], tuple[str, ToolCalls]]
 """From an answer's text to what is left for the user, and the calls in it. A text that calls no
 tool, or does so in a form that cannot be read, comes back whole, with no calls."""
 
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
-def hermes(text: str) -> tuple[str, Calls]:
+def hermes(text: str) -> tuple[str, ToolCalls]:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once or several times after
     the text: Hermes, Qwen 2.5 and Qwen 3.
 
@@ -72,7 +67,7 @@ def hermes(text: str) -> tuple[str, Calls]:
     return text[: text.index("<tool_call>")].rstrip("\n"), known
 
 
-def llama3_json(text: str) -> tuple[str, Calls]:
+def llama3_json(text: str) -> tuple[str, ToolCalls]:
     """``{"name": ..., "parameters": {...}}`` as the whole text, several of them parted by ";":
     Llama 3.1 and 3.2, also after ``<|python_tag|>``.
 
@@ -97,14 +92,17 @@ PARSERS: dict[str, ToolParser] = {"hermes": hermes, "llama3_json": llama3_json}
 """By the values of ``rollout.tool_parser`` that are no function of the user's."""
 
 
-def load_parser(name: str) -> ToolParser:
-    """The parser of a value of ``rollout.tool_parser``. Raises ConfigError."""
+def load_parser(name: str) -> ToolParser | None:
+    """The parser of a value of ``rollout.tool_parser``; None: the engine's own. Raises
+    ConfigError."""
+    if name == ENGINE:
+        return None
     if name in PARSERS:
         return PARSERS[name]
     if ":" not in name:
         raise ConfigError(
-            f'rollout.tool_parser must be one of {", ".join(PARSERS)} or "package.module:function",'
-            f" got {name!r}"
+            f"rollout.tool_parser must be one of {', '.join((*PARSERS, ENGINE))} or"
+            f' "package.module:function", got {name!r}'
         )
     return load_function("rollout.tool_parser", name)
 

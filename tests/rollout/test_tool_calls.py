@@ -1,0 +1,100 @@
+"""Calls of tools that the servers' own parsers read, with the openai client against an engine that
+says and reads what a test tells it."""
+
+import pytest
+
+from tests.rollout.agents import ADD, HELLO, client_of, says
+from tests.rollout.conftest import answer
+from titan_grpo.titan.tiny import EOS
+
+pytest.importorskip("openai")
+
+CODER = "So.<function=add><parameter=a>1</parameter></function>"
+"""A call of a tool in a format that nothing here reads."""
+
+
+def reads(codec, *texts, status=200, log=None):
+    """A vLLM that says one text after the other, and reads calls of CODER's form in tokens."""
+    said = says(codec, *texts)
+
+    def behaviour(body):
+        if "generate_response" not in body:
+            return said(body)
+        (choice,) = body["generate_response"]["choices"]
+        assert body["chat_request"]["tools"] == [ADD]
+        if log is not None:
+            log.append(codec.spell(choice["token_ids"]))
+        message = {"role": "assistant", "content": codec.decode(choice["token_ids"])}
+        if codec.spell(choice["token_ids"]) == CODER:
+            function = {"name": "add", "arguments": '{"a": 1}'}
+            message |= {"content": "So.", "tool_calls": [{"id": "x", "function": function}]}
+        elif choice["token_ids"]:
+            message["content"] = "less of it"
+        return status, {"choices": [{"index": 0, "message": message}]}
+
+    return behaviour
+
+
+def caller(seen, **options):
+    """An agent that asks with a tool until it gets an answer without a call."""
+
+    def agent(base_url, api_key, row):
+        client, messages = client_of(base_url, api_key), [HELLO]
+        reason = "tool_calls"
+        while reason == "tool_calls":
+            made = client.chat.completions.create(
+                model="m", messages=messages, tools=[ADD], **options
+            )
+            message, reason = made.choices[0].message, made.choices[0].finish_reason
+            calls = [(c.function.name, c.function.arguments) for c in message.tool_calls or ()]
+            seen.append((reason, message.content, calls))
+            messages.append(message.model_dump())
+            ids = [call.id for call in message.tool_calls or ()]
+            messages += [{"role": "tool", "tool_call_id": id_, "content": "2"} for id_ in ids]
+        return 1.0
+
+    return agent
+
+
+def test_the_engine_reads_calls_in_the_tokens_of_its_answer_without_the_end_token(
+    group_of, codec
+) -> None:
+    seen, log = [], []
+    group = group_of(caller(seen), [reads(codec, CODER, "two", log=log)], tool_parser=None)
+    # A text without a call comes back whole, whatever the engine left of it.
+    assert seen == [("tool_calls", "So.", [("add", '{"a": 1}')]), ("stop", "two", [])]
+    assert log == [CODER, "two"]
+    assert len(group.completions) == 1
+    assert EOS in group.completions[0].token_ids
+
+
+def test_the_engine_reads_the_text_before_the_agents_stop(group_of, codec) -> None:
+    seen, log = [], []
+
+    def stops(body):
+        if "generate_response" in body:
+            return read(body)
+        ids = codec.encode("two;")
+        return answer(list(ids), [-1.0] * len(ids), "stop")
+
+    read = reads(codec, "", log=log)
+    group_of(caller(seen, stop=";"), [stops], tool_parser=None)
+    assert (seen, log) == ([("stop", "two", [])], ["two"])
+
+
+def test_an_answer_that_no_engine_could_read_is_kept_and_read_by_the_next(group_of, codec) -> None:
+    seen, again = [], []
+    first = reads(codec, CODER, status=500)
+    then = reads(codec, "two")
+
+    def second(body):
+        if "generate_response" not in body:
+            again.append(codec.spell(body["prompt"]))
+        return then(body)
+
+    group = group_of(caller(seen), [first, second], tool_parser=None)
+    assert [reason for reason, _, _ in seen] == ["tool_calls", "stop"]
+    # Sampled by the first server, read by the second, and its context added once.
+    assert again == [f"<bos>user: hello\nassistant:{CODER}<eos>\ntool: 2\nassistant:"]
+    (completion,) = group.completions
+    assert (completion.version_first, completion.version_last) == (3, 4)
