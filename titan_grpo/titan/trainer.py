@@ -332,8 +332,9 @@ class GRPOTrainer(Engine):
         # As torchtitan's last step, at the place where it saves: the step is over on every rank.
         self.checkpointer.save(self.step, last_step=True)
         raise AlertStop(
-            f"step {self.step}: {said[0]}; the checkpoint of this step is saved, and the same"
-            " command without that alert goes on from it"
+            f"step {self.step}: {said[0]}; the checkpoint of this step is saved, and training with"
+            f" job.dump_folder = {self.job_config.job.dump_folder!r} and without that alert goes"
+            " on from it"
         )
 
     def _fetch(self) -> Share:
