@@ -63,7 +63,7 @@ def job(folder, model_dir):
 
 
 def run(job: Job) -> Scores:
-    return asyncio.run(evaluate(job, ""))
+    return asyncio.run(evaluate(job, prepare(job), ""))
 
 
 def test_each_row_is_asked_as_often_as_there_are_samples_and_its_reward_counts_once(

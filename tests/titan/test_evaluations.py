@@ -277,3 +277,39 @@ def test_real_lanes_keep_a_server_on_the_version_that_is_evaluated_while_the_oth
     assert recorder.history().errors == []
     one.close()
     recorder.close()
+
+
+def processes() -> set[int]:
+    return {p.pid for p in filter(is_evaluation, psutil.Process().children(recursive=True))}
+
+
+def test_what_a_table_needs_is_loaded_before_its_server_is_held(
+    begin,
+    completion_server,  # noqa: F811 - the fixture
+) -> None:
+    server, seen = completion_server(), []
+    one, lanes, _, recorder = begin(every=4)
+    one.check(WAIT_S)
+    before = processes()
+    server.behaviour = lambda body: seen.append(processes()) or server.good(body)
+    one.set_server(held(server, 0))
+    lanes.wait_free()
+    assert versions(recorder) == [0]
+    assert set().union(*seen) == before, "by the process that was there, and no other"
+    one.close()
+    assert processes() == set()
+
+
+def test_a_process_that_was_killed_while_it_waited_costs_nothing(
+    begin,
+    completion_server,  # noqa: F811 - the fixture
+) -> None:
+    one, lanes, _, recorder = begin()
+    one.check(WAIT_S)
+    (waiting,) = filter(is_evaluation, psutil.Process().children(recursive=True))
+    waiting.kill()
+    psutil.wait_procs([waiting], WAIT_S)
+    one.set_server(held(completion_server(), 0))
+    lanes.wait_free()
+    assert versions(recorder) == [0]
+    assert recorder.history().errors == []

@@ -68,12 +68,11 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     spec = RolloutSpec.from_config(config.rollout, model)
     found = []
     # Before a server is waited for: a mistake in a task is said at once.
-    for table in tables:
-        prepare(Job.of(table, spec))
+    prepared = [prepare(Job.of(table, spec)) for table in tables]
     with _server(server, config, model, key) as (url, engine, version, label):
-        for table in tables:
+        for table, loaded in zip(tables, prepared, strict=True):
             job = Job.of(table, spec).on(url, engine, version, label)
-            result = asyncio.run(evaluate(job, key))
+            result = asyncio.run(evaluate(job, loaded, key))
             print(evaluation.line(result), flush=True)
             found.append(msgspec.to_builtins(result, str_keys=True))
     if args.out is not None:

@@ -7,6 +7,7 @@ with the evaluation, and takes no time from training or rollouts but its request
 import asyncio
 import math
 import os
+import queue
 import socket
 import statistics
 import threading
@@ -226,8 +227,12 @@ class Job:
         return replace(self, url=url, engine=engine, version=version, label=label)
 
 
-def prepare(job: Job) -> tuple[TaskRunner, int]:
-    """What asks and rewards, and how many prompts there are. Raises ConfigError, DataError or
+Prepared = tuple[TaskRunner, int]
+"""What asks and rewards, and how many prompts there are."""
+
+
+def prepare(job: Job) -> Prepared:
+    """Load what a job needs, whatever its server. Raises ConfigError, DataError or
     TaskFailed as the task does."""
     table, spec = job.table, job.spec
     task, codec = ready(spec)
@@ -239,14 +244,14 @@ def prepare(job: Job) -> tuple[TaskRunner, int]:
     return runner, min(table.rows or rows, rows) if rows else table.rows
 
 
-async def evaluate(job: Job, api_key: str) -> Scores:
+async def evaluate(job: Job, prepared: Prepared, api_key: str) -> Scores:
     """Sample and reward every prompt.
 
-    Raises as ``prepare`` and the task do, PeerError where a prompt cannot be finished or
+    Raises as the task does, PeerError where a prompt cannot be finished or
     the server left the version, EvaluationFailed past the deadline and without a prompt.
     """
     table, spec = job.table, job.spec
-    runner, count = prepare(job)
+    runner, count = prepared
     sampler = Sampler(spec, runner)
     driver = AsyncDriver(job.url, api_key, table.concurrent_requests)
     server = Server(job.url, job.version, True, job.label, job.engine)
@@ -322,30 +327,30 @@ def failure(job: Job, error: BaseException) -> Failure:
 
 
 def main(sock: socket.socket, _: int) -> int:
-    """Read a job from the socket, send back Scores or a Failure; None for one without a server
-    that could be begun on one."""
+    """Read a job without a server from the socket, and send back None once it is loaded, or a
+    Failure; then read the same job on a server, and send back Scores or a Failure."""
     connection: Connection[Any, Any] = Connection(sock.detach())
-    # no deadline: ends with the trainer, whose end closes the connection
-    job: Job = connection.recv()
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    key = os.environ.get(job.spec.api_key_env, "") if job.spec.api_key_env else ""
-    outcome: Scores | Failure | None
+    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, jobs), daemon=True).start()
     try:
-        if job.url:
-            outcome = asyncio.run(evaluate(job, key))
-        else:
-            prepare(job)
-            outcome = None
+        # no deadline: without the trainer, whose end closes the connection, this process ends
+        job = jobs.get()
+        key = os.environ.get(job.spec.api_key_env, "") if job.spec.api_key_env else ""
+        prepared = prepare(job)
+        connection.send(None)
+        # no deadline: likewise
+        job = jobs.get()
+        connection.send(asyncio.run(evaluate(job, prepared, key)))
     except Exception as error:  # noqa: BLE001 - top of the process: the trainer shows it
-        outcome = failure(job, error)
-    connection.send(outcome)
+        connection.send(failure(job, error))
     return 0
 
 
-def _end_with(connection: "Connection[Any, Any]") -> None:
+def _read(connection: "Connection[Any, Any]", jobs: "queue.SimpleQueue[Job]") -> None:
     """End this process when the trainer's end of the connection closes."""
     try:
-        # no deadline: that is the end
-        connection.recv()
+        while True:
+            # no deadline: the trainer's end of the connection is the end
+            jobs.put(connection.recv())
     except (EOFError, OSError):
         os._exit(1)

@@ -45,7 +45,7 @@ TRIES = 3
 
 @dataclass(slots=True)
 class _Running:
-    """An evaluation under way: its process, once it has started."""
+    """An evaluation under way: its process, once there is one."""
 
     url: str
     version: int
@@ -53,7 +53,7 @@ class _Running:
     """What was due when it began."""
     broken: str = ""
     """Why its outcome does not count."""
-    process: "subprocess.Popen[bytes] | None" = None
+    process: "_Process | None" = None
 
 
 @dataclass(slots=True)
@@ -65,6 +65,8 @@ class _Table:
     running: _Running | None = None
     tries: int = 0
     """Of what is due, so far."""
+    spare: "_Process | None" = None
+    """For what is due next: it loads, or waits, while no server is held."""
 
 
 class Evaluations:
@@ -100,17 +102,18 @@ class Evaluations:
         """When the first of them began, by the recorder's clock."""
         self._values: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
-        self._closing = False
+        self._closing = self._last = False
         self._changed = threading.Condition()
 
     def check(self, within_s: float) -> None:
         """Raise ConfigError where a table's task cannot be begun as it stands, or one is not loaded
-        within ``within_s`` seconds of the call. Takes seconds: each is loaded by a process such as
-        evaluates it, which finds what that one will find."""
+        within ``within_s`` seconds of the call. Takes seconds: each is loaded by the process that
+        will evaluate it first."""
         deadline = time.monotonic() + within_s
         for table in self._tables:
             try:
-                outcome = _answer(table.job, max(0.0, deadline - time.monotonic()))
+                table.spare = _Process(table.job)
+                outcome = table.spare.loaded(max(0.0, deadline - time.monotonic()))
             except (OSError, EOFError) as error:
                 raise ConfigError(
                     f"evaluation {table.job.table.name!r} must load by"
@@ -161,6 +164,7 @@ class Evaluations:
         """Training has ended, and the servers hold ``version``: evaluate it where at_end says so,
         and wait for all evaluations until their deadlines."""
         with self._changed:
+            self._last = True
             for table in self._tables:
                 again = table.job.table.at_end and table.evaluated != version
                 table.due = version if again else None
@@ -193,10 +197,15 @@ class Evaluations:
             for table in self._tables:
                 if table.running is not None:
                     self._break(table.running, "the run ended")
+                if table.spare is not None:
+                    table.spare.kill()
             threads = list(self._threads)
         deadline = time.monotonic() + END_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        for table in self._tables:
+            if table.spare is not None:
+                table.spare.end()
 
     # Under the condition.
 
@@ -227,14 +236,13 @@ class Evaluations:
     def _break(self, run: _Running, why: str) -> None:
         run.broken = run.broken or why
         if run.process is not None:
-            # Its connections to the server close with it, which aborts its requests there.
             run.process.kill()
 
     # A thread per evaluation.
 
     def _run(self, table: _Table, run: _Running, job: Job) -> None:
         try:
-            outcome = self._outcome(run, job)
+            outcome = self._outcome(table, run, job)
         except (OSError, EOFError) as error:
             outcome = Failure(f"its process failed: {error or type(error).__name__}", True)
         if run.broken:
@@ -265,6 +273,24 @@ class Evaluations:
                     )
                 self._go_on(run.url)
             self._changed.notify_all()
+        self._prepare_next(table)
+
+    def _prepare_next(self, table: _Table) -> None:
+        """Start the process of what is due next, now that no server waits for it."""
+        with self._changed:
+            more = table.due is not None or (table.job.table.at_end and not self._last)
+            if not more or table.spare is not None or table.running is not None or self._closing:
+                return
+        try:
+            spare: _Process | None = _Process(table.job, NICE)
+        except OSError as error:
+            logger.warning("the next evaluation starts its process when it is due: %s", error)
+            return
+        with self._changed:
+            if not self._closing and table.spare is None:
+                table.spare, spare = spare, None
+        if spare is not None:
+            spare.end()
 
     def _try_again(self, table: _Table, run: _Running, failure: Failure) -> None:
         """What was due is due again: on the same server if it still holds the version, else on the
@@ -279,48 +305,88 @@ class Evaluations:
         if state is not None and state.version == run.version:
             self._begin(state)
 
-    def _outcome(self, run: _Running, job: Job) -> Scores | Failure:
-        def started(process: "subprocess.Popen[bytes]") -> None:
-            # Now: most of its processor time are its imports.
-            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+    def _outcome(self, table: _Table, run: _Running, job: Job) -> Scores | Failure:
+        with self._changed:
+            process, table.spare = table.spare, None
+        if process is not None and process.ended():
+            process.end()
+            process = None  # killed while it waited, say where memory ran out: no try is lost
+        process = process or _Process(table.job, NICE)
+        try:
             with self._changed:
                 run.process = process
                 if run.broken:
                     process.kill()
+            limit_s = job.table.timeout_s
+            try:
+                return process.evaluate(job, limit_s + MARGIN_S)
+            except TimeoutError:
+                return Failure(f"it was not over after {limit_s:g} s (timeout_s)", False)
+        finally:
+            process.end()
 
-        limit_s = job.table.timeout_s
+
+class _Process:
+    """A process that loads what a table needs, and then evaluates one version. Used by one thread,
+    but for ``kill``."""
+
+    def __init__(self, job: Job, nice: int = 0) -> None:
+        """Begin to load; ``job`` has no server. ``nice``: what it gives way by meanwhile. Raises
+        OSError."""
+        self._process, socket = start_module(
+            "titan_grpo.rollout.evaluation",
+            env=helper_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},
+        )
+        self._connection: Connection[Any, Any] = Connection(socket.detach())
+        self._loaded = False
         try:
-            outcome = _answer(job, limit_s + MARGIN_S, started)
-        except TimeoutError:
-            return Failure(f"it was not over after {limit_s:g} s (timeout_s)", False)
-        assert outcome is not None, "a job with a server has an outcome"
+            if nice:  # now: most of its processor time are its imports
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, nice)
+            self._connection.send(job)
+        except OSError:
+            self.end()
+            raise
+
+    def loaded(self, within_s: float) -> Failure | None:
+        """Wait until all is loaded; the Failure where it cannot be. Raises TimeoutError, and
+        OSError or EOFError where the process fails."""
+        if self._loaded:
+            return None
+        failure: Failure | None = self._answer(within_s)
+        self._loaded = failure is None
+        return failure
+
+    def evaluate(self, job: Job, within_s: float) -> Scores | Failure:
+        """The outcome on the job's server. Raises as ``loaded``."""
+        deadline = time.monotonic() + within_s
+        if failure := self.loaded(within_s):
+            return failure
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, NICE)
+        self._connection.send(job)
+        outcome: Scores | Failure = self._answer(max(0.0, deadline - time.monotonic()))
         return outcome
 
-
-def _answer(
-    job: Job,
-    deadline_s: float,
-    started: Callable[["subprocess.Popen[bytes]"], None] = lambda process: None,
-) -> Scores | Failure | None:
-    """What a process of its own makes of a job; None: it could be begun, and has no server. Raises
-    TimeoutError past the deadline, OSError or EOFError where the process fails."""
-    process, socket = start_module(
-        "titan_grpo.rollout.evaluation",
-        env=helper_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},
-    )
-    connection: Connection[Any, Any] = Connection(socket.detach())
-    try:
-        started(process)
-        connection.send(job)
-        if not connection.poll(deadline_s):
-            raise TimeoutError(f"no answer within {deadline_s:g} s")
+    def _answer(self, within_s: float) -> Any:
+        if not self._connection.poll(within_s):
+            raise TimeoutError(f"no answer within {within_s:g} s")
         # no deadline: an answer has begun to come, or the process has ended
-        outcome: Scores | Failure | None = connection.recv()
-        return outcome
-    finally:
-        connection.close()
+        return self._connection.recv()
+
+    def ended(self) -> bool:
+        """Whether it is gone."""
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """Any thread. Its connections to a server close with it, which aborts its requests
+        there."""
+        self._process.kill()
+
+    def end(self) -> None:
+        """It ends, as it does where the trainer's end of the connection closes. Bounded;
+        idempotent."""
+        self._connection.close()
         try:
-            wait_process(process, END_S)
+            wait_process(self._process, END_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            wait_process(process, END_S)
+            self._process.kill()
+            wait_process(self._process, END_S)
