@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # That command starts an engine and a run of its own. What it adds to the quickstart is the task,
 # which tests/rollout/test_functions.py runs in a rollout process.
-from tests.e2e.conftest import run_cli
+from tests.e2e.conftest import RECIPE, run_cli
 from tests.example_files import command_of
 from tests.rigs.trainer_handle import wait_until
 from titan_grpo.rollout.codec import TextCodec
@@ -28,6 +28,14 @@ from titan_grpo.runkey import Key, with_run_key
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 STEPS = 12
+EVALUATION = """
+[[evaluation]]
+name = "own"
+reward = ["examples.own_reward.rewards:number"]
+dataset = "examples/own_reward/data.jsonl"
+rows = 4
+max_completion_tokens = 4
+"""
 STOP_S = 120.0
 """Deadline of an end, in seconds. What bounds it is torchrun, which kills its ranks after 30 s:
 they leave no report then."""
@@ -83,6 +91,10 @@ def test_the_reward_rises_beside_both_engines_and_every_promised_file_is_there(
     out = tmp_path / "run"
     run_key = Key.generate()
     words = ["--engine", "both", "--steps", str(STEPS), "--out", str(out)]
+    # Rewards and rows of their own on both engines, in a run that is there anyway.
+    recipe = tmp_path / "quickstart.toml"
+    recipe.write_text((runs.root / RECIPE).read_text() + EVALUATION)
+    words += ["--config", str(recipe)]
     with start(runs.root, mark, *words, run_key=run_key) as process:
         said, _ = process.communicate(timeout=350)
     assert process.returncode == 0, said
@@ -90,6 +102,10 @@ def test_the_reward_rises_beside_both_engines_and_every_promised_file_is_there(
     summary = runs.summary(out)
     assert (summary["steps"], summary["mode"], summary["digest_mismatches"]) == (STEPS, "async", 0)
     assert summary["reward_last"] > summary["reward_first"]
+    evaluated = [
+        (each["name"], each["version"], each["prompts"]) for each in summary["evaluations"]
+    ]
+    assert evaluated == [("own", 0, 4), ("own", STEPS, 4)], summary["errors"]
     assert summary["staleness"]["max"] <= 1
     assert len(summary["versions_committed"]) == 2, "one server of each engine"
     for server in summary["versions_committed"].values():
