@@ -15,8 +15,8 @@ def do(b: B.SlotTable, *events: B.Event) -> B.SlotTable:
     return b
 
 
-def promised(b: B.SlotTable, newest_wanted: bool = False) -> tuple[B.SlotTable, int | None]:
-    b, actions = B.step(b, B.Reserve(newest_wanted))
+def promised(b: B.SlotTable) -> tuple[B.SlotTable, int | None]:
+    b, actions = B.step(b, B.Reserve(newest_wanted=False))
     return b, actions[0].slot if actions else None
 
 
@@ -48,42 +48,6 @@ def test_a_version_is_whole_only_when_every_rank_has_copied_its_part():
     assert B.step(b, B.Copied(1, 0))[1] == (B.Hash(1),)
 
 
-def test_the_oldest_unpinned_image_is_overwritten_first():
-    b = published(published(B.SlotTable.of(2), 1), 2)
-    assert promised(b)[1] == b.slot_of(1)
-
-
-def test_a_pinned_slot_is_never_reserved():
-    b = published(published(B.SlotTable.of(2), 1), 2)
-    b, actions = B.step(b, B.Pin("a", None))
-    assert actions == (B.Read(2, 1),)
-    b, slot = promised(b)
-    assert repr(b) == "[reserved v1 | complete v2 <a>]"
-    b = do(b, B.Write(slot, 3, ONE), B.Copied(3, 0), B.Complete(3))
-    b, actions = B.step(b, B.Pin("b", 2))
-    assert actions == (B.Read(3, 0),)
-    assert promised(b) == (b, None)
-
-
-def test_the_newest_image_stays_while_an_idle_lane_wants_it():
-    b = do(published(B.SlotTable.of(2), 1), B.Pin("slow", None))
-    b = published(b, 2)
-    assert promised(b, newest_wanted=True) == (b, None)
-    assert promised(b, newest_wanted=False)[1] == b.slot_of(2)
-
-
-def test_only_one_slot_is_reserved_at_a_time():
-    b, _ = promised(B.SlotTable.of(3))
-    assert promised(b) == (b, None)
-
-
-def test_a_sealed_boundary_keeps_the_newest_image():
-    b, _ = promised(published(B.SlotTable.of(2), 1))
-    b = do(b, B.Seal())
-    assert repr(b) == "[complete v1 | free] sealed"
-    assert promised(b) == (b, None)
-
-
 def test_versions_only_grow():
     b, slot = promised(published(B.SlotTable.of(2), 5))
     with pytest.raises(ProtocolError, match="only grow"):
@@ -100,11 +64,6 @@ def test_a_lane_pins_only_what_is_newer():
     assert do(b, B.Unpin("a")).slots[0].pins == frozenset()
     with pytest.raises(ProtocolError, match="no pin"):
         B.step(b, B.Unpin("b"))
-
-
-def test_a_failed_copy_frees_its_slot():
-    b, slot = promised(B.SlotTable.of(2))
-    assert repr(do(b, B.Write(slot, 1, ONE), B.Discard(1))) == "[free | free]"
 
 
 def test_a_revoked_reservation_is_what_it_was_before():

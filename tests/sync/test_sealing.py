@@ -1,7 +1,6 @@
-"""The sealer and the image slots between a trainer and its lanes: skipping, flushing, other
-ranks' parts, and memory."""
+"""The sealer and the image slots between a trainer and its lanes: skipping, other ranks'
+parts, and memory."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -29,42 +28,6 @@ def test_a_version_is_skipped_when_every_slot_is_being_read_and_the_next_one_is_
     r.publish(5)
     r.everyone(5)
     assert [r.loaded[url].value() for url in "ab"] == [5.0, 5.0]
-
-
-def test_a_flush_returns_the_live_servers_and_does_not_wait_for_a_dead_one(rig):
-    r = rig("live", "dead")
-    r.servers["dead"].go_away()
-    r.publish(1)
-    r.server_set.wait_held(1, WAIT_S, everyone=False)
-    r.publish(2)
-    start = time.monotonic()
-    assert r.flush(2, timeout_s=2 * WAIT_S) == ["live"]
-    assert time.monotonic() - start < WAIT_S
-    assert r.servers["live"].versions == [1, 2]
-
-
-def test_a_flush_gives_a_frozen_server_its_deadline_and_no_more(rig):
-    r = rig("live", "frozen")
-    r.publish(1)
-    r.everyone(1)
-    r.servers["frozen"].freeze_receiver()
-    r.publish(2)
-    r.until(
-        lambda: r.server_set.entry("live").held == 2 and r.server_set.entry("frozen").incoming == 2
-    )
-    start = time.monotonic()
-    assert r.flush(2, timeout_s=2.0) == ["live"]
-    assert 1.0 < time.monotonic() - start < WAIT_S < r.config.lane_deadline_s
-
-
-def test_a_flush_with_nobody_there_ends_by_its_deadline(rig):
-    r = rig("dead", started=False)
-    r.servers["dead"].go_away()
-    r.start()
-    r.publish(1)
-    start = time.monotonic()
-    assert r.flush(1, timeout_s=1.0) == []
-    assert time.monotonic() - start < WAIT_S
 
 
 def test_a_version_is_sealed_only_when_the_other_ranks_have_written_their_part(rig):
